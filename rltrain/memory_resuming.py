@@ -10,7 +10,7 @@ from rltrain.checkpoint.memory.file_server import Address, FileServer, fetch
 from rltrain.checkpoint.memory.holdings import Key, offered, sources
 from rltrain.checkpoint.memory.node_folder import NodeFolder
 from rltrain.checkpoint.memory.node_memory import NodeMemory
-from rltrain.checkpoint.run.files import FileRecord, find_damage, read_manifest
+from rltrain.checkpoint.run.files import FileRecord, find_damage, records_in
 from rltrain.checkpoint.run.folder import Resumed
 from rltrain.config.schema import Config
 from rltrain.errors import CheckpointError
@@ -48,24 +48,22 @@ class HeldCheckpoints:
         prefix = f"memory/{key.step}/{key.digest}"
         if self.world.local_rank == 0:
             self.job_store.put(f"{prefix}/manifest/{self.node}", self._manifests.get(key))
-        texts = self._of_each(f"{prefix}/manifest", self.num_nodes)
-        text = next(filter(None, texts))
-        here = self._folder.at(key.step)
-        manifest = self._prepared(key, text)
-        good = self._intact(key.step, manifest)
-        self.job_store.put(f"{prefix}/good/{self.world.rank}", good)
-        by_rank = self._of_each(f"{prefix}/good", self.world.size)
-        step = self.world.ranks_per_node
-        held = [sum(by_rank[first : first + step], []) for first in range(0, self.world.size, step)]
+        text: str = next(filter(None, self._of_each(f"{prefix}/manifest", self.num_nodes)))
+        manifest = records_in(text)
+        held = self._held(key, manifest, prefix)
         found, missing = sources(manifest, held)
         if missing:
-            return f"no node has an intact {missing[0]}" + (f" ({len(missing)} files in all)" * (len(missing) > 1))
-        lacking = sorted(found.keys() - held[self.node])[self.world.local_rank :: step]
+            return f"no node has an intact {missing[0]}" + (f", nor {len(missing) - 1} others" * (len(missing) > 1))
+        if self.world.local_rank == 0 and key not in self._manifests:
+            self._folder.replace(key.step, text)  # of another attempt at the step, which is not wanted any more
+        per_node = self.world.ranks_per_node
+        self.job_store.meet(f"{prefix}/there/{self.node}", per_node, waiting_for="a folder for a checkpoint in memory")
+        lacking = sorted(found.keys() - held[self.node])[self.world.local_rank :: per_node]
+        here = self._folder.at(key.step)
         problem = self._fetch({name: found[name] for name in lacking}, manifest, here)
         self.job_store.put(f"{prefix}/fetched/{self.world.rank}", problem)
-        if problem := next(filter(None, self._of_each(f"{prefix}/fetched", self.world.size)), None):
-            return problem
-        return Resumed(here, key.step, in_memory=True)
+        problems = filter(None, self._of_each(f"{prefix}/fetched", self.world.size))
+        return next(problems, None) or Resumed(here, key.step, in_memory=True)
 
     def begin(self, resumed: Resumed | None, leader: int) -> NodeMemory:
         """For what is saved from here on, once `leader` has opened the run's logs: what the run does not go on from is
@@ -103,24 +101,22 @@ class HeldCheckpoints:
             self.job_store.put(f"memory/server/{self.node}", server.address)
         return [Address(*found) for found in self._of_each("memory/server", self.num_nodes)]
 
-    def _prepared(self, key: Key, text: str) -> Mapping[str, FileRecord]:
-        """What the manifest says, which this node has then in a folder for its files. Another one of the step gives
-        way."""
-        if self.world.local_rank == 0 and key not in self._manifests:
-            self._folder.replace(key.step, text)
-        came = f"memory/{key.step}/{key.digest}/prepared/{self.node}"
-        self.job_store.meet(came, self.world.ranks_per_node, waiting_for="a folder for a checkpoint in memory")
-        return read_manifest(self._folder.at(key.step))
+    def _held(self, key: Key, manifest: Mapping[str, FileRecord], prefix: str) -> list[list[str]]:
+        """By node, the intact files that it has, of which each rank reads its share."""
+        good = self._intact(key.step, manifest) if key in self._manifests else []
+        self.job_store.put(f"{prefix}/good/{self.world.rank}", good)
+        by_rank = self._of_each(f"{prefix}/good", self.world.size)
+        per_node = self.world.ranks_per_node
+        return [sum(by_rank[first : first + per_node], []) for first in range(0, self.world.size, per_node)]
 
     def _intact(self, step: int, manifest: Mapping[str, FileRecord]) -> list[str]:
-        """This rank's share of the files that the node has, without those that are damaged, which go."""
+        """This rank's share of the files that the node has, without those that are damaged."""
         heartbeat, here, good = self.job_store.heartbeat, self._folder.at(step), []
         heartbeat.begin(f"reading the checksums of {here.name} in memory")
         names = self._folder.files(step, manifest)
         for name in sorted(names)[self.world.local_rank :: self.world.ranks_per_node]:
             if damage := find_damage(here, manifest, [name], heartbeat.advance):
                 logger.warning("%s", damage)
-                (here / name).unlink(missing_ok=True)
             else:
                 good.append(name)
         return good

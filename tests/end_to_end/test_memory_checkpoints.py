@@ -4,7 +4,6 @@ import json
 import shutil
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rltrain.checkpoint.run.folder import name_of
-from tests.end_to_end.test_faults import STEPS, Job, Stand, undisturbed, whole  # noqa: F401 - fixtures
+from tests.end_to_end.test_faults import STEPS, Job, Run, Stand, undisturbed, whole  # noqa: F401 - fixtures
 from tests.forked.popen import ranks_of
 
 pytestmark = pytest.mark.slow
@@ -80,13 +79,11 @@ class TwoNodes(Stand):
 
 
 @pytest.fixture
-def nodes(
-    warmed_up: Path, data_overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> TwoNodes:
+def nodes(warmed_up: Path, data_overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TwoNodes:
     return TwoNodes(tmp_path, [f"model.path={warmed_up}", *data_overrides], monkeypatch)
 
 
-def test_a_run_whose_node_is_lost_goes_on_from_the_others_memory(nodes: TwoNodes, undisturbed) -> None:
+def test_a_run_whose_node_is_lost_goes_on_from_the_others_memory(nodes: TwoNodes, undisturbed: Run) -> None:  # noqa: F811
     nodes.lose_node(0)
     assert (nodes.checkpoints / name_of(DISK_AT)).exists() and not (nodes.checkpoints / name_of(SAVED_AT)).exists()
     told = nodes.go_on()

@@ -9,6 +9,7 @@ import json
 import secrets
 import socket
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -90,7 +91,8 @@ def fetch(address: Address, name: str, path: Path, expected: FileRecord, closing
         path.parent.mkdir(parents=True, exist_ok=True)
         found = _receive(address, name, path, closing)
     except OSError as error:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):  # its folder may be what there is no room for
+            path.unlink()
         return f"{name} from {address.host}: {error.strerror or error}"
     if found != expected:
         path.unlink(missing_ok=True)

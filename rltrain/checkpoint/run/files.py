@@ -109,8 +109,7 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
     has, or one that would be read with the others."""
     path = folder / MANIFEST_FILE
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        records = {str(name): FileRecord(int(v["num_bytes"]), int(v["crc32"])) for name, v in values.items()}
+        records = records_in(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
@@ -121,6 +120,12 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
     if unlisted := sorted(found.difference(records)):
         raise CheckpointError(f"{folder / unlisted[0]} is none of the checkpoint's files: {path} does not list it")
     return records
+
+
+def records_in(manifest: str) -> dict[str, FileRecord]:
+    """What a manifest's text says. ValueError, KeyError, TypeError and others where it is none."""
+    values = json.loads(manifest)
+    return {str(name): FileRecord(int(v["num_bytes"]), int(v["crc32"])) for name, v in values.items()}
 
 
 def write_durably(path: Path, text: str) -> None:

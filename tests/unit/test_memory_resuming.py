@@ -1,0 +1,222 @@
+"""What nodes hold of a run in memory: which checkpoint they make whole together, and every node having it then."""
+
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rltrain.checkpoint.memory.holdings import Key, offered, origins, sources
+from rltrain.checkpoint.memory.node_folder import NodeFolder
+from rltrain.checkpoint.run.files import RUN_FILE, Contents, record_of, write_files
+from rltrain.checkpoint.run.folder import CheckpointFolder, Resumed, name_of
+from rltrain.cluster.world import World
+from rltrain.config.loader import load_config
+from rltrain.config.schema import Config, Timeouts
+from rltrain.liveness.job_store import JobStore
+from rltrain.memory_resuming import HeldCheckpoints
+from rltrain.observability.run_logs import ID_FILE
+from rltrain.resuming import find_checkpoint
+from tests.unit.shared_store import Jobs, open_store
+
+CONFIG = """\
+steps: 10
+placement: {'actor, reference': 0, 'rollout, reward': 1}
+model: {path: models/tiny}
+data: {train: {path: train.jsonl}}
+checkpoint: {save_interval: 4, memory: {interval: 1}}
+"""
+NODES, RUN_ID = 3, "0123"
+FILES = [f"ranks/rank_{node:05d}.safetensors" for node in range(NODES)]
+
+
+@given(st.sets(st.integers(0, 31), min_size=1), st.integers(1, 8))
+def test_every_rank_has_one_copy_on_the_next_node(hosting: set[int], per_node: int) -> None:
+    found = origins(hosting, per_node)
+    copied = [rank for ranks in found.values() for rank in ranks]
+    nodes = sorted({rank // per_node for rank in hosting})
+    assert found.keys() == hosting
+    assert sorted(copied) == (sorted(hosting) if len(nodes) > 1 else [])
+    after = dict(pairwise([*nodes, nodes[0]]))
+    assert all(after[rank // per_node] == keeper // per_node for keeper in found for rank in found[keeper])
+    counts = {node: [len(found[rank]) for rank in hosting if rank // per_node == node] for node in nodes}
+    assert all(max(of_node) - min(of_node) <= 1 for of_node in counts.values()), "they are shared out"
+
+
+@given(st.integers(2, 6), st.data())
+def test_nodes_are_whole_unless_two_that_follow_each_other_are_lost(num_nodes: int, data: st.DataObject) -> None:
+    """A file per node; each node has its own and that of the one before."""
+    lost = data.draw(st.sets(st.integers(0, num_nodes - 1)))
+    held = [set() if node in lost else {f"{node}", f"{(node - 1) % num_nodes}"} for node in range(num_nodes)]
+    found, missing = sources(map(str, range(num_nodes)), held)
+    assert {*missing} == {f"{node}" for node in lost if (node + 1) % num_nodes in lost}
+    assert found.keys() | {*missing} == {*map(str, range(num_nodes))}
+    assert all(name in held[node] for name, node in found.items())
+
+
+def test_the_newest_is_tried_first_and_those_of_other_attempts_apart() -> None:
+    first, second, third = Key(3, "a"), Key(3, "b"), Key(7, "a")
+    assert offered([{second: 0}, {first: 0, third: 0}, {first: 0}]) == [third, first, second]
+
+
+@pytest.fixture(scope="module")
+def jobs() -> Iterator[Jobs]:
+    with open_store() as store:
+        yield Jobs(store, NODES)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ID_FILE).write_text(f"{RUN_ID}\n")
+    return load_config(tmp_path / "config.yaml", [f"output_dir={tmp_path}/run"])
+
+
+def contents(node: int, value: float) -> Contents:
+    return Contents({"x": torch.full((9,), value + node)}, {})
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Callable[..., None]:
+    """In the memory of all nodes, each with its own file and that of the node before."""
+
+    def in_memory(step: int, run_id: str = RUN_ID, value: float = 0.0) -> None:
+        folders = [NodeFolder(str(tmp_path / f"node{node}"), run_id) for node in range(NODES)]
+        run = json.dumps({"step": step})
+        records = {RUN_FILE: record_of(run.encode())}
+        for node in range(NODES):
+            for at in (node, (node + 1) % NODES):
+                partial = folders[at].checkpoints.begin(step)
+                records |= write_files(partial, {FILES[node]: contents(node, value)})
+        manifest = json.dumps({name: record._asdict() for name, record in sorted(records.items())})
+        for folder in folders:
+            assert folder.complete(step, manifest, run) is None
+
+    return in_memory
+
+
+@pytest.fixture
+def find(jobs: Jobs, config: Config, tmp_path: Path) -> Callable[..., list[Resumed | None]]:
+    def on_all() -> list[Resumed | None]:
+        def body(rank: int, store: dist.Store) -> Resumed | None:
+            world = World(rank, NODES, 0, 1, torch.device("cpu"), store, 10, Timeouts(no_progress_s=5))
+            job_store = JobStore(world, guarded=True)
+            held = HeldCheckpoints(config, str(tmp_path / f"node{rank}"), job_store)
+            found = find_checkpoint(config, job_store, held)
+            held.begin(found, leader=0)
+            return found
+
+        return jobs.run(body, NODES)
+
+    return on_all
+
+
+def at(tmp_path: Path, node: int, step: int) -> Path:
+    return tmp_path / f"node{node}" / f"rltrain_{RUN_ID}" / name_of(step)
+
+
+def harm(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+
+def on_disk(config: Config, step: int) -> Path:
+    folder = CheckpointFolder(Path(config.checkpoint_dir))
+    run = {"config": config.model_dump(mode="json"), "architectures": {}}
+    folder.complete(step, write_files(folder.begin(step), {FILES[0]: contents(0, 0.0)}), run, keep=0)
+    return folder.path / name_of(step)
+
+
+def is_whole(tmp_path: Path, step: int, value: float = 0.0) -> bool:
+    """Whether every node has what was written, and of no other step."""
+    for node in range(NODES):
+        folder = at(tmp_path, node, step)
+        expected = tmp_path / "expected" / str(value)
+        write_files(expected, {name: contents(number, value) for number, name in enumerate(FILES)})
+        if [*folder.parent.iterdir()] != [folder]:
+            return False
+        if any((folder / name).read_bytes() != (expected / name).read_bytes() for name in FILES):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("lost", [[], [0], [2]])
+def test_a_lost_node_gets_it_all_from_the_others(find, save, config, tmp_path, lost) -> None:
+    on_disk(config, 4)
+    for step in (5, 6):
+        save(step)
+    for node in lost:
+        shutil.rmtree(tmp_path / f"node{node}")
+    assert find() == [Resumed(at(tmp_path, node, 6), 6, in_memory=True) for node in range(NODES)]
+    assert is_whole(tmp_path, 6)
+
+
+def test_a_damaged_file_comes_from_its_copy(find, save, tmp_path, caplog) -> None:
+    save(6)
+    harm(at(tmp_path, 1, 6) / FILES[1])
+    with caplog.at_level(logging.WARNING):
+        assert {found.step for found in find()} == {6}
+    assert is_whole(tmp_path, 6)
+    assert f"{at(tmp_path, 1, 6) / FILES[1]} is damaged" in caplog.text
+
+
+def test_where_a_file_and_its_copy_are_damaged_it_is_the_step_before_and_then_the_disk(
+    find, save, config, tmp_path, caplog
+) -> None:
+    on_disk(config, 4)
+    for step in (5, 6):
+        save(step)
+        for node in (1, 2):
+            harm(at(tmp_path, node, step) / FILES[1])
+    with caplog.at_level(logging.WARNING):
+        assert find() == [Resumed(Path(config.checkpoint_dir, name_of(4)), 4)] * NODES
+    for step in (5, 6):
+        assert (
+            f"the checkpoint of step {step} in memory cannot be used: no node has an intact {FILES[1]}" in caplog.text
+        )
+    assert not any(at(tmp_path, node, step).exists() for node in range(NODES) for step in (5, 6))
+
+
+def test_two_neighbours_lost_leave_the_disk(find, save, config, tmp_path) -> None:
+    on_disk(config, 4)
+    save(6)
+    for node in (0, 1):
+        shutil.rmtree(tmp_path / f"node{node}")
+    assert {found.step for found in find()} == {4}
+
+
+@pytest.mark.parametrize("disk, in_memory", [(4, True), (8, False)])
+def test_the_newer_one_is_taken_and_of_two_of_a_step_that_in_memory(find, save, config, disk, in_memory) -> None:
+    save(4)
+    on_disk(config, disk)
+    assert {(found.step, found.in_memory) for found in find()} == {(disk, in_memory)}
+
+
+def test_what_another_run_left_is_not_taken(find, save, config, caplog) -> None:
+    save(6, run_id="4567")
+    on_disk(config, 4)
+    with caplog.at_level(logging.WARNING):
+        assert {found.step for found in find()} == {4}
+    assert "no node holds a checkpoint of the run in its memory" in caplog.text
+
+
+@pytest.mark.parametrize("wanted, other", [(0.0, 1.0), (1.0, 0.0)])
+def test_nodes_with_different_checkpoints_of_one_step_are_not_mixed(find, save, tmp_path, wanted, other) -> None:
+    """One comes back that was away while the others went on from an older step."""
+    save(6, value=other)
+    shutil.move(tmp_path / "node2", tmp_path / "away")
+    for node in (0, 1):
+        shutil.rmtree(tmp_path / f"node{node}")
+    save(6, value=wanted)
+    shutil.rmtree(tmp_path / "node2")
+    shutil.move(tmp_path / "away", tmp_path / "node2")
+    assert {found.step for found in find()} == {6}
+    assert is_whole(tmp_path, 6, value=wanted)
