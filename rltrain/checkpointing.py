@@ -70,8 +70,7 @@ class Checkpointing:
         self._earlier_logs = job.resumed.logs if job.resumed else {}
         """On the leader, as they were when this job began: it may have fewer ranks than the one before."""
         self._metrics: Metrics = {}
-        hosts = job.world.rank in job.placement.hosting
-        self.memory = MemoryCheckpointing(job, job.memory, reporter.collect) if job.memory and hosts else None
+        self.memory = MemoryCheckpointing(job, job.memory, reporter.collect) if job.memory else None
         if self.memory:
             job.waiter.meanwhile = self.memory.look
 

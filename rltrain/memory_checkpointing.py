@@ -51,7 +51,8 @@ class MemoryCheckpointing:
         self.hosting = hosting
         self.origins = origins(hosting, self.per_node).get(self.rank, [])
         """The ranks whose files this one copies."""
-        self.completes_node = self.rank == min(rank for rank in hosting if self._node(rank) == self._node(self.rank))
+        of_node = [rank for rank in hosting if self._node(rank) == self._node(self.rank)]
+        self.completes_node = self.rank == min(of_node, default=None)
         self._begun: dict[int, float] = {}
         """On the leader, the steps that are not complete, and when they were begun."""
         self._runs: dict[int, str] = {}
@@ -84,13 +85,13 @@ class MemoryCheckpointing:
 
     def close(self) -> None:
         """The run has come to its end. What is under way is dropped, and what is there removed. Collective over: all
-        ranks that host a role."""
+        ranks."""
         self._closing.set()
         self._saved.put(None)
         self._thread.join()
         waiting = "all ranks to be done with checkpoints in memory"
-        self.job.job_store.meet("memory/end", len(self.hosting), waiting_for=waiting)
-        if self.completes_node:
+        self.job.job_store.meet("memory/end", self.job.world.size, waiting_for=waiting)
+        if self.job.world.local_rank == 0:
             self.folder.remove()
 
     def _report(self, step: int) -> Callable[[Written], None]:

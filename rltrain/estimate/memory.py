@@ -32,6 +32,8 @@ from rltrain.tasks.roles import DECLARED, SYNCED, drawing_roles, model_tasks, se
 
 MIB = 2**20
 FP32 = 4
+MEMORY_CHECKPOINTS = 4
+"""At most, of a rank in its node's memory, and copies on the next node: two that count and two under way."""
 POSITIONS_MULTIPLE = 8
 """Positions of the embedded engine's cache are a multiple of it."""
 SGLANG_STAGING_SLOTS = 2
@@ -288,8 +290,12 @@ def host_bytes(job: PlannedJob, stages: Mapping[str, int], leaving: frozenset[Ke
     found["optimizer"] = sum(optimizer_bytes(job, role, stages[role]).on_host for role in trained)
     at_once = [Activations(job, role, stages[role]).offloaded(job.micro_batch_rows(role)) for role in trained]
     found["activations"] = max(at_once, default=0)
-    if job.config.checkpoint.save_interval:
-        found["checkpoint"] = sum(_saved_bytes(job, role, stages[role]) for role in trained)
+    saved = sum(_saved_bytes(job, role, stages[role]) for role in trained)
+    if job.config.checkpoint.save_interval or job.config.checkpoint.memory:
+        found["checkpoint"] = saved
+    if job.config.checkpoint.memory:
+        nodes = {rank // job.ranks_per_node for rank in job.placement.hosting}
+        found["checkpoints in memory, not pinned"] = MEMORY_CHECKPOINTS * saved * min(len(nodes), 2)
     kept = [role for role in in_servers & stages.keys() if job.config.served(role).sglang.keep_weights]
     if replaying := [role for role in _replaying(job) if role in stages]:
         found["routed experts, not pinned"] = sum(

@@ -60,6 +60,16 @@ METRICS: tuple[Metric, ...] = (
     Metric("perf/checkpoint_write_s", "s", "beside training: the longest of the ranks' writing of the last checkpoint"),
     Metric("perf/checkpoint_bytes", "bytes", "its size; both are in the step in which it became complete"),
     Metric(
+        "perf/memory_checkpoint_s",
+        "s",
+        "beside training: from the boundary until all ranks had written the last checkpoint in memory and copied it",
+    ),
+    Metric(
+        "perf/memory_checkpoint_bytes",
+        "bytes",
+        "its size, without copies; both are in the step in which it came to count",
+    ),
+    Metric(
         "memory/<role>_resident_bytes",
         "bytes",
         "most that its weights, gradients, optimizer and cache held on the device, on the reporting rank as below",

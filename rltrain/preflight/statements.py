@@ -40,6 +40,8 @@ def of_machine(config: Config, world: World, model_paths: Mapping[str, str]) -> 
     folders = {"output_dir": config.output_dir}
     if config.checkpoint.save_interval:
         folders["checkpoint.dir"] = config.checkpoint_dir
+    if config.checkpoint.memory:
+        folders["checkpoint.memory.folder"] = os.path.expandvars(config.checkpoint.memory.folder)
     problems = [*problems_of_disks(folders)]
     if (world.device.type == "cuda" and world.ranks_per_node > 1) or config.rollout.engine == "sglang":
         problems += problems_of_shared_memory()

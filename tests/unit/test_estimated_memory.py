@@ -283,6 +283,16 @@ def test_a_judge_that_leaves_is_on_the_host_once(engine, kept):
     assert one.host == {kept: judges * one.parts["judge", "weights"]}
 
 
+@pytest.mark.parametrize(("ranks", "copies"), [("0-3", 1), ("0-7", 2)])
+def test_checkpoints_in_memory_are_four_and_over_several_nodes_as_many_copies(ranks, copies):
+    """Of a node with four ranks: of two nodes each has the files of both."""
+    placement = {"actor, rollout, reward": ranks}
+    job = job_of(qwen3_8b(), placement, 8, checkpoint={"memory": {"interval": 1}})
+    job = replace(job, ranks_per_node=4)
+    one = rank_memories(job, H100)[0]
+    assert one.host["checkpoints in memory, not pinned"] == 4 * copies * one.host["checkpoint"] > 0
+
+
 def test_weights_in_fp8_are_foretold_with_their_scales() -> None:
     architecture = tiny_architecture(hidden_size=256, ffn_hidden_size=512, vocab_size=128)
     tensors, in_fp8 = canonical_tensors(architecture), quantizable_tensors(architecture)

@@ -1,5 +1,6 @@
 """Cutting a run between two steps: what is left of its order, and what crosses the cut."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -84,9 +85,17 @@ def test_the_rest_of_the_rest_is_the_rest(run):
         assert [*whole.from_step(step).from_step(later)] == [*whole.from_step(later)]
 
 
-def test_every_role_comes_to_every_boundary():
-    order = order_of(checkpoint={"save_interval": 2}, steps=5)
-    assert saves_of(order, 5) == [2, 4, 5]
+@pytest.mark.parametrize(
+    "checkpoint, saves",
+    [
+        ({"save_interval": 2}, [2, 4, 5]),
+        ({"memory": {"interval": 2}}, [2, 4]),
+        ({"save_interval": 4, "memory": {"interval": 3}}, [3, 4, 5]),
+    ],
+)
+def test_every_role_comes_to_every_boundary(checkpoint, saves):
+    order = order_of(checkpoint=checkpoint, steps=5)
+    assert saves_of(order, 5) == saves
     for step in range(1, 6):
         roles = [entry.roles for entry in order if entry.name == CHECKPOINT and entry.step == step]
         assert roles == [("actor",), ("reference",), ("rollout",), ("reward",)]
