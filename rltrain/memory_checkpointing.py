@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from rltrain.checkpoint.memory.file_server import fetch
 from rltrain.checkpoint.memory.holdings import origins
-from rltrain.checkpoint.memory.node_folder import records_of
+from rltrain.checkpoint.memory.node_folder import KEPT, MOST, records_of
 from rltrain.checkpoint.memory.node_memory import NodeMemory
 from rltrain.checkpoint.run.files import RUN_FILE, FileRecord, record_of
 from rltrain.checkpoint.run.writer import NICENESS, Target, Written
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 0.05
 """Between two looks of a rank's thread for what it waits for; with many ranks more, as in liveness.polling."""
-MAX_INCOMPLETE = 2
+MAX_INCOMPLETE = MOST - KEPT
 """Steps that may be under way: older ones are given up, since newer ones are worth more."""
 REMEMBERED = 8
 """Verdicts that stay in the store."""
@@ -57,6 +57,7 @@ class MemoryCheckpointing:
         """On the leader, the steps that are not complete, and when they were begun."""
         self._runs: dict[int, str] = {}
         self._decided: list[int] = []
+        self._is_first = True
         self._metrics: Metrics = {}
         self._closing = threading.Event()
         self._saved: queue.SimpleQueue[int | None] = queue.SimpleQueue()
@@ -153,8 +154,16 @@ class MemoryCheckpointing:
             verdict = self._verdict(step)
             if verdict == GIVEN_UP:
                 self.folder.checkpoints.abandon(step)
-            elif verdict is not None and self.completes_node and (problem := self.folder.complete(step, **verdict)):
-                logger.warning("the checkpoint of step %d cannot be kept in this node's memory: %s", step, problem)
+            elif verdict is not None and self.completes_node:
+                self._complete_node(step, verdict)
+
+    def _complete_node(self, step: int, verdict: Mapping[str, str]) -> None:
+        if problem := self.folder.complete(step, **verdict):
+            logger.warning("the checkpoint of step %d cannot be kept in this node's memory: %s", step, problem)
+        elif self._is_first:
+            self._is_first = False
+            if problem := self.folder.lack_of_room(step):
+                logger.warning("%s", problem)
 
     def _copy(self, step: int) -> str | None:
         """What went wrong with the files of other ranks, in words."""

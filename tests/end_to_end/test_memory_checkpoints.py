@@ -1,6 +1,7 @@
 """Two nodes keep checkpoints in their memory, each the other's too: a run that loses one goes on from there."""
 
 import json
+import re
 import shutil
 import signal
 import socket
@@ -90,3 +91,18 @@ def test_a_run_whose_node_is_lost_goes_on_from_the_others_memory(nodes: TwoNodes
     assert f"going on after step {SAVED_AT}, from {nodes.memories[0]}" in told, told
     assert nodes.reported() == undisturbed and nodes.steps_done() == STEPS + 1
     assert not [*nodes.memories[0].iterdir(), *nodes.memories[1].iterdir()], "it is given back at the end"
+
+
+def test_a_killed_rank_of_one_node_needs_no_disk(
+    warmed_up: Path,
+    data_overrides: list[str],
+    tmp_path: Path,
+    undisturbed: Run,  # noqa: F811
+) -> None:
+    stand = Stand(tmp_path / "run", [f"model.path={warmed_up}", *data_overrides])
+    stand.folder.mkdir()
+    memory = f"checkpoint={{save_hf: false, save_interval: 0, memory: {{folder: {tmp_path}/memory}}}}"
+    kills = [{"moment": "update", "step": 3, "rank": 0, "delay_s": 0.1}]
+    told = stand.run(memory, kills=kills)
+    assert re.search(rf"going on after step [23], from {tmp_path}/memory/.*, in the nodes' memory", told), told
+    assert stand.reported() == undisturbed and not stand.checkpoints.exists()

@@ -104,6 +104,17 @@ def test_only_the_newest_stay(nodes: list[Node]) -> None:
     wait_for(lambda: all(node.steps() == [KEPT + 2, KEPT + 1] for node in nodes), nodes[0])
 
 
+@pytest.mark.parametrize("free, is_said", [(10**9, False), (1000, True)])
+def test_who_will_find_no_room_says_so_once(nodes: list[Node], caplog, monkeypatch, free: int, is_said: bool) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free))
+    for step in (1, 2):
+        for node in nodes:
+            node.save(step)
+        wait_for(lambda step=step: all(node.steps()[:1] == [step] for node in nodes), nodes[0])
+    said = [text for text in caplog.messages if text.startswith("checkpoint.memory.folder: ")]
+    assert len(said) == NODES * is_said and all("1e-06 GB free" in text for text in said)
+
+
 def test_what_cannot_be_written_is_given_up_on_all_nodes_and_the_next_one_counts(nodes: list[Node], caplog) -> None:
     """A file is where one of them would make its folder."""
     partial = nodes[1].folder.checkpoints.partial(1)

@@ -21,6 +21,10 @@ KEPT = 2
 """The newest complete ones: a node may be lost while the others have not yet learnt that the last one is complete."""
 
 
+MOST = KEPT + 2
+"""With those under way."""
+
+
 class NodeFolder:
     """`base` may name variables of the environment. Reading is for any rank of the node, removing for one."""
 
@@ -56,6 +60,18 @@ class NodeFolder:
         for old in self.checkpoints.candidates()[KEPT:]:
             shutil.rmtree(old.folder, ignore_errors=True)
         return None
+
+    def lack_of_room(self, step: int) -> str | None:
+        """Once the checkpoint of `step` is complete: whether those to come may find the folder full, in words."""
+        num_bytes = sum(path.stat().st_size for path in self.at(step).rglob("*") if path.is_file())
+        free, needed = shutil.disk_usage(self.path).free, (MOST - 1) * num_bytes
+        if free >= needed:
+            return None
+        return (
+            f"checkpoint.memory.folder: {self.base} has {free / 1e9:.3g} GB free beside a checkpoint of "
+            f"{num_bytes / 1e9:.3g} GB; expected {needed / 1e9:.3g} GB, as up to {MOST} are there at a time: what finds "
+            "no room is given up"
+        )
 
     def held(self) -> dict[Key, str]:
         """The text of the manifest of every complete checkpoint that is here."""
