@@ -27,10 +27,13 @@ class HeldCheckpoints:
         self.config, self.base, self.job_store = config, base, job_store
         self.world = job_store.world
         self.node = self.world.rank // self.world.ranks_per_node
-        self.num_nodes = self.world.size // self.world.ranks_per_node
         self.addresses = self._open()
-        self.run_id: str | None = self._from_rank_0("memory/run_id", lambda: read_id(self._id_file))
+        if self.world.rank == 0:
+            job_store.put("memory/run_id", read_id(self._id_file))
+        self.run_id: str | None = job_store.get("memory/run_id", waiting_for="rank 0 to look for the run's logs")
         self._manifests: dict[Key, str] = {}
+        self._offers: list[set[Key]] = []
+        """By node."""
 
     def offers(self) -> list[Key]:
         """All that any node holds of the run whose logs are in output_dir, newest first; one may not be whole."""
@@ -39,16 +42,17 @@ class HeldCheckpoints:
         self._manifests = self._folder.held()
         if self.world.local_rank == 0:
             self._folder.checkpoints.clear_partial()
-            self.job_store.put(f"memory/held/{self.node}", [*self._manifests])
-        held = [self.job_store.get(f"memory/held/{node}", f"what node {node} holds") for node in range(self.num_nodes)]
-        return offered([dict.fromkeys(Key(*key) for key in of_node) for of_node in held])
+        held = self._of_nodes("memory/held", [*self._manifests])
+        self._offers = [{Key(*key) for key in of_node} for of_node in held]
+        return offered(self._offers)
 
     def recover(self, key: Key) -> Resumed | str:
         """The checkpoint, all of whose files every node has then; or why it cannot be used, in words."""
         prefix = f"memory/{key.step}/{key.digest}"
-        if self.world.local_rank == 0:
-            self.job_store.put(f"{prefix}/manifest/{self.node}", self._manifests.get(key))
-        text: str = next(filter(None, self._of_each(f"{prefix}/manifest", self.num_nodes)))
+        first = next(node for node, offers in enumerate(self._offers) if key in offers)
+        if self.node == first and self.world.local_rank == 0:
+            self.job_store.put(f"{prefix}/manifest", self._manifests[key])
+        text: str = self.job_store.get(f"{prefix}/manifest", waiting_for=f"a manifest that node {first} has")
         manifest = records_in(text)
         held = self._held(key, manifest, prefix)
         found, missing = sources(manifest, held)
@@ -61,8 +65,7 @@ class HeldCheckpoints:
         lacking = sorted(found.keys() - held[self.node])[self.world.local_rank :: per_node]
         here = self._folder.at(key.step)
         problem = self._fetch({name: found[name] for name in lacking}, manifest, here)
-        self.job_store.put(f"{prefix}/fetched/{self.world.rank}", problem)
-        problems = filter(None, self._of_each(f"{prefix}/fetched", self.world.size))
+        problems = filter(None, self._of_ranks(f"{prefix}/fetched", problem))
         return next(problems, None) or Resumed(here, key.step, in_memory=True)
 
     def begin(self, resumed: Resumed | None, leader: int) -> NodeMemory:
@@ -89,23 +92,22 @@ class HeldCheckpoints:
 
     def _open(self) -> list[Address]:
         """Every node's server."""
+        address: Address | None = None
         if self.world.local_rank == 0:
             base = NodeFolder(self.base, "").base
             try:
                 base.mkdir(parents=True, exist_ok=True)
-                server = FileServer(base, self.world.address)
+                address = FileServer(base, self.world.address).address
             except OSError as error:
                 raise CheckpointError(
                     f"checkpoint.memory.folder: {base} cannot be served to other nodes: {error.strerror or error}"
                 ) from error
-            self.job_store.put(f"memory/server/{self.node}", server.address)
-        return [Address(*found) for found in self._of_each("memory/server", self.num_nodes)]
+        return [Address(*found) for found in self._of_nodes("memory/server", address)]
 
     def _held(self, key: Key, manifest: Mapping[str, FileRecord], prefix: str) -> list[list[str]]:
         """By node, the intact files that it has, of which each rank reads its share."""
         good = self._intact(key.step, manifest) if key in self._manifests else []
-        self.job_store.put(f"{prefix}/good/{self.world.rank}", good)
-        by_rank = self._of_each(f"{prefix}/good", self.world.size)
+        by_rank = self._of_ranks(f"{prefix}/good", good)
         per_node = self.world.ranks_per_node
         return [sum(by_rank[first : first + per_node], []) for first in range(0, self.world.size, per_node)]
 
@@ -133,11 +135,20 @@ class HeldCheckpoints:
             heartbeat.advance()
         return None
 
-    def _of_each(self, key: str, count: int) -> list[Any]:
-        waiting = "what the other nodes hold in memory"
-        return [self.job_store.get(f"{key}/{number}", waiting_for=waiting) for number in range(count)]
+    def _of_nodes(self, key: str, value: Any) -> list[Any]:
+        """What the first rank of each node has given."""
+        return self._gathered(key, value, range(0, self.world.size, self.world.ranks_per_node))
 
-    def _from_rank_0(self, key: str, value: Any) -> Any:
+    def _of_ranks(self, key: str, value: Any) -> list[Any]:
+        """What each rank has given."""
+        return self._gathered(key, value, range(self.world.size))
+
+    def _gathered(self, key: str, value: Any, ranks: range) -> list[Any]:
+        """By way of rank 0: were each to ask for all the store would answer many times as often."""
+        if self.world.rank in ranks:
+            self.job_store.put(f"{key}/{self.world.rank}", value)
         if self.world.rank == 0:
-            self.job_store.put(key, value())
-        return self.job_store.get(key, waiting_for="rank 0 to look for the run's logs")
+            waiting = "what the other nodes hold in memory"
+            self.job_store.put(key, [self.job_store.get(f"{key}/{rank}", waiting_for=waiting) for rank in ranks])
+        found: list[Any] = self.job_store.get(key, waiting_for="rank 0 to tell what nodes hold in memory")
+        return found

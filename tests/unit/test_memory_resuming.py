@@ -3,7 +3,7 @@
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -63,7 +63,7 @@ def test_nodes_are_whole_unless_two_that_follow_each_other_are_lost(num_nodes: i
 
 def test_the_newest_is_tried_first_and_those_of_other_attempts_apart() -> None:
     first, second, third = Key(3, "a"), Key(3, "b"), Key(7, "a")
-    assert offered([{second: 0}, {first: 0, third: 0}, {first: 0}]) == [third, first, second]
+    assert offered([{second}, {first, third}, {first}]) == [third, first, second]
 
 
 @pytest.fixture(scope="module")
@@ -105,16 +105,18 @@ def save(tmp_path: Path) -> Callable[..., None]:
 
 @pytest.fixture
 def find(jobs: Jobs, config: Config, tmp_path: Path) -> Callable[..., list[Resumed | None]]:
-    def on_all() -> list[Resumed | None]:
+    def on_all(nodes: Sequence[int] = range(NODES)) -> list[Resumed | None]:
+        """By those of the nodes that are there, in the order of the new job's ranks."""
+
         def body(rank: int, store: dist.Store) -> Resumed | None:
-            world = World(rank, NODES, 0, 1, torch.device("cpu"), store, 10, Timeouts(no_progress_s=5))
+            world = World(rank, len(nodes), 0, 1, torch.device("cpu"), store, 10, Timeouts(no_progress_s=5))
             job_store = JobStore(world, guarded=True)
-            held = HeldCheckpoints(config, str(tmp_path / f"node{rank}"), job_store)
+            held = HeldCheckpoints(config, str(tmp_path / f"node{nodes[rank]}"), job_store)
             found = find_checkpoint(config, job_store, held)
             held.begin(found, leader=0)
             return found
 
-        return jobs.run(body, NODES)
+        return jobs.run(body, len(nodes))
 
     return on_all
 
@@ -157,6 +159,14 @@ def test_a_lost_node_gets_it_all_from_the_others(find, save, config, tmp_path, l
         shutil.rmtree(tmp_path / f"node{node}")
     assert find() == [Resumed(at(tmp_path, node, 6), 6, in_memory=True) for node in range(NODES)]
     assert is_whole(tmp_path, 6)
+
+
+@pytest.mark.parametrize("nodes", [(2, 0, 1), (2, 1), (0, 2)])
+def test_nodes_may_be_numbered_otherwise_and_be_fewer(find, save, tmp_path, nodes) -> None:
+    save(6)
+    assert find(nodes) == [Resumed(at(tmp_path, node, 6), 6, in_memory=True) for node in nodes]
+    names = {path.name for node in nodes for path in at(tmp_path, node, 6).glob("*/*")}
+    assert names == {Path(file).name for file in FILES}
 
 
 def test_a_damaged_file_comes_from_its_copy(find, save, tmp_path, caplog) -> None:

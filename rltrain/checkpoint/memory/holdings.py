@@ -1,6 +1,6 @@
 """Who keeps a second copy of whose files, and which checkpoints the memory of several nodes makes whole again."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 
@@ -42,6 +42,6 @@ def sources(names: Iterable[str], held: Sequence[Iterable[str]]) -> tuple[dict[s
     return found, missing
 
 
-def offered(by_node: Sequence[Mapping[Key, object]]) -> list[Key]:
+def offered(by_node: Iterable[Iterable[Key]]) -> list[Key]:
     """All that any node says to hold, newest first; those of one step in an order that all ranks agree on."""
     return sorted({key for of_node in by_node for key in of_node}, key=lambda key: (-key.step, key.digest))

@@ -69,8 +69,8 @@ class NodeFolder:
             return None
         return (
             f"checkpoint.memory.folder: {self.base} has {free / 1e9:.3g} GB free beside a checkpoint of "
-            f"{num_bytes / 1e9:.3g} GB; expected {needed / 1e9:.3g} GB, as up to {MOST} are there at a time: what finds "
-            "no room is given up"
+            f"{num_bytes / 1e9:.3g} GB; expected {needed / 1e9:.3g} GB, as up to {MOST} are there at a time: what "
+            "finds no room is given up"
         )
 
     def held(self) -> dict[Key, str]:
