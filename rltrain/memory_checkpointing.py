@@ -58,6 +58,7 @@ class MemoryCheckpointing:
         self._runs: dict[int, str] = {}
         self._decided: list[int] = []
         self._is_first = True
+        self._next_look = 0.0
         self._metrics: Metrics = {}
         self._closing = threading.Event()
         self._saved: queue.SimpleQueue[int | None] = queue.SimpleQueue()
@@ -75,6 +76,9 @@ class MemoryCheckpointing:
 
     def look(self) -> None:
         """On the leader: what all ranks have written and copied counts. To be called often; waits for nobody."""
+        if not self._begun or time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + self._every_s
         for step in [*self._begun]:
             if self.store.check(self._keys(step)):
                 self._complete(step)

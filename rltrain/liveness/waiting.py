@@ -30,7 +30,7 @@ class Waiter:
         self.rank = job_store.world.rank
         self.report_s = report_s
         self.meanwhile: Callable[[], None] = lambda: None
-        """Called every LOOK_S seconds of a wait. It may not wait itself."""
+        """Called every LOOK_S seconds of a wait, and by tasks that take long. It may not wait itself."""
 
     def wait(
         self,

@@ -122,6 +122,7 @@ class Job:
 
     def _begin_micro_batch(self, role: str, lengths: Sequence[int], backward: bool) -> None:
         self.heartbeat.advance()
+        self.waiter.meanwhile()
         grid = self.grids[role]
         self.operations.add(self.architectures[role], lengths, len(grid.ranks) // grid.dp, backward=backward)
 
