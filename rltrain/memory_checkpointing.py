@@ -30,7 +30,8 @@ MAX_INCOMPLETE = MOST - KEPT
 """Steps that may be under way: older ones are given up, since newer ones are worth more."""
 REMEMBERED = 8
 """Verdicts that stay in the store."""
-GIVEN_UP = ""
+COUNTS, GIVEN_UP = "counts", "given up"
+"""The verdicts on a step."""
 
 
 class MemoryCheckpointing:
@@ -114,8 +115,8 @@ class MemoryCheckpointing:
         """As all ranks have reported."""
         files: dict[str, FileRecord] = {}
         problems: list[str] = []
-        for key in self._keys(step):
-            report = json.loads(self.store.get(key))
+        keys = self._keys(step)
+        for key, report in zip(keys, map(json.loads, self.store.multi_get(keys)), strict=True):
             if report["problem"]:
                 problems.append(f"rank {key.rsplit('/', 1)[1]}: {report['problem']}")
             files |= records_of(report["files"])
@@ -129,18 +130,20 @@ class MemoryCheckpointing:
         manifest = {name: record._asdict() for name, record in sorted(records.items())}
         self._metrics["perf/memory_checkpoint_s"] = time.perf_counter() - self._begun[step]
         self._metrics["perf/memory_checkpoint_bytes"] = sum(record.num_bytes for record in files.values())
-        self._decide(step, json.dumps({"manifest": json.dumps(manifest, indent=1), "run": run}))
+        texts = {"manifest": json.dumps(manifest, indent=1), "run": run}
+        self.store.set(f"{step}/texts", json.dumps(texts))
+        self._decide(step, COUNTS)
 
     def _decide(self, step: int, verdict: str) -> None:
         """What becomes of a step on all nodes."""
         self.store.set(f"{step}/verdict", verdict)
         del self._begun[step], self._runs[step]
         self._decided.append(step)
-        if verdict != GIVEN_UP:
+        if verdict == COUNTS:
             for key in self._keys(step):  # nobody looks at them any more
                 self.store.delete_key(key)
         for old in self._decided[:-REMEMBERED]:
-            for key in (f"{old}/verdict", *self._keys(old)):
+            for key in (f"{old}/verdict", f"{old}/texts", *self._keys(old)):
                 self.store.delete_key(key)
         self.store.set("oldest", str(self._decided[-REMEMBERED:][0]))
         self._decided = self._decided[-REMEMBERED:]
@@ -158,11 +161,11 @@ class MemoryCheckpointing:
             verdict = self._verdict(step)
             if verdict == GIVEN_UP:
                 self.folder.checkpoints.abandon(step)
-            elif verdict is not None and self.completes_node:
-                self._complete_node(step, verdict)
+            elif verdict == COUNTS and self.completes_node:
+                self._complete_node(step)
 
-    def _complete_node(self, step: int, verdict: Mapping[str, str]) -> None:
-        if problem := self.folder.complete(step, **verdict):
+    def _complete_node(self, step: int) -> None:
+        if problem := self.folder.complete(step, **json.loads(self.store.get(f"{step}/texts"))):
             logger.warning("the checkpoint of step %d cannot be kept in this node's memory: %s", step, problem)
         elif self._is_first:
             self._is_first = False
@@ -184,13 +187,12 @@ class MemoryCheckpointing:
                     return problem
         return None
 
-    def _verdict(self, step: int) -> Any:
-        """The texts of a complete checkpoint; GIVEN_UP; or None where the run has come to its end."""
+    def _verdict(self, step: int) -> str | None:
+        """Once there is one; None where the run has come to its end."""
         while not self._closing.is_set():
             if self._is_decided(step):
                 key = f"{step}/verdict"
-                found = self.store.get(key).decode() if self.store.check([key]) else GIVEN_UP
-                return json.loads(found) if found else GIVEN_UP
+                return self.store.get(key).decode() if self.store.check([key]) else GIVEN_UP
             self._closing.wait(self._every_s)
         return None
 
