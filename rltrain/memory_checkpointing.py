@@ -96,7 +96,7 @@ class MemoryCheckpointing:
         self._saved.put(None)
         self._thread.join()
         waiting = "all ranks to be done with checkpoints in memory"
-        self.job.job_store.meet("memory/end", self.job.world.size, waiting_for=waiting)
+        self.job.job_store.meet("node_memory/end", self.job.world.size, waiting_for=waiting)
         if self.job.world.local_rank == 0:
             self.folder.remove()
 

@@ -29,8 +29,8 @@ class HeldCheckpoints:
         self.node = self.world.rank // self.world.ranks_per_node
         self.addresses = self._open()
         if self.world.rank == 0:
-            job_store.put("memory/run_id", read_id(self._id_file))
-        self.run_id: str | None = job_store.get("memory/run_id", waiting_for="rank 0 to look for the run's logs")
+            job_store.put("node_memory/run_id", read_id(self._id_file))
+        self.run_id: str | None = job_store.get("node_memory/run_id", waiting_for="rank 0 to look for the run's logs")
         self._manifests: dict[Key, str] = {}
         self._offers: list[set[Key]] = []
         """By node."""
@@ -42,13 +42,13 @@ class HeldCheckpoints:
         self._manifests = self._folder.held()
         if self.world.local_rank == 0:
             self._folder.checkpoints.clear_partial()
-        held = self._of_nodes("memory/held", [*self._manifests])
+        held = self._of_nodes("node_memory/held", [*self._manifests])
         self._offers = [{Key(*key) for key in of_node} for of_node in held]
         return offered(self._offers)
 
     def recover(self, key: Key) -> Resumed | str:
         """The checkpoint, all of whose files every node has then; or why it cannot be used, in words."""
-        prefix = f"memory/{key.step}/{key.digest}"
+        prefix = f"node_memory/{key.step}/{key.digest}"
         first = next(node for node, offers in enumerate(self._offers) if key in offers)
         if self.node == first and self.world.local_rank == 0:
             self.job_store.put(f"{prefix}/manifest", self._manifests[key])
@@ -74,8 +74,8 @@ class HeldCheckpoints:
         if self.world.local_rank == 0 and self.run_id is not None:
             self._folder.keep_only(resumed.step if resumed and resumed.in_memory else None)
         if self.world.rank == leader:
-            self.job_store.put("memory/history", read_id(self._id_file))
-        run_id = self.job_store.get("memory/history", waiting_for=f"rank {leader} to open the run's logs")
+            self.job_store.put("node_memory/history", read_id(self._id_file))
+        run_id = self.job_store.get("node_memory/history", waiting_for=f"rank {leader} to open the run's logs")
         if run_id != self.run_id and self.run_id is not None and self.world.local_rank == 0:
             self._folder.remove()
         folder = NodeFolder(self.base, run_id)
@@ -102,7 +102,7 @@ class HeldCheckpoints:
                 raise CheckpointError(
                     f"checkpoint.memory.folder: {base} cannot be served to other nodes: {error.strerror or error}"
                 ) from error
-        return [Address(*found) for found in self._of_nodes("memory/server", address)]
+        return [Address(*found) for found in self._of_nodes("node_memory/server", address)]
 
     def _held(self, key: Key, manifest: Mapping[str, FileRecord], prefix: str) -> list[list[str]]:
         """By node, the intact files that it has, of which each rank reads its share."""
