@@ -297,6 +297,7 @@ def _checkpointing(job: JobAtSize, job_store: JobStore, rank: int) -> Checkpoint
         stop=None,
         resumed=None,
         architectures={},
+        memory=None,
         job_store=job_store,
     )
     reporter = SimpleNamespace(collect=lambda: None)
