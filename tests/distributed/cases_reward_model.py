@@ -61,7 +61,7 @@ def make_job(folder: Path, family: str, layout: str) -> Any:
         groups=ProcessGroups(group_lists(grids, 2), backend="gloo", timeout_s=60),
         architectures=role_architectures(config, placed.roles),
         job_store=SimpleNamespace(heartbeat=SimpleNamespace(advance=lambda: None)),
-        waiter=None,
+        waiter=SimpleNamespace(meanwhile=lambda: None),
     )
 
 

@@ -15,7 +15,7 @@ def test_a_rank_without_a_role_stays_until_the_run_ends(hosted: set[str], expect
     trainer = Trainer.__new__(Trainer)
     trainer.order, trainer.end, trainer.hosted, trainer.roles = Order.of([]), 0, hosted, {}  # type: ignore[assignment]
     trainer.reporter = reporter = MagicMock()
-    trainer.checkpointing = SimpleNamespace(finish=lambda: None, stopped_by=None)  # type: ignore[assignment]
+    trainer.checkpointing = SimpleNamespace(finish=lambda: None, close=lambda: None, stopped_by=None)  # type: ignore[assignment]
     trainer.transfers = trainer.trace = trainer.job = MagicMock()
     trainer.ending = set()
     assert trainer.run()
@@ -26,7 +26,7 @@ def test_ranks_that_end_training_early_leave_together() -> None:
     """One that is behind them may have experience to send to those that are done."""
     trainer = Trainer.__new__(Trainer)
     trainer.order, trainer.end, trainer.hosted, trainer.roles = Order.of([]), 0, {"actor"}, {}  # type: ignore[assignment]
-    trainer.checkpointing = SimpleNamespace(finish=lambda: None, stopped_by=None)  # type: ignore[assignment]
+    trainer.checkpointing = SimpleNamespace(finish=lambda: None, close=lambda: None, stopped_by=None)  # type: ignore[assignment]
     trainer.transfers = trainer.trace = trainer.reporter = MagicMock()
     trainer.job, trainer.ending = MagicMock(), {0, 2, 3}
     assert trainer.run()
