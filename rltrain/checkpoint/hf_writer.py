@@ -25,7 +25,7 @@ from rltrain.checkpoint.hf_files import (
 from rltrain.checkpoint.hf_layout import hf_layout, hf_rows
 from rltrain.checkpoint.hf_reader import INDEX_FILE
 from rltrain.checkpoint.prediction_layers import PredictionLayers
-from rltrain.checkpoint.share_writer import WRITTEN_BYTES, ShareWriter, written_rows
+from rltrain.checkpoint.share_writer import WRITTEN_BYTES, writing_share, written_rows
 from rltrain.errors import CheckpointError
 from rltrain.models import NUM_LABELS, Architecture
 from rltrain.models.architecture import CONFIG_FILE
@@ -81,7 +81,7 @@ def save_checkpoint(
     first = rank == layout.ranks[0]
     with _writing(directory), _appearing(directory, group, first=first) as folder:
         mine = [file for file in files if file.writer == rank]
-        with ShareWriter(folder, mine, further, any_tensor.device) as writer:
+        with writing_share(folder, mine, further, any_tensor.device) as writer:
             for source, part in _parts(source_layout, layout, files, made_bytes, written_bytes):
                 sync = plan(source, part, rank, ranks_per_node or max(layout.ranks) + 1)
                 held, gathered = _of(source, source_tensors, rank), writer.memory_for(part.on(rank).parameters)

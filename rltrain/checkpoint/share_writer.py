@@ -1,10 +1,9 @@
 """One rank's files of a Hugging Face folder, written while their tensors arrive, with memory for some of them."""
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from math import prod
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 import torch
@@ -53,21 +52,32 @@ def _taken(layout: Layout, numbers: Iterable[int], max_bytes: int) -> Iterator[t
             first, free = end, max(0, free - (end - first) * row_bytes)
 
 
-class ShareWriter:
-    """Writes a rank's `files` in `folder`; as a context manager they are complete when its block ends without an error.
+@contextmanager
+def writing_share(
+    folder: Path, files: Sequence[HfFile], further: PredictionLayers, device: torch.device
+) -> Iterator["ShareWriter"]:
+    """For a rank's `files` in `folder`, which are complete when the block ends without an error.
 
-    Tensors come in any order, or rows of them one after the other; what is not due waits, with the memory of those that
-    it came with. What `further` has does not come. OSError where writing fails, CheckpointError where tensors did not
-    come.
+    OSError where writing fails, CheckpointError where tensors did not come.
     """
+    writer = ShareWriter(folder, files, further, device)
+    with closing(writer.writing):
+        yield writer
+        writer.all_came = True
+        writer.write({})
+
+
+class ShareWriter:
+    """Tensors come in any order, or rows of them one after the other; what is not due waits, with the memory of those
+    that it came with. What `further` has does not come."""
 
     def __init__(self, folder: Path, files: Sequence[HfFile], further: PredictionLayers, device: torch.device) -> None:
         self._folder, self._files, self._further, self._device = folder, files, further, device
         self._types = {entry.name: entry.dtype for file in files for entry in file.entries}
         self._waiting: dict[str, Tensor] = {}
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
-        self._all_came = False
-        self._writing = self._write_what_is_due()
+        self.all_came = False
+        self.writing = self._write_what_is_due()
 
     def memory_for(self, parameters: Parameters) -> dict[str, Tensor]:
         """Tensors to be filled and given to `write`; their memory serves the next ones once they are written."""
@@ -83,7 +93,7 @@ class ShareWriter:
     def write(self, tensors: Mapping[str, Tensor]) -> None:
         """All that is due by now."""
         self._waiting.update(tensors)
-        next(self._writing, None)
+        next(self.writing, None)
 
     def _write_what_is_due(self) -> Generator[None]:
         for file in self._files:
@@ -95,20 +105,9 @@ class ShareWriter:
                     lacking = prod(entry.shape)
                     while lacking:
                         while entry.name not in self._waiting:
-                            if self._all_came:
+                            if self.all_came:
                                 raise CheckpointError(f"{opened.path}: {lacking} elements of {entry.name} did not come")
                             yield
                         rows = self._waiting.pop(entry.name)
                         opened.append(entry.name, rows)
                         lacking -= rows.numel()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is None:
-            self._all_came = True
-            next(self._writing, None)
-        self._writing.close()

@@ -1,5 +1,6 @@
 """A rank's share of a checkpoint folder, written while it arrives."""
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from rltrain.checkpoint.hf_files import HfFile, planned_files
 from rltrain.checkpoint.hf_layout import hf_layout, hf_rows
 from rltrain.checkpoint.prediction_layers import PredictionLayers
 from rltrain.checkpoint.safetensors_file import Entry, in_file_order
-from rltrain.checkpoint.share_writer import ShareWriter, written_rows
+from rltrain.checkpoint.share_writer import ShareWriter, writing_share, written_rows
 from rltrain.cluster.grid import Grid
 from rltrain.errors import CheckpointError
 from rltrain.models.element_types import ITEM_BYTES
@@ -90,10 +91,10 @@ def test_rows_of_a_layout_are_all_of_it_at_its_places(family: str, grid: Grid, m
         assert sum(map(len, parts)) == len(elements_of(layout, rank))
 
 
-def writer_in(folder: Path) -> ShareWriter:
+def writer_in(folder: Path) -> AbstractContextManager[ShareWriter]:
     (folder / "config.json").write_text("{}")
     files = [HfFile("a.safetensors", 0, ENTRIES[:2]), HfFile("b.safetensors", 0, ENTRIES[2:])]
-    return ShareWriter(folder, files, PredictionLayers(folder), torch.device("cpu"))
+    return writing_share(folder, files, PredictionLayers(folder), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("order", [["wide", "first", "last"], ["last", "first", "wide"], ["first", "wide", "last"]])

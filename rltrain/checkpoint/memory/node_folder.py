@@ -19,8 +19,6 @@ from rltrain.errors import CheckpointError
 
 KEPT = 2
 """The newest complete ones: a node may be lost while the others have not yet learnt that the last one is complete."""
-
-
 MOST = KEPT + 2
 """With those under way."""
 
