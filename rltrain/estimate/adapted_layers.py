@@ -7,6 +7,7 @@ from rltrain.estimate.optimizer import learns_adapters
 from rltrain.estimate.planned import PlannedJob
 from rltrain.models.canonical import layer_of
 from rltrain.models.lora import ADAPTER_A
+from rltrain.models.table import LayerKind
 
 QKV, PROJECTION = "self_attention.linear_qkv", "self_attention.linear_proj"
 FC1, FC2 = "mlp.linear_fc1", "mlp.linear_fc2"
@@ -39,7 +40,7 @@ def kept_inputs(job: PlannedJob, role: str, sparse: bool) -> KeptInputs:
     lora = job.config.model.lora
     if lora is None or not learns_adapters(job, role):
         return KeptInputs(None, drops=False)
-    layer = layer_of(job.architectures[role].adapted(lora.rank, lora.targets), sparse)
+    layer = layer_of(job.architectures[role].adapted(lora.rank, lora.targets), LayerKind(sparse))
     halves = (row for row in (*layer.rows, *layer.experts) if row.megatron.endswith(ADAPTER_A))
     between = {row.megatron.removeprefix(LAYER).removesuffix(ADAPTER_A): lora.rank * len(row.parts) for row in halves}
     return KeptInputs(between, drops=lora.dropout > 0)

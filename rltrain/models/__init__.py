@@ -12,16 +12,19 @@ from rltrain.models.canonical import (
     table_of,
     tensors_in,
 )
+from rltrain.models.delta_net import DeltaNet
 from rltrain.models.experts import MoE
 from rltrain.models.rope_scaling import LinearScaling, LongRopeScaling, RopeScaling, YarnScaling
-from rltrain.models.table import Layer, Part, Row, Split, Table
+from rltrain.models.table import Layer, LayerKind, Part, Row, Split, Table
 from rltrain.models.windows import Windows
 
 __all__ = [
     "MLA",
     "NUM_LABELS",
     "Architecture",
+    "DeltaNet",
     "Layer",
+    "LayerKind",
     "LinearScaling",
     "LongRopeScaling",
     "MoE",

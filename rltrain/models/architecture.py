@@ -7,16 +7,21 @@ from typing import Literal, cast
 
 from rltrain.models.canonical_tensors import CanonicalTensors
 from rltrain.models.config_file import ConfigReader
+from rltrain.models.delta_net import DELTA_FAMILIES, NESTED, NESTED_PREFIX, DeltaNet, language_model, read_delta_net
 from rltrain.models.experts import READ_MOE, MoE
 from rltrain.models.refused_families import REFUSED_FAMILIES
 from rltrain.models.rope_scaling import Scaling, read_rope
+from rltrain.models.table import LayerKind
 from rltrain.models.windows import Windows, read_windows
 
 FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "phi3", "glm4", "gemma", "gemma2", "gemma3_text", "seed_oss", "mimo",
     "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite", "minimax_m2",
+    *DELTA_FAMILIES,
 )  # fmt: skip
 CONFIG_FILE = "config.json"
+DECODER_PREFIX = "model."
+"""Of the names of a decoder's tensors, in files that hold nothing else."""
 GENERATION_CONFIG_FILE = "generation_config.json"
 Head = Literal["vocabulary", "value"]
 """What stands on top of a model: a logit per token of the vocabulary, or one value."""
@@ -24,10 +29,11 @@ Activation = Literal["silu", "gelu_tanh"]
 """Of the gate of an MLP; GELU by its approximation with tanh."""
 
 HEAD_DIM = {"qwen3": 128, "gemma": 256, "gemma2": 256, "gemma3_text": 256, "seed_oss": 128, "minimax_m2": 128}
+HEAD_DIM |= dict.fromkeys(DELTA_FAMILIES, 256)
 """Of families whose heads have a width of their own, what transformers assumes where the key is absent."""
 GEMMA_FAMILIES = ("gemma", "gemma2", "gemma3_text")
 TIED_UNLESS_TOLD = GEMMA_FAMILIES
-QK_NORM_FAMILIES = ("qwen3", "qwen3_moe", "gemma3_text", "minimax_m2")
+QK_NORM_FAMILIES = ("qwen3", "qwen3_moe", "gemma3_text", "minimax_m2", *DELTA_FAMILIES)
 LATENT_FAMILIES = ("deepseek_v3", "kimi_k2", "glm4_moe_lite")
 QKV_BIAS_FAMILIES = ("qwen2", "mimo")
 """Families whose queries, keys and values all have a bias, whatever config.json says."""
@@ -117,7 +123,9 @@ class Architecture:
     normed head by head, or, where the model `norms_projections`, all heads of a token at once. Norms multiply by
     `norm_offset` plus their weight; with `post_norms` there is one behind attention and one behind the MLP too.
     Embeddings are multiplied by `embedding_scale`. Scores x become c * tanh(x / c) with c = `attention_softcap`, where
-    that is set, and logits by `logits_softcap`.
+    that is set, and logits by `logits_softcap`. Layers that `delta` names are gated delta nets; what attention of the
+    others puts out is multiplied by the sigmoid of gates where the model has `gated_attention`. The names of the
+    decoder's tensors begin with `decoder_prefix`.
     """
 
     family: str
@@ -152,6 +160,9 @@ class Architecture:
     norms_projections: bool = False
     attention_softcap: float | None = None
     logits_softcap: float | None = None
+    delta: DeltaNet | None = None
+    gated_attention: bool = False
+    decoder_prefix: str = DECODER_PREFIX
     adapters: Adapters | None = None
     unlisted: Unlisted | None = None
 
@@ -197,6 +208,17 @@ class Architecture:
         return tuple(layer not in self.moe.dense_layers for layer in range(self.num_layers))
 
     @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """[layers]"""
+        delta = self.delta.layers if self.delta else (False,) * self.num_layers
+        return tuple(map(LayerKind, self.sparse_layers, delta))
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Of which every token's keys and values are kept."""
+        return self.num_layers - (self.delta.num_layers if self.delta else 0)
+
+    @property
     def expert_number_bytes(self) -> int:
         """Of the smallest signed integer that numbers a layer's experts."""
         return 1 if self.num_experts <= 128 else 2
@@ -219,6 +241,7 @@ def read_architecture(path: Path, config_key: str = "model.path") -> Architectur
         raise reader.error("model_type", f"one of {', '.join(FAMILIES)}: {REFUSED_FAMILIES[family]}")
     if family not in FAMILIES:
         raise reader.error("model_type", f"one of {', '.join(FAMILIES)}")
+    reader = language_model(reader)
     _refuse_unsupported(reader, family)
     attention_bias = reader.take("attention_bias", bool, default=ATTENTION_BIAS.get(family, False))
     num_heads, hidden_size = reader.count("num_attention_heads"), reader.count("hidden_size")
@@ -257,6 +280,10 @@ def read_architecture(path: Path, config_key: str = "model.path") -> Architectur
         post_norms=family == "glm4",
         rotates_pairs=family == "glm4",
         norms_projections=family == "minimax_m2",
+        norm_offset=1.0 if family in DELTA_FAMILIES else 0.0,
+        delta=read_delta_net(reader, num_layers) if family in DELTA_FAMILIES else None,
+        gated_attention=family in DELTA_FAMILIES,
+        decoder_prefix=NESTED_PREFIX if family in NESTED else DECODER_PREFIX,
     )
     return _gemma(architecture, reader) if family in GEMMA_FAMILIES else architecture
 

@@ -8,9 +8,10 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from rltrain.models.architecture import Architecture, Unlisted
+from rltrain.models.architecture import DECODER_PREFIX, Architecture, Unlisted
 from rltrain.models.canonical_tensors import CanonicalTensors, IntArray
 from rltrain.models.deepseek import DEEPSEEK_V3, MOONLIGHT
+from rltrain.models.delta_net import QWEN3_5, QWEN3_NEXT
 from rltrain.models.dense import (
     GEMMA2,
     GEMMA3,
@@ -29,7 +30,7 @@ from rltrain.models.dense import (
 from rltrain.models.element_types import ElementType, TypeArray, uniform
 from rltrain.models.lora import adapters_of
 from rltrain.models.moe import GLM4_MOE, MINIMAX_M2, MIXTRAL, QWEN2_MOE, QWEN3_MOE
-from rltrain.models.table import Layer, Row, Table
+from rltrain.models.table import Layer, LayerKind, Row, Table
 
 TABLES = {
     "llama": LLAMA,
@@ -51,6 +52,9 @@ TABLES = {
     "glm4_moe": GLM4_MOE,
     "glm4_moe_lite": DEEPSEEK_V3,
     "minimax_m2": MINIMAX_M2,
+    "qwen3_next": QWEN3_NEXT,
+    "qwen3_5": QWEN3_5,
+    "qwen3_5_text": QWEN3_5,
 }
 
 NUM_LABELS = 1
@@ -81,13 +85,9 @@ def _head_norms(architecture: Architecture) -> tuple[Row, Row]:
     return PROJECTION_NORMS if architecture.norms_projections else QK_NORMS
 
 
-def layer_of(architecture: Architecture, sparse: bool) -> Layer:
-    """The parameters of a layer with experts (`sparse`) or without."""
-    table = table_of(architecture)
-    if not sparse:
-        return table.dense
-    assert table.sparse is not None, f"{architecture.family} has no layers with experts"
-    return table.sparse
+def layer_of(architecture: Architecture, kind: LayerKind) -> Layer:
+    """The parameters of a layer of that kind."""
+    return table_of(architecture).layer(kind)
 
 
 def sizes(architecture: Architecture) -> dict[str, int]:
@@ -110,6 +110,8 @@ def sizes(architecture: Architecture) -> dict[str, int]:
             "expert_ffn": moe.ffn_hidden_size,
             "shared_ffn": moe.shared_ffn_hidden_size,
         }
+    if delta := architecture.delta:
+        measured |= {"heads": architecture.num_heads, **delta.sizes()}
     if mla := architecture.mla:
         measured |= {
             "q_rank": mla.q_rank or 0,
@@ -133,14 +135,18 @@ def canonical_tensors(architecture: Architecture) -> CanonicalTensors:
     names: list[str] = []
     shapes: list[tuple[int, ...]] = []
 
+    def prefixed(name: str) -> str:
+        own = name.removeprefix(DECODER_PREFIX)
+        return name if own == name else architecture.decoder_prefix + own
+
     def add(rows: tuple[Row, ...], layer: int = 0, copies: int = 1) -> None:
         parts = [part for row in rows for part in row.parts]
-        names.extend(part.name.format(layer=layer, expert=expert) for expert in range(copies) for part in parts)
+        names.extend(prefixed(part.name.format(layer=layer, expert=i)) for i in range(copies) for part in parts)
         shapes.extend([part.shape(size) for part in parts] * copies)
 
     add((table.embedding,))
-    for number, sparse in enumerate(architecture.sparse_layers):
-        layer = layer_of(architecture, sparse)
+    for number, kind in enumerate(architecture.layer_kinds):
+        layer = layer_of(architecture, kind)
         add(layer.rows, number)
         add(layer.experts, number, copies=num_experts)
     add((table.final_norm,) if architecture.tied_embeddings else (table.final_norm, table.head))
@@ -162,7 +168,7 @@ def first_tensors(architecture: Architecture) -> IntArray:
     """[layers + 1]: the number of every layer's first tensor, and of what follows the last layer."""
     counts = [
         tensors_in(layer.rows) + tensors_in(layer.experts) * architecture.num_experts
-        for layer in (layer_of(architecture, sparse) for sparse in architecture.sparse_layers)
+        for layer in (layer_of(architecture, kind) for kind in architecture.layer_kinds)
     ]
     return np.cumsum([tensors_in((table_of(architecture).embedding,)), *counts])
 
@@ -195,7 +201,7 @@ def _marked(architecture: Architecture, mark: Callable[[Row], bool]) -> NDArray[
         return [mark(row) for row in rows for _ in row.parts]
 
     table = table_of(architecture)
-    layers = [layer_of(architecture, sparse) for sparse in architecture.sparse_layers]
+    layers = [layer_of(architecture, kind) for kind in architecture.layer_kinds]
     marks = of((table.embedding,))
     marks += chain.from_iterable(of(layer.rows) + of(layer.experts) * architecture.num_experts for layer in layers)
     marks += of((table.final_norm,) if architecture.tied_embeddings else (table.final_norm, table.head))

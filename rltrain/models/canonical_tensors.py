@@ -1,8 +1,9 @@
-"""The tensors of a Hugging Face checkpoint, seen as two-dimensional: [n] is [1, n]."""
+"""The tensors of a Hugging Face checkpoint, seen as two-dimensional: [n] is [1, n], and [n, 1, m] is [n, m]."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,4 +26,4 @@ class CanonicalTensors:
     @cached_property
     def matrix_shapes(self) -> IntArray:
         """[tensors, 2]: the shapes with vectors as one row."""
-        return np.array([(1, *shape)[-2:] for shape in self.shapes], dtype=np.int64)
+        return np.array([(prod(shape[:-1]), shape[-1]) for shape in self.shapes], dtype=np.int64)

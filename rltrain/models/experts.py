@@ -50,7 +50,7 @@ def _read_qwen3_moe(config: ConfigReader, num_layers: int) -> MoE:
         top_k=config.count("num_experts_per_tok"),
         ffn_hidden_size=config.count("moe_intermediate_size"),
         dense_layers=tuple(layer for layer in range(num_layers) if layer in listed or (layer + 1) % step),
-        normalized=config.take("norm_topk_prob", bool, default=False),
+        normalized=config.take("norm_topk_prob", bool, default=config.values["model_type"] == "qwen3_next"),
     )
 
 
@@ -116,6 +116,7 @@ def _read_deepseek_v3(config: ConfigReader, num_layers: int) -> MoE:
 READ_MOE: dict[str, Callable[[ConfigReader, int], MoE]] = {
     "qwen2_moe": _read_qwen2_moe,
     "qwen3_moe": _read_qwen3_moe,
+    "qwen3_next": _read_qwen2_moe,
     "mixtral": _read_mixtral,
     "deepseek_v3": _read_deepseek_v3,
     "kimi_k2": _read_deepseek_v3,

@@ -19,8 +19,10 @@ from math import prod
 
 from rltrain.models.architecture import Architecture
 from rltrain.models.canonical import canonical_tensors, layer_of, sizes, table_of
-from rltrain.models.table import Row
+from rltrain.models.table import LayerKind, Row
 
+DELTA_PRODUCTS = 3
+"""Of a token with the state of a gated delta net's head: what is known of its key, its change, and its query's."""
 BACKWARD = 2
 """A backward pass over a forward pass: each product has two gradients, each a product of the same size."""
 
@@ -71,7 +73,7 @@ def forward_flops(architecture: Architecture) -> ForwardFlops:
     num_sliding = sum(windows.layers) if windows else 0
     return ForwardFlops(
         layers=sum(layer_flops(architecture, sparse) for sparse in architecture.sparse_layers),
-        attention=(architecture.num_layers - num_sliding) * attention_flops(architecture),
+        attention=(architecture.num_attention_layers - num_sliding) * attention_flops(architecture),
         head=2 * _elements(architecture, (table_of(architecture).head,)),
         sliding=num_sliding * attention_flops(architecture),
         window=windows.size if windows else 0,
@@ -95,17 +97,22 @@ def _unlisted_flops(architecture: Architecture) -> ForwardFlops:
 
 
 def layer_flops(architecture: Architecture, sparse: bool) -> int:
-    """Of one token in one layer, but for attention's two products: with experts (`sparse`), those that it visits."""
+    """Of one token in one layer, but for attention's two products: with experts (`sparse`), those that it visits. Of
+    models with gated delta nets the mean of their layers and of those with attention."""
     if architecture.unlisted:
         return forward_flops(architecture).layers // architecture.num_layers
-    once = 2 * _elements(architecture, layer_of(architecture, sparse).rows)
+    once = 2 * _elements(architecture, layer_of(architecture, LayerKind(sparse)).rows)
+    if delta := architecture.delta:
+        of_delta = 2 * _elements(architecture, layer_of(architecture, LayerKind(sparse, delta=True)).rows)
+        of_delta += 2 * DELTA_PRODUCTS * delta.num_heads * delta.key_dim * delta.value_dim
+        once += delta.num_layers * (of_delta - once) // architecture.num_layers
     return once + expert_flops(architecture) if sparse else once
 
 
 def expert_flops(architecture: Architecture) -> int:
     """Of one token in the experts that it visits in one layer, of the model's that every token shares apart."""
     moe = architecture.moe
-    return 2 * moe.top_k * _elements(architecture, layer_of(architecture, sparse=True).experts) if moe else 0
+    return 2 * moe.top_k * _elements(architecture, layer_of(architecture, LayerKind(sparse=True)).experts) if moe else 0
 
 
 def mlp_flops(architecture: Architecture) -> int:

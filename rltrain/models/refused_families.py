@@ -11,8 +11,7 @@ REFUSED_FAMILIES = {
         "its files stack a layer's experts, transposed, gates and values in turn, in MXFP4 blocks, and boxes of a "
         "checkpoint's tensors are neither transposed nor taken apart row by row; and attention has sinks"
     ),
-    "qwen3_next": DELTA_NETS,
-    **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), DELTA_NETS),
+    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), DELTA_NETS),
     "nemotron_h": "most layers are Mamba's, whose state of a sample the engine's cache does not keep",
     **dict.fromkeys(("glm_moe_dsa", "deepseek_v32"), INDEXED),
     "mimo_v2_flash": "attention has sinks, and heads of two sizes by layer, of which layouts know one",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rltrain.models.config_file import ConfigReader
+from rltrain.models.delta_net import DELTA_FAMILIES
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class Rope(NamedTuple):
 
 
 PARTIAL_FAMILIES = {"phi3": 1.0, "glm4": 0.5, "glm4_moe": 0.5, "minimax_m2": 1.0}
+PARTIAL_FAMILIES |= dict.fromkeys(DELTA_FAMILIES, 0.25)
 """Families of which a head may be rotated in part, with what transformers assumes where the key is absent."""
 PARTIAL = "partial_rotary_factor"
 ROTARY_DIM = "rotary_dim"

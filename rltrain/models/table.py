@@ -1,12 +1,17 @@
 """What a family's table is made of: which parameters a layer has, what each side calls them and how it splits them."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Split = Literal["replicated", "rows", "columns", "vocab", "qkv"]
 """How tensor parallelism cuts a parameter: not at all; rows of each part alike; columns, which are the layer's input;
 rows of the padded vocabulary; rows by attention head. Experts are cut by their own tensor parallelism."""
+
+Rows = tuple[int, int]
+"""The first of consecutive ones, and how many."""
+REPEATED = re.compile(r"(?P<times>\w+)\*\((?P<names>.+)\)")
 
 CHECKPOINT_LAYER = "model.layers.{layer}."
 MEGATRON_LAYER = "decoder.layers.{layer}."
@@ -17,18 +22,27 @@ class Part:
     """One tensor of the checkpoint: its name and its dimensions, by their names in `sizes`.
 
     A first dimension "a+b" tells that rows of `a` lie above rows of `b`, which are split as tensors of their own would
-    be.
+    be; "n*(a+b)" that rows of `a` lie above rows of `b` n times, one below the other, of which all those of `a` are
+    such a tensor, and all those of `b`.
     """
 
     name: str
     dimensions: tuple[str, ...]
 
-    def rows(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Of its first dimension, as many numbers as it has sections."""
-        return tuple(sizes[dimension] for dimension in self.dimensions[0].split("+"))
+    def sections(self, sizes: Mapping[str, int]) -> tuple[tuple[Rows, ...], ...]:
+        """Of its first dimension: where the rows of each section lie."""
+        repeated = REPEATED.fullmatch(self.dimensions[0])
+        times = sizes[repeated["times"]] if repeated else 1
+        counts = [sizes[name] for name in (repeated["names"] if repeated else self.dimensions[0]).split("+")]
+        firsts, whole = [sum(counts[:number]) for number in range(len(counts))], sum(counts)
+        return tuple(
+            tuple((copy * whole + first, count) for copy in range(times))
+            for first, count in zip(firsts, counts, strict=True)
+        )
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        return sum(self.rows(sizes)), *(sizes[dimension] for dimension in self.dimensions[1:])
+        num_rows = sum(count for section in self.sections(sizes) for _, count in section)
+        return num_rows, *(sizes[dimension] for dimension in self.dimensions[1:])
 
 
 @dataclass(frozen=True)
@@ -65,11 +79,19 @@ class Layer:
         return Layer((*self.rows, *rows), self.experts) if rows else self
 
 
+class LayerKind(NamedTuple):
+    """Which of a table's layers one is: with experts (`sparse`), a gated delta net (`delta`)."""
+
+    sparse: bool = False
+    delta: bool = False
+
+
 @dataclass(frozen=True)
 class Table:
     """A family's parameters. `head` is the vocabulary's, and a parameter of its own only where embeddings are not tied.
 
-    `dense` layers have one MLP; `sparse` ones, of mixture-of-experts families, a router and experts.
+    `dense` layers have one MLP; `sparse` ones, of mixture-of-experts families, a router and experts. Of families with
+    gated delta nets `delta` and `sparse_delta` are as much with one of those in attention's place.
     """
 
     embedding: Row
@@ -77,6 +99,14 @@ class Table:
     final_norm: Row
     head: Row
     sparse: Layer | None = None
+    delta: Layer | None = None
+    sparse_delta: Layer | None = None
+
+    def layer(self, kind: LayerKind) -> Layer:
+        found = (self.sparse_delta if kind.sparse else self.delta) if kind.delta else self.dense
+        found = self.sparse if kind == LayerKind(sparse=True) else found
+        assert found is not None, f"the family has no layers of {kind}"
+        return found
 
 
 def in_layer(

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rltrain.models.config_file import ConfigReader
+from rltrain.models.delta_net import DELTA_FAMILIES
 from rltrain.models.rope_scaling import LAYER_TYPES
 
 
@@ -27,6 +28,8 @@ GEMMA_PATTERN = {"gemma2": 2, "gemma3_text": 6}  # of so many layers the last on
 def read_windows(config: ConfigReader, num_layers: int, max_positions: int) -> Windows | None:
     """None where no layer slides, or where a window holds all positions."""
     family = config.values["model_type"]
+    if family in DELTA_FAMILIES:
+        return None
     if family not in READ:
         if set(config.values.get("layer_types") or ()) - {LAYER_TYPES["full"]}:
             raise config.error("layer_types", "full_attention in every layer")

@@ -118,14 +118,18 @@ TRANSFORMER_ENGINE = Side(name=_te_name, split=lambda row: row.split)
 
 
 def _fused_rows(architecture: Architecture, index: int, tp: int) -> list[Segment]:
-    """Rows of linear_qkv: per KV group its query heads, its key head, its value head, then cut into `tp` equal parts.
+    """Rows of linear_qkv: per KV group its query heads, with `gated_attention` their gates, its key head, its value
+    head, then cut into `tp` equal parts.
 
     Cuts fall inside a group where `tp` exceeds the KV heads.
     """
     head = architecture.head_dim
     group = architecture.query_size // architecture.num_kv_heads
-    fused = []
-    for kv in range(architecture.num_kv_heads):
-        fused += [Segment(0, kv * group, group), Segment(1, kv * head, head), Segment(2, kv * head, head)]
+    widths = [group, group, head, head] if architecture.gated_attention else [group, head, head]
+    fused = [
+        Segment(section, kv * width, width)
+        for kv in range(architecture.num_kv_heads)
+        for section, width in enumerate(widths)
+    ]
     first, count = even_share(sum(segment.count for segment in fused), index, tp, "rows of linear_qkv")
     return window(fused, first, first + count)

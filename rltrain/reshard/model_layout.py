@@ -1,12 +1,13 @@
 """What both sides have in common: cutting a family's table for one part of a layout."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from rltrain.models import (
     Architecture,
+    LayerKind,
     Row,
     Split,
     first_tensors,
@@ -96,7 +97,7 @@ class ModelCutter:
         self.architecture = architecture
         self.side = side
         self._sizes = sizes(architecture)
-        self._layers: dict[tuple[bool, int, ExpertShare | None], Template] = {}
+        self._layers: dict[tuple[LayerKind, int, ExpertShare | None], Template] = {}
 
     def cut(self, chunks: Sequence[Chunk], share: TensorShare, experts: ExpertShare | None) -> RankLayout:
         """The part that holds `share` of all matrices of `chunks` but the experts', of which it holds `experts`."""
@@ -106,8 +107,8 @@ class ModelCutter:
         for chunk in chunks:
             if chunk.embedding:
                 contents.add(chunk.prefix, self._template((table.embedding,), share), np.array([0]))
-            for sparse, layers in _runs(self.architecture.sparse_layers, chunk.layers):
-                template = self._layer(sparse, share, experts)
+            for kind, layers in _runs(self.architecture.layer_kinds, chunk.layers):
+                template = self._layer(kind, share, experts)
                 contents.add(
                     chunk.prefix, template, first[layers.start : layers.stop], layers.start - chunk.layers.start
                 )
@@ -119,12 +120,12 @@ class ModelCutter:
                     contents.add(chunk.prefix, self._template((table.head,), share), head)
         return contents.finished()
 
-    def _layer(self, sparse: bool, share: TensorShare, experts: ExpertShare | None) -> Template:
-        key = (sparse, share.index, experts if sparse else None)
+    def _layer(self, kind: LayerKind, share: TensorShare, experts: ExpertShare | None) -> Template:
+        key = (kind, share.index, experts if kind.sparse else None)
         if key not in self._layers:
-            layer = layer_of(self.architecture, sparse)
+            layer = layer_of(self.architecture, kind)
             template = self._template(layer.rows, share)
-            if sparse:
+            if kind.sparse:
                 assert experts is not None
                 template = _beside(template, self._experts(layer.experts, experts), tensors_in(layer.rows))
             self._layers[key] = template
@@ -207,14 +208,14 @@ class _Contents:
         )
 
 
-def _runs(sparse: Sequence[bool], layers: range) -> list[tuple[bool, range]]:
+def _runs(kinds: Sequence[LayerKind], layers: range) -> list[tuple[LayerKind, range]]:
     """`layers` as runs of consecutive ones of one kind."""
-    runs: list[tuple[bool, range]] = []
+    runs: list[tuple[LayerKind, range]] = []
     for layer in layers:
-        if runs and runs[-1][0] == sparse[layer]:
-            runs[-1] = (sparse[layer], range(runs[-1][1].start, layer + 1))
+        if runs and runs[-1][0] == kinds[layer]:
+            runs[-1] = (kinds[layer], range(runs[-1][1].start, layer + 1))
         else:
-            runs.append((sparse[layer], range(layer, layer + 1)))
+            runs.append((kinds[layer], range(layer, layer + 1)))
     return runs
 
 
@@ -229,7 +230,7 @@ def _beside(first: Template, second: Template, num_tensors: int) -> Template:
 def _cut(row: Row, name: str, split: Split, size: dict[str, int], share: TensorShare) -> Shard:
     """The share's parameter for `row`; tensors are numbered within the row."""
     shapes = [part.shape(size) for part in row.parts]
-    width = shapes[0][1] if len(shapes[0]) == 2 else None
+    width = shapes[0][-1] if len(shapes[0]) > 1 else None
     if split == "columns":
         assert width is not None, f"{name}: a vector has no columns to split"
         return column_slice(name, shapes[0][0], *even_share(width, share.index, share.size, f"columns of {name}"))
@@ -239,26 +240,22 @@ def _cut(row: Row, name: str, split: Split, size: dict[str, int], share: TensorS
         return stacked(name, segments, length, width)
     sections = _sections(row, size)
     if split == "qkv":
-        segments = [
-            replace(sections[of.tensor], first=sections[of.tensor].first + of.first, count=of.count) for of in share.qkv
-        ]
+        segments = [piece for of in share.qkv for piece in window(sections[of.tensor], of.first, of.first + of.count)]
     elif split == "rows":
-        shares = [even_share(section.count, share.index, share.size, f"rows of {name}") for section in sections]
-        segments = [
-            replace(section, first=section.first + first, count=count)
-            for section, (first, count) in zip(sections, shares, strict=True)
-        ]
+        segments = []
+        for section in sections:
+            num_rows = sum(segment.count for segment in section)
+            first, count = even_share(num_rows, share.index, share.size, f"rows of {name}")
+            segments += window(section, first, first + count)
     else:
-        segments = sections
+        segments = [segment for section in sections for segment in section]
     return stacked(name, segments, sum(segment.count for segment in segments), width)
 
 
-def _sections(row: Row, size: dict[str, int]) -> list[Segment]:
+def _sections(row: Row, size: dict[str, int]) -> list[list[Segment]]:
     """What a split cuts one by one: the tensors of a row, or sections of their rows."""
-    sections: list[Segment] = []
-    for number, part in enumerate(row.parts):
-        first = 0
-        for count in part.rows(size):
-            sections.append(Segment(number, first, count))
-            first += count
-    return sections
+    return [
+        [Segment(number, first, count) for first, count in section]
+        for number, part in enumerate(row.parts)
+        for section in part.sections(size)
+    ]

@@ -156,7 +156,8 @@ def _build(cutter: ModelCutter, tp: int, ep: int, index: int) -> RankLayout:
 
 
 def _fused_rows(architecture: Architecture, index: int, tp: int) -> list[Segment]:
-    """Rows of qkv_proj: this rank's query heads, key heads, value heads. None with latent attention."""
+    """Rows of qkv_proj: this rank's query heads, with `gated_attention` each with its gate behind it, key heads, value
+    heads. None with latent attention."""
     head, num_kv_heads = architecture.head_dim, architecture.num_kv_heads
     first_query, num_queries = even_share(architecture.num_heads, index, tp, "attention heads")
     if architecture.mla:
@@ -166,8 +167,8 @@ def _fused_rows(architecture: Architecture, index: int, tp: int) -> list[Segment
     else:
         repeats = even_share(tp, 0, num_kv_heads, "engine ranks over KV heads")[1]
         first_kv, num_kv = index // repeats, 1
-    return [
-        Segment(0, first_query * head, num_queries * head),
-        Segment(1, first_kv * head, num_kv * head),
-        Segment(2, first_kv * head, num_kv * head),
-    ]
+    queries, keys = [Segment(0, first_query * head, num_queries * head)], 1
+    if architecture.gated_attention:
+        heads = range(first_query, first_query + num_queries)
+        queries, keys = [Segment(section, of * head, head) for of in heads for section in (0, 1)], 2
+    return [*queries, *(Segment(section, first_kv * head, num_kv * head) for section in (keys, keys + 1))]

@@ -192,8 +192,8 @@ class GlobalTensors:
         """The table's row of every parameter, by its name without numbers."""
         table = table_of(self.architecture)
         rows = [table.embedding, table.final_norm, table.head]
-        for sparse in set(self.architecture.sparse_layers):
-            layer = layer_of(self.architecture, sparse)
+        for kind in set(self.architecture.layer_kinds):
+            layer = layer_of(self.architecture, kind)
             rows += [*layer.rows, *layer.experts]
         return {_address(TRANSFORMER_ENGINE.name(row).format(layer=0, expert=0))[0]: row for row in rows}
 

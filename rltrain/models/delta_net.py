@@ -1,0 +1,205 @@
+"""Models of which most layers are gated delta nets in attention's place: their shape, how config.json describes them,
+and their tables.
+
+Attention of the other layers puts out what a gate of its own lets through, and norms multiply by 1 + weight but for
+that of the delta nets' heads.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rltrain.models.config_file import ConfigReader
+from rltrain.models.dense import ATTENTION_OUTPUT, INPUT_NORM, LLAMA, POST_ATTENTION_NORM, QKV
+from rltrain.models.moe import EXPERTS, ROUTER, SHARED_GATE, SPARSE_MLP_NORM, shared_experts
+from rltrain.models.table import Layer, Part, Row, in_layer
+
+DELTA_FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_text")
+LAYER_TYPES = {"full_attention": False, "linear_attention": True}
+"""Of config.json: whether a layer is a gated delta net."""
+ATTENTION_INTERVAL = 4
+"""Of so many layers the last one has attention, where config.json says neither that nor the types of layers."""
+NESTED = {"qwen3_5": "text_config"}
+"""Families whose config.json has the language model under a key, beside that of what encodes pictures."""
+NESTED_PREFIX = "model.language_model."
+"""Of their decoder's tensors."""
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """The gated delta nets of a model: `layers` [layers] are those that are one. A key head and its query are for
+    `num_heads` / `num_key_heads` consecutive value heads; the convolution reads `kernel` tokens."""
+
+    layers: tuple[bool, ...]
+    num_key_heads: int
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    @property
+    def keys(self) -> int:
+        """Elements of a token's keys, and of its queries."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Elements of a token's values, and of their gates."""
+        return self.num_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys and values."""
+        return 2 * self.keys + self.values
+
+    @property
+    def num_layers(self) -> int:
+        return sum(self.layers)
+
+    def shared_by(self, num_ranks: int) -> "DeltaNet":
+        """What one of `num_ranks` has of them."""
+        return replace(self, num_key_heads=self.num_key_heads // num_ranks, num_heads=self.num_heads // num_ranks)
+
+    def sizes(self) -> dict[str, int]:
+        """What the dimensions measure that the tables below name."""
+        shared = self.num_heads // self.num_key_heads
+        return {
+            "delta_key_heads": self.num_key_heads,
+            "delta_heads": self.num_heads,
+            "delta_key": self.key_dim,
+            "delta_value": self.value_dim,
+            "delta_keys": self.keys,
+            "delta_values": self.values,
+            "delta_shared": shared,
+            "delta_shared_values": shared * self.value_dim,
+            "delta_kernel": self.kernel,
+        }
+
+
+def read_delta_net(config: ConfigReader, num_layers: int) -> DeltaNet:
+    num_key_heads, num_heads = (
+        config.count(key, default=default)
+        for key, default in (("linear_num_key_heads", 16), ("linear_num_value_heads", 32))
+    )
+    if num_heads % num_key_heads:
+        raise config.error("linear_num_value_heads", f"a multiple of linear_num_key_heads = {num_key_heads}")
+    return DeltaNet(
+        layers=_read_layers(config, num_layers),
+        num_key_heads=num_key_heads,
+        num_heads=num_heads,
+        key_dim=config.count("linear_key_head_dim", default=128),
+        value_dim=config.count("linear_value_head_dim", default=128),
+        kernel=config.count("linear_conv_kernel_dim", default=4),
+    )
+
+
+def _read_layers(config: ConfigReader, num_layers: int) -> tuple[bool, ...]:
+    kinds = config.values.get("layer_types")
+    if kinds is None:
+        interval = config.count("full_attention_interval", default=ATTENTION_INTERVAL)
+        return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
+    if not isinstance(kinds, list) or len(kinds) != num_layers or set(kinds) - set(LAYER_TYPES):
+        raise config.error("layer_types", f"one of {', '.join(LAYER_TYPES)} for each of {num_layers} layers")
+    return tuple(LAYER_TYPES[kind] for kind in kinds)
+
+
+def language_model(config: ConfigReader) -> ConfigReader:
+    """A reader of what config.json says of the language model, under the model_type that it has as a whole."""
+    family = config.values.get("model_type")
+    key = NESTED.get(str(family))
+    if key is None:
+        return config
+    nested = config.values.get(key)
+    if not isinstance(nested, dict):
+        raise config.error(key, "an object")
+    whole: Mapping[str, Any] = {"tie_word_embeddings": False, **nested, "model_type": family}
+    tied = config.values.get("tie_word_embeddings")
+    return config.inside(key, whole if tied is None else {**whole, "tie_word_embeddings": tied})
+
+
+IN_PROJECTION = "self_attention.in_proj.weight"
+NORM = "self_attention.gated_norm.weight"
+"""Megatron-core's own, out_norm, multiplies by 1 + weight: another name, lest one be taken for the other."""
+
+DELTA_INPUT_NORM = replace(
+    INPUT_NORM,
+    megatron_te=INPUT_NORM.megatron_te and INPUT_NORM.megatron_te.replace("linear_qkv", "in_proj"),
+)
+
+
+def _projections(*parts: tuple[str, ...]) -> Row:
+    """Queries, keys and values, gates of what heads put out, weights, decays: in this order on all sides but files."""
+    return in_layer(
+        *((f"linear_attn.{name}.weight", rows, "hidden") for name, rows in parts),
+        megatron=IN_PROJECTION,
+        engine="linear_attn.in_proj.weight",
+        split="rows",
+    )
+
+
+QWEN3_NEXT_PROJECTIONS = _projections(
+    ("in_proj_qkvz", "delta_key_heads*(delta_key+delta_key+delta_shared_values+delta_shared_values)"),
+    ("in_proj_ba", "delta_key_heads*(delta_shared+delta_shared)"),
+)
+QWEN3_5_PROJECTIONS = _projections(
+    ("in_proj_qkv", "delta_keys+delta_keys+delta_values"),
+    ("in_proj_z", "delta_values"),
+    ("in_proj_b", "delta_heads"),
+    ("in_proj_a", "delta_heads"),
+)
+DELTA_REST = (
+    in_layer(
+        ("linear_attn.conv1d.weight", "delta_keys+delta_keys+delta_values", "one", "delta_kernel"),
+        megatron="self_attention.conv1d.weight",
+        split="rows",
+    ),
+    in_layer(("linear_attn.A_log", "delta_heads"), megatron="self_attention.A_log", split="rows"),
+    in_layer(("linear_attn.dt_bias", "delta_heads"), megatron="self_attention.dt_bias", split="rows"),
+    in_layer(("linear_attn.norm.weight", "delta_value"), megatron=NORM),
+    in_layer(
+        ("linear_attn.out_proj.weight", "hidden", "delta_values"),
+        megatron="self_attention.out_proj.weight",
+        split="columns",
+        quantizable=True,
+    ),
+)
+
+GATED_QKV = replace(
+    QKV,
+    parts=(Part(QKV.parts[0].name, ("heads*(head+head)", "hidden")), *QKV.parts[1:]),
+)
+"""Files have a head's gate behind its query."""
+
+
+def _gated(layer: Layer) -> Layer:
+    return replace(layer, rows=tuple(GATED_QKV if row == QKV else row for row in layer.rows))
+
+
+def _delta(layer: Layer, projections: Row) -> Layer:
+    """A delta net in the place of a layer's attention."""
+    rest = tuple(row for row in layer.rows if row not in (INPUT_NORM, QKV, ATTENTION_OUTPUT))
+    return replace(layer, rows=(DELTA_INPUT_NORM, projections, *DELTA_REST, *rest))
+
+
+_SPARSE = Layer(
+    (
+        INPUT_NORM,
+        QKV,
+        ATTENTION_OUTPUT,
+        SPARSE_MLP_NORM,
+        ROUTER,
+        *shared_experts("mlp.shared_expert"),
+        SHARED_GATE,
+    ),
+    EXPERTS,
+)
+assert POST_ATTENTION_NORM in LLAMA.dense.rows, "rows are told apart by what they are"
+
+QWEN3_NEXT = replace(
+    LLAMA,
+    dense=_gated(LLAMA.dense),
+    sparse=_gated(_SPARSE),
+    delta=_delta(LLAMA.dense, QWEN3_NEXT_PROJECTIONS),
+    sparse_delta=_delta(_SPARSE, QWEN3_NEXT_PROJECTIONS),
+)
+QWEN3_5 = replace(LLAMA, dense=_gated(LLAMA.dense), delta=_delta(LLAMA.dense, QWEN3_5_PROJECTIONS))
