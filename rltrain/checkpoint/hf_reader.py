@@ -202,6 +202,8 @@ class HfFolder:
         shape = tensors.shapes[box.tensor]
         stored = self.stored_tensor(opened, file, tensors.names[box.tensor], shape)
         rows, columns = slice(box.row, box.row + box.rows), slice(box.col, box.col + box.cols)
+        if len(shape) == 3:  # [n, 1, m]
+            return stored[rows, :, columns].flatten(0, 1)
         values: Tensor = stored[columns][None] if len(shape) == 1 else stored[rows, columns]
         return values
 

@@ -34,6 +34,8 @@ class PackedRows:
     """[sequences + 1] int32: where each sequence starts, and the last one ends."""
     longest: int = field(kw_only=True)
     """Tokens of the longest sequence."""
+    lengths: tuple[int, ...] = field(kw_only=True)
+    """Of the sequences, in their order."""
     derived: dict[str, Any] = field(kw_only=True, default_factory=dict)
     """What `once` has made."""
 
@@ -69,6 +71,7 @@ def packed_rows(lengths: Sequence[int], device: torch.device, kind: type[Rows]) 
         batches=tuple(batches),
         boundaries=boundaries_of(lengths, device),
         longest=max(lengths),
+        lengths=tuple(lengths),
     )
 
 

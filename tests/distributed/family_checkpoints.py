@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.distributed.tiny_checkpoints import LLAMA3_ROPE, SHAPE, VOCAB_SIZE
 
-CONFIGS = {"Gemma3": "Gemma3Text"}
+CONFIGS = {"Gemma3": "Gemma3Text", "Qwen3_5": "Qwen3_5Text"}
 """What transformers calls the config of a language model, where it is not called as the model."""
 LENGTHS = (5, 31, 12, 22, 40, 9)
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -180,6 +180,21 @@ SPARSE |= {
         },
     ),
 }
+DELTA: dict[str, Any] = {
+    **NO_TOKENS,
+    "tie_word_embeddings": False,
+    "head_dim": 24,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+}
+DENSE["qwen3_5"] = ("Qwen3_5", DELTA)
+SPARSE["qwen3_next"] = (
+    "Qwen3Next",
+    {**DELTA, **EXPERTS, "num_experts": 8, "shared_expert_intermediate_size": 48, "mlp_only_layers": [1]},
+)
 CHECKPOINTS = DENSE | SPARSE
 
 

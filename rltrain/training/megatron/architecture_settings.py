@@ -29,6 +29,7 @@ def attention_settings(architecture: Architecture) -> dict[str, Any]:
             "num_query_groups": architecture.num_kv_heads,
             "kv_channels": architecture.head_dim,
             "softmax_scale": architecture.attention_scale,
+            "attention_output_gate": architecture.gated_attention,
         }
     settings: dict[str, Any] = {
         "q_lora_rank": mla.q_rank,

@@ -109,10 +109,10 @@ class GroupedSelfAttention(SelfAttention):
     ) -> Any:
         """As Megatron has them, but that queries and keys are fp32 where Transformer Engine does not rotate them, which
         rounds once: in half precision each of three operations would round."""
-        query, key, value = self._projected(hidden_states, key_value_states, output_gate, split_qkv)
+        query, key, value, *gate = self._projected(hidden_states, key_value_states, output_gate, split_qkv)
         if self.config.apply_rope_fusion or query.dtype == torch.float64:
-            return query, key, value
-        return query.float(), key.float(), value
+            return query, key, value, *gate
+        return query.float(), key.float(), value, *gate
 
     def _projected(
         self, hidden_states: Tensor, key_value_states: Tensor | None, output_gate: bool, split_qkv: bool
@@ -127,8 +127,11 @@ class GroupedSelfAttention(SelfAttention):
 
         shard, _ = self.linear_qkv(hidden_states)
         whole = all_gather_last_dim_from_tensor_parallel_region(shard, group=self.tp_group)
-        group = whole.unflatten(-1, (num_groups, heads_per_group + 2, head_dim))[:, :, mine]
+        per_head = 2 if output_gate else 1
+        group = whole.unflatten(-1, (num_groups, per_head * heads_per_group + 2, head_dim))[:, :, mine]
         heads_per_rank = heads_per_group // ranks_per_group
-        query = group[:, :, share * heads_per_rank : (share + 1) * heads_per_rank]
+        first = share * heads_per_rank
+        query = group[:, :, first : first + heads_per_rank]
         key, value = group[:, :, -2:-1], group[:, :, -1:]
-        return self.q_layernorm(query), self.k_layernorm(key), value
+        gate = [group[:, :, heads_per_group:][:, :, first : first + heads_per_rank]] if output_gate else []
+        return self.q_layernorm(query), self.k_layernorm(key), value, *gate

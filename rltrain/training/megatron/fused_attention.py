@@ -126,7 +126,8 @@ class FusedSelfAttention(GroupedSelfAttention):
         whole_groups = self.config.num_query_groups >= self.world_size
         whole_sequences = self.config.context_parallel_size == 1
         head_by_head = not self.norms_projections
-        if not (takes_fused(hidden_states) and whole_groups and whole_sequences and head_by_head):
+        takes_one_by_one = not head_by_head or self.config.attention_output_gate
+        if not (takes_fused(hidden_states) and whole_groups and whole_sequences) or takes_one_by_one:
             settings |= {"rotary_pos_emb": rotary_pos_emb, "packed_seq_params": packed_seq_params}
             unfused: tuple[Tensor, Tensor | None] = super().forward(hidden_states, attention_mask, **settings)
             return unfused
@@ -137,7 +138,7 @@ class FusedSelfAttention(GroupedSelfAttention):
 
     def get_query_key_value_tensors(self, *arguments: Any, **settings: Any) -> Any:
         """As GroupedSelfAttention has them, such that Megatron's rotation, of halves and by angles alone, does."""
-        query, key, value = super().get_query_key_value_tensors(*arguments, **settings)
+        query, key, value, *gate = super().get_query_key_value_tensors(*arguments, **settings)
         if self.rotary.pairs:
             query, key = (halves_of_pairs(heads, self.rotary.size) for heads in (query, key))
         if self.rotary.magnitude != 1:
@@ -146,7 +147,7 @@ class FusedSelfAttention(GroupedSelfAttention):
                 torch.cat([heads[..., :size] * self.rotary.magnitude, heads[..., size:]], dim=-1)
                 for heads in (query, key)
             )
-        return query, key, value
+        return query, key, value, *gate
 
     def _turned(self, projected: Tensor, angles: Tensor, packed: PackedSequences) -> Tensor:
         """[tokens, groups, heads of a group, head_dim]."""

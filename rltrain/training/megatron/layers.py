@@ -27,12 +27,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
-from rltrain.models import NUM_LABELS, Architecture
+from rltrain.models import NUM_LABELS, Architecture, LayerKind
 from rltrain.models.attention import soft_capped
 from rltrain.models.experts import is_expert
 from rltrain.models.rotary import rotation_magnitude
 from rltrain.training.megatron.attention import GroupedSelfAttention, PackedAttention
 from rltrain.training.megatron.context_parallel import with_context_parallelism
+from rltrain.training.megatron.delta_net import DeltaSubmodules, PackedDeltaNet
 from rltrain.training.megatron.fused import GatedActivation
 from rltrain.training.megatron.fused_attention import FusedSelfAttention, OwnRotary
 from rltrain.training.megatron.latent_attention import ExplicitLatentAttention, LatentSelfAttention
@@ -105,14 +106,14 @@ def block_spec(
     architecture: Architecture, config: TransformerConfig, layers: range, transformer_engine: bool
 ) -> TransformerBlockSubmodules:
     """The modules of one pipeline stage's layers and of the final norm."""
-    sparse = architecture.sparse_layers[layers.start : layers.stop]
+    kinds = architecture.layer_kinds[layers.start : layers.stop]
     if transformer_engine:
         from megatron.core.extensions.transformer_engine import TENorm
 
-        specs, norm = [_transformer_engine_layer(architecture, config, experts) for experts in sparse], TENorm
+        specs, norm = [_transformer_engine_layer(architecture, config, kind.sparse) for kind in kinds], TENorm
     else:
-        numbered = zip(layers, sparse, strict=True)
-        specs, norm = [_local_layer(architecture, number, experts) for number, experts in numbered], RMSNorm
+        numbered = zip(layers, kinds, strict=True)
+        specs, norm = [_local_layer(architecture, number, kind) for number, kind in numbered], RMSNorm
     block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
     if not transformer_engine:
         with_context_parallelism(block, config)
@@ -149,17 +150,20 @@ def _transformer_engine_layer(architecture: Architecture, config: TransformerCon
     return layer
 
 
-def _local_layer(architecture: Architecture, number: int, experts: bool) -> ModuleSpec:
+def _local_layer(architecture: Architecture, number: int, kind: LayerKind) -> ModuleSpec:
     attention = _local_latent_attention() if architecture.mla else _local_attention(architecture, number)
+    if kind.delta:
+        projections = DeltaSubmodules(in_proj=ColumnProduct, out_proj=RowProduct)
+        attention = ModuleSpec(module=PackedDeltaNet, params={"delta": architecture.delta}, submodules=projections)
     mlp = _with_post_norm_of(architecture, LOCAL_MLP, "linear_fc2")
     return ModuleSpec(
-        module=SparseLayer if experts else TransformerLayer,
+        module=SparseLayer if kind.sparse else TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=_local_experts() if experts else ModuleSpec(module=MLP, submodules=mlp),
+            mlp=_local_experts() if kind.sparse else ModuleSpec(module=MLP, submodules=mlp),
             mlp_bda=get_bias_dropout_add,
         ),
     )

@@ -1,0 +1,134 @@
+"""Gated delta nets in attention's place, over packed sequences, by torch alone.
+
+megatron-core has such a module, which needs the kernels of flash-linear-attention and takes no packed sequences.
+Parameters have its names and shapes but for the norm, which multiplies by its weight here as in checkpoints.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes as set_parallel_attributes
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from megatron.core.tensor_parallel.random import checkpoint
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from rltrain.models import DeltaNet
+from rltrain.models.delta_rule import convolve, gated_delta_rule, gated_norm, gates, packed_states
+from rltrain.training.megatron.attention import PackedSequences
+from rltrain.training.megatron.norms import parameter_device
+
+
+@dataclass
+class DeltaSubmodules:
+    """The projections into a delta net and out of it."""
+
+    in_proj: Any
+    out_proj: Any
+
+
+class DepthwiseConvolution(torch.nn.Module):
+    """Holds the weight [channels, kernel] of a convolution of each channel by itself."""
+
+    def __init__(self, config: TransformerConfig, channels: int, kernel: int) -> None:
+        super().__init__()
+        self.weight = _parameter(config, channels, kernel)
+
+
+class HeadNorm(torch.nn.Module):
+    """Holds the weight [value_dim] of the norm of all heads, which every tensor-parallel rank has."""
+
+    def __init__(self, config: TransformerConfig, value_dim: int) -> None:
+        super().__init__()
+        self.weight = _parameter(config, value_dim)
+
+
+class PackedDeltaNet(MegatronModule):
+    """The gated delta net of one layer; each tensor-parallel rank has some key heads with their value heads."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: DeltaSubmodules,
+        *,
+        delta: DeltaNet,
+        pg_collection: ProcessGroupCollection,
+        **unused: Any,
+    ) -> None:
+        super().__init__(config)
+        self.tp_group, self.delta = pg_collection.tp, delta.shared_by(pg_collection.tp.size())
+        linear = {"config": config, "bias": False, "skip_bias_add": False, "is_expert": False, "tp_group": self.tp_group}
+        num_rows = delta.channels + delta.values + 2 * delta.num_heads
+        self.in_proj = build_module(
+            submodules.in_proj,
+            config.hidden_size,
+            num_rows,
+            init_method=config.init_method,
+            gather_output=False,
+            **linear,
+        )
+        self.conv1d = DepthwiseConvolution(config, self.delta.channels, delta.kernel)
+        self.A_log, self.dt_bias = (_parameter(config, self.delta.num_heads) for _ in range(2))
+        self.gated_norm = HeadNorm(config, delta.value_dim)
+        self.out_proj = build_module(
+            submodules.out_proj,
+            delta.values,
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            **linear,
+        )
+        for shard in (self.conv1d.weight, self.A_log, self.dt_bias):
+            set_parallel_attributes(shard, is_parallel=True, dim=0, stride=1)
+        self.repeats_core = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None, *, packed_seq_params: PackedSequences, **unused: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """[tokens (of this rank), 1, hidden] -> as much, and no bias.
+
+        Collective over: the tensor-parallel group, as Megatron's linear layers are, and in backward for the norm.
+        """
+        projected, _ = self.in_proj(hidden_states)
+
+        def core(projected: Tensor) -> Tensor:
+            return self._core(projected, packed_seq_params)
+
+        if self.repeats_core and self.training:
+            heads = checkpoint(core, False, projected[:, 0])
+        else:
+            heads = core(projected[:, 0])
+        output: tuple[Tensor, Tensor | None] = self.out_proj(heads[:, None])
+        return output
+
+    def _core(self, projected: Tensor, sequences: PackedSequences) -> Tensor:
+        """[tokens, this rank's rows of in_proj] -> [tokens, this rank's values]."""
+        delta = self.delta
+        packed = sequences.once(
+            "delta net", lambda: packed_states(sequences.lengths, delta.kernel, sequences.positions.device)
+        )
+        mixed, gate, weights, decays = projected.split(
+            [delta.channels, delta.values, delta.num_heads, delta.num_heads], dim=-1
+        )
+        mixed, _ = convolve(mixed, self.conv1d.weight, packed)
+        queries, keys, values = (
+            part.unflatten(-1, (-1, size))
+            for part, size in zip(
+                mixed.split([delta.keys, delta.keys, delta.values], dim=-1),
+                (delta.key_dim, delta.key_dim, delta.value_dim),
+                strict=True,
+            )
+        )
+        taken, kept = gates(weights, decays, self.A_log, self.dt_bias)
+        heads, _ = gated_delta_rule(queries, keys, values, taken, kept, packed)
+        # Every rank norms heads of its own by the same weight, whose gradient is that of all heads.
+        weight = copy_to_tensor_model_parallel_region(self.gated_norm.weight, group=self.tp_group)
+        return gated_norm(heads, gate.view_as(heads), weight, self.config.layernorm_epsilon).flatten(1)
+
+
+def _parameter(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.zeros(*shape, device=parameter_device(config), dtype=config.params_dtype))
