@@ -16,7 +16,7 @@ from rltrain.rollout.embedded.kv_budget import GB, KvBudget
 from rltrain.rollout.embedded.recording import Record
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sample import Sample
-from tests.distributed.family_checkpoints import CHECKPOINTS, tiny_config
+from tests.distributed.family_checkpoints import CHECKPOINTS, remember, tiny_config
 
 VOCAB_SIZE = 50
 MAX_POSITIONS = 256
@@ -57,6 +57,7 @@ def write_checkpoint(folder: Path, family: str, *, tied: bool = False, seed: int
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.add_(0.2 * torch.randn_like(buffer))
+    remember(model)
     model.save_pretrained(folder)
     return folder
 

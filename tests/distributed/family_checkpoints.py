@@ -256,3 +256,13 @@ def _randomize_vectors(model: torch.nn.Module) -> None:
     for name, vector in vectors:
         if vector.dim() == 1 and not name.endswith("inv_freq"):
             vector.data.add_(0.3 * torch.randn_like(vector))
+    remember(model)
+
+
+@torch.no_grad()
+def remember(model: torch.nn.Module) -> None:
+    """Have the heads of gated delta nets keep something of their states for one to a hundred tokens: as transformers
+    makes them most forget at once."""
+    for name, vector in model.named_parameters():
+        if name.endswith(".A_log"):
+            vector.copy_(torch.empty_like(vector).uniform_(-5, 0))
