@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from rltrain.models import Architecture
@@ -50,7 +51,7 @@ class GroupedAttention:
         self._post_norm = None
         if architecture.post_norms:
             self._post_norm = Norm(parameters.first(*_POST_NORMS), architecture)
-        self._rotates_pairs = architecture.rotates_pairs
+        self._rotates_pairs, self._is_gated = architecture.rotates_pairs, architecture.gated_attention
 
     @staticmethod
     def shape(architecture: Architecture, tp: int) -> AttentionShape:
@@ -61,22 +62,34 @@ class GroupedAttention:
         return AttentionShape(num_heads, num_kv_heads, head_dim, head_dim, scale, windows=windows, softcap=softcap)
 
     def add(self, layer: int, hidden: Tensor, rotation: Rotation, attention: Attention) -> None:
-        queries, keys, values = self._project(hidden, rotation)
-        add_product(hidden, attention(layer, queries, keys, values), self._output, self._group, self._post_norm)
+        queries, keys, values, gate = self._project(hidden, rotation)
+        attended = attention(layer, queries, keys, values)
+        if gate is not None:
+            attended = (attended * gate.reshape(attended.shape).float().sigmoid()).to(attended.dtype)
+        add_product(hidden, attended, self._output, self._group, self._post_norm)
         if self._output_bias is not None:
             hidden.add_(self._output_bias)
 
     def store(self, layer: int, hidden: Tensor, rotation: Rotation, attention: PrefillAttention) -> None:
-        _, keys, values = self._project(hidden, rotation)
+        _, keys, values, _ = self._project(hidden, rotation)
         attention.store(layer, keys, values)
 
-    def _project(self, hidden: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries [tokens, heads, head_dim] and keys, and values, both [tokens, kv_heads, head_dim]."""
-        fused = self._qkv.product(self._norm(hidden), self._qkv_bias).view(len(hidden), -1, self._head_dim)
+    def _project(self, hidden: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Rotated queries [tokens, heads, head_dim] and keys, and values, both [tokens, kv_heads, head_dim]; and the
+        gates of heads, where these have any."""
+        fused, gate = self._qkv.product(self._norm(hidden), self._qkv_bias).view(len(hidden), -1, self._head_dim), None
+        if self._is_gated:
+            fused, gate = self._without_gates(fused)
         rotated = fused[:, : self._num_rotated]
         if self._head_norms is not None:
             rotated = self._head_norms(rotated)
         if self._rotates_pairs:
             rotated = halves_of_pairs(rotated, rotation[0].shape[-1])
         rotated = rotate(rotated, rotation)
-        return rotated[:, : self._num_heads], rotated[:, self._num_heads :], fused[:, self._num_rotated :]
+        return rotated[:, : self._num_heads], rotated[:, self._num_heads :], fused[:, self._num_rotated :], gate
+
+    def _without_gates(self, fused: Tensor) -> tuple[Tensor, Tensor]:
+        """(queries, keys and values; gates), of which each gate stands behind its query."""
+        queries, rest = fused.split([2 * self._num_heads, fused.size(1) - 2 * self._num_heads], dim=1)
+        queries, gate = queries.unflatten(1, (self._num_heads, 2)).unbind(2)
+        return torch.cat([queries, rest], dim=1), gate

@@ -238,7 +238,8 @@ class EmbeddedEngine:
     def _new_cache(self, budget: KvBudget | None, dtype: torch.dtype) -> KvCache:
         model = self._model
         limits = (self._max_running_requests, self._max_context_tokens)
-        shape = CacheShape(model.num_layers, model.attention_shape, *limits, dtype, self._device, model.routing_shape)
+        kept = (model.routing_shape, model.state_shape)
+        shape = CacheShape(model.num_attention_layers, model.attention_shape, *limits, dtype, self._device, *kept)
         if budget is None:
             return SlotCache(shape)
         like = torch.empty(0, dtype=dtype, device=self._device)

@@ -10,6 +10,7 @@ from rltrain.models import Windows
 from rltrain.models.attention import attend, sees
 from rltrain.models.routing_shape import RoutingShape
 from rltrain.rollout.embedded.parked import ParkedSamples
+from rltrain.rollout.embedded.sample_states import PassStates, StateShape, StepStates
 from rltrain.rollout.sample import Sample
 
 Head = tuple[int, ...]
@@ -76,6 +77,7 @@ class CacheShape(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     routing: RoutingShape | None = None
+    states: StateShape | None = None
 
 
 def unseen_bias(positions: Tensor, read: Tensor, window: int | None, like: Tensor) -> Tensor:
@@ -95,6 +97,8 @@ class PrefillAttention:
     """Causal attention within heads of `width` tokens (shorter ones padded on the right), which it also stores."""
 
     reads_cache = False
+    states: PassStates | None = None
+    """Of the samples, where the model has any."""
 
     def __init__(self, width: int, shape: AttentionShape) -> None:
         self._width, self._shape = width, shape
@@ -160,6 +164,9 @@ class SuffixAttention(PrefillAttention):
 
 class DecodeAttention(Protocol):
     """One new token in each of the first slots, stored, attending to its slot up to itself."""
+
+    states: StepStates | None
+    """Of the slots, where the model has any."""
 
     @property
     def reads_cache(self) -> bool:
@@ -266,3 +273,8 @@ def rounded(count: int, sizes: int) -> int:
     below = 1 << max(0, (count - 1).bit_length() - 1)
     granule = max(1, below // sizes)
     return -(-count // granule) * granule
+
+
+def slots_of(keepers: Sequence[Sequence[Keeper]]) -> list[list[int]]:
+    """Of each head the slots that keep it."""
+    return [[slot for slot, _ in of_head] for of_head in keepers]

@@ -14,6 +14,7 @@ from rltrain.models.rotary import inverse_frequencies, rotation_magnitude
 from rltrain.models.routing_shape import RoutingShape
 from rltrain.models.stages import EMBEDDING, FINAL_NORM, stages_of_layer
 from rltrain.rollout.embedded.attention_layer import Attention, AttentionLayer, GroupedAttention
+from rltrain.rollout.embedded.delta_layer import DeltaLayer
 from rltrain.rollout.embedded.experts import Experts
 from rltrain.rollout.embedded.feed_forward import DenseFeedForward, FeedForward
 from rltrain.rollout.embedded.kv_cache import DecodeAttention, PrefillAttention
@@ -22,9 +23,12 @@ from rltrain.rollout.embedded.parallel import TensorParallel, local_token_ids
 from rltrain.rollout.embedded.parameters import LayerParameters, Matrix
 from rltrain.rollout.embedded.residual import Norm
 from rltrain.rollout.embedded.rotary import RotaryEmbedding, Rotation
+from rltrain.rollout.embedded.sample_states import StateShape
 
 
 class _Layer(NamedTuple):
+    number: int
+    """Among those of one kind: with attention, or with states."""
     attention: AttentionLayer
     feed_forward: FeedForward
     stages: tuple[str, str]
@@ -53,25 +57,29 @@ class EngineModel:
         self._residual_dtype, self._wide_head = residual_dtype or dtype, head_dtype == torch.float32
         self._embedding_scale = float(torch.tensor(architecture.embedding_scale, dtype=dtype))
         self._vocab_size, self._logits_softcap = architecture.vocab_size, architecture.logits_softcap
-        self.num_layers = architecture.num_layers
+        self.num_layers, self.num_attention_layers = architecture.num_layers, architecture.num_attention_layers
         attention = LatentAttention if architecture.mla else GroupedAttention
         self.attention_shape = attention.shape(architecture, tensor_parallel.size)
-        """What of a token each layer keeps, and attends to."""
+        """What of a token each layer with attention keeps, and attends to."""
+        self.state_shape = StateShape.of(architecture, tensor_parallel.size)
+        """What others keep of a sample."""
         self._parameters = tuple(parameters.values())
         self._embedding = parameters["model.embed_tokens.weight"]
         magnitude = rotation_magnitude(architecture)
         self.routing_shape = RoutingShape.of(architecture) if record_routing else None
         layers: list[_Layer] = []
-        num_sparse = 0
-        for index, sparse in enumerate(architecture.sparse_layers):
+        num_sparse, num_of_kind = 0, [0, 0]
+        for index, kind in enumerate(architecture.layer_kinds):
             own = LayerParameters(parameters, matrices, index)
             feed_forward: FeedForward
-            if sparse:
+            if kind.sparse:
                 feed_forward = Experts(own, architecture, tensor_parallel, num_sparse if record_routing else None)
                 num_sparse += 1
             else:
                 feed_forward = DenseFeedForward(own, architecture, tensor_parallel)
-            layers.append(_Layer(attention(own, architecture, tensor_parallel), feed_forward, stages_of_layer(index)))
+            mixer: AttentionLayer = (DeltaLayer if kind.delta else attention)(own, architecture, tensor_parallel)
+            layers.append(_Layer(num_of_kind[kind.delta], mixer, feed_forward, stages_of_layer(index)))
+            num_of_kind[kind.delta] += 1
         self._layers = tuple(layers)
         self._final_norm = Norm(parameters["model.norm.weight"], architecture)
         self._head = parameters.get("lm_head.weight", self._embedding)
@@ -115,14 +123,14 @@ class EngineModel:
         """
         hidden = self._embed(tokens)
         rotations = self._rotations(positions)
-        number, last, rotation = self.num_layers - 1, self._layers[-1], rotations[-1]
-        for index in range(number):
+        last, rotation = self._layers[-1], rotations[-1]
+        for index in range(self.num_layers - 1):
             self._add_layer(index, hidden, rotations[index], attention)
         if last.feed_forward.stores:
-            last.attention.add(number, hidden, rotation, attention)
+            last.attention.add(last.number, hidden, rotation, attention)
             last.feed_forward.store(hidden, attention)
         else:
-            last.attention.store(number, hidden, rotation, attention)
+            last.attention.store(last.number, hidden, rotation, attention)
 
     def _rotations(self, positions: Tensor) -> list[Rotation]:
         """Of every layer."""
@@ -132,7 +140,7 @@ class EngineModel:
     def _add_layer(self, index: int, hidden: Tensor, rotation: Rotation, attention: Attention) -> None:
         """Add one layer's attention and MLP to `hidden`, in place."""
         layer = self._layers[index]
-        layer.attention.add(index, hidden, rotation, attention)
+        layer.attention.add(layer.number, hidden, rotation, attention)
         self.observe(layer.stages[0], hidden)
         layer.feed_forward.add(hidden, attention)
         self.observe(layer.stages[1], hidden)

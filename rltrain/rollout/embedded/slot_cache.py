@@ -1,6 +1,7 @@
 """Keys and values of samples, a slot for each that runs, and attention over them: memory grows with what is needed."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,9 +17,11 @@ from rltrain.rollout.embedded.kv_cache import (
     Suffix,
     SuffixAttention,
     rounded,
+    slots_of,
     window_biases,
 )
 from rltrain.rollout.embedded.parked import ParkedSamples
+from rltrain.rollout.embedded.sample_states import SampleStates, StepStates
 from rltrain.rollout.sample import Sample
 
 _LENGTH_MULTIPLE = 8
@@ -37,7 +40,8 @@ class SlotCache:
     written or not, so that a masked one contributes exactly zero. `mask` [slots, kv_heads, capacity] is what attention
     adds to scores: 0 where a slot holds a token, else -inf.
 
-    What is parked is copied into memory of its own, no more of it than the slots have.
+    What is parked is copied into memory of its own, no more of it than the slots have. Where the model has states of
+    samples, each slot has those of its own.
     """
 
     def __init__(self, shape: CacheShape) -> None:
@@ -46,8 +50,9 @@ class SlotCache:
         self._max_positions = round_up(shape.max_positions)
         sizes = (shape.num_layers, 0, shape.attention.num_kv_heads, 0, shape.attention.head_dim)
         self.keys = torch.zeros(sizes, dtype=shape.dtype, device=shape.device)
+        self.states = SampleStates(shape.states, shape.dtype, shape.device) if shape.states else None
         self._allocate(0, 0)
-        self._parked: ParkedSamples[tuple[Tensor, ...]] = ParkedSamples(lambda memory: None)
+        self._parked: ParkedSamples[_Kept] = ParkedSamples(lambda memory: None)
 
     @property
     def num_slots(self) -> int:
@@ -58,6 +63,10 @@ class SlotCache:
         return self.keys.shape[3]
 
     def tensors(self) -> tuple[Tensor, ...]:
+        return *self._by_position(), *(self.states.tensors() if self.states else ())
+
+    def _by_position(self) -> tuple[Tensor, ...]:
+        """What has something of every token."""
         return *self.kept, *self.routing
 
     def addresses(self) -> tuple[int, ...]:
@@ -72,30 +81,38 @@ class SlotCache:
         if not num_used:
             num_slots, num_positions = max(num_slots, self.num_slots), max(num_positions, self.capacity)
             self._allocate(0, 0)  # first, so that old and new memory never exist together
-        before, mask = self.tensors(), self.mask
+        before, mask = self._by_position(), self.mask
         self._allocate(
             _grown(num_slots, self.num_slots, 2 * self.num_slots, self._max_slots),
             _grown(num_positions, self.capacity, round_up(self.capacity * 3 // 2), self._max_positions),
         )
-        for new, old in zip(self.tensors(), before, strict=True):
+        for new, old in zip(self._by_position(), before, strict=True):
             new[:, :num_used, :, : old.shape[3]] = old[:, :num_used]
+        if self.states:
+            self.states.hold(self.num_slots, num_used)
         self.mask[:num_used, :, : mask.shape[2]] = mask[:num_used]
 
     def release(self) -> None:
         self.parked.clear()
         self._allocate(0, 0)
+        if self.states:
+            self.states.hold(0)
 
     def num_admissible(self, waiting: Sequence[Sample], num_wanted: int, num_running: int, version: int) -> int:
         return len(waiting)
 
     def enter(self, first_slot: int, samples: Sequence[Sample], version: int) -> Entered:
         entered = Entered({}, [])
+        if self.states:
+            self.states.begin(first_slot, first_slot + len(samples))
         for slot, sample in enumerate(samples, start=first_slot):
             head = sample.context[:-1]
             if parked := self._parked.take(sample):
                 first = len(parked.head)
-                for cache, kept in zip(self.tensors(), parked.memory, strict=True):
+                for cache, kept in zip(self._by_position(), parked.memory.of_tokens, strict=True):
                     cache[:, slot, :, :first] = kept
+                if self.states and parked.memory.states:
+                    self.states.resume(slot, parked.memory.states)
                 entered.suffixes.append(Suffix(slot, first, head[first:]))
             else:
                 entered.heads.setdefault(head, []).append((slot, 0))
@@ -109,8 +126,10 @@ class SlotCache:
 
     def move(self, sources: Sequence[int], destinations: Sequence[int], num_positions: int) -> None:
         to, by = torch.tensor([destinations, sources], device=self.mask.device)
-        for cache in self.tensors():
+        for cache in self._by_position():
             cache[:, to, :, :num_positions] = cache[:, by, :, :num_positions]
+        if self.states:
+            self.states.move(sources, destinations)
         self.mask[to, :, :num_positions] = self.mask[by, :, :num_positions]
 
     def free(self, first: int, end: int) -> None:
@@ -118,7 +137,8 @@ class SlotCache:
 
     def park(self, slot: int, sample: Sample) -> None:
         count = len(sample.context) - 1
-        self.parked.add(sample, tuple(cache[:, slot, :, :count].clone() for cache in self.tensors()))
+        of_tokens = tuple(cache[:, slot, :, :count].clone() for cache in self._by_position())
+        self.parked.add(sample, _Kept(of_tokens, self.states.parked(slot) if self.states else None))
         while self.parked.num_tokens > self.num_slots * self.capacity:
             self.parked.evict()
 
@@ -132,20 +152,30 @@ class SlotCache:
         buffer[layer].view(-1, experts.shape[-1]).index_copy_(0, rows, experts.to(buffer.dtype))
 
     @property
-    def parked(self) -> ParkedSamples[tuple[Tensor, ...]]:
+    def parked(self) -> "ParkedSamples[_Kept]":
         return self._parked
 
     def prefill_attention(
         self, keepers: Sequence[Sequence[Keeper]], lengths: Sequence[int], width: int
     ) -> PrefillAttention:
         slots = [(slot, row) for row, kept in enumerate(keepers) for slot, _ in kept]
-        return _PrefillAttention(self, torch.tensor(slots, device=self.keys.device), width)
+        attention = _PrefillAttention(self, torch.tensor(slots, device=self.keys.device), width)
+        if self.states:
+            attention.states = self.states.of_pass(slots_of(keepers), lengths, width, follows=False)
+        return attention
 
     def suffix_attention(self, suffixes: Sequence[Suffix], width: int) -> PrefillAttention:
-        return _SuffixAttention(self, suffixes, width)
+        attention = _SuffixAttention(self, suffixes, width)
+        if self.states:
+            lengths = [len(suffix.tokens) for suffix in suffixes]
+            attention.states = self.states.of_pass([[s.slot] for s in suffixes], lengths, width, follows=True)
+        return attention
 
     def decode_attention(self, positions: Tensor, num_positions: int) -> DecodeAttention:
-        return _DecodeAttention(self, positions, num_positions)
+        attention = _DecodeAttention(self, positions, num_positions)
+        if self.states:
+            attention.states = self.states.of_step(len(positions))
+        return attention
 
     def recorded_length(self, num_positions: int) -> int:
         return rounded(num_positions, _RECORDED_SIZES)
@@ -170,6 +200,13 @@ class SlotCache:
         """[slots, kv_heads] where each slot's and head's positions start when the first three axes are flattened."""
         self.rows = tuple(cache.view(num_layers, len(rows) * capacity, cache.shape[-1]).unbind() for cache in self.kept)
         """Of what is kept what each layer has, flattened so."""
+
+
+class _Kept(NamedTuple):
+    """Of a sample that is parked."""
+
+    of_tokens: tuple[Tensor, ...]
+    states: tuple[Tensor, Tensor] | None
 
 
 def _grown(wanted: int, present: int, enough: int, limit: int) -> int:
@@ -236,6 +273,7 @@ class _DecodeAttention:
     """Reads all slots up to the same position, `num_positions` or a few more."""
 
     reads_cache = True
+    states: StepStates | None = None
 
     def __init__(self, cache: SlotCache, positions: Tensor, num_positions: int) -> None:
         num_slots = len(positions)
