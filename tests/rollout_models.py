@@ -9,7 +9,7 @@ import transformers
 
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.cluster.grid import Grid
-from rltrain.estimate.memory import kv_bytes
+from rltrain.estimate.memory import kv_bytes, state_bytes
 from rltrain.models import Architecture, read_architecture
 from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters
 from rltrain.rollout.embedded.kv_budget import GB, KvBudget
@@ -93,7 +93,9 @@ def load_engine(
         device=device,
         tokenizer=tokenizer,
         record=record,
-        kv_budget=kv_budget(architecture, kv_tokens, dtype, grid, record_routing) if kv_tokens else None,
+        kv_budget=kv_budget(architecture, kv_tokens, dtype, grid, record_routing, max_running_requests)
+        if kv_tokens
+        else None,
         cache_returns=cache_returns,
         record_routing=record_routing,
     )
@@ -101,13 +103,20 @@ def load_engine(
 
 
 def kv_budget(
-    architecture: Architecture, num_tokens: int, dtype: torch.dtype, grid: Grid | None = None, routing: bool = False
+    architecture: Architecture,
+    num_tokens: int,
+    dtype: torch.dtype,
+    grid: Grid | None = None,
+    routing: bool = False,
+    num_slots: int = 64,
 ) -> KvBudget:
-    """Of a rank of an engine, with room for the tokens' routing."""
-    token_bytes = kv_bytes(architecture, 1, tp=grid.tp if grid else 1, item_bytes=dtype.itemsize)
+    """Of a rank of an engine, with room for the tokens' routing, and for the states of samples in all slots."""
+    tp = grid.tp if grid else 1
+    token_bytes = kv_bytes(architecture, 1, tp=tp, item_bytes=dtype.itemsize)
     if routing:
         token_bytes += architecture.routing_bytes
-    return KvBudget(num_tokens * token_bytes / GB, lambda: num_tokens * token_bytes)
+    num_bytes = num_tokens * token_bytes + state_bytes(architecture, num_slots, tp=tp, item_bytes=dtype.itemsize)
+    return KvBudget(num_bytes / GB, lambda: num_bytes)
 
 
 def ragged_requests(num_requests: int = 9, seed: int = 0) -> list[Sample]:

@@ -57,7 +57,17 @@ def kv_bytes(architecture: Architecture, num_tokens: int, *, tp: int = 1, item_b
         elements = architecture.mla.kv_rank + architecture.mla.rope_head_dim
     else:
         elements = 2 * ceil(architecture.num_kv_heads / tp) * architecture.head_dim
-    return num_tokens * architecture.num_layers * elements * item_bytes
+    return num_tokens * architecture.num_attention_layers * elements * item_bytes
+
+
+def state_bytes(architecture: Architecture, num_samples: int, *, tp: int = 1, item_bytes: int = 2) -> int:
+    """States of gated delta nets of `num_samples` samples on one rank of an engine of `tp` ranks, in float32, and what
+    their convolutions read of tokens before."""
+    if architecture.delta is None:
+        return 0
+    own = architecture.delta.shared_by(tp)
+    of_layer = own.num_heads * own.key_dim * own.value_dim * FP32 + own.channels * (own.kernel - 1) * item_bytes
+    return num_samples * own.num_layers * of_layer
 
 
 def resident_bytes(job: PlannedJob, role: str, stage: int) -> dict[str, int]:

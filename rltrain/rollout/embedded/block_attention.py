@@ -8,6 +8,7 @@ from torch import Tensor
 
 from rltrain.models.attention import attend
 from rltrain.rollout.embedded.kv_cache import AttentionShape, rounded, unseen_bias, window_biases
+from rltrain.rollout.embedded.sample_states import StepStates
 
 _RECORDED_SIZES = 4
 """Of numbers of blocks read, from each power of two up to the next."""
@@ -37,6 +38,7 @@ class BlockAttention:
     name: str
     block_tokens: int
     reads_cache = True
+    states: StepStates | None = None
 
     def __init__(self, blocks: Blocks, positions: Tensor, num_positions: int) -> None:
         size = blocks.block_tokens

@@ -19,8 +19,10 @@ from rltrain.rollout.embedded.kv_cache import (
     PrefillAttention,
     Suffix,
     SuffixAttention,
+    slots_of,
 )
 from rltrain.rollout.embedded.parked import ParkedSamples
+from rltrain.rollout.embedded.sample_states import SampleStates
 from rltrain.rollout.sample import Sample
 
 
@@ -30,7 +32,7 @@ class BlockCache:
 
     Memory is taken once, by whoever needs it first, and stays until `release`; it grows and is copied no more. Every
     entry is finite, written or not, so that a masked one contributes exactly zero. `agree` gives the least of the
-    numbers of the engine's ranks.
+    numbers of the engine's ranks. Where the model has states of samples the budget holds those of all slots as well.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class BlockCache:
         self.offsets = torch.arange(max(max_slots, self.capacity) + 1, dtype=torch.int32, device=device)
         self.shape = shape.attention
         self._num_layers, self._routing_shape = shape.num_layers, shape.routing
+        self.states = SampleStates(shape.states, shape.dtype, device) if shape.states else None
         self._hold(torch.zeros(0, dtype=shape.dtype, device=device), 0)
         self._tables: BlockTables | None = None
         self._none_parked: ParkedSamples[Any] = ParkedSamples(lambda memory: None)
@@ -62,7 +65,16 @@ class BlockCache:
         routing = self._routing_shape.token_bytes if self._routing_shape else 0
         return self.block_tokens * (self._num_layers * self.shape.token_elements * self._keys.itemsize + routing)
 
+    @property
+    def states_bytes(self) -> int:
+        """Of the states of samples in all slots."""
+        return self._max_slots * self.states.shape.sample_bytes(self._keys.dtype) if self.states else 0
+
     def tensors(self) -> tuple[Tensor, ...]:
+        return *self._by_position(), *(self.states.tensors() if self.states else ())
+
+    def _by_position(self) -> tuple[Tensor, ...]:
+        """What has something of every token."""
         return *self.kept, *self.routing
 
     def addresses(self) -> tuple[int, ...]:
@@ -78,6 +90,8 @@ class BlockCache:
     def release(self) -> None:
         self._tables, self._shown = None, np.zeros(())
         self._hold(self._keys, 0)
+        if self.states:
+            self.states.hold(0)
 
     def num_admissible(self, waiting: Sequence[Sample], num_wanted: int, num_running: int, version: int) -> int:
         return self._taken().num_admissible(waiting, num_wanted, num_running, version)
@@ -85,17 +99,21 @@ class BlockCache:
     def enter(self, first_slot: int, samples: Sequence[Sample], version: int) -> Entered:
         entered, copies = Entered({}, []), list[tuple[int, int]]()
         entries = self._taken().enter(first_slot, samples, version)
+        if self.states:
+            self.states.begin(first_slot, first_slot + len(samples))
         for slot, (sample, entry) in enumerate(zip(samples, entries, strict=True), start=first_slot):
             head = sample.context[:-1]
             if entry.follows:
                 entered.suffixes.append(Suffix(slot, entry.first, head[entry.first :]))
+                if self.states and entry.states:
+                    self.states.resume(slot, entry.states)
             elif entry.is_computed:
                 entered.heads.setdefault(head, []).append((slot, entry.first))
             elif entry.copy is not None:
                 copies.append(entry.copy)
         if copies:
             sources, destinations = torch.tensor(copies, device=self.table.device).unbind(1)
-            for cache in self.tensors():
+            for cache in self._by_position():
                 for layer in cache:  # one by one, so that little more memory is needed
                     layer.index_copy_(0, destinations, layer.index_select(0, sources))
         return entered
@@ -106,6 +124,8 @@ class BlockCache:
     def move(self, sources: Sequence[int], destinations: Sequence[int], num_positions: int) -> None:
         for source, destination in zip(sources, destinations, strict=True):
             self._taken().move(source, destination)
+        if self.states:
+            self.states.move(sources, destinations)
 
     def free(self, first: int, end: int) -> None:
         if self._tables is not None:
@@ -113,7 +133,7 @@ class BlockCache:
                 self._tables.free(slot)
 
     def park(self, slot: int, sample: Sample) -> None:
-        self._taken().park(slot, sample)
+        self._taken().park(slot, sample, self.states.parked(slot) if self.states else None)
 
     def routed(self, slot: int, first: int, end: int) -> Tensor:
         rows = torch.from_numpy(self._rows(slot, np.arange(first, end))).to(self.table.device)
@@ -131,17 +151,27 @@ class BlockCache:
             for row, (kept, length) in enumerate(zip(keepers, lengths, strict=True))
             for slot, first in kept
         ]
-        return _PrefillAttention(self, self._moved(spans), width)
+        attention = _PrefillAttention(self, self._moved(spans), width)
+        if self.states:
+            attention.states = self.states.of_pass(slots_of(keepers), lengths, width, follows=False)
+        return attention
 
     def suffix_attention(self, suffixes: Sequence[Suffix], width: int) -> PrefillAttention:
         spans = [(row * width, suffix.slot, suffix.first, suffix.end) for row, suffix in enumerate(suffixes)]
         num_read = blocks_of(max(suffix.end for suffix in suffixes), self.block_tokens)
         rows = self._taken().rows[[suffix.slot for suffix in suffixes], :num_read]
         blocks = torch.from_numpy(rows).to(self.table.device)
-        return _SuffixAttention(self, self._moved(spans), blocks, suffixes, width)
+        attention = _SuffixAttention(self, self._moved(spans), blocks, suffixes, width)
+        if self.states:
+            lengths = [len(suffix.tokens) for suffix in suffixes]
+            attention.states = self.states.of_pass([[s.slot] for s in suffixes], lengths, width, follows=True)
+        return attention
 
     def decode_attention(self, positions: Tensor, num_positions: int) -> DecodeAttention:
-        return self._attention(self, positions, num_positions)
+        attention = self._attention(self, positions, num_positions)
+        if self.states:
+            attention.states = self.states.of_step(len(positions))
+        return attention
 
     def recorded_length(self, num_positions: int) -> int:
         return self._attention.recorded_length(self, num_positions)
@@ -161,6 +191,7 @@ class BlockCache:
         return num_blocks(
             self._budget,
             self._agree(self._budget.num_bytes()),
+            states_bytes=self.states_bytes,
             block_bytes=self.block_bytes,
             block_tokens=self.block_tokens,
             max_context_tokens=self._max_positions,
@@ -190,12 +221,20 @@ class BlockCache:
             count = self.num_blocks()
             try:
                 self._hold(self._keys, count)
+                if self.states:
+                    self.states.hold(self._max_slots)
             except torch.OutOfMemoryError as error:
                 raise ConfigError(
                     f"rollout.kv_cache_gb: got {self._budget.given}, of which {count * self.block_bytes / 1e9:.3g} GB "
                     f"are needed; expected as much to be free when the engine begins. Lower it. ({error})"
                 ) from error
-            self._tables = BlockTables(count, self.block_tokens, self._max_slots, self._max_positions)
+            self._tables = BlockTables(
+                count,
+                self.block_tokens,
+                self._max_slots,
+                self._max_positions,
+                shares_computed=self.states is None,
+            )
         return self._tables
 
     def _hold(self, like: Tensor, num_blocks: int) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from rltrain.rollout.embedded.parked import ParkedSamples
 from rltrain.rollout.sample import Sample
@@ -14,6 +15,8 @@ _MOST_SPARED = 4
 _ADMIT_FRACTION = 8
 """Once 1/8 of the blocks are free few samples may start too."""
 
+States = tuple[Tensor, Tensor]
+"""Of a sample, as SampleStates parks them."""
 _PrefixKey = tuple[int, tuple[int, ...]]
 """A version of the weights and all but the last token of a prompt."""
 
@@ -96,6 +99,8 @@ class BlockPool:
 class _Holding:
     blocks: list[int]
     key: _PrefixKey
+    states: States | None = None
+    """Of a sample that is parked, where the model has any."""
 
 
 @dataclass
@@ -109,22 +114,27 @@ class _Prefix:
 class Entry(NamedTuple):
     """What a sample needs that has just entered: its head computed, and stored from position `first` on; or nothing but
     a copy (source, destination) of the block that its prompt fills in part. Where it `follows`, what stands before
-    `first` is there and is not computed either."""
+    `first` is there and is not computed either, and so are the sample's `states` there, where the model has any."""
 
     is_computed: bool
     first: int
     copy: tuple[int, int] | None
     follows: bool = False
+    states: States | None = None
 
 
 class BlockTables:
     """Tables of blocks of `block_tokens` tokens; a slot holds as many as its positions need.
 
     Samples of one prompt refer to the same blocks where the prompt fills them; nobody writes to those. All else a
-    sample has for itself. Those that are parked keep their blocks until somebody needs them.
+    sample has for itself. Those that are parked keep their blocks until somebody needs them. Without `shares_computed`
+    a prompt is computed anew for samples that enter later than others of it: of those states have gone on.
     """
 
-    def __init__(self, num_blocks: int, block_tokens: int, num_slots: int, max_tokens: int) -> None:
+    def __init__(
+        self, num_blocks: int, block_tokens: int, num_slots: int, max_tokens: int, *, shares_computed: bool = True
+    ) -> None:
+        self._shares_computed = shares_computed
         self.block_tokens = block_tokens
         self.pool = BlockPool(num_blocks)
         self.rows = np.zeros((num_slots, blocks_of(max_tokens, block_tokens)), dtype=np.int32)
@@ -189,9 +199,10 @@ class BlockTables:
         self._holdings[slot] = None
         self.rows[slot] = 0
 
-    def park(self, slot: int, sample: Sample) -> None:
+    def park(self, slot: int, sample: Sample, states: States | None = None) -> None:
         """As KvCache says."""
         holding = self._held(slot)
+        holding.states = states
         self.pool.keep(holding.blocks)
         self.parked.add(sample, holding)
         self._holdings[slot] = None
@@ -215,7 +226,8 @@ class BlockTables:
         """Hold what is there of the sample: a holding without what it needs besides; None where nothing is."""
         if parked := self.parked.take(sample):
             self.pool.hold_again(parked.memory.blocks)
-            return parked.memory, Entry(True, len(parked.head), None, follows=True)
+            states, parked.memory.states = parked.memory.states, None
+            return parked.memory, Entry(True, len(parked.head), None, follows=True, states=states)
         key = (version, sample.prompt[:-1])
         prefix = self._prefixes.get(key)
         if prefix is None:
@@ -225,7 +237,7 @@ class BlockTables:
         holding = _Holding(blocks[:num_full], key)
         self.pool.share(holding.blocks)
         prefix.holdings.append(holding)
-        if sample.tokens or not prefix.is_computed:
+        if sample.tokens or not prefix.is_computed or not self._shares_computed:
             return holding, Entry(True, num_full * self.block_tokens, None)
         return holding, Entry(False, 0, (blocks[num_full], 0) if rest else None)
 

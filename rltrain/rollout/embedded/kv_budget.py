@@ -44,23 +44,27 @@ def num_blocks(
     block_tokens: int,
     max_context_tokens: int,
     max_running_requests: int,
+    states_bytes: int = 0,
     is_cut: bool = True,
 ) -> int:
-    """Blocks that `num_bytes` hold, no more than all running samples can fill, one for idle slots included. `is_cut`:
-    whether ranks share out what a token has.
+    """Blocks that `num_bytes` hold beside `states_bytes` of states of samples, no more than all running samples can
+    fill, one for idle slots included. `is_cut`: whether ranks share out what a token has.
 
     ConfigError where they do not hold the longest sample.
     """
     longest = blocks_of(max_context_tokens, block_tokens)
-    found = num_bytes // block_bytes
+    found = max(0, num_bytes - states_bytes) // block_bytes
     remedy = ", lower rollout.max_context_tokens, or give the engine more ranks (rollout.parallel.tp)"
     if not is_cut:
         remedy = " or lower rollout.max_context_tokens"
     if found < longest + 1:
+        beside = ""
+        if states_bytes:
+            beside = f", beside {states_bytes / GB:.3g} GB of states of rollout.max_running_requests samples"
         raise ConfigError(
             f"rollout.kv_cache_gb: got {budget.given}, which is {num_bytes / GB:.3g} GB here: {found} blocks of "
-            f"{block_tokens} tokens, {block_bytes / GB:.3g} GB each; expected at least {longest + 1}, or "
-            f"{(longest + 1) * block_bytes / GB:.3g} GB, for one sample of rollout.max_context_tokens = "
-            f"{max_context_tokens} and one block for idle slots. Raise rollout.kv_cache_gb{remedy}."
+            f"{block_tokens} tokens, {block_bytes / GB:.3g} GB each{beside}; expected at least {longest + 1}, or "
+            f"{((longest + 1) * block_bytes + states_bytes) / GB:.3g} GB, for one sample of rollout.max_context_tokens "
+            f"= {max_context_tokens} and one block for idle slots. Raise rollout.kv_cache_gb{remedy}."
         )
     return min(found, max_running_requests * longest + 1)
