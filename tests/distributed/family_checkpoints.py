@@ -72,6 +72,16 @@ GLM: dict[str, Any] = {
     "routed_scaling_factor": 2.5,
     "norm_topk_prob": True,
 }
+DELTA: dict[str, Any] = {
+    **NO_TOKENS,
+    "tie_word_embeddings": False,
+    "head_dim": 24,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+}
 DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"tie_word_embeddings": False}),
     "llama_rope_scaling_tied": ("Llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}),
@@ -148,6 +158,7 @@ OTHER_DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma3": ("Gemma3", GEMMA),
     "gemma3_linear": ("Gemma3", {**GEMMA, "tie_word_embeddings": False, "rope_parameters": LINEAR_ROPE}),
+    "qwen3_5": ("Qwen3_5", DELTA),
 }
 """With windows, rotary embeddings, activations and biases of other kinds, and norms behind attention and MLPs."""
 DENSE |= OTHER_DENSE
@@ -179,22 +190,11 @@ SPARSE |= {
             "rotary_dim": 12,
         },
     ),
+    "qwen3_next": (
+        "Qwen3Next",
+        {**DELTA, **EXPERTS, "num_experts": 8, "shared_expert_intermediate_size": 48, "mlp_only_layers": [1]},
+    ),
 }
-DELTA: dict[str, Any] = {
-    **NO_TOKENS,
-    "tie_word_embeddings": False,
-    "head_dim": 24,
-    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
-    "linear_key_head_dim": 12,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-}
-DENSE["qwen3_5"] = ("Qwen3_5", DELTA)
-SPARSE["qwen3_next"] = (
-    "Qwen3Next",
-    {**DELTA, **EXPERTS, "num_experts": 8, "shared_expert_intermediate_size": 48, "mlp_only_layers": [1]},
-)
 CHECKPOINTS = DENSE | SPARSE
 
 

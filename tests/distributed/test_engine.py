@@ -15,10 +15,12 @@ TIED = {"llama": True, "mixtral": True}
 ENGINES = [(4, 2, "qwen3_moe")]
 """Ranks of an engine, shares of its experts, and family. The dense checkpoints have two KV heads: with four ranks each
 head is held twice."""
+WITHIN = {"qwen3_5": 1e-4, "qwen3_next": 1e-4}
+"""Delta nets norm what heads put out, which may be next to nothing but for what was rounded."""
 INTERRUPTED = [(4, 1, "qwen3"), (2, 2, "deepseek_v3")]
 
 
-WITH_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3", "moonlight", "qwen2_moe", "glm4_moe", "minimax_m2")
+WITH_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3", "moonlight", "qwen2_moe", "glm4_moe", "minimax_m2", "qwen3_next")
 SPARSE = [(2, 1 + number % 2, family) for number, family in enumerate(WITH_EXPERTS)] + [(4, 2, "minimax_m2")]
 DENSE = [(2, 1, "llama"), (2, 1, "qwen3"), (4, 1, "qwen2"), *((2, 1, family) for family in OTHER_DENSE)]
 
@@ -47,5 +49,5 @@ def check(folder: Path, whole: list[tuple[int, int, str]], interrupted: list[tup
                 assert done["tokens"] == reference["tokens"]
                 assert done["status"] == reference["status"]
                 assert done.get("experts") == reference.get("experts")
-                assert done["logprobs"] == pytest.approx(reference["logprobs"], abs=2e-5)
+                assert done["logprobs"] == pytest.approx(reference["logprobs"], abs=WITHIN.get(family, 2e-5))
     assert all(results == by_rank[0] for results in by_rank)
