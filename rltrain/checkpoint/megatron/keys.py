@@ -76,7 +76,8 @@ class GlobalTensors:
     """The global tensors of `architecture`.
 
     `padded_vocab_size` are the rows of its embedding, by default as many as Megatron-LM makes them; rows beyond the
-    vocabulary are zero. `stacked` is whether layers are stacked, by default where no layer has experts.
+    vocabulary are zero. `stacked` is whether layers are stacked, by default where no layer has experts or is a delta
+    net.
     CheckpointError where `padded_vocab_size` is less than the vocabulary.
     """
 
@@ -90,7 +91,8 @@ class GlobalTensors:
                 f"{EMBEDDING} has {self.padded_vocab_size} rows; expected at least vocab_size of config.json, "
                 f"{architecture.vocab_size}"
             )
-        self.stacked = architecture.moe is None if stacked is None else stacked
+        of_one_kind = architecture.moe is None and architecture.delta is None
+        self.stacked = of_one_kind if stacked is None else stacked
         undivided = megatron_layout(architecture, Grid((0,)), transformer_engine=True).part(0)
         self.matrices = tuple(self._named(undivided.parameters))
         self._num_leading = {matrix.key: len(matrix.leading) for matrix in self.matrices}
