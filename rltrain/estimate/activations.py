@@ -25,6 +25,7 @@ from rltrain.estimate.optimizer import learns_adapters
 from rltrain.estimate.planned import PlannedJob
 from rltrain.estimate.shares import layers_of_chunks, layers_of_stage
 from rltrain.models import Architecture
+from rltrain.models.delta_net import CHUNK_TOKENS
 
 FP32 = 4
 OFFLOADED_THERE = 2
@@ -74,7 +75,8 @@ class Activations:
         kept, again = [], []
         for layers in layers_of_chunks(self.architecture, self.job.grids[self.role], self.stage):
             whole = self.job.config.model.recomputed.full_layers(len(layers))
-            again += [self.layer(sparse) for sparse in layers[:whole]] + [self._recomputed(s) for s in layers[whole:]]
+            anew = [self.layer(sparse) for sparse in layers[:whole]] + [self._recomputed(s) for s in layers[whole:]]
+            again += [size + self._between_projections() for size in anew]
             inputs = [self._hidden(self.job.residual_bytes)] * whole
             kept.append(inputs + [self.layer(sparse) - self._recomputed(sparse) for sparse in layers[whole:]])
         return kept, again
@@ -91,7 +93,8 @@ class Activations:
         """Without gradients: those of the layer that is being computed."""
         layers = layers_of_stage(self.architecture, self.job.grids[self.role], self.stage)
         rounded = self._rounded_layer() if any(layers) else 0
-        return max((self.layer(sparse) for sparse in set(layers)), default=0) * tokens + rounded
+        of_token = max((self.layer(sparse) for sparse in set(layers)), default=0) + self._between_projections()
+        return of_token * tokens + rounded
 
     def _rounded_in_training(self) -> int:
         """Rounded matrices of experts that products keep for backward: of every layer that is not computed anew, once
@@ -115,7 +118,7 @@ class Activations:
     def layer(self, sparse: bool) -> int:
         """Of one token in one layer."""
         post_norms = 2 * self._normed() if self.architecture.post_norms else 0
-        blocks = self._blocks_inputs(sparse) + self._attention(sparse) + self._inside(sparse)
+        blocks = self._blocks_inputs(sparse) + self._mixer(sparse) + self._inside(sparse)
         return 2 * self._norm() + post_norms + blocks
 
     def _recomputed(self, sparse: bool) -> int:
@@ -166,10 +169,31 @@ class Activations:
         return self._normed() if is_kept else self._norm()
 
     def _attended(self) -> int:
-        """What attention puts out."""
+        """What attention puts out; the mean of all layers where some have gated delta nets."""
         a = self.architecture
-        values = a.num_heads * (a.mla.value_head_dim if a.mla else a.head_dim)
+        values = a.num_heads * (a.mla.value_head_dim if a.mla else a.head_dim) * a.num_attention_layers // a.num_layers
         return values * self.job.item_bytes // self.job.grids[self.role].tp
+
+    def _mixer(self, sparse: bool) -> int:
+        """Of attention; the mean of all layers where some have gated delta nets, of which what is projected and what
+        heads put out is kept. Attention with gates keeps those and what they let through."""
+        a, delta, cut = self.architecture, self.architecture.delta, self.job.grids[self.role].tp
+        gates = 2 * a.query_size * self.job.item_bytes // cut if a.gated_attention else 0
+        attention = self._attention(sparse) + gates
+        if delta is None:
+            return attention
+        kept = (delta.channels + 2 * delta.values + 2 * delta.num_heads) * self.job.item_bytes // cut
+        return (a.num_attention_layers * attention + delta.num_layers * kept) // a.num_layers
+
+    def _between_projections(self) -> int:
+        """Of a gated delta net, which one layer at a time has, forward or backward: as autograd keeps it, counted."""
+        delta = self.architecture.delta
+        if delta is None:
+            return 0
+        of_head = 5 * delta.key_dim + 10 * delta.value_dim + 7 * CHUNK_TOKENS
+        of_head += delta.key_dim * delta.value_dim // CHUNK_TOKENS
+        elements = delta.num_heads * of_head + delta.num_key_heads * 10 * delta.key_dim
+        return elements * FP32 // self.job.grids[self.role].tp
 
     def _attention(self, sparse: bool) -> int:
         a, item, config = self.architecture, self.job.item_bytes, self.job.config

@@ -76,7 +76,7 @@ def resident_bytes(job: PlannedJob, role: str, stage: int) -> dict[str, int]:
     if job.runs_elsewhere(role):
         return {"weights": 0, "kv_cache": 0}
     if role in drawing_roles():
-        cache = _cache(job, role, _running(job, role) * _positions(job, role))
+        cache = _cache(job, role, _running(job, role) * _positions(job, role), _running(job, role))
         weights, base = job.served_bytes_of(role), 0
         if job.config.keeps_adapters_apart(role):
             weights, base = job.adapter_bytes_of(role), weights
@@ -85,6 +85,7 @@ def resident_bytes(job: PlannedJob, role: str, stage: int) -> dict[str, int]:
     if role == "judge":
         tokens = _judged_at_once(job) * job.config.judge.max_context_tokens
         cache = kv_bytes(architecture, tokens, tp=grid.tp, item_bytes=item)
+        cache += state_bytes(architecture, _judged_at_once(job), tp=grid.tp, item_bytes=item)
         return {"weights": job.served_bytes_of(role), "kv_cache": cache}
     if role in job.sharing:
         return {}
@@ -124,16 +125,18 @@ def cache_on_gpu(job: PlannedJob, role: str, gpu: Gpu, beside: int) -> int:
         room = room_for_cache(memory - beside, memory, needed)
     else:
         room = rollout.kv_cache_gb * GB
-    wanted = _cache(job, role, rollout.max_running_requests * _positions(job, role))
-    return max(_cache(job, role, _positions(job, role)), min(wanted, int(room)))
+    running = rollout.max_running_requests
+    wanted = _cache(job, role, running * _positions(job, role), running)
+    return max(_cache(job, role, _positions(job, role), 1), min(wanted, int(room)))
 
 
-def _cache(job: PlannedJob, role: str, num_tokens: int) -> int:
-    """With the experts that the embedded engine records beside keys and values."""
+def _cache(job: PlannedJob, role: str, num_tokens: int, num_samples: int) -> int:
+    """With the experts that the embedded engine records beside keys and values, and the states of samples."""
     architecture = job.architectures[role]
     records = role == "rollout" and job.shape.replays_rollout and job.config.rollout.engine == "embedded"
     recorded = architecture.routing_bytes if records else 0
-    return _kv_bytes(job, role, num_tokens) + num_tokens * recorded
+    states = state_bytes(architecture, num_samples, tp=job.grids[role].tp, item_bytes=job.item_bytes)
+    return _kv_bytes(job, role, num_tokens) + num_tokens * recorded + states
 
 
 def _kv_bytes(job: PlannedJob, role: str, num_tokens: int) -> int:

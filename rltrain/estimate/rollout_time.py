@@ -7,7 +7,7 @@ from math import ceil
 from rltrain.config.schema import EvaluationPlan
 from rltrain.estimate.hardware import Gpu
 from rltrain.estimate.links import GridLinks
-from rltrain.estimate.memory import kv_bytes
+from rltrain.estimate.memory import kv_bytes, state_bytes
 from rltrain.estimate.planned import PlannedJob
 from rltrain.estimate.shares import served_elements
 from rltrain.estimate.workload import MEAN_OF_LONGEST, Workload
@@ -51,6 +51,7 @@ def drawing(
     if job.runs_elsewhere(role):
         num, cache_bytes = num / servers_per_rank(job, role), sys.maxsize
     kept = kv_bytes(architecture, 1, tp=grid.tp, item_bytes=job.item_bytes) * workload.sample
+    kept += state_bytes(architecture, 1, tp=grid.tp, item_bytes=job.item_bytes)
     slots = max(1.0, min(num, job.config.served(role).max_running_requests, cache_bytes / kept))
     num_steps = num * workload.response / slots + tail
     running = num * workload.response / num_steps
@@ -100,6 +101,8 @@ def decode_step(job: PlannedJob, gpu: Gpu, workload: Workload, running: float, r
     bytes_per_element = job.served_bytes_of(role) / served_elements(architecture, grid.tp, grid.ep)
     read = weights_read(architecture, grid.tp, running, grid.ep) * bytes_per_element
     read += running * kv_bytes(architecture, 1, tp=grid.tp, item_bytes=job.item_bytes) * context
+    # States are read and written.
+    read += 2 * running * state_bytes(architecture, 1, tp=grid.tp, item_bytes=job.item_bytes)
     wider = latent_reading_flops(architecture) - attention_flops(architecture) if architecture.mla else 0
     products = _at_peak(architecture, gpu, context) + architecture.num_layers * context * wider / efficiency.matmul
     products *= running / grid.tp

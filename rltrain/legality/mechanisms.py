@@ -26,11 +26,27 @@ def trained_mechanism_problems(config: Config, key: str, grid: Grid, architectur
         )
     if grid.cp > 1 and not grid.is_sharded and architecture.attention_softcap is not None:
         yield f"{key}.cp: got {grid.cp}; expected 1: a model of {architecture.family} bends its scores (soft caps)"
+    if architecture.delta is not None:
+        yield from _delta_problems(key, grid, architecture)
     bends_logits = architecture.head == "vocabulary" and architecture.logits_softcap is not None
     if bends_logits and config.model.logits_chunk_tokens is not None:
         yield (
             f"model.logits_chunk_tokens: got {config.model.logits_chunk_tokens}; expected null: a model of "
             f"{architecture.family} bends its logits (final_logit_softcapping), which are made whole for it"
+        )
+
+
+def _delta_problems(key: str, grid: Grid, architecture: Architecture) -> Iterator[str]:
+    """Of gated delta nets that are trained or evaluated."""
+    if grid.cp > 1:
+        yield (
+            f"{key}.cp: got {grid.cp}; expected 1: a model of {architecture.family} has gated delta nets, whose states "
+            "go on from token to token, and ranks that share out sequences would begin them in the middle"
+        )
+    if grid.is_sharded:
+        yield (
+            f"{key.partition('.')[0]}.backend: got fsdp; expected megatron: a model of {architecture.family} has gated "
+            "delta nets, and transformers' own cannot tell packed samples apart"
         )
 
 

@@ -23,6 +23,8 @@ NESTED = {"qwen3_5": "text_config"}
 """Families whose config.json has the language model under a key, beside that of what encodes pictures."""
 NESTED_PREFIX = "model.language_model."
 """Of their decoder's tensors."""
+CHUNK_TOKENS = 64
+"""Of a sample that are computed together; the states of chunks follow one another."""
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CHUNK_TOKENS = 64
-"""Of a sample that are computed together; the states of chunks follow one another."""
+from rltrain.models.delta_net import CHUNK_TOKENS
+
 LEAST_CHUNK_TOKENS = 16
 UNIT_EPS = 1e-6
 """Beside the squares of a key's or a query's elements, when it is brought to unit length."""

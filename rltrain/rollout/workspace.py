@@ -7,6 +7,7 @@ from math import prod
 from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Config
 from rltrain.models import Architecture
+from rltrain.models.delta_net import CHUNK_TOKENS
 from rltrain.models.element_types import item_bytes
 from rltrain.rollout.layout import ARRIVING_BYTES, engine_layout
 
@@ -98,7 +99,7 @@ def token_bytes(architecture: Architecture, grid: Grid, item_bytes: int, residua
     stream = architecture.hidden_size * residual_bytes + 2 * rotated * FP32 + PLACE_BYTES
     attention = _latent_attention if architecture.mla else _grouped_attention
     widest = max(attention(architecture, grid, item_bytes), _feed_forward(architecture, grid) * item_bytes)
-    return stream + widest
+    return stream + max(widest, _delta_net(architecture, grid, item_bytes))
 
 
 def _grouped_attention(architecture: Architecture, grid: Grid, item_bytes: int) -> int:
@@ -108,6 +109,18 @@ def _grouped_attention(architecture: Architecture, grid: Grid, item_bytes: int) 
     turned = architecture.query_size // grid.tp + keys
     copies = 3 if item_bytes < FP32 else 2
     return (turned + keys + turned) * item_bytes + copies * turned * FP32
+
+
+def _delta_net(architecture: Architecture, grid: Grid, item_bytes: int) -> int:
+    """What is projected, and of a pass over prompts, in fp32: what the convolution makes; of every head its queries and
+    keys with what is left of them between chunks, its values, its changes before and after they are solved, and the
+    scores of a chunk."""
+    if architecture.delta is None:
+        return 0
+    delta = architecture.delta.shared_by(grid.tp)
+    of_a_head = 5 * delta.key_dim + 4 * delta.value_dim + 4 * CHUNK_TOKENS
+    wide = 2 * delta.channels + delta.num_heads * of_a_head
+    return (2 * delta.channels + delta.values) * item_bytes + wide * FP32
 
 
 def _latent_attention(architecture: Architecture, grid: Grid, item_bytes: int) -> int:

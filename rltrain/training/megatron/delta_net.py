@@ -2,6 +2,9 @@
 
 megatron-core has such a module, which needs the kernels of flash-linear-attention and takes no packed sequences.
 Parameters have its names and shapes but for the norm, which multiplies by its weight here as in checkpoints.
+
+Of what lies between the projections nothing is kept for backward, where it is computed again: it is many times what
+attention keeps, since every head has a state for every chunk, in float32.
 """
 
 from dataclasses import dataclass
@@ -84,7 +87,6 @@ class PackedDeltaNet(MegatronModule):
         )
         for shard in (self.conv1d.weight, self.A_log, self.dt_bias):
             set_parallel_attributes(shard, is_parallel=True, dim=0, stride=1)
-        self.repeats_core = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, *, packed_seq_params: PackedSequences, **unused: Any
@@ -98,7 +100,7 @@ class PackedDeltaNet(MegatronModule):
         def core(projected: Tensor) -> Tensor:
             return self._core(projected, packed_seq_params)
 
-        if self.repeats_core and self.training:
+        if self.training:
             heads = checkpoint(core, False, projected[:, 0])
         else:
             heads = core(projected[:, 0])
