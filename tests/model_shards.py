@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rltrain.models import MLA, Architecture, MoE, Windows
+from rltrain.models import MLA, Architecture, DeltaNet, MoE, Windows
 
 Tensors = dict[str, np.ndarray]
 
@@ -25,6 +25,7 @@ MOE = {
     ),
 }
 MOE["glm4_moe"] = MOE["glm4_moe_lite"] = MOE["deepseek_v3"]
+MOE["qwen3_next"] = MOE["qwen2_moe"]
 MOE["minimax_m2"] = MoE(num_experts=8, top_k=2, ffn_hidden_size=24, score="sigmoid")
 POST_NORMS = {
     "gemma3_text": ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
@@ -33,7 +34,9 @@ POST_NORMS = {
 }
 """Of families with norms behind attention and the MLP: behind attention, before the MLP, and behind it."""
 BIASED = ("qwen2", "qwen2_moe", "glm4", "glm4_moe", "seed_oss")
-NORMED_HEADS = ("qwen3", "qwen3_moe", "gemma3_text", "glm4_moe", "minimax_m2")
+DELTA = ("qwen3_next", "qwen3_5_text")
+"""Families with gated delta nets, in every layer but each second one here."""
+NORMED_HEADS = ("qwen3", "qwen3_moe", "gemma3_text", "glm4_moe", "minimax_m2", *DELTA)
 OF_MIXTRAL = ("mixtral", "minimax_m2")
 """Families that call experts as Mixtral does."""
 LATENT = MLA(q_rank=8, kv_rank=6, plain_head_dim=3, rope_head_dim=2, value_head_dim=5)
@@ -63,8 +66,12 @@ def tiny_architecture(family: str = "qwen3", **changes: object) -> Architecture:
         "post_norms": family in POST_NORMS,
         "norms_projections": family == "minimax_m2",
     }
+    num_layers = int(changes.get("num_layers", values["num_layers"]))  # type: ignore[call-overload]
+    if family in DELTA:
+        layers = tuple(layer % 2 == 0 for layer in range(num_layers))
+        values["delta"] = DeltaNet(layers, num_key_heads=4, num_heads=8, key_dim=3, value_dim=5, kernel=4)
+        values |= {"gated_attention": True, "norm_offset": 1.0}
     if family == "gemma3_text":
-        num_layers = int(changes.get("num_layers", values["num_layers"]))  # type: ignore[call-overload]
         values["windows"] = Windows(3, tuple(bool((layer + 1) % 4) for layer in range(num_layers)))
     return Architecture(**{**values, **changes})  # type: ignore[arg-type]
 
@@ -85,6 +92,8 @@ def attention_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {
             f"self_attn.{name}_proj": (count * a.head_dim, hidden) for name, count in heads.items()
         }
+        if a.gated_attention:
+            shapes["self_attn.q_proj"] = (2 * a.num_heads * a.head_dim, hidden)
         shapes["self_attn.o_proj"] = (hidden, a.num_heads * a.head_dim)
         if a.qk_norm:
             whole = a.norms_projections
@@ -108,10 +117,27 @@ def attention_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
     }
 
 
-def layer_shapes(a: Architecture, sparse: bool) -> dict[str, tuple[int, ...]]:
+def delta_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
+    """Tensors of a gated delta net, with the end of their names."""
+    d, hidden = a.delta, a.hidden_size
+    assert d
+    queries, values = d.num_key_heads * d.key_dim, d.num_heads * d.value_dim
+    rows = {"qkv": 2 * queries + values, "z": values, "b": d.num_heads, "a": d.num_heads}
+    if a.family == "qwen3_next":
+        rows = {"qkvz": 2 * queries + 2 * values, "ba": 2 * d.num_heads}
+    return {f"linear_attn.in_proj_{name}.weight": (count, hidden) for name, count in rows.items()} | {
+        "linear_attn.conv1d.weight": (2 * queries + values, 1, d.kernel),
+        "linear_attn.A_log": (d.num_heads,),
+        "linear_attn.dt_bias": (d.num_heads,),
+        "linear_attn.norm.weight": (d.value_dim,),
+        "linear_attn.out_proj.weight": (hidden, values),
+    }
+
+
+def layer_shapes(a: Architecture, sparse: bool, delta: bool) -> dict[str, tuple[int, ...]]:
     """Tensors of a layer of the checkpoint, without the layer's prefix."""
     hidden = a.hidden_size
-    shapes = attention_shapes(a) | mlp_shapes(a, sparse)
+    shapes = ({} if delta else attention_shapes(a)) | mlp_shapes(a, sparse)
     shapes["input_layernorm"] = shapes["post_attention_layernorm"] = (hidden,)
     shapes |= dict.fromkeys(POST_NORMS.get(a.family, ()), (hidden,))
     for fused, names in FUSED.get(a.family, {}).items():
@@ -123,6 +149,8 @@ def layer_shapes(a: Architecture, sparse: bool) -> dict[str, tuple[int, ...]]:
         shapes |= biases
     if a.output_bias:
         shapes["self_attn.o_proj.bias"] = (hidden,)
+    if delta:
+        shapes |= delta_shapes(a)
     if sparse and a.family in BIASED_ROUTERS:
         assert a.moe
         shapes[router_bias(a)] = (a.moe.num_experts,)
@@ -156,7 +184,7 @@ def router_bias(a: Architecture) -> str:
 
 
 def shared_block(a: Architecture) -> str:
-    return "mlp.shared_expert" if a.family == "qwen2_moe" else "mlp.shared_experts"
+    return "mlp.shared_expert" if a.family in ("qwen2_moe", "qwen3_next") else "mlp.shared_experts"
 
 
 def moe_block(a: Architecture) -> str:
@@ -171,11 +199,16 @@ def is_sparse(a: Architecture, layer: int) -> bool:
     return a.moe is not None and layer not in a.moe.dense_layers
 
 
+def is_delta(a: Architecture, layer: int) -> bool:
+    return a.delta is not None and a.delta.layers[layer]
+
+
 def full_tensors(a: Architecture) -> Tensors:
     """A checkpoint in which every element differs from every other (up to 2**24 of them)."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (a.vocab_size, a.hidden_size)}
     for i in range(a.num_layers):
-        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer_shapes(a, is_sparse(a, i)).items()}
+        of_layer = layer_shapes(a, is_sparse(a, i), is_delta(a, i))
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in of_layer.items()}
     shapes["model.norm.weight"] = (a.hidden_size,)
     if a.head == "value":
         shapes["score.weight"] = (1, a.hidden_size)
@@ -226,13 +259,42 @@ def heads_of(tensor: np.ndarray, head_dim: int) -> np.ndarray:
 
 
 def megatron_qkv(a: Architecture, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """Per KV group: its query heads, its key head, its value head."""
+    """Per KV group: its query heads, the gates of those, its key head, its value head."""
     grouped = heads_of(q, a.head_dim).reshape(a.num_kv_heads, -1, a.head_dim, *q.shape[1:])
+    if a.gated_attention:
+        grouped = np.concatenate([grouped[:, ::2], grouped[:, 1::2]], axis=1)
     per_group = [
         np.concatenate([*grouped[g], heads_of(k, a.head_dim)[g], heads_of(v, a.head_dim)[g]])
         for g in range(a.num_kv_heads)
     ]
     return np.concatenate(per_group)
+
+
+def delta_shard(a: Architecture, full: Tensors, net: str, tp: int, rank: int) -> Tensors:
+    """A rank's share of a gated delta net, by the ends of its parameters' names: some key heads with what belongs to
+    them of queries, keys, values, gates, weights and decays, one kind below the other."""
+    d, hidden = a.delta, a.hidden_size
+    assert d
+    shared, own = d.num_heads // d.num_key_heads, slice(*(d.num_key_heads * (rank + i) // tp for i in range(2)))
+    widths = [d.key_dim, d.key_dim, shared * d.value_dim, shared * d.value_dim]
+    if a.family == "qwen3_next":
+        qkvz = full[f"{net}.in_proj_qkvz.weight"].reshape(d.num_key_heads, -1, hidden)
+        ba = full[f"{net}.in_proj_ba.weight"].reshape(d.num_key_heads, -1, hidden)
+        kinds = [*np.split(qkvz, np.cumsum(widths)[:-1], axis=1), *np.split(ba, 2, axis=1)]
+    else:
+        qkv = full[f"{net}.in_proj_qkv.weight"]
+        ends = [d.num_key_heads * d.key_dim, 2 * d.num_key_heads * d.key_dim]
+        rest = [full[f"{net}.in_proj_{name}.weight"] for name in "zba"]
+        kinds = [rows.reshape(d.num_key_heads, -1, hidden) for rows in (*np.split(qkv, ends), *rest)]
+    mixed = np.split(full[f"{net}.conv1d.weight"][:, 0], np.cumsum([d.num_key_heads * d.key_dim] * 2))
+    return {
+        "in_proj.weight": np.concatenate([kind[own].reshape(-1, hidden) for kind in kinds]),
+        "conv1d.weight": np.concatenate([np.split(rows, tp)[rank] for rows in mixed]),
+        "A_log": np.split(full[f"{net}.A_log"], tp)[rank],
+        "dt_bias": np.split(full[f"{net}.dt_bias"], tp)[rank],
+        "norm.weight": full[f"{net}.norm.weight"],
+        "out_proj.weight": np.split(full[f"{net}.out_proj.weight"], tp, axis=1)[rank],
+    }
 
 
 @dataclass(frozen=True)
@@ -308,7 +370,28 @@ def megatron_layer(a: Architecture, full: Tensors, number: int, place: Place) ->
     hf = f"model.layers.{number}"
     sparse = is_sparse(a, number)
     shard = megatron_norms(a, full, hf, fused_input=te and a.mla is None, fused_mlp=te and not sparse)
-    shard["self_attention.linear_proj.weight"] = np.split(full[f"{hf}.self_attn.o_proj.weight"], tp, axis=1)[rank]
+    shard |= megatron_delta(a, full, hf, place) if is_delta(a, number) else megatron_attention(a, full, hf, place)
+    if te and is_delta(a, number):
+        norm = shard.pop("self_attention.linear_qkv.layer_norm_weight")
+        shard["self_attention.in_proj.layer_norm_weight"] = norm
+    names = mlp_names(a, sparse)
+    if not sparse:
+        shard["mlp.linear_fc1.weight"] = gate_up(full, f"{hf}.mlp", names, tp, rank)
+        shard["mlp.linear_fc2.weight"] = down(full, f"{hf}.mlp", names, tp, rank)
+        return shard
+    return shard | megatron_experts(a, full, hf, place)
+
+
+def megatron_delta(a: Architecture, full: Tensors, hf: str, place: Place) -> Tensors:
+    of_net = delta_shard(a, full, f"{hf}.linear_attn", place.tp, place.tp_rank)
+    of_net["gated_norm.weight"] = of_net.pop("norm.weight")
+    return {f"self_attention.{name}": tensor for name, tensor in of_net.items()}
+
+
+def megatron_attention(a: Architecture, full: Tensors, hf: str, place: Place) -> Tensors:
+    """Of a layer, but for the norm before it."""
+    tp, rank = place.tp, place.tp_rank
+    shard = {"self_attention.linear_proj.weight": np.split(full[f"{hf}.self_attn.o_proj.weight"], tp, axis=1)[rank]}
     if a.mla:
         shard |= megatron_latent_attention(a.mla, full, f"{hf}.self_attn", place)
     else:
@@ -320,12 +403,7 @@ def megatron_layer(a: Architecture, full: Tensors, number: int, place: Place) ->
     if a.qk_norm:
         shard["self_attention.q_layernorm.weight"] = full[f"{hf}.self_attn.q_norm.weight"]
         shard["self_attention.k_layernorm.weight"] = full[f"{hf}.self_attn.k_norm.weight"]
-    names = mlp_names(a, sparse)
-    if not sparse:
-        shard["mlp.linear_fc1.weight"] = gate_up(full, f"{hf}.mlp", names, tp, rank)
-        shard["mlp.linear_fc2.weight"] = down(full, f"{hf}.mlp", names, tp, rank)
-        return shard
-    return shard | megatron_experts(a, full, hf, place)
+    return shard
 
 
 def megatron_norms(a: Architecture, full: Tensors, hf: str, *, fused_input: bool, fused_mlp: bool) -> Tensors:
@@ -400,13 +478,24 @@ def engine_shard(a: Architecture, full: Tensors, place: Place) -> Tensors:
 
 def engine_layer(a: Architecture, full: Tensors, number: int, place: Place) -> Tensors:
     """The rank's share of one layer. `full` and the result lack the layer's prefix."""
-    tp, rank = place.tp, place.tp_rank
     sparse = is_sparse(a, number)
     whole = ["input_layernorm.weight", "post_attention_layernorm.weight"]
-    whole += ["self_attn.q_norm.weight", "self_attn.k_norm.weight"] if a.qk_norm else []
+    whole += [f"{norm}.weight" for norm in POST_NORMS.get(a.family, ())]
+    shard = {name: full[name] for name in whole}
+    if is_delta(a, number):
+        of_net = delta_shard(a, full, "linear_attn", place.tp, place.tp_rank)
+        shard |= {f"linear_attn.{name}": tensor for name, tensor in of_net.items()}
+    else:
+        shard |= engine_attention(a, full, place)
+    return shard | (engine_experts(a, full, place) if sparse else engine_mlp(full, "mlp", place))
+
+
+def engine_attention(a: Architecture, full: Tensors, place: Place) -> Tensors:
+    """Of a layer, but for the norm before it."""
+    tp, rank = place.tp, place.tp_rank
+    whole = ["self_attn.q_norm.weight", "self_attn.k_norm.weight"] if a.qk_norm else []
     shard: Tensors = {}
     whole += ["self_attn.o_proj.bias"] if a.output_bias else []
-    whole += [f"{norm}.weight" for norm in POST_NORMS.get(a.family, ())]
     if a.mla:
         whole.append("self_attn.kv_a_layernorm.weight")
         if a.mla.q_rank is None:
@@ -421,11 +510,11 @@ def engine_layer(a: Architecture, full: Tensors, number: int, place: Place) -> T
         for name in (queries, "self_attn.kv_b_proj.weight"):
             shard[name] = np.split(full[name], tp)[rank]
     else:
+        widths = {"q": a.head_dim * (2 if a.gated_attention else 1), "k": a.head_dim, "v": a.head_dim}
         for kind in ("weight", "bias") if a.qkv_bias else ("weight",):
-            parts = [engine_heads(full[f"self_attn.{p}_proj.{kind}"], a.head_dim, tp, rank) for p in "qkv"]
+            parts = [engine_heads(full[f"self_attn.{p}_proj.{kind}"], widths[p], tp, rank) for p in "qkv"]
             shard[f"self_attn.qkv_proj.{kind}"] = np.concatenate(parts)
     shard["self_attn.o_proj.weight"] = np.split(full["self_attn.o_proj.weight"], tp, axis=1)[rank]
-    shard |= engine_experts(a, full, place) if sparse else engine_mlp(full, "mlp", place)
     return shard | {name: full[name] for name in whole}
 
 

@@ -17,10 +17,17 @@ from rltrain.reshard.layout import BOX_FIELDS, Layout
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-EMBEDDING = "model.embed_tokens.weight"
+EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"
 VALUE_HEAD = "score.weight"
 COUNTS_OF_FURTHER_LAYERS = ("num_nextn_predict_layers", "num_mtp_modules")
+PREDICTING, ENCODING_PICTURES = "mtp.", "model.visual."
+CARRIED = {
+    "qwen3_next": (PREDICTING,),
+    "qwen3_5_text": (PREDICTING,),
+    "qwen3_5": (PREDICTING, ENCODING_PICTURES),
+}
+"""Of families whose files hold more than the language model, whatever config.json counts."""
 COMPARED_ROWS = 4096  # rows of a large matrix held in memory at once
 
 
@@ -55,13 +62,17 @@ def load_parameters(
 
 
 def further_layers(path: Path) -> tuple[str, ...]:
-    """What names of tensors begin with that belong to layers which predict further tokens ahead, by the config.json in
-    `path`: they follow the model's own ones, or stand beside them (MiMo)."""
+    """What names of tensors begin with that belong to layers which predict further tokens ahead, or to what encodes
+    pictures, by the config.json in `path`. The former follow the model's own layers, or stand beside them (MiMo,
+    Qwen)."""
     try:
         config = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
-        first, count = config["num_hidden_layers"], sum(config.get(key) or 0 for key in COUNTS_OF_FURTHER_LAYERS)
-        following = (f"model.layers.{layer}." for layer in range(first, first + count))
-        return (*following, "model.mtp_layers.") if count else ()
+        carried = CARRIED.get(config.get("model_type"), ())
+        count = sum(config.get(key) or 0 for key in COUNTS_OF_FURTHER_LAYERS)
+        if not count:
+            return carried
+        first = config["num_hidden_layers"]
+        return (*(f"model.layers.{layer}." for layer in range(first, first + count)), "model.mtp_layers.", *carried)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return ()  # whoever needs the model's own layers tells what is wrong with the file
 
@@ -146,8 +157,8 @@ class HfFolder:
     def refuse_unused(self, tensors: CanonicalTensors, *, compare_tied_head: bool) -> None:
         """CheckpointError where the files hold other tensors than a model of `tensors` has.
 
-        A vocabulary's head may be there beside tied embeddings; `compare_tied_head` reads it and wants it equal. Layers
-        that predict further tokens ahead, as many as config.json tells of, are left out.
+        A vocabulary's head may be there beside tied embeddings; `compare_tied_head` reads it and wants it equal. What
+        `further_layers` tells of is left out.
         """
         unused = set(self.file_of) - set(tensors.names)
         unused = {name for name in unused if not name.endswith(".rotary_emb.inv_freq")}
@@ -155,9 +166,10 @@ class HfFolder:
         if HEAD in unused:
             # One rank's verdict ends the whole job, so the others need not read two vocabularies for it.
             tied = VALUE_HEAD not in tensors.numbers
-            if tied and compare_tied_head and not self._equal(EMBEDDING, HEAD):
+            embedding = next((name for name in tensors.names if name.endswith(EMBEDDING)), EMBEDDING)
+            if tied and compare_tied_head and not self._equal(embedding, HEAD):
                 raise self.error(
-                    f"{self.path}: config.json ties the embeddings, but {HEAD} differs from {EMBEDDING}; set "
+                    f"{self.path}: config.json ties the embeddings, but {HEAD} differs from {embedding}; set "
                     "tie_word_embeddings to false there or remove the tensor"
                 )
             unused.remove(HEAD)

@@ -150,7 +150,8 @@ def _write_settings(
 def _value_settings(architecture: Architecture, like: Path) -> dict[str, object]:
     """What config.json says of a model with one score. transformers counts the labels by their names, and takes the
     score of a text from its last token that is no padding: the end of the text must not be taken for some."""
-    family = "".join(word.capitalize() for word in architecture.family.split("_"))
+    words = architecture.family.split("_")
+    family = "".join(f"_{word}" if word[0].isdigit() else word.capitalize() for word in words)
     classifier = architecture.unlisted.classifier if architecture.unlisted else f"{family}ForSequenceClassification"
     padding = json.loads((like / CONFIG_FILE).read_text(encoding="utf-8")).get("pad_token_id")
     return {

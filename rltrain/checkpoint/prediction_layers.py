@@ -1,6 +1,7 @@
 """Layers that predict further tokens ahead (multi-token prediction, DeepSeek-V3, arXiv:2412.19437, section 2.2).
 
-Nothing here trains or serves them, and what is saved or converted carries them along as they are.
+Nothing here trains or serves them, and what is saved or converted carries them along as they are. So it is with what
+encodes pictures beside some language models.
 """
 
 from pathlib import Path
@@ -17,7 +18,7 @@ TYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
 
 
 class PredictionLayers:
-    """Those of the checkpoint folder `folder`, as it holds them: as many as its config.json tells of, or none."""
+    """Those of the checkpoint folder `folder`, as it holds them: those that its config.json tells of, or none."""
 
     def __init__(self, folder: Path, config_key: str = "model.path") -> None:
         self._folder = folder
