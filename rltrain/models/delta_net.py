@@ -102,6 +102,8 @@ def _read_layers(config: ConfigReader, num_layers: int) -> tuple[bool, ...]:
         return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
     if not isinstance(kinds, list) or len(kinds) != num_layers or set(kinds) - set(LAYER_TYPES):
         raise config.error("layer_types", f"one of {', '.join(LAYER_TYPES)} for each of {num_layers} layers")
+    if set(kinds) == {"linear_attention"}:
+        raise config.error("layer_types", "at least one layer of full_attention")
     return tuple(LAYER_TYPES[kind] for kind in kinds)
 
 

@@ -24,12 +24,17 @@ NOTHING = Row(parts=(), megatron="", engine="")
 def adapters_of(table: Table, targets: Collection[str] | None, *, learns_head: bool = False) -> Table:
     """The adapters of a family's matrices called `targets`, or of all; nothing else but, where it learns too, the
     head."""
+    sparse, delta, sparse_delta = (
+        _of_layer(layer, targets) if layer else None for layer in (table.sparse, table.delta, table.sparse_delta)
+    )
     return Table(
         embedding=NOTHING,
         dense=_of_layer(table.dense, targets),
         final_norm=NOTHING,
         head=table.head if learns_head else NOTHING,
-        sparse=_of_layer(table.sparse, targets) if table.sparse else None,
+        sparse=sparse,
+        delta=delta,
+        sparse_delta=sparse_delta,
     )
 
 

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from rltrain.errors import CheckpointError
 from rltrain.models import (
     MLA,
+    DeltaNet,
     LongRopeScaling,
     MoE,
     RopeScaling,
@@ -39,6 +40,7 @@ MODELS = {
     "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
     "gemma3_text": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
     "seed_oss": (transformers.SeedOssConfig, transformers.SeedOssForCausalLM),
+    "qwen3_5_text": (partial(transformers.Qwen3_5TextConfig, full_attention_interval=2), transformers.Qwen3_5ForCausalLM),
 }
 SIZES = {
     "hidden_size": 24,
@@ -92,6 +94,17 @@ SPARSE_MODELS = {
         transformers.Glm4MoeLiteConfig,
         transformers.Glm4MoeLiteForCausalLM,
         {**ROUTED, **LATENT, "num_key_value_heads": 4, "n_routed_experts": 4, "n_shared_experts": 1},
+    ),
+    "qwen3_next": (
+        transformers.Qwen3NextConfig,
+        transformers.Qwen3NextForCausalLM,
+        {
+            **ROUTED,
+            "num_experts": 4,
+            "shared_expert_intermediate_size": 20,
+            "full_attention_interval": 2,
+            "mlp_only_layers": [1],
+        },
     ),
     "minimax_m2": (
         transformers.MiniMaxM2Config,
@@ -258,6 +271,29 @@ def test_moonlight_makes_queries_from_the_hidden_state(tmp_path: Path) -> None:
     assert_tensors_are_those_of_file(tmp_path)
 
 
+DELTA_SIZES = {"linear_key_head_dim": 6, "linear_value_head_dim": 4, "linear_num_key_heads": 2}
+PICTURES = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "num_position_embeddings": 4}
+
+
+def test_a_language_model_beside_what_encodes_pictures_is_read_alone(tmp_path: Path) -> None:
+    text = {**SIZES, **DELTA_SIZES, "linear_num_value_heads": 4, "full_attention_interval": 3, "eos_token_id": 7}
+    config = transformers.Qwen3_5Config(
+        text_config=text, vision_config={**PICTURES, "out_hidden_size": 24}, tie_word_embeddings=True
+    )
+    transformers.Qwen3_5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    found = read_architecture(tmp_path)
+    assert found.delta == DeltaNet((True, True, False), 2, 4, key_dim=6, value_dim=4, kernel=4)
+    assert found.tied_embeddings and found.gated_attention and found.eos_token_ids == (7,) and found.rotary_dim == 2
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    tensors = canonical_tensors(found)
+    of_pictures = {name for name in shapes if name.startswith("model.visual.")}
+    assert of_pictures
+    assert dict(zip(tensors.names, tensors.shapes, strict=True)) == {
+        name: shape for name, shape in shapes.items() if name not in of_pictures
+    }
+
+
 def test_models_that_transformers_lacks_are_those_that_they_are_built_as(tmp_path: Path) -> None:
     """MiMo is Qwen2 and Kimi-K2 DeepSeek-V3, by their own code; what MiMo says of biases changes nothing."""
     pairs = [
@@ -320,7 +356,8 @@ def test_only_matrices_of_layers_may_be_quantised(family: str) -> None:
     for name, shape, quantizable in zip(tensors.names, tensors.shapes, quantizable_tensors(architecture), strict=True):
         router = name.endswith(("mlp.gate.weight", "block_sparse_moe.gate.weight", "mlp.shared_expert_gate.weight"))
         in_layer = name.startswith("model.layers.")
-        assert quantizable == (len(shape) == 2 and in_layer and not router), name
+        says_what_is_kept = ".linear_attn.in_proj_" in name  # of a state, which every token multiplies it by
+        assert quantizable == (len(shape) == 2 and in_layer and not router and not says_what_is_kept), name
 
 
 @pytest.mark.parametrize("family", [*MODELS, *SPARSE_MODELS])
@@ -383,7 +420,11 @@ def test_generation_config_decides_what_ends_a_response(tmp_path: Path) -> None:
         ({"model_type": "gemma"}, ["hidden_act", '"silu"', "gelu_pytorch_tanh"]),
         ({"model_type": "mistral", "sliding_window": "wide"}, ["sliding_window", '"wide"', "an integer"]),
         ({"model_type": "gpt_oss"}, ["model_type", '"gpt_oss"', "MXFP4"]),
-        ({"model_type": "qwen3_next"}, ["model_type", '"qwen3_next"', "gated delta nets"]),
+        ({"model_type": "qwen3_5_text", "layer_types": ["linear_attention"]}, ["layer_types", "each of 3 layers"]),
+        ({"model_type": "qwen3_5_text", "layer_types": ["linear_attention"] * 3}, ["layer_types", "at least one"]),
+        ({"model_type": "qwen3_5_text", "linear_num_value_heads": 24}, ["linear_num_value_heads", "24", "multiple"]),
+        ({"model_type": "qwen3_5_text", "attention_bias": True}, ["attention_bias", "qwen3_5_text"]),
+        ({"model_type": "qwen3_5"}, ["text_config", "absent", "an object"]),
         ({"model_type": "qwen3_5_moe"}, ["model_type", '"qwen3_5_moe"', "gated delta nets"]),
         ({"model_type": "glm_moe_dsa"}, ["model_type", "an indexer of each layer"]),
         (
