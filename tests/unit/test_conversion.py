@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 
 from rltrain.checkpoint.conversion.comparison import first_difference
@@ -19,7 +20,7 @@ from rltrain.checkpoint.conversion.to_megatron import convert_to_megatron, write
 from rltrain.checkpoint.hf import hf_layout, load_parameters, save_checkpoint
 from rltrain.checkpoint.hf_reader import Box
 from rltrain.models import read_architecture, table_of
-from tests.converted_checkpoints import TOKENIZER_FILES, loads_alike, make_checkpoint, stored_tensors
+from tests.converted_checkpoints import SIZES, TOKENIZER_FILES, loads_alike, make_checkpoint, stored_tensors
 from tests.distributed.family_checkpoints import CHECKPOINTS
 
 ALONE = Processes()
@@ -109,6 +110,31 @@ def test_layers_that_predict_further_tokens_are_carried_along(tmp_path: Path) ->
     parameters = {name: torch.zeros(shape) for name, shape in layout.on(0).parameters}
     save_checkpoint(tmp_path / "critic", parameters, layout, value_model, group=None, rank=0, like=original)
     assert not further.keys() & stored_tensors(tmp_path / "critic").keys()
+
+
+def test_what_encodes_pictures_is_carried_along(tmp_path: Path) -> None:
+    """Qwen3.5's, beside layers that predict further tokens, which config.json need not tell of."""
+    original = tmp_path / "original"
+    text = {**SIZES, "num_hidden_layers": 2, "full_attention_interval": 2, "head_dim": 8, "linear_num_key_heads": 2}
+    text |= {"linear_num_value_heads": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 4}
+    pictures = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": 32}
+    config = transformers.Qwen3_5Config(text_config=text, vision_config={**pictures, "num_position_embeddings": 4})
+    transformers.Qwen3_5ForConditionalGeneration(config).save_pretrained(original)
+    tensors = {**stored_tensors(original), "mtp.fc.weight": torch.randn(4, 8)}
+    save_file(tensors, original / "model.safetensors")
+
+    to_megatron(original, tmp_path / "megatron")
+    to_hf(tmp_path / "megatron", tmp_path / "back")
+    architecture = read_architecture(original)
+    layout = hf_layout(architecture, (0,))
+    parameters = {name: torch.zeros(shape) for name, shape in layout.on(0).parameters}
+    load_parameters(original, layout, 0, parameters)
+    save_checkpoint(tmp_path / "saved", parameters, layout, architecture, group=None, rank=0, like=original)
+    for folder in (tmp_path / "back", tmp_path / "saved"):
+        written = stored_tensors(folder)
+        assert written.keys() == tensors.keys()
+        assert all(torch.equal(written[name], tensors[name]) for name in tensors)
+    assert any(name.startswith("model.visual.") and tensor.dim() == 5 for name, tensor in tensors.items())
 
 
 def test_transformers_loads_what_came_back(tmp_path: Path) -> None:
