@@ -25,7 +25,9 @@ PREDICTING, ENCODING_PICTURES = "mtp.", "model.visual."
 CARRIED = {
     "qwen3_next": (PREDICTING,),
     "qwen3_5_text": (PREDICTING,),
+    "qwen3_5_moe_text": (PREDICTING,),
     "qwen3_5": (PREDICTING, ENCODING_PICTURES),
+    "qwen3_5_moe": (PREDICTING, ENCODING_PICTURES),
 }
 """Of families whose files hold more than the language model, whatever config.json counts."""
 COMPARED_ROWS = 4096  # rows of a large matrix held in memory at once
@@ -101,6 +103,17 @@ def check_parameters(expected: tuple[tuple[str, tuple[int, ...]], ...], paramete
     if found != dict(expected):
         differing = sorted(set(found.items()) ^ set(expected))
         raise ValueError(f"parameters differ from the layout (name, shape): {differing[:8]}")
+
+
+def _rows_of_stack(stored: Any, height: int, box: "Box") -> Tensor:
+    """A box of matrices of `height` rows that are stacked, seen as one below the other."""
+    first, last = box.row // height, (box.row + box.rows - 1) // height
+    columns = slice(box.col, box.col + box.cols)
+    if first == last:
+        row = box.row - first * height
+        return stored[first : first + 1, row : row + box.rows, columns][0]  # type: ignore[no-any-return]
+    whole = stored[first : last + 1, :, columns].flatten(0, 1)
+    return whole[box.row - first * height :][: box.rows]  # type: ignore[no-any-return]
 
 
 class Box(NamedTuple):
@@ -214,8 +227,8 @@ class HfFolder:
         shape = tensors.shapes[box.tensor]
         stored = self.stored_tensor(opened, file, tensors.names[box.tensor], shape)
         rows, columns = slice(box.row, box.row + box.rows), slice(box.col, box.col + box.cols)
-        if len(shape) == 3:  # [n, 1, m]
-            return stored[rows, :, columns].flatten(0, 1)
+        if len(shape) == 3:
+            return _rows_of_stack(stored, shape[1], box)
         values: Tensor = stored[columns][None] if len(shape) == 1 else stored[rows, columns]
         return values
 

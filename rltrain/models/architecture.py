@@ -7,10 +7,18 @@ from typing import Literal, cast
 
 from rltrain.models.canonical_tensors import CanonicalTensors
 from rltrain.models.config_file import ConfigReader
-from rltrain.models.delta_net import DELTA_FAMILIES, NESTED, NESTED_PREFIX, DeltaNet, language_model, read_delta_net
+from rltrain.models.delta_net import (
+    DECODER_PREFIX,
+    DELTA_FAMILIES,
+    DeltaNet,
+    language_model,
+    names_of_files,
+    read_delta_net,
+)
 from rltrain.models.experts import READ_MOE, MoE
 from rltrain.models.refused_families import REFUSED_FAMILIES
 from rltrain.models.rope_scaling import Scaling, read_rope
+from rltrain.models.stored_names import stored_names
 from rltrain.models.table import LayerKind
 from rltrain.models.windows import Windows, read_windows
 
@@ -20,8 +28,6 @@ FAMILIES = (
     *DELTA_FAMILIES,
 )  # fmt: skip
 CONFIG_FILE = "config.json"
-DECODER_PREFIX = "model."
-"""Of the names of a decoder's tensors, in files that hold nothing else."""
 GENERATION_CONFIG_FILE = "generation_config.json"
 Head = Literal["vocabulary", "value"]
 """What stands on top of a model: a logit per token of the vocabulary, or one value."""
@@ -125,7 +131,7 @@ class Architecture:
     Embeddings are multiplied by `embedding_scale`. Scores x become c * tanh(x / c) with c = `attention_softcap`, where
     that is set, and logits by `logits_softcap`. Layers that `delta` names are gated delta nets; what attention of the
     others puts out is multiplied by the sigmoid of gates where the model has `gated_attention`. The names of the
-    decoder's tensors begin with `decoder_prefix`.
+    decoder's tensors begin with `decoder_prefix`; with `stacked_experts` one tensor is of all experts of a layer.
     """
 
     family: str
@@ -163,6 +169,7 @@ class Architecture:
     delta: DeltaNet | None = None
     gated_attention: bool = False
     decoder_prefix: str = DECODER_PREFIX
+    stacked_experts: bool = False
     adapters: Adapters | None = None
     unlisted: Unlisted | None = None
 
@@ -261,7 +268,7 @@ def read_architecture(path: Path, config_key: str = "model.path") -> Architectur
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        ffn_hidden_size=reader.count("intermediate_size"),
+        ffn_hidden_size=reader.count("intermediate_size", default=_ffn_hidden_size(reader, family)),
         vocab_size=reader.count("vocab_size"),
         tied_embeddings=reader.take("tie_word_embeddings", bool, default=family in TIED_UNLESS_TOLD),
         qkv_bias=family in QKV_BIAS_FAMILIES or attention_bias or _has_qkv_bias(reader, family),
@@ -280,12 +287,27 @@ def read_architecture(path: Path, config_key: str = "model.path") -> Architectur
         post_norms=family == "glm4",
         rotates_pairs=family == "glm4",
         norms_projections=family == "minimax_m2",
-        norm_offset=1.0 if family in DELTA_FAMILIES else 0.0,
-        delta=read_delta_net(reader, num_layers) if family in DELTA_FAMILIES else None,
-        gated_attention=family in DELTA_FAMILIES,
-        decoder_prefix=NESTED_PREFIX if family in NESTED else DECODER_PREFIX,
     )
+    if family in DELTA_FAMILIES:
+        return _with_delta_nets(architecture, reader, path)
     return _gemma(architecture, reader) if family in GEMMA_FAMILIES else architecture
+
+
+def _ffn_hidden_size(config: ConfigReader, family: str) -> int | None:
+    """Of families without a layer that has no experts, whose configs need not say it."""
+    return config.count("moe_intermediate_size") if family.startswith("qwen3_5_moe") else None
+
+
+def _with_delta_nets(architecture: Architecture, config: ConfigReader, path: Path) -> Architecture:
+    prefix, stacked = names_of_files(architecture.family, stored_names(path))
+    return replace(
+        architecture,
+        norm_offset=1.0,
+        delta=read_delta_net(config, architecture.num_layers),
+        gated_attention=True,
+        decoder_prefix=prefix,
+        stacked_experts=stacked,
+    )
 
 
 def _refuse_unsupported(config: ConfigReader, family: str) -> None:

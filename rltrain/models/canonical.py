@@ -8,10 +8,10 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from rltrain.models.architecture import DECODER_PREFIX, Architecture, Unlisted
+from rltrain.models.architecture import Architecture, Unlisted
 from rltrain.models.canonical_tensors import CanonicalTensors, IntArray
 from rltrain.models.deepseek import DEEPSEEK_V3, MOONLIGHT
-from rltrain.models.delta_net import QWEN3_5, QWEN3_NEXT
+from rltrain.models.delta_net import DECODER_PREFIX, QWEN3_5, QWEN3_NEXT
 from rltrain.models.dense import (
     GEMMA2,
     GEMMA3,
@@ -29,7 +29,7 @@ from rltrain.models.dense import (
 )
 from rltrain.models.element_types import ElementType, TypeArray, uniform
 from rltrain.models.lora import adapters_of
-from rltrain.models.moe import GLM4_MOE, MINIMAX_M2, MIXTRAL, QWEN2_MOE, QWEN3_MOE
+from rltrain.models.moe import GLM4_MOE, MINIMAX_M2, MIXTRAL, QWEN2_MOE, QWEN3_MOE, stacking_experts
 from rltrain.models.table import Layer, LayerKind, Row, Table
 
 TABLES = {
@@ -55,6 +55,8 @@ TABLES = {
     "qwen3_next": QWEN3_NEXT,
     "qwen3_5": QWEN3_5,
     "qwen3_5_text": QWEN3_5,
+    "qwen3_5_moe": QWEN3_5,
+    "qwen3_5_moe_text": QWEN3_5,
 }
 
 NUM_LABELS = 1
@@ -68,6 +70,8 @@ def table_of(architecture: Architecture) -> Table:
     table = TABLES[architecture.family]
     if architecture.mla and architecture.mla.q_rank is None:
         table = MOONLIGHT
+    if architecture.stacked_experts:
+        table = stacking_experts(table)
     own = (
         *((QKV_BIAS,) if architecture.qkv_bias else ()),
         *((OUTPUT_BIAS,) if architecture.output_bias else ()),
@@ -134,21 +138,22 @@ def canonical_tensors(architecture: Architecture) -> CanonicalTensors:
     table, size, num_experts = table_of(architecture), sizes(architecture), architecture.num_experts
     names: list[str] = []
     shapes: list[tuple[int, ...]] = []
+    stack: tuple[int, ...] = (num_experts,)
 
     def prefixed(name: str) -> str:
         own = name.removeprefix(DECODER_PREFIX)
         return name if own == name else architecture.decoder_prefix + own
 
-    def add(rows: tuple[Row, ...], layer: int = 0, copies: int = 1) -> None:
+    def add(rows: tuple[Row, ...], layer: int = 0, copies: int = 1, before: tuple[int, ...] = ()) -> None:
         parts = [part for row in rows for part in row.parts]
         names.extend(prefixed(part.name.format(layer=layer, expert=i)) for i in range(copies) for part in parts)
-        shapes.extend([part.shape(size) for part in parts] * copies)
+        shapes.extend([(*before, *part.shape(size)) for part in parts] * copies)
 
     add((table.embedding,))
     for number, kind in enumerate(architecture.layer_kinds):
         layer = layer_of(architecture, kind)
         add(layer.rows, number)
-        add(layer.experts, number, copies=num_experts)
+        add(layer.experts, number, layer.expert_copies(num_experts), stack if layer.stacked else ())
     add((table.final_norm,) if architecture.tied_embeddings else (table.final_norm, table.head))
     return CanonicalTensors(tuple(names), tuple(shapes))
 
@@ -167,7 +172,7 @@ def _unlisted_tensors(architecture: Architecture, unlisted: Unlisted) -> Canonic
 def first_tensors(architecture: Architecture) -> IntArray:
     """[layers + 1]: the number of every layer's first tensor, and of what follows the last layer."""
     counts = [
-        tensors_in(layer.rows) + tensors_in(layer.experts) * architecture.num_experts
+        tensors_in(layer.rows) + tensors_in(layer.experts) * layer.expert_copies(architecture.num_experts)
         for layer in (layer_of(architecture, kind) for kind in architecture.layer_kinds)
     ]
     return np.cumsum([tensors_in((table_of(architecture).embedding,)), *counts])
@@ -203,6 +208,8 @@ def _marked(architecture: Architecture, mark: Callable[[Row], bool]) -> NDArray[
     table = table_of(architecture)
     layers = [layer_of(architecture, kind) for kind in architecture.layer_kinds]
     marks = of((table.embedding,))
-    marks += chain.from_iterable(of(layer.rows) + of(layer.experts) * architecture.num_experts for layer in layers)
+    marks += chain.from_iterable(
+        of(layer.rows) + of(layer.experts) * layer.expert_copies(architecture.num_experts) for layer in layers
+    )
     marks += of((table.final_norm,) if architecture.tied_embeddings else (table.final_norm, table.head))
     return np.array(marks, dtype=bool)

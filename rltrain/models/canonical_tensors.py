@@ -1,4 +1,5 @@
-"""The tensors of a Hugging Face checkpoint, seen as two-dimensional: [n] is [1, n], and [n, 1, m] is [n, m]."""
+"""The tensors of a Hugging Face checkpoint, seen as two-dimensional: [n] is [1, n], and
+[n, m, k] is [n * m, k]."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

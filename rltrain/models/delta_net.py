@@ -5,7 +5,7 @@ Attention of the other layers puts out what a gate of its own lets through, and 
 that of the delta nets' heads.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,15 +14,19 @@ from rltrain.models.dense import ATTENTION_OUTPUT, INPUT_NORM, LLAMA, POST_ATTEN
 from rltrain.models.moe import EXPERTS, ROUTER, SHARED_GATE, SPARSE_MLP_NORM, shared_experts
 from rltrain.models.table import Layer, Part, Row, in_layer
 
-DELTA_FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_text")
+DELTA_FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 LAYER_TYPES = {"full_attention": False, "linear_attention": True}
 """Of config.json: whether a layer is a gated delta net."""
 ATTENTION_INTERVAL = 4
 """Of so many layers the last one has attention, where config.json says neither that nor the types of layers."""
-NESTED = {"qwen3_5": "text_config"}
+NESTED = dict.fromkeys(("qwen3_5", "qwen3_5_moe"), "text_config")
 """Families whose config.json has the language model under a key, beside that of what encodes pictures."""
+DECODER_PREFIX = "model."
+"""Of the names of a decoder's tensors, in files that hold nothing else."""
 NESTED_PREFIX = "model.language_model."
 """Of their decoder's tensors."""
+STACKED_EXPERTS = ".mlp.experts.gate_up_proj"
+"""Ends the names of tensors that hold all experts of a layer; other files of the same families have one of each."""
 CHUNK_TOKENS = 64
 """Of a sample that are computed together; the states of chunks follow one another."""
 
@@ -121,6 +125,15 @@ def language_model(config: ConfigReader) -> ConfigReader:
     return config.inside(key, whole if tied is None else {**whole, "tie_word_embeddings": tied})
 
 
+def names_of_files(family: str, stored: Collection[str]) -> tuple[str, bool]:
+    """(what the names of the decoder's tensors begin with, whether those of experts are stacked), by the names that
+    files have; where there are none as in published models."""
+    if not stored:
+        return (NESTED_PREFIX if family in NESTED else DECODER_PREFIX), family == "qwen3_5_moe"
+    nested = any(name.startswith(NESTED_PREFIX) for name in stored)
+    return (NESTED_PREFIX if nested else DECODER_PREFIX), any(name.endswith(STACKED_EXPERTS) for name in stored)
+
+
 IN_PROJECTION = "self_attention.in_proj.weight"
 NORM = "self_attention.gated_norm.weight"
 """Megatron-core's own, out_norm, multiplies by 1 + weight: another name, lest one be taken for the other."""
@@ -206,4 +219,10 @@ QWEN3_NEXT = replace(
     delta=_delta(LLAMA.dense, QWEN3_NEXT_PROJECTIONS),
     sparse_delta=_delta(_SPARSE, QWEN3_NEXT_PROJECTIONS),
 )
-QWEN3_5 = replace(LLAMA, dense=_gated(LLAMA.dense), delta=_delta(LLAMA.dense, QWEN3_5_PROJECTIONS))
+QWEN3_5 = replace(
+    LLAMA,
+    dense=_gated(LLAMA.dense),
+    sparse=_gated(_SPARSE),
+    delta=_delta(LLAMA.dense, QWEN3_5_PROJECTIONS),
+    sparse_delta=_delta(_SPARSE, QWEN3_5_PROJECTIONS),
+)

@@ -59,6 +59,10 @@ def _read_qwen2_moe(config: ConfigReader, num_layers: int) -> MoE:
     return replace(routed, shared_ffn_hidden_size=config.count("shared_expert_intermediate_size"), shared_gate=True)
 
 
+def _read_qwen3_5_moe(config: ConfigReader, num_layers: int) -> MoE:
+    return replace(_read_qwen2_moe(config, num_layers), normalized=True)
+
+
 def _read_mixtral(config: ConfigReader, num_layers: int) -> MoE:
     return MoE(
         num_experts=config.count("num_local_experts"),
@@ -117,6 +121,8 @@ READ_MOE: dict[str, Callable[[ConfigReader, int], MoE]] = {
     "qwen2_moe": _read_qwen2_moe,
     "qwen3_moe": _read_qwen3_moe,
     "qwen3_next": _read_qwen2_moe,
+    "qwen3_5_moe": _read_qwen3_5_moe,
+    "qwen3_5_moe_text": _read_qwen3_5_moe,
     "mixtral": _read_mixtral,
     "deepseek_v3": _read_deepseek_v3,
     "kimi_k2": _read_deepseek_v3,

@@ -60,7 +60,7 @@ def targets_in(table: Table) -> tuple[str, ...]:
 
 
 def _of_layer(layer: Layer, targets: Collection[str] | None) -> Layer:
-    return Layer(_of_rows(layer.rows, targets), _of_rows(layer.experts, targets))
+    return replace(layer, rows=_of_rows(layer.rows, targets), experts=_of_rows(layer.experts, targets))
 
 
 def _of_rows(rows: Collection[Row], targets: Collection[str] | None) -> tuple[Row, ...]:

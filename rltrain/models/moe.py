@@ -9,7 +9,7 @@ from rltrain.models.dense import (
     POST_ATTENTION_NORM,
     QKV,
 )
-from rltrain.models.table import Layer, Row, in_layer
+from rltrain.models.table import Layer, Row, Table, in_layer
 
 # Transformer Engine fuses the norm with an MLP's first layer, but not with a router.
 SPARSE_MLP_NORM = replace(POST_ATTENTION_NORM, megatron_te=None)
@@ -42,6 +42,24 @@ def expert_rows(block: str, gate: str, up: str, down: str) -> tuple[Row, Row]:
 
 
 EXPERTS = expert_rows("mlp", "gate_proj", "up_proj", "down_proj")
+
+STACKED_EXPERTS = (
+    replace(
+        EXPERTS[0],
+        parts=in_layer(("mlp.experts.gate_up_proj", "expert_ffn+expert_ffn", "hidden"), megatron="").parts,
+    ),
+    replace(EXPERTS[1], parts=in_layer(("mlp.experts.down_proj", "hidden", "expert_ffn"), megatron="").parts),
+)
+"""Of files that hold those of all experts of a layer in one tensor."""
+
+
+def stacking_experts(table: Table) -> Table:
+    """A table whose files hold experts so."""
+    sparse, sparse_delta = (
+        layer and replace(layer, experts=STACKED_EXPERTS, stacked=True) for layer in (table.sparse, table.sparse_delta)
+    )
+    return replace(table, sparse=sparse, sparse_delta=sparse_delta)
+
 
 ROUTER_BIAS = in_layer(
     ("mlp.gate.e_score_correction_bias", "experts"),

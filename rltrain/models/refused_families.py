@@ -1,9 +1,5 @@
 """Families that are asked for and that nothing here trains, serves or converts, each with the reason."""
 
-DELTA_NETS = (
-    "three of four layers are gated delta nets, whose state of a sample neither the engine's cache keeps nor "
-    "Megatron-core resets at the bounds of packed samples without the kernels of flash-linear-attention"
-)
 INDEXED = "a token attends to those that an indexer of each layer chooses, which is learned by a loss of its own"
 REFUSED_FAMILIES = {
     "gemma3": "its checkpoints hold a picture encoder beside the language model; those of gemma3_text hold that alone",
@@ -11,7 +7,6 @@ REFUSED_FAMILIES = {
         "its files stack a layer's experts, transposed, gates and values in turn, in MXFP4 blocks, and boxes of a "
         "checkpoint's tensors are neither transposed nor taken apart row by row; and attention has sinks"
     ),
-    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), DELTA_NETS),
     "nemotron_h": "most layers are Mamba's, whose state of a sample the engine's cache does not keep",
     **dict.fromkeys(("glm_moe_dsa", "deepseek_v32"), INDEXED),
     "mimo_v2_flash": "attention has sinks, and heads of two sizes by layer, of which layouts know one",

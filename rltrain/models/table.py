@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 Split = Literal["replicated", "rows", "columns", "vocab", "qkv"]
@@ -69,14 +69,20 @@ class Row:
 
 @dataclass(frozen=True)
 class Layer:
-    """A kind of layer: the parameters that it has once, and those that it has once per expert."""
+    """A kind of layer: the parameters that it has once, and those that it has once per expert. Where experts are
+    `stacked` the checkpoint has one tensor [experts, ...] where a row of `experts` names one of an expert."""
 
     rows: tuple[Row, ...]
     experts: tuple[Row, ...] = ()
+    stacked: bool = False
 
     def with_rows(self, rows: tuple[Row, ...]) -> "Layer":
         """The same with more of those that it has once."""
-        return Layer((*self.rows, *rows), self.experts) if rows else self
+        return replace(self, rows=(*self.rows, *rows))
+
+    def expert_copies(self, num_experts: int) -> int:
+        """How many times the checkpoint has the tensors of `experts`."""
+        return 1 if self.stacked else num_experts
 
 
 class LayerKind(NamedTuple):

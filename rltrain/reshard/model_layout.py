@@ -7,6 +7,7 @@ import numpy as np
 
 from rltrain.models import (
     Architecture,
+    Layer,
     LayerKind,
     Row,
     Split,
@@ -127,7 +128,7 @@ class ModelCutter:
             template = self._template(layer.rows, share)
             if kind.sparse:
                 assert experts is not None
-                template = _beside(template, self._experts(layer.experts, experts), tensors_in(layer.rows))
+                template = _beside(template, self._experts(layer, experts), tensors_in(layer.rows))
             self._layers[key] = template
         return self._layers[key]
 
@@ -137,8 +138,9 @@ class ModelCutter:
         pieces["parameter"] = np.repeat(np.arange(len(shards)), [len(shard.pieces) for shard in shards])
         return Template(tuple((shard.name, shard.shape) for shard in shards), pieces)
 
-    def _experts(self, rows: Sequence[Row], share: ExpertShare) -> Template:
+    def _experts(self, layer: Layer, share: ExpertShare) -> Template:
         """All experts of the share: one is cut and repeated, as parameters of its own or stacked in one parameter."""
+        rows = layer.experts
         if not rows:
             return Template((), NO_PIECES)
         one = self._shards(rows, TensorShare(share.index, share.size))
@@ -149,7 +151,11 @@ class ModelCutter:
         expert = np.arange(share.count)[:, None]
         pieces = np.empty((share.count, len(parameter)), dtype=PIECE)
         pieces[:] = np.concatenate([shard.pieces for shard in one])
-        pieces["tensor"] += (share.first + expert) * tensors_in(tuple(rows))
+        if layer.stacked:
+            heights = np.array([part.shape(self._sizes)[0] for row in rows for part in row.parts])
+            pieces["row"] += (share.first + expert) * heights[pieces["tensor"]]
+        else:
+            pieces["tensor"] += (share.first + expert) * tensors_in(rows)
         pieces["parameter"] = first_parameter[parameter] + expert * own[parameter]
         pieces["offset"] += expert * np.where(own, 0, elements)[parameter]
         named: list[tuple[str, tuple[int, ...]]] = []

@@ -425,7 +425,6 @@ def test_generation_config_decides_what_ends_a_response(tmp_path: Path) -> None:
         ({"model_type": "qwen3_5_text", "linear_num_value_heads": 24}, ["linear_num_value_heads", "24", "multiple"]),
         ({"model_type": "qwen3_5_text", "attention_bias": True}, ["attention_bias", "qwen3_5_text"]),
         ({"model_type": "qwen3_5"}, ["text_config", "absent", "an object"]),
-        ({"model_type": "qwen3_5_moe"}, ["model_type", '"qwen3_5_moe"', "gated delta nets"]),
         ({"model_type": "glm_moe_dsa"}, ["model_type", "an indexer of each layer"]),
         (
             {"model_type": "minimax_m2", "num_local_experts": 4, "num_experts_per_tok": 2, "attn_type_list": [1, 0]},
