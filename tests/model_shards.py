@@ -26,6 +26,7 @@ MOE = {
 }
 MOE["glm4_moe"] = MOE["glm4_moe_lite"] = MOE["deepseek_v3"]
 MOE["qwen3_next"] = MOE["qwen2_moe"]
+MOE["qwen3_5_moe_text"] = replace(MOE["qwen2_moe"], dense_layers=())
 MOE["minimax_m2"] = MoE(num_experts=8, top_k=2, ffn_hidden_size=24, score="sigmoid")
 POST_NORMS = {
     "gemma3_text": ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
@@ -34,7 +35,7 @@ POST_NORMS = {
 }
 """Of families with norms behind attention and the MLP: behind attention, before the MLP, and behind it."""
 BIASED = ("qwen2", "qwen2_moe", "glm4", "glm4_moe", "seed_oss")
-DELTA = ("qwen3_next", "qwen3_5_text")
+DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Families with gated delta nets, in every layer but each second one here."""
 NORMED_HEADS = ("qwen3", "qwen3_moe", "gemma3_text", "glm4_moe", "minimax_m2", *DELTA)
 OF_MIXTRAL = ("mixtral", "minimax_m2")
@@ -184,7 +185,7 @@ def router_bias(a: Architecture) -> str:
 
 
 def shared_block(a: Architecture) -> str:
-    return "mlp.shared_expert" if a.family in ("qwen2_moe", "qwen3_next") else "mlp.shared_experts"
+    return "mlp.shared_expert" if a.family in ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text") else "mlp.shared_experts"
 
 
 def moe_block(a: Architecture) -> str:

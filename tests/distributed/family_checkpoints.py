@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.distributed.tiny_checkpoints import LLAMA3_ROPE, SHAPE, VOCAB_SIZE
 
-CONFIGS = {"Gemma3": "Gemma3Text", "Qwen3_5": "Qwen3_5Text"}
+CONFIGS = {"Gemma3": "Gemma3Text", "Qwen3_5": "Qwen3_5Text", "Qwen3_5Moe": "Qwen3_5MoeText"}
 """What transformers calls the config of a language model, where it is not called as the model."""
 LENGTHS = (5, 31, 12, 22, 40, 9)
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -189,6 +189,10 @@ SPARSE |= {
             "num_experts_per_tok": 2,
             "rotary_dim": 12,
         },
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        {**DELTA, **EXPERTS, "num_experts": 8, "shared_expert_intermediate_size": 48, "tie_word_embeddings": True},
     ),
     "qwen3_next": (
         "Qwen3Next",

@@ -95,6 +95,11 @@ SPARSE_MODELS = {
         transformers.Glm4MoeLiteForCausalLM,
         {**ROUTED, **LATENT, "num_key_value_heads": 4, "n_routed_experts": 4, "n_shared_experts": 1},
     ),
+    "qwen3_5_moe_text": (
+        transformers.Qwen3_5MoeTextConfig,
+        transformers.Qwen3_5MoeForCausalLM,
+        {**ROUTED, "num_experts": 4, "shared_expert_intermediate_size": 20, "full_attention_interval": 2},
+    ),
     "qwen3_next": (
         transformers.Qwen3NextConfig,
         transformers.Qwen3NextForCausalLM,

@@ -16,6 +16,7 @@ from tests.unit.schedule_configs import make_config
 GEMMA = replace(tiny_architecture("gemma3_text", num_layers=4, max_positions=4096), activation="gelu_tanh")
 PHI4_MINI = tiny_architecture("phi3", max_positions=64, rope_scaling=LongRopeScaling((1.0, 2.0), 1.1))
 GEMMA2 = tiny_architecture("gemma2", max_positions=4096, attention_softcap=50.0, logits_softcap=30.0)
+DELTA = replace(tiny_architecture("qwen3_5_text", num_layers=4, max_positions=4096), num_heads=8, num_kv_heads=8)
 SGLANG = {"rollout": {"engine": "sglang"}}
 
 
@@ -25,13 +26,14 @@ def check(architecture: Architecture, **sections: Any) -> None:
     check_against_architecture(config, grids, dict.fromkeys(("actor", *grids), architecture))
 
 
-def test_what_there_is_is_not_refused() -> None:
+@pytest.mark.parametrize("architecture", [GEMMA, DELTA], ids=lambda architecture: architecture.family)
+def test_what_there_is_is_not_refused(architecture: Architecture) -> None:
     for sections in (
         {},
         {"actor": {"parallel": {"tp": 2, "sequence_parallel": True}}},
         {"actor": {"parallel": {"pp": 2}}},
     ):
-        check(GEMMA, **sections)
+        check(architecture, **sections)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +50,20 @@ def test_what_there_is_is_not_refused() -> None:
         (GEMMA2, {"actor": {"parallel": {"cp": 2}}}, ["actor.parallel.cp: got 2", "expected 1", "bends its scores"]),
         (GEMMA2, {"model": {"path": "m", "logits_chunk_tokens": 9}}, ["model.logits_chunk_tokens: got 9", "null"]),
         (PHI4_MINI, {}, ["has 64 positions", "short factors"]),
+        (DELTA, {"actor": {"parallel": {"cp": 2}}}, ["actor.parallel.cp: got 2", "expected 1", "gated delta nets"]),
+        (DELTA, {"actor": {"backend": "fsdp"}}, ["actor.backend: got fsdp", "expected megatron", "packed samples"]),
+        (DELTA, {"model": {"path": "m", "lora": {"rank": 2, "alpha": 2}}}, ["model.lora: got adapters", "null"]),
+        (
+            replace(DELTA, delta=replace(DELTA.delta, num_key_heads=1)),  # type: ignore[type-var]
+            {"actor": {"parallel": {"tp": 2}}},
+            ["actor.parallel.tp: got 2", "1 key heads of gated delta nets"],
+        ),
+        (DELTA, SGLANG, ["rollout.engine: got sglang", "model_type qwen3_5_text", "expected embedded"]),
+        (
+            DELTA,
+            {"model": {"path": "m", "transformer_impl": "transformer_engine", "dtype": "bfloat16"}},
+            ["model.transformer_impl", "gated delta nets", "expected auto or local"],
+        ),
     ],
 )
 def test_what_there_is_not_is_refused_with_the_reason(
