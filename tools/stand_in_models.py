@@ -88,6 +88,28 @@ def _large(text: str, **more: Any) -> dict[str, Any]:
     return {**DEEPSEEK, **shape, "num_key_value_heads": shape["num_attention_heads"], **more}
 
 
+QWEN_DELTA = {
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "rope_theta": 1e7,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "max_position_embeddings": 262144,
+    **VOCABULARY,
+}
+
+
+def _qwen3_5(sizes: str, value_heads: int, tied: bool = False, **more: Any) -> dict[str, Any]:
+    """`sizes` as in `_dense`; what encodes pictures is left out."""
+    text = _dense(QWEN_DELTA, sizes, linear_num_value_heads=value_heads, vocab_size=248320, eos_token_id=248044, **more)
+    family = "qwen3_5_moe" if "num_experts" in more else "qwen3_5"
+    text |= {"model_type": f"{family}_text", "tie_word_embeddings": tied}
+    return {"model_type": family, "text_config": text, "tie_word_embeddings": tied}
+
+
 YARN = {
     "type": "yarn",
     "factor": 40,
@@ -241,6 +263,32 @@ SHAPES: dict[str, dict[str, Any]] = {
         rope_scaling=YARN,
     ),
 }
+DELTA_SHAPES = {
+    r"qwen3-next-80b": _dense(
+        QWEN_DELTA,
+        "2048 48 16 2 5120",
+        model_type="qwen3_next",
+        linear_num_value_heads=32,
+        num_experts=512,
+        num_experts_per_tok=10,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+        norm_topk_prob=True,
+    ),
+    r"qwen3\.5-0\.8b": _qwen3_5("1024 24 8 2 3584", 16, tied=True),
+    r"qwen3\.5-4b": _qwen3_5("2560 32 16 4 9216", 32, tied=True),
+    r"qwen3\.5-9b": _qwen3_5("4096 32 16 4 12288", 32),
+    r"qwen-?3\.?[56]-27b": _qwen3_5("5120 64 24 4 17408", 48),
+    r"qwen-?3\.?[56]-35b-a3b": _qwen3_5(
+        "2048 40 16 2 512",
+        32,
+        num_experts=256,
+        num_experts_per_tok=8,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+    ),
+}
+"""Of families with gated delta nets, whose names begin as others do. Qwen3.6's shapes are Qwen3.5's."""
 OTHERS = (
     r"(qwen3\.\d|qwen3-next|qwen2(\.5)?-vl|glm-5|"
     r"gpt-?oss|nemotron|mimo-v2|minimax-(text|m1|m3|vl)|deepseek-v[24]|hy-?v?3)"
@@ -250,6 +298,9 @@ OTHERS = (
 def shape_of(name: str) -> dict[str, Any] | None:
     """Of a model's folder or hub name; the family's name alone where its shape is not here; None for no known name."""
     *folders, lower = [part for part in name.lower().replace("_", "-").split("/") if part]
+    delta = next((shape for pattern, shape in DELTA_SHAPES.items() if re.match(pattern, lower)), None)
+    if delta:
+        return delta
     other = re.search(OTHERS, lower)
     if other:
         return {"model_type": re.sub(r"[-.]", "_", other[0])}

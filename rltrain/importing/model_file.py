@@ -16,3 +16,9 @@ def model_config(path: object) -> dict[str, Any]:
 
 def has_latent_attention(path: object) -> bool:
     return "kv_lora_rank" in model_config(path)
+
+
+def has_delta_nets(path: object) -> bool:
+    config = model_config(path)
+    language_model = config.get("text_config")
+    return "linear_num_key_heads" in (language_model if isinstance(language_model, dict) else config)

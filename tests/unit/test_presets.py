@@ -34,4 +34,5 @@ def test_the_preset_fits(path: Path, tmp_path: Path) -> None:
 def test_stand_ins_are_found_by_name() -> None:
     assert shape_of("Qwen/Qwen3-30B-A3B-Base")["num_experts"] == 128  # type: ignore[index]
     assert shape_of("/models/Qwen2.5-0.5B-Instruct/")["hidden_size"] == 896  # type: ignore[index]
-    assert shape_of("Qwen/Qwen3.5-9B") == {"model_type": "qwen3_5"} and shape_of("my-model") is None
+    assert shape_of("Qwen/Qwen3.5-9B")["text_config"]["num_hidden_layers"] == 32  # type: ignore[index]
+    assert shape_of("openai/gpt-oss-20b") == {"model_type": "gpt_oss"} and shape_of("my-model") is None
