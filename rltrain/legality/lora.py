@@ -67,12 +67,6 @@ def _problems_of_model(key: str, lora: Lora, model: Architecture) -> Iterator[st
             "know which are to have one; expected null"
         )
         return
-    if model.delta is not None:
-        yield (
-            f"{key}: got adapters for {model.family}, whose gated delta nets hold several of a checkpoint's matrices "
-            "in one, in turns, of which adapters are not kept; expected null"
-        )
-        return
     known = targets_in(table_of(model))
     if lora.targets is not None and (not lora.targets or set(lora.targets) - set(known)):
         yield f"{key}.targets: got {[*lora.targets]}; expected null, or some of {', '.join(known)}"

@@ -151,6 +151,7 @@ def _projections(*parts: tuple[str, ...]) -> Row:
         megatron=IN_PROJECTION,
         engine="linear_attn.in_proj.weight",
         split="rows",
+        adaptable=True,
     )
 
 

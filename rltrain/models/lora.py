@@ -55,7 +55,7 @@ def matrix_of(tensor: str) -> str:
 def targets_in(table: Table) -> tuple[str, ...]:
     """All matrices that may be adapted, in the order of the table."""
     layers = [table.dense, *([table.sparse] if table.sparse else [])]
-    rows = [row for layer in layers for row in (*layer.rows, *layer.experts) if row.quantizable]
+    rows = [row for layer in layers for row in (*layer.rows, *layer.experts) if row.adaptable]
     return tuple(dict.fromkeys(target_of(part.name) for row in rows for part in row.parts))
 
 
@@ -65,7 +65,7 @@ def _of_layer(layer: Layer, targets: Collection[str] | None) -> Layer:
 
 def _of_rows(rows: Collection[Row], targets: Collection[str] | None) -> tuple[Row, ...]:
     adapted: list[Row] = []
-    for _, together in groupby((row for row in rows if row.quantizable), key=lambda row: row.engine):
+    for _, together in groupby((row for row in rows if row.adaptable), key=lambda row: row.engine):
         members = [*together]
         named = {target_of(part.name) for row in members for part in row.parts}
         if targets is None or not named.isdisjoint(targets):
@@ -108,4 +108,5 @@ def _half(
         megatron_te=row.megatron_te and row.megatron_te.replace(WEIGHT, name),
         split_local=split_local,
         quantizable=False,
+        adaptable=False,
     )

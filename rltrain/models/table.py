@@ -53,8 +53,8 @@ class Row:
     an expert's parameter lacks it stacks its experts in one parameter. Adjacent rows of one name are one parameter on
     that side, one below the other. `megatron_te` and `split_local` are set where Transformer Engine has another name
     and where Megatron's own layers split otherwise. `float32` parameters keep that type whatever the model's is;
-    `quantizable` ones, the matrices of attention, MLPs and experts, may be held in FP8. A row without parts is of
-    nothing.
+    `quantizable` ones, the matrices of attention, MLPs and experts, may be held in FP8, and they and `adaptable` ones
+    may have low-rank adapters. A row without parts is of nothing.
     """
 
     parts: tuple[Part, ...]
@@ -65,6 +65,7 @@ class Row:
     split_local: Split | None = None
     float32: bool = False
     quantizable: bool = False
+    adaptable: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,7 @@ def in_layer(
     split_local: Split | None = None,
     float32: bool = False,
     quantizable: bool = False,
+    adaptable: bool = False,
 ) -> Row:
     """A row of a layer. Names lack the layer's prefix; `parts` are (name, dimension, ...); where `engine` is left out,
     the engine has the checkpoint's name."""
@@ -136,4 +138,5 @@ def in_layer(
         split_local=split_local,
         float32=float32,
         quantizable=quantizable,
+        adaptable=adaptable or quantizable,
     )

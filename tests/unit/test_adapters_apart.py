@@ -23,7 +23,7 @@ from rltrain.rollout.layout import engine_layout
 from tests.rollout_models import load_engine, ragged_requests
 from tests.unit.conftest import SPARSE_FAMILIES
 
-FAMILIES = ("phi3", "glm4", "gemma3", *(name for name in SPARSE_FAMILIES if name != "qwen3_next"))
+FAMILIES = ("phi3", "glm4", "gemma3", "qwen3_5", *SPARSE_FAMILIES)
 LORA = Lora(rank=4, alpha=8)
 GREEDY = SamplingParams(0.0, 1.0, 0, 12, ())
 ONE = Grid((0,))

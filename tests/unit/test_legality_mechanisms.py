@@ -52,7 +52,6 @@ def test_what_there_is_is_not_refused(architecture: Architecture) -> None:
         (PHI4_MINI, {}, ["has 64 positions", "short factors"]),
         (DELTA, {"actor": {"parallel": {"cp": 2}}}, ["actor.parallel.cp: got 2", "expected 1", "gated delta nets"]),
         (DELTA, {"actor": {"backend": "fsdp"}}, ["actor.backend: got fsdp", "expected megatron", "packed samples"]),
-        (DELTA, {"model": {"path": "m", "lora": {"rank": 2, "alpha": 2}}}, ["model.lora: got adapters", "null"]),
         (
             replace(DELTA, delta=replace(DELTA.delta, num_key_heads=1)),  # type: ignore[type-var]
             {"actor": {"parallel": {"tp": 2}}},
