@@ -137,8 +137,6 @@ def _grid_problems(key: str, grid: Grid, architecture: Architecture) -> Iterator
         units.append(("feed-forward units", architecture.ffn_hidden_size))
     if moe and moe.shared_ffn_hidden_size:
         units.append(("feed-forward units of shared experts", moe.shared_ffn_hidden_size))
-    if architecture.delta is not None:
-        units.append(("key heads of gated delta nets", architecture.delta.num_key_heads))
     for name, size in units:
         if size % grid.tp:
             yield f"{key}.tp: got {grid.tp}, which does not divide the model's {size} {name}"

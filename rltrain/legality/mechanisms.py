@@ -38,10 +38,13 @@ def trained_mechanism_problems(config: Config, key: str, grid: Grid, architectur
 
 def _delta_problems(key: str, grid: Grid, architecture: Architecture) -> Iterator[str]:
     """Of gated delta nets that are trained or evaluated."""
-    if grid.cp > 1:
+    assert architecture.delta is not None
+    yield from _delta_head_problems(key, grid, architecture)
+    num_key_heads = architecture.delta.num_key_heads
+    if num_key_heads % grid.tp == 0 and num_key_heads % (grid.tp * grid.cp):
         yield (
-            f"{key}.cp: got {grid.cp}; expected 1: a model of {architecture.family} has gated delta nets, whose states "
-            "go on from token to token, and ranks that share out sequences would begin them in the middle"
+            f"{key}.cp: got {grid.cp} with tp {grid.tp}; expected a divisor of {num_key_heads // grid.tp}: ranks that "
+            f"share out sequences have all tokens of some of the {num_key_heads} key heads of gated delta nets"
         )
     if grid.is_sharded:
         yield (
@@ -50,8 +53,18 @@ def _delta_problems(key: str, grid: Grid, architecture: Architecture) -> Iterato
         )
 
 
-def served_mechanism_problems(config: Config, role: str, architecture: Architecture) -> Iterator[str]:
+def _delta_head_problems(key: str, grid: Grid, architecture: Architecture) -> Iterator[str]:
+    delta = architecture.delta
+    if delta is not None and delta.num_key_heads % grid.tp:
+        yield (
+            f"{key}.tp: got {grid.tp}, which does not divide the {delta.num_key_heads} key heads of the model's gated "
+            "delta nets"
+        )
+
+
+def served_mechanism_problems(config: Config, role: str, grid: Grid, architecture: Architecture) -> Iterator[str]:
     """Of the model of an engine of `role`."""
+    yield from _delta_head_problems(config.parallel_of(role)[1], grid, architecture)
     if config.served(role).engine != "sglang" or architecture.mla is not None:
         return
     path, key = config.checkpoint_of(role)

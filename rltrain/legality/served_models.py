@@ -29,7 +29,7 @@ def served_model_problems(config: Config, role: str, grid: Grid, architecture: A
             f"{role}.engine: got sglang, but the model in {path} ({key}) has latent attention, which rltrain has "
             "served by its own alone; expected embedded"
         )
-    yield from served_mechanism_problems(config, role, architecture)
+    yield from served_mechanism_problems(config, role, grid, architecture)
     if architecture.moe is None:
         if grid.ep > 1:
             yield f"{parallel_key}.ep: got {grid.ep}; expected 1: the model has no experts to share out"

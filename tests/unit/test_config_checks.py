@@ -32,6 +32,7 @@ SIZES = SimpleNamespace(
     mla=None,
     family="llama",
     windows=None,
+    delta=None,
     rope_scaling=None,
     post_norms=False,
     rotates_pairs=False,

@@ -32,6 +32,7 @@ def test_what_there_is_is_not_refused(architecture: Architecture) -> None:
         {},
         {"actor": {"parallel": {"tp": 2, "sequence_parallel": True}}},
         {"actor": {"parallel": {"pp": 2}}},
+        *([{"actor": {"parallel": {"cp": 2}}}] if architecture is DELTA else []),
     ):
         check(architecture, **sections)
 
@@ -50,12 +51,21 @@ def test_what_there_is_is_not_refused(architecture: Architecture) -> None:
         (GEMMA2, {"actor": {"parallel": {"cp": 2}}}, ["actor.parallel.cp: got 2", "expected 1", "bends its scores"]),
         (GEMMA2, {"model": {"path": "m", "logits_chunk_tokens": 9}}, ["model.logits_chunk_tokens: got 9", "null"]),
         (PHI4_MINI, {}, ["has 64 positions", "short factors"]),
-        (DELTA, {"actor": {"parallel": {"cp": 2}}}, ["actor.parallel.cp: got 2", "expected 1", "gated delta nets"]),
+        (
+            replace(DELTA, delta=replace(DELTA.delta, num_key_heads=1)),  # type: ignore[type-var]
+            {"actor": {"parallel": {"cp": 2}}},
+            ["actor.parallel.cp: got 2", "a divisor of 1", "gated delta nets"],
+        ),
         (DELTA, {"actor": {"backend": "fsdp"}}, ["actor.backend: got fsdp", "expected megatron", "packed samples"]),
         (
             replace(DELTA, delta=replace(DELTA.delta, num_key_heads=1)),  # type: ignore[type-var]
             {"actor": {"parallel": {"tp": 2}}},
-            ["actor.parallel.tp: got 2", "1 key heads of gated delta nets"],
+            ["actor.parallel.tp: got 2", "the 1 key heads of the model's gated delta nets"],
+        ),
+        (
+            replace(DELTA, delta=replace(DELTA.delta, num_key_heads=1)),  # type: ignore[type-var]
+            {"rollout": {"parallel": {"tp": 2}}},
+            ["rollout.parallel.tp: got 2", "the 1 key heads"],
         ),
         (DELTA, SGLANG, ["rollout.engine: got sglang", "model_type qwen3_5_text", "expected embedded"]),
         (

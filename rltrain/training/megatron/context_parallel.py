@@ -34,6 +34,19 @@ RING, BY_HEADS = "p2p", "a2a"
 
 
 @dataclass
+class WholeSequences:
+    """All sequences, laid end to end, of which every rank has some rows."""
+
+    lengths: tuple[int, ...]
+    row_of_place: Tensor
+    """[tokens] the row of all ranks, one's after the other, of each token."""
+    place_of_row: Tensor
+    """[tokens] the inverse."""
+    derived: dict[str, Any] = field(default_factory=dict)
+    """What layers make once for all of them."""
+
+
+@dataclass
 class SlicedSequences(PackedSeqParams):
     """Which rows of all ranks the slices of this one attend to.
 
@@ -52,6 +65,7 @@ class SlicedSequences(PackedSeqParams):
     num_rows: Tensor = field(kw_only=True)
     num_keys: Tensor = field(kw_only=True)
     """[slices] host: of each."""
+    of_all: WholeSequences = field(kw_only=True)
 
     @cached_property
     def padded(self) -> "PaddedSlices":
@@ -90,6 +104,7 @@ class SpreadHeads(PackedSeqParams):
     """[tokens] the row of all ranks, one's after the other, of each token of `whole`."""
     place_of_row: Tensor = field(kw_only=True)
     """[tokens] the inverse."""
+    of_all: WholeSequences = field(kw_only=True)
 
 
 def sequences_of_share(
@@ -98,13 +113,15 @@ def sequences_of_share(
     """For packed sequences of these lengths, of each of which this rank has two slices."""
     places, order = places_of(lengths, share), places_of_all(lengths, share.size)
     positions = ranges(torch.zeros(len(lengths), dtype=torch.int64), torch.tensor(lengths))[places].to(device)
+    of_all = WholeSequences(tuple(lengths), inverse(order).to(device), order.to(device))
     if not by_heads:
-        return _sliced_sequences(torch.tensor(lengths), share, positions, inverse(order), device)
+        return _sliced_sequences(torch.tensor(lengths), share, positions, inverse(order), of_all)
     return SpreadHeads(
         positions=positions,
         whole=packed_sequences(lengths, device),
-        row_of_place=inverse(order).to(device),
-        place_of_row=order.to(device),
+        row_of_place=of_all.row_of_place,
+        place_of_row=of_all.place_of_row,
+        of_all=of_all,
     )
 
 
@@ -193,13 +210,34 @@ def with_context_parallelism(
     """Layers of Megatron's own modules with the core attention that `config` asks for."""
     attention = SpreadHeadsAttention if config.cp_comm_type == BY_HEADS else GatheredKeysAttention
     for layer in block.layer_specs or [] if config.context_parallel_size > 1 else []:
-        layer.submodules.self_attention.submodules.core_attention = attention
+        modules = layer.submodules.self_attention.submodules
+        if hasattr(modules, "core_attention"):  # gated delta nets spread their heads themselves
+            modules.core_attention = attention
     return block
 
 
+def spread_over_heads(x: Tensor, whole: WholeSequences, group: dist.ProcessGroup) -> Tensor:
+    """x [rows of this rank, ranks, elements of a rank's heads] -> [tokens of all ranks, elements of this rank's heads].
+
+    Collective over: `group`, and in backward.
+    """
+    received: Tensor = all_to_all(group, x.transpose(0, 1).flatten(0, 1).contiguous())
+    return received.index_select(0, whole.row_of_place)
+
+
+def back_from_heads(x: Tensor, whole: WholeSequences, group: dist.ProcessGroup) -> Tensor:
+    """The way back: [tokens of all ranks, elements of this rank's heads] -> [rows of this rank, ranks, elements].
+
+    Collective over: `group`, and in backward.
+    """
+    by_rank: Tensor = all_to_all(group, x.index_select(0, whole.place_of_row))
+    return by_rank.unflatten(0, (group.size(), -1)).transpose(0, 1)
+
+
 def _sliced_sequences(
-    lengths: Tensor, share: ContextShare, positions: Tensor, row_of_place: Tensor, device: torch.device
+    lengths: Tensor, share: ContextShare, positions: Tensor, row_of_place: Tensor, of_all: WholeSequences
 ) -> SlicedSequences:
+    device = positions.device
     each, starts = lengths // (2 * share.size), lengths.cumsum(0) - lengths
     num_rows = each.repeat_interleave(2)
     num_keys = (each[:, None] * (torch.tensor(share.slices()) + 1)).flatten()
@@ -210,6 +248,7 @@ def _sliced_sequences(
         key_boundaries=_boundaries(num_keys).to(device),
         num_rows=num_rows,
         num_keys=num_keys,
+        of_all=of_all,
     )
 
 

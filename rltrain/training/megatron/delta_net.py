@@ -21,9 +21,19 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from rltrain.models import DeltaNet
-from rltrain.models.delta_rule import convolve, gated_delta_rule, gated_norm, gates, packed_states
+from rltrain.models.delta_rule import PackedStates, convolve, gated_delta_rule, gated_norm, gates, packed_states
 from rltrain.training.megatron.attention import PackedSequences
+from rltrain.training.megatron.context_parallel import (
+    SlicedSequences,
+    SpreadHeads,
+    WholeSequences,
+    back_from_heads,
+    spread_over_heads,
+)
 from rltrain.training.megatron.norms import parameter_device
+
+PACKED = "delta net"
+"""What layers make once of sequences."""
 
 
 @dataclass
@@ -51,7 +61,8 @@ class HeadNorm(torch.nn.Module):
 
 
 class PackedDeltaNet(MegatronModule):
-    """The gated delta net of one layer; each tensor-parallel rank has some key heads with their value heads."""
+    """The gated delta net of one layer; each tensor-parallel rank has some key heads with their value heads, which
+    context-parallel ones share out for all tokens."""
 
     def __init__(
         self,
@@ -63,13 +74,13 @@ class PackedDeltaNet(MegatronModule):
         **unused: Any,
     ) -> None:
         super().__init__(config)
-        self.tp_group, self.delta = pg_collection.tp, delta.shared_by(pg_collection.tp.size())
+        self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
+        self.delta = delta.shared_by(self.tp_group.size())
         linear = {"config": config, "bias": False, "skip_bias_add": False, "is_expert": False, "tp_group": self.tp_group}
-        num_rows = delta.channels + delta.values + 2 * delta.num_heads
         self.in_proj = build_module(
             submodules.in_proj,
             config.hidden_size,
-            num_rows,
+            sum(_sizes(delta)),
             init_method=config.init_method,
             gather_output=False,
             **linear,
@@ -89,47 +100,62 @@ class PackedDeltaNet(MegatronModule):
             set_parallel_attributes(shard, is_parallel=True, dim=0, stride=1)
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None, *, packed_seq_params: PackedSequences, **unused: Any
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        packed_seq_params: PackedSequences | SlicedSequences | SpreadHeads,
+        **unused: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """[tokens (of this rank), 1, hidden] -> as much, and no bias.
 
-        Collective over: the tensor-parallel group, as Megatron's linear layers are, and in backward for the norm.
+        Collective over: the tensor-parallel group, as Megatron's linear layers are, and in backward for the norm; the
+        context-parallel one, whose ranks have all tokens of some heads each.
         """
         projected, _ = self.in_proj(hidden_states)
-
-        def core(projected: Tensor) -> Tensor:
-            return self._core(projected, packed_seq_params)
-
-        if self.training:
-            heads = checkpoint(core, False, projected[:, 0])
+        if isinstance(packed_seq_params, PackedSequences):
+            heads = self._core(projected[:, 0], packed_seq_params, packed_seq_params.derived)
         else:
-            heads = core(projected[:, 0])
+            whole, num_ranks = packed_seq_params.of_all, self.cp_group.size()
+            kinds = [kind.unflatten(-1, (num_ranks, -1)) for kind in projected[:, 0].split(_sizes(self.delta), -1)]
+            of_heads = spread_over_heads(torch.cat(kinds, dim=-1), whole, self.cp_group)
+            heads = back_from_heads(self._core(of_heads, whole, whole.derived), whole, self.cp_group).flatten(1)
         output: tuple[Tensor, Tensor | None] = self.out_proj(heads[:, None])
         return output
 
-    def _core(self, projected: Tensor, sequences: PackedSequences) -> Tensor:
-        """[tokens, this rank's rows of in_proj] -> [tokens, this rank's values]."""
-        delta = self.delta
-        packed = sequences.once(
-            "delta net", lambda: packed_states(sequences.lengths, delta.kernel, sequences.positions.device)
-        )
-        mixed, gate, weights, decays = projected.split(
-            [delta.channels, delta.values, delta.num_heads, delta.num_heads], dim=-1
-        )
-        mixed, _ = convolve(mixed, self.conv1d.weight, packed)
-        queries, keys, values = (
-            part.unflatten(-1, (-1, size))
-            for part, size in zip(
-                mixed.split([delta.keys, delta.keys, delta.values], dim=-1),
-                (delta.key_dim, delta.key_dim, delta.value_dim),
-                strict=True,
-            )
-        )
-        taken, kept = gates(weights, decays, self.A_log, self.dt_bias)
-        heads, _ = gated_delta_rule(queries, keys, values, taken, kept, packed)
+    def _core(self, projected: Tensor, sequences: PackedSequences | WholeSequences, derived: dict[str, Any]) -> Tensor:
+        """[tokens of whole sequences, this rank's rows of in_proj] -> [tokens, this rank's values]."""
+        if PACKED not in derived:
+            derived[PACKED] = packed_states(sequences.lengths, self.delta.kernel, projected.device)
+
+        def made(projected: Tensor) -> Tensor:
+            return self._heads(projected, derived[PACKED])
+
+        if self.training:
+            repeated: Tensor = checkpoint(made, False, projected)
+            return repeated
+        return made(projected)
+
+    def _heads(self, projected: Tensor, packed: PackedStates) -> Tensor:
+        num_ranks, rank = self.cp_group.size(), self.cp_group.rank()
+        delta = self.delta.shared_by(num_ranks)
+        sections = self.conv1d.weight.split([self.delta.keys, self.delta.keys, self.delta.values])
+        convolution = torch.cat([section.chunk(num_ranks)[rank] for section in sections])
+        log_rate, bias = (weight.chunk(num_ranks)[rank] for weight in (self.A_log, self.dt_bias))
+        *mixed, gate, weights, decays = projected.split(_sizes(delta), dim=-1)
+        convolved, _ = convolve(torch.cat(mixed, dim=-1), convolution, packed)
+        queries, keys, values = convolved.split([delta.keys, delta.keys, delta.values], dim=-1)
+        queries, keys = (part.unflatten(-1, (-1, delta.key_dim)) for part in (queries, keys))
+        values = values.unflatten(-1, (-1, delta.value_dim))
+        heads, _ = gated_delta_rule(queries, keys, values, *gates(weights, decays, log_rate, bias), packed)
         # Every rank norms heads of its own by the same weight, whose gradient is that of all heads.
         weight = copy_to_tensor_model_parallel_region(self.gated_norm.weight, group=self.tp_group)
-        return gated_norm(heads, gate.view_as(heads), weight, self.config.layernorm_epsilon).flatten(1)
+        return gated_norm(heads, gate.reshape(heads.shape), weight, self.config.layernorm_epsilon).flatten(1)
+
+
+def _sizes(delta: DeltaNet) -> list[int]:
+    """Of what is projected: queries, keys, values, their gates, weights, decays."""
+    return [delta.keys, delta.keys, delta.values, delta.values, delta.num_heads, delta.num_heads]
 
 
 def _parameter(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
