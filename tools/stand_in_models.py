@@ -279,6 +279,22 @@ DELTA_SHAPES = {
     r"qwen3\.5-4b": _qwen3_5("2560 32 16 4 9216", 32, tied=True),
     r"qwen3\.5-9b": _qwen3_5("4096 32 16 4 12288", 32),
     r"qwen-?3\.?[56]-27b": _qwen3_5("5120 64 24 4 17408", 48),
+    r"qwen-?3\.?[56]-122b-a10b": _qwen3_5(
+        "3072 48 32 2 1024",
+        64,
+        num_experts=256,
+        num_experts_per_tok=8,
+        moe_intermediate_size=1024,
+        shared_expert_intermediate_size=1024,
+    ),
+    r"qwen-?3\.?[56]-397b-a17b": _qwen3_5(
+        "4096 60 32 2 1024",
+        64,
+        num_experts=512,
+        num_experts_per_tok=10,
+        moe_intermediate_size=1024,
+        shared_expert_intermediate_size=1024,
+    ),
     r"qwen-?3\.?[56]-35b-a3b": _qwen3_5(
         "2048 40 16 2 512",
         32,

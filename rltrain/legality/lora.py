@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from rltrain.config.lora import Lora
 from rltrain.config.schema import Config
 from rltrain.models import Architecture
-from rltrain.models.canonical import table_of
+from rltrain.models.canonical import adaptable_table
 from rltrain.models.lora import adapters_of, targets_in
 from rltrain.tasks.roles import trained_roles
 
@@ -67,7 +67,7 @@ def _problems_of_model(key: str, lora: Lora, model: Architecture) -> Iterator[st
             "know which are to have one; expected null"
         )
         return
-    known = targets_in(table_of(model))
+    known = targets_in(adaptable_table(model))
     if lora.targets is not None and (not lora.targets or set(lora.targets) - set(known)):
         yield f"{key}.targets: got {[*lora.targets]}; expected null, or some of {', '.join(known)}"
 
@@ -75,7 +75,7 @@ def _problems_of_model(key: str, lora: Lora, model: Architecture) -> Iterator[st
 def _served_expert_problems(config: Config, lora: Lora, model: Architecture) -> Iterator[str]:
     if config.rollout.engine != "sglang" or not config.keeps_adapters_apart("rollout") or model.moe is None:
         return
-    sparse = adapters_of(table_of(model), lora.targets).sparse
+    sparse = adapters_of(adaptable_table(model), lora.targets).sparse
     if sparse is not None and sparse.experts:
         yield (
             "weight_sync.adapters: got apart with rollout.engine sglang and adapters of experts, which SGLang adds by "

@@ -85,6 +85,12 @@ def table_of(architecture: Architecture) -> Table:
     return table
 
 
+def adaptable_table(architecture: Architecture) -> Table:
+    """The table of a model whose matrices may have adapters, of which each expert has its own however files hold
+    them."""
+    return table_of(replace(architecture, stacked_experts=False))
+
+
 def _head_norms(architecture: Architecture) -> tuple[Row, Row]:
     return PROJECTION_NORMS if architecture.norms_projections else QK_NORMS
 

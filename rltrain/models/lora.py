@@ -54,7 +54,7 @@ def matrix_of(tensor: str) -> str:
 
 def targets_in(table: Table) -> tuple[str, ...]:
     """All matrices that may be adapted, in the order of the table."""
-    layers = [table.dense, *([table.sparse] if table.sparse else [])]
+    layers = [layer for layer in (table.dense, table.sparse, table.delta, table.sparse_delta) if layer]
     rows = [row for layer in layers for row in (*layer.rows, *layer.experts) if row.adaptable]
     return tuple(dict.fromkeys(target_of(part.name) for row in rows for part in row.parts))
 

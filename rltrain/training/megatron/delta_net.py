@@ -76,7 +76,13 @@ class PackedDeltaNet(MegatronModule):
         super().__init__(config)
         self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
         self.delta = delta.shared_by(self.tp_group.size())
-        linear = {"config": config, "bias": False, "skip_bias_add": False, "is_expert": False, "tp_group": self.tp_group}
+        linear: dict[str, Any] = {
+            "config": config,
+            "bias": False,
+            "skip_bias_add": False,
+            "is_expert": False,
+            "tp_group": self.tp_group,
+        }
         self.in_proj = build_module(
             submodules.in_proj,
             config.hidden_size,
