@@ -7,7 +7,7 @@ REFUSED_FAMILIES = {
         "its files stack a layer's experts, transposed, gates and values in turn, in MXFP4 blocks, and boxes of a "
         "checkpoint's tensors are neither transposed nor taken apart row by row; and attention has sinks"
     ),
-    "nemotron_h": "most layers are Mamba's, whose state of a sample the engine's cache does not keep",
+    "nemotron_h": "most layers are Mamba's, by whose rule nothing here keeps the state of a sample",
     **dict.fromkeys(("glm_moe_dsa", "deepseek_v32"), INDEXED),
     "mimo_v2_flash": "attention has sinks, and heads of two sizes by layer, of which layouts know one",
 }
