@@ -96,7 +96,7 @@ def convolve(
     if before is not None:
         rows = rows.index_copy(0, packed.gaps.flatten(), before.flatten(0, 1).to(rows.dtype))
     kernel = weight.size(1)
-    wide = torch.promote_types(inputs.dtype, torch.float32)
+    wide = _wide(inputs)
     count, taps = len(rows) - kernel + 1, weight.to(wide).t()
     summed = rows[:count] * taps[0]
     for shift in range(1, kernel):
@@ -108,7 +108,7 @@ def convolve(
 
 def convolve_step(inputs: Tensor, weight: Tensor, before: Tensor) -> Tensor:
     """As `convolve`, of one token of each sample [samples, channels]; `before` takes it in, in place."""
-    wide = torch.promote_types(inputs.dtype, torch.float32)
+    wide = _wide(inputs)
     window = torch.cat([before, inputs[:, None].to(before.dtype)], dim=1)
     before.copy_(window[:, 1:])
     summed = (window.to(wide) * weight.to(wide).t()).sum(1)
@@ -118,7 +118,7 @@ def convolve_step(inputs: Tensor, weight: Tensor, before: Tensor) -> Tensor:
 def gates(weights: Tensor, decays: Tensor, log_rate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """(how much of a token each head takes in, the logarithm of what it keeps of its state) [tokens, heads] in fp32,
     from what the token says of both, and each head's rate and bias [heads]."""
-    wide = torch.promote_types(weights.dtype, torch.float32)
+    wide = _wide(weights)
     rates = log_rate.to(wide).exp()
     return weights.to(wide).sigmoid(), -rates * F.softplus(decays.to(wide) + bias.to(wide))
 
@@ -141,7 +141,7 @@ def gated_delta_rule(
     Within a chunk the tokens' changes of the state, each of which depends on those before it, are the solution of a
     triangular system (section 3.3 of the paper, and Yang et al. 2024, arXiv:2406.06484).
     """
-    wide, shared = torch.promote_types(values.dtype, torch.float32), values.size(1) // keys.size(1)
+    wide, shared = _wide(values), values.size(1) // keys.size(1)
     q, k, v = (_in_chunks(x, packed).to(wide) for x in (queries, keys, values))
     q, k = _unit(q) * q.size(-1) ** -0.5, _unit(k)
     weight, decay = (_in_chunks(x[..., None].to(wide), packed) for x in (weights, decays))
@@ -181,7 +181,7 @@ def delta_rule_step(
 
 def gated_norm(heads: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm of each head [..., value_dim] times SiLU of its gate, in fp32, rounded once to the type of `gate`."""
-    wide = torch.promote_types(heads.dtype, torch.float32)
+    wide = _wide(heads)
     normed = F.rms_norm(heads.to(wide), heads.shape[-1:], weight.to(wide), eps)
     return (normed * F.silu(gate.to(wide))).to(gate.dtype)
 
@@ -221,6 +221,11 @@ def _in_chunks(x: Tensor, packed: PackedStates) -> Tensor:
     """[tokens, heads, ...] -> [chunks, heads, chunk_tokens, ...], zeros where there is no token."""
     rows: Tensor = _Rows.apply(x, packed.token_of_place, packed.place_of_token)
     return rows.view(-1, packed.chunk_tokens, *x.shape[1:]).transpose(1, 2)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """What is computed in. Without torch's own rule, which a step that is recorded would have to repeat."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _unit(x: Tensor) -> Tensor:
