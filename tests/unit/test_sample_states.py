@@ -1,16 +1,19 @@
 """States of gated delta nets in the embedded engine: of the sample whose slot it is, whatever happens to slots."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from rltrain.errors import ConfigError
+from rltrain.estimate.memory import kv_bytes, state_bytes
 from rltrain.rollout.embedded.kv_budget import KvBudget, num_blocks
 from rltrain.rollout.embedded.kv_cache import KvCache
 from rltrain.rollout.embedded.sample_states import SampleStates, StateShape
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample
+from tests.model_shards import tiny_architecture
 from tests.rollout_models import load_engine, ragged_requests, write_checkpoint
 from tests.unit.recorded_steps import Recorder
 
@@ -74,6 +77,15 @@ def test_the_budget_holds_states_of_all_slots() -> None:
     assert num_blocks(BUDGET, 130, states_bytes=100, **sizes) == num_blocks(BUDGET, 30, **sizes) == 3
     with pytest.raises(ConfigError, match=r"beside 1e-07 GB of states of rollout\.max_running_requests samples"):
         num_blocks(BUDGET, 129, states_bytes=100, **sizes)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_estimates_are_of_what_is_held(tp: int) -> None:
+    architecture = tiny_architecture("qwen3_next", num_layers=5)
+    shape = StateShape.of(architecture, tp)
+    assert shape is not None and shape.num_layers == 3 and architecture.num_attention_layers == 2
+    assert state_bytes(architecture, 7, tp=tp, item_bytes=2) == 7 * shape.sample_bytes(torch.bfloat16)
+    assert kv_bytes(architecture, 1, tp=tp) * 5 == kv_bytes(replace(architecture, delta=None), 1, tp=tp) * 2
 
 
 def test_what_is_parked_comes_back_to_any_slot() -> None:
