@@ -111,9 +111,10 @@ def _rows_of_stack(stored: Any, height: int, box: "Box") -> Tensor:
     columns = slice(box.col, box.col + box.cols)
     if first == last:
         row = box.row - first * height
-        return stored[first : first + 1, row : row + box.rows, columns][0]  # type: ignore[no-any-return]
-    whole = stored[first : last + 1, :, columns].flatten(0, 1)
-    return whole[box.row - first * height :][: box.rows]  # type: ignore[no-any-return]
+        rows: Tensor = stored[first : first + 1, row : row + box.rows, columns]
+        return rows[0]
+    whole: Tensor = stored[first : last + 1, :, columns].flatten(0, 1)
+    return whole[box.row - first * height :][: box.rows]
 
 
 class Box(NamedTuple):

@@ -70,7 +70,7 @@ def table_of(architecture: Architecture) -> Table:
     table = TABLES[architecture.family]
     if architecture.mla and architecture.mla.q_rank is None:
         table = MOONLIGHT
-    if architecture.stacked_experts and architecture.adapters is None:  # of which each expert has its own
+    if architecture.stacked_experts and architecture.adapters is None:  # each expert has adapters of its own
         table = stacking_experts(table)
     own = (
         *((QKV_BIAS,) if architecture.qkv_bias else ()),
