@@ -44,8 +44,8 @@ class Decoding:
     def run(self, samples: Samples) -> States:
         """Every token is fed in turn, of all samples at once; shorter ones are fed their last token again."""
         model, longest = self.model, max(len(sample) for sample in samples)
-        sizes = (model.num_layers, model.attention_shape, len(samples), self.max_positions)
-        cache = SlotCache(CacheShape(*sizes, self.dtype, self.device))
+        sizes = (model.num_attention_layers, model.attention_shape, len(samples), self.max_positions)
+        cache = SlotCache(CacheShape(*sizes, self.dtype, self.device, states=model.state_shape))
         cache.reserve(len(samples), longest, num_used=0)
         collected: dict[str, list[torch.Tensor]] = {}
         model.observe = lambda stage, values: collected.setdefault(stage, []).append(values.float().cpu().clone())
