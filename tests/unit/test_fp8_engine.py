@@ -67,6 +67,7 @@ def test_products_read_whole_matrices_quantised_and_cut(name: str, tp: int) -> N
         ("moonlight", torch.float32),
         ("phi3", torch.float32),
         ("gemma3", torch.bfloat16),
+        ("qwen3_5", torch.bfloat16),
     ],
 )
 def test_it_draws_what_an_engine_on_the_rounded_weights_draws(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
