@@ -190,7 +190,7 @@ def _check(source: Layout, destination: Layout, which: BoolArray) -> None:
     if which.shape != (len(tensors.names),):
         raise ValueError(f"which tensors to quantise has shape {which.shape}; expected ({len(tensors.names)},)")
     for number in np.flatnonzero(which).tolist():
-        if len(tensors.shapes[number]) != 2:
+        if len(tensors.shapes[number]) < 2:
             raise ValueError(
                 f"{tensors.names[number]} {tensors.shapes[number]} cannot be quantised: it is not a matrix"
             )
