@@ -36,13 +36,13 @@ MANY = {name: ["one_rank"] for name in SPARSE if name != MODEL} | {
     "glm4_moe": ["one_rank", "tp2_pp2_ep2_etp1"],
     "glm4_moe_lite": ["one_rank", "tp2_ep2"],
     "minimax_m2": ["one_rank", "tp2_ep2", "cp2_ep2"],
-    "qwen3_next": ["one_rank", "tp2_ep2", "tp2_pp2_ep2_etp1"],
+    "qwen3_next": ["one_rank", "tp2_ep2", "tp2_pp2_ep2_etp1", "tp2_cp2_ep2"],
     **{name: ["one_rank", "tp2_sequence_parallel"] for name in OTHER_DENSE if name not in FEW},
     "gemma": ["one_rank", "tp2_sequence_parallel", "pp4"],
     "gemma2": ["one_rank", "tp2_sequence_parallel", "pp4", "recomputed"],
     "gemma3_linear": ["one_rank", "pp4", "recomputed"],
     "seed_oss": ["one_rank", "tp2", "tp2_sequence_parallel"],
-    "qwen3_5": ["one_rank", "tp2", "tp2_sequence_parallel", "pp4", "recomputed"],
+    "qwen3_5": ["one_rank", "tp2", "tp2_sequence_parallel", "pp4", "recomputed", "cp2", "cp4_by_heads"],
 }
 """Dense ones among them have what none of the others has: windows, rotary embeddings of their own, further norms."""
 RELATIVE = 1e-4
