@@ -17,8 +17,8 @@ def set_fully_sharded(keys: SourceKeys, out: Translation, key: str, name: str, s
     """How the actor is sharded, and its reference with it.
 
     `slices` share out a sequence; `section` is the prefix of FSDP's own keys. Megatron takes its place where adapters,
-    sequences that are cut or routers that replay are asked of experts, and where the model has gated delta nets, as
-    `backend: fsdp` refuses these."""
+    sequences that are cut or routers that replay are asked of experts, or sequences that are cut of gated delta nets,
+    as `backend: fsdp` refuses these."""
     own = {name: keys.get(section + name) for name in ("fsdp_size", "reshard_after_forward")}
     out.set("actor.parallel.cp", slices, "sequences are shared out by heads")
     reason = _refused(out, name, slices)
@@ -48,11 +48,11 @@ def _refused(out: Translation, name: str, slices: int) -> str | None:
     prompts = out.get("batch.prompts_per_step") // out.get("batch.mini_batches")
     if replicas > prompts:
         return f"more ranks ({replicas}) than a mini-batch has prompts ({prompts})"
-    model = model_file.model_config(out.get("model.path"))
+    model = model_file.language_model(out.get("model.path"))
     if model.get("topk_method") == "noaux_tc" or model.get("model_type") in BIASED_ROUTERS:
         return "experts that are chosen by a bias"
-    if model_file.has_delta_nets(out.get("model.path")):
-        return "gated delta nets"
+    if slices > 1 and model_file.has_delta_nets(out.get("model.path")):
+        return "slices of sequences with gated delta nets"
     asked = {
         "adapters": "model.lora.rank" in out.settings,
         "slices of sequences": slices > 1,

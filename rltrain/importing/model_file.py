@@ -18,7 +18,12 @@ def has_latent_attention(path: object) -> bool:
     return "kv_lora_rank" in model_config(path)
 
 
-def has_delta_nets(path: object) -> bool:
+def language_model(path: object) -> dict[str, Any]:
+    """As `model_config`, of models that encode pictures too what it says of the language model."""
     config = model_config(path)
-    language_model = config.get("text_config")
-    return "linear_num_key_heads" in (language_model if isinstance(language_model, dict) else config)
+    nested = config.get("text_config")
+    return nested if isinstance(nested, dict) else config
+
+
+def has_delta_nets(path: object) -> bool:
+    return "linear_num_key_heads" in language_model(path)

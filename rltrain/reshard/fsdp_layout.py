@@ -22,6 +22,8 @@ STACKED = {"gate_proj": "gate_up_proj", "w1": "gate_up_proj", "up_proj": "gate_u
 STACKED |= {"down_proj": "down_proj", "w2": "down_proj"}
 """Which of transformers' parameters has an expert's matrix; it has those of all experts of a layer, gate above up.
 Their low-rank adapters lie as they do, in parameters of their own."""
+DECODER = "model."
+"""Begins transformers' names of a decoder's parameters."""
 BLOCKS = {"block_sparse_moe": "mlp"}
 """What transformers calls a block of experts that has another name in checkpoints."""
 
@@ -62,7 +64,7 @@ class WholeParameters:
 @lru_cache(maxsize=8)
 def whole_parameters(architecture: Architecture) -> WholeParameters:
     tensors = canonical_tensors(architecture)
-    owners = [_owner(name) for name in tensors.names]
+    owners = [_owner(name, architecture.decoder_prefix) for name in tensors.names]
     order = sorted(range(len(owners)), key=_places(owners).__getitem__)
     names: list[str] = []
     shapes: list[tuple[int, ...]] = []
@@ -80,8 +82,11 @@ def whole_parameters(architecture: Architecture) -> WholeParameters:
     return WholeParameters(tuple(names), tuple(shapes), number, parameter, first, rows, width, is_vector)
 
 
-def _owner(tensor: str) -> str:
-    """The parameter of transformers that a checkpoint's tensor lies in."""
+def _owner(tensor: str, prefix: str) -> str:
+    """The parameter of transformers' language model that a checkpoint's tensor lies in, whose decoder's names begin
+    with `prefix` there."""
+    if tensor.startswith(prefix):
+        tensor = DECODER + tensor.removeprefix(prefix)
     found = EXPERT.fullmatch(tensor)
     name = tensor
     if found:

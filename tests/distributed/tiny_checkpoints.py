@@ -59,6 +59,15 @@ WITH_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+DELTA: dict[str, Any] = {
+    "tie_word_embeddings": False,
+    "head_dim": 24,
+    "full_attention_interval": 2,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 OF_TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": (
         "Gemma2",  # whose scores are bent by eager attention alone
@@ -81,6 +90,17 @@ OF_TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mixtral": ("Mixtral", {"tie_word_embeddings": False, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_5_text": ("Qwen3_5Text", DELTA),
+    "qwen3_next": (
+        "Qwen3Next",
+        {
+            **DELTA,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+        },
+    ),
 }
 """Whose numbers backend fsdp is to have. Most are of families without a table."""
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

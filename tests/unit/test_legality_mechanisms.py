@@ -56,7 +56,11 @@ def test_what_there_is_is_not_refused(architecture: Architecture) -> None:
             {"actor": {"parallel": {"cp": 2}}},
             ["actor.parallel.cp: got 2", "a divisor of 1", "gated delta nets"],
         ),
-        (DELTA, {"actor": {"backend": "fsdp"}}, ["actor.backend: got fsdp", "expected megatron", "packed samples"]),
+        (
+            DELTA,
+            {"actor": {"backend": "fsdp", "parallel": {"cp": 2}}},
+            ["actor.parallel.cp: got 2 with backend fsdp", "expected 1, or megatron"],
+        ),
         (
             replace(DELTA, delta=replace(DELTA.delta, num_key_heads=1)),  # type: ignore[type-var]
             {"actor": {"parallel": {"tp": 2}}},

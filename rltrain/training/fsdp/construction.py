@@ -53,7 +53,7 @@ def empty_model(folder: Path, architecture: Architecture, dtype: torch.dtype) ->
     config = kind.from_pretrained(folder)
     with _parameters_without_memory():
         if architecture.head == "value":
-            decoder = AutoModel.from_config(config, dtype=dtype, attn_implementation=NAME)
+            decoder = AutoModel.from_config(config.get_text_config(), dtype=dtype, attn_implementation=NAME)
             return ValueModel(decoder, architecture.hidden_size, dtype).eval()
         return Policy(AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)).eval()
 

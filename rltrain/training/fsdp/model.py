@@ -36,6 +36,7 @@ from rltrain.training.fsdp.construction import (
     empty_model,
     give_memory,
 )
+from rltrain.training.fsdp.delta_net import compute_packed
 from rltrain.training.fsdp.fake_quantization import round_experts
 from rltrain.training.fsdp.heads import SpreadHeads, spread_heads
 from rltrain.training.fsdp.lora import Adapters
@@ -89,6 +90,8 @@ class ShardedModel:
         self.module = empty_model(folder, architecture, torch.float32 if trains else computed)
         _check_parameters(self.module, architecture, folder)
         self.module.requires_grad_(trains)
+        if architecture.delta:
+            compute_packed(self.module)
         self.adapters = Adapters(self.module, architecture, lora, seed) if lora else None
         if model.fake_quantization:
             round_experts(self.module, model.fake_quantization)
