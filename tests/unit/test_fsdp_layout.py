@@ -54,7 +54,7 @@ def assert_sharded(architecture: Architecture, shards: int, copies: int = 1) -> 
     assert layout.parts == tuple(range(shards)) * copies
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "qwen3_5_text", "qwen3_next"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("shards", [1, 2, 3, 5])
 def test_every_rank_holds_what_torch_cuts_for_it(family: str, tied: bool, shards: int) -> None:
