@@ -92,6 +92,14 @@ def test_megatron_trains_what_fsdp_refuses(experts: Path) -> None:
     assert few.get("actor.backend") is None and any("more ranks (8)" in note for note in few.notes)
 
 
+def test_megatron_cuts_sequences_of_gated_delta_nets(tmp_path: Path) -> None:
+    language_model = {"model_type": "qwen3_5_text", "linear_num_key_heads": 16}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": language_model}))
+    cut = found_of("verl", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", tmp_path)
+    assert cut.get("actor.backend") is None and any("slices of sequences with gated" in note for note in cut.notes)
+    assert found_of("verl", "", tmp_path).get("actor.backend") == "fsdp"
+
+
 def test_fsdp_of_slime_is_fsdp() -> None:
     text = SLIME.replace("--tensor-model-parallel-size 2", "--train-backend fsdp")
     found = imported("slime", [text.replace("MODEL", "/m").replace("MORE", "").replace("\n", " ")])
