@@ -77,7 +77,11 @@ class EngineModel:
                 num_sparse += 1
             else:
                 feed_forward = DenseFeedForward(own, architecture, tensor_parallel)
-            mixer: AttentionLayer = (DeltaLayer if kind.delta else attention)(own, architecture, tensor_parallel)
+            mixer: AttentionLayer
+            if kind.delta:
+                mixer = DeltaLayer(own, architecture, tensor_parallel)
+            else:
+                mixer = attention(own, architecture, tensor_parallel)
             layers.append(_Layer(num_of_kind[kind.delta], mixer, feed_forward, stages_of_layer(index)))
             num_of_kind[kind.delta] += 1
         self._layers = tuple(layers)

@@ -23,7 +23,7 @@ def compute_packed(module: torch.nn.Module) -> None:
     """Have all gated delta nets in `module` tell packed sequences apart."""
     for part in module.modules():
         if type(part).__name__.endswith(CLASS_ENDING):
-            part.forward = _forward_of(part)  # type: ignore[method-assign]
+            part.forward = _forward_of(part)
 
 
 def _forward_of(net: Any) -> Callable[..., Tensor]:
