@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rltrain.models.config_file import ConfigReader
-from rltrain.models.dense import ATTENTION_OUTPUT, INPUT_NORM, LLAMA, POST_ATTENTION_NORM, QKV
-from rltrain.models.moe import EXPERTS, ROUTER, SHARED_GATE, SPARSE_MLP_NORM, shared_experts
-from rltrain.models.table import Layer, Part, Row, in_layer
+from rltrain.models.dense import ATTENTION_OUTPUT, INPUT_NORM, LLAMA, QKV
+from rltrain.models.moe import QWEN2_MOE
+from rltrain.models.table import Layer, Part, Row, Table, in_layer
 
 DELTA_FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 LAYER_TYPES = {"full_attention": False, "linear_attention": True}
@@ -103,6 +103,8 @@ def _read_layers(config: ConfigReader, num_layers: int) -> tuple[bool, ...]:
     kinds = config.values.get("layer_types")
     if kinds is None:
         interval = config.count("full_attention_interval", default=ATTENTION_INTERVAL)
+        if interval > num_layers:
+            raise config.error("full_attention_interval", f"at most num_hidden_layers = {num_layers}")
         return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
     if not isinstance(kinds, list) or len(kinds) != num_layers or set(kinds) - set(LAYER_TYPES):
         raise config.error("layer_types", f"one of {', '.join(LAYER_TYPES)} for each of {num_layers} layers")
@@ -199,31 +201,17 @@ def _delta(layer: Layer, projections: Row) -> Layer:
     return replace(layer, rows=(DELTA_INPUT_NORM, projections, *DELTA_REST, *rest))
 
 
-_SPARSE = Layer(
-    (
-        INPUT_NORM,
-        QKV,
-        ATTENTION_OUTPUT,
-        SPARSE_MLP_NORM,
-        ROUTER,
-        *shared_experts("mlp.shared_expert"),
-        SHARED_GATE,
-    ),
-    EXPERTS,
-)
-assert POST_ATTENTION_NORM in LLAMA.dense.rows, "rows are told apart by what they are"
+def _table(projections: Row) -> Table:
+    """Dense models have the MLP of Llama, others the experts of Qwen2-MoE."""
+    dense, sparse = LLAMA.dense, QWEN2_MOE.sparse
+    assert sparse is not None
+    return replace(
+        LLAMA,
+        dense=_gated(dense),
+        sparse=_gated(sparse),
+        delta=_delta(dense, projections),
+        sparse_delta=_delta(sparse, projections),
+    )
 
-QWEN3_NEXT = replace(
-    LLAMA,
-    dense=_gated(LLAMA.dense),
-    sparse=_gated(_SPARSE),
-    delta=_delta(LLAMA.dense, QWEN3_NEXT_PROJECTIONS),
-    sparse_delta=_delta(_SPARSE, QWEN3_NEXT_PROJECTIONS),
-)
-QWEN3_5 = replace(
-    LLAMA,
-    dense=_gated(LLAMA.dense),
-    sparse=_gated(_SPARSE),
-    delta=_delta(LLAMA.dense, QWEN3_5_PROJECTIONS),
-    sparse_delta=_delta(_SPARSE, QWEN3_5_PROJECTIONS),
-)
+
+QWEN3_NEXT, QWEN3_5 = _table(QWEN3_NEXT_PROJECTIONS), _table(QWEN3_5_PROJECTIONS)

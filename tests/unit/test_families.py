@@ -430,6 +430,10 @@ def test_generation_config_decides_what_ends_a_response(tmp_path: Path) -> None:
         ({"model_type": "gpt_oss"}, ["model_type", '"gpt_oss"', "MXFP4"]),
         ({"model_type": "qwen3_5_text", "layer_types": ["linear_attention"]}, ["layer_types", "each of 3 layers"]),
         ({"model_type": "qwen3_5_text", "layer_types": ["linear_attention"] * 3}, ["layer_types", "at least one"]),
+        (
+            {"model_type": "qwen3_5_text", "full_attention_interval": 4},
+            ["full_attention_interval", "4", "at most"],
+        ),
         ({"model_type": "qwen3_5_text", "linear_num_value_heads": 24}, ["linear_num_value_heads", "24", "multiple"]),
         ({"model_type": "qwen3_5_text", "attention_bias": True}, ["attention_bias", "qwen3_5_text"]),
         ({"model_type": "qwen3_5"}, ["text_config", "absent", "an object"]),
