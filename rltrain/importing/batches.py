@@ -1,6 +1,6 @@
 """Batches of sources that count prompts, and tables that several sources share."""
 
-import re
+from math import gcd
 from typing import Any
 
 from rltrain.importing.conversions import count
@@ -64,32 +64,11 @@ def set_evaluation(out: Translation, data: dict[str, Any], sampling: dict[str, A
 
 def cut_fully_sharded(out: Translation, key: str, name: object) -> None:
     """FSDP spreads weights over all ranks; here Megatron cuts them by tensor parallelism, as wide as the engine's, and
-    shards the optimizer over the replicas."""
-    tp = out.get("rollout.parallel.tp")
+    shards the optimizer over the replicas. Ranks that cut weights share out sequences, too."""
+    tp, slices = out.get("rollout.parallel.tp"), out.get("actor.parallel.cp")
     out.leave(key, name, "Megatron trains: tensor parallelism as the engine's, and a distributed optimizer")
     if tp > 1 and out.get("actor.parallel.tp") == 1:
         out.set("actor.parallel.tp", tp, f"{key} {name}: in the place of sharded weights, as wide as the engine's")
         out.set("actor.parallel.sequence_parallel", True, f"{key} {name}")
-
-
-def limit_rewards(out: Translation) -> None:
-    """Rewards of a step's prompts are shared out among ranks, of which none may be left without any."""
-    prompts = out.get("batch.prompts_per_step")
-    for path, setting in list(out.settings.items()):
-        roles = path.removeprefix("placement.").split(", ") if path.startswith("placement.") else []
-        if "reward" not in roles or not (found := RANGE.fullmatch(str(setting.value))):
-            continue
-        first, last = int(found[1]), int(found[2])
-        if last - first + 1 <= prompts:
-            return
-        engine = out.get("rollout.parallel.tp")
-        leaders = [*range(first, last + 1, engine)]
-        chosen = leaders if len(leaders) <= prompts else [*range(first, first + prompts)]
-        others = [role for role in roles if role != "reward"]
-        del out.settings[path]
-        out.set(f"placement.{', '.join(others)}", setting.value, setting.origin)
-        out.set("placement.reward", ",".join(map(str, chosen)), f"no more ranks than {prompts} prompts")
-        return
-
-
-RANGE = re.compile(r"(\d+)-(\d+)")
+        if slices > 1:
+            out.set("actor.parallel.cp", slices // gcd(slices, tp), f"{slices} ranks share out a sequence, {tp} by tp")

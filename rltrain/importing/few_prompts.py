@@ -1,7 +1,12 @@
 """Steps of fewer prompts than a source has replicas or engines: it shares out samples, and here prompts stay whole."""
 
-from rltrain.importing.batches import RANGE
+import re
+
 from rltrain.importing.translation import PLACEMENT, Translation
+
+RANGE = re.compile(r"(\d+)-(\d+)")
+OF_PROMPTS = ("env", "reward")
+"""Roles whose ranks share out a step's prompts, and of which none may be left without any."""
 
 
 def widen(out: Translation) -> None:
@@ -28,6 +33,23 @@ def _widen(out: Translation, role: str, ranks_each: int, key: str, size: int, pr
         f"{path} is {size * factor}, in the place of {size}: {prompts} prompts would not reach {replicas} replicas or "
         "engines, as a prompt's samples stay together here"
     )
+
+
+def limit(out: Translation) -> None:
+    """Environments and rewards stand on no more ranks than there are prompts."""
+    prompts = out.get("batch.prompts_per_step")
+    for path, setting in list(out.settings.items()):
+        placed = path.removeprefix(PLACEMENT).split(", ") if path.startswith(PLACEMENT) else []
+        limited = [role for role in placed if role in OF_PROMPTS]
+        found = RANGE.fullmatch(str(setting.value))
+        if not limited or found is None or int(found[2]) - int(found[1]) < prompts:
+            continue
+        leaders = [*range(int(found[1]), int(found[2]) + 1, out.get("rollout.parallel.tp"))]
+        chosen = leaders if len(leaders) <= prompts else [*range(int(found[1]), int(found[1]) + prompts)]
+        del out.settings[path]
+        if others := [role for role in placed if role not in OF_PROMPTS]:
+            out.set(f"{PLACEMENT}{', '.join(others)}", setting.value, setting.origin)
+        out.set(f"{PLACEMENT}{', '.join(limited)}", ",".join(map(str, chosen)), f"no more ranks than {prompts} prompts")
 
 
 def _num_ranks(out: Translation, role: str) -> int:

@@ -9,8 +9,7 @@ from typing import Any
 
 from rltrain.errors import ConfigError
 from rltrain.importing import rlinf, skyrl, slime, slime_learning, verl
-from rltrain.importing.batches import limit_rewards
-from rltrain.importing.few_prompts import widen
+from rltrain.importing.few_prompts import limit, widen
 from rltrain.importing.hydra import flattened, parse_override, read_config
 from rltrain.importing.shell_script import Started, read_script, read_text
 from rltrain.importing.shell_values import UNKNOWN
@@ -141,7 +140,7 @@ def translated(framework: Framework, source: ReadSource, rows: Rows) -> Translat
     try:
         framework.translate(keys, out, rows)
         widen(out)
-        limit_rewards(out)
+        limit(out)
     except UntranslatableError as reason:
         raise ConfigError(f"{source.name}: {reason} (at {keys.last}: {source.keys.get(keys.last)!r})") from None
     for key in sorted(keys.unknown):

@@ -98,12 +98,22 @@ def test_megatron_cuts_sequences_of_gated_delta_nets(tmp_path: Path) -> None:
     cut = found_of("verl", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", tmp_path)
     assert cut.get("actor.backend") is None and any("slices of sequences with gated" in note for note in cut.notes)
     assert found_of("verl", "", tmp_path).get("actor.backend") == "fsdp"
+    keys = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4"
+    wider = found_of("verl", keys, tmp_path)
+    assert (wider.get("actor.parallel.tp"), wider.get("actor.parallel.cp")) == (2, 2), "four share out a sequence"
 
 
 def test_fsdp_of_slime_is_fsdp() -> None:
     text = SLIME.replace("--tensor-model-parallel-size 2", "--train-backend fsdp")
     found = imported("slime", [text.replace("MODEL", "/m").replace("MORE", "").replace("\n", " ")])
     assert found.get("actor.backend") == "fsdp"
+
+
+def test_environments_and_rewards_have_a_prompt_each() -> None:
+    keys = "--custom-generate-function-path agent.generate.generate --custom-rm-path agent.reward.reward"
+    found = found_of("slime", keys.replace("--custom", "--rollout-batch-size 4 --custom", 1))
+    assert found.get("placement.actor, rollout") == "0-7"
+    assert found.get("placement.reward, env") == "0,4", "first ranks of the two engines"
 
 
 def test_adapters_have_the_defaults_of_their_source(tmp_path: Path) -> None:
