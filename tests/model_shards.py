@@ -72,6 +72,8 @@ def tiny_architecture(family: str = "qwen3", **changes: object) -> Architecture:
         layers = tuple(layer % 2 == 0 for layer in range(num_layers))
         values["delta"] = DeltaNet(layers, num_key_heads=4, num_heads=8, key_dim=3, value_dim=5, kernel=4)
         values |= {"gated_attention": True, "norm_offset": 1.0}
+    if family == "nemotron":
+        values |= {"activation": "relu_squared", "norm_offset": 1.0, "norm_bias": True}
     if family == "gemma3_text":
         values["windows"] = Windows(3, tuple(bool((layer + 1) % 4) for layer in range(num_layers)))
     return Architecture(**{**values, **changes})  # type: ignore[arg-type]
@@ -140,6 +142,8 @@ def layer_shapes(a: Architecture, sparse: bool, delta: bool) -> dict[str, tuple[
     hidden = a.hidden_size
     shapes = ({} if delta else attention_shapes(a)) | mlp_shapes(a, sparse)
     shapes["input_layernorm"] = shapes["post_attention_layernorm"] = (hidden,)
+    if a.activation == "relu_squared":
+        del shapes["mlp.gate_proj"]
     shapes |= dict.fromkeys(POST_NORMS.get(a.family, ()), (hidden,))
     for fused, names in FUSED.get(a.family, {}).items():
         parts = [shapes.pop(f"{fused.partition('.')[0]}.{name}") for name in names]
@@ -148,6 +152,8 @@ def layer_shapes(a: Architecture, sparse: bool, delta: bool) -> dict[str, tuple[
     if a.qkv_bias:
         biases = {f"self_attn.{p}_proj.bias": shapes[f"self_attn.{p}_proj.weight"][:1] for p in "qkv"}
         shapes |= biases
+    if a.norm_bias:
+        shapes |= {f"{name}_layernorm.bias": (hidden,) for name in ("input", "post_attention")}
     if a.output_bias:
         shapes["self_attn.o_proj.bias"] = (hidden,)
     if delta:
@@ -211,6 +217,8 @@ def full_tensors(a: Architecture) -> Tensors:
         of_layer = layer_shapes(a, is_sparse(a, i), is_delta(a, i))
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in of_layer.items()}
     shapes["model.norm.weight"] = (a.hidden_size,)
+    if a.norm_bias:
+        shapes["model.norm.bias"] = (a.hidden_size,)
     if a.head == "value":
         shapes["score.weight"] = (1, a.hidden_size)
     elif not a.tied_embeddings:
@@ -355,6 +363,8 @@ def megatron_shard(a: Architecture, full: Tensors, place: Place, vocab_multiple:
             shard |= {f"{prefix}decoder.layers.{local}.{name}": tensor for name, tensor in layer.items()}
         if chunk == num_chunks - 1:
             shard[f"{prefix}decoder.final_layernorm.weight"] = full["model.norm.weight"]
+            if a.norm_bias:
+                shard[f"{prefix}decoder.final_layernorm.bias"] = full["model.norm.bias"]
             if a.head == "value":
                 shard[f"{prefix}output_layer.weight"] = full["score.weight"]
             elif not a.tied_embeddings:
@@ -376,8 +386,11 @@ def megatron_layer(a: Architecture, full: Tensors, number: int, place: Place) ->
         norm = shard.pop("self_attention.linear_qkv.layer_norm_weight")
         shard["self_attention.in_proj.layer_norm_weight"] = norm
     names = mlp_names(a, sparse)
-    if not sparse:
+    if a.activation == "relu_squared":
+        shard["mlp.linear_fc1.weight"] = np.split(full[f"{hf}.mlp.up_proj.weight"], tp)[rank]
+    elif not sparse:
         shard["mlp.linear_fc1.weight"] = gate_up(full, f"{hf}.mlp", names, tp, rank)
+    if not sparse:
         shard["mlp.linear_fc2.weight"] = down(full, f"{hf}.mlp", names, tp, rank)
         return shard
     return shard | megatron_experts(a, full, hf, place)
@@ -413,6 +426,9 @@ def megatron_norms(a: Architecture, full: Tensors, hf: str, *, fused_input: bool
     mlp_norm = "mlp.linear_fc1.layer_norm_weight" if fused_mlp else "pre_mlp_layernorm.weight"
     behind_attention, before_mlp, behind_mlp = POST_NORMS.get(a.family, ("", "post_attention_layernorm", ""))
     norms = {input_norm: full[f"{hf}.input_layernorm.weight"], mlp_norm: full[f"{hf}.{before_mlp}.weight"]}
+    if a.norm_bias:
+        of_norms = ((input_norm, "input_layernorm"), (mlp_norm, before_mlp))
+        norms |= {name.removesuffix("weight") + "bias": full[f"{hf}.{norm}.bias"] for name, norm in of_norms}
     if a.post_norms:
         norms["self_attention.linear_proj.post_layernorm.weight"] = full[f"{hf}.{behind_attention}.weight"]
         norms["mlp.linear_fc2.post_layernorm.weight"] = full[f"{hf}.{behind_mlp}.weight"]
@@ -467,7 +483,7 @@ def engine_shard(a: Architecture, full: Tensors, place: Place) -> Tensors:
     tp, rank, full = place.tp, place.tp_rank, in_sections(a, full)
     vocab = -(-a.vocab_size // 64) * 64
     vocab = -(-vocab // tp) * tp
-    shard: Tensors = {"model.norm.weight": full["model.norm.weight"]}
+    shard: Tensors = {name: tensor for name, tensor in full.items() if name.startswith("model.norm.")}
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         if name in full:
             shard[name] = np.split(padded(full[name], vocab), tp)[rank]
@@ -482,6 +498,8 @@ def engine_layer(a: Architecture, full: Tensors, number: int, place: Place) -> T
     sparse = is_sparse(a, number)
     whole = ["input_layernorm.weight", "post_attention_layernorm.weight"]
     whole += [f"{norm}.weight" for norm in POST_NORMS.get(a.family, ())]
+    if a.norm_bias:
+        whole += ["input_layernorm.bias", "post_attention_layernorm.bias"]
     shard = {name: full[name] for name in whole}
     if is_delta(a, number):
         of_net = delta_shard(a, full, "linear_attn", place.tp, place.tp_rank)
@@ -521,8 +539,10 @@ def engine_attention(a: Architecture, full: Tensors, place: Place) -> Tensors:
 
 def engine_mlp(full: Tensors, mlp: str, place: Place) -> Tensors:
     names = ("gate_proj", "up_proj", "down_proj")
-    return {
-        f"{mlp}.gate_up_proj.weight": gate_up(full, mlp, names, place.tp, place.tp_rank),
+    inner = {f"{mlp}.up_proj.weight": np.split(full[f"{mlp}.up_proj.weight"], place.tp)[place.tp_rank]}
+    if f"{mlp}.gate_proj.weight" in full:
+        inner = {f"{mlp}.gate_up_proj.weight": gate_up(full, mlp, names, place.tp, place.tp_rank)}
+    return inner | {
         f"{mlp}.down_proj.weight": down(full, mlp, names, place.tp, place.tp_rank),
     }
 

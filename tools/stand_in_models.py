@@ -224,6 +224,23 @@ SHAPES: dict[str, dict[str, Any]] = {
         rope_theta=640000,
         vocab_size=151680,
     ),
+    r"nemotron-mini-4b": {
+        "model_type": "nemotron",
+        "hidden_size": 3072,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 9216,
+        "vocab_size": 256000,
+        "hidden_act": "relu2",
+        "norm_eps": 1e-5,
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 10000,
+        "max_position_embeddings": 4096,
+        "eos_token_id": 3,
+        "tie_word_embeddings": False,
+    },
     r"minimax-m2": _dense(
         QWEN3,
         "3072 62 48 8 1536",
@@ -307,7 +324,7 @@ DELTA_SHAPES = {
 """Of families with gated delta nets, whose names begin as others do. Qwen3.6's shapes are Qwen3.5's."""
 OTHERS = (
     r"(qwen3\.\d|qwen3-next|qwen2(\.5)?-vl|glm-5|"
-    r"gpt-?oss|nemotron|mimo-v2|minimax-(text|m1|m3|vl)|deepseek-v[24]|hy-?v?3)"
+    r"gpt-?oss|nemotron-3|mimo-v2|minimax-(text|m1|m3|vl)|deepseek-v[24]|hy-?v?3)"
 )
 
 

@@ -216,10 +216,12 @@ class Activations:
         return split // self.job.grids[self.role].tp + (latents + kept.beside(QKV, PROJECTION)) * item + again
 
     def _mlp(self) -> int:
-        """Gate and up, the activated gate, their product, which the last matrix is given."""
+        """Gate and up, the activated gate, their product, which the last matrix is given; without a gate what ReLU lets
+        through, and its square."""
         kept, item = self._kept_inputs(sparse=False), self.job.item_bytes
         again = max(kept.copies(FC1) - 1, 0) * self._hidden(item)
-        inside = (3 + kept.copies(FC2)) * self.architecture.ffn_hidden_size // self.job.grids[self.role].tp
+        of_products = 3 if self.architecture.mlp_matrices == 3 else 1
+        inside = (of_products + kept.copies(FC2)) * self.architecture.ffn_hidden_size // self.job.grids[self.role].tp
         return (inside + kept.beside(FC1, FC2)) * item + again
 
     def _experts(self) -> int:

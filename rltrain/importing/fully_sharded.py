@@ -51,6 +51,8 @@ def _refused(out: Translation, name: str, slices: int) -> str | None:
     model = model_file.language_model(out.get("model.path"))
     if model.get("topk_method") == "noaux_tc" or model.get("model_type") in BIASED_ROUTERS:
         return "experts that are chosen by a bias"
+    if model.get("model_type") == "nemotron":
+        return "a family whose attention in transformers is not told which tokens are of one sample"
     if slices > 1 and model_file.has_delta_nets(out.get("model.path")):
         return "slices of sequences with gated delta nets"
     asked = {

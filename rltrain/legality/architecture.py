@@ -167,6 +167,11 @@ def _sharded_problems(config: Config, role: str, grid: Grid, architecture: Archi
             f"{role}.backend: got fsdp, but the model in {path} ({key}) chooses experts by a bias that is no parameter "
             "of transformers' model and would not be sharded; expected megatron"
         )
+    if grid.is_sharded and architecture.family == "nemotron":
+        yield (
+            f"{role}.backend: got fsdp, but transformers' {architecture.family}, which the model in {path} ({key}) is, "
+            "does not tell its attention which tokens are of one sample; expected megatron"
+        )
     if architecture.unlisted and architecture.head == "value" and not architecture.unlisted.classifier:
         yield f"{key}: the model in {path} has no classifier in transformers, which a score would be saved as"
 

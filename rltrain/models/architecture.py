@@ -24,6 +24,7 @@ from rltrain.models.windows import Windows, read_windows
 
 FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "phi3", "glm4", "gemma", "gemma2", "gemma3_text", "seed_oss", "mimo",
+    "nemotron",
     "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite", "minimax_m2",
     *DELTA_FAMILIES,
 )  # fmt: skip
@@ -31,8 +32,8 @@ CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 Head = Literal["vocabulary", "value"]
 """What stands on top of a model: a logit per token of the vocabulary, or one value."""
-Activation = Literal["silu", "gelu_tanh"]
-"""Of the gate of an MLP; GELU by its approximation with tanh."""
+Activation = Literal["silu", "gelu_tanh", "relu_squared"]
+"""Of the gate of an MLP; GELU by its approximation with tanh. The square of ReLU is of MLPs that have no gate."""
 
 HEAD_DIM = {"qwen3": 128, "gemma": 256, "gemma2": 256, "gemma3_text": 256, "seed_oss": 128, "minimax_m2": 128}
 HEAD_DIM |= dict.fromkeys(DELTA_FAMILIES, 256)
@@ -70,6 +71,7 @@ HIDDEN_ACT = {
     "gemma": ("hidden_act", GELU_TANH, "gelu"),
     "gemma2": ("hidden_activation", GELU_TANH),
     "gemma3_text": ("hidden_activation", GELU_TANH),
+    "nemotron": ("hidden_act", "relu2"),
 }
 """Key and values of the activation of families that have another one than hidden_act silu: Gemma's own files say gelu
 and mean that by tanh, as transformers takes it."""
@@ -128,6 +130,7 @@ class Architecture:
     that is set. Scores are multiplied by `attention_scale`, or 1 / sqrt(head_dim). With `qk_norm` queries and keys are
     normed head by head, or, where the model `norms_projections`, all heads of a token at once. Norms multiply by
     `norm_offset` plus their weight; with `post_norms` there is one behind attention and one behind the MLP too.
+    With `norm_bias` they take the mean off first, and add a bias (LayerNorm).
     Embeddings are multiplied by `embedding_scale`. Scores x become c * tanh(x / c) with c = `attention_softcap`, where
     that is set, and logits by `logits_softcap`. Layers that `delta` names are gated delta nets; what attention of the
     others puts out is multiplied by the sigmoid of gates where the model has `gated_attention`. The names of the
@@ -160,6 +163,7 @@ class Architecture:
     attention_scale: float | None = None
     activation: Activation = "silu"
     norm_offset: float = 0.0
+    norm_bias: bool = False
     post_norms: bool = False
     embedding_scale: float = 1.0
     rotates_pairs: bool = False
@@ -188,6 +192,11 @@ class Architecture:
     @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def mlp_matrices(self) -> int:
+        """In an MLP: up and down, and a gate unless its activation is of another kind."""
+        return 2 if self.activation == "relu_squared" else 3
 
     @property
     def rotated_size(self) -> int:
@@ -273,7 +282,7 @@ def read_architecture(path: Path, config_key: str = "model.path") -> Architectur
         tied_embeddings=reader.take("tie_word_embeddings", bool, default=family in TIED_UNLESS_TOLD),
         qkv_bias=family in QKV_BIAS_FAMILIES or attention_bias or _has_qkv_bias(reader, family),
         qk_norm=family in QK_NORM_FAMILIES or reader.take("use_qk_norm", bool, default=False),
-        norm_eps=reader.take("rms_norm_eps", float),
+        norm_eps=reader.take("norm_eps" if family == "nemotron" else "rms_norm_eps", float),
         rope_theta=rope.theta,
         rope_scaling=rope.scaling,
         max_positions=max_positions,
@@ -290,6 +299,8 @@ def read_architecture(path: Path, config_key: str = "model.path") -> Architectur
     )
     if family in DELTA_FAMILIES:
         return _with_delta_nets(architecture, reader, path)
+    if family == "nemotron":
+        return replace(architecture, activation="relu_squared", norm_offset=1.0, norm_bias=True)
     return _gemma(architecture, reader) if family in GEMMA_FAMILIES else architecture
 
 

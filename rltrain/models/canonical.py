@@ -18,6 +18,7 @@ from rltrain.models.dense import (
     GLM4,
     LLAMA,
     MISTRAL,
+    NEMOTRON,
     OUTPUT_BIAS,
     PHI3,
     PROJECTION_NORMS,
@@ -44,6 +45,7 @@ TABLES = {
     "gemma3_text": GEMMA3,
     "seed_oss": LLAMA,
     "mimo": QWEN2,
+    "nemotron": NEMOTRON,
     "qwen2_moe": QWEN2_MOE,
     "qwen3_moe": QWEN3_MOE,
     "mixtral": MIXTRAL,
@@ -160,7 +162,7 @@ def canonical_tensors(architecture: Architecture) -> CanonicalTensors:
         layer = layer_of(architecture, kind)
         add(layer.rows, number)
         add(layer.experts, number, layer.expert_copies(num_experts), stack if layer.stacked else ())
-    add((table.final_norm,) if architecture.tied_embeddings else (table.final_norm, table.head))
+    add(table.final_norm if architecture.tied_embeddings else (*table.final_norm, table.head))
     return CanonicalTensors(tuple(names), tuple(shapes))
 
 
@@ -217,5 +219,5 @@ def _marked(architecture: Architecture, mark: Callable[[Row], bool]) -> NDArray[
     marks += chain.from_iterable(
         of(layer.rows) + of(layer.experts) * layer.expert_copies(architecture.num_experts) for layer in layers
     )
-    marks += of((table.final_norm,) if architecture.tied_embeddings else (table.final_norm, table.head))
+    marks += of(table.final_norm if architecture.tied_embeddings else (*table.final_norm, table.head))
     return np.array(marks, dtype=bool)

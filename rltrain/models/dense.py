@@ -82,10 +82,12 @@ LLAMA = Table(
         split="vocab",
     ),
     dense=LLAMA_LAYER,
-    final_norm=Row(
-        parts=(Part("model.norm.weight", ("hidden",)),),
-        megatron="decoder.final_layernorm.weight",
-        engine="model.norm.weight",
+    final_norm=(
+        Row(
+            parts=(Part("model.norm.weight", ("hidden",)),),
+            megatron="decoder.final_layernorm.weight",
+            engine="model.norm.weight",
+        ),
     ),
     head=Row(
         parts=(Part("lm_head.weight", ("vocab", "hidden")),),
@@ -162,5 +164,43 @@ GLM4 = replace(
             MLP[1],
             in_layer(("post_mlp_layernorm.weight", "hidden"), megatron="mlp.linear_fc2.post_layernorm.weight"),
         )
+    ),
+)
+
+# Norms have biases, and MLPs no gates.
+NEMOTRON = replace(
+    LLAMA,
+    dense=Layer(
+        (
+            INPUT_NORM,
+            in_layer(
+                ("input_layernorm.bias", "hidden"),
+                megatron="input_layernorm.bias",
+                megatron_te="self_attention.linear_qkv.layer_norm_bias",
+            ),
+            QKV,
+            ATTENTION_OUTPUT,
+            POST_ATTENTION_NORM,
+            in_layer(
+                ("post_attention_layernorm.bias", "hidden"),
+                megatron="pre_mlp_layernorm.bias",
+                megatron_te="mlp.linear_fc1.layer_norm_bias",
+            ),
+            in_layer(
+                ("mlp.up_proj.weight", "ffn", "hidden"),
+                megatron="mlp.linear_fc1.weight",
+                split="rows",
+                quantizable=True,
+            ),
+            MLP[1],
+        )
+    ),
+    final_norm=(
+        *LLAMA.final_norm,
+        Row(
+            parts=(Part("model.norm.bias", ("hidden",)),),
+            megatron="decoder.final_layernorm.bias",
+            engine="model.norm.bias",
+        ),
     ),
 )

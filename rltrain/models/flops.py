@@ -116,8 +116,8 @@ def expert_flops(architecture: Architecture) -> int:
 
 
 def mlp_flops(architecture: Architecture) -> int:
-    """Of one token in the MLP of a layer without experts: gate, up and down."""
-    return 2 * 3 * architecture.hidden_size * architecture.ffn_hidden_size
+    """Of one token in the MLP of a layer without experts."""
+    return 2 * architecture.mlp_matrices * architecture.hidden_size * architecture.ffn_hidden_size
 
 
 def attention_flops(architecture: Architecture) -> int:

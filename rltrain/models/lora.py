@@ -30,7 +30,7 @@ def adapters_of(table: Table, targets: Collection[str] | None, *, learns_head: b
     return Table(
         embedding=NOTHING,
         dense=_of_layer(table.dense, targets),
-        final_norm=NOTHING,
+        final_norm=(),
         head=table.head if learns_head else NOTHING,
         sparse=sparse,
         delta=delta,

@@ -14,6 +14,7 @@ def local_mechanisms(architecture: Architecture) -> list[str]:
         "bent scores or logits": (architecture.attention_softcap, architecture.logits_softcap) != (None, None),
         "LongRoPE": isinstance(architecture.rope_scaling, LongRopeScaling),
         "gated delta nets": architecture.delta is not None,
+        "norms with biases": architecture.norm_bias,
         "another activation than SiLU": architecture.activation != "silu",
     }
     return [mechanism for mechanism, is_there in found.items() if is_there]

@@ -62,7 +62,7 @@ class Rope(NamedTuple):
     max_positions: int | None = None
 
 
-PARTIAL_FAMILIES = {"phi3": 1.0, "glm4": 0.5, "glm4_moe": 0.5, "minimax_m2": 1.0}
+PARTIAL_FAMILIES = {"phi3": 1.0, "glm4": 0.5, "glm4_moe": 0.5, "nemotron": 0.5, "minimax_m2": 1.0}
 PARTIAL_FAMILIES |= dict.fromkeys(DELTA_FAMILIES, 0.25)
 """Families of which a head may be rotated in part, with what transformers assumes where the key is absent."""
 PARTIAL = "partial_rotary_factor"

@@ -103,7 +103,7 @@ class Table:
 
     embedding: Row
     dense: Layer
-    final_norm: Row
+    final_norm: tuple[Row, ...]
     head: Row
     sparse: Layer | None = None
     delta: Layer | None = None

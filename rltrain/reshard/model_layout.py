@@ -114,9 +114,9 @@ class ModelCutter:
                     chunk.prefix, template, first[layers.start : layers.stop], layers.start - chunk.layers.start
                 )
             if chunk.head:
-                contents.add(chunk.prefix, self._template((table.final_norm,), share), first[-1:])
+                contents.add(chunk.prefix, self._template(table.final_norm, share), first[-1:])
                 if not (tied and any(chunk.embedding for chunk in chunks)):
-                    after_norm = first[-1:] + tensors_in((table.final_norm,))
+                    after_norm = first[-1:] + tensors_in(table.final_norm)
                     head = after_norm if not tied else np.array([0])  # tied: the embedding, on another stage
                     contents.add(chunk.prefix, self._template((table.head,), share), head)
         return contents.finished()

@@ -134,10 +134,10 @@ def _latent_attention(architecture: Architecture, grid: Grid, item_bytes: int) -
 
 
 def _feed_forward(architecture: Architecture, grid: Grid) -> int:
-    """Elements: the normed token, gate, up and their product; of experts for every visit, with what they take and make,
-    which is then put into the order of the tokens."""
+    """Elements: the normed token, gate (where there is one), up and what becomes of them; of experts for every visit,
+    with what they take and make, which is then put into the order of the tokens."""
     hidden, moe = architecture.hidden_size, architecture.moe
-    widest = hidden + 3 * architecture.ffn_hidden_size // grid.tp
+    widest = hidden + architecture.mlp_matrices * architecture.ffn_hidden_size // grid.tp
     if moe:
         inner = 3 * moe.ffn_hidden_size * grid.ep // grid.tp
         widest = max(widest, 2 * hidden + moe.top_k * (3 * hidden + inner))

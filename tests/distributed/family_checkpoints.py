@@ -159,6 +159,7 @@ OTHER_DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3", GEMMA),
     "gemma3_linear": ("Gemma3", {**GEMMA, "tie_word_embeddings": False, "rope_parameters": LINEAR_ROPE}),
     "qwen3_5": ("Qwen3_5", DELTA),
+    "nemotron": ("Nemotron", {**NO_TOKENS, "tie_word_embeddings": False, "head_dim": 24}),
 }
 """With windows, rotary embeddings, activations and biases of other kinds, and norms behind attention and MLPs."""
 DENSE |= OTHER_DENSE

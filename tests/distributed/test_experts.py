@@ -42,6 +42,7 @@ MANY = {name: ["one_rank"] for name in SPARSE if name != MODEL} | {
     "gemma2": ["one_rank", "tp2_sequence_parallel", "pp4", "recomputed"],
     "gemma3_linear": ["one_rank", "pp4", "recomputed"],
     "seed_oss": ["one_rank", "tp2", "tp2_sequence_parallel"],
+    "nemotron": ["one_rank", "tp2", "tp2_sequence_parallel", "recomputed"],
     "qwen3_5": ["one_rank", "tp2", "tp2_sequence_parallel", "pp4", "recomputed", "cp2", "cp4_by_heads"],
 }
 """Dense ones among them have what none of the others has: windows, rotary embeddings of their own, further norms."""

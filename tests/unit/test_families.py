@@ -40,6 +40,7 @@ MODELS = {
     "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
     "gemma3_text": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
     "seed_oss": (transformers.SeedOssConfig, transformers.SeedOssForCausalLM),
+    "nemotron": (transformers.NemotronConfig, transformers.NemotronForCausalLM),
     "qwen3_5_text": (
         partial(transformers.Qwen3_5TextConfig, full_attention_interval=2),
         transformers.Qwen3_5ForCausalLM,

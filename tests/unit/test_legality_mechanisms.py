@@ -50,6 +50,11 @@ def test_what_there_is_is_not_refused(architecture: Architecture) -> None:
         (tiny_architecture("glm4_moe", max_positions=4096), SGLANG, ["got sglang", "model_type glm4_moe", "embedded"]),
         (GEMMA2, {"actor": {"parallel": {"cp": 2}}}, ["actor.parallel.cp: got 2", "expected 1", "bends its scores"]),
         (GEMMA2, {"model": {"path": "m", "logits_chunk_tokens": 9}}, ["model.logits_chunk_tokens: got 9", "null"]),
+        (
+            tiny_architecture("nemotron", max_positions=4096),
+            {"actor": {"backend": "fsdp"}},
+            ["actor.backend: got fsdp", "transformers' nemotron", "expected megatron"],
+        ),
         (PHI4_MINI, {}, ["has 64 positions", "short factors"]),
         (
             replace(DELTA, delta=replace(DELTA.delta, num_key_heads=1)),  # type: ignore[type-var]

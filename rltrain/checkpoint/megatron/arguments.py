@@ -9,7 +9,6 @@ from rltrain.checkpoint.megatron.keys import VOCAB_ROWS_MULTIPLE, GlobalTensors
 from rltrain.models import Architecture, RopeScaling, YarnScaling
 
 SHARED_BY_ALL_FAMILIES = {
-    "normalization": "RMSNorm",
     "add_bias_linear": False,
     "position_embedding_type": "rope",
 }
@@ -66,6 +65,8 @@ def describing(architecture: Architecture) -> dict[str, Any]:
     """The arguments that follow from an architecture, by name, with the values that Megatron-LM must have for it."""
     described = SHARED_BY_ALL_FAMILIES | {
         "swiglu": architecture.activation == "silu",
+        "squared_relu": architecture.activation == "relu_squared",
+        "normalization": "LayerNorm" if architecture.norm_bias else "RMSNorm",
         "num_layers": architecture.num_layers,
         "hidden_size": architecture.hidden_size,
         "ffn_hidden_size": architecture.ffn_hidden_size,

@@ -193,7 +193,7 @@ class GlobalTensors:
     def _rows(self) -> dict[str, Row]:
         """The table's row of every parameter, by its name without numbers."""
         table = table_of(self.architecture)
-        rows = [table.embedding, table.final_norm, table.head]
+        rows = [table.embedding, *table.final_norm, table.head]
         for kind in set(self.architecture.layer_kinds):
             layer = layer_of(self.architecture, kind)
             rows += [*layer.rows, *layer.experts]

@@ -42,7 +42,7 @@ class GroupedAttention:
         shape = self.shape(architecture, group.size)
         self._num_heads, self._num_rotated = shape.num_heads, shape.num_heads + shape.num_kv_heads
         self._head_dim = shape.head_dim
-        self._norm = Norm(parameters["input_layernorm.weight"], architecture)
+        self._norm = Norm(parameters["input_layernorm.weight"], architecture, parameters.get("input_layernorm.bias"))
         self._qkv = parameters.matrix("self_attn.qkv_proj.weight")
         self._qkv_bias = parameters.get("self_attn.qkv_proj.bias")
         self._head_norms = head_norms(parameters, architecture, group)

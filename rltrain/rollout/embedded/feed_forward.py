@@ -16,6 +16,7 @@ from rltrain.rollout.embedded.residual import Norm, add_product
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu_squared": lambda inner: F.relu(inner).square_(),
 }
 
 _NORMS = ("pre_feedforward_layernorm.weight", "post_attention_layernorm.weight")
@@ -45,20 +46,26 @@ class FeedForward(Protocol):
 
 
 class DenseFeedForward:
-    """Implements `FeedForward`: one gated MLP."""
+    """Implements `FeedForward`: one MLP, with a gate or without."""
 
     stores = False
 
     def __init__(self, parameters: LayerParameters, architecture: Architecture, group: TensorParallel) -> None:
         self._group, self._activate = group, ACTIVATIONS[architecture.activation]
-        self._norm, self._post_norm = Norm(parameters.first(*_NORMS), architecture), None
+        self._norm = Norm(parameters.first(*_NORMS), architecture, parameters.get("post_attention_layernorm.bias"))
+        self._post_norm = None
         if architecture.post_norms:
             self._post_norm = Norm(parameters.first(*_POST_NORMS), architecture)
-        self._gate_up = parameters.matrix("mlp.gate_up_proj.weight")
+        self._is_gated = architecture.mlp_matrices == 3
+        self._inner = parameters.matrix(f"mlp.{'gate_up' if self._is_gated else 'up'}_proj.weight")
         self._down = parameters.matrix("mlp.down_proj.weight")
 
     def add(self, hidden: Tensor, attention: Attention) -> None:
-        inner = gated(self._norm(hidden), self._gate_up, self._activate)
+        normed = self._norm(hidden)
+        if self._is_gated:
+            inner = gated(normed, self._inner, self._activate)
+        else:
+            inner = self._activate(self._inner.product(normed))
         add_product(hidden, inner, self._down, self._group, self._post_norm)
 
     def store(self, hidden: Tensor, attention: Attention) -> None:

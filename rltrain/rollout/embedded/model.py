@@ -85,7 +85,7 @@ class EngineModel:
             layers.append(_Layer(num_of_kind[kind.delta], mixer, feed_forward, stages_of_layer(index)))
             num_of_kind[kind.delta] += 1
         self._layers = tuple(layers)
-        self._final_norm = Norm(parameters["model.norm.weight"], architecture)
+        self._final_norm = Norm(parameters["model.norm.weight"], architecture, parameters.get("model.norm.bias"))
         self._head = parameters.get("lm_head.weight", self._embedding)
         self._rotaries = [RotaryEmbedding(inverse_frequencies(architecture), magnitude, max_positions, device)]
         own_base = architecture.sliding_rope_theta is not None

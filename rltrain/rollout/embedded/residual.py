@@ -16,16 +16,20 @@ def normed(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class Norm:
-    """`normed` with a weight that is read on every call, plus `offset`."""
+    """`normed` with a weight that is read on every call, plus `offset`; with a bias, of what the mean is taken off."""
 
-    def __init__(self, weight: Tensor, architecture: Architecture) -> None:
+    def __init__(self, weight: Tensor, architecture: Architecture, bias: Tensor | None = None) -> None:
         self._weight, self._eps, self._offset = weight, architecture.norm_eps, architecture.norm_offset
+        self._bias = bias
 
     @property
     def dtype(self) -> torch.dtype:
         return self._weight.dtype
 
     def __call__(self, hidden: Tensor) -> Tensor:
+        if self._bias is not None:
+            gain, bias = self._weight.float() + self._offset, self._bias.float()
+            return F.layer_norm(hidden.float(), gain.shape, gain, bias, self._eps).to(self._weight.dtype)
         if not self._offset:
             return normed(hidden, self._weight, self._eps)
         gain = self._weight.float() + self._offset

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch.nn.functional as F
+from megatron.core.activations import squared_relu
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -56,9 +57,13 @@ def attention_settings(architecture: Architecture) -> dict[str, Any]:
 
 
 def activation_settings(architecture: Architecture, *, cuda: bool) -> dict[str, Any]:
-    """Of MLPs. On GPUs Megatron fuses that of the gate by itself where it is SiLU; another one is a module."""
+    """Of MLPs. On GPUs Megatron fuses that of the gate by itself where it is SiLU; another one is a module. Without a
+    gate it is Megatron's own."""
+    if architecture.activation == "relu_squared":
+        return {"gated_linear_unit": False, "activation_func": squared_relu, "bias_activation_fusion": False}
     silu = architecture.activation == "silu"
     return {
+        "gated_linear_unit": True,
         "activation_func": F.silu
         if silu
         else F.gelu,  # which is that by tanh where Megatron fuses it, and in block_spec

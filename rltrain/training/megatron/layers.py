@@ -38,7 +38,7 @@ from rltrain.training.megatron.fused import GatedActivation
 from rltrain.training.megatron.fused_attention import FusedSelfAttention, OwnRotary
 from rltrain.training.megatron.latent_attention import ExplicitLatentAttention, LatentSelfAttention
 from rltrain.training.megatron.linear import ColumnProduct, RowProduct
-from rltrain.training.megatron.norms import LatentNorm, ProjectionNorm, RMSNorm, parameter_device
+from rltrain.training.megatron.norms import LatentNorm, ProjectionNorm, RMSNorm, hidden_norm, parameter_device
 from rltrain.training.megatron.precision import widen_residual_stream
 from rltrain.training.megatron.routing import SampleRouter, SparseLayer
 
@@ -113,7 +113,7 @@ def block_spec(
         specs, norm = [_transformer_engine_layer(architecture, config, kind.sparse) for kind in kinds], TENorm
     else:
         numbered = zip(layers, kinds, strict=True)
-        specs, norm = [_local_layer(architecture, number, kind) for number, kind in numbered], RMSNorm
+        specs, norm = [_local_layer(architecture, number, kind) for number, kind in numbered], hidden_norm(architecture)
     block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
     if not transformer_engine:
         with_context_parallelism(block, config)
@@ -155,14 +155,14 @@ def _local_layer(architecture: Architecture, number: int, kind: LayerKind) -> Mo
     if kind.delta:
         projections = DeltaSubmodules(in_proj=ColumnProduct, out_proj=RowProduct)
         attention = ModuleSpec(module=PackedDeltaNet, params={"delta": architecture.delta}, submodules=projections)
-    mlp = _with_post_norm_of(architecture, LOCAL_MLP, "linear_fc2")
+    norm, mlp = hidden_norm(architecture), _with_post_norm_of(architecture, LOCAL_MLP, "linear_fc2")
     return ModuleSpec(
         module=SparseLayer if kind.sparse else TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
+            input_layernorm=norm,
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
+            pre_mlp_layernorm=norm,
             mlp=_local_experts() if kind.sparse else ModuleSpec(module=MLP, submodules=mlp),
             mlp_bda=get_bias_dropout_add,
         ),

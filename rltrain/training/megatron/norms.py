@@ -1,4 +1,4 @@
-"""RMSNorms as Megatron builds norms: of the hidden state, of heads, of all heads at once, of latents."""
+"""Norms as Megatron builds them: of the hidden state, of heads, of all heads at once, of latents."""
 
 from typing import Any
 
@@ -11,6 +11,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from rltrain.models import Architecture
 from rltrain.models.deepseek import LATENT_NORM_EPS
 from rltrain.training.megatron.fused import RmsNorm, takes_fused
 
@@ -45,6 +46,28 @@ class RMSNorm(torch.nn.RMSNorm):
         assert self.eps is not None
         fused: Tensor = RmsNorm.apply(x, weight.to(x.dtype), self.eps)
         return fused.to(self.weight.dtype)
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    """torch's LayerNorm, as RMSNorm above."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **unused: Any) -> None:
+        super().__init__(hidden_size, eps=eps, device=parameter_device(config), dtype=config.params_dtype)
+        self.offset = 1.0 if config.layernorm_zero_centered_gamma else 0.0
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """In the weights' type, rounded once, also where `x` is wider."""
+        wide = torch.promote_types(torch.promote_types(x.dtype, self.weight.dtype), torch.float32)
+        gain, bias = self.weight.to(wide) + self.offset, self.bias.to(wide)
+        normed = torch.nn.functional.layer_norm(x.to(wide), self.normalized_shape, gain, bias, self.eps)
+        return normed.to(self.weight.dtype)
+
+
+def hidden_norm(architecture: Architecture) -> type[LayerNorm | RMSNorm]:
+    """Of the hidden state."""
+    return LayerNorm if architecture.norm_bias else RMSNorm
 
 
 class LatentNorm(RMSNorm):
