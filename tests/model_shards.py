@@ -25,6 +25,7 @@ MOE = {
     ),
 }
 MOE["glm4_moe"] = MOE["glm4_moe_lite"] = MOE["deepseek_v3"]
+MOE["hy_v3"] = MOE["deepseek_v3"]
 MOE["qwen3_next"] = MOE["qwen2_moe"]
 MOE["qwen3_5_moe_text"] = replace(MOE["qwen2_moe"], dense_layers=())
 MOE["minimax_m2"] = MoE(num_experts=8, top_k=2, ffn_hidden_size=24, score="sigmoid")
@@ -37,7 +38,7 @@ POST_NORMS = {
 BIASED = ("qwen2", "qwen2_moe", "glm4", "glm4_moe", "seed_oss")
 DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Families with gated delta nets, in every layer but each second one here."""
-NORMED_HEADS = ("qwen3", "qwen3_moe", "gemma3_text", "glm4_moe", "minimax_m2", *DELTA)
+NORMED_HEADS = ("qwen3", "qwen3_moe", "gemma3_text", "glm4_moe", "minimax_m2", "hy_v3", *DELTA)
 OF_MIXTRAL = ("mixtral", "minimax_m2")
 """Families that call experts as Mixtral does."""
 LATENT = MLA(q_rank=8, kv_rank=6, plain_head_dim=3, rope_head_dim=2, value_head_dim=5)
@@ -170,7 +171,7 @@ def mlp_shapes(a: Architecture, sparse: bool) -> dict[str, tuple[int, ...]]:
     if sparse:
         assert a.moe
         block = moe_block(a)
-        shapes[f"{block}.gate"] = (a.moe.num_experts, hidden)
+        shapes[router(a)] = (a.moe.num_experts, hidden)
         mlps = {f"{block}.experts.{e}": a.moe.ffn_hidden_size for e in range(a.moe.num_experts)}
         if a.moe.shared_ffn_hidden_size:
             mlps[shared_block(a)] = a.moe.shared_ffn_hidden_size
@@ -183,14 +184,31 @@ def mlp_shapes(a: Architecture, sparse: bool) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-BIASED_ROUTERS = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2")
+BIASED_ROUTERS = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2", "hy_v3")
+
+
+IN_ENGINE = {
+    "mlp.router.gate.weight": "mlp.gate.weight",
+    "mlp.expert_bias": "mlp.gate.e_score_correction_bias",
+    "mlp.shared_mlp.gate_up_proj.weight": "mlp.shared_experts.gate_up_proj.weight",
+    "mlp.shared_mlp.down_proj.weight": "mlp.shared_experts.down_proj.weight",
+}
+"""Names of Hy3's files that are not the engine's."""
+
+
+def router(a: Architecture) -> str:
+    return "mlp.router.gate" if a.family == "hy_v3" else f"{moe_block(a)}.gate"
 
 
 def router_bias(a: Architecture) -> str:
+    if a.family == "hy_v3":
+        return "mlp.expert_bias"
     return f"{moe_block(a)}.{'' if a.family in OF_MIXTRAL else 'gate.'}e_score_correction_bias"
 
 
 def shared_block(a: Architecture) -> str:
+    if a.family == "hy_v3":
+        return "mlp.shared_mlp"
     return "mlp.shared_expert" if a.family in ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text") else "mlp.shared_experts"
 
 
@@ -439,7 +457,7 @@ def megatron_experts(a: Architecture, full: Tensors, hf: str, place: Place) -> T
     """The router, the shared experts and those of the rank."""
     tp, rank, te, names = place.tp, place.tp_rank, place.transformer_engine, mlp_names(a, sparse=True)
     block = f"{hf}.{moe_block(a)}"
-    shard = {"mlp.router.weight": full[f"{block}.gate.weight"]}
+    shard = {"mlp.router.weight": full[f"{hf}.{router(a)}.weight"]}
     if a.family in BIASED_ROUTERS:
         shard["mlp.router.expert_bias"] = full[f"{hf}.{router_bias(a)}"]
     assert a.moe
@@ -551,7 +569,7 @@ def engine_experts(a: Architecture, full: Tensors, place: Place) -> Tensors:
     """The router, the shared experts and those of the rank."""
     assert a.moe
     block, names = moe_block(a), mlp_names(a, sparse=True)
-    whole = [f"{block}.gate.weight"]
+    whole = [f"{router(a)}.weight"]
     whole += [router_bias(a)] if a.family in BIASED_ROUTERS else []
     whole += ["mlp.shared_expert_gate.weight"] if a.moe.shared_gate else []
     shard = {name: full[name] for name in whole}
@@ -560,4 +578,4 @@ def engine_experts(a: Architecture, full: Tensors, place: Place) -> Tensors:
     experts = [f"{block}.experts.{e}" for e in local_experts(a, place)]
     for stack, cut in (("w13", gate_up), ("w2", down)):
         shard[f"{block}.experts.{stack}_weight"] = np.stack([cut(full, e, names, *place.expert_tp) for e in experts])
-    return shard
+    return {IN_ENGINE.get(name, name): tensor for name, tensor in shard.items()}

@@ -241,6 +241,22 @@ SHAPES: dict[str, dict[str, Any]] = {
         "eos_token_id": 3,
         "tie_word_embeddings": False,
     },
+    r"hy-?v?3": _dense(
+        QWEN3,
+        "4096 80 64 8 13312",
+        model_type="hy_v3",
+        head_dim=128,
+        num_experts=192,
+        num_experts_per_tok=8,
+        num_shared_experts=1,
+        moe_intermediate_size=1536,
+        router_scaling_factor=2.826,
+        num_nextn_predict_layers=1,
+        rms_norm_eps=1e-5,
+        rope_theta=11158840,
+        vocab_size=120832,
+        max_position_embeddings=262144,
+    ),
     r"minimax-m2": _dense(
         QWEN3,
         "3072 62 48 8 1536",
@@ -324,7 +340,7 @@ DELTA_SHAPES = {
 """Of families with gated delta nets, whose names begin as others do. Qwen3.6's shapes are Qwen3.5's."""
 OTHERS = (
     r"(qwen3\.\d|qwen3-next|qwen2(\.5)?-vl|glm-5|"
-    r"gpt-?oss|nemotron-3|mimo-v2|minimax-(text|m1|m3|vl)|deepseek-v[24]|hy-?v?3)"
+    r"gpt-?oss|nemotron-3|mimo-v2|minimax-(text|m1|m3|vl)|deepseek-v[24])"
 )
 
 

@@ -9,7 +9,7 @@ NAMES = ("dp", "fsdp", "fsdp1", "fsdp2")
 """verl's and SkyRL's names of torch's FSDP."""
 WITH_LOGITS = 16384
 """Tokens of a micro-batch where the source made logits in chunks. What is learned does not depend on it."""
-BIASED_ROUTERS = ("deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite", "minimax_m2")
+BIASED_ROUTERS = ("deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite", "minimax_m2", "hy_v3")
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 

@@ -13,8 +13,6 @@ RULES = (
     Rule("data.train_batch_size", "batch.prompts_per_step", 256, count),
     Rule("model.path", "model.path", None, text),
     Rule("trainer.seed", "seed", 1, count),
-    Rule("trainer.save_freq", "checkpoint.save_interval", -1, interval),
-    Rule("trainer.test_freq", "evaluation.interval", -1, interval),
     Rule("trainer.default_local_dir", "checkpoint.dir", None, text),
     Rule("trainer.project_name", "logging.wandb.project", "gsm8k-sft", text),
     Rule("trainer.experiment_name", "logging.wandb.name", "test", text),
@@ -30,6 +28,7 @@ RULES = (
     Rule("optim.clip_grad", "actor.optimizer.clip_grad", 1.0, real),
     Rule("optim.min_lr", "actor.optimizer.min_lr", None, real),
 )
+EACH_EPOCH = "after_each_epoch"
 DECAYS = ("constant", "cosine", "linear")
 HARMLESS = {
     "engine.*": "of speed or checkpoint files",
@@ -55,6 +54,7 @@ HARMLESS = {
     "data.truncation": "longer conversations are left out",
     "data.num_workers": "of speed alone",
     "data.*": "of reading rows",
+    "trainer.test_freq": "a loss on held-out conversations is not measured",
     "trainer.*": "of logs and checkpoint files",
     "global_profiler.*": "of logs alone",
     "profiler.*": "of logs alone",
@@ -90,10 +90,12 @@ def translate(keys: SourceKeys, out: Translation, rows: Rows) -> None:
         out.set("model.recompute", "full", "model.enable_gradient_checkpointing")
     if keys.get("data.val_files") not in NOTHING:
         out.leave("data.val_files", keys.get("data.val_files"), "a loss on held-out conversations is not measured")
-    out.settings.pop("evaluation.interval", None)
     _optimizer(keys, out)
     named = ("trainer.total_training_steps", "trainer.total_epochs")
     set_steps(out, rows, keys.get(named[0]), keys.get(named[1], 4), named, name=named[0])
+    saved = keys.get("trainer.save_freq", -1)
+    each_epoch = max(out.get("steps") // count(keys.get(named[1], 4)), 1)
+    out.set("checkpoint.save_interval", each_epoch if saved == EACH_EPOCH else interval(saved), "trainer.save_freq")
     ratio = real(keys.get("optim.lr_warmup_steps_ratio", 0) or 0)
     warmup = keys.get("optim.lr_warmup_steps")
     steps = count(warmup) if warmup not in NOTHING and count(warmup) >= 0 else round(ratio * out.get("steps"))

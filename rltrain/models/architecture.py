@@ -26,7 +26,7 @@ FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "phi3", "glm4", "gemma", "gemma2", "gemma3_text", "seed_oss", "mimo",
     "nemotron",
     "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite", "minimax_m2",
-    *DELTA_FAMILIES,
+    "hy_v3", *DELTA_FAMILIES,
 )  # fmt: skip
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
@@ -36,11 +36,12 @@ Activation = Literal["silu", "gelu_tanh", "relu_squared"]
 """Of the gate of an MLP; GELU by its approximation with tanh. The square of ReLU is of MLPs that have no gate."""
 
 HEAD_DIM = {"qwen3": 128, "gemma": 256, "gemma2": 256, "gemma3_text": 256, "seed_oss": 128, "minimax_m2": 128}
+HEAD_DIM["hy_v3"] = 128
 HEAD_DIM |= dict.fromkeys(DELTA_FAMILIES, 256)
 """Of families whose heads have a width of their own, what transformers assumes where the key is absent."""
 GEMMA_FAMILIES = ("gemma", "gemma2", "gemma3_text")
 TIED_UNLESS_TOLD = GEMMA_FAMILIES
-QK_NORM_FAMILIES = ("qwen3", "qwen3_moe", "gemma3_text", "minimax_m2", *DELTA_FAMILIES)
+QK_NORM_FAMILIES = ("qwen3", "qwen3_moe", "gemma3_text", "minimax_m2", "hy_v3", *DELTA_FAMILIES)
 LATENT_FAMILIES = ("deepseek_v3", "kimi_k2", "glm4_moe_lite")
 QKV_BIAS_FAMILIES = ("qwen2", "mimo")
 """Families whose queries, keys and values all have a bias, whatever config.json says."""

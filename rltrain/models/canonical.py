@@ -30,7 +30,7 @@ from rltrain.models.dense import (
 )
 from rltrain.models.element_types import ElementType, TypeArray, uniform
 from rltrain.models.lora import adapters_of
-from rltrain.models.moe import GLM4_MOE, MINIMAX_M2, MIXTRAL, QWEN2_MOE, QWEN3_MOE, stacking_experts
+from rltrain.models.moe import GLM4_MOE, HY_V3, MINIMAX_M2, MIXTRAL, QWEN2_MOE, QWEN3_MOE, stacking_experts
 from rltrain.models.table import Layer, LayerKind, Row, Table
 
 TABLES = {
@@ -54,6 +54,7 @@ TABLES = {
     "glm4_moe": GLM4_MOE,
     "glm4_moe_lite": DEEPSEEK_V3,
     "minimax_m2": MINIMAX_M2,
+    "hy_v3": HY_V3,
     "qwen3_next": QWEN3_NEXT,
     "qwen3_5": QWEN3_5,
     "qwen3_5_text": QWEN3_5,

@@ -117,6 +117,21 @@ def _read_deepseek_v3(config: ConfigReader, num_layers: int) -> MoE:
     )
 
 
+def _read_hy_v3(config: ConfigReader, num_layers: int) -> MoE:
+    """As DeepSeek-V3 under other keys: unless the first layer alone is dense, layers say what they are."""
+    expert_size = config.count("moe_intermediate_size")
+    listed = config.values.get("mlp_layer_types") is not None or "first_k_dense_replace" in config.values
+    return MoE(
+        num_experts=config.count("num_experts"),
+        top_k=config.count("num_experts_per_tok"),
+        ffn_hidden_size=expert_size,
+        shared_ffn_hidden_size=config.count("num_shared_experts", default=1) * expert_size,
+        dense_layers=_read_dense_layers(config, num_layers) if listed else (0,),
+        score="sigmoid",
+        scaling=config.take("router_scaling_factor", float, default=2.826),
+    )
+
+
 READ_MOE: dict[str, Callable[[ConfigReader, int], MoE]] = {
     "qwen2_moe": _read_qwen2_moe,
     "qwen3_moe": _read_qwen3_moe,
@@ -129,5 +144,6 @@ READ_MOE: dict[str, Callable[[ConfigReader, int], MoE]] = {
     "glm4_moe": _read_deepseek_v3,
     "glm4_moe_lite": _read_deepseek_v3,
     "minimax_m2": _read_minimax_m2,
+    "hy_v3": _read_hy_v3,
 }
 """Of families with experts: what reads them from config.json, given the number of layers."""

@@ -68,20 +68,23 @@ ROUTER_BIAS = in_layer(
 )
 
 
-def shared_experts(block: str) -> tuple[Row, Row]:
-    """The matrices of the experts that every token visits, given what the checkpoint calls their block."""
+def shared_experts(block: str, engine: str | None = None) -> tuple[Row, Row]:
+    """The matrices of the experts that every token visits, given what the checkpoint calls their block, and the engine
+    where it has another name."""
+    engine = engine or block
     return (
         in_layer(
             (f"{block}.gate_proj.weight", "shared_ffn", "hidden"),
             (f"{block}.up_proj.weight", "shared_ffn", "hidden"),
             megatron="mlp.shared_experts.linear_fc1.weight",
-            engine=f"{block}.gate_up_proj.weight",
+            engine=f"{engine}.gate_up_proj.weight",
             split="rows",
             quantizable=True,
         ),
         in_layer(
             (f"{block}.down_proj.weight", "hidden", "shared_ffn"),
             megatron="mlp.shared_experts.linear_fc2.weight",
+            engine=f"{engine}.down_proj.weight",
             split="columns",
             quantizable=True,
         ),
@@ -94,6 +97,27 @@ SPARSE = (INPUT_NORM, QKV, ATTENTION_OUTPUT, SPARSE_MLP_NORM, ROUTER)
 QWEN3_MOE = replace(LLAMA, sparse=Layer(SPARSE, EXPERTS))
 QWEN2_MOE = replace(LLAMA, sparse=Layer((*SPARSE, *shared_experts("mlp.shared_expert"), SHARED_GATE), EXPERTS))
 GLM4_MOE = replace(LLAMA, sparse=Layer((*SPARSE, ROUTER_BIAS, *shared_experts("mlp.shared_experts")), EXPERTS))
+
+# The experts of GLM-4.5, under names of its own in files.
+HY_V3 = replace(
+    LLAMA,
+    sparse=Layer(
+        (
+            *SPARSE[:-1],
+            in_layer(
+                ("mlp.router.gate.weight", "experts", "hidden"), megatron="mlp.router.weight", engine="mlp.gate.weight"
+            ),
+            in_layer(
+                ("mlp.expert_bias", "experts"),
+                megatron="mlp.router.expert_bias",
+                engine="mlp.gate.e_score_correction_bias",
+                float32=True,
+            ),
+            *shared_experts("mlp.shared_mlp", engine="mlp.shared_experts"),
+        ),
+        EXPERTS,
+    ),
+)
 
 MIXTRAL_ROUTER = in_layer(("block_sparse_moe.gate.weight", "experts", "hidden"), megatron="mlp.router.weight")
 

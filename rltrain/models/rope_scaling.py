@@ -71,7 +71,7 @@ ROTARY_DIM = "rotary_dim"
 LAYER_TYPES = {"full": "full_attention", "sliding": "sliding_attention"}
 SLIDING_THETA = {"gemma3_text": 10_000.0}
 """Families whose sliding layers have a base of their own, with the one of transformers where config.json has none."""
-THETA = {"gemma3_text": 1_000_000.0, "minimax_m2": 5_000_000.0}
+THETA = {"gemma3_text": 1_000_000.0, "minimax_m2": 5_000_000.0, "hy_v3": 11_158_840.0}
 """What transformers assumes of some families, where config.json has none; of the others:"""
 DEFAULT_THETA = 10_000.0
 YARN_FAMILIES = ("deepseek_v3", "kimi_k2", "glm4_moe_lite")

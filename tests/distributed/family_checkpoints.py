@@ -179,6 +179,17 @@ SPARSE |= {
     "glm4_moe_air": ("Glm4Moe", {**GLM, "attention_bias": True, "n_group": 4, "topk_group": 1}),
 }
 SPARSE |= {
+    "hy_v3": (
+        "HYV3",
+        {
+            **EXPERTS,
+            **NO_TOKENS,
+            "tie_word_embeddings": False,
+            "head_dim": 24,
+            "num_experts": 8,
+            "router_scaling_factor": 2.5,
+        },
+    ),
     "glm4_moe_lite": ("Glm4MoeLite", {**LATENT, **NO_TOKENS, "tie_word_embeddings": False}),
     "minimax_m2": (
         "MiniMaxM2",

@@ -1,4 +1,4 @@
-"""SkyRL's supervised trainer, by examples written after its documentation."""
+"""The supervised trainers of SkyRL and verl, by examples written after their documentation."""
 
 from pathlib import Path
 
@@ -8,12 +8,16 @@ from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
 from rltrain.importing.command import imported
+from rltrain.importing.steps import Rows
 from rltrain.importing.writing import written
 
 COMMAND = """uv run --extra megatron python -m skyrl.train.main_sft strategy=STRATEGY model.path=Qwen/Qwen3-0.6B
  train_datasets="['owner/talks']" train_dataset_splits="['train[:4000]']" messages_key=messages max_length=2048
  num_steps=50 batch_size=8 micro_train_batch_size_per_gpu=2 optimizer_config.lr=1e-5 optimizer_config.num_warmup_steps=3
  placement.num_gpus_per_node=4 ckpt_path="" resume_from="" MORE"""
+VERL = """torchrun --standalone --nproc-per-node=4 -m verl.trainer.sft_trainer data.train_files=/data/talks.parquet
+ data.train_batch_size=64 data.max_length=1024 data.max_token_len_per_gpu=2048 model.path=Qwen/Qwen3-0.6B
+ engine=megatron optim=megatron optim.lr=1e-5 engine.tensor_model_parallel_size=2 trainer.total_epochs=3 MORE"""
 TWO = """train_datasets="['a/b','c/d']" train_dataset_splits="['train','train[:20]']"
  train_dataset_weights="[0.8,0.2]" """
 
@@ -46,6 +50,24 @@ def test_sources_have_weights_and_fsdp_shards(tmp_path: Path) -> None:
     ]
     assert config.data.train.learnt_turns == "all" and config.backend_of("actor") == "fsdp"
     assert config.model.lora and (config.model.lora.rank, config.model.lora.alpha) == (32, 16)
+
+
+@pytest.mark.parametrize(
+    ("more", "interval"),
+    [
+        ("trainer.save_freq=after_each_epoch trainer.test_freq=after_each_epoch", 15),
+        ("trainer.save_freq=7", 7),
+        ("trainer.save_freq=-1", 0),
+    ],
+)
+def test_verls_counts_epochs_by_their_steps(more: str, interval: int, tmp_path: Path) -> None:
+    found = imported("verl", [VERL.replace("MORE", more).replace("\n", " ")], rows=Rows(rows=1000))
+    path = tmp_path / "imported.yaml"
+    path.write_text(written(found, "a test"))
+    config = load_config(path)
+    assert (config.algorithm, config.steps, config.checkpoint.save_interval) == ("sft", 3 * (1000 // 64), interval)
+    assert config.placement == {"actor": "0-3"} and config.actor.parallel.tp == 2
+    assert config.actor.micro_batch_tokens == 2048 and config.data.train.response_key is None
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_transformers_scores_alike_with_what_was_saved(family: str, kind: str, t
     assert all(torch.equal(reloaded[name], parameters[name]) for name in parameters)
 
 
-WITHOUT_CLASSIFIER = ("glm4_moe", "glm4_moe_lite", "minimax_m2", "qwen3_5_moe_text")
+WITHOUT_CLASSIFIER = ("glm4_moe", "glm4_moe_lite", "minimax_m2", "hy_v3", "qwen3_5_moe_text")
 """Families that transformers has no model for sequence classification of: such a file is rltrain's alone."""
 
 
