@@ -14,6 +14,8 @@ from tests.distributed.tiny_checkpoints import make_checkpoints
 from tests.distributed.torchrun import run_distributed
 from tests.marks import slow_but
 
+pytestmark = pytest.mark.slow  # test_training.py trains in parts, too
+
 EVERY = slow_but(["tp1", "tp2_sp", "pp2", "dp2", "pp2_dp2"], *LAYOUTS[False])
 OF_REPLICAS = slow_but(["tp1", "dp2", "pp2_dp2"], "tp1", "pp2_dp2")
 ALONE, FEW = 1, 60

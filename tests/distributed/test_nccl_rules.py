@@ -10,6 +10,8 @@ from tests.distributed.cases_nccl_rules import NUM_STEPS, PIPELINES
 from tests.distributed.tiny_checkpoints import make_checkpoints
 from tests.distributed.torchrun import run_distributed
 
+pytestmark = pytest.mark.slow  # tests/unit has stand-ins of communicators
+
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:

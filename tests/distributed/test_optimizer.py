@@ -11,6 +11,8 @@ from tests.distributed.tiny_checkpoints import make_checkpoints
 from tests.distributed.torchrun import run_distributed
 from tests.marks import slow_but
 
+pytestmark = pytest.mark.slow  # test_training_state.py has a quick part
+
 OTHER = [name for name, case in SAVED.items() if case.other is not None]
 
 

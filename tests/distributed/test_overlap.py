@@ -15,6 +15,8 @@ from tests.distributed.cases_overlap import WAYS
 from tests.distributed.tiny_checkpoints import make_checkpoints
 from tests.distributed.torchrun import run_distributed
 
+pytestmark = pytest.mark.slow  # test_training.py has steps in every layout
+
 Seen = Callable[[str], list[dict[str, Any]]]
 
 USUAL = ["dp2/plain", "pp2_dp2/tied"]

@@ -9,6 +9,8 @@ from tests.distributed.family_checkpoints import OTHER_DENSE, SPARSE, make_famil
 from tests.distributed.tiny_checkpoints import make_checkpoints
 from tests.distributed.torchrun import run_distributed
 
+pytestmark = pytest.mark.slow  # test_training.py and test_engine.py compare the same
+
 FAMILIES = (*(name for name in SPARSE if not name.endswith("_tied")), *OTHER_DENSE)
 DISTURBED = {
     "embedding": ["model.embed_tokens.weight"],

@@ -18,6 +18,8 @@ from tests.distributed.family_checkpoints import LENGTHS, make_family_checkpoint
 from tests.distributed.torchrun import run_distributed
 from tests.rollout_models import write_checkpoint
 
+pytestmark = pytest.mark.slow  # tests/unit/test_recorded_routing.py has a quick part
+
 RELATIVE = 1e-4
 FEW = ("tp2_ep2", "pp4_moe_recomputed")
 MODEL = "qwen3_moe"

@@ -7,6 +7,8 @@ import pytest
 
 from tests.end_to_end.jobs import REPOSITORY, column, train
 
+pytestmark = pytest.mark.slow  # tests/distributed/test_training.py has a quick part
+
 PLACEMENTS = {
     "disaggregated": (
         "placement={'actor, reference': 0-1, 'rollout, reward': 2-3}", "actor.parallel.tp=2", "weight_sync.verify=true"
