@@ -22,7 +22,8 @@ export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-310}
 
 start_ranks() {
-  # Evaluated on each node, where Slurm has set SLURM_NODEID and SLURM_GPUS_ON_NODE.
+  # One task per node is said here alone: to sbatch it would mean the fewest nodes of a range (--nodes 2-4).
+  # What follows is evaluated on each node, where Slurm has set SLURM_NODEID and SLURM_GPUS_ON_NODE.
   srun --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c '
     exec "$RLTRAIN_PYTHON" -m torch.distributed.run \
       --nnodes "$SLURM_NNODES" --node-rank "$SLURM_NODEID" \

@@ -86,7 +86,7 @@ LIMIT_S = 120
 
 
 def test_a_job_that_loses_a_node_goes_on_by_itself_on_those_that_are_left(elastic: Elastic, tmp_path: Path) -> None:
-    """Two agents stand for two nodes, the first one with torchrun's rendezvous. Ranks of both train together, so those
+    """Three agents stand for three nodes, the first one with torchrun's rendezvous. Ranks of two train together, so those
     that are left notice at once."""
     steps, config = 12, ["--config=configs/quickstart.yaml", f"output_dir={elastic.folder}"]
     placed = ["placement={'rollout, reward': 0, 'actor, reference': rest}", "actor.parallel.tp=1", f"steps={steps}"]
@@ -94,31 +94,31 @@ def test_a_job_that_loses_a_node_goes_on_by_itself_on_those_that_are_left(elasti
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=2", "--max-restarts=2"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2:3", "--nproc-per-node=1", "--max-restarts=2"]
     torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1"]
     environment = {**os.environ, **FORKED_ENVIRONMENT, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     agents = []
-    for node in range(2):
+    for node in range(3):
         rendezvous = f"--rdzv-conf=is_host={int(node == 0)},{KEEP_ALIVE}"
         command = [*torchrun, rendezvous, "launch/train.py", *config, *elastic.overrides, *placed]
         with (tmp_path / f"node{node}").open("wb") as log:
             agents.append(Popen(command, cwd=REPOSITORY, env=environment, stdout=log, stderr=log))
-    left, lost = agents
+    left, other, lost = agents
     checkpoints, job = elastic.folder / "checkpoints", elastic.folder / "job.json"
     try:
         deadline = time.monotonic() + LIMIT_S
         while len([*checkpoints.glob("step_*")]) < 2:
             assert time.monotonic() < deadline and left.poll() is None, (tmp_path / "node0").read_text()
             time.sleep(0.02)
-        assert json.loads(job.read_text())["world_size"] == 4
+        assert json.loads(job.read_text())["world_size"] == 3
         for process in (lost.pid, *ranks_of(lost.pid).values()):
             os.kill(process, signal.SIGKILL)
-        status = left.wait(LIMIT_S)
+        statuses = [agent.wait(LIMIT_S) for agent in (left, other)]
     finally:
         for agent in agents:
             agent.kill()
     told = (tmp_path / "node0").read_text()
-    assert status == 0, told
+    assert statuses == [0, 0], told
     assert told.count("\nrltrain: ") == 1 and "\nrltrain: killed" in told and "going on after step" in told, told
     assert json.loads(job.read_text())["world_size"] == 2
     elastic.whole(steps)

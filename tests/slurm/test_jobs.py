@@ -98,6 +98,23 @@ def test_a_job_that_loses_a_node_is_queued_again_and_goes_on(
 
 
 @pytest.mark.slow
+def test_with_a_range_of_nodes_it_goes_on_with_those_that_are_left(
+    cluster: Cluster, tmp_path: Path, training: list[str]
+) -> None:
+    job = Job(cluster, tmp_path, "requeue", *training, "steps=30", options=("--nodes=1-2",))
+    job.until(lambda: len(job.steps()) >= 3, "third step")
+    assert cluster.facts(job.number)["NumNodes"] == "2", job.told
+    cluster.power_off(2)
+    job.until(lambda: job.restarts() == 1, "requeueing")
+    cluster.restart_controller()
+    job.until(lambda: job.state() in ("COMPLETED", "FAILED"), "end")
+    assert job.state() == "COMPLETED" and job.going_on() == 1, job.told
+    assert cluster.facts(job.number)["NumNodes"] == "1", job.told
+    assert job.steps() == [*range(30)], "nothing is lost, nothing comes twice"
+    cluster.boot(2)
+
+
+@pytest.mark.slow
 def test_a_job_is_queued_again_when_preempted_and_warned_but_not_when_cancelled(
     cluster: Cluster, tmp_path: Path, training: list[str]
 ) -> None:
