@@ -1,16 +1,17 @@
-"""Going on from a checkpoint in the nodes' memory: which ones they hold together, and bringing one to every node."""
+"""Going on from a checkpoint in the nodes' memory: which ones they hold together, and what each node lacks of one."""
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rltrain.checkpoint.memory.fetched_file import FetchedFile, Source
 from rltrain.checkpoint.memory.file_server import Address, FileServer, fetch
 from rltrain.checkpoint.memory.holdings import Key, offered, sources
 from rltrain.checkpoint.memory.node_folder import NodeFolder
 from rltrain.checkpoint.memory.node_memory import NodeMemory
-from rltrain.checkpoint.run.files import FileRecord, find_damage, records_in
+from rltrain.checkpoint.run.files import RUN_FILE, FileRecord, find_damage, records_in
 from rltrain.checkpoint.run.folder import Resumed
 from rltrain.config.schema import Config
 from rltrain.errors import CheckpointError
@@ -42,12 +43,14 @@ class HeldCheckpoints:
         self._manifests = self._folder.held()
         if self.world.local_rank == 0:
             self._folder.checkpoints.clear_partial()
+            self._folder.drop_fetched()
         held = self._of_nodes("node_memory/held", [*self._manifests])
         self._offers = [{Key(*key) for key in of_node} for of_node in held]
         return offered(self._offers)
 
     def recover(self, key: Key) -> Resumed | str:
-        """The checkpoint, all of whose files every node has then; or why it cannot be used, in words."""
+        """The checkpoint, of which every node has the files that it had, and what it reads of the others once it does;
+        or why it cannot be used, in words."""
         prefix = f"node_memory/{key.step}/{key.digest}"
         first = next(node for node, offers in enumerate(self._offers) if key in offers)
         if self.node == first and self.world.local_rank == 0:
@@ -62,11 +65,13 @@ class HeldCheckpoints:
             self._folder.replace(key.step, text)  # of another attempt at the step, which is not wanted any more
         per_node = self.world.ranks_per_node
         self.job_store.meet(f"{prefix}/there/{self.node}", per_node, waiting_for="a folder for a checkpoint in memory")
-        lacking = sorted(found.keys() - held[self.node])[self.world.local_rank :: per_node]
         here = self._folder.at(key.step)
-        problem = self._fetch({name: found[name] for name in lacking}, manifest, here)
+        lacking = {name: found[name] for name in sorted(found.keys() - held[self.node])}
+        problem = self._fetch_run(here, lacking.pop(RUN_FILE, None), manifest[RUN_FILE])
+        elsewhere = {name: self._elsewhere(here, name, node, manifest[name]) for name, node in lacking.items()}
+        problem = problem or self._begin([*elsewhere.values()][self.world.local_rank :: per_node])
         problems = filter(None, self._of_ranks(f"{prefix}/fetched", problem))
-        return next(problems, None) or Resumed(here, key.step, in_memory=True)
+        return next(problems, None) or Resumed(here, key.step, in_memory=True, elsewhere=elsewhere)
 
     def begin(self, resumed: Resumed | None, leader: int) -> NodeMemory:
         """For what is saved from here on, once `leader` has opened the run's logs: what the run does not go on from is
@@ -119,21 +124,39 @@ class HeldCheckpoints:
         for name in sorted(names)[self.world.local_rank :: self.world.ranks_per_node]:
             if damage := find_damage(here, manifest, [name], heartbeat.advance):
                 logger.warning("%s", damage)
+                (here / name).unlink(missing_ok=True)  # another node may have it
             else:
                 good.append(name)
         return good
 
-    def _fetch(self, nodes: Mapping[str, int], manifest: Mapping[str, FileRecord], here: Path) -> str | None:
-        """What went wrong with those files, by the nodes that have them, in words."""
-        heartbeat, never = self.job_store.heartbeat, threading.Event()
-        heartbeat.begin(f"fetching {here.name} from other nodes' memory")
-        relative = here.relative_to(self._folder.base)
-        for name, node in nodes.items():
-            problem = fetch(self.addresses[node], f"{relative}/{name}", here / name, manifest[name], never)
-            if problem is not None:
-                return problem
-            heartbeat.advance()
+    def _fetch_run(self, here: Path, node: int | None, record: FileRecord) -> str | None:
+        """As the first rank of a node without run.json, which `node` has. What went wrong, in words."""
+        if node is None or self.world.local_rank:
+            return None
+        self.job_store.heartbeat.begin(f"fetching {RUN_FILE} of {here.name} from another node's memory")
+        return fetch(self.addresses[node], self._served(here, RUN_FILE), here / RUN_FILE, record, threading.Event())
+
+    def _elsewhere(self, here: Path, name: str, node: int, record: FileRecord) -> FetchedFile:
+        source = Source(
+            self.addresses[node], self._served(here, name), record.num_bytes, self.job_store.heartbeat.advance
+        )
+        return FetchedFile(here / name, source)
+
+    def _begin(self, files: Sequence[FetchedFile]) -> str | None:
+        """Ask for their headers: so all nodes that have files are known to answer. What went wrong, in words."""
+        if files:
+            self.job_store.heartbeat.begin("fetching the headers of a checkpoint's files from other nodes' memory")
+        try:
+            for file in files:
+                file.path.parent.mkdir(exist_ok=True)
+                file.begin()
+        except (CheckpointError, OSError) as error:
+            return str(error)
         return None
+
+    def _served(self, here: Path, name: str) -> str:
+        """The name by which other nodes' servers know a file."""
+        return f"{here.relative_to(self._folder.base)}/{name}"
 
     def _of_nodes(self, key: str, value: Any) -> list[Any]:
         """What the first rank of each node has given."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rltrain.checkpoint.memory.holdings import Key
-from rltrain.checkpoint.run.files import find_damage, read_contents, read_manifest
+from rltrain.checkpoint.run.files import find_damage, read_contents, read_manifest, read_texts
 from rltrain.checkpoint.run.folder import LATEST_FILE, CheckpointFolder, Resumed, checkpoint_at
 from rltrain.checkpoint.run.random_states import set_random_states
 from rltrain.cluster.placement import Placement
@@ -242,7 +242,7 @@ def open_history(config: Config, checkpoint: Resumed | None) -> dict[str, int]:
     if later and (logs := logs_in(output_dir, REWOUND)):
         logger.warning("a copy of the logs with these steps is in %s", set_aside(logs, "output_dir", keep=True))
     forget_steps(output_dir, checkpoint.step)
-    saved = [json.loads(contents.metadata["logs"]) for contents in map(read_contents, checkpoint.files("ranks"))]
+    saved = [json.loads(texts["logs"]) for texts in map(read_texts, checkpoint.files("ranks"))]
     written = sample_log_sizes(output_dir)
     shorten(output_dir, {name: max(sizes.get(name, 0) for sizes in saved) for name in written})
     return sample_log_sizes(output_dir)
@@ -254,10 +254,10 @@ def restore(job: Job, transfers: Transfers, reporter: Reporter) -> None:
         return
     if job.resumed.continues:
         transfers.restore([contents.tensors for contents in map(read_contents, job.resumed.files("transfers"))])
-    for path in job.resumed.files("ranks"):
-        contents = read_contents(path)
+    for file in job.resumed.files("ranks"):
         if job.world.rank == job.leader:
-            metrics = json.loads(contents.metadata["metrics"])
+            metrics = json.loads(read_texts(file)["metrics"])
             reporter.adopt({int(step): values for step, values in metrics.items()})
-        if path.stem == f"rank_{job.world.rank:05d}":
+        if file.path.stem == f"rank_{job.world.rank:05d}":
+            contents = read_contents(file)
             set_random_states(contents.tensors, contents.metadata["random"], job.world.device)

@@ -15,7 +15,7 @@ from rltrain.algorithms.parity import measuring_parity
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.algorithms.staleness import apply_staleness_limit
 from rltrain.checkpoint.hf import NO_NOTES, replace_checkpoint, save_checkpoint
-from rltrain.checkpoint.run.files import Contents, read_contents
+from rltrain.checkpoint.run.files import Contents, read_texts
 from rltrain.checkpoint.run.folder import name_of
 from rltrain.data.experience import Experience
 from rltrain.data.preferences import Preferences
@@ -222,7 +222,7 @@ class Actor(TrainedRole):
         """Where an adaptive one was in the run that goes on; all ranks have saved the same."""
         if self.config.loss.kl.adaptive is None or self.job.resumed is None:
             return None
-        saved = read_contents(self.job.resumed.files(self.name)[0]).metadata.get(KL_COEF)
+        saved = read_texts(self.job.resumed.files(self.name)[0]).get(KL_COEF)
         return None if saved is None else float(saved)
 
     def save_hf(self, step: int, chunk: int) -> None:

@@ -97,9 +97,9 @@ class Env(Role):
     def _go_on(self) -> list[int]:
         """The episodes of the checkpoint that go on on this rank, which takes its share of the files."""
         resumed = self.job.resumed
-        files = sorted(resumed.files(self.name)) if resumed and resumed.continues else []
+        files = resumed.files(self.name) if resumed and resumed.continues else []
         mine = files[self.grid.ranks.index(self.job.world.rank) :: len(self.grid.ranks)]
-        texts = [bytes(read_contents(path).tensors["episodes"].tolist()) for path in mine]
+        texts = [bytes(read_contents(file).tensors["episodes"].tolist()) for file in mine]
         saved = [batch for text in texts for batch in json.loads(text)]
         lost = set(self.service.call(lambda host: host.resume(saved)))
         return [episode for batch in saved for episode in batch["live"] if episode not in lost]

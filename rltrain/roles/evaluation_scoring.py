@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from rltrain.checkpoint.run.files import Contents, read_contents
+from rltrain.checkpoint.run.files import Contents, read_texts
 from rltrain.config.evaluation import SHORT_FORM, EvaluationPlan
 from rltrain.data.experience import Experience
 from rltrain.evaluation.best import BEST_STATE_FILE, BestSoFar
@@ -44,9 +44,9 @@ class EvaluationScoring:
             return None
         best = BestSoFar(self.config.evaluation.keep_best)
         for role in SCORING_ROLES if self.job.resumed else ():
-            for path in self.job.resumed.files(role):  # type: ignore[union-attr]
-                if path.name == BEST_STATE_FILE:
-                    best.restore(read_contents(path).metadata["best"])
+            for file in self.job.resumed.files(role):  # type: ignore[union-attr]
+                if file.name == BEST_STATE_FILE:
+                    best.restore(read_texts(file)["best"])
         return best
 
     def score(

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable
 
 from rltrain.algorithms.losses import response_lengths
-from rltrain.checkpoint.run.files import Contents, read_contents
+from rltrain.checkpoint.run.files import Contents, read_contents, read_texts
 from rltrain.data.experience import SIBLINGS_APART, Experience
 from rltrain.data.solved_rate_order import SolvedRateOrder
 from rltrain.data.solved_rates import SolvedRates
@@ -75,7 +75,7 @@ class OutcomeTeller:
     def _resume(self) -> None:
         resumed = self.job.resumed
         files = resumed.files("reward") if resumed is not None else []
-        told = next((read_contents(path).metadata["told"] for path in files if path.name == OUTCOMES_FILE), "{}")
+        told = next((read_texts(file)["told"] for file in files if file.name == OUTCOMES_FILE), "{}")
         self.told = {int(step): [tuple(counts) for counts in of] for step, of in json.loads(told).items()}
         for step, of in self.told.items():
             if resumed is not None and (resumed.continues or step < resumed.step):  # others are scored again
@@ -104,7 +104,8 @@ def training_rows(job: Job) -> RowStream:
         first_window=job.first_step,
     )
     resumed = job.resumed
-    saved = [path for path in resumed.files("rollout") if path.match(RATES_FILES)] if resumed is not None else []
+    files = resumed.files("rollout") if resumed is not None else []
+    saved = [file for file in files if file.path.match(RATES_FILES)]
     if saved and resumed is not None:
         rows.resume([*map(read_contents, saved)], continues=resumed.continues)
     elif resumed is not None and resumed.continues:

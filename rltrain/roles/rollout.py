@@ -144,10 +144,10 @@ class Rollout(DrawingRole):
         """What this engine begins with: of what was saved, on however many engines, its share."""
         resumed = self.job.resumed
         files = resumed.files(self.name) if resumed and resumed.continues else []
-        saved = [path for path in files if not path.match(RATES_FILES)]
+        saved = [file for file in files if not file.path.match(RATES_FILES)]
         if not saved:
             return EngineStart.at(self.job.first_step * self.config.batch.prompts_per_step)
-        return share_out([RolloutState.from_contents(read_contents(path)) for path in saved], self.grid.dp)[self.dp]
+        return share_out([RolloutState.from_contents(read_contents(file)) for file in saved], self.grid.dp)[self.dp]
 
     def _training(self, start: EngineStart) -> GenerationLoop:
         """The stream of training prompts, from `start` on."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from rltrain.algorithms.losses import LossFunction
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.checkpoint.run.files import Contents
+from rltrain.checkpoint.run.saved_file import AnyFile
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.world import World
@@ -225,7 +226,7 @@ class TrainingBackend(Protocol):
         ...
 
     def trained_model(
-        self, site: ModelSite, settings: Trained, *, total_updates: int, state: Sequence[Path] | None = None
+        self, site: ModelSite, settings: Trained, *, total_updates: int, state: Sequence[AnyFile] | None = None
     ) -> TrainedModel:
         """With the weights of the role's checkpoint, or as `save_state` of all its ranks left it in the files `state`,
         whatever their layout was. The learning rate decays over `total_updates`.

@@ -1,11 +1,11 @@
 """Weights alone, saved and loaded through layouts: for models that learn nothing and yet change."""
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 from torch import Tensor
 
 from rltrain.checkpoint.run.files import Contents
+from rltrain.checkpoint.run.saved_file import AnyFile
 from rltrain.checkpoint.run.saved_state import Counts, Destination, SavedState, contents, flat_name
 from rltrain.reshard.layout import Layout
 from rltrain.training.shards import answered_for, replica_of
@@ -24,7 +24,7 @@ def save_weights(layout: Layout, rank: int, read: Callable[[str], Tensor]) -> Co
     return contents(layout.tensors, names, pieces, flats, Counts(0, 0))
 
 
-def load_weights(layout: Layout, rank: int, files: Sequence[Path], parameters: Mapping[str, Tensor]) -> None:
+def load_weights(layout: Layout, rank: int, files: Sequence[AnyFile], parameters: Mapping[str, Tensor]) -> None:
     """Fill `parameters`, those of `rank` in `layout`, from the files of all ranks that saved, whatever their layout.
 
     CheckpointError as `SavedState` raises it. Not collective.

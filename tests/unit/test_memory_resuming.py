@@ -13,9 +13,10 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rltrain.checkpoint.memory.fetched_file import SPANS_SUFFIX, spans_there
 from rltrain.checkpoint.memory.holdings import Key, offered, origins, sources
 from rltrain.checkpoint.memory.node_folder import NodeFolder
-from rltrain.checkpoint.run.files import RUN_FILE, Contents, record_of, write_files
+from rltrain.checkpoint.run.files import RUN_FILE, Contents, read_contents, record_of, write_files
 from rltrain.checkpoint.run.folder import CheckpointFolder, Resumed, name_of
 from rltrain.cluster.world import World
 from rltrain.config.loader import load_config
@@ -137,17 +138,25 @@ def on_disk(config: Config, step: int) -> Path:
     return folder.path / name_of(step)
 
 
-def is_whole(tmp_path: Path, step: int, value: float = 0.0) -> bool:
-    """Whether every node has what was written, and of no other step."""
-    for node in range(NODES):
-        folder = at(tmp_path, node, step)
-        expected = tmp_path / "expected" / str(value)
-        write_files(expected, {name: contents(number, value) for number, name in enumerate(FILES)})
-        if [*folder.parent.iterdir()] != [folder]:
+def reads(found: Sequence[Resumed | None], value: float = 0.0) -> bool:
+    """Whether every node reads what was written, with what it fetches for that."""
+    for resumed in found:
+        assert resumed is not None
+        files = resumed.files("ranks")
+        if [file.name for file in files] != [Path(name).name for name in FILES] or resumed.run != {"step": resumed.step}:
             return False
-        if any((folder / name).read_bytes() != (expected / name).read_bytes() for name in FILES):
+        if any(
+            not read_contents(file).tensors["x"].equal(contents(number, value).tensors["x"])
+            for number, file in enumerate(files)
+        ):
             return False
     return True
+
+
+def fetched(tmp_path: Path, node: int) -> dict[str, int]:
+    """Bytes that a node has from others, by file."""
+    lists = (tmp_path / f"node{node}").rglob(f"*{SPANS_SUFFIX}")
+    return {path.name.partition(".")[0]: sum(span.end - span.begin for span in spans_there(path)) for path in lists}
 
 
 @pytest.mark.parametrize("lost", [[], [0], [2]])
@@ -157,24 +166,29 @@ def test_a_lost_node_gets_it_all_from_the_others(find, save, config, tmp_path, l
         save(step)
     for node in lost:
         shutil.rmtree(tmp_path / f"node{node}")
-    assert find() == [Resumed(at(tmp_path, node, 6), 6, in_memory=True) for node in range(NODES)]
-    assert is_whole(tmp_path, 6)
+    found = find()
+    assert found == [Resumed(at(tmp_path, node, 6), 6, in_memory=True) for node in range(NODES)]
+    assert reads(found)
+    for node in range(NODES):
+        assert [*(tmp_path / f"node{node}" / f"rltrain_{RUN_ID}").iterdir()] == [at(tmp_path, node, 6)]
+        assert len(fetched(tmp_path, node)) == (NODES if node in lost else NODES - 2)
 
 
 @pytest.mark.parametrize("nodes", [(2, 0, 1), (2, 1), (0, 2)])
 def test_nodes_may_be_numbered_otherwise_and_be_fewer(find, save, tmp_path, nodes) -> None:
     save(6)
-    assert find(nodes) == [Resumed(at(tmp_path, node, 6), 6, in_memory=True) for node in nodes]
-    names = {path.name for node in nodes for path in at(tmp_path, node, 6).glob("*/*")}
-    assert names == {Path(file).name for file in FILES}
+    found = find(nodes)
+    assert found == [Resumed(at(tmp_path, node, 6), 6, in_memory=True) for node in nodes]
+    assert reads(found)
 
 
 def test_a_damaged_file_comes_from_its_copy(find, save, tmp_path, caplog) -> None:
     save(6)
     harm(at(tmp_path, 1, 6) / FILES[1])
     with caplog.at_level(logging.WARNING):
-        assert {found.step for found in find()} == {6}
-    assert is_whole(tmp_path, 6)
+        found = find()
+    assert {resumed.step for resumed in found} == {6} and reads(found)
+    assert fetched(tmp_path, 1).keys() == {"rank_00001", "rank_00002"}
     assert f"{at(tmp_path, 1, 6) / FILES[1]} is damaged" in caplog.text
 
 
@@ -228,5 +242,5 @@ def test_nodes_with_different_checkpoints_of_one_step_are_not_mixed(find, save, 
     save(6, value=wanted)
     shutil.rmtree(tmp_path / "node2")
     shutil.move(tmp_path / "away", tmp_path / "node2")
-    assert {found.step for found in find()} == {6}
-    assert is_whole(tmp_path, 6, value=wanted)
+    found = find()
+    assert {resumed.step for resumed in found} == {6} and reads(found, value=wanted)

@@ -1,7 +1,8 @@
 """Files of a node's memory for other nodes of the job, over TCP: the node that wants one asks for it.
 
 A request is a line of JSON with the job's token and the file's name; the answer is the file's size in eight bytes, most
-significant first, and its bytes. Nothing of it goes through the job's process groups, so threads may ask at any time.
+significant first, and its bytes. Where the request has a list of spans, these follow the size and not the whole, each with
+its checksum in four bytes. Nothing of it goes through the job's process groups, so threads may ask at any time.
 """
 
 import hmac
@@ -9,18 +10,23 @@ import json
 import secrets
 import socket
 import threading
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
+from rltrain.checkpoint.memory.spans import Span
 from rltrain.checkpoint.run.files import READ_BYTES, FileRecord
+from rltrain.errors import CheckpointError
 from rltrain.reshard.kernels.crc32 import crc32
 from rltrain.system.threads import JobThread
 
 TIMEOUT_S = 60.0
 """Without a byte from the other side."""
-SIZE_BYTES = 8
+SIZE_BYTES, CRC_BYTES = 8, 4
 MAX_REQUEST_BYTES = 1 << 16
+MAX_SPANS = 1000
+"""In a request."""
 
 
 class Address(NamedTuple):
@@ -60,28 +66,48 @@ class FileServer:
         with peer:
             try:
                 peer.settimeout(TIMEOUT_S)
-                path = self._asked_for(peer)
-                if path is None:
+                asked_for = self._asked_for(peer)
+                if asked_for is None:
                     return
-                with path.open("rb") as file:
+                path, spans = asked_for
+                with path.open("rb", buffering=0) as file:
                     peer.sendall(path.stat().st_size.to_bytes(SIZE_BYTES, "big"))
-                    peer.sendfile(file)
+                    if spans is None:
+                        peer.sendfile(file)
+                    else:
+                        _send_spans(peer, file, spans)
             except OSError:  # the other side sees that the connection has ended, and says what it lacks
                 return
 
-    def _asked_for(self, peer: socket.socket) -> Path | None:
-        """The file; None where the peer may not have it."""
+    def _asked_for(self, peer: socket.socket) -> tuple[Path, list[Span] | None] | None:
+        """The file and what of it, None for all; None where the peer may not have it."""
         with peer.makefile("rb") as lines:
             line = lines.readline(MAX_REQUEST_BYTES)
         try:
             request = json.loads(line)
             token, name = str(request["token"]), str(request["file"])
+            spans = [Span(int(begin), int(end)) for begin, end in request["spans"]] if "spans" in request else None
         except (ValueError, KeyError, TypeError, RecursionError):
             return None
         if not hmac.compare_digest(token.encode(errors="replace"), self.address.token.encode()):
             return None
         path = (self._root / name).resolve()
-        return path if path.is_relative_to(self._root) and path.is_file() else None
+        return (path, spans) if path.is_relative_to(self._root) and path.is_file() else None
+
+
+def _send_spans(peer: socket.socket, file: Any, spans: Sequence[Span]) -> None:
+    """OSError where the file is shorter."""
+    block = memoryview(bytearray(READ_BYTES))
+    for span in spans:
+        crc, left = 0, span.end - span.begin
+        file.seek(span.begin)
+        while left > 0:
+            count = file.readinto(block[: min(READ_BYTES, left)])
+            if not count:
+                raise OSError("the file ends before a span")
+            peer.sendall(block[:count])
+            crc, left = crc32(block[:count], crc), left - count
+        peer.sendall(crc.to_bytes(CRC_BYTES, "big"))
 
 
 def fetch(address: Address, name: str, path: Path, expected: FileRecord, closing: threading.Event) -> str | None:
@@ -101,19 +127,64 @@ def fetch(address: Address, name: str, path: Path, expected: FileRecord, closing
     return None
 
 
+def received(
+    address: Address, name: str, num_bytes: int, spans: Sequence[Span]
+) -> Iterator[tuple[int, memoryview]]:
+    """(where, bytes) of `spans` of the file `name`, which has `num_bytes`, piece by piece in memory that is used again.
+
+    CheckpointError, perhaps after some pieces, which are then not to be used, where they do not come or have changed
+    on their way.
+    """
+    block = memoryview(bytearray(READ_BYTES))
+    for first in range(0, len(spans), MAX_SPANS):
+        some = spans[first : first + MAX_SPANS]
+        try:
+            with _answer(address, {"file": name, "spans": some}) as (size_bytes, stream):
+                if size_bytes != num_bytes:
+                    raise OSError(f"it has {size_bytes} bytes there; expected {num_bytes}")
+                for span in some:
+                    crc, at = 0, span.begin
+                    while at < span.end:
+                        piece = block[: _read_some(stream, block[: min(READ_BYTES, span.end - at)])]
+                        yield at, piece
+                        crc, at = crc32(piece, crc), at + len(piece)
+                    if int.from_bytes(_read_all(stream, CRC_BYTES), "big") != crc:
+                        raise OSError(f"bytes {span.begin} to {span.end} have changed on their way")
+        except OSError as error:
+            raise CheckpointError(f"{name} from {address.host}: {error.strerror or error}") from error
+
+
 def _receive(address: Address, name: str, path: Path, closing: threading.Event) -> FileRecord:
     num_bytes, crc, block = 0, 0, memoryview(bytearray(READ_BYTES))
-    with socket.create_connection((address.host, address.port), timeout=TIMEOUT_S) as peer, path.open("wb") as file:
-        peer.sendall(json.dumps({"token": address.token, "file": name}).encode() + b"\n")
-        with peer.makefile("rb", buffering=0) as stream:
-            size = stream.read(SIZE_BYTES)
-            if not size or len(size) < SIZE_BYTES:
-                raise OSError("it does not have it")
-            size_bytes = int.from_bytes(size, "big")
-            while num_bytes < size_bytes and not closing.is_set():
-                count = stream.readinto(block[: min(READ_BYTES, size_bytes - num_bytes)])
-                if not count:
-                    raise OSError(f"the connection ended after {num_bytes} of {size_bytes} bytes")
-                file.write(block[:count])
-                num_bytes, crc = num_bytes + count, crc32(block[:count], crc)
+    with _answer(address, {"file": name}) as (size_bytes, stream), path.open("wb") as file:
+        while num_bytes < size_bytes and not closing.is_set():
+            count = _read_some(stream, block[: min(READ_BYTES, size_bytes - num_bytes)])
+            file.write(block[:count])
+            num_bytes, crc = num_bytes + count, crc32(block[:count], crc)
     return FileRecord(num_bytes, crc)
+
+
+@contextmanager
+def _answer(address: Address, request: dict[str, Any]) -> Iterator[tuple[int, BinaryIO]]:
+    """The file's size, and what follows. OSError."""
+    with socket.create_connection((address.host, address.port), timeout=TIMEOUT_S) as peer:
+        peer.sendall(json.dumps({"token": address.token, **request}).encode() + b"\n")
+        with peer.makefile("rb") as stream:
+            size = stream.read(SIZE_BYTES)
+            if len(size) < SIZE_BYTES:
+                raise OSError("it does not have it")
+            yield int.from_bytes(size, "big"), stream
+
+
+def _read_some(stream: BinaryIO, block: memoryview) -> int:
+    count: int = stream.readinto1(block)  # type: ignore[attr-defined]
+    if not count:
+        raise OSError("the connection has ended before the file")
+    return count
+
+
+def _read_all(stream: BinaryIO, count: int) -> bytes:
+    found = stream.read(count)
+    if len(found) < count:
+        raise OSError("the connection has ended before the file")
+    return found

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+from rltrain.checkpoint.memory.fetched_file import SUFFIX
 from rltrain.checkpoint.memory.holdings import Key
 from rltrain.checkpoint.run.files import MANIFEST_FILE, RUN_FILE, FileRecord, read_manifest, write_durably
 from rltrain.checkpoint.run.folder import CheckpointFolder, name_of
@@ -57,6 +58,7 @@ class NodeFolder:
             return f"{self.at(step)}: {error.strerror}"
         for old in self.checkpoints.candidates()[KEPT:]:
             shutil.rmtree(old.folder, ignore_errors=True)
+        self.drop_fetched()  # all ranks have read what the run went on from, as all have saved since
         return None
 
     def lack_of_room(self, step: int) -> str | None:
@@ -88,7 +90,7 @@ class NodeFolder:
         return [name for name in manifest if (self.at(step) / name).is_file()]
 
     def replace(self, step: int, manifest: str) -> None:
-        """An empty folder for a complete checkpoint whose files come from other nodes. CheckpointError."""
+        """A folder for a complete checkpoint of which this node has no file. CheckpointError."""
         folder = self.at(step)
         shutil.rmtree(folder, ignore_errors=True)
         try:
@@ -96,6 +98,11 @@ class NodeFolder:
             write_durably(folder / MANIFEST_FILE, manifest)
         except OSError as error:
             raise CheckpointError(f"checkpoint.memory.folder: cannot make {folder}: {error.strerror}") from error
+
+    def drop_fetched(self) -> None:
+        """What there is of files that other nodes have, of any checkpoint."""
+        for path in self.path.glob(f"*/*/*{SUFFIX}*"):
+            path.unlink(missing_ok=True)
 
     def keep_only(self, step: int | None) -> None:
         """Remove all but the checkpoint of `step`, as far as that can be done."""

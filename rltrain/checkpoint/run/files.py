@@ -13,6 +13,7 @@ from typing import NamedTuple
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from rltrain.checkpoint.run.saved_file import AnyFile, saved_file
 from rltrain.checkpoint.safetensors_file import Entry, SafetensorsFile
 from rltrain.errors import CheckpointError
 from rltrain.reshard.kernels.crc32 import crc32
@@ -60,14 +61,26 @@ def write_files(folder: Path, files: Mapping[str, Contents]) -> dict[str, FileRe
     return records
 
 
-def read_contents(path: Path) -> Contents:
+def read_contents(file: AnyFile) -> Contents:
     """CheckpointError where it cannot be read. The tensors lie in the file until they are used."""
+    saved = saved_file(file)
+    saved.ask_for_all()
     try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
-            return Contents(tensors, file.metadata() or {})
+        with safe_open(saved.place, framework="pt") as opened:
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
+            return Contents(tensors, opened.metadata() or {})
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+        raise CheckpointError(f"{saved.path} cannot be read: {error}") from error
+
+
+def read_texts(file: AnyFile) -> Mapping[str, str]:
+    """The metadata of `read_contents` alone."""
+    saved = saved_file(file)
+    try:
+        with safe_open(saved.place, framework="pt") as opened:
+            return opened.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{saved.path} cannot be read: {error}") from error
 
 
 def checksum(path: Path, advance: Callable[[], None] = lambda: None) -> FileRecord:

@@ -29,6 +29,7 @@ from rltrain.checkpoint.run.files import (
     flush_folder,
     write_durably,
 )
+from rltrain.checkpoint.run.saved_file import SavedFile
 from rltrain.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,8 @@ class Resumed:
 
     `continues`: the responses and the experience of later steps that it holds are used, not drawn anew. `logs`: on the
     job's leader, the bytes of the logs of samples that the run goes on after, those of ranks that are gone among them.
-    `in_memory`: the folder is in the node's memory, and every node has one.
+    `in_memory`: the folder is in the node's memory, and every node has one, with some of the files. `elsewhere`: the
+    others by their names in the checkpoint.
     """
 
     folder: Path
@@ -51,10 +53,13 @@ class Resumed:
     continues: bool = True
     logs: Mapping[str, int] = field(default_factory=dict)
     in_memory: bool = False
+    elsewhere: Mapping[str, SavedFile] = field(default_factory=dict, compare=False, repr=False)
 
-    def files(self, role: str) -> list[Path]:
+    def files(self, role: str) -> list[SavedFile]:
         """What the ranks of a role saved, in the order of their names."""
-        return sorted((self.folder / role).glob(f"*{WEIGHTS_SUFFIX}"))
+        here = [SavedFile(path) for path in (self.folder / role).glob(f"*{WEIGHTS_SUFFIX}")]
+        others = [file for name, file in self.elsewhere.items() if name.startswith(f"{role}/")]
+        return sorted([*here, *others], key=lambda file: file.name)
 
     @property
     def run(self) -> Mapping[str, Any]:

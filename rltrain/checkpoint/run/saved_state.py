@@ -1,9 +1,8 @@
 """The files of a training state: what they say of themselves, and the boxes of canonical tensors that lie in them."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from rltrain.checkpoint.hf_reader import Box
 from rltrain.checkpoint.run.files import Contents
+from rltrain.checkpoint.run.saved_file import AnyFile, Rows, SavedFile, saved_file
 from rltrain.errors import CheckpointError, named_by
 from rltrain.models.canonical_tensors import Array, CanonicalTensors, IntArray
 from rltrain.reshard.layout import BOX_FIELDS, PIECE
@@ -93,15 +93,15 @@ class SavedState:
     damaged, is of a model with other tensors, or of another moment.
     """
 
-    def __init__(self, files: Sequence[Path], tensors: CanonicalTensors, option: str = CONFIG_KEY) -> None:
+    def __init__(self, files: Sequence[AnyFile], tensors: CanonicalTensors, option: str = CONFIG_KEY) -> None:
         self._named_by = named_by(option)
         if not files:
             raise CheckpointError(f"the checkpoint has no files of this role's training state ({self._named_by})")
-        self._files, self.tensors = files, tensors
+        self._files, self.tensors = [*map(saved_file, files)], tensors
         self._expected = _described(tensors)
         self._parameters: list[list[str]] = []
-        self._open_files: dict[Path, Any] = {}
-        tables, counts = zip(*map(self._open, files), strict=True)
+        self._open_files: dict[SavedFile, Any] = {}
+        tables, counts = zip(*map(self._open, self._files), strict=True)
         self.counts = self._agreed([i for i, table in enumerate(tables) if len(table)], counts)
         pieces, file = np.concatenate(tables), np.repeat(np.arange(len(files)), [len(table) for table in tables])
         order = np.argsort(pieces["tensor"], kind="stable")
@@ -113,7 +113,7 @@ class SavedState:
         saved = self.counts.optimizer
         if self.counts.optimizer_steps and saved != name:
             raise CheckpointError(
-                f"the training state in {self._files[0].parent} has the states of {saved}, and {role}.optimizer.name "
+                f"the training state in {self._files[0].path.parent} has the states of {saved}, and {role}.optimizer.name "
                 f"is {name}; expected {saved}, or a run that begins anew from exported weights ({self._named_by})"
             )
 
@@ -134,29 +134,43 @@ class SavedState:
         self._read([Destination(kind, piece, [flat])], self._kept_open)
         return flat.view(box.rows, box.cols)
 
-    def _read(self, destinations: Sequence[Destination], opened_at: Callable[[Path], Any]) -> None:
+    def _read(self, destinations: Sequence[Destination], opened_at: Callable[[SavedFile], Any]) -> None:
         moves = [self._moves(destination) for destination in destinations]
         for destination in destinations:
             _zero_padding(destination)
         for number in np.unique(np.concatenate([move.file for move in moves])):
-            opened = opened_at(self._files[number])
+            file = self._files[number]
+            if not file.is_whole:
+                file.ask_for_rows([rows for move in moves for rows in self._wanted(number, move)])
+            opened = opened_at(file)
             for move in moves:
                 self._copy(opened, number, move)
 
-    def _open(self, file: Path) -> tuple[Array, Counts]:
+    def _wanted(self, number: int, move: _Moves) -> Iterator[Rows]:
+        """What comes from file `number`."""
+        for index in np.flatnonzero(move.file == number):
+            saved, box = self._pieces[move.found.fragment[index]], move.found.boxes[index]
+            name = flat_name(move.to.kind, self._parameters[number][saved["parameter"]])
+            shape = int(box["rows"]), int(box["cols"]), int(saved["stride"])
+            yield Rows(name, int(move.saved_begin[index]), *shape)
+
+    def _open(self, file: SavedFile) -> tuple[Array, Counts]:
         """The table of pieces in one file, and its counts."""
         opened = self._opened(file)
         metadata = opened.metadata() or {}
         if metadata.get("format") != FORMAT:
             raise CheckpointError(
-                f"{file} has the format {metadata.get('format')!r}; expected {FORMAT!r} ({self._named_by})"
+                f"{file.path} has the format {metadata.get('format')!r}; expected {FORMAT!r} ({self._named_by})"
             )
         if metadata["tensors"] != self._expected:
             raise CheckpointError(
-                f"{file} {_difference(json.loads(metadata['tensors']), self.tensors)}. Resume with the model "
+                f"{file.path} {_difference(json.loads(metadata['tensors']), self.tensors)}. Resume with the model "
                 f"that was trained, or start anew ({self._named_by})"
             )
         self._parameters.append(json.loads(metadata["parameters"]))
+        if not file.is_whole:
+            file.ask_for_tensor(PIECES)
+            opened = self._opened(file)
         table = opened.get_tensor(PIECES).numpy()
         pieces = np.empty(len(table), dtype=PIECE)
         for column, field in enumerate(FIELDS):
@@ -169,7 +183,7 @@ class SavedState:
         """What the files `numbers` say, which have something in them: the others' optimizers made no steps."""
         for number in numbers:
             if counts[number] != counts[numbers[0]]:
-                first, other = self._files[numbers[0]], self._files[number]
+                first, other = self._files[numbers[0]].path, self._files[number].path
                 raise CheckpointError(
                     f"{first} and {other} were not saved together: {counts[numbers[0]]} and {counts[number]}; copy "
                     f"all files of one checkpoint ({self._named_by})"
@@ -183,7 +197,7 @@ class SavedState:
         if len(wrong):
             piece = to.pieces[wrong[0]]
             raise CheckpointError(
-                f"the {len(self._files)} files of the training state in {self._files[0].parent} hold {held[wrong[0]]} "
+                f"the {len(self._files)} files of the training state in {self._files[0].path.parent} hold {held[wrong[0]]} "
                 f"elements of {describe(piece, self.tensors)}; expected each of {piece['rows'] * piece['cols']} once. "
                 f"Files of some ranks are missing or twice there ({self._named_by})"
             )
@@ -205,20 +219,20 @@ class SavedState:
             try:
                 values = _view(opened.get_tensor(name), move.saved_begin[index], box, saved["stride"])
             except (SafetensorError, RuntimeError) as problem:
-                raise CheckpointError(f"{self._files[number]}: {name} is not what {PIECES} says: {problem}") from None
+                raise CheckpointError(f"{self._files[number].path}: {name} is not what {PIECES} says: {problem}") from None
             populate(values.data_ptr(), int((box["rows"] - 1) * saved["stride"] + box["cols"]) * values.itemsize)
             _view(flat, move.begin[index], box, piece["stride"]).copy_(values)
 
-    def _opened(self, file: Path) -> Any:
+    def _opened(self, file: SavedFile) -> Any:
         """Mapped as long as it is used."""
         try:
-            return safe_open(file, framework="pt")
+            return safe_open(file.place, framework="pt")
         except FileNotFoundError:
-            raise CheckpointError(f"{file} does not exist: the checkpoint is incomplete ({self._named_by})") from None
+            raise CheckpointError(f"{file.path} does not exist: the checkpoint is incomplete ({self._named_by})") from None
         except (SafetensorError, OSError) as problem:
-            raise CheckpointError(f"{file} is damaged or cut short: {problem} ({self._named_by})") from None
+            raise CheckpointError(f"{file.path} is damaged or cut short: {problem} ({self._named_by})") from None
 
-    def _kept_open(self, file: Path) -> Any:
+    def _kept_open(self, file: SavedFile) -> Any:
         """As `_opened`; the last ones stay open."""
         if file not in self._open_files:
             if len(self._open_files) >= MAX_OPEN_FILES:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from rltrain.checkpoint.run.saved_file import AnyFile
 from rltrain.config.lora import Lora
 from rltrain.config.schema import Trained
 from rltrain.reshard.fsdp_layout import fsdp_layout
@@ -31,7 +32,7 @@ def frozen_model(site: ModelSite) -> EvaluableModel:
 
 
 def trained_model(
-    site: ModelSite, settings: Trained, *, total_updates: int, state: Sequence[Path] | None = None
+    site: ModelSite, settings: Trained, *, total_updates: int, state: Sequence[AnyFile] | None = None
 ) -> TrainableModel:
     lora = site.config.lora_of(site.role)
     model = _sharded_model(site, trains=lora is None, with_weights=state is None or lora is not None, lora=lora)

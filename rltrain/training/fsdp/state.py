@@ -1,12 +1,12 @@
 """The training state of a sharded model, saved and loaded through layouts, in the terms of every backend."""
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from pathlib import Path
 
 import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.checkpoint.run.files import Contents
+from rltrain.checkpoint.run.saved_file import AnyFile
 from rltrain.checkpoint.run.saved_state import MASTER, Counts, Destination, SavedState, contents, flat_name
 from rltrain.residency.memory_parts import MemoryPart
 from rltrain.training.fsdp.model import ShardedModel
@@ -51,7 +51,7 @@ def save_state(
     return Contents(LateTensors(saved.tensors, late), saved.metadata)
 
 
-def load_state(model: ShardedModel, optimizer: ShardedAdam, files: Sequence[Path], role: str) -> Counts:
+def load_state(model: ShardedModel, optimizer: ShardedAdam, files: Sequence[AnyFile], role: str) -> Counts:
     """Take over a training state from the files of all ranks that saved it, whatever their backend and layout; its
     counts.
 

@@ -4,13 +4,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from pathlib import Path
 
 import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.algorithms.losses import LossFunction
 from rltrain.checkpoint.run.files import Contents
+from rltrain.checkpoint.run.saved_file import AnyFile
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.residency.memory_parts import MemoryPart
@@ -116,7 +116,7 @@ class TrainableModel(EvaluableModel, Trainable):
             raise RuntimeError("gradients wait for their optimizer step; a training state is saved before or after it")
         return save_state(self.model, self.optimizer, self.parts, self.num_updates, self._copies, self.late)
 
-    def load_state(self, files: Sequence[Path]) -> None:
+    def load_state(self, files: Sequence[AnyFile]) -> None:
         """Go on from what `save_state` left on all ranks. Before the first step; raises as state.load_state."""
         self.num_updates = load_state(self.model, self.optimizer, files, self.role).num_updates
 
@@ -146,7 +146,7 @@ class AdaptedModel(TrainableModel):
         self.base = BaseModel(model)
         self._gather()
 
-    def load_state(self, files: Sequence[Path]) -> None:
+    def load_state(self, files: Sequence[AnyFile]) -> None:
         """As TrainableModel's. Collective over: the role's ranks."""
         super().load_state(files)
         self._gather()

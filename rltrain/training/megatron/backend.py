@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
+from rltrain.checkpoint.run.saved_file import AnyFile
 from rltrain.config.schema import Trained
 from rltrain.reshard.layout import Layout
 from rltrain.training.adapters import begin_adapters
@@ -37,7 +37,7 @@ def frozen_model(site: ModelSite) -> EvaluableModel:
 
 
 def trained_model(
-    site: ModelSite, settings: Trained, *, total_updates: int, state: Sequence[Path] | None = None
+    site: ModelSite, settings: Trained, *, total_updates: int, state: Sequence[AnyFile] | None = None
 ) -> TrainableModel:
     lora = site.config.lora_of(site.role)
     model = _language_model(site, with_weights=state is None or lora is not None)

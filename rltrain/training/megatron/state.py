@@ -6,7 +6,6 @@ optimizer.
 """
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from pathlib import Path
 
 import numpy as np
 import torch.distributed as dist
@@ -14,6 +13,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from rltrain.checkpoint.run.files import Contents
+from rltrain.checkpoint.run.saved_file import AnyFile
 from rltrain.checkpoint.run.saved_state import MASTER, Counts, Destination, SavedState, contents, flat_name
 from rltrain.models.canonical_tensors import IntArray
 from rltrain.models.experts import is_expert
@@ -88,7 +88,7 @@ def _kept_parameters(model: LanguageModel, optimizer: MegatronOptimizer) -> dict
     return kept | optimized_parameters(model, optimizer)
 
 
-def load_state(model: LanguageModel, optimizer: MegatronOptimizer, files: Sequence[Path], role: str) -> Counts:
+def load_state(model: LanguageModel, optimizer: MegatronOptimizer, files: Sequence[AnyFile], role: str) -> Counts:
     """Take over a training state from the files of all ranks that saved it, whatever their layout was; its counts.
 
     Fills weights, master weights and moments of a model that has made no optimizer step and is on the device; of the

@@ -5,7 +5,6 @@ import math
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from rltrain.algorithms.losses import LossFunction, sample_shares
 from rltrain.checkpoint.run.files import Contents
+from rltrain.checkpoint.run.saved_file import AnyFile
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.training.adapter_mode import MadeWeights
@@ -171,7 +171,7 @@ class TrainableModel(EvaluableModel, Trainable):
         scale = self.loss_scale.state()
         return save_state(self.model, self.optimizer, self.parts, self.num_updates, scale, self._copies, self.late)
 
-    def load_state(self, files: Sequence[Path]) -> None:
+    def load_state(self, files: Sequence[AnyFile]) -> None:
         """Go on from what `save_state` left on all ranks. Before the first step; raises as state.load_state."""
         counts = load_state(self.model, self.optimizer, files, self.role)
         self.num_updates = counts.num_updates
