@@ -1,0 +1,267 @@
+"""Files that a node lacks: its ranks fetch of them what they read, each byte once for all of the node, and no more."""
+
+import errno
+import os
+import shutil
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rltrain.checkpoint.memory import fetched_file, file_server
+from rltrain.checkpoint.memory.fetched_file import SPANS_SUFFIX, FetchedFile, Source, spans_there
+from rltrain.checkpoint.memory.file_server import FileServer
+from rltrain.checkpoint.memory.spans import Span, merged, spans_of, without
+from rltrain.checkpoint.run.files import Contents, read_contents, write_files
+from rltrain.checkpoint.run.saved_file import AnyFile, Rows
+from rltrain.checkpoint.run.saved_state import MASTER, Destination, SavedState, contents, flat_name
+from rltrain.cluster.grid import Grid
+from rltrain.cluster.world import LOOPBACK
+from rltrain.errors import CheckpointError
+from rltrain.reshard.layout import Layout
+from rltrain.reshard.megatron_layout import megatron_layout
+from rltrain.training.shards import answered_for, within
+from tests.model_shards import tiny_architecture
+from tests.state_files import COUNTS, PADDING, flats_of, places, ranges_of
+
+MOMENT = "exp_avg"
+NAME = "a/x.safetensors"
+VALUES = torch.arange(90_000, dtype=torch.float32)
+
+SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)).map(lambda ends: Span(*ends)), max_size=6)
+
+
+def numbers(spans: Sequence[Span]) -> set[int]:
+    return {number for span in spans for number in range(span.begin, span.end)}
+
+
+@given(SPANS, SPANS, st.integers(0, 5))
+def test_spans_are_joined_and_what_is_there_is_not_asked_for(spans, others, gap) -> None:
+    joined, there = merged(spans, gap), merged(others)
+    assert numbers(merged(spans)) == numbers(spans) <= numbers(joined)
+    assert all(before.end + gap < after.begin for before, after in pairwise(joined))
+    assert numbers(without(joined, there)) == numbers(joined) - numbers(there)
+    assert all(span.begin < span.end for span in without(joined, there))
+
+
+@given(st.integers(0, 9), st.integers(0, 4), st.integers(1, 5), st.integers(0, 4), st.integers(0, 20))
+def test_rows_are_spans_of_their_own_where_they_lie_far_apart(first, rows, cols, between, gap) -> None:
+    found = [*spans_of(Rows("x", first, rows, cols, cols + between), 100, 4, gap)]
+    elements = {first + row * (cols + between) + col for row in range(rows) for col in range(cols)}
+    wanted = {100 + 4 * element + byte for element in elements for byte in range(4)}
+    assert wanted <= numbers(found)
+    if between * 4 > gap:
+        assert numbers(found) == wanted and len(found) == rows
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[FileServer]:
+    """Another node with one file."""
+    (tmp_path / "other").mkdir()
+    tensors = {"first": VALUES, "second": torch.ones(9, dtype=torch.uint8)}
+    write_files(tmp_path / "other", {NAME: Contents(tensors, {"said": "something"})})
+    server = FileServer(tmp_path / "other", LOOPBACK)
+    yield server
+    with suppress(OSError):  # a test may have closed it
+        server.close()
+
+
+@pytest.fixture
+def file(served: FileServer, tmp_path: Path) -> FetchedFile:
+    return made(served, tmp_path)
+
+
+def made(served: FileServer, tmp_path: Path) -> FetchedFile:
+    (tmp_path / "here" / "a").mkdir(parents=True, exist_ok=True)
+    source = Source(served.address, NAME, (tmp_path / "other" / NAME).stat().st_size, lambda: None)
+    file = FetchedFile(tmp_path / "here" / NAME, source)
+    file.begin()
+    return file
+
+
+def bytes_of(folder: Path) -> int:
+    return sum(span.end - span.begin for path in folder.rglob(f"*{SPANS_SUFFIX}") for span in spans_there(path))
+
+
+def test_all_of_it_is_what_it_is_there(file: FetchedFile, tmp_path: Path) -> None:
+    found = read_contents(file)
+    assert found.tensors["first"].equal(VALUES) and found.metadata == {"said": "something"}
+    assert file.place.read_bytes() == (tmp_path / "other" / NAME).read_bytes() and not file.path.exists()
+
+
+def test_the_ranks_of_a_node_fetch_a_byte_once(served: FileServer, tmp_path: Path, monkeypatch) -> None:
+    asked: list[Span] = []
+    send = file_server._send_spans
+    monkeypatch.setattr(file_server, "_send_spans", lambda peer, path, spans: (asked.extend(spans), send(peer, path, spans)))
+    files = [made(served, tmp_path) for _ in range(4)]
+    rows = Rows("first", 30_000, 2, 1_000, 30_000)
+    with ThreadPoolExecutor(len(files)) as pool:
+        list(pool.map(lambda file: file.ask_for_rows([rows]), files))
+    assert sum(span.end - span.begin for span in asked) == bytes_of(tmp_path) == fetched_file.HEAD_BYTES + 2 * 4_000
+
+
+def test_where_the_folder_has_no_room_a_rank_keeps_it_itself(file: FetchedFile, tmp_path: Path, monkeypatch) -> None:
+    write = os.pwrite
+
+    def into_memory_alone(descriptor: int, block: memoryview, offset: int) -> int:
+        if "memfd" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            return write(descriptor, block, offset)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.pwrite", into_memory_alone)
+    before = bytes_of(tmp_path)
+    file.ask_for_tensor("second")
+    assert read_contents(file).tensors["first"].equal(VALUES)
+    assert bytes_of(tmp_path) == before
+    with pytest.raises(CheckpointError, match=r"checkpoint\.memory\.folder: cannot write .*fetched: No space left"):
+        FetchedFile(tmp_path / "here" / "a" / "y.safetensors", file.source).begin()
+
+
+def test_what_has_changed_on_its_way_is_refused_and_asked_for_again(file: FetchedFile, monkeypatch) -> None:
+    with monkeypatch.context() as wrong:
+        wrong.setattr(file_server, "crc32", lambda block, crc: 7 + len(threading.current_thread().name))
+        with pytest.raises(CheckpointError, match=f"{NAME} from {LOOPBACK}: bytes .* have changed on their way"):
+            file.ask_for_all()
+    assert read_contents(file).tensors["first"].equal(VALUES)
+
+
+def test_who_has_it_no_more_is_named(file: FetchedFile, served: FileServer, tmp_path: Path) -> None:
+    with (tmp_path / "other" / NAME).open("ab") as grown:
+        grown.write(b"1")
+    with pytest.raises(CheckpointError, match=rf"{NAME} from {LOOPBACK}: it has \d+ bytes there; expected"):
+        file.ask_for_all()
+    (tmp_path / "other" / NAME).unlink()
+    with pytest.raises(CheckpointError, match=f"{NAME} from {LOOPBACK}: it does not have it"):
+        file.ask_for_all()
+    served.close()
+    with pytest.raises(CheckpointError, match=f"{NAME} from {LOOPBACK}: Connection refused"):
+        file.ask_for_all()
+
+
+class Nodes:
+    """Of a job of `num_nodes`, whose ranks share out what they optimize of a model. A node has the files of its own
+    ranks and of those before. The weights are of the kind MASTER, of which a rank reads all of its model."""
+
+    def __init__(self, folder: Path, num_nodes: int, tp: int) -> None:
+        self.folder, self.per_node, self.num_nodes = folder, 2, num_nodes
+        self.layout: Layout = megatron_layout(tiny_architecture(), Grid(tuple(range(2 * num_nodes)), tp=tp))
+        for rank in self.layout.ranks:
+            of_node = rank // self.per_node
+            for node in {of_node, (of_node + 1) % num_nodes}:
+                write_files(self.at(node), {self.name(rank): self.saved(rank)})
+        self.servers = [FileServer(self.at(node), LOOPBACK) for node in range(num_nodes)]
+
+    def at(self, node: int) -> Path:
+        return self.folder / f"node{node}"
+
+    def lose(self, node: int) -> None:
+        """And have another one in its place."""
+        shutil.rmtree(self.at(node) / "actor")
+        (self.at(node) / "actor").mkdir()
+
+    def having(self, rank: int) -> int:
+        """A node with the files of a rank."""
+        of_node = rank // self.per_node
+        return next(
+            node for node in (of_node, (of_node + 1) % self.num_nodes) if (self.at(node) / self.name(rank)).exists()
+        )
+
+    def name(self, rank: int) -> str:
+        return f"actor/rank_{rank:05d}.safetensors"
+
+    def share(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
+        count = self.layout.parts.count(self.layout.parts[rank])
+        sizes = [int(np.prod(shape)) for _, shape in self.layout.on(rank).parameters]
+        return ranges_of(self.layout, rank, lambda number: [sizes[number] * i // count for i in range(1, count)])
+
+    def saved(self, rank: int) -> Contents:
+        starts, stops = self.share(rank)
+        pieces = within(answered_for(self.layout, rank), starts, stops)
+        names, flats = [name for name, _ in self.layout.on(rank).parameters], flats_of(self.layout, rank)
+        tensors = {
+            flat_name(kind, names[i]): flats[i][starts[i] : stops[i]] + (kind == MOMENT)
+            for kind in (MASTER, MOMENT)
+            for i in np.unique(pieces["parameter"])
+        }
+        return contents(self.layout.tensors, names, pieces, tensors, COUNTS)
+
+    def files(self, node: int) -> list[AnyFile]:
+        found: list[AnyFile] = []
+        for rank in self.layout.ranks:
+            path = self.at(node) / self.name(rank)
+            if path.exists():
+                found.append(path)
+                continue
+            source = Source(self.servers[self.having(rank)].address, self.name(rank), self.size(rank), lambda: None)
+            found.append(FetchedFile(path, source))
+            found[-1].begin()
+        return found
+
+    def size(self, rank: int) -> int:
+        return (self.at(self.having(rank)) / self.name(rank)).stat().st_size
+
+    def load(self, rank: int) -> None:
+        """Weights, and moments of this rank's share: what it reads is what it had."""
+        on, (starts, stops) = self.layout.on(rank), self.share(rank)
+        weights = [torch.zeros(int(np.prod(shape))) for _, shape in on.parameters]
+        moments = [torch.zeros(int(stop - start)) for start, stop in zip(starts, stops, strict=True)]
+        wanted = [
+            Destination(MASTER, on.pieces, weights),
+            Destination(MOMENT, within(on.pieces, starts, stops), moments),
+        ]
+        SavedState(self.files(rank // self.per_node), self.layout.tensors).read(wanted)
+        for flat, part, expected, start, stop in zip(
+            weights, moments, flats_of(self.layout, rank), starts, stops, strict=True
+        ):
+            real = expected != PADDING
+            assert flat[real].equal(expected[real])
+            assert part[real[start:stop]].equal(expected[start:stop][real[start:stop]] + 1)
+
+    def overlapped(self, node: int) -> int:
+        """Bytes of others' files that hold an element which a rank of this node has, and the headers and tables."""
+        ranks = range(node * self.per_node, (node + 1) * self.per_node)
+        weights = {element for rank in ranks for element, _ in places(self.layout.on(rank).pieces)}
+        moments = {
+            element
+            for rank in ranks
+            for element, _ in places(within(self.layout.on(rank).pieces, *self.share(rank)))
+        }
+        num_bytes = 0
+        for rank in self.layout.ranks:
+            if (self.at(node) / self.name(rank)).exists():
+                continue
+            saved = within(answered_for(self.layout, rank), *self.share(rank))
+            held = {element for element, _ in places(saved)}
+            tensors = self.saved(rank).tensors
+            values = sum(values.nbytes for name, values in tensors.items() if name.split(".")[0] in (MASTER, MOMENT))
+            num_bytes += self.size(rank) - values + 4 * (len(held & weights) + len(held & moments))
+        return num_bytes
+
+    def lacking(self, node: int) -> int:
+        """Bytes of all files that it has not."""
+        return sum(self.size(rank) for rank in self.layout.ranks if not (self.at(node) / self.name(rank)).exists())
+
+
+@pytest.mark.parametrize(
+    "num_nodes, tp, lost", [(2, 1, True), (4, 1, False), (4, 2, False), (4, 2, True), (8, 2, False)]
+)
+def test_a_node_fetches_what_its_ranks_overlap(tmp_path: Path, monkeypatch, num_nodes: int, tp: int, lost: bool) -> None:
+    monkeypatch.setattr(fetched_file, "GAP_BYTES", 0)
+    monkeypatch.setattr(fetched_file, "HEAD_BYTES", 8)
+    nodes, last = Nodes(tmp_path, num_nodes, tp), num_nodes - 1
+    if lost:
+        nodes.lose(last)
+    overlapped, lacking = nodes.overlapped(last), nodes.lacking(last)
+    for rank in (2 * last, 2 * last + 1):
+        nodes.load(rank)
+    for server in nodes.servers:
+        server.close()
+    assert bytes_of(nodes.at(last)) == overlapped < lacking
