@@ -18,6 +18,8 @@ from rltrain.cluster.world import TRANSPORT_TIMEOUT_S, World, start_process_grou
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
 from rltrain.errors import ParityError
+from rltrain.estimate.memory import memory_checkpoint_bytes
+from rltrain.estimate.planned import plan_job
 from rltrain.hub import checkpoint_paths, with_local_copies
 from rltrain.legality.architecture import check_against_architecture
 from rltrain.legality.config import check_config
@@ -128,6 +130,9 @@ def where_to_begin(
     Collective over: all ranks."""
     settings = config.checkpoint.memory
     held = HeldCheckpoints(config, settings.folder, job_store) if settings else None
+    if held:
+        planned = plan_job(config, placement, architectures, job_store.world.ranks_per_node)
+        held.refuse_without_room(memory_checkpoint_bytes(planned, held.node))
     checkpoint = find_checkpoint(config, job_store, held)
     if checkpoint is not None:
         check_resumed(config, architectures, checkpoint, restarted=job_store.world.restarted)

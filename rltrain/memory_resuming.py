@@ -32,9 +32,17 @@ class HeldCheckpoints:
         if self.world.rank == 0:
             job_store.put("node_memory/run_id", read_id(self._id_file))
         self.run_id: str | None = job_store.get("node_memory/run_id", waiting_for="rank 0 to look for the run's logs")
+        if self.world.local_rank == 0:
+            self._folder.clear_abandoned()
+            self._folder.claim()
         self._manifests: dict[Key, str] = {}
         self._offers: list[set[Key]] = []
         """By node."""
+
+    def refuse_without_room(self, num_bytes: int) -> None:
+        """Where this node cannot hold checkpoints of so many bytes; see NodeFolder. CheckpointError."""
+        if self.world.local_rank == 0:
+            self._folder.refuse_without_room(num_bytes, restarted=self.world.restarted)
 
     def offers(self) -> list[Key]:
         """All that any node holds of the run whose logs are in output_dir, newest first; one may not be whole."""

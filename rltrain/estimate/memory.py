@@ -326,6 +326,21 @@ def host_bytes(job: PlannedJob, stages: Mapping[str, int], leaving: frozenset[Ke
     return {name: size for name, size in found.items() if size}
 
 
+def memory_checkpoint_bytes(job: PlannedJob, node: int) -> int:
+    """At least, of one checkpoint in the memory of a node: what its ranks save, and copies of what those of the node
+    before do. 0 where it has nothing to save."""
+    of_nodes: dict[int, int] = {}
+    for kind, ranks in job.kinds.items():
+        saved = sum(_saved_bytes(job, role, stage) for role, stage in kind.stages if role in trained_roles())
+        for rank in ranks:
+            of_nodes[rank // job.ranks_per_node] = of_nodes.get(rank // job.ranks_per_node, 0) + saved
+    nodes = sorted(of_nodes)
+    if node not in nodes:
+        return 0
+    before = nodes[nodes.index(node) - 1]
+    return of_nodes[node] + (of_nodes[before] if before != node else 0)
+
+
 def _saved_bytes(job: PlannedJob, role: str, stage: int) -> int:
     """Moments, and masters or what would be them: every element by one rank, which a sharded optimizer has it be."""
     grid = job.grids[role]

@@ -12,7 +12,7 @@ from rltrain.errors import ConfigError
 from rltrain.estimate.activations import Activations
 from rltrain.estimate.changes import best_changes
 from rltrain.estimate.hardware import GB, GPUS, gpu_named
-from rltrain.estimate.memory import kv_bytes, resident_bytes
+from rltrain.estimate.memory import kv_bytes, memory_checkpoint_bytes, resident_bytes
 from rltrain.estimate.peak import largest, rank_memories
 from rltrain.estimate.planned import plan_job
 from rltrain.estimate.shares import served_bytes
@@ -291,6 +291,8 @@ def test_checkpoints_in_memory_are_four_and_over_several_nodes_as_many_copies(ra
     job = replace(job, ranks_per_node=4)
     one = rank_memories(job, H100)[0]
     assert one.host["checkpoints in memory, not pinned"] == 4 * copies * one.host["checkpoint"] > 0
+    assert memory_checkpoint_bytes(job, 0) == 4 * copies * one.host["checkpoint"]
+    assert memory_checkpoint_bytes(job, 1) == (4 * copies * one.host["checkpoint"] if copies == 2 else 0)
 
 
 def test_weights_in_fp8_are_foretold_with_their_scales() -> None:

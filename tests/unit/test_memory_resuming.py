@@ -2,10 +2,13 @@
 
 import json
 import logging
+import re
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,16 +18,22 @@ from hypothesis import strategies as st
 
 from rltrain.checkpoint.memory.fetched_file import SPANS_SUFFIX, spans_there
 from rltrain.checkpoint.memory.holdings import Key, offered, origins, sources
-from rltrain.checkpoint.memory.node_folder import NodeFolder
+from rltrain.checkpoint.memory.node_folder import OWNER_FILE, NodeFolder
 from rltrain.checkpoint.run.files import RUN_FILE, Contents, read_contents, record_of, write_files
 from rltrain.checkpoint.run.folder import CheckpointFolder, Resumed, name_of
+from rltrain.cluster.placement import placement_of
 from rltrain.cluster.world import World
 from rltrain.config.loader import load_config
+from rltrain.config.records import MemoryCheckpoints
 from rltrain.config.schema import Config, Timeouts
+from rltrain.errors import CheckpointError
+from rltrain.job import where_to_begin
 from rltrain.liveness.job_store import JobStore
 from rltrain.memory_resuming import HeldCheckpoints
 from rltrain.observability.run_logs import ID_FILE
 from rltrain.resuming import find_checkpoint
+from rltrain.system.processes import launcher, process_here, this_process
+from tests.model_shards import tiny_architecture
 from tests.unit.shared_store import Jobs, open_store
 
 CONFIG = """\
@@ -79,6 +88,10 @@ def config(tmp_path: Path) -> Config:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ID_FILE).write_text(f"{RUN_ID}\n")
     return load_config(tmp_path / "config.yaml", [f"output_dir={tmp_path}/run"])
+
+
+def in_(folder: Path) -> MemoryCheckpoints:
+    return MemoryCheckpoints(folder=str(folder / "memory"))
 
 
 def contents(node: int, value: float) -> Contents:
@@ -170,7 +183,7 @@ def test_a_lost_node_gets_it_all_from_the_others(find, save, config, tmp_path, l
     assert found == [Resumed(at(tmp_path, node, 6), 6, in_memory=True) for node in range(NODES)]
     assert reads(found)
     for node in range(NODES):
-        assert [*(tmp_path / f"node{node}" / f"rltrain_{RUN_ID}").iterdir()] == [at(tmp_path, node, 6)]
+        assert [*(tmp_path / f"node{node}" / f"rltrain_{RUN_ID}").glob("step_*")] == [at(tmp_path, node, 6)]
         assert len(fetched(tmp_path, node)) == (NODES if node in lost else NODES - 2)
 
 
@@ -244,3 +257,66 @@ def test_nodes_with_different_checkpoints_of_one_step_are_not_mixed(find, save, 
     shutil.move(tmp_path / "away", tmp_path / "node2")
     found = find()
     assert {resumed.step for resumed in found} == {6} and reads(found, value=wanted)
+
+
+def test_what_jobs_that_have_ended_left_is_removed(find, save, tmp_path, caplog) -> None:
+    """And nothing of one that runs, or may run: on another machine, or in a container whose processes are not seen."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    owners = {
+        "ended": process_here(ended.pid),
+        "running": this_process(),
+        "elsewhere": f"other-host pid:[1] {ended.pid}",
+        "unreadable": "",
+        RUN_ID: process_here(ended.pid),
+    }
+    save(6)
+    folders = {run_id: tmp_path / "node1" / f"rltrain_{run_id}" for run_id in (*owners, "unsaid")}
+    for folder in folders.values():
+        folder.mkdir(exist_ok=True)
+    for run_id, owner in owners.items():
+        (folders[run_id] / OWNER_FILE).write_text(owner)
+    with caplog.at_level(logging.WARNING):
+        found = find()
+    assert {resumed.step for resumed in found} == {6} and reads(found), "a job that is started again needs its own"
+    assert [run_id for run_id, folder in folders.items() if not folder.exists()] == ["ended"]
+    assert f"removed {folders['ended']}, checkpoints in memory of a job that has ended" in caplog.text
+    assert (folders[RUN_ID] / OWNER_FILE).read_text() == process_here(launcher())
+
+
+@pytest.mark.parametrize("held, free, fits", [(0, 3_000, True), (0, 2_999, False), (1 << 20, 0, True)])
+def test_a_folder_without_room_for_three_checkpoints_is_refused(
+    tmp_path, monkeypatch, caplog, held: int, free: int, fits: bool
+) -> None:
+    """What the run has there makes room for what it saves anew."""
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free))
+    folder = NodeFolder(str(tmp_path), RUN_ID)
+    folder.at(1).mkdir(parents=True)
+    (folder.at(1) / "file").write_bytes(bytes(held))
+    if fits:
+        folder.refuse_without_room(1_000, restarted=False)
+        return
+    expected = r"checkpoint\.memory\.folder: .* has room for 3e-06 GB; expected 3e-06 GB or more"
+    with pytest.raises(CheckpointError, match=expected):
+        folder.refuse_without_room(1_000, restarted=False)
+    with caplog.at_level(logging.WARNING):
+        folder.refuse_without_room(1_000, restarted=True)
+    assert re.search(expected, caplog.text), "a job that runs goes on"
+
+
+def test_a_job_asks_for_room_before_it_does_anything(jobs: Jobs, config: Config, tmp_path, monkeypatch) -> None:
+    config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"memory": in_(tmp_path)})})
+    placement, architectures = placement_of(config, 2, 1), dict.fromkeys(("actor", "rollout"), tiny_architecture())
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1_000))
+
+    def body(rank: int, store: dist.Store) -> str | None:
+        world = World(rank, 2, 0, 1, torch.device("cpu"), store, 10, Timeouts(no_progress_s=5))
+        try:
+            where_to_begin(config, placement, architectures, 0, JobStore(world, guarded=True))
+        except CheckpointError as error:
+            return str(error)
+        return None
+
+    told, _ = jobs.run(body, 2)
+    assert told is not None and "has room for 1e-06 GB; expected" in told
+    assert not (tmp_path / "run" / "checkpoints").exists()

@@ -108,6 +108,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
             "trainer",
             "resuming",
             "memory_resuming",
+            "estimate",
             "hub",
             "preflight",
             "schedule",

@@ -1,12 +1,14 @@
 """The checkpoints of one run in the memory of one node: a folder of a tmpfs.
 
-    <checkpoint.memory.folder>/rltrain_<run id>/step_0000010/    as on a disk, but with the files of this node's ranks
+    <checkpoint.memory.folder>/rltrain_<run id>/owner            the process that the job ends with
+                                               /step_0000010/    as on a disk, but with the files of this node's ranks
                                                                  and the copies of those of the node before
 
 The manifest lists the files of all nodes: which of them are here shows in the folder.
 """
 
 import hashlib
+import logging
 import os
 import shutil
 from collections.abc import Iterable
@@ -17,11 +19,21 @@ from rltrain.checkpoint.memory.holdings import Key
 from rltrain.checkpoint.run.files import MANIFEST_FILE, RUN_FILE, FileRecord, read_manifest, write_durably
 from rltrain.checkpoint.run.folder import CheckpointFolder, name_of
 from rltrain.errors import CheckpointError
+from rltrain.system.processes import has_ended, launcher, process_here
 
+BLOCK_BYTES = 512
+"""The unit of stat, whatever the file system's is."""
 KEPT = 2
 """The newest complete ones: a node may be lost while the others have not yet learnt that the last one is complete."""
+FEWEST = KEPT + 1
+"""For which there must be room: the oldest goes once a newer one is complete."""
 MOST = KEPT + 2
 """With those under way."""
+OWNER_FILE = "owner"
+"""In the run's folder: the process whose end is the job's, after all restarts."""
+PREFIX = "rltrain_"
+
+logger = logging.getLogger(__name__)
 
 
 class NodeFolder:
@@ -29,7 +41,7 @@ class NodeFolder:
 
     def __init__(self, base: str, run_id: str) -> None:
         self.base = Path(os.path.expandvars(base))
-        self.name = f"rltrain_{run_id}"
+        self.name = f"{PREFIX}{run_id}"
         self.checkpoints = CheckpointFolder(self.base / self.name)
 
     @property
@@ -40,11 +52,43 @@ class NodeFolder:
         return self.path / name_of(step)
 
     def make(self) -> None:
-        """For this user alone. CheckpointError."""
+        """For this user alone, and this job's from here on. CheckpointError."""
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_durably(self.path / OWNER_FILE, process_here(launcher()))
         except OSError as error:
             raise CheckpointError(f"checkpoint.memory.folder: cannot make {self.path}: {error.strerror}") from error
+
+    def claim(self) -> None:
+        """As `make`, where it is there. CheckpointError."""
+        if self.path.is_dir():
+            self.make()
+
+    def refuse_without_room(self, num_bytes: int, *, restarted: bool) -> None:
+        """Where FEWEST checkpoints of `num_bytes` do not fit: CheckpointError, or a warning in a job that has been
+        `restarted`, which would rather go on without."""
+        held = sum(path.stat().st_blocks * BLOCK_BYTES for path in self.path.rglob("*") if path.is_file())
+        there, needed = shutil.disk_usage(self.base).free + held, FEWEST * num_bytes
+        if there >= needed:
+            return
+        problem = (
+            f"checkpoint.memory.folder: {self.base} has room for {there / 1e9:.3g} GB; expected {needed / 1e9:.3g} GB "
+            f"or more, as {FEWEST} checkpoints of at least {num_bytes / 1e9:.3g} GB, this node's files and those of "
+            "the node before, are there at a time; make room, have the file system be larger (mount -o remount,size=; "
+            "in a container --shm-size), name another folder, or leave out checkpoint.memory"
+        )
+        if not restarted:
+            raise CheckpointError(problem)
+        logger.warning("%s", problem)
+
+    def clear_abandoned(self) -> None:
+        """Remove the folders of this user's other runs on this node whose jobs have ended, after all restarts. What
+        cannot be told to have ended stays, as that of a job in another container does."""
+        for path in self.base.glob(f"{PREFIX}*"):
+            if path.name == self.name or not _is_abandoned(path):
+                continue
+            shutil.rmtree(path, ignore_errors=True)
+            logger.warning("removed %s, checkpoints in memory of a job that has ended", path)
 
     def complete(self, step: int, manifest: str, run: str) -> str | None:
         """All nodes have their files: from here on this node's can be used. What went wrong, in words, or None."""
@@ -114,6 +158,13 @@ class NodeFolder:
     def remove(self) -> None:
         """All of it."""
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _is_abandoned(path: Path) -> bool:
+    try:
+        return path.stat().st_uid == os.getuid() and has_ended((path / OWNER_FILE).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def digest_of(manifest: str) -> str:
