@@ -132,11 +132,12 @@ class Checkpointing:
 
     def _make_way(self, durably: bool) -> None:
         """For another checkpoint: the one before is written but for what late ranks have yet to write, of which no more
-        than MAX_INCOMPLETE may take room on the disk."""
-        self.writer.join()
+        than MAX_INCOMPLETE may take room on the disk. One in memory alone does not wait for the disk."""
         if not durably:
+            self.writer.release()  # the disk may still be at it
             self.look()
             return
+        self.writer.join()
         if self._incomplete:
             reports = self._reports(self._incomplete[-1])
             self._wait_for({rank: key for rank, key in reports.items() if rank not in self._late})

@@ -93,6 +93,8 @@ class HeldCheckpoints:
             self._folder.remove()
         folder = NodeFolder(self.base, run_id)
         folder.make()
+        if self.world.local_rank == 0:
+            folder.claim()
         return NodeMemory(folder, self.addresses)
 
     @property

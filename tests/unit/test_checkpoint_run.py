@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rltrain.checkpoint.run import files
+from rltrain.checkpoint.run import writer as run_writer
 from rltrain.checkpoint.run.files import (
     MANIFEST_FILE,
     RUN_FILE,
@@ -286,6 +287,63 @@ def test_a_writer_reports_each_save_once_and_in_turn(tmp_path: Path, asynchronou
     writer.join()
     assert reports == [(["a/0", "a/1"], None, True), ([], "File exists", False), (["c"], None, True)]
     assert read_contents(tmp_path / "c").tensors["values"].sum() == 4 * 10**6
+
+
+def held_up(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Copies to the disk: (one has begun, it may go on)."""
+    begun, let = threading.Event(), threading.Event()
+    copy = run_writer.copy_files
+
+    def slow(*arguments: Any) -> Any:
+        begun.set()
+        assert let.wait(60)
+        return copy(*arguments)
+
+    monkeypatch.setattr(run_writer, "copy_files", slow)
+    return begun, let
+
+
+def test_a_slow_disk_holds_up_neither_what_is_written_from_nor_a_save_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, let = held_up(monkeypatch)
+    writer, reports = FilesWriter(asynchronous=True), list[str]()
+    memory, disk = (Target(tmp_path / name, lambda _, name=name: reports.append(name)) for name in ("memory", "disk"))
+    saved = contents(1)
+    writer.start({"a/0": saved}, memory, disk)
+    writer.release()
+    assert begun.wait(60)
+    for values in saved.tensors.values():
+        values.zero_()
+    shutil.rmtree(tmp_path / "memory")
+    writer.start({"a/0": contents(2)}, memory)
+    writer.release()
+    assert reports == ["memory", "memory"]
+    let.set()
+    writer.join()
+    assert reports == ["memory", "memory", "disk"]
+    for name, expected in (("memory", contents(2)), ("disk", contents(1))):
+        found = read_contents(tmp_path / name / "a/0")
+        assert all(values.equal(expected.tensors[key]) for key, values in found.tensors.items())
+
+
+def test_what_memory_does_not_take_or_has_changed_is_the_disk_s_all_the_same_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, let = held_up(monkeypatch)
+    writer, reports = FilesWriter(asynchronous=True), list[Written]()
+    (tmp_path / "taken").touch()
+    writer.start({"a": contents(1)}, Target(tmp_path / "taken", reports.append), Target(tmp_path, reports.append))
+    writer.join()
+    assert [report.problem for report in reports] == ["File exists", None] and not begun.is_set()
+    assert read_contents(tmp_path / "a").metadata == contents(1).metadata
+    writer.start({"b": contents(1)}, Target(tmp_path / "memory", reports.append), Target(tmp_path, reports.append))
+    assert begun.wait(60)
+    with (tmp_path / "memory" / "b").open("r+b") as file:
+        file.write(b"1")
+    let.set()
+    writer.join()
+    assert reports[-1].problem == "b has changed in memory since it was written there"
 
 
 def test_a_writing_thread_leaves_the_processors_to_training(tmp_path: Path) -> None:

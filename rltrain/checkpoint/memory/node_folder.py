@@ -52,17 +52,20 @@ class NodeFolder:
         return self.path / name_of(step)
 
     def make(self) -> None:
-        """For this user alone, and this job's from here on. CheckpointError."""
+        """For this user alone; every rank may. CheckpointError."""
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_durably(self.path / OWNER_FILE, process_here(launcher()))
         except OSError as error:
             raise CheckpointError(f"checkpoint.memory.folder: cannot make {self.path}: {error.strerror}") from error
 
     def claim(self) -> None:
-        """As `make`, where it is there. CheckpointError."""
-        if self.path.is_dir():
-            self.make()
+        """For this job, where it is there. CheckpointError."""
+        if not self.path.is_dir():
+            return
+        try:
+            write_durably(self.path / OWNER_FILE, process_here(launcher()))
+        except OSError as error:
+            raise CheckpointError(f"checkpoint.memory.folder: cannot write to {self.path}: {error.strerror}") from error
 
     def refuse_without_room(self, num_bytes: int, *, restarted: bool) -> None:
         """Where FEWEST checkpoints of `num_bytes` do not fit: CheckpointError, or a warning in a job that has been

@@ -8,11 +8,12 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from rltrain.checkpoint.durable_file import DurableFile
 from rltrain.checkpoint.run.saved_file import AnyFile, saved_file
 from rltrain.checkpoint.safetensors_file import Entry, SafetensorsFile
 from rltrain.errors import CheckpointError
@@ -59,6 +60,27 @@ def write_files(folder: Path, files: Mapping[str, Contents]) -> dict[str, FileRe
     for parent in {(folder / name).parent for name in files}:
         flush_folder(parent)
     return records
+
+
+def copy_files(
+    folder: Path, opened: Mapping[str, BinaryIO], expected: Mapping[str, FileRecord]
+) -> Mapping[str, FileRecord]:
+    """Write what `opened` files hold, from their beginning, as `write_files` does; they are what `expected` says.
+    OSError where they are not, too."""
+    block = memoryview(bytearray(READ_BYTES))
+    for name, source in opened.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        source.seek(0)
+        with DurableFile(path, checksum=True, most_cached_bytes=MOST_CACHED_BYTES) as file:
+            while count := source.readinto(block):  # type: ignore[attr-defined]
+                file.write(block[:count])
+        if FileRecord(file.num_bytes, file.crc32) != expected[name]:
+            raise OSError(f"{name} has changed in memory since it was written there")
+    for parent in {(folder / name).parent for name in opened}:
+        flush_folder(parent)
+    return expected
 
 
 def read_contents(file: AnyFile) -> Contents:
