@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -100,7 +101,12 @@ def test_all_of_it_is_what_it_is_there(file: FetchedFile, tmp_path: Path) -> Non
 def test_the_ranks_of_a_node_fetch_a_byte_once(served: FileServer, tmp_path: Path, monkeypatch) -> None:
     asked: list[Span] = []
     send = file_server._send_spans
-    monkeypatch.setattr(file_server, "_send_spans", lambda peer, path, spans: (asked.extend(spans), send(peer, path, spans)))
+
+    def counted(peer: Any, path: Any, spans: Sequence[Span]) -> None:
+        asked.extend(spans)
+        send(peer, path, spans)
+
+    monkeypatch.setattr(file_server, "_send_spans", counted)
     files = [made(served, tmp_path) for _ in range(4)]
     rows = Rows("first", 30_000, 2, 1_000, 30_000)
     with ThreadPoolExecutor(len(files)) as pool:
@@ -230,9 +236,7 @@ class Nodes:
         ranks = range(node * self.per_node, (node + 1) * self.per_node)
         weights = {element for rank in ranks for element, _ in places(self.layout.on(rank).pieces)}
         moments = {
-            element
-            for rank in ranks
-            for element, _ in places(within(self.layout.on(rank).pieces, *self.share(rank)))
+            element for rank in ranks for element, _ in places(within(self.layout.on(rank).pieces, *self.share(rank)))
         }
         num_bytes = 0
         for rank in self.layout.ranks:
@@ -253,7 +257,9 @@ class Nodes:
 @pytest.mark.parametrize(
     "num_nodes, tp, lost", [(2, 1, True), (4, 1, False), (4, 2, False), (4, 2, True), (8, 2, False)]
 )
-def test_a_node_fetches_what_its_ranks_overlap(tmp_path: Path, monkeypatch, num_nodes: int, tp: int, lost: bool) -> None:
+def test_a_node_fetches_what_its_ranks_overlap(
+    tmp_path: Path, monkeypatch, num_nodes: int, tp: int, lost: bool
+) -> None:
     monkeypatch.setattr(fetched_file, "GAP_BYTES", 0)
     monkeypatch.setattr(fetched_file, "HEAD_BYTES", 8)
     nodes, last = Nodes(tmp_path, num_nodes, tp), num_nodes - 1

@@ -156,7 +156,8 @@ def reads(found: Sequence[Resumed | None], value: float = 0.0) -> bool:
     for resumed in found:
         assert resumed is not None
         files = resumed.files("ranks")
-        if [file.name for file in files] != [Path(name).name for name in FILES] or resumed.run != {"step": resumed.step}:
+        names = [file.name for file in files]
+        if names != [Path(name).name for name in FILES] or resumed.run != {"step": resumed.step}:
             return False
         if any(
             not read_contents(file).tensors["x"].equal(contents(number, value).tensors["x"])

@@ -1,6 +1,7 @@
 """Saving, loading, exporting and converting checkpoints beside `cp` of the same bytes, in one process.
 
     python tools/benchmarks/checkpoints.py [--gb 1] [--rounds 5] [--folder DIR] [--cases save,load,...]
+    python tools/benchmarks/checkpoints.py --cases memory [--nodes 2,4,8] [--memory DIR] [--gb 1] [--folder DIR]
 
     save             a rank's file of a run's checkpoint: float32 weights and AdamW's moments, from memory to the disk
     load             the checksums of such a file are compared, then its values go into tensors that are there
@@ -8,6 +9,7 @@
     hf-to-megatron   what the command of that name does, without the start of Python
     megatron-to-hf   the same
     run-to-hf        the same, from the file of `save` to bfloat16; its bytes are those of the run's file
+    memory           only where it is named: see memory_checkpoints.py; without `cp`
 
 Every case and `cp` of the bytes that it reads (`save` and `export`: that it writes) take turns, so that both have the
 same machine; medians over the rounds are compared. What a case makes durable, `cp`'s files are made durable too, by
@@ -36,8 +38,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from convert import CONFIG, make_checkpoint
+from convert import make_checkpoint
+from memory_checkpoints import measure_nodes
 from torch import Tensor
+from trained_state import CONFIG_YAML, KINDS, trained_model
 
 from rltrain.checkpoint.conversion.megatron_source import MegatronSource
 from rltrain.checkpoint.conversion.processes import Processes
@@ -48,19 +52,14 @@ from rltrain.checkpoint.conversion.to_megatron import convert_to_megatron, write
 from rltrain.checkpoint.hf import load_parameters, save_checkpoint
 from rltrain.checkpoint.run.files import checksum, find_damage, read_manifest, write_files
 from rltrain.checkpoint.run.folder import CheckpointFolder, checkpoint_at
-from rltrain.checkpoint.run.saved_state import MASTER, Counts, Destination, SavedState, contents, flat_name
+from rltrain.checkpoint.run.saved_state import Counts, Destination, SavedState, contents, flat_name
 from rltrain.cluster.grid import Grid
 from rltrain.config.loader import load_config
-from rltrain.models import canonical_tensors, read_architecture
+from rltrain.models import read_architecture
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
 
-KINDS = (MASTER, "exp_avg", "exp_avg_sq")
-STATE_BYTES = 4 * len(KINDS)
-"""Of a parameter."""
-TRAINED = {**CONFIG, "vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16}
 FILE = "actor/rank_00000.safetensors"
-CONFIG_YAML = "steps: 1\nplacement: {'actor, reference, rollout, reward': 0}\ndata: {train: {path: none.jsonl}}\n"
 SUFFIXES = (".safetensors", ".distcp")
 
 
@@ -79,16 +78,6 @@ class Case:
 class Took(NamedTuple):
     seconds: float
     cpu_s: float
-
-
-def trained_model(folder: Path, gigabytes: float) -> None:
-    """The config of a model whose training state has about so many bytes, without weights."""
-    folder.mkdir()
-    for num_layers in range(1, 1000):
-        (folder / "config.json").write_text(json.dumps({**TRAINED, "num_hidden_layers": num_layers}, indent=2))
-        num_parameters = canonical_tensors(read_architecture(folder)).matrix_shapes.prod(axis=1).sum()
-        if num_parameters * STATE_BYTES >= gigabytes * 1e9:
-            return
 
 
 def parameters_of(layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -254,20 +243,41 @@ def result_of(name: str, num_bytes: int, found: Mapping[str, Sequence[Took]]) ->
     return result
 
 
+def memory_results(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    results = []
+    for num_nodes in map(int, arguments.nodes.split(",")):
+        with (
+            tempfile.TemporaryDirectory(dir=arguments.folder) as disk,
+            tempfile.TemporaryDirectory(dir=arguments.memory) as memory,
+        ):
+            results.append(measure_nodes(Path(disk), Path(memory), num_nodes, arguments.gb, arguments.rounds))
+        show(results[-1])
+    return results
+
+
+def show(result: Mapping[str, Any]) -> None:
+    print("  ".join(f"{key} {value}" for key, value in result.items()), flush=True)
+
+
 def main() -> None:
     names = ("save", "load", "export", "hf-to-megatron", "megatron-to-hf", "run-to-hf")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, default=1.0, help="of each checkpoint, in 10^9 bytes (default 1)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="where to work: some five times --gb (default: a new one)")
+    parser.add_argument("--nodes", default="2,4,8", help="of `memory`, separated by commas (default 2,4,8)")
+    parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="where nodes have folders (/dev/shm)")
     parser.add_argument("--cases", default=",".join(names), help="of these, separated by commas (default: all)")
     arguments = parser.parse_args()
-    results = []
+    wanted, results = arguments.cases.split(","), []
+    if "memory" in wanted:
+        wanted.remove("memory")
+        results += memory_results(arguments)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder = Path(name)
-        for case_name, case in cases_of(folder, arguments.gb, arguments.cases.split(",")).items():
+        for case_name, case in cases_of(folder, arguments.gb, wanted).items():
             results.append(measure(case_name, case, folder, arguments.rounds))
-            print("  ".join(f"{key} {value}" for key, value in results[-1].items()), flush=True)
+            show(results[-1])
     print(json.dumps({"benchmark": "checkpoints", "threads": torch.get_num_threads(), "cases": results}))
 
 

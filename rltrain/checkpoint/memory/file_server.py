@@ -1,8 +1,8 @@
 """Files of a node's memory for other nodes of the job, over TCP: the node that wants one asks for it.
 
 A request is a line of JSON with the job's token and the file's name; the answer is the file's size in eight bytes, most
-significant first, and its bytes. Where the request has a list of spans, these follow the size and not the whole, each with
-its checksum in four bytes. Nothing of it goes through the job's process groups, so threads may ask at any time.
+significant first, and its bytes. Where the request has a list of spans, these follow the size instead, each with its
+checksum in four bytes. Nothing of it goes through the job's process groups, so threads may ask at any time.
 """
 
 import hmac
@@ -12,6 +12,7 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -95,7 +96,7 @@ class FileServer:
         return (path, spans) if path.is_relative_to(self._root) and path.is_file() else None
 
 
-def _send_spans(peer: socket.socket, file: Any, spans: Sequence[Span]) -> None:
+def _send_spans(peer: socket.socket, file: FileIO, spans: Sequence[Span]) -> None:
     """OSError where the file is shorter."""
     block = memoryview(bytearray(READ_BYTES))
     for span in spans:
@@ -127,9 +128,7 @@ def fetch(address: Address, name: str, path: Path, expected: FileRecord, closing
     return None
 
 
-def received(
-    address: Address, name: str, num_bytes: int, spans: Sequence[Span]
-) -> Iterator[tuple[int, memoryview]]:
+def received(address: Address, name: str, num_bytes: int, spans: Sequence[Span]) -> Iterator[tuple[int, memoryview]]:
     """(where, bytes) of `spans` of the file `name`, which has `num_bytes`, piece by piece in memory that is used again.
 
     CheckpointError, perhaps after some pieces, which are then not to be used, where they do not come or have changed

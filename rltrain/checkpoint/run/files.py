@@ -7,8 +7,9 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -63,7 +64,7 @@ def write_files(folder: Path, files: Mapping[str, Contents]) -> dict[str, FileRe
 
 
 def copy_files(
-    folder: Path, opened: Mapping[str, BinaryIO], expected: Mapping[str, FileRecord]
+    folder: Path, opened: Mapping[str, FileIO], expected: Mapping[str, FileRecord]
 ) -> Mapping[str, FileRecord]:
     """Write what `opened` files hold, from their beginning, as `write_files` does; they are what `expected` says.
     OSError where they are not, too."""
@@ -74,7 +75,7 @@ def copy_files(
         path.unlink(missing_ok=True)
         source.seek(0)
         with DurableFile(path, checksum=True, most_cached_bytes=MOST_CACHED_BYTES) as file:
-            while count := source.readinto(block):  # type: ignore[attr-defined]
+            while count := source.readinto(block):
                 file.write(block[:count])
         if FileRecord(file.num_bytes, file.crc32) != expected[name]:
             raise OSError(f"{name} has changed in memory since it was written there")

@@ -98,6 +98,7 @@ class SavedState:
         if not files:
             raise CheckpointError(f"the checkpoint has no files of this role's training state ({self._named_by})")
         self._files, self.tensors = [*map(saved_file, files)], tensors
+        self._folder = self._files[0].path.parent
         self._expected = _described(tensors)
         self._parameters: list[list[str]] = []
         self._open_files: dict[SavedFile, Any] = {}
@@ -113,8 +114,7 @@ class SavedState:
         saved = self.counts.optimizer
         if self.counts.optimizer_steps and saved != name:
             raise CheckpointError(
-                f"the training state in {self._files[0].path.parent} has the states of {saved}, and {role}.optimizer.name "
-                f"is {name}; expected {saved}, or a run that begins anew from exported weights ({self._named_by})"
+                f"the training state in {self._folder} has the states of {saved}, and {role}.optimizer.name is {name}; expected {saved}, or a run that begins anew from exported weights ({self._named_by})"
             )
 
     def read(self, destinations: Sequence[Destination]) -> None:
@@ -197,7 +197,7 @@ class SavedState:
         if len(wrong):
             piece = to.pieces[wrong[0]]
             raise CheckpointError(
-                f"the {len(self._files)} files of the training state in {self._files[0].path.parent} hold {held[wrong[0]]} "
+                f"the {len(self._files)} files of the training state in {self._folder} hold {held[wrong[0]]} "
                 f"elements of {describe(piece, self.tensors)}; expected each of {piece['rows'] * piece['cols']} once. "
                 f"Files of some ranks are missing or twice there ({self._named_by})"
             )
@@ -219,7 +219,9 @@ class SavedState:
             try:
                 values = _view(opened.get_tensor(name), move.saved_begin[index], box, saved["stride"])
             except (SafetensorError, RuntimeError) as problem:
-                raise CheckpointError(f"{self._files[number].path}: {name} is not what {PIECES} says: {problem}") from None
+                raise CheckpointError(
+                    f"{self._files[number].path}: {name} is not what {PIECES} says: {problem}"
+                ) from None
             populate(values.data_ptr(), int((box["rows"] - 1) * saved["stride"] + box["cols"]) * values.itemsize)
             _view(flat, move.begin[index], box, piece["stride"]).copy_(values)
 
@@ -228,7 +230,9 @@ class SavedState:
         try:
             return safe_open(file.place, framework="pt")
         except FileNotFoundError:
-            raise CheckpointError(f"{file.path} does not exist: the checkpoint is incomplete ({self._named_by})") from None
+            raise CheckpointError(
+                f"{file.path} does not exist: the checkpoint is incomplete ({self._named_by})"
+            ) from None
         except (SafetensorError, OSError) as problem:
             raise CheckpointError(f"{file.path} is damaged or cut short: {problem} ({self._named_by})") from None
 

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from rltrain.checkpoint.run.files import Contents, FileRecord, copy_files, write_files
 from rltrain.system.threads import JobThread
@@ -96,7 +97,7 @@ def _leave_processors() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
-def _opened(folder: Path, written: Written) -> dict[str, BinaryIO] | None:
+def _opened(folder: Path, written: Written) -> dict[str, FileIO] | None:
     """What was written, before anybody is told of it, who may remove it then. None where it cannot be read."""
     if written.problem is not None:
         return None
@@ -109,7 +110,7 @@ def _opened(folder: Path, written: Written) -> dict[str, BinaryIO] | None:
     return found
 
 
-def _copy(opened: Mapping[str, BinaryIO], expected: Mapping[str, FileRecord], targets: Sequence[Target]) -> None:
+def _copy(opened: Mapping[str, FileIO], expected: Mapping[str, FileRecord], targets: Sequence[Target]) -> None:
     _leave_processors()
     with ExitStack() as stack:
         for file in opened.values():
