@@ -12,7 +12,8 @@ class MemoryCheckpoints(Section):
     """Steps between them."""
     folder: str = "/dev/shm"
     """A folder of every node's own, in memory (a tmpfs); $NAME stands for a variable of the node's environment. Up to
-    four checkpoints are in it: of each the files of the node's ranks, and those of the node before."""
+    four checkpoints are in it: of each the files of the node's ranks, and those of the node before. A job whose
+    node has no room for three is refused."""
 
 
 class Checkpoint(Section):

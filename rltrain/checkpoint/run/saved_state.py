@@ -114,7 +114,8 @@ class SavedState:
         saved = self.counts.optimizer
         if self.counts.optimizer_steps and saved != name:
             raise CheckpointError(
-                f"the training state in {self._folder} has the states of {saved}, and {role}.optimizer.name is {name}; expected {saved}, or a run that begins anew from exported weights ({self._named_by})"
+                f"the training state in {self._folder} has the states of {saved}, and {role}.optimizer.name is {name}; "
+                f"expected {saved}, or a run that begins anew from exported weights ({self._named_by})"
             )
 
     def read(self, destinations: Sequence[Destination]) -> None:
