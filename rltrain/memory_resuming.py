@@ -2,7 +2,8 @@
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,8 @@ class HeldCheckpoints:
         lacking = {name: found[name] for name in sorted(found.keys() - held[self.node])}
         problem = self._fetch_run(here, lacking.pop(RUN_FILE, None), manifest[RUN_FILE])
         elsewhere = {name: self._elsewhere(here, name, node, manifest[name]) for name, node in lacking.items()}
-        problem = problem or self._begin([*elsewhere.values()][self.world.local_rank :: per_node])
+        mine = [*elsewhere.values()][self.world.local_rank :: per_node]
+        problem = problem or self._begin([make() for make in mine])
         problems = filter(None, self._of_ranks(f"{prefix}/fetched", problem))
         return next(problems, None) or Resumed(here, key.step, in_memory=True, elsewhere=elsewhere)
 
@@ -146,11 +148,11 @@ class HeldCheckpoints:
         self.job_store.heartbeat.begin(f"fetching {RUN_FILE} of {here.name} from another node's memory")
         return fetch(self.addresses[node], self._served(here, RUN_FILE), here / RUN_FILE, record, threading.Event())
 
-    def _elsewhere(self, here: Path, name: str, node: int, record: FileRecord) -> FetchedFile:
+    def _elsewhere(self, here: Path, name: str, node: int, record: FileRecord) -> Callable[[], FetchedFile]:
         source = Source(
             self.addresses[node], self._served(here, name), record.num_bytes, self.job_store.heartbeat.advance
         )
-        return FetchedFile(here / name, source)
+        return partial(FetchedFile, here / name, source)
 
     def _begin(self, files: Sequence[FetchedFile]) -> str | None:
         """Ask for their headers: so all nodes that have files are known to answer. What went wrong, in words."""

@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -150,6 +151,16 @@ def test_who_has_it_no_more_is_named(file: FetchedFile, served: FileServer, tmp_
     served.close()
     with pytest.raises(CheckpointError, match=f"{NAME} from {LOOPBACK}: Connection refused"):
         file.ask_for_all()
+
+
+@pytest.mark.parametrize("line", [b"{", b"[1]", b'{"token": "a", "file": "b", "spans": [[1e999, 2]]}', b"[" * 9999])
+def test_who_asks_for_nonsense_gets_nothing_and_ends_no_job(served: FileServer, monkeypatch, line: bytes) -> None:
+    failed: list[object] = []
+    monkeypatch.setattr("threading.excepthook", failed.append)
+    with socket.create_connection((served.address.host, served.address.port), timeout=20) as peer:
+        peer.sendall(line + b"\n")
+        assert peer.recv(1) == b""
+    assert not failed
 
 
 class Nodes:

@@ -73,13 +73,13 @@ class FetchedFile(SavedFile):
             raise self._unwritten(error) from error
 
     def ask_for_tensor(self, name: str) -> None:
-        begin, end, _ = self._tensor(name)
+        begin, end, _ = self._place_of(name, self._header())
         self._ask_for([Span(begin, end)])
 
     def ask_for_rows(self, rows: Sequence[Rows]) -> None:
-        found: list[Span] = []
+        header, found = self._header(), list[Span]()
         for one in rows:
-            begin, _, item_bytes = self._tensor(one.tensor)
+            begin, _, item_bytes = self._place_of(one.tensor, header)
             found += spans_of(one, begin, item_bytes, GAP_BYTES)
         self._ask_for(found)
 
@@ -139,18 +139,18 @@ class FetchedFile(SavedFile):
         with self.place.open("rb") as file:
             return LENGTH_BYTES + int.from_bytes(file.read(LENGTH_BYTES), "little")
 
-    @cached_property
     def _header(self) -> Mapping[str, Any]:
+        """Not kept: those of a large model's files are large together."""
         with self.place.open("rb") as file:
             found: dict[str, Any] = json.loads(file.read(self._header_end)[LENGTH_BYTES:])
         return found
 
-    def _tensor(self, name: str) -> tuple[int, int, int]:
-        """(its first byte, the one behind its last, bytes of an element)."""
-        if name not in self._header:
+    def _place_of(self, name: str, header: Mapping[str, Any]) -> tuple[int, int, int]:
+        """(a tensor's first byte, the one behind its last, bytes of an element)."""
+        if name not in header:
             raise CheckpointError(f"{self.path} has no tensor {name}")
-        begin, end = self._header[name]["data_offsets"]
-        return self._header_end + begin, self._header_end + end, ITEM_BYTES[self._header[name]["dtype"]]
+        begin, end = header[name]["data_offsets"]
+        return self._header_end + begin, self._header_end + end, ITEM_BYTES[header[name]["dtype"]]
 
     def _unwritten(self, error: OSError) -> CheckpointError:
         return CheckpointError(f"checkpoint.memory.folder: cannot write {self.shared}: {error.strerror or error}")

@@ -88,7 +88,7 @@ class FileServer:
             request = json.loads(line)
             token, name = str(request["token"]), str(request["file"])
             spans = [Span(int(begin), int(end)) for begin, end in request["spans"]] if "spans" in request else None
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return None
         if not hmac.compare_digest(token.encode(errors="replace"), self.address.token.encode()):
             return None

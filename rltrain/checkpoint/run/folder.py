@@ -14,7 +14,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,8 +44,8 @@ class Resumed:
 
     `continues`: the responses and the experience of later steps that it holds are used, not drawn anew. `logs`: on the
     job's leader, the bytes of the logs of samples that the run goes on after, those of ranks that are gone among them.
-    `in_memory`: the folder is in the node's memory, and every node has one, with some of the files. `elsewhere`: the
-    others by their names in the checkpoint.
+    `in_memory`: the folder is in the node's memory, and every node has one, with some of the files. `elsewhere`: what
+    makes the others, by their names in the checkpoint.
     """
 
     folder: Path
@@ -53,12 +53,12 @@ class Resumed:
     continues: bool = True
     logs: Mapping[str, int] = field(default_factory=dict)
     in_memory: bool = False
-    elsewhere: Mapping[str, SavedFile] = field(default_factory=dict, compare=False, repr=False)
+    elsewhere: Mapping[str, Callable[[], SavedFile]] = field(default_factory=dict, compare=False, repr=False)
 
     def files(self, role: str) -> list[SavedFile]:
-        """What the ranks of a role saved, in the order of their names."""
+        """What the ranks of a role saved, in the order of their names. What they keep is theirs to drop."""
         here = [SavedFile(path) for path in (self.folder / role).glob(f"*{WEIGHTS_SUFFIX}")]
-        others = [file for name, file in self.elsewhere.items() if name.startswith(f"{role}/")]
+        others = [make() for name, make in self.elsewhere.items() if name.startswith(f"{role}/")]
         return sorted([*here, *others], key=lambda file: file.name)
 
     @property

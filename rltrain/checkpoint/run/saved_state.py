@@ -223,7 +223,8 @@ class SavedState:
                 raise CheckpointError(
                     f"{self._files[number].path}: {name} is not what {PIECES} says: {problem}"
                 ) from None
-            populate(values.data_ptr(), int((box["rows"] - 1) * saved["stride"] + box["cols"]) * values.itemsize)
+            if self._files[number].is_whole:  # of another the pages that are read are there, and no others are wanted
+                populate(values.data_ptr(), int((box["rows"] - 1) * saved["stride"] + box["cols"]) * values.itemsize)
             _view(flat, move.begin[index], box, piece["stride"]).copy_(values)
 
     def _opened(self, file: SavedFile) -> Any:
