@@ -1,6 +1,7 @@
 """The ranks that have something to save complete a checkpoint; those without a role are not waited for."""
 
 import json
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from rltrain.checkpoint.run.files import Contents, read_manifest, write_files
 from rltrain.checkpoint.run.folder import Resumed, name_of
 from rltrain.checkpoint.run.random_states import random_states
+from rltrain.checkpoint.run.writer import Target
 from rltrain.checkpointing import MAX_INCOMPLETE, Checkpointing
 from rltrain.cluster.placement import resolve_placement
 from rltrain.config.schema import Config
@@ -24,6 +26,8 @@ from tests.unit.shared_store import Jobs, ShortPatience, open_store
 NUM_RANKS = 4
 PLACEMENT = {"actor, reference": 1, "rollout, reward": 3}
 CPU = torch.device("cpu")
+EACH_STEP = {"save_interval": 1, "keep": 0}
+LIMIT_S = 20.0
 
 
 class Waiter(ShortPatience):
@@ -56,7 +60,9 @@ def jobs() -> Iterator[Jobs]:
         yield Jobs(store, NUM_RANKS)
 
 
-def checkpointing(output: Path, rank: int, store: dist.Store, **roles: int) -> Checkpointing:
+def checkpointing(
+    output: Path, rank: int, store: dist.Store, settings: Mapping[str, Any] = EACH_STEP, **roles: int
+) -> Checkpointing:
     config = Config.model_validate(
         {
             "steps": 9,
@@ -64,7 +70,7 @@ def checkpointing(output: Path, rank: int, store: dist.Store, **roles: int) -> C
             "placement": PLACEMENT | roles,
             "model": {"path": "model"},
             "data": {"train": {"path": "train.jsonl"}},
-            "checkpoint": {"save_interval": 1, "keep": 0},
+            "checkpoint": settings,
         }
     )
     placement = resolve_placement(config.placement, NUM_RANKS, NUM_RANKS)
@@ -117,6 +123,38 @@ def test_checkpoints_wait_for_an_evaluation_beside_training_and_training_does_no
     for rank in (other, late, leader):
         rank.finish()
     assert len(leader.folder.candidates()) == MAX_INCOMPLETE + 1
+
+
+def test_a_save_in_memory_alone_does_not_wait_for_the_disk_and_one_on_the_disk_does(
+    jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let, copied = threading.Event(), list[Path]()
+
+    def slow(folder: Path, *_: Any) -> Mapping[str, Any]:
+        assert let.wait(LIMIT_S)
+        copied.append(folder)
+        return {}
+
+    monkeypatch.setattr("rltrain.checkpoint.run.writer.copy_files", slow)
+    settings = {"save_interval": 2, "memory": {"interval": 1, "folder": str(tmp_path)}}
+    part = checkpointing(tmp_path, 3, jobs.start(NUM_RANKS)[3], settings)
+    saved: list[int] = []
+    memory: Any = SimpleNamespace(
+        look=lambda: None,
+        begin=lambda step, run: Target(tmp_path / "memory" / str(step), lambda written: saved.append(step)),
+    )
+    part.memory = memory
+    for step in (1, 2, 3):
+        part.at_boundary(step, 0)
+    part.writer.release()
+    assert saved == [1, 2, 3] and not copied
+    timer = threading.Timer(0.05, let.set)
+    timer.start()
+    part.at_boundary(4, 0)
+    assert copied == [part.folder.partial(2)]
+    part.finish()
+    timer.join()
+    assert copied == [part.folder.partial(2), part.folder.partial(4)]
 
 
 def test_who_waits_for_files_names_the_ranks_that_have_not_written_them(jobs: Jobs, tmp_path: Path) -> None:
