@@ -86,8 +86,8 @@ LIMIT_S = 120
 
 
 def test_a_job_that_loses_a_node_goes_on_by_itself_on_those_that_are_left(elastic: Elastic, tmp_path: Path) -> None:
-    """Three agents stand for three nodes, the first one with torchrun's rendezvous. Ranks of two train together, so those
-    that are left notice at once."""
+    """Three agents stand for three nodes, the first one with torchrun's rendezvous. Ranks of two train together, so
+    those that are left notice at once."""
     steps, config = 12, ["--config=configs/quickstart.yaml", f"output_dir={elastic.folder}"]
     placed = ["placement={'rollout, reward': 0, 'actor, reference': rest}", "actor.parallel.tp=1", f"steps={steps}"]
     placed.append("timeouts.no_progress_s=30")
