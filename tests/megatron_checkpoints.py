@@ -1,6 +1,7 @@
 """Tiny models of every kind with random tensors, and their checkpoints in Megatron's format."""
 
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ ARCHITECTURES = {
     "qwen2_moe": tiny_architecture("qwen2_moe", num_layers=4),
     "glm4_moe": tiny_architecture("glm4_moe", num_layers=4),
     "minimax_m2": tiny_architecture("minimax_m2", num_layers=4),
+    "gpt_oss": tiny_architecture("gpt_oss", num_layers=4),
     "value": tiny_architecture("qwen3", num_layers=4).value_model(),
 }
 WRITERS = Grid(tuple(range(8)), tp=2, pp=2, ep=2, etp=1)
@@ -54,7 +56,7 @@ def write_megatron(
     leave_out: int | None = None,
 ) -> None:
     """A checkpoint of canonical_values(architecture); `leave_out` is a writer that writes nothing."""
-    values = [value[None] if value.dim() == 1 else value for value in canonical_values(architecture).values()]
+    values = [value.reshape(-1, value.shape[-1]) for value in canonical_values(architecture).values()]
 
     def read(tensor: int, row: int, col: int, rows: int, cols: int) -> Tensor:
         return values[tensor][row : row + rows, col : col + cols]
@@ -83,7 +85,7 @@ def read_megatron(path: Path, architecture: Architecture) -> dict[str, Tensor]:
     tensors = canonical_tensors(architecture)
     whole = {}
     for number, (name, shape) in enumerate(zip(tensors.names, tensors.shapes, strict=True)):
-        matrix = torch.full((1, *shape)[-2:], float("nan"))
+        matrix = torch.full((prod(shape[:-1]), shape[-1]), float("nan"))
         for box in keys.location(number):
             chunk = keys.chunk_of(box)
             rows, cols = slice(box["row"], box["row"] + box["rows"]), slice(box["col"], box["col"] + box["cols"])

@@ -28,6 +28,7 @@ MOE["glm4_moe"] = MOE["glm4_moe_lite"] = MOE["deepseek_v3"]
 MOE["hy_v3"] = MOE["deepseek_v3"]
 MOE["qwen3_next"] = MOE["qwen2_moe"]
 MOE["qwen3_5_moe_text"] = replace(MOE["qwen2_moe"], dense_layers=())
+MOE["gpt_oss"] = MoE(num_experts=4, top_k=2, ffn_hidden_size=8, interleaved=True)
 MOE["minimax_m2"] = MoE(num_experts=8, top_k=2, ffn_hidden_size=24, score="sigmoid")
 POST_NORMS = {
     "gemma3_text": ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
@@ -35,7 +36,7 @@ POST_NORMS = {
     "glm4": ("post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
 }
 """Of families with norms behind attention and the MLP: behind attention, before the MLP, and behind it."""
-BIASED = ("qwen2", "qwen2_moe", "glm4", "glm4_moe", "seed_oss")
+BIASED = ("qwen2", "qwen2_moe", "glm4", "glm4_moe", "seed_oss", "gpt_oss")
 DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Families with gated delta nets, in every layer but each second one here."""
 NORMED_HEADS = ("qwen3", "qwen3_moe", "gemma3_text", "glm4_moe", "minimax_m2", "hy_v3", *DELTA)
@@ -67,6 +68,8 @@ def tiny_architecture(family: str = "qwen3", **changes: object) -> Architecture:
         "mla": LATENT if latent else None,
         "post_norms": family in POST_NORMS,
         "norms_projections": family == "minimax_m2",
+        "output_bias": family == "gpt_oss",
+        "attention_sinks": family == "gpt_oss",
     }
     num_layers = int(changes.get("num_layers", values["num_layers"]))  # type: ignore[call-overload]
     if family in DELTA:
@@ -141,7 +144,8 @@ def delta_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
 def layer_shapes(a: Architecture, sparse: bool, delta: bool) -> dict[str, tuple[int, ...]]:
     """Tensors of a layer of the checkpoint, without the layer's prefix."""
     hidden = a.hidden_size
-    shapes = ({} if delta else attention_shapes(a)) | mlp_shapes(a, sparse)
+    interleaved = sparse and a.family == "gpt_oss"
+    shapes = ({} if delta else attention_shapes(a)) | ({} if interleaved else mlp_shapes(a, sparse))
     shapes["input_layernorm"] = shapes["post_attention_layernorm"] = (hidden,)
     if a.activation == "relu_squared":
         del shapes["mlp.gate_proj"]
@@ -157,12 +161,30 @@ def layer_shapes(a: Architecture, sparse: bool, delta: bool) -> dict[str, tuple[
         shapes |= {f"{name}_layernorm.bias": (hidden,) for name in ("input", "post_attention")}
     if a.output_bias:
         shapes["self_attn.o_proj.bias"] = (hidden,)
+    if a.attention_sinks:
+        shapes["self_attn.sinks"] = (a.num_heads,)
+    if interleaved:
+        shapes |= interleaved_shapes(a)
     if delta:
         shapes |= delta_shapes(a)
     if sparse and a.family in BIASED_ROUTERS:
         assert a.moe
         shapes[router_bias(a)] = (a.moe.num_experts,)
     return shapes
+
+
+def interleaved_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
+    """Of gpt-oss's router and experts, all of whose matrices lie in one tensor."""
+    assert a.moe
+    count, units, hidden = a.moe.num_experts, a.moe.ffn_hidden_size, a.hidden_size
+    return {
+        "mlp.router.weight": (count, hidden),
+        "mlp.router.bias": (count,),
+        "mlp.experts.gate_up_proj": (count, hidden, 2 * units),
+        "mlp.experts.gate_up_proj_bias": (count, 2 * units),
+        "mlp.experts.down_proj": (count, units, hidden),
+        "mlp.experts.down_proj_bias": (count, hidden),
+    }
 
 
 def mlp_shapes(a: Architecture, sparse: bool) -> dict[str, tuple[int, ...]]:
@@ -411,6 +433,8 @@ def megatron_layer(a: Architecture, full: Tensors, number: int, place: Place) ->
     if not sparse:
         shard["mlp.linear_fc2.weight"] = down(full, f"{hf}.mlp", names, tp, rank)
         return shard
+    if a.family == "gpt_oss":
+        return shard | megatron_interleaved_experts(full, hf, place)
     return shard | megatron_experts(a, full, hf, place)
 
 
@@ -432,6 +456,9 @@ def megatron_attention(a: Architecture, full: Tensors, hf: str, place: Place) ->
             shard[f"self_attention.linear_qkv.{kind}"] = np.split(fused, tp)[rank]
     if a.output_bias:
         shard["self_attention.linear_proj.bias"] = full[f"{hf}.self_attn.o_proj.bias"]
+    if a.attention_sinks:
+        sinks = np.split(full[f"{hf}.self_attn.sinks"], tp)[rank]
+        shard["self_attention.core_attention.softmax_offset"] = sinks
     if a.qk_norm:
         shard["self_attention.q_layernorm.weight"] = full[f"{hf}.self_attn.q_norm.weight"]
         shard["self_attention.k_layernorm.weight"] = full[f"{hf}.self_attn.k_norm.weight"]
@@ -471,6 +498,31 @@ def megatron_experts(a: Architecture, full: Tensors, hf: str, place: Place) -> T
         for layer, cut in (("linear_fc1", gate_up), ("linear_fc2", down)):
             own = f"experts.{layer}.weight{local}" if te else f"experts.local_experts.{local}.{layer}.weight"
             shard[f"mlp.{own}"] = cut(full, f"{block}.experts.{expert}", names, *place.expert_tp)
+    return shard
+
+
+def interleaved_experts(full: Tensors, experts: str, place: Place) -> Tensors:
+    """[experts of the rank, ...] of gpt-oss's tensors: gates with what they gate, and the units that these make, shared
+    out; biases of what is summed on every rank."""
+    tp, rank = place.expert_tp
+    cuts = {"gate_up_proj": 2, "gate_up_proj_bias": 1, "down_proj": 1}
+    found = {name: np.split(full[f"{experts}.{name}"], tp, axis=axis)[rank] for name, axis in cuts.items()}
+    found["down_proj_bias"] = full[f"{experts}.down_proj_bias"]
+    return {name: np.split(values, place.ep)[place.ep_rank] for name, values in found.items()}
+
+
+def megatron_interleaved_experts(full: Tensors, hf: str, place: Place) -> Tensors:
+    names = {
+        "gate_up_proj": "linear_fc1.kernel",
+        "gate_up_proj_bias": "linear_fc1.bias",
+        "down_proj": "linear_fc2.kernel",
+        "down_proj_bias": "linear_fc2.bias",
+    }
+    shard = {f"mlp.router.{name}": full[f"{hf}.mlp.router.{name}"] for name in ("weight", "bias")}
+    for tensor, values in interleaved_experts(full, f"{hf}.mlp.experts", place).items():
+        for local, own in enumerate(values):
+            name = f"local_experts.{local}.{names[tensor]}"
+            shard[f"mlp.experts.{f'{names[tensor]}{local}' if place.transformer_engine else name}"] = own
     return shard
 
 
@@ -524,6 +576,8 @@ def engine_layer(a: Architecture, full: Tensors, number: int, place: Place) -> T
         shard |= {f"linear_attn.{name}": tensor for name, tensor in of_net.items()}
     else:
         shard |= engine_attention(a, full, place)
+    if sparse and a.family == "gpt_oss":
+        return shard | engine_interleaved_experts(full, place)
     return shard | (engine_experts(a, full, place) if sparse else engine_mlp(full, "mlp", place))
 
 
@@ -552,7 +606,15 @@ def engine_attention(a: Architecture, full: Tensors, place: Place) -> Tensors:
             parts = [engine_heads(full[f"self_attn.{p}_proj.{kind}"], widths[p], tp, rank) for p in "qkv"]
             shard[f"self_attn.qkv_proj.{kind}"] = np.concatenate(parts)
     shard["self_attn.o_proj.weight"] = np.split(full["self_attn.o_proj.weight"], tp, axis=1)[rank]
+    if a.attention_sinks:
+        shard["self_attn.sinks"] = np.split(full["self_attn.sinks"], tp)[rank]
     return shard | {name: full[name] for name in whole}
+
+
+def engine_interleaved_experts(full: Tensors, place: Place) -> Tensors:
+    experts = interleaved_experts(full, "mlp.experts", place)
+    shard = {f"mlp.experts.{name}": values for name, values in experts.items()}
+    return shard | {name: full[name] for name in ("mlp.router.weight", "mlp.router.bias")}
 
 
 def engine_mlp(full: Tensors, mlp: str, place: Place) -> Tensors:

@@ -29,7 +29,7 @@ from rltrain.cluster.rank_lists import group_lists
 from rltrain.config import schema
 from rltrain.errors import ConfigError
 from rltrain.models import Architecture, YarnScaling
-from rltrain.models.architecture import MLA
+from rltrain.models.latent import MLA
 from rltrain.training.megatron import model as model_module
 from rltrain.training.megatron.architecture_settings import activation_settings
 from rltrain.training.megatron.implementation import uses_transformer_engine

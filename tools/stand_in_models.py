@@ -119,6 +119,30 @@ YARN = {
     "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 4096,
 }
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "attention_bias": True,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "max_position_embeddings": 131072,
+    "vocab_size": 201088,
+    "eos_token_id": 200002,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     r"qwen2(\.5)?-.*\b0\.5b": _dense(QWEN2, "896 24 14 2 4864", tied=True),
     r"qwen2(\.5)?-.*\b1\.5b": _dense(QWEN2, "1536 28 12 2 8960", tied=True),
@@ -284,6 +308,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         rope_theta=1e7,
         max_position_embeddings=524288,
     ),
+    r"gpt-?oss-20b": {**GPT_OSS, "num_hidden_layers": 24, "num_local_experts": 32},
+    r"gpt-?oss-120b": {**GPT_OSS, "num_hidden_layers": 36, "num_local_experts": 128},
     r"(deepseek-(v3|r1)|dsv3|deepseek-?671b)": _large(
         "7168 61 128 18432 2048 256 8",
         q_lora_rank=1536,
@@ -340,7 +366,7 @@ DELTA_SHAPES = {
 """Of families with gated delta nets, whose names begin as others do. Qwen3.6's shapes are Qwen3.5's."""
 OTHERS = (
     r"(qwen3\.\d|qwen3-next|qwen2(\.5)?-vl|glm-5|"
-    r"gpt-?oss|nemotron-3|mimo-v2|minimax-(text|m1|m3|vl)|deepseek-v[24])"
+    r"nemotron-3|mimo-v2|minimax-(text|m1|m3|vl)|deepseek-v[24])"
 )
 
 

@@ -8,6 +8,7 @@ from rltrain.cluster.stages import planned_layers
 from rltrain.config.schema import Config
 from rltrain.legality.fake_quantization import fake_quantization_problems_of_models
 from rltrain.legality.http_engines import url_problems
+from rltrain.legality.interleaved_experts import interleaved_expert_problems
 from rltrain.legality.lora import adapted_model_problems
 from rltrain.legality.mechanisms import positions_of, trained_mechanism_problems
 from rltrain.legality.problems import longest_text, refuse
@@ -32,6 +33,7 @@ def check_against_architecture(
     problems += adapted_model_problems(config, architectures)
     problems += replay_problems_of_models(config, grids, architectures)
     problems += fake_quantization_problems_of_models(config, grids, architectures)
+    problems += interleaved_expert_problems(config, grids, architectures)
     problems += _dispatcher_problems(config, grids, architectures)
     for role in grids:
         if role in device_roles():

@@ -26,6 +26,8 @@ def trained_mechanism_problems(config: Config, key: str, grid: Grid, architectur
         )
     if grid.cp > 1 and not grid.is_sharded and architecture.attention_softcap is not None:
         yield f"{key}.cp: got {grid.cp}; expected 1: a model of {architecture.family} bends its scores (soft caps)"
+    if grid.cp > 1 and not grid.is_sharded and architecture.attention_sinks:
+        yield f"{key}.cp: got {grid.cp}; expected 1: a model of {architecture.family} has attention sinks"
     if architecture.delta is not None:
         yield from _delta_problems(key, grid, architecture)
     bends_logits = architecture.head == "vocabulary" and architecture.logits_softcap is not None

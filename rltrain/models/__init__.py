@@ -1,6 +1,6 @@
 """What differs between model families: how their config reads, and one table of parameters for each."""
 
-from rltrain.models.architecture import MLA, Architecture, Unlisted, read_architecture
+from rltrain.models.architecture import Architecture, Unlisted, read_architecture
 from rltrain.models.canonical import (
     NUM_LABELS,
     canonical_tensors,
@@ -14,6 +14,7 @@ from rltrain.models.canonical import (
 )
 from rltrain.models.delta_net import DeltaNet
 from rltrain.models.experts import MoE
+from rltrain.models.latent import MLA
 from rltrain.models.rope_scaling import LinearScaling, LongRopeScaling, RopeScaling, YarnScaling
 from rltrain.models.table import Layer, LayerKind, Part, Row, Split, Table
 from rltrain.models.windows import Windows

@@ -16,6 +16,7 @@ from rltrain.models.delta_net import (
     read_delta_net,
 )
 from rltrain.models.experts import READ_MOE, MoE
+from rltrain.models.latent import MLA, read_mla
 from rltrain.models.refused_families import REFUSED_FAMILIES
 from rltrain.models.rope_scaling import Scaling, read_rope
 from rltrain.models.stored_names import stored_names
@@ -26,18 +27,18 @@ FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "phi3", "glm4", "gemma", "gemma2", "gemma3_text", "seed_oss", "mimo",
     "nemotron",
     "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite", "minimax_m2",
-    "hy_v3", *DELTA_FAMILIES,
+    "hy_v3", "gpt_oss", *DELTA_FAMILIES,
 )  # fmt: skip
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 Head = Literal["vocabulary", "value"]
 """What stands on top of a model: a logit per token of the vocabulary, or one value."""
-Activation = Literal["silu", "gelu_tanh", "relu_squared"]
-"""Of the gate of an MLP; GELU by its approximation with tanh. The square of ReLU is of MLPs that have no gate."""
+Activation = Literal["silu", "gelu_tanh", "clamped_swish", "relu_squared"]
+"""Of the gate of an MLP; GELU by its approximation with tanh, gpt-oss's as models.clamped_swiglu has it. The square of
+ReLU is of MLPs that have no gate."""
 
-HEAD_DIM = {"qwen3": 128, "gemma": 256, "gemma2": 256, "gemma3_text": 256, "seed_oss": 128, "minimax_m2": 128}
-HEAD_DIM["hy_v3"] = 128
-HEAD_DIM |= dict.fromkeys(DELTA_FAMILIES, 256)
+HEAD_DIM = {"gpt_oss": 64, **dict.fromkeys(("qwen3", "seed_oss", "minimax_m2", "hy_v3"), 128)}
+HEAD_DIM |= dict.fromkeys(("gemma", "gemma2", "gemma3_text", *DELTA_FAMILIES), 256)
 """Of families whose heads have a width of their own, what transformers assumes where the key is absent."""
 GEMMA_FAMILIES = ("gemma", "gemma2", "gemma3_text")
 TIED_UNLESS_TOLD = GEMMA_FAMILIES
@@ -62,11 +63,18 @@ UNSUPPORTED = {
     "shared_intermediate_size": (0, None),
     "use_routing_bias": (True, None),
     "qk_norm_type": ("per_layer", None),
+    "swiglu_limit": (7.0, None),
 }
-ATTENTION_BIAS = {"llama": False, "glm4": True, "glm4_moe": False, "seed_oss": True, "mimo": True}
+ATTENTION_BIAS = {"llama": False, "glm4": True, "glm4_moe": False, "seed_oss": True, "mimo": True, "gpt_oss": True}
 """Families of which some models have biases in the projections to heads: whether, where attention_bias is absent."""
-OUTPUT_BIAS_KEY = {"llama": "attention_bias", "seed_oss": "attention_out_bias"}
-"""Families of which some have one on what attention adds to the hidden state too, and the key that says so."""
+OUTPUT_BIAS = {
+    "llama": ("attention_bias", bool, False),
+    "seed_oss": ("attention_out_bias", bool, False),
+    "gpt_oss": ("attention_bias", bool, True),
+}
+"""Families of which some have one on what attention adds to the hidden state too: the key that says so, its type, and
+what holds where it is absent."""
+BFLOAT16_HINT = "; its files in MXFP4 are not read, those in bfloat16 are (unsloth/gpt-oss-20b-BF16)"
 GELU_TANH = "gelu_pytorch_tanh"
 HIDDEN_ACT = {
     "gemma": ("hidden_act", GELU_TANH, "gelu"),
@@ -79,22 +87,6 @@ and mean that by tanh, as transformers takes it."""
 GEMMA_QUERY_SCALAR = 256  # what transformers assumes where the key is absent
 SOFTCAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 """Of Gemma 2's scores and logits, with what transformers assumes where the key is absent."""
-
-
-@dataclass(frozen=True)
-class MLA:
-    """Multi-head latent attention: queries, and keys with values, are made from latents of `q_rank` and `kv_rank`.
-    With `q_rank` None queries are made from the hidden state.
-
-    A head's query and key have `plain_head_dim` elements without positions and `rope_head_dim` rotated ones; the
-    rotated part of the key is one for all heads. A head's value has `value_head_dim` elements.
-    """
-
-    q_rank: int | None
-    kv_rank: int
-    plain_head_dim: int
-    rope_head_dim: int
-    value_head_dim: int
 
 
 @dataclass(frozen=True)
@@ -133,8 +125,9 @@ class Architecture:
     `norm_offset` plus their weight; with `post_norms` there is one behind attention and one behind the MLP too.
     With `norm_bias` they take the mean off first, and add a bias (LayerNorm).
     Embeddings are multiplied by `embedding_scale`. Scores x become c * tanh(x / c) with c = `attention_softcap`, where
-    that is set, and logits by `logits_softcap`. Layers that `delta` names are gated delta nets; what attention of the
-    others puts out is multiplied by the sigmoid of gates where the model has `gated_attention`. The names of the
+    that is set, and logits by `logits_softcap`. With `attention_sinks` every head has one more score, a parameter,
+    which takes its share of attention and gives nothing. Layers that `delta` names are gated delta nets; what attention
+    of the others puts out is multiplied by the sigmoid of gates where the model has `gated_attention`. The names of the
     decoder's tensors begin with `decoder_prefix`; with `stacked_experts` one tensor is of all experts of a layer.
     """
 
@@ -171,6 +164,7 @@ class Architecture:
     norms_projections: bool = False
     attention_softcap: float | None = None
     logits_softcap: float | None = None
+    attention_sinks: bool = False
     delta: DeltaNet | None = None
     gated_attention: bool = False
     decoder_prefix: str = DECODER_PREFIX
@@ -266,7 +260,7 @@ def read_architecture(path: Path, config_key: str = "model.path") -> Architectur
     if num_heads % num_kv_heads:
         raise reader.error("num_key_value_heads", f"a divisor of num_attention_heads = {num_heads}")
     num_layers = reader.count("num_hidden_layers")
-    mla = _read_mla(reader) if family in LATENT_FAMILIES else None
+    mla = read_mla(reader) if family in LATENT_FAMILIES else None
     head_dim = HEAD_DIM.get(family, hidden_size // num_heads)
     head_dim = mla.plain_head_dim + mla.rope_head_dim if mla else reader.count("head_dim", default=head_dim)
     rope = read_rope(reader, head_dim)
@@ -290,13 +284,15 @@ def read_architecture(path: Path, config_key: str = "model.path") -> Architectur
         eos_token_ids=read_eos(path, reader),
         moe=READ_MOE[family](reader, num_layers) if family in READ_MOE else None,
         mla=mla,
-        output_bias=family in OUTPUT_BIAS_KEY and reader.take(OUTPUT_BIAS_KEY[family], bool, default=False),
+        output_bias=family in OUTPUT_BIAS and reader.take(*OUTPUT_BIAS[family]),
         rotary_dim=rope.rotated,
         windows=read_windows(reader, num_layers, max_positions),
         sliding_rope_theta=rope.sliding_theta,
         post_norms=family == "glm4",
         rotates_pairs=family == "glm4",
         norms_projections=family == "minimax_m2",
+        attention_sinks=family == "gpt_oss",
+        activation="clamped_swish" if family == "gpt_oss" else "silu",
     )
     if family in DELTA_FAMILIES:
         return _with_delta_nets(architecture, reader, path)
@@ -325,7 +321,8 @@ def _with_delta_nets(architecture: Architecture, config: ConfigReader, path: Pat
 def _refuse_unsupported(config: ConfigReader, family: str) -> None:
     for key, off in UNSUPPORTED.items():
         if config.values.get(key) not in off and not (family == "gemma2" and key in SOFTCAPS):
-            raise config.error(key, f"{off[0]!r}: nothing else is supported for {family}")
+            hint = BFLOAT16_HINT if (family, key) == ("gpt_oss", "quantization_config") else ""
+            raise config.error(key, f"{off[0]!r}: nothing else is supported for {family}{hint}")
     key, *values = HIDDEN_ACT.get(family, ("hidden_act", "silu"))
     if config.values.get(key) not in (*values, None):
         raise config.error(key, f"{values[0]}: nothing else is supported for {family}")
@@ -368,16 +365,6 @@ def _softcap(config: ConfigReader, key: str) -> float | None:
     if cap <= 0:
         raise config.error(key, "a number above 0, or null")
     return cap
-
-
-def _read_mla(config: ConfigReader) -> MLA:
-    return MLA(
-        q_rank=None if config.values.get("q_lora_rank") is None else config.count("q_lora_rank"),
-        kv_rank=config.count("kv_lora_rank"),
-        plain_head_dim=config.count("qk_nope_head_dim"),
-        rope_head_dim=config.count("qk_rope_head_dim"),
-        value_head_dim=config.count("v_head_dim"),
-    )
 
 
 def read_eos(path: Path, config: ConfigReader) -> tuple[int, ...]:

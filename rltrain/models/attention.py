@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CAUSAL_WINDOW = (-1, 0)
+SCORES_AT_ONCE = 2**25
+"""That are in memory where no kernel computes attention."""
 FLASH_DEVICE = "cuda"
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 FLASH_HEAD_MULTIPLE, FLASH_LARGEST_HEAD = 8, 256
@@ -40,12 +42,18 @@ def attend(
     causal: bool = False,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """queries [..., heads, n, head_dim], keys and values [..., kv_heads, m, head_dim] -> [..., heads, n, head_dim of
     values]. `bias` is added to the scores; their `scale` is 1 / sqrt(head_dim) unless given. With `softcap` they are
-    bent first, by no fused kernel."""
-    if softcap is not None:
-        return _attend_bent(queries, keys, values, bias, causal, scale or queries.size(-1) ** -0.5, softcap)
+    bent first; `sinks` [..., heads, n or 1, 1] are scores that take their share and give nothing (Xiao et al. 2023,
+    arXiv:2309.17453, as gpt-oss learns them). No fused kernel has either."""
+    if softcap is not None or sinks is not None:
+        if causal:
+            bias = torch.ones(queries.size(-2), keys.size(-2), dtype=torch.bool, device=queries.device).tril()
+        return _attend_by_scores(
+            queries, keys, values, bias, sinks, scale=scale or queries.size(-1) ** -0.5, softcap=softcap
+        )
     grouped = queries.size(-3) != keys.size(-3)
     with _without_cudnn():
         return F.scaled_dot_product_attention(
@@ -58,17 +66,40 @@ def soft_capped(values: Tensor, cap: float) -> Tensor:
     return ((values.float() / cap).tanh() * cap).to(values.dtype)
 
 
-def _attend_bent(
-    queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, causal: bool, scale: float, softcap: float
+def _attend_by_scores(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    *,
+    scale: float,
+    softcap: float | None,
 ) -> Tensor:
-    shared = queries.size(-3) // keys.size(-3)
-    keys, values = (x.repeat_interleave(shared, -3) for x in (keys, values))
-    scores = soft_capped((queries @ keys.mT).float() * scale, softcap)
-    if causal:
-        bias = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    """By plain products, of so many queries at a time that their scores are no more than SCORES_AT_ONCE."""
+    of_each = queries.shape[:-2].numel() * keys.size(-2)
+    parts = queries.split(max(1, SCORES_AT_ONCE // max(of_each, 1)), -2)
+    if len(parts) > 1:
+        lengths, whole = [part.size(-2) for part in parts], queries.size(-2)
+        of_rows = [
+            [x] * len(parts) if x is None or x.size(-2) != whole else x.split(lengths, -2) for x in (bias, sinks)
+        ]
+        made = [
+            _attend_by_scores(part, keys, values, *of_part, scale=scale, softcap=softcap)
+            for part, *of_part in zip(parts, *of_rows, strict=True)
+        ]
+        return torch.cat(made, -2)
+    group = queries.size(-3) // keys.size(-3)
+    keys, values = (x.repeat_interleave(group, -3) for x in (keys, values))
+    scores = (queries @ keys.mT).float() * scale
+    scores = scores if softcap is None else soft_capped(scores, softcap)
     if bias is not None:
         scores = scores.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool else scores + bias
-    return scores.softmax(-1).to(values.dtype) @ values
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().expand(*scores.shape[:-1], 1)], -1)
+    shares = scores.softmax(-1)
+    shares = shares if sinks is None else shares[..., :-1]
+    return shares.to(values.dtype) @ values
 
 
 def sees(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:

@@ -29,6 +29,7 @@ from rltrain.models.dense import (
     VALUE_HEAD,
 )
 from rltrain.models.element_types import ElementType, TypeArray, uniform
+from rltrain.models.gpt_oss import GPT_OSS
 from rltrain.models.lora import adapters_of
 from rltrain.models.moe import GLM4_MOE, HY_V3, MINIMAX_M2, MIXTRAL, QWEN2_MOE, QWEN3_MOE, stacking_experts
 from rltrain.models.table import Layer, LayerKind, Row, Table
@@ -55,6 +56,7 @@ TABLES = {
     "glm4_moe_lite": DEEPSEEK_V3,
     "minimax_m2": MINIMAX_M2,
     "hy_v3": HY_V3,
+    "gpt_oss": GPT_OSS,
     "qwen3_next": QWEN3_NEXT,
     "qwen3_5": QWEN3_5,
     "qwen3_5_text": QWEN3_5,
@@ -111,6 +113,7 @@ def sizes(architecture: Architecture) -> dict[str, int]:
         "queries": architecture.query_size,
         "keys": architecture.kv_size,
         "head": architecture.head_dim,
+        "heads": architecture.num_heads,
         "ffn": architecture.ffn_hidden_size,
         "labels": NUM_LABELS,
         "one": 1,
@@ -121,10 +124,11 @@ def sizes(architecture: Architecture) -> dict[str, int]:
         measured |= {
             "experts": moe.num_experts,
             "expert_ffn": moe.ffn_hidden_size,
+            "expert_gate_up": 2 * moe.ffn_hidden_size,
             "shared_ffn": moe.shared_ffn_hidden_size,
         }
     if delta := architecture.delta:
-        measured |= {"heads": architecture.num_heads, **delta.sizes()}
+        measured |= delta.sizes()
     if mla := architecture.mla:
         measured |= {
             "q_rank": mla.q_rank or 0,

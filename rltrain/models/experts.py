@@ -18,6 +18,9 @@ class MoE:
     An expert's weight is its share of `score`, among the chosen ones where `normalized`, times `scaling`. With
     "sigmoid" experts are chosen by score plus a bias that the checkpoint holds, out of the best `top_groups` of
     `num_groups` groups of consecutive experts.
+
+    Experts that are `interleaved` are gpt-oss's (models.gpt_oss): their matrices are [inputs, outputs], gates and what
+    these gate in turn, and they have biases, as the router has.
     """
 
     num_experts: int
@@ -31,6 +34,7 @@ class MoE:
     num_groups: int = 1
     top_groups: int = 1
     shared_gate: bool = False
+    interleaved: bool = False
 
 
 def is_expert(parameter: str) -> bool:
@@ -75,6 +79,10 @@ def _read_minimax_m2(config: ConfigReader, num_layers: int) -> MoE:
     if set(config.values.get("attn_type_list") or ()) - {1}:
         raise config.error("attn_type_list", "1 for every layer: attention, which alone is supported")
     return replace(_read_mixtral(config, num_layers), score="sigmoid")
+
+
+def _read_gpt_oss(config: ConfigReader, num_layers: int) -> MoE:
+    return replace(_read_mixtral(config, num_layers), interleaved=True)
 
 
 def _read_dense_layers(config: ConfigReader, num_layers: int) -> tuple[int, ...]:
@@ -145,5 +153,6 @@ READ_MOE: dict[str, Callable[[ConfigReader, int], MoE]] = {
     "glm4_moe_lite": _read_deepseek_v3,
     "minimax_m2": _read_minimax_m2,
     "hy_v3": _read_hy_v3,
+    "gpt_oss": _read_gpt_oss,
 }
 """Of families with experts: what reads them from config.json, given the number of layers."""

@@ -12,6 +12,7 @@ def local_mechanisms(architecture: Architecture) -> list[str]:
         "rotated neighbours in heads": architecture.rotates_pairs,
         "norms of all heads at once": architecture.norms_projections,
         "bent scores or logits": (architecture.attention_softcap, architecture.logits_softcap) != (None, None),
+        "attention sinks": architecture.attention_sinks,
         "LongRoPE": isinstance(architecture.rope_scaling, LongRopeScaling),
         "gated delta nets": architecture.delta is not None,
         "norms with biases": architecture.norm_bias,

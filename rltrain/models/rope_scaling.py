@@ -22,7 +22,8 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN's stretching of rotary frequencies, as DeepSeek uses it. `mscale` is 0 where the checkpoint names none."""
+    """YaRN's stretching of rotary frequencies, as DeepSeek uses it. `mscale` is 0 where the checkpoint names none.
+    With `truncate` the frequencies between which it interpolates are whole ones of the model's."""
 
     factor: float
     beta_fast: float
@@ -30,6 +31,7 @@ class YarnScaling:
     mscale: float
     mscale_all_dim: float
     original_max_positions: int
+    truncate: bool = True
 
 
 @dataclass(frozen=True)
@@ -71,10 +73,10 @@ ROTARY_DIM = "rotary_dim"
 LAYER_TYPES = {"full": "full_attention", "sliding": "sliding_attention"}
 SLIDING_THETA = {"gemma3_text": 10_000.0}
 """Families whose sliding layers have a base of their own, with the one of transformers where config.json has none."""
-THETA = {"gemma3_text": 1_000_000.0, "minimax_m2": 5_000_000.0, "hy_v3": 11_158_840.0}
+THETA = {"gemma3_text": 1_000_000.0, "minimax_m2": 5_000_000.0, "hy_v3": 11_158_840.0, "gpt_oss": 150_000.0}
 """What transformers assumes of some families, where config.json has none; of the others:"""
 DEFAULT_THETA = 10_000.0
-YARN_FAMILIES = ("deepseek_v3", "kimi_k2", "glm4_moe_lite")
+YARN_FAMILIES = ("deepseek_v3", "kimi_k2", "glm4_moe_lite", "gpt_oss")
 LONG_NAMES = ("longrope", "su", "yarn")
 """What configs of Phi-3 have called LongRoPE."""
 
@@ -87,6 +89,8 @@ def read_rope(config: ConfigReader, head_dim: int) -> Rope:
     key = "rope_parameters" if config.values.get("rope_parameters") is not None else "rope_scaling"
     nested = _object(config, key)
     rope = config.inside(key, nested)
+    if family == "gpt_oss" and not nested:
+        raise config.error(key, "an object")  # transformers assumes one then
     theta = rope.take("rope_theta", float, config.take("rope_theta", float, THETA.get(family, DEFAULT_THETA)))
     rotated = _read_rotated(config, rope, head_dim)
     type_key, kind = _kind(nested)
@@ -99,7 +103,7 @@ def _read_scaling(rope: ConfigReader, type_key: str, kind: str, family: str) -> 
     if kind == "default":
         return None
     if kind == "yarn" and family in YARN_FAMILIES:
-        return _read_yarn(rope)
+        return _read_yarn(rope, may_truncate_not=family == "gpt_oss")
     if kind != "llama3":
         raise rope.error(type_key, '"default" or "llama3"')
     return RopeScaling(
@@ -178,8 +182,8 @@ def _linear(rope: ConfigReader) -> LinearScaling | None:
     return LinearScaling(rope.take("factor", float))
 
 
-def _read_yarn(rope: ConfigReader) -> YarnScaling:
-    for key, off in (("attention_factor", None), ("truncate", True)):
+def _read_yarn(rope: ConfigReader, *, may_truncate_not: bool) -> YarnScaling:
+    for key, off in (("attention_factor", None), *(() if may_truncate_not else (("truncate", True),))):
         if rope.values.get(key) not in (off, None):
             raise rope.error(key, f"{json.dumps(off)}: nothing else is supported")
     if rope.values.get("mscale_all_dim") and not rope.values.get("mscale"):
@@ -191,6 +195,7 @@ def _read_yarn(rope: ConfigReader) -> YarnScaling:
         mscale=rope.take("mscale", float, 0.0),
         mscale_all_dim=rope.take("mscale_all_dim", float, 0.0),
         original_max_positions=rope.count("original_max_position_embeddings"),
+        truncate=rope.take("truncate", bool, True),
     )
 
 

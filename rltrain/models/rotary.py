@@ -75,8 +75,10 @@ def _kept_by_yarn(scaling: YarnScaling, theta: float, rotated: int) -> Tensor:
     def pair_that_turns(times: float) -> float:
         return rotated * math.log(scaling.original_max_positions / (times * 2 * math.pi)) / (2 * math.log(theta))
 
-    first = max(math.floor(pair_that_turns(scaling.beta_fast)), 0)
-    last = min(math.ceil(pair_that_turns(scaling.beta_slow)), rotated - 1)
+    low, high = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    first, last = max(low, 0), min(high, rotated - 1)
     pairs = torch.arange(rotated // 2, dtype=torch.float32)
     return 1 - ((pairs - first) / max(last - first, 0.001)).clamp(0, 1)
 

@@ -21,8 +21,9 @@ class Windows:
 
 
 MISTRAL_WINDOW = 4096  # what transformers assumes where the key is absent
-GEMMA_WINDOW = 4096
-GEMMA_PATTERN = {"gemma2": 2, "gemma3_text": 6}  # of so many layers the last one attends to everything
+BY_LAYER_WINDOW = {"gemma2": 4096, "gemma3_text": 4096, "gpt_oss": 128}
+"""As much, of families whose layers differ."""
+PATTERN = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}  # of so many layers the last one attends to everything
 
 
 def read_windows(config: ConfigReader, num_layers: int, max_positions: int) -> Windows | None:
@@ -50,15 +51,16 @@ def _in_every_layer(absent: int | None) -> Callable[[ConfigReader, int], Windows
 
 
 def _by_layer_types(config: ConfigReader, num_layers: int) -> Windows | None:
-    if config.values.get("sliding_window", GEMMA_WINDOW) is None:
+    family = config.values["model_type"]
+    if config.values.get("sliding_window", BY_LAYER_WINDOW[family]) is None:
         return None
     kinds = config.values.get("layer_types")
     if kinds is None:
-        pattern = config.count("sliding_window_pattern", default=GEMMA_PATTERN[config.values["model_type"]])
+        pattern = config.count("sliding_window_pattern", default=PATTERN[family])
         kinds = [LAYER_TYPES["sliding" if (layer + 1) % pattern else "full"] for layer in range(num_layers)]
     if not isinstance(kinds, list) or len(kinds) != num_layers or set(kinds) - set(LAYER_TYPES.values()):
         raise config.error("layer_types", f"one of {', '.join(LAYER_TYPES.values())} for each of {num_layers} layers")
-    size = config.count("sliding_window", default=GEMMA_WINDOW)
+    size = config.count("sliding_window", default=BY_LAYER_WINDOW[family])
     return Windows(size, tuple(kind == LAYER_TYPES["sliding"] for kind in kinds))
 
 
@@ -68,4 +70,5 @@ READ = {
     "mixtral": _in_every_layer(None),
     "gemma2": _by_layer_types,
     "gemma3_text": _by_layer_types,
+    "gpt_oss": _by_layer_types,
 }

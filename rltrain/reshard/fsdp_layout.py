@@ -74,8 +74,9 @@ def whole_parameters(architecture: Architecture) -> WholeParameters:
         begin = 0
         for tensor in members:
             shape = tensors.shapes[tensor]
-            runs.append((tensor, len(names), begin, shape[0], prod(shape[1:]), len(shape) == 1))
-            begin += shape[0]
+            height, across = (prod(shape[:-1]), shape[-1]) if len(shape) > 1 else (shape[0], 1)
+            runs.append((tensor, len(names), begin, height, across, len(shape) == 1))
+            begin += height
         names.append(name)
         shapes.append(_stacked_shape(tensors, members))
     number, parameter, first, rows, width, is_vector = (np.array(column) for column in zip(*runs, strict=True))

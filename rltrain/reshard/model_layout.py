@@ -152,7 +152,8 @@ class ModelCutter:
         pieces = np.empty((share.count, len(parameter)), dtype=PIECE)
         pieces[:] = np.concatenate([shard.pieces for shard in one])
         if layer.stacked:
-            heights = np.array([part.shape(self._sizes)[0] for row in rows for part in row.parts])
+            shapes = [part.shape(self._sizes) for row in rows for part in row.parts]
+            heights = np.array([shape[0] if len(shape) > 1 else 1 for shape in shapes])
             pieces["row"] += (share.first + expert) * heights[pieces["tensor"]]
         else:
             pieces["tensor"] += (share.first + expert) * tensors_in(rows)

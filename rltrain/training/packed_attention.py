@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rltrain.models.attention import attend, attend_packed, attends_packed, sees
+from rltrain.training.blockwise_attention import attend_blockwise
 
 # Sequences share a padded batch while the shortest is at least this fraction of the longest: attention over padding
 # costs up to the square of the inverse, a batch of its own costs a handful of kernel launches.
@@ -101,26 +102,35 @@ def attend_rows(
     scale: float | None,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """query [tokens, heads, head_dim], key and value [tokens, kv_heads, ...] -> [tokens, heads, head_dim of value]: of
     all sequences at once where that can be, else in padded batches. With `window` a token attends to so many, itself
-    among them; with `softcap` scores are bent."""
-    if softcap is None and attends_packed(query, key, value):
+    among them; with `softcap` scores are bent; `sinks` [heads] are one score more of each, of nothing."""
+    if softcap is None and sinks is None and attends_packed(query, key, value):
         return attend_packed(query, key, value, packed.boundaries, packed.longest, scale=scale, window=window)
     padded = [_Reindex.apply(x, packed.pad_index, packed.unpad_index) for x in (query, key, value)]
     outputs, first = [], 0
     for num_sequences, width in packed.batches:
-        slots, bias = slice(first, first + num_sequences * width), None
-        if window is not None and window < width:
-            places = torch.arange(width, device=query.device)
-            bias = sees(places, places, window)
+        slots = slice(first, first + num_sequences * width)
         q, k, v = (x[slots].view(num_sequences, width, *x.shape[1:]).transpose(1, 2) for x in padded)
         # Padding needs no mask: it comes after the real tokens, which causality keeps from attending to it.
-        attended = attend(q, k, v, bias, causal=bias is None, scale=scale, softcap=softcap)
+        if softcap is None and sinks is None:
+            attended = _attend_padded(q, k, v, scale, window)
+        else:
+            attended = attend_blockwise(q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks)
         outputs.append(attended.transpose(1, 2).flatten(0, 1))
         first = slots.stop
     slots_out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return slots_out.index_select(0, packed.unpad_index)
+
+
+def _attend_padded(query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None) -> Tensor:
+    width, bias = query.size(2), None
+    if window is not None and window < width:
+        places = torch.arange(width, device=query.device)
+        bias = sees(places, places, window)
+    return attend(query, key, value, bias, causal=bias is None, scale=scale)
 
 
 class _Reindex(torch.autograd.Function):

@@ -39,6 +39,7 @@ YARN = {
     "mscale_all_dim": 0.5,
     "original_max_position_embeddings": 64,
 }
+YARN_ALONE = {key: value for key, value in YARN.items() if not key.startswith("mscale")}
 NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 LONG_HEAD_DIM = 16
 LONG_ROPE = {
@@ -210,6 +211,17 @@ SPARSE |= {
         "Qwen3Next",
         {**DELTA, **EXPERTS, "num_experts": 8, "shared_expert_intermediate_size": 48, "mlp_only_layers": [1]},
     ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            **NO_TOKENS,
+            "head_dim": 24,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 5,
+            "rope_parameters": {**YARN_ALONE, "truncate": False},
+        },
+    ),
 }
 CHECKPOINTS = DENSE | SPARSE
 
@@ -270,7 +282,7 @@ def _randomize_vectors(model: torch.nn.Module) -> None:
     """Norms and biases begin as ones and zeros: a checkpoint with those would hide that they are not used."""
     vectors: list[tuple[str, Tensor]] = [*model.named_parameters(), *model.named_buffers()]
     for name, vector in vectors:
-        if vector.dim() == 1 and not name.endswith("inv_freq"):
+        if (vector.dim() == 1 and not name.endswith("inv_freq")) or name.endswith("_bias"):
             vector.data.add_(0.3 * torch.randn_like(vector))
     remember(model)
 

@@ -20,18 +20,10 @@ WITHIN = {"qwen3_5": 1e-4, "qwen3_next": 1e-4}
 INTERRUPTED = [(4, 1, "qwen3"), (2, 2, "deepseek_v3")]
 
 
-WITH_EXPERTS = (
-    "qwen3_moe",
-    "mixtral",
-    "deepseek_v3",
-    "moonlight",
-    "qwen2_moe",
-    "glm4_moe",
-    "minimax_m2",
-    "qwen3_next",
-    "hy_v3",
-)
-SPARSE = [(2, 1 + number % 2, family) for number, family in enumerate(WITH_EXPERTS)] + [(4, 2, "minimax_m2")]
+WITH_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3", "moonlight", "qwen2_moe", "glm4_moe", "minimax_m2", "qwen3_next")
+WITH_EXPERTS += ("hy_v3", "gpt_oss")
+IN_FOUR = [(4, 2, "minimax_m2"), (4, 2, "gpt_oss")]
+SPARSE = [(2, 1 + number % 2, family) for number, family in enumerate(WITH_EXPERTS)] + IN_FOUR
 DENSE = [(2, 1, "llama"), (2, 1, "qwen3"), (4, 1, "qwen2"), *((2, 1, family) for family in OTHER_DENSE)]
 
 

@@ -37,6 +37,7 @@ MANY = {name: ["one_rank"] for name in SPARSE if name != MODEL} | {
     "glm4_moe_lite": ["one_rank", "tp2_ep2"],
     "minimax_m2": ["one_rank", "tp2_ep2", "cp2_ep2"],
     "hy_v3": ["one_rank", "tp2_pp2_ep2_etp1"],
+    "gpt_oss": ["one_rank", "tp2_ep2", "tp2_pp2_ep2_etp1", "recomputed"],
     "qwen3_next": ["one_rank", "tp2_ep2", "tp2_pp2_ep2_etp1", "tp2_cp2_ep2"],
     **{name: ["one_rank", "tp2_sequence_parallel"] for name in OTHER_DENSE if name not in FEW},
     "gemma": ["one_rank", "tp2_sequence_parallel", "pp4"],

@@ -90,6 +90,7 @@ OF_TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mixtral": ("Mixtral", {"tie_word_embeddings": False, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt_oss": ("GptOss", {"head_dim": 24, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 8}),
     "qwen3_5_text": ("Qwen3_5Text", DELTA),
     "qwen3_next": (
         "Qwen3Next",

@@ -11,7 +11,7 @@ settings.load_profile("shared machine")
 
 SPARSE_FAMILIES = (
     "qwen3_moe", "qwen3_moe_tied", "mixtral", "deepseek_v3", "moonlight", "qwen2_moe", "glm4_moe", "minimax_m2",
-    "qwen3_next", "hy_v3",
+    "qwen3_next", "hy_v3", "gpt_oss",
 )  # fmt: skip
 """The second does not normalise weights, the fourth has groups of experts and yarn."""
 

@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.cluster.grid import Grid
 from rltrain.models import read_architecture
+from rltrain.models.clamped_swiglu import LIMIT, clamped_swiglu
 from rltrain.reshard.execute.resharding import Resharding
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.planner import plan
@@ -78,12 +80,12 @@ def test_tokens_visit_the_experts_of_transformers(
     moe = architecture.moe
     assert moe is not None
     layer = model.model.layers[architecture.sparse_layers.index(True)]
-    gate = layer.mlp.gate
+    gate = layer.mlp.router if family == "gpt_oss" else layer.mlp.gate
     hidden = torch.randn(200, architecture.hidden_size, dtype=dtype)
     exact, of_block = gate.float(), getattr(layer.mlp, "e_score_correction_bias", None)
     _, weights, experts = exact(hidden.float(), *([] if of_block is None else [of_block]))
     bias = getattr(gate, "e_score_correction_bias", of_block)
-    found = route(hidden, gate.weight.to(dtype), bias, moe)
+    found = route(hidden, gate.weight.to(dtype), bias, moe, logit_bias=getattr(gate, "bias", None))
     experts, order = experts.sort(-1)
     found_experts, found_order = found.experts.sort(-1)
     assert torch.equal(found_experts, experts)
@@ -115,3 +117,12 @@ def test_a_product_per_expert_with_tokens() -> None:
     product = grouped_product(rows, matrices, ends)
     expected = torch.cat([rows[0:2] @ matrices[1].T, rows[2:6] @ matrices[3].T])
     torch.testing.assert_close(product[:6], expected)
+
+
+def test_the_clamped_activation_is_that_of_transformers() -> None:
+    """Also where it is clamped, which small models hardly ever do."""
+    config = transformers.GptOssConfig(hidden_size=4, intermediate_size=6, num_local_experts=2)
+    experts = GptOssExperts(config)
+    gate_up = 10 * torch.randn(200, 12)
+    assert (gate_up.abs() > LIMIT).float().mean() > 0.3
+    torch.testing.assert_close(clamped_swiglu(gate_up), experts._apply_gate(gate_up))

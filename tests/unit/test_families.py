@@ -120,6 +120,11 @@ SPARSE_MODELS = {
         transformers.HYV3ForCausalLM,
         {**ROUTED, "num_experts": 4, "num_shared_experts": 2},
     ),
+    "gpt_oss": (
+        transformers.GptOssConfig,
+        transformers.GptOssForCausalLM,
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 3},
+    ),
     "minimax_m2": (
         transformers.MiniMaxM2Config,
         transformers.MiniMaxM2ForCausalLM,
@@ -368,7 +373,8 @@ def test_only_matrices_of_layers_may_be_quantised(family: str) -> None:
     architecture = tiny_architecture(family, num_layers=3)
     tensors = canonical_tensors(architecture)
     for name, shape, quantizable in zip(tensors.names, tensors.shapes, quantizable_tensors(architecture), strict=True):
-        router = name.endswith((".gate.weight", "mlp.shared_expert_gate.weight"))
+        routers = (".gate.weight", "mlp.shared_expert_gate.weight", "mlp.router.weight")
+        router = name.endswith((*routers, "mlp.experts.gate_up_proj_bias", "down_proj_bias"))
         in_layer = name.startswith("model.layers.")
         says_what_is_kept = ".linear_attn.in_proj_" in name  # of a state, which every token multiplies it by
         assert quantizable == (len(shape) == 2 and in_layer and not router and not says_what_is_kept), name
@@ -433,7 +439,9 @@ def test_generation_config_decides_what_ends_a_response(tmp_path: Path) -> None:
         ({"model_type": "gemma2", "hidden_act": None, "final_logit_softcapping": 0}, ["softcapping", "0", "above 0"]),
         ({"model_type": "gemma"}, ["hidden_act", '"silu"', "gelu_pytorch_tanh"]),
         ({"model_type": "mistral", "sliding_window": "wide"}, ["sliding_window", '"wide"', "an integer"]),
-        ({"model_type": "gpt_oss"}, ["model_type", '"gpt_oss"', "MXFP4"]),
+        ({"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}, ["mxfp4", "MXFP4", "bfloat16"]),
+        ({"model_type": "gpt_oss", "swiglu_limit": 8.0}, ["swiglu_limit", "8.0", "7.0"]),
+        ({"model_type": "gpt_oss"}, ["rope_scaling", "absent", "an object"]),
         ({"model_type": "qwen3_5_text", "layer_types": ["linear_attention"]}, ["layer_types", "each of 3 layers"]),
         ({"model_type": "qwen3_5_text", "layer_types": ["linear_attention"] * 3}, ["layer_types", "at least one"]),
         (
@@ -603,6 +611,42 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         },
         106_852_245_504,
     ),
+    "gpt-oss-20b": (
+        {
+            "model_type": "gpt_oss",
+            "attention_bias": True,
+            "experts_per_token": 4,
+            "head_dim": 64,
+            "hidden_act": "silu",
+            "hidden_size": 2880,
+            "initial_context_length": 4096,
+            "intermediate_size": 2880,
+            "layer_types": ["sliding_attention", "full_attention"] * 12,
+            "max_position_embeddings": 131072,
+            "num_attention_heads": 64,
+            "num_experts_per_tok": 4,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 8,
+            "num_local_experts": 32,
+            "output_router_logits": False,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": {
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "rope_type": "yarn",
+                "truncate": False,
+            },
+            "rope_theta": 150000,
+            "router_aux_loss_coef": 0.9,
+            "sliding_window": 128,
+            "swiglu_limit": 7.0,
+            "tie_word_embeddings": False,
+            "vocab_size": 201088,
+        },
+        20_914_757_184,
+    ),
 }
 """Configs as transformers 4 wrote them for published models, and the parameters of those."""
 
@@ -618,7 +662,11 @@ def test_published_models_have_their_parameters(name: str, tmp_path: Path) -> No
 
 
 def test_reads_windows_and_rotary_embeddings_of_published_models(tmp_path: Path) -> None:
-    gemma, phi, _, glm = (read_architecture(write_config(tmp_path, **config)) for config, _ in PUBLISHED.values())
+    gemma, phi, _, glm, oss = (read_architecture(write_config(tmp_path, **config)) for config, _ in PUBLISHED.values())
+    assert oss.windows == Windows(128, (True, False) * 12) and oss.rope_theta == 150_000
+    assert oss.rope_scaling == YarnScaling(32.0, 32.0, 1.0, 0.0, 0.0, 4096, truncate=False)
+    assert oss.moe == MoE(num_experts=32, top_k=4, ffn_hidden_size=2880, interleaved=True)
+    assert (oss.attention_sinks, oss.qkv_bias, oss.output_bias, oss.activation) == (True, True, True, "clamped_swish")
     assert gemma.windows == Windows(512, tuple(bool((layer + 1) % 6) for layer in range(26)))
     assert (gemma.rope_theta, gemma.sliding_rope_theta, gemma.attention_scale) == (1e6, 1e4, 1 / 16)
     assert (gemma.tied_embeddings, gemma.embedding_scale, gemma.norm_offset) == (True, 1152**0.5, 1.0)

@@ -28,6 +28,9 @@ def transformers_parameters(full: Tensors) -> Tensors:
         if not experts:
             found[renamed] = values
             continue
+        if "." not in matrix:  # of all experts already
+            found[name] = values
+            continue
         kind = matrix.split(".")[1]
         stack = "down_proj" if kind in ("down_proj", "w2") else "gate_up_proj"
         stacks.setdefault(f"{renamed}.experts.{stack}", []).append(values)
@@ -54,7 +57,9 @@ def assert_sharded(architecture: Architecture, shards: int, copies: int = 1) -> 
     assert layout.parts == tuple(range(shards)) * copies
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "qwen3_5_text", "qwen3_next"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "qwen3_5_text", "qwen3_next", "gpt_oss"]
+)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("shards", [1, 2, 3, 5])
 def test_every_rank_holds_what_torch_cuts_for_it(family: str, tied: bool, shards: int) -> None:

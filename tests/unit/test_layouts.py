@@ -56,6 +56,7 @@ def assert_equal(found: Tensors, expected: Tensors) -> None:
 
 FAMILIES = ("llama", "qwen2", "qwen3", "phi3", "glm4", "gemma3_text", "qwen3_5_text", "nemotron")
 SPARSE_FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "qwen2_moe", "glm4_moe", "minimax_m2", "qwen3_next", "hy_v3")
+SPARSE_FAMILIES += ("gpt_oss",)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

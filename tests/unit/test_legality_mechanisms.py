@@ -17,6 +17,7 @@ GEMMA = replace(tiny_architecture("gemma3_text", num_layers=4, max_positions=409
 PHI4_MINI = tiny_architecture("phi3", max_positions=64, rope_scaling=LongRopeScaling((1.0, 2.0), 1.1))
 GEMMA2 = tiny_architecture("gemma2", max_positions=4096, attention_softcap=50.0, logits_softcap=30.0)
 DELTA = replace(tiny_architecture("qwen3_5_text", num_layers=4, max_positions=4096), num_heads=8, num_kv_heads=8)
+GPT_OSS = tiny_architecture("gpt_oss", max_positions=4096)
 SGLANG = {"rollout": {"engine": "sglang"}}
 
 
@@ -26,7 +27,7 @@ def check(architecture: Architecture, **sections: Any) -> None:
     check_against_architecture(config, grids, dict.fromkeys(("actor", *grids), architecture))
 
 
-@pytest.mark.parametrize("architecture", [GEMMA, DELTA], ids=lambda architecture: architecture.family)
+@pytest.mark.parametrize("architecture", [GEMMA, DELTA, GPT_OSS], ids=lambda architecture: architecture.family)
 def test_what_there_is_is_not_refused(architecture: Architecture) -> None:
     for sections in (
         {},
@@ -75,6 +76,25 @@ def test_what_there_is_is_not_refused(architecture: Architecture) -> None:
             replace(DELTA, delta=replace(DELTA.delta, num_key_heads=1)),  # type: ignore[type-var]
             {"rollout": {"parallel": {"tp": 2}}},
             ["rollout.parallel.tp: got 2", "the 1 key heads"],
+        ),
+        (GPT_OSS, {"actor": {"parallel": {"cp": 2}}}, ["actor.parallel.cp: got 2", "expected 1", "attention sinks"]),
+        (GPT_OSS, SGLANG, ["rollout.engine: got sglang", "model_type gpt_oss", "expected embedded"]),
+        (GPT_OSS, {"rollout": {"dtype": "fp8"}}, ["rollout.dtype: got fp8", "gpt_oss", "expected auto"]),
+        (GPT_OSS, {"actor": {"optimizer": {"name": "muon"}}}, ["actor.optimizer.name: got muon", "expected adamw"]),
+        (
+            GPT_OSS,
+            {"model": {"path": "m", "fake_quantization": {"group_size": 4}}},
+            ["model.fake_quantization: got a section", "gpt_oss", "expected null"],
+        ),
+        (
+            GPT_OSS,
+            {"model": {"path": "m", "lora": {"rank": 2, "targets": ["gate_proj"]}}},
+            ["model.lora.targets: got ['gate_proj']", "q_proj, k_proj, v_proj, o_proj"],
+        ),
+        (
+            GPT_OSS,
+            {"model": {"path": "m", "transformer_impl": "transformer_engine", "dtype": "bfloat16"}},
+            ["model.transformer_impl", "attention sinks", "expected auto or local"],
         ),
         (DELTA, SGLANG, ["rollout.engine: got sglang", "model_type qwen3_5_text", "expected embedded"]),
         (

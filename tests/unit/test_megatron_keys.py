@@ -20,7 +20,7 @@ def global_values(architecture: Architecture, tensors: GlobalTensors) -> dict[st
     """The global tensors, put together from the locations of canonical ones; NaN where none lies."""
     whole = {key: torch.full(shape, float("nan")) for key, shape in tensors.shapes.items()}
     for number, value in enumerate(canonical_values(architecture).values()):
-        matrix = value[None] if value.dim() == 1 else value
+        matrix = value.reshape(-1, value.shape[-1])
         for box in tensors.location(number):
             chunk = tensors.chunk_of(box)
             place = tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.shape, strict=True))

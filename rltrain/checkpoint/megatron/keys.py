@@ -28,7 +28,7 @@ EMBEDDING = "embedding.word_embeddings.weight"
 HEAD = "output_layer.weight"
 
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-EXPERT = re.compile(r"mlp\.experts\.(linear_fc\d)\.weight(\d+)")
+EXPERT = re.compile(r"mlp\.experts\.(linear_fc\d\.\D+)(\d+)")
 
 LOCATION = np.dtype(
     [
@@ -228,7 +228,7 @@ def _address(name: str) -> tuple[str, int | None, int | None]:
     of_expert = EXPERT.fullmatch(rest)
     if not of_expert:
         return f"decoder.layers.{rest}", layer, None
-    return f"decoder.layers.mlp.experts.experts.{of_expert[1]}.weight", layer, int(of_expert[2])
+    return f"decoder.layers.mlp.experts.experts.{of_expert[1]}", layer, int(of_expert[2])
 
 
 def extra_state_keys(tensors: GlobalTensors) -> list[str]:

@@ -48,6 +48,7 @@ class GroupedAttention:
         self._head_norms = head_norms(parameters, architecture, group)
         self._output = parameters.matrix("self_attn.o_proj.weight")
         self._output_bias = parameters.get("self_attn.o_proj.bias")
+        self._sinks = parameters.get("self_attn.sinks")
         self._post_norm = None
         if architecture.post_norms:
             self._post_norm = Norm(parameters.first(*_POST_NORMS), architecture)
@@ -57,13 +58,20 @@ class GroupedAttention:
     def shape(architecture: Architecture, tp: int) -> AttentionShape:
         """On one of `tp` ranks."""
         num_kv_heads, head_dim = max(1, architecture.num_kv_heads // tp), architecture.head_dim
-        scale, windows = score_scale(architecture), architecture.windows
-        num_heads, softcap = architecture.num_heads // tp, architecture.attention_softcap
-        return AttentionShape(num_heads, num_kv_heads, head_dim, head_dim, scale, windows=windows, softcap=softcap)
+        return AttentionShape(
+            architecture.num_heads // tp,
+            num_kv_heads,
+            head_dim,
+            head_dim,
+            score_scale(architecture),
+            windows=architecture.windows,
+            softcap=architecture.attention_softcap,
+            sinks=architecture.attention_sinks,
+        )
 
     def add(self, layer: int, hidden: Tensor, rotation: Rotation, attention: Attention) -> None:
         queries, keys, values, gate = self._project(hidden, rotation)
-        attended = attention(layer, queries, keys, values)
+        attended = attention(layer, queries, keys, values, self._sinks)
         if gate is not None:
             attended = (attended * gate.reshape(attended.shape).float().sigmoid()).to(attended.dtype)
         add_product(hidden, attended, self._output, self._group, self._post_norm)

@@ -51,19 +51,23 @@ class BlockAttention:
         """As KvCache says."""
         raise NotImplementedError
 
-    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         stored_keys, stored_values = self._layers[layer]
         stored_keys.flatten(0, 1).index_copy_(0, self._written, keys)
         if not self._shape.latent:
             stored_values.flatten(0, 1).index_copy_(0, self._written, values)
-        return self._attend(stored_keys, stored_values, queries, self._shape.window(layer))
+        return self._attend(stored_keys, stored_values, queries, self._shape.window(layer), sinks)
 
     def keep_routing(self, layer: int, experts: Tensor) -> None:
         """As DecodeAttention says."""
         (buffer,) = self._routing
         buffer[layer].flatten(0, 1).index_copy_(0, self._written, experts.to(buffer.dtype))
 
-    def _attend(self, keys: Tensor, values: Tensor, queries: Tensor, window: int | None) -> Tensor:
+    def _attend(
+        self, keys: Tensor, values: Tensor, queries: Tensor, window: int | None, sinks: Tensor | None
+    ) -> Tensor:
         """[tokens, heads * value_dim] from a layer's blocks and queries [tokens, heads, head_dim]."""
         raise NotImplementedError
 
@@ -88,13 +92,16 @@ class GatheredBlocks(BlockAttention):
     def recorded_length(blocks: Blocks, num_positions: int) -> int:
         return rounded(-(-num_positions // blocks.block_tokens), _RECORDED_SIZES) * blocks.block_tokens
 
-    def _attend(self, keys: Tensor, values: Tensor, queries: Tensor, window: int | None) -> Tensor:
+    def _attend(
+        self, keys: Tensor, values: Tensor, queries: Tensor, window: int | None, sinks: Tensor | None
+    ) -> Tensor:
         num_slots, num_kv_heads = len(queries), self._shape.num_kv_heads
         k = self._gathered(keys, num_slots)
         v = k[..., : self._shape.value_dim] if self._shape.latent else self._gathered(values, num_slots)
         q = queries.reshape(num_slots, num_kv_heads, -1, queries.shape[-1])  # the heads that share a KV head are rows
         shape = self._shape
-        attended = attend(q, k, v, self._bias_of[window], scale=shape.scale, softcap=shape.softcap)
+        of_rows = None if sinks is None else sinks.view(num_kv_heads, -1, 1)
+        attended = attend(q, k, v, self._bias_of[window], scale=shape.scale, softcap=shape.softcap, sinks=of_rows)
         return attended.reshape(num_slots, -1)
 
     def _gathered(self, stored: Tensor, num_slots: int) -> Tensor:
@@ -125,7 +132,9 @@ class VarlenBlocks(BlockAttention):
     def recorded_length(blocks: Blocks, num_positions: int) -> int:
         return blocks.capacity
 
-    def _attend(self, keys: Tensor, values: Tensor, queries: Tensor, window: int | None) -> Tensor:
+    def _attend(
+        self, keys: Tensor, values: Tensor, queries: Tensor, window: int | None, sinks: Tensor | None
+    ) -> Tensor:
         attended: Tensor = self._attention(
             queries,
             keys,
@@ -161,7 +170,9 @@ class KernelBlocks(BlockAttention):
     def recorded_length(blocks: Blocks, num_positions: int) -> int:
         return blocks.capacity
 
-    def _attend(self, keys: Tensor, values: Tensor, queries: Tensor, window: int | None) -> Tensor:
+    def _attend(
+        self, keys: Tensor, values: Tensor, queries: Tensor, window: int | None, sinks: Tensor | None
+    ) -> Tensor:
         scale = self._shape.scale
         return self._attention(queries, keys, values, self._table, self._positions, scale).view(len(queries), -1)
 
@@ -202,10 +213,11 @@ def difference(kind: type[BlockAttention], shape: AttentionShape, like: Tensor) 
 
 def choose_attention(shape: AttentionShape, like: Tensor) -> tuple[type[BlockAttention], str]:
     """(the fastest kind that works here, what to say of it): on CUDA it depends on torch, the GPU and the dtype, those
-    of `like`, and is tried. Latents are gathered, and where there are windows or bent scores everything: neither kernel
-    has them."""
+    of `like`, and is tried. Latents are gathered, and where there are windows, bent scores or sinks everything: neither
+    kernel has them."""
     reasons: list[str] = []
-    by_kernel = like.is_cuda and not shape.latent and shape.windows is None and shape.softcap is None
+    takes_scores = shape.softcap is not None or shape.sinks
+    by_kernel = like.is_cuda and not shape.latent and shape.windows is None and not takes_scores
     for kind in (VarlenBlocks, KernelBlocks) if by_kernel else ():
         reason = _why_not(kind, shape, like)
         if not reason:

@@ -6,15 +6,15 @@ from torch import Tensor
 
 from rltrain.models import Architecture
 from rltrain.rollout.embedded.attention_layer import Attention
+from rltrain.rollout.embedded.expert_matrices import GatedMatrices, InterleavedMatrices, Visits
 from rltrain.rollout.embedded.feed_forward import gated
-from rltrain.rollout.embedded.grouped_product import is_grouped_on_device
 from rltrain.rollout.embedded.parallel import TensorParallel
 from rltrain.rollout.embedded.parameters import LayerParameters
 from rltrain.rollout.embedded.residual import Norm
 from rltrain.rollout.embedded.routing import Routing, route
 
-_BLOCKS = ("mlp", "block_sparse_moe")
-"""What families call a router and its experts."""
+_ROUTERS = ("mlp.gate", "block_sparse_moe.gate", "mlp.router")
+"""What families call a router; its experts are in the same block."""
 _ROUTER_BIASES = ("gate.e_score_correction_bias", "e_score_correction_bias")
 """What they call the bias that only chooses."""
 _SHARED = ("shared_experts", "shared_expert")
@@ -35,21 +35,18 @@ class Experts:
         moe = architecture.moe
         assert moe is not None
         self._group, self._moe, self._kept_as = group, moe, kept_as
-        block = next(name for name in _BLOCKS if parameters.get(f"{name}.gate.weight") is not None)
+        router = next(name for name in _ROUTERS if parameters.get(f"{name}.weight") is not None)
+        block = router.partition(".")[0]
         self._norm = Norm(parameters["post_attention_layernorm.weight"], architecture)
-        self._router = parameters[f"{block}.gate.weight"]
+        self._router, self._logit_bias = parameters[f"{router}.weight"], parameters.get(f"{router}.bias")
         biases = (parameters.get(f"{block}.{name}") for name in _ROUTER_BIASES)
         self._router_bias = next((bias for bias in biases if bias is not None), None)
-        names = [f"{block}.experts.w13_weight", f"{block}.experts.w2_weight"]
-        self._gate_up, self._down = (parameters.matrix(name) for name in names)
-        self._count = len(parameters[names[0]])
-        on_device = [is_grouped_on_device(parameters[name], self._norm.dtype) for name in names]
-        adapters = (matrix.adapter for matrix in (self._gate_up, self._down) if matrix.adapter)
-        on_device += [adapter.is_grouped_on_device(self._norm.dtype) for adapter in adapters]
-        self.needs_host = not all(on_device)
+        self._matrices = (InterleavedMatrices if moe.interleaved else GatedMatrices)(parameters, block)
+        self.needs_host = not self._matrices.is_grouped_on_device(self._norm.dtype)
         """Whether the host must know how many tokens visit each expert, so that a step cannot be recorded."""
+        self._count = self._matrices.count
         ranks_of_each = group.size * self._count // moe.num_experts
-        self._first = group.rank // ranks_of_each * self._count
+        self._first, self._part_of_each = group.rank // ranks_of_each * self._count, group.rank % ranks_of_each
         self._shared, self._shared_gate = None, parameters.get(f"{block}.shared_expert_gate.weight")
         if moe.shared_ffn_hidden_size:
             named = (f"{block}.{name}" for name in _SHARED)
@@ -77,7 +74,7 @@ class Experts:
 
     def _routed(self, inner: Tensor, attention: Attention) -> Routing:
         """Of the normed tokens [tokens, hidden]; equal on all ranks."""
-        routing = route(inner, self._router, self._router_bias, self._moe)
+        routing = route(inner, self._router, self._router_bias, self._moe, logit_bias=self._logit_bias)
         if self._kept_as is not None:
             attention.keep_routing(self._kept_as, routing.experts)
         return routing
@@ -94,10 +91,8 @@ class Experts:
         expert, order = expert.sort(stable=True)
         ends = torch.searchsorted(expert, torch.arange(self._count, device=expert.device), right=True)
         rows = inner.index_select(0, order // self._moe.top_k)
-        gate, up = self._gate_up.grouped_product(rows, ends).chunk(2, -1)
-        # The weight comes before the last product, as in Megatron's experts: so it is rounded in the same place.
-        weighted = F.silu(gate).mul_(up).mul_(routing.weights.flatten().index_select(0, order)[:, None])
-        made = self._down.grouped_product(weighted, ends)
+        weights = routing.weights.flatten().index_select(0, order)[:, None]
+        made = self._matrices.made(rows, weights, Visits(expert, ends, self._part_of_each))
         if self._count < self._moe.num_experts:
             made.masked_fill_((expert == self._count)[:, None], 0)
         # Summed visit by visit of each token: a sum that adds up rows where they come has no order of its own on GPUs.

@@ -45,7 +45,8 @@ class AttentionShape(NamedTuple):
     many values of `value_dim`. Scores are multiplied by `scale`.
 
     With `latent` a value is the first elements of its key, and is not kept a second time. With `windows` a token of
-    some layers attends to no more than the last positions. With `softcap` scores are bent.
+    some layers attends to no more than the last positions. With `softcap` scores are bent, with `sinks`
+    every head has one more.
     """
 
     num_heads: int
@@ -56,6 +57,7 @@ class AttentionShape(NamedTuple):
     latent: bool = False
     windows: Windows | None = None
     softcap: float | None = None
+    sinks: bool = False
 
     def window(self, layer: int) -> int | None:
         """How many positions a token attends to in a layer, itself among them; None where to all."""
@@ -105,12 +107,21 @@ class PrefillAttention:
         self._biases: dict[int, Tensor] = {}
         """By window."""
 
-    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         """As DecodeAttention."""
         self.store(layer, keys, values)
-        return self.among(queries, keys, values, self._shape.window(layer))
+        return self.among(queries, keys, values, self._shape.window(layer), sinks)
 
-    def among(self, queries: Tensor, keys: Tensor, values: Tensor, window: int | None = None) -> Tensor:
+    def among(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """[tokens, heads * value_dim]: attention of the tokens to each other alone, whatever is kept of them."""
         q, k, v = self._by_head(queries), self._by_head(keys), self._by_head(values)
         bias = None
@@ -119,7 +130,10 @@ class PrefillAttention:
                 places = torch.arange(self._width, device=q.device)
                 self._biases[window] = unseen_bias(places, places, window, q)
             bias = self._biases[window]
-        attended = attend(q, k, v, bias, causal=bias is None, scale=self._shape.scale, softcap=self._shape.softcap)
+        shape = self._shape
+        attended = attend(
+            q, k, v, bias, causal=bias is None, scale=shape.scale, softcap=shape.softcap, sinks=_by_row(sinks)
+        )
         return attended.transpose(1, 2).reshape(len(queries), -1)
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
@@ -150,11 +164,14 @@ class SuffixAttention(PrefillAttention):
         read = torch.arange(num_read, device=like.device)
         self._bias_of = window_biases(shape, lambda window: unseen_bias(positions, read, window, like)[:, None])
 
-    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         self.store(layer, keys, values)
         k, v = self.read(layer)
         bias = self._bias_of[self._shape.window(layer)]
-        attended = attend(self._by_head(queries), k, v, bias, scale=self._shape.scale, softcap=self._shape.softcap)
+        q, shape = self._by_head(queries), self._shape
+        attended = attend(q, k, v, bias, scale=shape.scale, softcap=shape.softcap, sinks=_by_row(sinks))
         return attended.transpose(1, 2).reshape(len(queries), -1)
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -173,9 +190,11 @@ class DecodeAttention(Protocol):
         """Whether more is attended to than the tokens themselves: of that there is nothing but what is kept."""
         ...
 
-    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """[tokens, heads * value_dim] from queries [tokens, heads, head_dim], keys [tokens, kv_heads, head_dim] and
-        values [tokens, kv_heads, value_dim]."""
+    def __call__(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        """[tokens, heads * value_dim] from queries [tokens, heads, head_dim], keys [tokens, kv_heads, head_dim] values
+        [tokens, kv_heads, value_dim], with `sinks` [heads] as a further score of each head, of nothing."""
         ...
 
     def keep_routing(self, layer: int, experts: Tensor) -> None:
@@ -266,6 +285,11 @@ class KvCache(Protocol):
         """Since the last call: how full it was, where it has a limit, and what parked samples saved, where there were
         any."""
         ...
+
+
+def _by_row(sinks: Tensor | None) -> Tensor | None:
+    """As `attend` takes those of heads."""
+    return None if sinks is None else sinks[:, None, None]
 
 
 def rounded(count: int, sizes: int) -> int:

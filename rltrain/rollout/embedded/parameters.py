@@ -50,6 +50,16 @@ class PlainMatrix(Matrix):
         return self._weight
 
 
+class TransposedMatrices(Matrix):
+    """Stacked ones that are kept as [matrices, columns, rows]."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight
+
+    def read(self) -> Tensor:
+        return self._weight.transpose(1, 2)
+
+
 class AdaptedMatrix(Matrix):
     """Another one with an adapter beside it."""
 

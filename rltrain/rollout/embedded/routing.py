@@ -20,10 +20,13 @@ class Routing(NamedTuple):
     weights: Tensor
 
 
-def route(hidden: Tensor, weight: Tensor, bias: Tensor | None, moe: MoE) -> Routing:
-    """The experts of `hidden` [tokens, hidden], by the router's `weight` [experts, hidden] and the `bias` [experts]
-    that only chooses. All in float32, whatever the model's type: close scores decide between experts."""
-    logits = F.linear(hidden.float(), weight.float())
+def route(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, moe: MoE, *, logit_bias: Tensor | None = None
+) -> Routing:
+    """The experts of `hidden` [tokens, hidden], by the router's `weight` [experts, hidden], the `bias` [experts] that
+    only chooses, and that of all it says. All in float32, whatever the model's type: close scores decide between
+    experts."""
+    logits = F.linear(hidden.float(), weight.float(), None if logit_bias is None else logit_bias.float())
     scores = torch.softmax(logits, -1) if moe.score == "softmax" else logits.sigmoid()
     choosing = scores if bias is None else scores + bias
     if moe.top_groups < moe.num_groups:

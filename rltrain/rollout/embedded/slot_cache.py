@@ -287,13 +287,18 @@ class _DecodeAttention:
         buffers = (cache.keys, cache.values)
         self._reads = [buffer[:, :num_slots].flatten(1, 2)[:, :, :num_positions].unbind() for buffer in buffers]
 
-    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         head_dim = queries.shape[-1]
         for stores, new in zip(self._stores, (keys, values), strict=False):
             stores[layer].index_copy_(0, self._written, new.reshape(-1, new.shape[-1]))
         k, v = (reads[layer] for reads in self._reads)
         q = queries.reshape(len(k), -1, head_dim)
-        return _attend(q, k, v, self._bias_of[self._shape.window(layer)], self._shape).view(len(queries), -1)
+        if sinks is not None:
+            sinks = sinks.view(self._shape.num_kv_heads, -1, 1).repeat(len(queries), 1, 1)
+        bias = self._bias_of[self._shape.window(layer)]
+        return _attend(q, k, v, bias, self._shape, sinks).view(len(queries), -1)
 
     def _within(self, bias: Tensor, window: int | None) -> Tensor:
         """[slots * kv_heads, positions]: `bias` [slots, kv_heads, positions], -inf besides before a window."""
@@ -307,15 +312,16 @@ class _DecodeAttention:
         self._cache.keep_routing(layer, experts, slots, self._positions)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, shape: AttentionShape) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, shape: AttentionShape, sinks: Tensor | None) -> Tensor:
     """Attention of q [n, group, head_dim] over k [n, positions, head_dim] and v [n, positions, value_dim]; the heads
     that share a KV head are rows.
 
-    `bias` [n, 1, positions]. In float32 two batched products measure faster on CPU than the fused kernel, which
-    pays per slot and head; half precision takes the fused kernel, whose scores stay in float32.
+    `bias` [n, 1, positions], `sinks` [n, group, 1]. In float32 two batched products measure faster on CPU than the
+    fused kernel, which pays per slot and head; half precision takes the fused kernel, whose scores stay in float32.
     """
-    if q.dtype != torch.float32 or shape.softcap is not None:
+    if q.dtype != torch.float32 or shape.softcap is not None or sinks is not None:
         q, k, v, bias = (x[:, None] for x in (q, k, v, bias))
-        return attend(q, k, v, bias, scale=shape.scale, softcap=shape.softcap)[:, 0]
+        of_rows = None if sinks is None else sinks[:, None]
+        return attend(q, k, v, bias, scale=shape.scale, softcap=shape.softcap, sinks=of_rows)[:, 0]
     scores = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=shape.scale)
     return torch.bmm(torch.softmax(scores, -1), v)

@@ -6,10 +6,14 @@ from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from rltrain.training.megatron.norms import parameter_device
 from rltrain.training.packed_attention import PackedRows, attend_rows, boundaries_of, packed_rows
 
 
@@ -60,18 +64,34 @@ class PositionRotaryEmbedding(torch.nn.Module):
 
 class PackedAttention(torch.nn.Module):
     """Causal core attention within each packed sequence by torch's kernels: of all at once where that can be, else in
-    padded batches. With `window` a token attends to so many, itself among them; with `softcap` scores are bent."""
+    padded batches. With `window` a token attends to so many, itself among them; with `softcap` scores are bent. With
+    `sinks` every head has a further score, `softmax_offset` [heads], of nothing."""
 
     def __init__(
         self,
+        config: TransformerConfig | None = None,
         *,
         softmax_scale: float | None,
+        pg_collection: ProcessGroupCollection | None = None,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: bool = False,
         **unused: Any,
     ) -> None:
         super().__init__()
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if sinks:
+            assert config is not None and pg_collection is not None
+            num_heads = config.num_attention_heads // pg_collection.tp.size()
+            offset = torch.empty(num_heads, dtype=config.params_dtype, device=parameter_device(config))
+            self.softmax_offset = torch.nn.Parameter(offset)
+            set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
         self.softmax_scale, self.window, self.softcap = softmax_scale, window, softcap
+
+    @property
+    def takes_scores(self) -> bool:
+        """Whether more is done with scores than a kernel for plain attention knows."""
+        return self.softcap is not None or self.softmax_offset is not None
 
     def forward(
         self,
@@ -89,7 +109,9 @@ class PackedAttention(torch.nn.Module):
         packed = packed_seq_params
         query, key = query.to(value.dtype), key.to(value.dtype)
         query, key, value = (x.flatten(1, -2) for x in (query, key, value))
-        attended = attend_rows(query, key, value, packed, self.softmax_scale, self.window, self.softcap)
+        attended = attend_rows(
+            query, key, value, packed, self.softmax_scale, self.window, self.softcap, self.softmax_offset
+        )
         return attended.flatten(1)[:, None]
 
 

@@ -167,15 +167,16 @@ class FusedSelfAttention(GroupedSelfAttention):
 
     def _attended(self, heads: Tensor, packed: PackedSequences) -> Tensor:
         """[tokens, 1, queries * head_dim]."""
-        scale = self.core_attention.softmax_scale or heads.size(-1) ** -0.5
+        core = self.core_attention
+        scale = core.softmax_scale or heads.size(-1) ** -0.5
 
         def attend(heads: Tensor) -> Tensor:
-            if packed.longest <= LONGEST_BY_PRODUCTS and self.core_attention.softcap is None:
-                attended: Tensor = ShortAttention.apply(heads, packed, scale, self.core_attention.window)
+            if packed.longest <= LONGEST_BY_PRODUCTS and not core.takes_scores:
+                attended: Tensor = ShortAttention.apply(heads, packed, scale, core.window)
                 return attended
             query, key, value = heads.split([heads.size(2) - 2, 1, 1], dim=2)
             query, key, value = (part.flatten(1, 2)[:, None] for part in (query, key, value))
-            return self.core_attention(query, key, value, None, packed_seq_params=packed)
+            return core(query, key, value, None, packed_seq_params=packed)
 
         if self.checkpoint_core_attention and self.training:
             return checkpoint(attend, False, heads)

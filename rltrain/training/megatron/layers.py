@@ -36,6 +36,7 @@ from rltrain.training.megatron.context_parallel import with_context_parallelism
 from rltrain.training.megatron.delta_net import DeltaSubmodules, PackedDeltaNet
 from rltrain.training.megatron.fused import GatedActivation
 from rltrain.training.megatron.fused_attention import FusedSelfAttention, OwnRotary
+from rltrain.training.megatron.interleaved_experts import BiasedRouter, ClampedSwiGlu, Down, GateUp
 from rltrain.training.megatron.latent_attention import ExplicitLatentAttention, LatentSelfAttention
 from rltrain.training.megatron.linear import ColumnProduct, RowProduct
 from rltrain.training.megatron.norms import LatentNorm, ProjectionNorm, RMSNorm, hidden_norm, parameter_device
@@ -47,6 +48,7 @@ LOCAL_MLP = MLPSubmodules(linear_fc1=ColumnProduct, linear_fc2=RowProduct, activ
 LOCAL_EXPERT = MLPSubmodules(
     linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=GatedActivation
 )
+LOCAL_INTERLEAVED_EXPERT = MLPSubmodules(linear_fc1=GateUp, linear_fc2=Down, activation_func=ClampedSwiGlu)
 
 Submodules = TypeVar("Submodules", SelfAttentionSubmodules, MLPSubmodules)
 
@@ -163,7 +165,7 @@ def _local_layer(architecture: Architecture, number: int, kind: LayerKind) -> Mo
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=norm,
-            mlp=_local_experts() if kind.sparse else ModuleSpec(module=MLP, submodules=mlp),
+            mlp=_local_experts(architecture) if kind.sparse else ModuleSpec(module=MLP, submodules=mlp),
             mlp_bda=get_bias_dropout_add,
         ),
     )
@@ -177,7 +179,12 @@ def _local_attention(architecture: Architecture, number: int) -> ModuleSpec:
     submodules = SelfAttentionSubmodules(
         linear_qkv=ColumnProduct,
         core_attention=ModuleSpec(
-            module=PackedAttention, params={"window": window, "softcap": architecture.attention_softcap}
+            module=PackedAttention,
+            params={
+                "window": window,
+                "softcap": architecture.attention_softcap,
+                "sinks": architecture.attention_sinks,
+            },
         ),
         linear_proj=_with_bias(RowProduct) if architecture.output_bias else RowProduct,
         q_layernorm=of_queries,
@@ -217,13 +224,15 @@ def _local_latent_attention() -> ModuleSpec:
     )
 
 
-def _local_experts() -> ModuleSpec:
+def _local_experts(architecture: Architecture) -> ModuleSpec:
+    interleaved = architecture.moe is not None and architecture.moe.interleaved
+    expert = LOCAL_INTERLEAVED_EXPERT if interleaved else LOCAL_EXPERT
     return ModuleSpec(
         module=MoELayer,
         submodules=MoESubmodules(
-            experts=ModuleSpec(module=SequentialMLP, submodules=LOCAL_EXPERT),
+            experts=ModuleSpec(module=SequentialMLP, submodules=expert),
             shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=LOCAL_MLP),
-            router=SampleRouter,
+            router=BiasedRouter if interleaved else SampleRouter,
         ),
     )
 
