@@ -369,6 +369,9 @@ OTHERS = (
     r"nemotron-3|mimo-v2|minimax-(text|m1|m3|vl)|deepseek-v[24])"
 )
 
+LATER_NEMOTRONS = "nemotron_h"
+"""The family of those that are not Nemotron-Mini."""
+
 
 def shape_of(name: str) -> dict[str, Any] | None:
     """Of a model's folder or hub name; the family's name alone where its shape is not here; None for no known name."""
@@ -378,7 +381,8 @@ def shape_of(name: str) -> dict[str, Any] | None:
         return delta
     other = re.search(OTHERS, lower)
     if other:
-        return {"model_type": re.sub(r"[-.]", "_", other[0])}
+        family = re.sub(r"[-.]", "_", other[0])
+        return {"model_type": LATER_NEMOTRONS if family == "nemotron" else family}
     own = next((shape for pattern, shape in SHAPES.items() if re.match(pattern, lower)), None)
     above = (shape for folder in reversed(folders) for pattern, shape in SHAPES.items() if re.search(pattern, folder))
     return own or next(above, None)

@@ -35,4 +35,6 @@ def test_stand_ins_are_found_by_name() -> None:
     assert shape_of("Qwen/Qwen3-30B-A3B-Base")["num_experts"] == 128  # type: ignore[index]
     assert shape_of("/models/Qwen2.5-0.5B-Instruct/")["hidden_size"] == 896  # type: ignore[index]
     assert shape_of("Qwen/Qwen3.5-9B")["text_config"]["num_hidden_layers"] == 32  # type: ignore[index]
-    assert shape_of("openai/gpt-oss-20b") == {"model_type": "gpt_oss"} and shape_of("my-model") is None
+    assert shape_of("unsloth/gpt-oss-20b-BF16")["num_local_experts"] == 32  # type: ignore[index]
+    assert shape_of("nvidia/Nemotron-Mini-4B-Instruct")["model_type"] == "nemotron"  # type: ignore[index]
+    assert shape_of("nvidia/Nemotron-H-8B") == {"model_type": "nemotron_h"} and shape_of("my-model") is None

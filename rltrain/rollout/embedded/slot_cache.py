@@ -312,7 +312,9 @@ class _DecodeAttention:
         self._cache.keep_routing(layer, experts, slots, self._positions)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, shape: AttentionShape, sinks: Tensor | None) -> Tensor:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, shape: AttentionShape, sinks: Tensor | None = None
+) -> Tensor:
     """Attention of q [n, group, head_dim] over k [n, positions, head_dim] and v [n, positions, value_dim]; the heads
     that share a KV head are rows.
 
