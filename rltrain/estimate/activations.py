@@ -26,6 +26,7 @@ from rltrain.estimate.planned import PlannedJob
 from rltrain.estimate.shares import layers_of_chunks, layers_of_stage
 from rltrain.models import Architecture
 from rltrain.models.delta_net import CHUNK_TOKENS
+from rltrain.models.score_blocks import block_bytes
 
 FP32 = 4
 OFFLOADED_THERE = 2
@@ -59,7 +60,7 @@ class Activations:
             of_tokens = int(there + self._under_way() * self._ends()) + max(again, default=0)
         else:
             of_tokens = int(self._under_way() * (of_all + self._ends())) + max(again, default=0)
-        return tokens * of_tokens + self._rounded_in_training()
+        return tokens * of_tokens + self._rounded_in_training() + self._scores(tokens)
 
     def offloaded(self, tokens: int) -> int:
         """At most at once on the host."""
@@ -94,7 +95,12 @@ class Activations:
         layers = layers_of_stage(self.architecture, self.job.grids[self.role], self.stage)
         rounded = self._rounded_layer() if any(layers) else 0
         of_token = max((self.layer(sparse) for sparse in set(layers)), default=0) + self._between_projections()
-        return of_token * tokens + rounded
+        return of_token * tokens + rounded + self._scores(tokens)
+
+    def _scores(self, tokens: int) -> int:
+        """Of the block that one layer at a time has."""
+        num_heads = self.architecture.num_heads // self.job.grids[self.role].tp
+        return block_bytes(self.architecture, num_heads, tokens)
 
     def _rounded_in_training(self) -> int:
         """Rounded matrices of experts that products keep for backward: of every layer that is not computed anew, once

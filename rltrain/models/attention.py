@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rltrain.models.score_blocks import SCORES_AT_ONCE
+
 CAUSAL_WINDOW = (-1, 0)
-SCORES_AT_ONCE = 2**25
-"""That are in memory where no kernel computes attention."""
 FLASH_DEVICE = "cuda"
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 FLASH_HEAD_MULTIPLE, FLASH_LARGEST_HEAD = 8, 256

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rltrain.models.attention import SCORES_AT_ONCE, sees
+from rltrain.models.attention import sees
+from rltrain.models.score_blocks import SCORES_AT_ONCE
 
 LEAST_TOKENS = 16
 """Queries of every sequence in a block, however many sequences there are."""

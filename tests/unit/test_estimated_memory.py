@@ -316,3 +316,16 @@ def test_what_was_sent_last_is_kept_by_ranks_that_send(keep_on, change):
     found = after.peak.total - before.peak.total, sum(after.host.values()) - sum(before.host.values())
     # One copy of the model enters the node's engines, from four ranks.
     assert found == tuple(pytest.approx(part * 2 * PARAMETERS_8B / 4, rel=0.01, abs=1) for part in change)
+
+
+def test_scores_that_no_kernel_has_count_by_the_block():
+    placement, model = {"actor": 0, "rollout, reward": 1}, {"path": "m", "transformer_impl": "local"}
+    jobs = [
+        job_of(replace(qwen3_8b(), **own), placement, 2, model=model)
+        for own in ({}, {"attention_sinks": True}, {"attention_softcap": 50.0})
+    ]
+    plain, *others = (Activations(job, "actor", 0) for job in jobs)
+    for found in others:
+        assert found.training(8192) - plain.training(8192) == 6 * 4 * 2**25
+        assert found.evaluating(8192) - plain.evaluating(8192) == 6 * 4 * 2**25
+        assert found.training(100) - plain.training(100) == 6 * 4 * 32 * 100**2
