@@ -366,7 +366,7 @@ DELTA_SHAPES = {
 """Of families with gated delta nets, whose names begin as others do. Qwen3.6's shapes are Qwen3.5's."""
 OTHERS = (
     r"(qwen3\.\d|qwen3-next|qwen2(\.5)?-vl|glm-5|"
-    r"nemotron-3|mimo-v2|minimax-(text|m1|m3|vl)|deepseek-v[24])"
+    r"nemotron(?!-mini)|mimo-v2|minimax-(text|m1|m3|vl)|deepseek-v[24])"
 )
 
 LATER_NEMOTRONS = "nemotron_h"
