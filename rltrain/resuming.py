@@ -3,7 +3,7 @@
 import json
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -170,9 +170,11 @@ def _architecture_problems(architectures: Mapping[str, Architecture], saved: Map
         if role not in architectures or role not in saved:
             continue
         now = json.loads(json.dumps(asdict(architectures[role])))
+        # What a version that saved did not know of was as it is where nobody tells.
+        before = {field.name: field.default for field in fields(Architecture)} | saved[role]
         for name in now:
-            if name != "eos_token_ids" and now[name] != saved[role].get(name):
-                yield f"{name} of the {role}'s model is {now[name]}, but it was saved with {saved[role].get(name)}"
+            if name != "eos_token_ids" and now[name] != before[name]:
+                yield f"{name} of the {role}'s model is {now[name]}, but it was saved with {before[name]}"
 
 
 def remaining_order(config: Config, placement: Placement, checkpoint: Resumed) -> tuple[Order, bool]:

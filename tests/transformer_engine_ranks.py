@@ -51,6 +51,9 @@ MODELS: dict[str, Architecture] = {
 OF_MODEL: dict[str, dict[str, Any]] = {"rounded": {"fake_quantization": schema.FakeQuantization(group_size=4)}}
 """Settings of one whatever its layers are."""
 MODELS["rounded"] = MODELS["qwen3_moe"]
+MODELS["further"] = MODELS["deepseek_v3"].predicting()
+MODELS["further of dense"] = tiny_architecture("mimo", qkv_bias=True, head_dim=8, **SIZES).predicting()
+OF_MODEL |= dict.fromkeys(("further", "further of dense"), {"mtp": schema.Mtp(trains="model")})
 BY_HEADS, DEEPEP = {"cp_communication": "all_to_all"}, {"dispatcher": "deepep"}
 CASES: dict[str, tuple[str, Grid, dict[str, Any]]] = {
     "latent tp2": ("deepseek_v3", Grid((0, 1), tp=2), {}),
@@ -58,6 +61,8 @@ CASES: dict[str, tuple[str, Grid, dict[str, Any]]] = {
     "latent tp2 cp2 ep4 etp1": ("deepseek_v3", Grid(ALL, tp=2, cp=2, ep=4, etp=1), {"recompute": "full"}),
     "latent tp2 cp2 etp2 by heads": ("deepseek_v3", Grid(ALL, tp=2, cp=2, etp=2), BY_HEADS),
     "latent tp2 ep2 deepep": ("deepseek_v3", Grid(ALL, tp=2, ep=2), DEEPEP),
+    "further pp2 cp2 ep2": ("further", Grid(ALL, pp=2, cp=2, ep=2), {"recompute": "full"}),
+    "further of dense tp2 pp2": ("further of dense", Grid(ALL, tp=2, pp=2), {}),
     "moonlight tp2 cp2 ep2": ("moonlight", Grid(ALL, tp=2, cp=2, ep=2), {}),
     "groups tp4": ("qwen3_moe", Grid(ALL, tp=4), {}),
     "rounded ep2 etp2": ("rounded", Grid(ALL, ep=2, etp=2), {"recompute": "full"}),

@@ -106,7 +106,7 @@ def _qwen3_5(sizes: str, value_heads: int, tied: bool = False, **more: Any) -> d
     """`sizes` as in `_dense`; what encodes pictures is left out."""
     text = _dense(QWEN_DELTA, sizes, linear_num_value_heads=value_heads, vocab_size=248320, eos_token_id=248044, **more)
     family = "qwen3_5_moe" if "num_experts" in more else "qwen3_5"
-    text |= {"model_type": f"{family}_text", "tie_word_embeddings": tied}
+    text |= {"model_type": f"{family}_text", "tie_word_embeddings": tied, "mtp_num_hidden_layers": 1}
     return {"model_type": family, "text_config": text, "tie_word_embeddings": tied}
 
 

@@ -60,7 +60,8 @@ def save_checkpoint(
     names, `notes`.
 
     A value model's folder is one of transformers' models for sequence classification, with one label; `like` may be
-    that or a causal language model's. A language model's has the layers of `like` that predict further tokens.
+    that or a causal language model's. A language model's has the layers of `like` that predict further tokens,
+    where the model has none itself.
 
     Of `source_tensors` that are made when they are asked for no more than `made_bytes` are, of whole layers, at a time.
     Of others a rank brings `written_bytes` together, which it writes, and then the next. `dtype` None keeps their type.
@@ -73,7 +74,7 @@ def save_checkpoint(
     """
     with _writing(directory):
         _refuse_foreign(directory, like, notes)
-        further = PredictionLayers(like)
+        further = PredictionLayers(like, trained=source_layout.tensors.numbers)
     any_tensor = next(iter(source_tensors.values()))
     dtype = dtype or any_tensor.dtype
     layout = hf_layout(architecture, source_layout.ranks, dtype=str(dtype).removeprefix("torch."))

@@ -1,9 +1,10 @@
 """Layers that predict further tokens ahead (multi-token prediction, DeepSeek-V3, arXiv:2412.19437, section 2.2).
 
-Nothing here trains or serves them, and what is saved or converted carries them along as they are. So it is with what
-encodes pictures beside some language models.
+Where none is trained (model.mtp) what is saved or converted carries them along as they are. So it is with what encodes
+pictures beside some language models.
 """
 
+from collections.abc import Container
 from pathlib import Path
 
 from safetensors import safe_open
@@ -18,11 +19,12 @@ TYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
 
 
 class PredictionLayers:
-    """Those of the checkpoint folder `folder`, as it holds them: those that its config.json tells of, or none."""
+    """Those of the checkpoint folder `folder`, as it holds them: those that its config.json tells of, or none. Without
+    the tensors `trained`, which the model has itself."""
 
-    def __init__(self, folder: Path, config_key: str = "model.path") -> None:
+    def __init__(self, folder: Path, config_key: str = "model.path", trained: Container[str] = ()) -> None:
         self._folder = folder
-        self._file_of = _files(folder, config_key)
+        self._file_of = {name: file for name, file in _files(folder, config_key).items() if name not in trained}
         self.entries = tuple(self._entry(name) for name in sorted(self._file_of))
 
     def __contains__(self, name: str) -> bool:

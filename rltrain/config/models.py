@@ -74,6 +74,18 @@ class FakeQuantization(Section):
     """A scale is a group's largest magnitude over this: 7 as slime has it, 7.5 as llm-compressor."""
 
 
+class Mtp(Section):
+    """Train the layer that predicts a further token (multi-token prediction) of the model's checkpoint by the
+    cross-entropy of the token after next of responses. docs/families.md says of which families."""
+
+    coef: NonNegative = 0.1
+    """Of that loss, which is added to the algorithm's. A sample's tokens have equal parts of what it counts for in the
+    latter."""
+    trains: Literal["layer", "head", "model"] = "layer"
+    """What learns from that loss. layer: that layer alone. head: the vocabulary's head as well. model: all of it, the
+    layers before and the embedding too."""
+
+
 class Recompute(Section):
     granularity: Literal["none", "selective", "full"] = "full"
     """full: whole layers, of which only the inputs are kept. selective: parts of every layer."""
@@ -129,6 +141,9 @@ class Model(Section):
     """Which experts the actor's tokens visit. off: those that its routers choose in each pass. rollout: those that the
     engine had chosen which drew the tokens, in the pass of the old log-probs as in training. recompute: in training
     those of the pass of the old log-probs. docs/experts.md says for which tokens."""
+
+    mtp: Mtp | None = None
+    """Of the actor. null: layers that predict further tokens stay as the checkpoint has them."""
 
     @property
     def recomputed(self) -> Recompute:

@@ -48,6 +48,7 @@ from rltrain.config.models import Inference as Inference
 from rltrain.config.models import LossScale as LossScale
 from rltrain.config.models import Model as Model
 from rltrain.config.models import MoE as MoE
+from rltrain.config.models import Mtp as Mtp
 from rltrain.config.models import Offload as Offload
 from rltrain.config.models import Optimizer as Optimizer
 from rltrain.config.models import Parallel as Parallel
@@ -241,6 +242,12 @@ class Config(Section):
         if role in OF_POLICY:
             return self.model
         return self.model.model_copy(update={"fake_quantization": None})
+
+    def predicts(self, role: str) -> bool:
+        """Whether a role's model has the layer that predicts a further token as the actor has, which trains it: such as
+        get the actor's weights, or take its place."""
+        shares = self.checkpoint_of(role)[0] == self.model.path and self.backend_of(role) == "megatron"
+        return self.model.mtp is not None and role in ("actor", "inference", "reference") and shares
 
     @property
     def synced_delta(self) -> WeightDelta | None:

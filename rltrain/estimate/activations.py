@@ -172,7 +172,17 @@ class Activations:
         if not self.has_head:
             return 0
         is_kept = self.job.config.model.logits_chunk_tokens or not learns_adapters(self.job, self.role)
-        return self._normed() if is_kept else self._norm()
+        return (self._normed() if is_kept else self._norm()) + self._prediction()
+
+    def _prediction(self) -> int:
+        """Of the layer that predicts a further token, no part of which is computed anew: that of the decoder, the norms
+        of the embedding and of what it puts out, the input of the matrix, and the whole states that logits are made of.
+        The norm of the hidden state has the head's input."""
+        if not self.architecture.predicts or self.job.config.model.mtp is None:
+            return 0
+        whole = self.architecture.hidden_size * self.job.item_bytes
+        norms_and_input = 2 * self._norm() + 2 * self._hidden(self.job.item_bytes)
+        return self.layer(self.architecture.predicting_kind.sparse) + norms_and_input + whole
 
     def _attended(self) -> int:
         """What attention puts out; the mean of all layers where some have gated delta nets."""

@@ -23,7 +23,7 @@ from rltrain.importing.conversions import top_k as top_k_of
 from rltrain.importing.engine import choose_engine
 from rltrain.importing.fully_sharded import set_fully_sharded
 from rltrain.importing.megatron_optimizer import megatron_options, set_megatron_optimizer
-from rltrain.importing.prediction_head import leave_prediction_layers
+from rltrain.importing.prediction_head import leave_skyrls_prediction_layers
 from rltrain.importing.skyrl_learning import (
     ALG,
     DECAYS,
@@ -228,7 +228,7 @@ def _trainer(keys: SourceKeys, out: Translation) -> None:
     set_critic_lora(keys, out)
     set_router_replay(keys, out)
     set_fake_quantization(keys, out)
-    leave_prediction_layers(keys, out, T + "mtp.enabled", T + "mtp.", clipped_apart=True)
+    leave_skyrls_prediction_layers(keys, out, T + "mtp.enabled", T + "mtp.")
     if strategy == "megatron":
         prefix = T + "policy.megatron_config.optimizer_config_kwargs."
         set_megatron_optimizer(megatron_options(keys, prefix), out, prefix)

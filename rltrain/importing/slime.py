@@ -8,7 +8,7 @@ from rltrain.importing.conversions import count, interval, one_of, paths, ranks,
 from rltrain.importing.conversions import top_k as top_k_of
 from rltrain.importing.fully_sharded import set_fully_sharded
 from rltrain.importing.megatron_optimizer import megatron_options, set_megatron_optimizer
-from rltrain.importing.prediction_head import leave_prediction_layers
+from rltrain.importing.prediction_head import set_slimes_prediction_layers
 from rltrain.importing.slime_commands import set_fake_quantization
 from rltrain.importing.slime_correction import set_correction
 from rltrain.importing.slime_learning import (
@@ -215,7 +215,7 @@ def _model(keys: SourceKeys, out: Translation) -> None:
         out.set("model.recompute", {"granularity": "selective", "modules": modules}, "recompute-granularity, -modules")
     _replay(keys, out)
     set_fake_quantization(keys, out)
-    leave_prediction_layers(keys, out, "enable-mtp-training", "mtp-")
+    set_slimes_prediction_layers(keys, out)
     set_megatron_optimizer(megatron_options(keys, "", dashes=True), out, "", momentum=0.9)
     backend = str(keys.get("train-backend", "megatron"))
     if backend != "megatron":

@@ -108,7 +108,7 @@ HARMLESS = {
     ),
     "sglang-speculative-*": "speculative decoding draws from the same distribution, faster",
     "sglang-*": "of the engine's layout or speed alone",
-    "mtp-num-layers": "of layers that draft alone",
+    "mtp-*": "of layers that draft alone",
     **dict.fromkeys(("wandb-*", "use-wandb", "disable-wandb*", "dump-details", "save-debug-*"), "of logs alone"),
     **dict.fromkeys(("load", "ref-load", "save-hf*", "ckpt-*", "async-save"), "of checkpoint files"),
     "served-*": "a server that the script starts beside the training",

@@ -12,7 +12,7 @@ from rltrain.importing.conversions import NOTHING, count, interval, one_of, path
 from rltrain.importing.conversions import top_k as top_k_of
 from rltrain.importing.engine import choose_engine
 from rltrain.importing.fully_sharded import set_fully_sharded
-from rltrain.importing.prediction_head import leave_verls_prediction_layers
+from rltrain.importing.prediction_head import set_verls_prediction_layers
 from rltrain.importing.steps import Rows, set_steps
 from rltrain.importing.translation import Rule, SourceKeys, Translation, apply, sort_out
 from rltrain.importing.verl_correction import set_correction
@@ -210,7 +210,7 @@ def _trainer(keys: SourceKeys, out: Translation) -> None:
     megatron = is_megatron(keys)
     set_lora(keys, out, "actor_rollout_ref.model.", megatron)
     set_router_replay(keys, out)
-    leave_verls_prediction_layers(keys, out, "actor_rollout_ref.model.")
+    set_verls_prediction_layers(keys, out, "actor_rollout_ref.model.", megatron)
     set_kind_of_optimizer(keys, out, A + "optim.")
     if megatron:
         apply(MEGATRON, keys, out)

@@ -2,7 +2,7 @@
 
 from rltrain.importing.conversions import NOTHING, count, interval, pair, paths, ranks, real, text, truth
 from rltrain.importing.fully_sharded import set_fully_sharded
-from rltrain.importing.prediction_head import leave_verls_prediction_layers
+from rltrain.importing.prediction_head import set_verls_prediction_layers
 from rltrain.importing.steps import Rows, set_steps
 from rltrain.importing.translation import Rule, SourceKeys, Translation, apply, sort_out
 from rltrain.importing.verl_model import set_kind_of_optimizer, set_lora
@@ -109,7 +109,7 @@ def _backend(keys: SourceKeys, out: Translation) -> None:
     engine = str(keys.get("engine", keys.get("engine.strategy", "fsdp")))
     megatron = "megatron" in engine
     set_lora(keys, out, "model.", megatron)
-    leave_verls_prediction_layers(keys, out, "model.")
+    set_verls_prediction_layers(keys, out, "model.", megatron)
     set_kind_of_optimizer(keys, out, "optim.")
     if not megatron:
         set_fully_sharded(keys, out, "engine", engine, out.get("actor.parallel.cp"), "engine.")

@@ -11,6 +11,7 @@ from rltrain.legality.http_engines import url_problems
 from rltrain.legality.interleaved_experts import interleaved_expert_problems
 from rltrain.legality.lora import adapted_model_problems
 from rltrain.legality.mechanisms import positions_of, trained_mechanism_problems
+from rltrain.legality.mtp import mtp_problems_of_models
 from rltrain.legality.problems import longest_text, refuse
 from rltrain.legality.router_replay import replay_problems_of_models
 from rltrain.legality.served_models import served_model_problems
@@ -34,6 +35,7 @@ def check_against_architecture(
     problems += replay_problems_of_models(config, grids, architectures)
     problems += fake_quantization_problems_of_models(config, grids, architectures)
     problems += interleaved_expert_problems(config, grids, architectures)
+    problems += mtp_problems_of_models(config, grids, architectures)
     problems += _dispatcher_problems(config, grids, architectures)
     for role in grids:
         if role in device_roles():

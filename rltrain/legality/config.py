@@ -15,6 +15,7 @@ from rltrain.legality.fake_quantization import fake_quantization_problems
 from rltrain.legality.http_engines import http_problems
 from rltrain.legality.learning import learning_problems
 from rltrain.legality.lora import lora_problems
+from rltrain.legality.mtp import mtp_problems
 from rltrain.legality.optimizer import optimizer_problems
 from rltrain.legality.problems import longest_text, refuse
 from rltrain.legality.rewards import reward_problems
@@ -49,6 +50,7 @@ def check_config(config: Config) -> None:
         *_checkpoint_problems(config),
         *lora_problems(config),
         *fake_quantization_problems(config),
+        *mtp_problems(config),
     ]
     refuse([*placement, *others], ConfigError if others else PlacementError)
 

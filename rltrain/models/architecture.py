@@ -128,7 +128,9 @@ class Architecture:
     that is set, and logits by `logits_softcap`. With `attention_sinks` every head has one more score, a parameter,
     which takes its share of attention and gives nothing. Layers that `delta` names are gated delta nets; what attention
     of the others puts out is multiplied by the sigmoid of gates where the model has `gated_attention`. The names of the
-    decoder's tensors begin with `decoder_prefix`; with `stacked_experts` one tensor is of all experts of a layer.
+    decoder's tensors begin with `decoder_prefix`; with `stacked_experts` one tensor is of all experts of a layer. A
+    model that `predicts` has a layer that predicts a further token (models.prediction) among its tensors; those of
+    others that are left as their files have them are none of its.
     """
 
     family: str
@@ -169,12 +171,17 @@ class Architecture:
     gated_attention: bool = False
     decoder_prefix: str = DECODER_PREFIX
     stacked_experts: bool = False
+    predicts: bool = False
     adapters: Adapters | None = None
     unlisted: Unlisted | None = None
 
     def value_model(self) -> "Architecture":
         """The same decoder with a value head. Its embeddings are tied to nothing: no head resembles them."""
-        return replace(self, head="value", tied_embeddings=False)
+        return replace(self, head="value", tied_embeddings=False, predicts=False)
+
+    def predicting(self) -> "Architecture":
+        """The same with the layer that predicts a further token, of a family of models.prediction."""
+        return replace(self, predicts=True)
 
     def adapted(self, rank: int, targets: tuple[str, ...] | None) -> "Architecture":
         """The low-rank adapters of such a model, as models.lora has them; `targets` None: of all matrices."""
@@ -223,6 +230,11 @@ class Architecture:
         """[layers]"""
         delta = self.delta.layers if self.delta else (False,) * self.num_layers
         return tuple(map(LayerKind, self.sparse_layers, delta))
+
+    @property
+    def predicting_kind(self) -> LayerKind:
+        """Of the layer that predicts a further token: as the last one, with attention."""
+        return LayerKind(sparse=self.sparse_layers[-1])
 
     @property
     def num_attention_layers(self) -> int:

@@ -32,6 +32,7 @@ from rltrain.models.element_types import ElementType, TypeArray, uniform
 from rltrain.models.gpt_oss import GPT_OSS
 from rltrain.models.lora import adapters_of
 from rltrain.models.moe import GLM4_MOE, HY_V3, MINIMAX_M2, MIXTRAL, QWEN2_MOE, QWEN3_MOE, stacking_experts
+from rltrain.models.prediction import PREDICTIONS
 from rltrain.models.table import Layer, LayerKind, Row, Table
 
 TABLES = {
@@ -105,11 +106,22 @@ def layer_of(architecture: Architecture, kind: LayerKind) -> Layer:
     return table_of(architecture).layer(kind)
 
 
+def prediction_layer(architecture: Architecture) -> Layer:
+    """The parameters of the layer that predicts a further token, of a model that has one: its last tensors. None are of
+    another."""
+    if not architecture.predicts:
+        return Layer(())
+    return PREDICTIONS[architecture.family].layer(
+        layer_of(architecture, architecture.predicting_kind), architecture.num_layers
+    )
+
+
 def sizes(architecture: Architecture) -> dict[str, int]:
     """What the named dimensions of `Part` measure, in elements."""
     measured = {
         "vocab": architecture.vocab_size,
         "hidden": architecture.hidden_size,
+        "two_hidden": 2 * architecture.hidden_size,
         "queries": architecture.query_size,
         "keys": architecture.kv_size,
         "head": architecture.head_dim,
@@ -142,7 +154,8 @@ def sizes(architecture: Architecture) -> dict[str, int]:
 
 @lru_cache(maxsize=8)
 def canonical_tensors(architecture: Architecture) -> CanonicalTensors:
-    """The checkpoint's tensors in their fixed order: embedding, layer by layer, final norm, head unless it is tied.
+    """The checkpoint's tensors in their fixed order: embedding, layer by layer, final norm, head unless it is tied, and
+    those of the layer that predicts a further token.
 
     In a layer, those that it has once come before those of its experts, which are ordered by expert.
     """
@@ -168,6 +181,9 @@ def canonical_tensors(architecture: Architecture) -> CanonicalTensors:
         add(layer.rows, number)
         add(layer.experts, number, layer.expert_copies(num_experts), stack if layer.stacked else ())
     add(table.final_norm if architecture.tied_embeddings else (*table.final_norm, table.head))
+    prediction = prediction_layer(architecture)
+    add(prediction.rows)
+    add(prediction.experts, 0, prediction.expert_copies(num_experts), stack if prediction.stacked else ())
     return CanonicalTensors(tuple(names), tuple(shapes))
 
 
@@ -225,4 +241,6 @@ def _marked(architecture: Architecture, mark: Callable[[Row], bool]) -> NDArray[
         of(layer.rows) + of(layer.experts) * layer.expert_copies(architecture.num_experts) for layer in layers
     )
     marks += of(table.final_norm if architecture.tied_embeddings else (*table.final_norm, table.head))
+    prediction = prediction_layer(architecture)
+    marks += of(prediction.rows) + of(prediction.experts) * prediction.expert_copies(architecture.num_experts)
     return np.array(marks, dtype=bool)

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-_OF_LAYERS = re.compile(r"\.layers\.\d+\.")
+_OF_LAYERS = re.compile(r"\.(mtp_)?layers\.\d+\.|^mtp\.fc\.")
 _ROUTER = re.compile(r"\.(gate|router|shared_expert_gate)\.weight$")
 _BIASES = "_bias"
 """Ends the names of those of all experts of a layer together."""

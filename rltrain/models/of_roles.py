@@ -8,6 +8,7 @@ from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
 from rltrain.models.architecture import Architecture, is_unlisted, read_architecture
 from rltrain.models.classifier import require_classifier
+from rltrain.models.prediction import num_predicting
 from rltrain.tasks.roles import DECLARED
 
 
@@ -24,7 +25,10 @@ def _architecture(config: Config, role: str) -> Architecture:
     if declared.reads_text and declared.head == "value":
         require_classifier(Path(path), key)
     learns_scores = role == "actor" and config.algorithm == "reward_model"
-    return model.value_model() if declared.head == "value" or learns_scores else model
+    if declared.head == "value" or learns_scores:
+        return model.value_model()
+    predicts = config.predicts(role) and num_predicting(Path(path), model.family) == 1
+    return model.predicting() if predicts else model
 
 
 def _read(config: Config, role: str, path: Path, key: str) -> Architecture:

@@ -55,6 +55,7 @@ def chunks_of(architecture: Architecture, grid: Grid) -> tuple[tuple[Chunk, ...]
             embedding=number == 0,
             head=number == num_chunks - 1,
             prefix=f"{number // pp}." if grid.vpp > 1 else "",
+            prediction=number == num_chunks - 1 and bool(architecture.predicts),
         )
         for number, (count, end) in enumerate(zip(counts, ends, strict=True))
     ]
@@ -98,7 +99,10 @@ class _Parts:
 
     def _has_experts(self, stage: int) -> bool:
         sparse = self.architecture.sparse_layers
-        return any(sparse[layer] for chunk in self.chunks[stage] for layer in chunk.layers)
+        chunks = self.chunks[stage]
+        return any(sparse[layer] for chunk in chunks for layer in chunk.layers) or any(
+            chunk.prediction and self.architecture.predicting_kind.sparse for chunk in chunks
+        )
 
     def _share(self, index: int) -> TensorShare:
         rows = () if self.architecture.mla else _fused_rows(self.architecture, index, self.tp)

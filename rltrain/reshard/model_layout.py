@@ -11,8 +11,10 @@ from rltrain.models import (
     LayerKind,
     Row,
     Split,
+    canonical_tensors,
     first_tensors,
     layer_of,
+    prediction_layer,
     sizes,
     table_of,
     tensors_in,
@@ -55,6 +57,8 @@ class Chunk:
     embedding: bool
     head: bool
     prefix: str = ""
+    prediction: bool = False
+    """Whether it has, where it has the head, the layer that predicts a further token, and for that the embedding."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,23 @@ class ModelCutter:
                     after_norm = first[-1:] + tensors_in(table.final_norm)
                     head = after_norm if not tied else np.array([0])  # tied: the embedding, on another stage
                     contents.add(chunk.prefix, self._template((table.head,), share), head)
+            if chunk.prediction:
+                self._add_prediction(contents, chunk, share, experts)
         return contents.finished()
+
+    def _add_prediction(
+        self, contents: "_Contents", chunk: Chunk, share: TensorShare, experts: ExpertShare | None
+    ) -> None:
+        if not chunk.embedding:
+            contents.add(chunk.prefix, self._template((table_of(self.architecture).embedding,), share), np.array([0]))
+        layer = prediction_layer(self.architecture)
+        template, num_tensors = self._template(layer.rows, share), tensors_in(layer.rows)
+        if layer.experts:
+            assert experts is not None
+            template = _beside(template, self._experts(layer, experts), num_tensors)
+            num_tensors += tensors_in(layer.experts) * layer.expert_copies(self.architecture.num_experts)
+        first = len(canonical_tensors(self.architecture).names) - num_tensors
+        contents.add(chunk.prefix, template, np.array([first]))
 
     def _layer(self, kind: LayerKind, share: TensorShare, experts: ExpertShare | None) -> Template:
         key = (kind, share.index, experts if kind.sparse else None)

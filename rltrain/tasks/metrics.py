@@ -52,6 +52,7 @@ UPDATE = (
     Metric("train/reference_kl", "nats", "KL to the reference policy, estimator k3, where a reference is placed"),
     Metric("train/teacher_kl", "nats", "KL to the teacher, where one is placed: estimator k3, or over teacher.top_k"),
     Metric("train/teacher_loss", "nats", "the loss's part that comes of it, before teacher.coef, with where: loss"),
+    Metric("train/mtp_loss", "nats", "cross-entropy of the token after next, before model.mtp.coef"),
     Metric("train/entropy", "nats", "mean entropy of the policy over response tokens"),
     Metric("train/train_rollout_logprob_abs_diff", "nats", "mean |actor - engine| log-prob before the first update"),
     Metric("train/train_rollout_logprob_abs_diff_max", "nats", "the largest such difference"),

@@ -249,16 +249,38 @@ def test_prediction_layers_whose_gradients_are_clipped_apart_stay_as_they_are() 
 
 
 @pytest.mark.parametrize(
-    ("framework", "keys", "reason"),
+    ("framework", "keys", "coef", "trains"),
     [
-        ("slime", "--enable-mtp-training --mtp-num-layers 1 --mtp-loss-scaling-factor 0.2", "count in the norm"),
-        ("verl", DETACHED.replace("DETACH", "True") + " model_engine=megatron", "count in the norm"),
-        ("verl", DETACHED.replace("DETACH", "False") + " model_engine=megatron", "reaches the whole model"),
+        ("slime", "--enable-mtp-training --mtp-num-layers 1 --mtp-loss-scaling-factor 0.3", 0.3, "layer"),
+        ("slime", "--enable-mtp-training", 0.2, "layer"),
+        ("verl", DETACHED.replace("DETACH", "True") + " model_engine=megatron", 0.1, "head"),
+        ("verl", DETACHED.replace("DETACH", "False") + " model_engine=megatron", 0.1, "model"),
     ],
 )
-def test_prediction_layers_that_change_what_others_learn_are_refused(framework: str, keys: str, reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason):
-        found_of(framework, keys)
+def test_prediction_layers_train_what_the_source_does_not_detach(
+    framework: str, keys: str, coef: float, trains: str, tmp_path: Path
+) -> None:
+    found = found_of(framework, keys)
+    mtp = config_of(found, tmp_path).model.mtp
+    assert mtp and (mtp.coef, mtp.trains) == (coef, trains)
+    assert not found.differences
+
+
+@pytest.mark.parametrize(
+    ("framework", "keys"),
+    [
+        ("slime", "--mtp-num-layers 1 --mtp-loss-scaling-factor 0.3"),
+        ("verl", DETACHED.replace("DETACH", "True")),  # FSDP's
+        ("verl", DETACHED.replace("enable_train=True", "enable_train=False") + " model_engine=megatron"),
+    ],
+)
+def test_prediction_layers_that_no_source_trains_stay_as_they_are(framework: str, keys: str, tmp_path: Path) -> None:
+    assert config_of(found_of(framework, keys.replace("DETACH", "True")), tmp_path).model.mtp is None
+
+
+def test_more_prediction_layers_than_one_are_refused() -> None:
+    with pytest.raises(ConfigError, match="one such layer is trained"):
+        found_of("slime", "--enable-mtp-training --mtp-num-layers 2")
 
 
 SERVERS = "generator.inference_engine.external_server_urls=['http://10.0.0.5:8001','http://10.0.0.6:8001'] "

@@ -18,6 +18,8 @@ CASES = {
     "latent tp2 cp2 ep4 etp1": LATENT,
     "latent tp2 cp2 etp2 by heads": LATENT,
     "latent tp2 ep2 deepep": LATENT,
+    "further pp2 cp2 ep2": "further",
+    "further of dense tp2 pp2": "further of dense",
     "moonlight tp2 cp2 ep2": "moonlight",
     "groups tp4": GROUPS,
     "groups cp2 ep4 deepep": GROUPS,

@@ -43,6 +43,8 @@ class RunSource:
         config = _config_of(self.checkpoint, option)
         self.settings, named = (settings, "--hf-config") if settings else (_began_with(config, option), option)
         self.architecture = read_architecture(self.settings, named)
+        if config.model.mtp:
+            self.architecture = self.architecture.predicting()
         self.tensors = canonical_tensors(self.architecture)
         in_fp32 = element_types(self.architecture, config.model.dtype) == ElementType.FLOAT32
         trained_in = CHOICES[config.model.dtype]

@@ -24,7 +24,7 @@ def convert_to_hf(
     """
     dtype = target_type(source, dtype)
     layout = hf_layout(source.architecture, tuple(range(processes.count)), dtype=dtype)
-    further = PredictionLayers(source.settings, source.option)
+    further = PredictionLayers(source.settings, source.option, trained=source.tensors.numbers)
     files = planned_files(layout, max_file_bytes, further.entries)
     counted = CountedSource(source)
     total_bytes = sum(entry.bytes for file in files for entry in file.entries)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from rltrain.data.experience import Experience
 from rltrain.training.evaluable import Outputs
 from rltrain.training.megatron.linear import rows_multiple
 from rltrain.training.megatron.model import LanguageModel
+from rltrain.training.megatron.prediction import Predicted, tell_following, with_loss
 from rltrain.training.megatron.replayed_batch import given_choices
 from rltrain.training.megatron.router_replay import Choices, tell_choices
 from rltrain.training.megatron.routing import routed_samples, tell_routers
@@ -85,13 +87,15 @@ def run_schedule(
     backward: bool,
     shares: Callable[[Experience], Tensor] | None = None,
     found: Sequence[dict[int, Tensor]] | None = None,
+    predicts: bool = False,
 ) -> list[Any]:
     """Run forward (and backward) over the micro-batches; what `outputs` kept of each that has samples, on the last
     pipeline stage only.
 
     `chunks` are the model's, or their data-parallel wrappers. `shares` gives [samples] what each counts for, in losses
     that layers add to the gradients, and in their statistics; None: there is nothing of that. `found` takes, for every
-    micro-batch, what routers choose in this rank's layers. Losses are summed: nothing is divided by the number of
+    micro-batch, what routers choose in this rank's layers. With `predicts` the layer that predicts a further token adds
+    its loss, of which `outputs` keeps a LossOutput. Losses are summed: nothing is divided by the number of
     micro-batches, and no gradient is reduced. Collective over: this replica, and where replicas hold experts for each
     other all of them.
     """
@@ -104,6 +108,7 @@ def run_schedule(
         if chunk is chunks[0]:
             model.on_micro_batch(batch.lengths, backward)
         sequences = _described(model, batch, shares, None if found is None else found[number])
+        predicted = tell_following(sequences, batch) if predicts else None
         hidden_or_logits = chunk(
             input_ids=batch.padded_tokens[None],
             position_ids=None,
@@ -111,14 +116,7 @@ def run_schedule(
             packed_seq_params=sequences,
         )
 
-        def last_stage(logits: Tensor) -> tuple[Tensor, Tensor, Any]:
-            if not batch.num_tokens:
-                return logits[0, :0].sum(), torch.zeros((), dtype=torch.int), None
-            loss, kept = outputs(batch, logits[0, : batch.num_rows])
-            # Megatron would divide by this count; TrainableModel divides, once all parts of a mini-batch are there.
-            return loss, torch.zeros((), dtype=torch.int), kept
-
-        return hidden_or_logits, last_stage
+        return hidden_or_logits, partial(_last_stage, model, batch, outputs, shares, predicted)
 
     arguments: dict[str, Any] = {
         "forward_step_func": step,
@@ -136,6 +134,28 @@ def run_schedule(
         arguments["p2p_communicator"] = stage_messages(plain_group(groups.pp), config)
     kept = schedule(**arguments)
     return [of_batch for of_batch, batch in zip(kept, micro_batches, strict=False) if batch.num_tokens]
+
+
+def _last_stage(
+    model: LanguageModel,
+    batch: MicroBatch,
+    outputs: Outputs,
+    shares: Callable[[Experience], Tensor] | None,
+    predicted: Predicted | None,
+    logits: Tensor,
+) -> tuple[Tensor, Tensor, Any]:
+    """Of what the last chunk put out: the loss, Megatron's count of tokens and what is kept."""
+    no_tokens = torch.zeros((), dtype=torch.int)
+    if not batch.num_tokens:
+        nothing = logits[0, :0].sum()
+        return nothing if predicted is None else nothing + predicted.made[:0].sum(), no_tokens, None
+    loss, kept = outputs(batch, logits[0, : batch.num_rows])
+    if predicted is not None:
+        assert shares is not None, "in training"
+        further = model.prediction_loss(batch, predicted.made, shares(batch.experience))
+        loss, kept = loss + model.prediction.coef * further, with_loss(kept, further)
+    # Megatron would divide by its count; TrainableModel divides, once all parts of a mini-batch are there.
+    return loss, no_tokens, kept
 
 
 def _described(

@@ -109,6 +109,26 @@ def block_spec(
 ) -> TransformerBlockSubmodules:
     """The modules of one pipeline stage's layers and of the final norm."""
     kinds = architecture.layer_kinds[layers.start : layers.stop]
+    return _block_of(architecture, config, layers, kinds, transformer_engine)
+
+
+def predicting_layer_spec(
+    architecture: Architecture, config: TransformerConfig, transformer_engine: bool
+) -> ModuleSpec:
+    """That of the decoder layer in the one that predicts a further token."""
+    last, kinds = range(architecture.num_layers - 1, architecture.num_layers), (architecture.predicting_kind,)
+    specs = _block_of(architecture, config, last, kinds, transformer_engine).layer_specs
+    assert specs, "of one layer"
+    return specs[0]
+
+
+def _block_of(
+    architecture: Architecture,
+    config: TransformerConfig,
+    layers: range,
+    kinds: tuple[LayerKind, ...],
+    transformer_engine: bool,
+) -> TransformerBlockSubmodules:
     if transformer_engine:
         from megatron.core.extensions.transformer_engine import TENorm
 

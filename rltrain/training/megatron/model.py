@@ -2,12 +2,11 @@
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
@@ -19,10 +18,8 @@ from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.config import schema
 from rltrain.config.lora import Lora
 from rltrain.models import Architecture
-from rltrain.models.rotary import inverse_frequencies
 from rltrain.reshard.layout import Layout
-from rltrain.reshard.megatron_layout import chunks_of, megatron_layout, padded_vocab_size
-from rltrain.reshard.model_layout import Chunk
+from rltrain.reshard.megatron_layout import chunks_of, megatron_layout
 from rltrain.training.activation_offload import ActivationOffload
 from rltrain.training.context_slices import ContextShare
 from rltrain.training.logprobs import Logits
@@ -34,115 +31,23 @@ from rltrain.training.megatron.architecture_settings import (
     recompute_settings,
     splits_sequences,
 )
-from rltrain.training.megatron.attention import PositionRotaryEmbedding, packed_sequences, thd_sequences
+from rltrain.training.megatron.attention import packed_sequences, thd_sequences
+from rltrain.training.megatron.chunk import ModelChunk
 from rltrain.training.megatron.context_parallel import BY_HEADS, RING, sequences_of_share, thd_slices
-from rltrain.training.megatron.fake_quantization import round_experts
 from rltrain.training.megatron.groups import process_group_collection
 from rltrain.training.megatron.implementation import (
     check_dispatcher,
     check_names_of_experts,
     uses_transformer_engine,
 )
-from rltrain.training.megatron.latent_attention import rotate_by_position
-from rltrain.training.megatron.layers import (
-    DeferredHead,
-    ValueHead,
-    add_final_norm,
-    bend_logits,
-    block_spec,
-    mark_parallel_weights,
-    place_shared_gates,
-    scale_embedding,
-)
 from rltrain.training.megatron.lora import Adapters, is_adapter
 from rltrain.training.megatron.options import ModelOptions
 from rltrain.training.megatron.pipeline import StageLayout
 from rltrain.training.megatron.platform import adapt_to_platform
-from rltrain.training.megatron.precision import widen_projection
+from rltrain.training.megatron.prediction import prediction_loss
+from rltrain.training.packing import MicroBatch
 
-VOCABULARY_PARAMETERS = ("embedding.word_embeddings.weight", "output_layer.weight")
 ROUTER_BIAS = ".router.expert_bias"
-
-
-class ModelChunk(GPTModel):
-    """Consecutive layers of a model, sharded over tensor parallelism, with the ends that `chunk` has.
-
-    Takes packed micro-batches: input_ids [1, tokens] and packed_seq_params=LanguageModel.sequences(lengths), with
-    context parallelism the ids of `LanguageModel.share` alone. Returns hidden states, or with the head the logits
-    [1, tokens, padded vocabulary / tp] or, where `architecture` has a value head, the values [1, tokens], fp32 and
-    whole on every tensor-parallel rank. With `model.logits_chunk_tokens` what logits are made of takes their place:
-    [1, tokens, hidden].
-    """
-
-    rotary_pos_emb: torch.nn.Module
-    output_layer: torch.nn.Module
-
-    def __init__(
-        self,
-        architecture: Architecture,
-        config: TransformerConfig,
-        chunk: Chunk,
-        collection: ProcessGroupCollection,
-        options: ModelOptions,
-        *,
-        number: int | None,
-    ) -> None:
-        """`number` of this one among the rank's; None where it is alone."""
-        value_head = architecture.head == "value"
-        super().__init__(
-            config=config,
-            transformer_layer_spec=block_spec(architecture, config, chunk.layers, options.transformer_engine),
-            vocab_size=padded_vocab_size(architecture.vocab_size, config.tensor_model_parallel_size),
-            max_sequence_length=architecture.max_positions,
-            pre_process=chunk.embedding,
-            # Megatron would allocate a vocabulary projection with the last chunk of a value model.
-            post_process=chunk.head and not value_head,
-            share_embeddings_and_output_weights=architecture.tied_embeddings,
-            position_embedding_type="rope",
-            pg_collection=collection,
-            vp_stage=number,
-        )
-        if chunk.head and value_head:
-            self.post_process = True
-            add_final_norm(self.decoder)
-            self.output_layer = ValueHead(config, collection.tp)
-        elif chunk.head and options.model.logits_chunk_tokens is not None:
-            self.output_layer = DeferredHead(self.output_layer, config, collection.tp)
-        elif chunk.head and options.has_wide_head:
-            widen_projection(self.output_layer)
-        if chunk.head and not value_head and architecture.logits_softcap is not None:
-            bend_logits(self.output_layer, architecture.logits_softcap)
-        self._set_rotary_embedding(architecture, options.device, options.transformer_engine)
-        if chunk.embedding and architecture.embedding_scale != 1:
-            scale_embedding(self.embedding, architecture.embedding_scale, config.params_dtype)
-        place_shared_gates(self, options.device)
-        mark_parallel_weights(self)
-        if options.model.fake_quantization:
-            round_experts(self, options.model.fake_quantization)
-        # Rows of padding in the vocabulary are in no checkpoint; with zero gradients they stay as they are made here.
-        for name, parameter in self.named_parameters():
-            if name in VOCABULARY_PARAMETERS:
-                parameter.data.zero_()
-
-    @property
-    def vocabulary(self) -> Tensor:
-        """Of a chunk with the head: this rank's [padded vocabulary / tp, hidden]."""
-        own = cast(Tensor | None, self.output_layer.weight)
-        return cast(Tensor, self.embedding.word_embeddings.weight) if own is None else own
-
-    def _set_rotary_embedding(self, architecture: Architecture, device: torch.device, transformer_engine: bool) -> None:
-        if architecture.mla:
-            if not transformer_engine:
-                rotate_by_position(self, architecture, device)
-            return
-        frequencies = inverse_frequencies(architecture).to(device)
-        if transformer_engine:
-            self.rotary_pos_emb.inv_freq = frequencies
-        elif architecture.sliding_rope_theta is None:
-            self.rotary_pos_emb = PositionRotaryEmbedding(frequencies)
-        else:
-            of_sliding = inverse_frequencies(architecture, sliding=True).to(device)
-            self.rotary_pos_emb = PositionRotaryEmbedding(frequencies, of_sliding)
 
 
 class LanguageModel(torch.nn.Module):
@@ -191,6 +96,29 @@ class LanguageModel(torch.nn.Module):
             return Logits(outputs)
         last = cast(ModelChunk, self.chunks[-1])
         return Logits(outputs, last.vocabulary, chunk_tokens, self.options.has_wide_head)
+
+    @property
+    def prediction(self) -> schema.Mtp:
+        """How the layer that predicts a further token is trained, of a model that has one."""
+        assert self.options.model.mtp is not None, "of a model that learns to predict"
+        return self.options.model.mtp
+
+    def prediction_loss(self, batch: MicroBatch, states: Tensor, shares: Tensor) -> Tensor:
+        """As megatron.prediction has it, of `states` of that layer. On the last pipeline stage."""
+        last = cast(ModelChunk, self.chunks[-1])
+        vocabulary = last.vocabulary.detach() if self.prediction.trains == "layer" else last.vocabulary
+        head = Logits(states, vocabulary, self.options.model.logits_chunk_tokens, self.options.has_wide_head)
+        return prediction_loss(batch, head, shares, self.pg_collection, self.architecture.vocab_size)
+
+    def sum_gradients_of_copies(self) -> None:
+        """Give both ends of a pipeline that has the embedding at either the sum of its gradients. Collective over: the
+        first and the last stage, where the model predicts a further token."""
+        pipeline, ends = self.pg_collection.pp, self.pg_collection.embd
+        if not self.architecture.predicts or pipeline.size() == 1:
+            return
+        if pipeline.rank() in (0, pipeline.size() - 1):
+            chunk = cast(ModelChunk, self.chunks[0 if pipeline.rank() == 0 else -1])
+            dist.all_reduce(cast(Any, chunk.embedding.word_embeddings.weight).main_grad, group=ends)
 
     @property
     def shares_experts(self) -> bool:

@@ -167,8 +167,9 @@ class Routers:
         self, model: torch.nn.Module, architecture: Architecture, settings: schema.MoE, groups: ProcessGroupCollection
     ) -> None:
         self._routers = {m.layer_number - 1: m for m in model.modules() if isinstance(m, SampleRouter)}
-        self._has_experts = torch.tensor(architecture.sparse_layers)
-        self._num_experts = architecture.num_experts
+        further = (architecture.predicting_kind.sparse,) if architecture.predicts else ()
+        self._has_experts = torch.tensor((*architecture.sparse_layers, *further))
+        self._num_experts, self._num_layers = architecture.num_experts, architecture.num_layers
         self._settings, self._groups = settings, groups
 
     def take(self, divisor: float, device: torch.device) -> Loads:
@@ -186,7 +187,8 @@ class Routers:
             for counted in (tokens, losses, replayed):
                 dist.all_reduce(counted, group=group)
         of_layers = tokens.cpu()[self._has_experts].double()
-        metrics = load_metrics(of_layers) | replay_metrics(*replayed.tolist(), num_choices=int(of_layers.sum()))
+        num_choices = int(tokens[: self._num_layers].sum())  # the layer of the further token is given none
+        metrics = load_metrics(of_layers) | replay_metrics(*replayed.tolist(), num_choices=num_choices)
         for name, loss, coefficient in zip(
             NAMES_OF_LOSSES, losses.tolist(), (self._settings.aux_loss_coef, self._settings.z_loss_coef), strict=True
         ):

@@ -28,6 +28,7 @@ from rltrain.training.megatron.memory import training_parts
 from rltrain.training.megatron.model import LanguageModel
 from rltrain.training.megatron.optimizer import build_optimizer
 from rltrain.training.megatron.overlap import GradientReduction, ParameterGather, data_parallel_config
+from rltrain.training.megatron.prediction import with_loss
 from rltrain.training.megatron.routing import Routers
 from rltrain.training.megatron.state import load_state, save_state
 from rltrain.training.megatron.stepping import is_replaced, replace_steps
@@ -53,6 +54,7 @@ class TrainableModel(EvaluableModel, Trainable):
         self.settings, self.role, self.skipped = settings, role, SkippedSteps(role, max_skipped)
         self.total_updates = total_updates
         self.num_updates = 0
+        self.predicts = model.architecture.predicts
         self.groups = model.pg_collection
         parallel = data_parallel_config(settings, self.groups.dp_cp.size(), model.device)
         self.chunks = [
@@ -108,12 +110,19 @@ class TrainableModel(EvaluableModel, Trainable):
             shares = partial(sample_shares, loss_function)
             with self._drawing(self._pending.num_parts):
                 self._pending.outputs += run_schedule(
-                    self.model, micro_batches, loss, chunks=self.chunks, backward=True, shares=shares
+                    self.model,
+                    micro_batches,
+                    loss,
+                    chunks=self.chunks,
+                    backward=True,
+                    shares=shares,
+                    predicts=self.predicts,
                 )
         self._pending.num_parts += 1
         if not experience.num_samples and self.groups.pp.rank() == self.groups.pp.size() - 1:
             # Other replicas have metrics, whose names and number this one needs to take part in reducing them.
-            self._pending.outputs.append(loss_function(experience, *self.objective.of_nothing(experience)))
+            nothing = loss_function(experience, *self.objective.of_nothing(experience))
+            self._pending.outputs.append(with_loss(nothing, torch.zeros(())) if self.predicts else nothing)
 
     def _drawing(self, part: int) -> AbstractContextManager[None]:
         """Around a part of a mini-batch, in which adapters draw what they drop: equal on ranks with equal tokens."""
@@ -181,6 +190,7 @@ class TrainableModel(EvaluableModel, Trainable):
         """Divide, clip and apply the gradients unless their norm is not finite; that, and whether it is the loss
         scale's doing. Collective over: the role's ranks."""
         finalize_model_grads(self.chunks, None, pg_collection=self.groups)
+        self.model.sum_gradients_of_copies()
         if self.model.adapters:
             self.model.adapters.sum_gradients_of_experts()
         self.gather.finish()

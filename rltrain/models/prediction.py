@@ -1,0 +1,119 @@
+"""The layer that predicts a further token (multi-token prediction, DeepSeek-V3, arXiv:2412.19437, section 2.2): which
+families have one that is trained, and its parameters.
+
+It is a decoder layer whose input is made of a token's last hidden state and the embedding of the token that follows,
+each normed, one beside the other, by one matrix. What it puts out is normed, and the model's head makes of it the
+logits of the token behind that one.
+"""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rltrain.models.architecture import CONFIG_FILE
+from rltrain.models.delta_net import DELTA_FAMILIES, NESTED
+from rltrain.models.stored_names import stored_names
+from rltrain.models.table import CHECKPOINT_LAYER, MEGATRON_LAYER, Layer, Part, Row
+
+MEGATRON_PREDICTION = "mtp.layers.0."
+"""What Megatron's names of its parameters begin with."""
+MEGATRON_DECODER_LAYER = MEGATRON_PREDICTION + "transformer_layer."
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A family's: the names in files of the two norms, the matrix and the last norm, and what begins those of the
+    decoder layer, in which "{depth}" is the number of the model's layers. With `hidden_first` the hidden state has the
+    first columns of the matrix, and the embedding the others. `counts` are the keys of config.json that tell how many
+    such layers there are."""
+
+    prefix: str
+    embedding_norm: str
+    hidden_norm: str
+    projection: str
+    final_norm: str
+    hidden_first: bool = False
+    counts: tuple[str, ...] = ("num_nextn_predict_layers",)
+
+    def layer(self, decoder: Layer, depth: int) -> Layer:
+        """Its parameters, of which those of `decoder` are as a decoder layer of the model has them."""
+        own = (
+            _own(self.embedding_norm, "enorm.weight", depth, "hidden"),
+            _own(self.hidden_norm, "hnorm.weight", depth, "hidden"),
+            _own(self.projection, "eh_proj.weight", depth, "hidden", "two_hidden"),
+            _own(self.final_norm, "final_layernorm.weight", depth, "hidden"),
+        )
+        prefix = _at(self.prefix, depth)
+        rows, experts = (tuple(_moved(row, prefix) for row in of) for of in (decoder.rows, decoder.experts))
+        return Layer((*own, *rows), experts, decoder.stacked)
+
+
+def _at(name: str, depth: int) -> str:
+    return name.replace("{depth}", str(depth))
+
+
+def _own(name: str, megatron: str, depth: int, *dimensions: str) -> Row:
+    found = _at(name, depth)
+    return Row(parts=(Part(found, dimensions),), megatron=MEGATRON_PREDICTION + megatron, engine=found)
+
+
+def _moved(row: Row, prefix: str) -> Row:
+    """That of a decoder layer, in this one. No engine has it, and so none has it in FP8."""
+    parts = tuple(replace(part, name=part.name.replace(CHECKPOINT_LAYER, prefix)) for part in row.parts)
+    megatron, of_te = (
+        name and name.replace(MEGATRON_LAYER, MEGATRON_DECODER_LAYER) for name in (row.megatron, row.megatron_te)
+    )
+    assert megatron is not None
+    engine = row.engine.replace(CHECKPOINT_LAYER, prefix)
+    return replace(row, parts=parts, megatron=megatron, megatron_te=of_te, engine=engine, quantizable=False)
+
+
+MIMO = Prediction(
+    prefix="model.mtp_layers.0.",
+    embedding_norm="model.mtp_layers.0.token_layernorm.weight",
+    hidden_norm="model.mtp_layers.0.hidden_layernorm.weight",
+    projection="model.mtp_layers.0.input_proj.weight",
+    final_norm="model.mtp_layers.0.final_layernorm.weight",
+    hidden_first=True,
+)
+# Files may have copies of the embedding and the head there too, which stay as they are.
+DEEPSEEK_V3 = Prediction(
+    prefix="model.layers.{depth}.",
+    embedding_norm="model.layers.{depth}.enorm.weight",
+    hidden_norm="model.layers.{depth}.hnorm.weight",
+    projection="model.layers.{depth}.eh_proj.weight",
+    final_norm="model.layers.{depth}.shared_head.norm.weight",
+)
+QWEN3_NEXT = Prediction(
+    prefix="mtp.layers.0.",
+    embedding_norm="mtp.pre_fc_norm_embedding.weight",
+    hidden_norm="mtp.pre_fc_norm_hidden.weight",
+    projection="mtp.fc.weight",
+    final_norm="mtp.norm.weight",
+    counts=("mtp_num_hidden_layers", "num_nextn_predict_layers"),
+)
+PREDICTIONS = {
+    "mimo": MIMO,
+    "deepseek_v3": DEEPSEEK_V3,
+    "glm4_moe": DEEPSEEK_V3,
+    "glm4_moe_lite": DEEPSEEK_V3,
+    **dict.fromkeys(DELTA_FAMILIES, QWEN3_NEXT),
+}
+"""By family."""
+
+
+def num_predicting(path: Path, family: str) -> int:
+    """How many such layers the config.json in `path` tells of, or where it says nothing the names of tensors; 0 where
+    it cannot be read, which others tell."""
+    if family not in PREDICTIONS:
+        return 0
+    prediction = PREDICTIONS[family]
+    try:
+        settings = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
+        settings |= settings.get(NESTED.get(family, ""), {})
+        told = [settings[key] for key in prediction.counts if isinstance(settings.get(key), int)]
+    except (OSError, ValueError, AttributeError, TypeError):
+        return 0
+    if told:
+        return int(told[0])
+    return int(any(name.startswith(prediction.prefix) for name in stored_names(path)))

@@ -1,0 +1,137 @@
+"""The layer that predicts a further token trains alike in every layout: its loss and all gradients are those of plain
+torch, one sample at a time, and of transformers' layers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.distributed.cases_prediction import LAYOUTS, WAYS
+from tests.distributed.prediction_checkpoints import make_mimo, write_reference
+from tests.distributed.prediction_families import make_with_further
+from tests.distributed.torchrun import run_distributed
+
+pytestmark = pytest.mark.slow  # tests/unit/test_prediction.py has a quick part
+CLOSE = 2e-5
+OF_FAMILY = {
+    "deepseek_v3": ["one_rank", "tp2_ep2", "pp2_ep2"],
+    "qwen3_5": ["one_rank", "pp2"],
+    "qwen3_next": ["one_rank", "tp2_ep2"],
+}
+"""Their layouts."""
+
+
+class Trained:
+    def __init__(self, folder: Path) -> None:
+        self.path = make_mimo(folder / "mimo")
+        gradients = {way: folder / f"gradients_{way}" for way in WAYS}
+        self.losses = {way: write_reference(self.path, gradients[way], trains=way) for way in WAYS}
+        arguments = {"path": str(self.path), "gradients": {way: str(one) for way, one in gradients.items()}}
+        self.ranks = run_distributed("tests.distributed.cases_prediction:trained", 4, arguments)
+
+    def of(self, layout: str, way: str) -> list[dict[str, Any]]:
+        return [self.ranks[rank][layout][way] for rank in LAYOUTS[layout].grid.ranks]
+
+    def exported(self, layout: str, way: str) -> dict[str, Tensor]:
+        return {
+            name: one
+            for file in (self.path / way / layout).glob("*.safetensors")
+            for name, one in load_file(file).items()
+        }
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return Trained(tmp_path_factory.mktemp("prediction"))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_losses_and_gradients_are_those_of_plain_torch(trained: Trained, way: str) -> None:
+    """No prediction crosses a sample's end, and a response's first tokens that no row predicts count nowhere."""
+    likelihood, further = trained.losses[way]
+    for layout in LAYOUTS:
+        for found in trained.of(layout, way):
+            assert found["steps"][0]["loss"] == pytest.approx(likelihood, rel=CLOSE), layout
+            assert found["steps"][0]["mtp_loss"] == pytest.approx(further, rel=CLOSE), layout
+            assert max(found["differences"].values(), default=0) < CLOSE, (layout, found["differences"])
+            assert found["differences"] or LAYOUTS[layout].grid.dp > 1
+
+
+def test_what_it_does_not_train_has_the_gradients_of_a_model_without_it(trained: Trained) -> None:
+    """Bit for bit."""
+    without, layer, head, model = (trained.ranks[0]["gradients"][way] for way in ("without", *WAYS))
+    assert without.keys() == {name for name in layer if not name.startswith("mtp.")}
+    assert len(layer) > len(without) > 0
+    for name, gradient in without.items():
+        assert layer[name] == gradient, name
+        assert (head[name] == gradient) == (name != "output_layer.weight"), name
+        assert model[name] != gradient, name
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_steps_are_alike_in_every_layout(trained: Trained, way: str) -> None:
+    """The norm by which gradients are clipped has the embedding of both ends of a pipeline once."""
+    first = trained.of("one_rank", way)[0]
+    assert first["steps"][-1]["mtp_loss"] < first["steps"][0]["mtp_loss"]
+    for layout in LAYOUTS:
+        for found in trained.of(layout, way):
+            for steps, of_one_rank in zip(found["steps"], first["steps"], strict=True):
+                for name in ("loss", "mtp_loss", "grad_norm"):
+                    assert steps[name] == pytest.approx(of_one_rank[name], rel=1e-4), (layout, name)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_saved_has_the_layer_as_it_was_trained(trained: Trained, way: str) -> None:
+    start, expected = load_file(trained.path / "model.safetensors"), trained.exported("one_rank", way)
+    assert expected.keys() == start.keys()
+    assert all((one != start[name]).any() for name, one in expected.items())
+    for layout in LAYOUTS:
+        found = trained.exported(layout, way)
+        assert found.keys() == start.keys()
+        for name, one in found.items():
+            torch.testing.assert_close(one, expected[name], rtol=1e-3, atol=1e-5, msg=f"{layout}: {name}")
+
+
+def test_a_state_is_loaded_in_another_layout(trained: Trained) -> None:
+    for way in WAYS:
+        for name in ("loss", "mtp_loss", "grad_norm"):
+            resumed, went_on = trained.ranks[0]["resumed"][way][name], trained.of("pp2", way)[0]["after"][name]
+            assert resumed == pytest.approx(went_on, rel=1e-4), (way, name)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("families")
+    for family in OF_FAMILY:
+        make_with_further(family, found / family)
+    return found
+
+
+@pytest.fixture(scope="module")
+def of_families(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """What all ranks of a layout found, by family and layout."""
+    arguments = {"folder": str(folder), "layouts": OF_FAMILY}
+    ranks = run_distributed("tests.distributed.cases_prediction:families", 4, arguments)
+    names = [f"{family}/{layout}" for family, of in OF_FAMILY.items() for layout in of]
+    return {name: [found[name] for found in ranks if name in found] for name in names}
+
+
+@pytest.mark.parametrize("family", OF_FAMILY)
+def test_other_families_learn_as_transformers_layers_do(
+    of_families: dict[str, list[dict[str, Any]]], folder: Path, family: str
+) -> None:
+    likelihood, further = json.loads((folder / family / "losses.json").read_text())
+    first = of_families[f"{family}/one_rank"][0]["steps"]
+    assert first[1]["mtp_loss"] != first[0]["mtp_loss"]
+    for name, ranks in of_families.items():
+        for found in ranks if name.startswith(f"{family}/") else ():
+            assert found["steps"][0]["loss"] == pytest.approx(likelihood, rel=1e-4), name
+            assert found["steps"][0]["mtp_loss"] == pytest.approx(further, rel=1e-4), name
+            assert max(found["differences"].values(), default=0) < 2e-4, (name, found["differences"])
+            for steps, of_one_rank in zip(found["steps"], first, strict=True):
+                for metric in ("loss", "mtp_loss", "grad_norm"):
+                    assert steps[metric] == pytest.approx(of_one_rank[metric], rel=2e-4), (name, metric)
