@@ -12,6 +12,10 @@ WEIGHED = (
     "takes the mean of every micro-batch's tokens"
 )
 SAVED = "model.mtp: engines here draft with no such layer; what it learns is in what is saved and exported"
+SHIFTED = (
+    "model.mtp: here the loss is of the tokens of responses; slime's mask of it stands one token earlier, so that it "
+    "has the last token of a prompt, and not that of a response"
+)
 Trained = Literal["layer", "head", "model"]
 
 
@@ -20,6 +24,7 @@ def set_slimes_prediction_layers(keys: SourceKeys, out: Translation) -> None:
     name = "enable-mtp-training"
     if truth(keys.get(name, False)):
         _set(out, name, real(keys.get("mtp-loss-scaling-factor", 0.2)), "layer")
+        out.notes.append(SHIFTED)
         layers = keys.get("mtp-num-layers", 1)
         if str(layers) != "1":
             out.differs("mtp-num-layers", layers, "here one such layer is trained, and no more")

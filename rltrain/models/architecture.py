@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 from rltrain.models.canonical_tensors import CanonicalTensors
 from rltrain.models.config_file import ConfigReader
@@ -15,6 +15,7 @@ from rltrain.models.delta_net import (
     names_of_files,
     read_delta_net,
 )
+from rltrain.models.end_tokens import read_eos
 from rltrain.models.experts import READ_MOE, MoE
 from rltrain.models.latent import MLA, read_mla
 from rltrain.models.refused_families import REFUSED_FAMILIES
@@ -30,7 +31,6 @@ FAMILIES = (
     "hy_v3", "gpt_oss", *DELTA_FAMILIES,
 )  # fmt: skip
 CONFIG_FILE = "config.json"
-GENERATION_CONFIG_FILE = "generation_config.json"
 Head = Literal["vocabulary", "value"]
 """What stands on top of a model: a logit per token of the vocabulary, or one value."""
 Activation = Literal["silu", "gelu_tanh", "clamped_swish", "relu_squared"]
@@ -377,19 +377,3 @@ def _softcap(config: ConfigReader, key: str) -> float | None:
     if cap <= 0:
         raise config.error(key, "a number above 0, or null")
     return cap
-
-
-def read_eos(path: Path, config: ConfigReader) -> tuple[int, ...]:
-    """generation_config.json is what ends a generation in transformers; config.json only where that says nothing."""
-    readers = [config]
-    if (path / GENERATION_CONFIG_FILE).exists():
-        readers.insert(0, ConfigReader(path / GENERATION_CONFIG_FILE, config_key=config.config_key))
-    for reader in readers:
-        value = reader.values.get("eos_token_id")
-        if value is None:
-            continue
-        ids = value if isinstance(value, list) else [value]
-        if not all(type(token) is int for token in ids):
-            raise reader.error("eos_token_id", "an integer or a list of integers")
-        return tuple(cast(list[int], ids))
-    return ()

@@ -10,9 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from rltrain.errors import CheckpointError, named_by
-from rltrain.models.architecture import CONFIG_FILE, Architecture, Unlisted, read_eos
+from rltrain.models.architecture import CONFIG_FILE, Architecture, Unlisted
 from rltrain.models.canonical_tensors import CanonicalTensors
 from rltrain.models.config_file import ConfigReader
+from rltrain.models.end_tokens import read_eos
 
 FFN_FACTOR = 4
 """Of the hidden size, where a config names none: GPT-2's."""

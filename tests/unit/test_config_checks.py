@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -19,28 +18,8 @@ DPO = {"actor,reference": 0}
 PPO = {"algorithm": "ppo", "placement": {"actor,critic": "0-1", "rollout,reward": "2-3"}}
 ENVIRONMENT = {"placement": {**GRPO, "env": 0}, "env": {"function": "calculator"}}
 EVAL = {"train": {"path": "t"}, "eval": {"path": "e"}}
-SIZES = SimpleNamespace(
-    unlisted=None,
-    num_layers=4,
-    num_heads=8,
-    num_kv_heads=2,
-    ffn_hidden_size=48,
-    max_positions=4096,
-    vocab_size=100,
-    num_experts=0,
-    moe=None,
-    mla=None,
-    family="llama",
-    windows=None,
-    delta=None,
-    rope_scaling=None,
-    post_norms=False,
-    rotates_pairs=False,
-    norms_projections=False,
-    attention_softcap=None,
-    logits_softcap=None,
-    head="vocabulary",
-    activation="silu",
+SIZES = tiny_architecture(
+    "llama", num_layers=4, num_heads=8, num_kv_heads=2, ffn_hidden_size=48, max_positions=4096, vocab_size=100
 )
 
 
@@ -513,7 +492,7 @@ def test_dense_models_are_accepted():
 
 
 def test_a_model_of_its_own_is_checked_under_its_own_key():
-    small = SimpleNamespace(**{**vars(SIZES), "vocab_size": 99, "max_positions": 100})
+    small = replace(SIZES, vocab_size=99, max_positions=100)
     with pytest.raises(ConfigError) as refused:
         check_in_world_of_8(own={"critic": small}, **PPO, critic={"path": "c"})
     assert "critic.path: the model in c has a vocabulary of 99; expected at least the 100 of model.path" in str(
@@ -532,7 +511,7 @@ def test_a_critic_without_sizes_of_its_own_has_those_of_the_actor():
 
 
 def test_feed_forward_units_must_divide_too():
-    sizes = SimpleNamespace(**{**vars(SIZES), "ffn_hidden_size": 50})
+    sizes = replace(SIZES, ffn_hidden_size=50)
     with pytest.raises(ConfigError, match="got 4, which does not divide the model's 50 feed-forward units"):
         check_in_world_of_8(sizes, placement={**GRPO, "actor,reference": "0-3"}, actor={"parallel": {"tp": 4}})
 

@@ -184,11 +184,12 @@ def test_those_that_get_the_actors_weights_have_it_too(tmp_path: Path) -> None:
 
 
 def test_what_is_saved_has_it_as_it_was_trained(tmp_path: Path) -> None:
-    """In the place of what the checkpoint has."""
+    """In the place of what the checkpoint has, beside what it has there that no model has."""
     folder = write_config(tmp_path)
     model = read_architecture(folder).predicting()
     tensors = dict(zip(canonical_tensors(model).names, map(torch.randn, canonical_tensors(model).shapes), strict=True))
-    save_file(tensors, folder / "model.safetensors")
+    copied = {"model.mtp_layers.0.embed_tokens.weight": torch.randn(21, 12)}
+    save_file(tensors | copied, folder / "model.safetensors")
     layout = hf_layout(model, (0,))
     parameters = {name: torch.zeros(shape) for name, shape in layout.on(0).parameters}
     load_parameters(folder, layout, 0, parameters)
@@ -196,8 +197,9 @@ def test_what_is_saved_has_it_as_it_was_trained(tmp_path: Path) -> None:
     trained = {name: one + 1 for name, one in parameters.items()}
     save_checkpoint(tmp_path / "saved", trained, layout, model, group=None, rank=0, like=folder)
     saved = stored_tensors(tmp_path / "saved")
-    assert saved.keys() == tensors.keys()
-    assert all(torch.equal(one, tensors[name] + 1) for name, one in saved.items())
+    expected = {name: one + 1 for name, one in tensors.items()} | copied
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(one, expected[name]) for name, one in saved.items())
 
 
 def test_a_run_that_was_saved_before_goes_on_without_it() -> None:
