@@ -12,7 +12,7 @@ from tests.rollout_models import load_engine, ragged_requests, write_checkpoint
 
 pytestmark = pytest.mark.gpu
 
-FAMILIES = ["qwen3_moe", "mixtral", "deepseek_v3", "moonlight"]
+FAMILIES = ["qwen3_moe", "mixtral", "deepseek_v3", "moonlight", "gpt_oss"]
 SAMPLED = SamplingParams(1.0, 1.0, 0, 30, (3,))
 
 
