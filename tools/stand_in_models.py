@@ -15,7 +15,6 @@ QWEN3_MOE = {
     "num_experts_per_tok": 8,
     "norm_topk_prob": True,
     "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
 }
 LLAMA = {
     "model_type": "llama",
