@@ -58,7 +58,7 @@ def test_a_samples_tokens_come_to_its_share_where_a_row_predicts_them(
         start += prompt + response
 
 
-@pytest.mark.parametrize("family", PREDICTIONS.keys() & (*MOE, *DELTA, "mimo"))
+@pytest.mark.parametrize("family", sorted(PREDICTIONS.keys() & (*MOE, *DELTA, "mimo")))
 def test_its_tensors_are_the_last_of_the_model(family: str) -> None:
     without = tiny_architecture(family)
     model = without.predicting()
