@@ -117,7 +117,7 @@ def test_a_job_that_loses_a_node_goes_on_by_itself_on_those_that_are_left(elasti
     finally:
         for agent in agents:
             agent.kill()
-    told = (tmp_path / "node0").read_text()
+    told = "".join((tmp_path / f"node{node}").read_text() for node in range(2))  # whichever notices first says so
     assert statuses == [0, 0], told
     assert told.count("\nrltrain: ") == 1 and "\nrltrain: killed" in told and "going on after step" in told, told
     assert json.loads(job.read_text())["world_size"] == 2
