@@ -3,8 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-FOREIGN = {
-    # verl
+OF_VERL = {
     "actor_rollout_ref.actor.clip_ratio": "loss.clip_low, loss.clip_high",
     "actor_rollout_ref.actor.kl_loss_coef": "loss.kl.coef",
     "actor_rollout_ref.actor.optim.lr": "actor.optimizer.lr",
@@ -37,7 +36,8 @@ FOREIGN = {
     "trainer.test_freq": "evaluation.interval",
     "trainer.total_epochs": "steps, which is epochs times rows of data over batch.prompts_per_step",
     "trainer.total_training_steps": "steps",
-    # SkyRL
+}
+OF_SKYRL = {
     "generator.backend": "rollout.engine",
     "generator.inference_engine_tensor_parallel_size": "rollout.parallel.tp",
     "generator.n_samples_per_prompt": "batch.samples_per_prompt",
@@ -50,7 +50,8 @@ FOREIGN = {
     "trainer.train_batch_size": "batch.prompts_per_step",
     "trainer.policy.model.fake_int4_qat.group_size": "model.fake_quantization.group_size",
     "trainer.policy.model.lora.rank": "model.lora.rank",
-    # slime, and Megatron's arguments
+}
+OF_SLIME = {
     "eps_clip": "loss.clip_low",
     "eps_clip_high": "loss.clip_high",
     "hf_checkpoint": "model.path",
@@ -64,7 +65,9 @@ FOREIGN = {
     "rollout_num_gpus": "placement of rollout",
     "rollout_temperature": "rollout.sampling.temperature",
     "tensor_model_parallel_size": "actor.parallel.tp",
-    # TRL
+}
+"""And those of Megatron's arguments."""
+OF_TRL = {
     "beta": "loss.kl.coef",
     "epsilon": "loss.clip_low",
     "epsilon_high": "loss.clip_high",
@@ -86,6 +89,7 @@ FOREIGN = {
     "reward_funcs": "reward.functions",
     "save_steps": "checkpoint.save_interval",
 }
+FOREIGN = OF_VERL | OF_SKYRL | OF_SLIME | OF_TRL
 
 
 def known_elsewhere(key: str, value: Any) -> Iterator[tuple[str, str]]:
@@ -99,3 +103,19 @@ def _keys_inside(prefix: str, value: Any) -> Iterator[str]:
     for key, inner in value.items() if isinstance(value, Mapping) else ():
         yield f"{prefix}.{key}"
         yield from _keys_inside(f"{prefix}.{key}", inner)
+
+
+def table() -> list[str]:
+    """In Markdown, by what is written here."""
+    lines = ["| here | slime | verl | SkyRL | TRL |", "| --- | --- | --- | --- | --- |"]
+    for ours in sorted({*FOREIGN.values()}):
+        theirs = ([key for key, value in of.items() if value == ours] for of in (OF_SLIME, OF_VERL, OF_SKYRL, OF_TRL))
+        named = (", ".join(f"`{key}`" for key in keys) for keys in theirs)
+        lines.append(f"| {_quoted(ours)} | {' | '.join(named)} |")
+    return lines
+
+
+def _quoted(ours: str) -> str:
+    """Keys as code, where it is nothing but keys."""
+    keys = ours.split(", ")
+    return ", ".join(f"`{key}`" for key in keys) if all(" " not in key for key in keys) else ours

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from rltrain.config.explain import expectation, section_of
+from rltrain.config.foreign import table
 from rltrain.config.schema import Config
 
 COMMAND = "python -m rltrain.config.reference > docs/config.md"
@@ -21,6 +22,15 @@ Every key that a config file may hold. On the command line a key is dotted, `act
 nested. Those of an element of a list are written with `[]`. What is not legal together is said, with the reason and the
 nearest legal choice, by `python launch/train.py --config FILE --dry-run`.
 """
+
+
+NAMES_ELSEWHERE = (
+    "## Names in other trainers",
+    "",
+    "What users of other trainers write from habit. A config that has one of these keys is refused with the name here;",
+    "whole configs and scripts are read by `rltrain import-config`, by the tables of the pages on coming from others.",
+    "",
+)
 
 
 @functools.cache
@@ -51,7 +61,7 @@ def document() -> str:
             about = docstrings(Config).get(name) or _one_line(section.__doc__ or "")
             rows = _rows(section, f"{name}.", (name,), list(section.model_fields), explained)
             parts += [f"## {name}", "", *([_cell(about), ""] if about else []), *_table(rows), ""]
-    return "\n".join([*parts, f"Made by `{COMMAND}`."])
+    return "\n".join([*parts, *NAMES_ELSEWHERE, *table(), "", f"Made by `{COMMAND}`."])
 
 
 def _rows(

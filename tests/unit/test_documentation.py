@@ -72,6 +72,12 @@ def test_the_first_config_that_one_reads_is_one(tmp_path: Path) -> None:
     assert config.placed_roles == {"actor", "reference", "rollout", "reward"}
 
 
+def test_every_benchmark_stands_on_the_page_of_their_commands() -> None:
+    page = (DOCS / "benchmarks/commands.md").read_text()
+    runnable = [path for path in (REPOSITORY / "tools/benchmarks").glob("*.py") if "__main__" in path.read_text()]
+    assert runnable and not [path.name for path in runnable if path.name not in page]
+
+
 def test_every_page_stands_in_the_navigation() -> None:
     """mkdocs warns of it too, where it is installed."""
     navigation = (REPOSITORY / "mkdocs.yml").read_text().partition("\nnav:")[2]

@@ -13,6 +13,7 @@ interleaved where layers do not divide. It was in FP8, of which the estimate kno
 over the experts, as they are taken to be here. Prints two tables in Markdown.
 """
 
+import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -151,6 +152,7 @@ def tokens_per_s(run: PreTraining) -> float:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter).parse_args()
     _print_steps()
     print("\n| model | H100s | published, tokens/s/GPU | foretold in bf16 |\n|---|---|---|---|")
     for run in PRE_TRAINING:

@@ -114,8 +114,12 @@ def _open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-if __name__ == "__main__":
+def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
     torch.set_num_threads(1)
     measure_capacity(print)
     measure_gloo(print)
+
+
+if __name__ == "__main__":
+    main()
