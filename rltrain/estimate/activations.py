@@ -236,7 +236,7 @@ class Activations:
         through, and its square."""
         kept, item = self._kept_inputs(sparse=False), self.job.item_bytes
         again = max(kept.copies(FC1) - 1, 0) * self._hidden(item)
-        of_products = 3 if self.architecture.mlp_matrices == 3 else 1
+        of_products = 3 if self.architecture.gates_mlps else 1
         inside = (of_products + kept.copies(FC2)) * self.architecture.ffn_hidden_size // self.job.grids[self.role].tp
         return (inside + kept.beside(FC1, FC2)) * item + again
 

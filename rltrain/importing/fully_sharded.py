@@ -4,6 +4,7 @@ from rltrain.importing import model_file
 from rltrain.importing.batches import cut_fully_sharded
 from rltrain.importing.conversions import NOTHING, count, truth
 from rltrain.importing.translation import SourceKeys, Translation
+from rltrain.legality.mechanisms import UNTOLD_FAMILIES
 
 NAMES = ("dp", "fsdp", "fsdp1", "fsdp2")
 """verl's and SkyRL's names of torch's FSDP."""
@@ -51,7 +52,7 @@ def _refused(out: Translation, name: str, slices: int) -> str | None:
     model = model_file.language_model(out.get("model.path"))
     if model.get("topk_method") == "noaux_tc" or model.get("model_type") in BIASED_ROUTERS:
         return "experts that are chosen by a bias"
-    if model.get("model_type") == "nemotron":
+    if model.get("model_type") in UNTOLD_FAMILIES:
         return "a family whose attention in transformers is not told which tokens are of one sample"
     if slices > 1 and model_file.has_delta_nets(out.get("model.path")):
         return "slices of sequences with gated delta nets"

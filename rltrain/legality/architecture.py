@@ -10,7 +10,7 @@ from rltrain.legality.fake_quantization import fake_quantization_problems_of_mod
 from rltrain.legality.http_engines import url_problems
 from rltrain.legality.interleaved_experts import interleaved_expert_problems
 from rltrain.legality.lora import adapted_model_problems
-from rltrain.legality.mechanisms import positions_of, trained_mechanism_problems
+from rltrain.legality.mechanisms import UNTOLD_FAMILIES, positions_of, trained_mechanism_problems
 from rltrain.legality.mtp import mtp_problems_of_models
 from rltrain.legality.problems import longest_text, refuse
 from rltrain.legality.router_replay import replay_problems_of_models
@@ -171,7 +171,7 @@ def _sharded_problems(config: Config, role: str, grid: Grid, architecture: Archi
             f"{role}.backend: got fsdp, but the model in {path} ({key}) chooses experts by a bias that is no parameter "
             "of transformers' model and would not be sharded; expected megatron"
         )
-    if grid.is_sharded and architecture.family == "nemotron":
+    if grid.is_sharded and architecture.family in UNTOLD_FAMILIES:
         yield (
             f"{role}.backend: got fsdp, but transformers' {architecture.family}, which the model in {path} ({key}) is, "
             "does not tell its attention which tokens are of one sample; expected megatron"

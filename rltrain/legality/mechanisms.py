@@ -9,6 +9,8 @@ from rltrain.models.mechanisms import local_mechanisms
 
 SERVED_BY_SGLANG = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 """Families that SGLang is given weights of."""
+UNTOLD_FAMILIES = ("nemotron",)
+"""Whose attention in transformers is not told which tokens are of one sample, so that backend fsdp cannot pack them."""
 
 
 def trained_mechanism_problems(config: Config, key: str, grid: Grid, architecture: Architecture) -> Iterator[str]:

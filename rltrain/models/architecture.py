@@ -196,9 +196,14 @@ class Architecture:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def gates_mlps(self) -> bool:
+        """Whether what an MLP makes is multiplied by a gate."""
+        return self.activation != "relu_squared"
+
+    @property
     def mlp_matrices(self) -> int:
-        """In an MLP: up and down, and a gate unless its activation is of another kind."""
-        return 2 if self.activation == "relu_squared" else 3
+        """In an MLP: up and down, and the gate."""
+        return 3 if self.gates_mlps else 2
 
     @property
     def rotated_size(self) -> int:

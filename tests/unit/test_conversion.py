@@ -1,6 +1,7 @@
 """Whole conversions of every family: nothing changes on the way to Megatron's format and back."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -93,16 +94,7 @@ def test_layers_that_predict_further_tokens_are_carried_along(tmp_path: Path) ->
     architecture = read_architecture(original)
     assert architecture == replace(qwen2, family="mimo") and table_of(architecture) == table_of(qwen2)
 
-    to_megatron(original, tmp_path / "megatron")
-    to_hf(tmp_path / "megatron", tmp_path / "back")
-    layout = hf_layout(architecture, (0,))
-    parameters = {name: torch.zeros(shape) for name, shape in layout.on(0).parameters}
-    load_parameters(original, layout, 0, parameters)
-    save_checkpoint(tmp_path / "saved", parameters, layout, architecture, group=None, rank=0, like=original)
-    for folder in (tmp_path / "back", tmp_path / "saved"):
-        written = stored_tensors(folder)
-        assert written.keys() == tensors.keys()
-        assert all(torch.equal(written[name], tensors[name]) for name in tensors)
+    for folder in written_again(original, tensors, tmp_path):
         assert difference(original, folder) is None
 
     value_model = architecture.value_model()
@@ -110,6 +102,22 @@ def test_layers_that_predict_further_tokens_are_carried_along(tmp_path: Path) ->
     parameters = {name: torch.zeros(shape) for name, shape in layout.on(0).parameters}
     save_checkpoint(tmp_path / "critic", parameters, layout, value_model, group=None, rank=0, like=original)
     assert not further.keys() & stored_tensors(tmp_path / "critic").keys()
+
+
+def written_again(original: Path, tensors: Mapping[str, torch.Tensor], folder: Path) -> tuple[Path, Path]:
+    """The checkpoint as it comes back from Megatron's format, and as a run saves it, each with all of `tensors`."""
+    back, saved = folder / "back", folder / "saved"
+    to_megatron(original, folder / "megatron")
+    to_hf(folder / "megatron", back)
+    architecture = read_architecture(original)
+    layout = hf_layout(architecture, (0,))
+    parameters = {name: torch.zeros(shape) for name, shape in layout.on(0).parameters}
+    load_parameters(original, layout, 0, parameters)
+    save_checkpoint(saved, parameters, layout, architecture, group=None, rank=0, like=original)
+    for written in map(stored_tensors, (back, saved)):
+        assert written.keys() == tensors.keys()
+        assert all(torch.equal(written[name], tensors[name]) for name in tensors)
+    return back, saved
 
 
 def test_what_encodes_pictures_is_carried_along(tmp_path: Path) -> None:
@@ -123,17 +131,7 @@ def test_what_encodes_pictures_is_carried_along(tmp_path: Path) -> None:
     tensors = {**stored_tensors(original), "mtp.fc.weight": torch.randn(4, 8)}
     save_file(tensors, original / "model.safetensors")
 
-    to_megatron(original, tmp_path / "megatron")
-    to_hf(tmp_path / "megatron", tmp_path / "back")
-    architecture = read_architecture(original)
-    layout = hf_layout(architecture, (0,))
-    parameters = {name: torch.zeros(shape) for name, shape in layout.on(0).parameters}
-    load_parameters(original, layout, 0, parameters)
-    save_checkpoint(tmp_path / "saved", parameters, layout, architecture, group=None, rank=0, like=original)
-    for folder in (tmp_path / "back", tmp_path / "saved"):
-        written = stored_tensors(folder)
-        assert written.keys() == tensors.keys()
-        assert all(torch.equal(written[name], tensors[name]) for name in tensors)
+    written_again(original, tensors, tmp_path)
     assert any(name.startswith("model.visual.") and tensor.dim() == 5 for name, tensor in tensors.items())
 
 

@@ -56,7 +56,7 @@ class DenseFeedForward:
         self._post_norm = None
         if architecture.post_norms:
             self._post_norm = Norm(parameters.first(*_POST_NORMS), architecture)
-        self._is_gated = architecture.mlp_matrices == 3
+        self._is_gated = architecture.gates_mlps
         self._inner = parameters.matrix(f"mlp.{'gate_up' if self._is_gated else 'up'}_proj.weight")
         self._down = parameters.matrix("mlp.down_proj.weight")
 

@@ -59,7 +59,7 @@ def attention_settings(architecture: Architecture) -> dict[str, Any]:
 def activation_settings(architecture: Architecture, *, cuda: bool) -> dict[str, Any]:
     """Of MLPs. On GPUs Megatron fuses that of the gate by itself where it is SiLU; another one is a module. Without a
     gate it is Megatron's own."""
-    if architecture.activation == "relu_squared":
+    if not architecture.gates_mlps:
         return {"gated_linear_unit": False, "activation_func": squared_relu, "bias_activation_fusion": False}
     silu = architecture.activation == "silu"
     return {
