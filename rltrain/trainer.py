@@ -12,6 +12,7 @@ from rltrain.errors import DivergenceError
 from rltrain.estimate.hardware import known_gpu
 from rltrain.evaluation.verdicts import REACHED, end_verdict_of, stop_verdict_of
 from rltrain.exchange.exchange import Exchange
+from rltrain.exchange.transport import Transport
 from rltrain.hosting import host_roles
 from rltrain.observability.evaluation_table import EvaluationTable
 from rltrain.observability.metrics import Sinks
@@ -97,8 +98,8 @@ class Trainer:
         self.joins = next((sync for task, sync in self.in_flight.items() if SYNCED[task] in self.hosted), None)
         """Those that an engine of this rank joins."""
         serve = self.joins.join_if_due if self.joins else None
-        everybody = job.groups.cpu[tuple(range(job.world.size))]
-        exchange = Exchange(self.rank, everybody, job.waiter, job.world.ranks_per_node, serve)
+        transport = Transport(self.rank, job.world.address, job.world.store, job.world.background)
+        exchange = Exchange(self.rank, transport, job.waiter, job.world.ranks_per_node, serve)
         for role in self.roles.values():
             role.serve = serve
         self.transfers = Transfers(job, order, exchange, self.roles, self.trace)
@@ -145,6 +146,7 @@ class Trainer:
         self.job.heartbeat.finish()
         for role in self.roles.values():
             role.close()
+        self.transfers.close()
         self.trace.close()
         return self.checkpointing.stopped_by is None
 

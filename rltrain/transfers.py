@@ -6,8 +6,9 @@ from itertools import takewhile
 from torch import Tensor
 
 from rltrain.errors import CheckpointError
-from rltrain.exchange.exchange import Exchange, Route, Shipment
+from rltrain.exchange.exchange import Exchange, Route
 from rltrain.exchange.saved_shipments import Key, as_tensors, read_parts, share
+from rltrain.exchange.shipment import Shipment
 from rltrain.observability.trace import AnyTrace
 from rltrain.roles.role import Job, Role
 from rltrain.schedule.order import Entry, Order
@@ -53,6 +54,10 @@ class Transfers:
         """Wait until all has been received that somebody waits for before position `end`, where the run ended."""
         self._retire_before(end)
         self.exchange.finish()
+
+    def close(self) -> None:
+        """Once nobody waits for this rank any more."""
+        self.exchange.transport.close()
 
     def save(self, position: int) -> dict[str, Tensor]:
         """What this rank posted before `position` that is awaited behind it: copies, for `restore`; {} if nothing is.

@@ -35,20 +35,18 @@ def model_group_lists(grid: Grid) -> dict[str, tuple[RankList, ...]]:
     }
 
 
-def group_lists(grids: Mapping[str, Grid], world_size: int | None = None) -> tuple[RankList, ...]:
+def group_lists(grids: Mapping[str, Grid]) -> tuple[RankList, ...]:
     """Every rank list that the roles on `grids` need, once each, in the order in which all ranks make the groups.
 
     Per role: its ranks and its replicas; for a role whose model is Megatron's, its model groups. Per pair of roles
-    between which weights are synced: the union of their ranks. For the exchange: all `world_size` ranks (None: all
-    ranks that host a role).
+    between which weights are synced: the union of their ranks.
     """
     lists = {ranks for of_roles in role_group_lists(grids).values() for ranks in of_roles}
-    lists.add(_union(grids.values()) if world_size is None else tuple(range(world_size)))
     return tuple(sorted(lists, key=global_order))
 
 
 def role_group_lists(grids: Mapping[str, Grid]) -> dict[frozenset[str], set[RankList]]:
-    """Roles -> the rank lists that tasks use in which at least these take part, but for the exchange's."""
+    """Roles -> the rank lists that tasks use in which at least these take part."""
     lists: dict[frozenset[str], set[RankList]] = {}
     for role, grid in grids.items():
         own = lists[frozenset({role})] = {grid.ranks, *grid.lists("pp", "cp", "tp")}

@@ -21,6 +21,7 @@ come before the limits of `timeouts`, which the watchdog and Waiter keep."""
 
 LOOPBACK = "127.0.0.1"
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+GLOO_LAZY = "TORCH_GLOO_LAZY_INIT"
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,14 @@ def join_world(timeout_s: float) -> World:
 
 
 def start_process_groups(world: World, timeout_s: float = TRANSPORT_TIMEOUT_S) -> None:
-    """Initialise torch.distributed over the whole world. Collective over: all ranks."""
+    """Initialise torch.distributed over the whole world. Collective over: all ranks.
+
+    Ranks of a gloo group connect to each other when they first have something to send: all at once, each would ask the
+    store for the addresses of all others. Who sends first then waits until the other side receives, as the ranks of a
+    collective do at one time.
+    """
     _choose_gloo_interface(world)
+    os.environ.setdefault(GLOO_LAZY, "1")
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo",
         store=dist.PrefixStore("process_groups", world.store.clone()),  # type: ignore[attr-defined]

@@ -63,6 +63,10 @@ class Preferences:
         """[groups] likewise, of the pairs of data.eval."""
         return _sizes(self.datasets["data.eval"], range(len(self.datasets["data.eval"])))
 
+    def holders(self, sizes: Tensor, num_parts: int) -> Tensor:
+        """[groups] the replica of `num_parts` that has each pair, of which `sizes` [groups] are the sizes."""
+        return assign_groups(sizes, num_parts, self.num_mini_batches)
+
     def _load_step(self, step: int, part: int, num_parts: int) -> Experience:
         rows = self.order.rows_for_step(step, self.pairs_per_step)
         return self._load(self.train, rows, part, num_parts, first_sample=2 * step * self.pairs_per_step)
@@ -75,7 +79,7 @@ class Preferences:
         self, dataset: PromptDataset, rows: Sequence[int], part: int, num_parts: int, *, first_sample: int
     ) -> Experience:
         """Log-probs and policy versions are 0: nothing drew these tokens."""
-        groups = torch.nonzero(assign_groups(_sizes(dataset, rows), num_parts, self.num_mini_batches) == part).flatten()
+        groups = torch.nonzero(self.holders(_sizes(dataset, rows), num_parts) == part).flatten()
         mine = [rows[group] for group in groups.tolist()]
         samples = [sample for row in mine for sample in self._samples(dataset, row)]
         ends = [learnt.index(True) + self.max_response_tokens for _, learnt in samples]

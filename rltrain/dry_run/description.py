@@ -145,7 +145,7 @@ def describe_grid(role: str, grid: Grid, architecture: Architecture | None) -> s
 
 
 def describe_groups(grids: Mapping[str, Grid], world_size: int) -> list[str]:
-    lists = group_lists(grids, world_size)
+    lists = group_lists(grids)
     of_rank = [0] * world_size
     for group in lists:
         for rank in group:

@@ -1,50 +1,29 @@
 """Moves experience between roles: from every source replica's owner to the ranks of each destination replica.
 
 Prompt groups are atomic and go to the replica that `data.assignment` gives them, which every rank computes alike from
-the token counts of all groups; by which of its ranks they get there is in `fan_out`. A message is a fixed-size header
-and one buffer of bytes, which is left out where it would be empty: a replica has the counts of all groups from one
-owner, and most owners have nothing for most replicas of a large job. Traffic is host memory over a gloo group, so it
-never holds a device, with tags that no collective has.
+the token counts of all groups; by which of its ranks they get there is in `fan_out`. Of each destination replica one
+owner tells it of all groups: their token counts, and which source replica has which. So it knows who else has something
+for it, and owners send to those replicas alone for which they have groups.
 """
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from zlib import crc32
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.cluster.grid import Grid
 from rltrain.data.assignment import assign_groups
-from rltrain.data.experience import FIELDS, WIDE, Experience, join
 from rltrain.errors import ExchangeError
-from rltrain.exchange.fan_out import intake, receivers
+from rltrain.exchange.fan_out import Intake, intake, receivers
+from rltrain.exchange.shipment import Message, Shipment, decode, encode, joined, opened, together
+from rltrain.exchange.transport import Delivery, Transport
 from rltrain.liveness.waiting import Waiter
 
-HEADER = ("num_samples", "num_tokens", "num_groups")
-OWN, RELAYED = 0, 2
-"""First tag of messages from an owner, and of those from who passes on what owners on other nodes have sent."""
-TAGS_PER_TRANSFER = 4
-FIRST_TAG = 2**30
-"""gloo numbers the collectives of a group from 0, and takes those for tags in some: messages on their way, in a group
-that others use too, must not be among them."""
-NUM_TAGS = 2**30
-ALIGNMENT_BYTES = 8
-Message = tuple[Tensor, Tensor]
-"""Header and body."""
-
-
-@dataclass(frozen=True)
-class Shipment:
-    """Samples on their way, and `group_tokens` [groups] of the whole chunk."""
-
-    experience: Experience
-    group_tokens: Tensor
-
-    def with_fields(self, **values: Tensor) -> "Shipment":
-        return replace(self, experience=self.experience.with_fields(**values))
+OWN, RELAYED = 0, 1
+"""Of messages from an owner, and of those from who passes on what owners on other nodes have sent."""
+Leg = tuple[int, int]
+"""The rank that a message comes from, and which of the two it is."""
 
 
 @dataclass(frozen=True)
@@ -60,22 +39,31 @@ class Route:
     num_blocks: int = 1
 
     def tag(self, part: int) -> int:
-        return FIRST_TAG + self.position * TAGS_PER_TRANSFER % NUM_TAGS + part
+        return 2 * self.position + part
+
+    def replica_of(self, group_tokens: Tensor) -> Tensor:
+        """[groups] the destination replica that each goes to."""
+        return assign_groups(group_tokens, self.destination.dp, self.num_blocks)
+
+    def teller(self, dp: int) -> int:
+        """The owner that tells destination replica `dp` of all groups."""
+        return self.source.owner(dp % self.source.dp)
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What this rank sends by a route: the works, and the messages, which stay until these are done."""
+    """What this rank sends by a route: the messages, which stay until all have been received, and what is said of all
+    groups."""
 
     route: Route
     group_tokens: Tensor
-    works: list[dist.Work] = field(default_factory=list)
+    holders: Tensor
+    deliveries: list[Delivery] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
-    peers: set[int] = field(default_factory=set)
 
 
 class Exchange:
-    """The two ends of every transfer for this rank. Sends stay in an outbox, works and tensors, until retired.
+    """The two ends of every transfer for this rank. Sends stay in an outbox until retired.
 
     `ranks_per_node` tells what goes between nodes. `serve` is what this rank does for others while it waits, if
     anything.
@@ -84,13 +72,13 @@ class Exchange:
     def __init__(
         self,
         rank: int,
-        group: dist.ProcessGroup,
+        transport: Transport,
         waiter: Waiter,
         ranks_per_node: int,
         serve: Callable[[], None] | None = None,
     ) -> None:
         self.rank = rank
-        self.group = group
+        self.transport = transport
         self.waiter = waiter
         self.ranks_per_node = ranks_per_node
         self.serve = serve
@@ -100,182 +88,102 @@ class Exchange:
 
     def post(self, route: Route, shipment: Shipment) -> None:
         """Send the route's fields without blocking, from an owner of the source; other ranks of a source replica
-        have nothing to say."""
+        have nothing to say. ExchangeError where there are samples of a group that is said to be with another replica.
+        """
         owners = route.source.owners()
         if self.rank not in owners:
             return
-        experience, group_tokens = shipment.experience.only(route.fields), shipment.group_tokens
-        replica_of = assign_groups(group_tokens, route.destination.dp, route.num_blocks)[experience.group_ids]
-        sent = Sent(route, group_tokens)
-        nothing: tuple[Shipment, Message] | None = None
-        for dp in range(route.destination.dp):
-            samples = torch.nonzero(replica_of == dp).flatten()
-            tells = owners[dp % len(owners)] == self.rank
-            is_nothing = not (len(samples) or tells)
-            if is_nothing and nothing:
-                part, message = nothing
-            else:
-                part = Shipment(experience.select(samples), group_tokens if tells else group_tokens[:0])
-                message = encode(part, route.fields)
-                nothing = (part, message) if is_nothing else nothing
+        experience, holders = shipment.experience.only(route.fields), shipment.holders
+        group_ids, is_held = experience.group_ids, holders == owners.index(self.rank)
+        if not bool(is_held[group_ids].all()):
+            raise ExchangeError(
+                f"rank {self.rank} has samples of groups {group_ids[~is_held[group_ids]].unique().tolist()[:8]} of "
+                f"{route.name} (the first 8), which are said to be with other ranks: a bug of rltrain, to be reported"
+            )
+        replica_of = route.replica_of(shipment.group_tokens)
+        sent = Sent(route, shipment.group_tokens, holders)
+        told = {dp for dp in range(route.destination.dp) if route.teller(dp) == self.rank}
+        for dp in sorted(told | {*replica_of[is_held].tolist()}):
+            samples = experience.select(torch.nonzero(replica_of[group_ids] == dp).flatten())
+            num_told = len(holders) if dp in told else 0
+            part = Shipment(samples, shipment.group_tokens[:num_told], holders[:num_told])
             peers = receivers(self.rank, route.destination.replica(dp), self.ranks_per_node)
-            self._send(sent, OWN, message, [peer for peer in peers if peer != self.rank])
+            self._send(sent, OWN, part, [peer for peer in peers if peer != self.rank])
             if self.rank in peers:
                 self.to_self[route.position] = part
         self.outbox[route.position] = sent
 
     def wait(self, route: Route) -> Shipment:
         """Everything that the source sent to this rank's replica, sorted by group id. Blocks."""
-        replica = route.destination.replica(route.destination.coordinates(self.rank).dp)
-        taken = intake(self.rank, route.source.owners(), replica, self.ranks_per_node)
-        legs = [(rank, OWN) for rank in taken.owners]
-        legs += [(taken.relay, RELAYED)] if taken.relay is not None else []
-        arrived = self._receive(route, legs)
+        dp = route.destination.coordinates(self.rank).dp
+        arrived = self._receive(route, self._taken(route, dp, [route.teller(dp)]))
+        of_self = [self.to_self.pop(route.position)] if route.position in self.to_self else []
+        told = together([*arrived.values(), *of_self])
+        replica_of = route.replica_of(told.group_tokens)
+        taken = self._taken(route, dp, senders(route, told.holders, replica_of == dp, route.teller(dp)))
+        arrived |= self._receive(route, taken, already=arrived.keys())
         if taken.followers:
             from_afar = together([arrived.pop((rank, OWN)) for rank in taken.from_afar])
             self._relay(route, from_afar, taken.followers)
             arrived[self.rank, RELAYED] = from_afar
-        shipments = [*arrived.values()]
-        if route.position in self.to_self:
-            shipments.append(self.to_self.pop(route.position))
-        return joined(shipments)
+        return replace(joined([*arrived.values(), *of_self]), holders=replica_of)
 
     def posted(self, position: int) -> Shipment:
         """What this rank posted there, in the fields that travel: a copy. Until it is retired."""
-        posted = self.outbox[position]
-        parts = joined([decode(header, body, posted.route.fields) for header, body in posted.messages])
-        return replace(parts, group_tokens=posted.group_tokens.clone())
+        sent = self.outbox[position]
+        parts = joined([decode(*message, sent.route.fields) for message in sent.messages])
+        return replace(parts, group_tokens=sent.group_tokens.clone(), holders=sent.holders.clone())
 
     def retire(self, transfers: Sequence[int]) -> None:
         """Wait until the sends of these positions have been received, and free their buffers."""
         for position in transfers:
             if position in self.outbox:
-                self._await_delivery(self.outbox[position])
+                self._await(self.outbox[position].deliveries, f"delivery of {self.outbox[position].route.name}")
                 del self.outbox[position]
 
     def finish(self) -> None:
         """Wait until neighbours have received what this rank passed on to them."""
         while self.relayed:
-            self._await_delivery(self.relayed[0])
+            self._await(self.relayed[0].deliveries, f"delivery of {self.relayed[0].route.name}")
             del self.relayed[0]
+
+    def _taken(self, route: Route, dp: int, owners: Sequence[int]) -> Intake:
+        """How what `owners` send to replica `dp` comes to this rank."""
+        return intake(self.rank, owners, route.destination.replica(dp), self.ranks_per_node)
 
     def _relay(self, route: Route, shipment: Shipment, followers: Sequence[int]) -> None:
         """Pass on what came from other nodes. What was passed on by earlier waits has been received by then, or soon
         is: those come before this one on every rank."""
-        sent = Sent(route, shipment.group_tokens)
-        self._send(sent, RELAYED, encode(shipment, route.fields), followers)
+        sent = Sent(route, shipment.group_tokens, shipment.holders)
+        self._send(sent, RELAYED, shipment, followers)
         self.finish()
         self.relayed.append(sent)
 
-    def _send(self, sent: Sent, first_tag: int, message: Message, peers: Sequence[int]) -> None:
-        header, body = message
-        for peer in peers:
-            for number, part in enumerate((header, body) if len(body) else (header,)):
-                tag = sent.route.tag(first_tag + number)
-                sent.works.append(started(dist.isend(part, peer, group=self.group, tag=tag)))
+    def _send(self, sent: Sent, leg: int, shipment: Shipment, peers: Sequence[int]) -> None:
+        message = encode(shipment, sent.route.fields)
+        sent.deliveries.extend(self.transport.send(peer, sent.route.tag(leg), message) for peer in peers)
         sent.messages.append(message)
-        sent.peers.update(peers)
 
-    def _receive(self, route: Route, legs: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Shipment]:
-        """By sender and the first tag of its messages."""
-        headers = {leg: torch.empty(header_length(route.fields), dtype=torch.int64) for leg in legs}
-        self._fill(route, 0, headers)
-        bodies = {leg: torch.empty(body_bytes(headers[leg], route.fields), dtype=torch.uint8) for leg in legs}
-        self._fill(route, 1, {leg: body for leg, body in bodies.items() if len(body)})
-        return {leg: decode(headers[leg], bodies[leg], route.fields) for leg in legs}
+    def _receive(self, route: Route, taken: Intake, already: Collection[Leg] = ()) -> dict[Leg, Shipment]:
+        legs = [(rank, OWN) for rank in taken.owners]
+        legs += [(taken.relay, RELAYED)] if taken.relay is not None else []
+        missing = [leg for leg in legs if leg not in already]
+        deliveries = [self.transport.receive(rank, route.tag(leg)) for rank, leg in missing]
+        self._await(deliveries, f"wait {route.name}")
+        return {leg: opened(one.message, route.fields) for leg, one in zip(missing, deliveries, strict=True)}
 
-    def _fill(self, route: Route, part: int, buffers: Mapping[tuple[int, int], Tensor]) -> None:
-        works = [
-            started(dist.irecv(buffer, rank, group=self.group, tag=route.tag(first_tag + part)))
-            for (rank, first_tag), buffer in buffers.items()
-        ]
-        self.waiter.wait(works, f"wait {route.name}", sorted({rank for rank, _ in buffers}), self.serve)
-
-    def _await_delivery(self, sent: Sent) -> None:
-        self.waiter.wait(sent.works, f"delivery of {sent.route.name}", sorted(sent.peers), self.serve)
+    def _await(self, deliveries: Sequence[Delivery], what: str) -> None:
+        ranks = sorted({delivery.peer for delivery in deliveries})
+        self.waiter.until(lambda seconds: self.transport.wait(deliveries, seconds), what, ranks, self.serve)
 
 
-def together(parts: Sequence[Shipment]) -> Shipment:
-    """All samples of parts of one shipment, and what one of the parts says of all groups."""
-    return Shipment(join(part.experience for part in parts), max((part.group_tokens for part in parts), key=len))
-
-
-def joined(parts: Sequence[Shipment]) -> Shipment:
-    """All samples of parts of one shipment, by group id, and what one of the parts says of all groups. A copy."""
-    whole = together(parts)
-    by_group = torch.argsort(whole.experience.group_ids, stable=True)
-    return Shipment(whole.experience.select(by_group), whole.group_tokens.clone())
-
-
-def started(work: dist.Work | None) -> dist.Work:
-    """torch returns None to a rank outside the group; every rank is in the exchange's."""
-    assert work is not None
-    return work
-
-
-def encode(shipment: Shipment, fields: Sequence[str]) -> Message:
-    """Header [`header_length`] int64, its checksum last, and body [bytes] uint8: group_tokens, then each field, padded
-    to whole 8 bytes."""
-    experience, group_tokens = shipment.experience, shipment.group_tokens
-    values = [getattr(experience, name) for name in fields]
-    widths = [value.shape[1] for name, value in zip(fields, values, strict=True) if name in WIDE]
-    counts = torch.tensor([experience.num_samples, int(experience.lengths.sum()), len(group_tokens), *widths])
-    header = torch.cat([counts, torch.tensor([crc32(counts.numpy().tobytes())])])
-    return header, torch.cat([as_bytes(group_tokens), *map(as_bytes, values)])
-
-
-def decode(header: Tensor, body: Tensor, fields: Sequence[str]) -> Shipment:
-    """The inverse of `encode`. Raises ExchangeError where they are of no shipment."""
-    if len(body) != body_bytes(header, fields):
-        raise ExchangeError(f"{len(body)} bytes of experience arrived; expected {body_bytes(header, fields)}")
-    shapes = [(torch.int64, header[2:3].tolist()), *shapes_of(header, fields)]
-    padded = torch.split(body, [padded_bytes(dtype, shape) for dtype, shape in shapes])
-    group_tokens, *values = (
-        piece[: dtype.itemsize * math.prod(shape)].view(dtype).view(shape)
-        for piece, (dtype, shape) in zip(padded, shapes, strict=True)
-    )
-    shipment = Shipment(Experience(**dict(zip(fields, values, strict=True))), group_tokens)
-    lengths = shipment.experience.lengths
-    if bool((lengths < 0).any()) or int(lengths.sum()) != int(header[1]):
+def senders(route: Route, holders: Tensor, is_due: Tensor, teller: int) -> list[int]:
+    """The owners, the teller among them, that have something for a replica, which some groups are due. Raises
+    ExchangeError where a group is said to be with nobody."""
+    owners, found = route.source.owners(), holders[is_due].unique().tolist()
+    if found and not (0 <= found[0] and found[-1] < len(owners)):
         raise ExchangeError(
-            f"samples of {lengths.tolist()[:8]} tokens arrived (the first 8); expected {int(header[1])} in all: they "
-            "were damaged on the way, or ranks run other versions of rltrain"
+            f"groups of {route.name} are said to be with replicas {found[:8]} (the first 8) of {len(owners)}: this was "
+            "damaged on the way, or ranks run other versions of rltrain"
         )
-    return shipment
-
-
-def header_length(fields: Sequence[str]) -> int:
-    return len(HEADER) + sum(name in WIDE for name in fields) + 1
-
-
-def body_bytes(header: Tensor, fields: Sequence[str]) -> int:
-    """Of the body that follows. Raises ExchangeError where the header is not what was sent."""
-    if crc32(header[:-1].numpy().tobytes()) != int(header[-1]):
-        raise ExchangeError(
-            f"the header of a shipment, {header.tolist()}, does not fit its checksum: it was damaged on the way, or "
-            "ranks run other versions of rltrain"
-        )
-    return padded_bytes(torch.int64, header[2:3].tolist()) + sum(
-        padded_bytes(dtype, shape) for dtype, shape in shapes_of(header, fields)
-    )
-
-
-def shapes_of(header: Tensor, fields: Sequence[str]) -> list[tuple[torch.dtype, list[int]]]:
-    """(dtype, shape) of each field's tensor."""
-    num_samples, num_tokens, _, *widths, _ = header.tolist()
-    remaining = iter(widths)
-    shapes = []
-    for name in fields:
-        dtype, extent = FIELDS[name]
-        length = num_samples if extent == "sample" else num_tokens
-        shapes.append((dtype, [length, next(remaining)] if name in WIDE else [length]))
-    return shapes
-
-
-def padded_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
-    return -(-dtype.itemsize * math.prod(shape) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
-def as_bytes(values: Tensor) -> Tensor:
-    flat = values.contiguous().flatten().view(torch.uint8)
-    return torch.nn.functional.pad(flat, (0, -len(flat) % ALIGNMENT_BYTES))
+    return sorted({teller, *(owners[holder] for holder in found)})

@@ -1,12 +1,13 @@
 """Experience that crosses a checkpoint: shipments as the tensors of a file, and who sends them on."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from rltrain.data.experience import Experience
-from rltrain.exchange.exchange import Shipment, joined
+from rltrain.exchange.shipment import Shipment, joined
 
 Key = tuple[str, str, int, int]
 """Source role, transfer, step and chunk."""
@@ -33,14 +34,18 @@ def read_parts(saved: Sequence[Mapping[str, Tensor]]) -> dict[Key, list[Shipment
             columns.setdefault((source, transfer, int(step), int(chunk)), {})[name] = values
         for key, of_shipment in columns.items():
             group_tokens = of_shipment.pop(GROUP_TOKENS)
-            parts.setdefault(key, []).append(Shipment(Experience(**of_shipment), group_tokens))
+            of_nobody = torch.zeros_like(group_tokens)  # until they are shared out
+            parts.setdefault(key, []).append(Shipment(Experience(**of_shipment), group_tokens, of_nobody))
     return parts
 
 
 def share(parts: Sequence[Shipment], replica: int, num_replicas: int) -> Shipment:
     """What replica `replica` sends on: part i is that of replica i mod num_replicas. It may hold no samples."""
+    holders = torch.zeros_like(parts[0].group_tokens)
+    for number, part in enumerate(parts):
+        holders[part.experience.group_ids] = number % num_replicas
     mine = parts[replica::num_replicas]
     if not mine:
         nothing = parts[0].experience.select(torch.empty(0, dtype=torch.int64))
-        return Shipment(nothing, parts[0].group_tokens)
-    return joined(mine)
+        return Shipment(nothing, parts[0].group_tokens, holders)
+    return replace(joined(mine), holders=holders)

@@ -1,16 +1,12 @@
 """Waits with a limit and a name: what they wait for is reported, and the limit runs while the others do not get on."""
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
-
-import torch.distributed as dist
 
 from rltrain.errors import StallError
 from rltrain.liveness.job_store import LOOK_S, JobStore
 from rltrain.liveness.stall import what_it_does
-from rltrain.system.threads import JobThread
 
 logger = logging.getLogger(__name__)
 
@@ -32,26 +28,6 @@ class Waiter:
         self.meanwhile: Callable[[], None] = lambda: None
         """Called every LOOK_S seconds of a wait, and by tasks that take long. It may not wait itself."""
 
-    def wait(
-        self,
-        works: Sequence[dist.Work],
-        what: str,
-        ranks: Sequence[int],
-        serve: Callable[[], None] | None = None,
-    ) -> None:
-        """Wait for point-to-point `works` with `ranks`, as `until` does.
-
-        The transport's own time-out would break the process group and name nobody, so a thread waits without one.
-        """
-        if not works:
-            return
-        finished = threading.Event()
-        failures: list[Exception] = []
-        JobThread(target=_drain, args=(works, finished, failures), daemon=True, name=f"wait {what}").start()
-        self.until(finished.wait, what, ranks, serve)
-        if failures:
-            raise StallError(f"{self._describe(what, ranks)}: the connection broke: {failures[0]}") from failures[0]
-
     def until(
         self,
         arrived: Callable[[float], bool],
@@ -63,8 +39,21 @@ class Waiter:
 
         `ranks` are those waited for, none for any other. `serve` is called in between, every few milliseconds: what
         this rank does meanwhile, for others that need it. Raises StallError when nobody in the job has shown
-        progress for longer than `timeouts` allows; in a guarded job the watchdog ends the process instead.
+        progress for longer than `timeouts` allows; in a guarded job the watchdog ends the process instead. Also where
+        `arrived` raises ConnectionError.
         """
+        try:
+            self._until(arrived, what, ranks, serve)
+        except ConnectionError as error:
+            raise StallError(f"{self._describe(what, ranks)}: the connection broke: {error}") from error
+
+    def _until(
+        self,
+        arrived: Callable[[float], bool],
+        what: str,
+        ranks: Sequence[int],
+        serve: Callable[[], None] | None,
+    ) -> None:
         if arrived(0.0):
             return
         look_s = min(LOOK_S, self.report_s)
@@ -88,13 +77,3 @@ class Waiter:
         activity = [f"rank {rank} {what_it_does(beat)}" for rank, beat in sorted(beats.items())]
         more = [f"and {len(others) - len(beats)} more ranks"] if len(others) > len(beats) else []
         return f"rank {self.rank} waits at {what}: {'; '.join([*activity, *more])}"
-
-
-def _drain(works: Sequence[dist.Work], finished: threading.Event, failures: list[Exception]) -> None:
-    try:
-        for work in works:
-            work.wait()
-    except Exception as error:  # for the thread that waits
-        failures.append(error)
-    finally:
-        finished.set()

@@ -3,6 +3,7 @@
 import shutil
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,7 +23,6 @@ from rltrain.data.preferences import Preferences
 from rltrain.data.prompts import report_dropped
 from rltrain.evaluation.best import BEST_FILE, BEST_FOLDER, Best
 from rltrain.evaluation.verdicts import best_verdict_of, end_verdict_of
-from rltrain.exchange.exchange import Shipment
 from rltrain.reshard.tensor_groups import MADE_BYTES
 from rltrain.roles.adapter_export import adapters_folder, export_adapters, keep_exported_adapters
 from rltrain.roles.advantage_estimation import AdvantageEstimation
@@ -110,7 +110,7 @@ class Actor(TrainedRole):
         self.batch.add(chunk, experience)
         self._log_sample_ids(step, chunk, experience)
         if experience.has("returns"):  # for the critic, with the mask of what is trained on
-            self.shipments["returns", step, chunk] = Shipment(experience, scored.group_tokens)
+            self.shipments["returns", step, chunk] = replace(scored, experience=experience)
 
     def _with_what_is_told(self, experience: Experience, step: int, chunk: int) -> Experience:
         """With what other roles said of the same samples."""

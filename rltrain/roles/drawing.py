@@ -124,6 +124,7 @@ class DrawingRole(Role):
             self.job.waiter,
             self.job.heartbeat,
             rules,
+            engine=self.dp,
             ranks=[rank for rank in self.grid.ranks if rank not in self.engine_ranks],
             in_flight=in_flight,
             selection=selection,

@@ -10,7 +10,7 @@ from rltrain.algorithms.registry import algorithm_of
 from rltrain.checkpoint.run.files import Contents
 from rltrain.cluster.world import TRANSPORT_TIMEOUT_S
 from rltrain.data.preferences import Preferences
-from rltrain.exchange.exchange import Shipment
+from rltrain.exchange.shipment import Shipment
 from rltrain.models.of_roles import reference_is_actors_base, reference_uses_actor_modules
 from rltrain.reshard.layout import Layout
 from rltrain.residency.host_tensors import HostTensors
@@ -122,7 +122,8 @@ class Reference(Role):
         that a reference with ranks of its own need not wait for the actor. Collective over: this replica."""
         if isinstance(self.training_data, Preferences):
             pairs = self.training_data.for_step(step, part=self.dp, num_parts=self.grid.dp)
-            samples = Shipment(pairs, self.training_data.group_sizes(step))
+            sizes = self.training_data.group_sizes(step)
+            samples = Shipment(pairs, sizes, self.training_data.holders(sizes, self.grid.dp))
         else:
             samples = self.shipments.pop(("scored", step, chunk))
         self.shipments["reference_logprobs", step, chunk] = self._with_logprobs(samples)
@@ -131,7 +132,8 @@ class Reference(Role):
         """Log-probs of the held-out pairs under the reference. Collective over: this replica."""
         assert isinstance(self.training_data, Preferences), "only an algorithm that learns from pairs has this task"
         pairs = self.training_data.held_out(part=self.dp, num_parts=self.grid.dp)
-        held_out = Shipment(pairs, self.training_data.held_out_sizes())
+        sizes = self.training_data.held_out_sizes()
+        held_out = Shipment(pairs, sizes, self.training_data.holders(sizes, self.grid.dp))
         self.shipments["evaluation_logprobs", step, chunk] = self._with_logprobs(held_out)
 
     def _with_logprobs(self, samples: Shipment) -> Shipment:

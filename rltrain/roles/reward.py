@@ -8,7 +8,7 @@ import torch
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.checkpoint.run.files import Contents
 from rltrain.data.experience import Experience
-from rltrain.exchange.exchange import Shipment
+from rltrain.exchange.shipment import Shipment
 from rltrain.rewards.combined import CombinedScorer
 from rltrain.rewards.group_filter import load_group_filter
 from rltrain.rewards.rewarding_model import rewarding_models

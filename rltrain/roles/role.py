@@ -18,7 +18,7 @@ from rltrain.config.schema import Config, Offload
 from rltrain.data.demonstrations import Demonstrations
 from rltrain.data.index_making import IndexFolder
 from rltrain.data.preferences import Preferences
-from rltrain.exchange.exchange import Shipment
+from rltrain.exchange.shipment import Shipment
 from rltrain.liveness.heartbeat import Heartbeat
 from rltrain.liveness.job_store import JobStore
 from rltrain.liveness.stopping import StopRequest

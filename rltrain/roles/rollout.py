@@ -10,7 +10,7 @@ import torch
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.checkpoint.run.files import Contents, read_contents
 from rltrain.errors import CheckpointError
-from rltrain.exchange.exchange import Shipment
+from rltrain.exchange.shipment import Shipment
 from rltrain.models.routing_shape import RoutingShape
 from rltrain.residency.memory_parts import MemoryPart
 from rltrain.roles.drawing import DrawingRole
@@ -257,4 +257,5 @@ class Rollout(DrawingRole):
             experience = self.scoring.hand_over(step, chunk, experience, records)
         self.count_operations(experience)
         group_tokens = torch.tensor([group.num_tokens for group in finished])
-        self.shipments[transfer, step, chunk] = Shipment(experience, group_tokens)
+        holders = torch.tensor([group.engine for group in finished])
+        self.shipments[transfer, step, chunk] = Shipment(experience, group_tokens, holders)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import torch
 
 from rltrain.algorithms.registry import algorithm_of
-from rltrain.exchange.exchange import Shipment
 from rltrain.rewards.rewarding_model import rewarding_models
 from rltrain.rewards.scorable import Scorable
 from rltrain.roles.role import Job, Role
@@ -43,9 +42,7 @@ class TellingRole(Role):
         assert source is not None, "only an algorithm that generates has samples to train on"
         samples = self.shipments.pop((of, step, chunk))
         told = torch.tensor(self.tell(source.of(samples.experience, step)), dtype=torch.float32)
-        self.shipments[leaves, step, chunk] = Shipment(
-            samples.experience.with_fields(model_scores=told), samples.group_tokens
-        )
+        self.shipments[leaves, step, chunk] = samples.with_fields(model_scores=told)
 
     def log_failure(self, sample: Scorable, reason: str) -> None:
         self._num_failures += 1

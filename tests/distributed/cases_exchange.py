@@ -7,10 +7,12 @@ import torch
 import torch.distributed as dist
 
 from rltrain.cluster.grid import Grid
-from rltrain.cluster.world import join_world
+from rltrain.cluster.world import LOOPBACK, join_world
 from rltrain.data.assignment import assign_groups
 from rltrain.errors import StallError
-from rltrain.exchange.exchange import Exchange, Route, Shipment
+from rltrain.exchange.exchange import Exchange, Route
+from rltrain.exchange.shipment import Shipment
+from rltrain.exchange.transport import Transport
 from rltrain.liveness.job_store import JobStore
 from rltrain.liveness.waiting import Waiter
 from tests.unit.test_experience import make_experience
@@ -22,8 +24,9 @@ RANKS_PER_NODE = (4, 2, 1)
 
 def make_exchange(timeout_s=60.0, stall_report_s=30.0, ranks_per_node=4):
     job_store = JobStore(join_world(timeout_s))
-    waiter = Waiter(job_store, stall_report_s)
-    return Exchange(job_store.world.rank, dist.group.WORLD, waiter, ranks_per_node), job_store
+    world, waiter = job_store.world, Waiter(job_store, stall_report_s)
+    transport = Transport(world.rank, LOOPBACK, world.store, world.background)
+    return Exchange(world.rank, transport, waiter, ranks_per_node), job_store
 
 
 def random_grid(rng: random.Random) -> Grid:
@@ -47,11 +50,12 @@ def random_routes(num_transfers: int, seed: int = 0) -> dict:
         whole = make_experience(lengths, groups, seed=position)
         group_tokens = torch.tensor(lengths).view(-1, SAMPLES_PER_GROUP).sum(1)
         route = Route(f"transfer {position}", source, destination, FIELDS, position)
+        holders = torch.tensor([rng.randrange(source.dp) for _ in range(num_groups)])
         transfers.append((route, whole, group_tokens))
         exchange.ranks_per_node = RANKS_PER_NODE[position % len(RANKS_PER_NODE)]
         if exchange.rank in source.ranks:
-            mine = whole.group_ids % source.dp == source.coordinates(exchange.rank).dp
-            exchange.post(route, Shipment(whole.select(mine.nonzero().flatten()), group_tokens))
+            mine = holders[whole.group_ids] == source.coordinates(exchange.rank).dp
+            exchange.post(route, Shipment(whole.select(mine.nonzero().flatten()), group_tokens, holders))
     num_received = num_relayed = 0
     for route, whole, group_tokens in transfers:
         exchange.ranks_per_node = RANKS_PER_NODE[route.position % len(RANKS_PER_NODE)]
@@ -61,6 +65,7 @@ def random_routes(num_transfers: int, seed: int = 0) -> dict:
             expected = whole.select(due.nonzero().flatten())
             received = exchange.wait(route)
             assert torch.equal(received.group_tokens, group_tokens)
+            assert torch.equal(received.holders, assign_groups(group_tokens, route.destination.dp))
             assert {*received.experience.present()} == {*FIELDS}, "no more than the route says, also from this rank"
             for name in FIELDS:
                 assert torch.equal(getattr(received.experience, name), getattr(expected, name)), (route, name)
@@ -77,7 +82,7 @@ def late_source() -> dict:
     """Rank 0 posts late: rank 1 reports the stall, naming what rank 0 does, and still receives."""
     exchange, job_store = make_exchange(timeout_s=30, stall_report_s=0.3)
     route = Route("samples[0]", Grid((0,)), Grid((1,)), FIELDS, 0)
-    shipment = Shipment(make_experience([3, 4]), torch.tensor([3, 4]))
+    shipment = Shipment(make_experience([3, 4]), torch.tensor([3, 4]), torch.tensor([0, 0]))
     job_store.heartbeat.begin("generate[0]")
     job_store.heartbeat.start()
     dist.barrier()

@@ -72,6 +72,7 @@ class Rank:
                 num_ahead=PER_STEP,
                 max_staleness=CONFIG.schedule.max_staleness,
             ),
+            engine=ENGINES.index(self.engine_ranks),
             ranks=[],
             in_flight=self.in_flight,
         )

@@ -10,10 +10,13 @@ import torch
 import torch.distributed as dist
 
 from rltrain.cluster.grid import Grid
+from rltrain.cluster.interfaces import own_address
 from rltrain.cluster.world import GLOO_INTERFACE, join_world
 from rltrain.data.assignment import assign_groups
 from rltrain.data.experience import Experience
-from rltrain.exchange.exchange import Exchange, Route, Shipment
+from rltrain.exchange.exchange import Exchange, Route
+from rltrain.exchange.shipment import Shipment
+from rltrain.exchange.transport import Transport
 from rltrain.liveness.job_store import JobStore
 from rltrain.liveness.waiting import Waiter
 from rltrain.reshard.execute.resharding import Resharding
@@ -21,6 +24,7 @@ from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.planner import plan, traffic
 from rltrain.rollout.layout import engine_layout
 from tests.distributed.cases_reshard import shards
+from tests.hosts import NETWORK
 from tests.model_shards import full_tensors, tiny_architecture
 
 INTERFACE, CLONE_NEWNET = "eth0", 0x40000000
@@ -58,7 +62,9 @@ def every_way(hosts: list[list[str]]) -> dict[str, dict[str, Bytes]]:
 
     found = {"weights": {"counted": counted(prepared_sync(group, rank)), "due": weights_due(len(hosts))}}
     waiter = Waiter(job_store, 30.0)
-    exchange, to_each_rank = (Exchange(rank, group, waiter, size) for size in (RANKS_PER_NODE, 1))
+    world = job_store.world
+    transport = Transport(rank, own_address(f"{NETWORK}.1"), world.store, world.background)
+    exchange, to_each_rank = (Exchange(rank, transport, waiter, size) for size in (RANKS_PER_NODE, 1))
     ways = {
         "a replica on each node": (exchange, TRAINING),
         "a replica on two nodes": (exchange, ACROSS_NODES),
@@ -146,7 +152,7 @@ def of_engine(engine: int) -> Experience:
 def move_experience(exchange: Exchange, route: Route) -> None:
     if exchange.rank in route.source.ranks:
         engine = route.source.coordinates(exchange.rank).dp
-        exchange.post(route, Shipment(of_engine(engine), GROUP_TOKENS))
+        exchange.post(route, Shipment(of_engine(engine), GROUP_TOKENS, torch.arange(NUM_GROUPS) % ENGINES.dp))
     if exchange.rank in route.destination.ranks:
         received = exchange.wait(route).experience
         replica = route.destination.coordinates(exchange.rank).dp

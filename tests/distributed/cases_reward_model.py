@@ -14,7 +14,7 @@ from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.rank_lists import group_lists
 from rltrain.config.schema import Config
 from rltrain.data.experience import Experience
-from rltrain.exchange.exchange import Shipment
+from rltrain.exchange.shipment import Shipment
 from rltrain.models.of_roles import role_architectures
 from rltrain.roles.reward_model import RewardModel
 from rltrain.roles.role import Job
@@ -70,7 +70,7 @@ def scores(job: Job, *, half: bool) -> list[float]:
     samples = drawn(job)
     if half:
         samples = samples.select(torch.arange(role.dp, samples.num_samples, 2))
-    role.shipments["samples", 0, 0] = Shipment(samples, samples.lengths)
+    role.shipments["samples", 0, 0] = Shipment(samples, samples.lengths, torch.zeros_like(samples.lengths))
     role.model_scores(0, 0)
     experience = role.shipments["model_scores", 0, 0].experience
     return [float(score) for score in experience.model_scores]

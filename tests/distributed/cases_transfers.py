@@ -11,9 +11,11 @@ from torch import Tensor
 
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.placement import resolve_placement
-from rltrain.cluster.world import join_world
+from rltrain.cluster.world import LOOPBACK, join_world
 from rltrain.config.schema import Config
-from rltrain.exchange.exchange import Exchange, Shipment
+from rltrain.exchange.exchange import Exchange
+from rltrain.exchange.shipment import Shipment
+from rltrain.exchange.transport import Transport
 from rltrain.liveness.job_store import JobStore
 from rltrain.liveness.waiting import Waiter
 from rltrain.schedule.order import Order
@@ -55,9 +57,9 @@ class StandIn:
 
 
 class Rank:
-    """One rank of a job, on groups of its own: what an earlier one left unreceived cannot be met."""
+    """One rank of a job `name`, with a transport of its own: what an earlier one left unreceived cannot be met."""
 
-    def __init__(self, job_store: JobStore, placement: Mapping[str, str | int], training_tp: int) -> None:
+    def __init__(self, name: str, job_store: JobStore, placement: Mapping[str, str | int], training_tp: int) -> None:
         self.config = make_config(placement)
         self.placement = resolve_placement(placement, NUM_RANKS, NUM_RANKS)
         self.order = build_order(self.config, self.placement)
@@ -65,7 +67,10 @@ class Rank:
         tp = {"actor": training_tp, "reference": training_tp}
         grids = {role: Grid(self.placement.ranks(role), tp=tp.get(role, 1)) for role in self.placement.roles}
         self.roles = {role: StandIn(grids[role], rank) for role in self.placement.hosts(rank)}
-        self.exchange = Exchange(rank, dist.new_group(), Waiter(job_store, 30.0), RANKS_PER_NODE)
+        world = job_store.world
+        stores = [dist.PrefixStore(name, store) for store in (world.store, world.background)]
+        transport = Transport(rank, LOOPBACK, *stores)
+        self.exchange = Exchange(rank, transport, Waiter(job_store, 30.0), RANKS_PER_NODE)
         self.job = SimpleNamespace(shape=RunShape.of(self.config), grids=grids)
         self.received: Received = {}
 
@@ -102,7 +107,8 @@ class Rank:
         whole = whole.with_fields(sample_ids=seed * 100 + torch.arange(len(lengths)))
         mine = (whole.group_ids % role.grid.dp == role.dp).nonzero().flatten()
         group_tokens = torch.tensor(lengths).view(-1, NUM_SAMPLES).sum(1)
-        role.shipments["samples", step, chunk] = Shipment(whole.select(mine), group_tokens)
+        holders = torch.arange(num_groups) % role.grid.dp
+        role.shipments["samples", step, chunk] = Shipment(whole.select(mine), group_tokens, holders)
 
     def score(self, step: int, chunk: int) -> None:
         role = self.roles["reward"]
@@ -142,7 +148,8 @@ def cut_and_go_on(placements: list[tuple[dict[str, str], dict[str, str], int]], 
 def _cut_and_go_on(
     job_store: JobStore, before: dict[str, str], after: dict[str, str], training_tp: int, step: int, number: int
 ) -> dict:
-    first, second = Rank(job_store, before, training_tp), Rank(job_store, after, training_tp)
+    first = Rank(f"{number} before", job_store, before, training_tp)
+    second = Rank(f"{number} after", job_store, after, training_tp)
     saved = first.follow(first.order, save_at=first.order.boundary(step))
     files = dist.PrefixStore(f"files {number}", job_store.world.store)
     files.set(str(job_store.world.rank), safetensors.torch.save(saved))

@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from rltrain.cluster.world import join_world
+from rltrain.cluster.world import LOOPBACK, join_world
 from rltrain.config.schema import Timeouts
+from rltrain.exchange.transport import Delivery, Transport
 from rltrain.liveness.job_store import JobStore
 from rltrain.liveness.waiting import Waiter
 from rltrain.liveness.watchdog import Watchdog
@@ -46,7 +46,8 @@ class Rank:
         self.heartbeat.interval_s = BEAT_S
         self.waiter = Waiter(job_store, report_s=30.0)
         self.groups = {ranks: dist.new_group(list(ranks)) for ranks in [(2,), (0, 1), (0, 1, 2)]}
-        self.sent: list[Any] = []  # what is dropped is not delivered
+        self.transport = Transport(world.rank, LOOPBACK, world.store, world.background)
+        self.sent: list[Delivery] = []
         self.heartbeat.start()
         self.watchdog = Watchdog(self.heartbeat, job_store.observer, world.background, Path(folder), interval_s=BEAT_S)
         self.watchdog.start()
@@ -68,12 +69,12 @@ class Rank:
     def _transfer_samples(self, step: int, position: int) -> None:
         samples = torch.ones(2)
         if self.number in MEMBERS["rollout"]:
-            works = [dist.isend(samples, peer) for peer in MEMBERS["actor"]]
-            self.sent.append((works, samples))
+            self.sent += [self.transport.send(peer, step, [samples]) for peer in MEMBERS["actor"]]
         else:
             self.heartbeat.begin("wait samples", "actor", step, position=position)
             self.fault("wait samples", step)
-            self.waiter.wait([dist.irecv(samples, 2)], f"wait samples[{step}]", [2])
+            received = [self.transport.receive(2, step)]
+            self.waiter.until(lambda seconds: self.transport.wait(received, seconds), f"wait samples[{step}]", [2])
 
 
 def fail_in(task: str, folder: str, fail: Callable[[], None]) -> Callable[[str, int], None]:

@@ -40,7 +40,7 @@ class Entry:
 
 def plans(order, grids, kept=()):
     placement = Placement({role: grid.ranks for role, grid in grids.items()}, {}, WORLD_SIZE)
-    lists = group_lists(grids, WORLD_SIZE)
+    lists = group_lists(grids)
     return placement, [
         CommunicatorPlan(Order.of(order), placement, grids, rank, lists=lists, kept=kept) for rank in range(WORLD_SIZE)
     ]

@@ -22,7 +22,7 @@ def store() -> Iterator[dist.TCPStore]:
 
 
 def group(position: int) -> Finished:
-    return Finished(position, num_tokens=10 + position, num_response_tokens=position)
+    return Finished(position, num_tokens=10 + position, num_response_tokens=position, engine=position % 3)
 
 
 def test_a_chunk_is_full_with_its_last_ticket(store):
@@ -50,7 +50,7 @@ def test_a_drawn_ticket_may_still_have_to_be_written(store):
     completion_log.store.add("step 0/count", 1)
     assert completion_log.is_full("step 0", 0)
     assert completion_log.read("step 0", 0) is None
-    completion_log.store.append("step 0/0", "1:11:1;")
+    completion_log.store.append("step 0/0", "1:11:1:1;")
     assert completion_log.read("step 0", 0) == [group(0), group(1)]
 
 

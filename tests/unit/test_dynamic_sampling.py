@@ -87,6 +87,7 @@ class Setting:
             ShortPatience(),
             SimpleNamespace(advance=lambda: None),
             rules,
+            engine=engine,
             ranks=[other for other in range(self.num_engines) if other != engine],
             selection=selection,
         )

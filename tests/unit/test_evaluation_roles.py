@@ -17,7 +17,7 @@ from rltrain.errors import ConfigError
 from rltrain.evaluation.best import BEST_FILE, BEST_STATE_FILE, Best, BestSoFar
 from rltrain.evaluation.outcomes import metrics_of, record_of
 from rltrain.evaluation.verdicts import best_verdict_of, end_verdict_of
-from rltrain.exchange.exchange import Shipment
+from rltrain.exchange.shipment import Shipment
 from rltrain.roles import actor as actor_module
 from rltrain.roles import drawing
 from rltrain.roles.actor import Actor
@@ -151,7 +151,7 @@ def score(config: Config, parts: dict[int, Experience], step: int, resumed: Resu
         job = job_of(config, rank, shared)
         job.resumed = resumed
         reward = Reward(job)
-        samples = Shipment(parts[rank], torch.ones(1, dtype=torch.int64))
+        samples = Shipment(parts[rank], torch.ones(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
         reward.shipments["evaluation_samples", step, 1] = samples
         metrics = reward.score_evaluation(step, 1)
         assert bool(metrics) == (rank == 1)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rltrain.data.assignment import assign_groups, mini_batch_of
 from rltrain.data.experience import Experience, join
-from rltrain.exchange.exchange import Shipment, body_bytes, decode, encode
+from rltrain.exchange.shipment import Shipment, body_bytes, decode, encode
 
 
 def make_experience(lengths, group_ids=None, seed=0):
@@ -77,12 +77,13 @@ def test_fields_of_other_samples_are_not_taken():
 
 @given(sample_lengths, st.lists(st.integers(0, 100), min_size=1, max_size=6))
 def test_a_message_decodes_to_what_was_encoded(lengths, group_tokens):
-    shipment = Shipment(make_experience(lengths), torch.tensor(group_tokens))
+    shipment = Shipment(make_experience(lengths), torch.tensor(group_tokens), torch.arange(len(group_tokens)))
     fields = shipment.experience.present()
     header, body = encode(shipment, fields)
     assert len(body) == body_bytes(header, fields)
     received = decode(header, body, fields)
     assert torch.equal(received.group_tokens, shipment.group_tokens)
+    assert torch.equal(received.holders, shipment.holders)
     assert received.experience.present() == fields
     for name in fields:
         assert torch.equal(getattr(received.experience, name), getattr(shipment.experience, name))
@@ -90,7 +91,7 @@ def test_a_message_decodes_to_what_was_encoded(lengths, group_tokens):
 
 def test_a_message_without_samples_still_says_how_many_groups_there_are():
     nothing = make_experience([3]).select(torch.empty(0, dtype=torch.int64))
-    header, body = encode(Shipment(nothing, torch.tensor([5, 6])), nothing.present())
+    header, body = encode(Shipment(nothing, torch.tensor([5, 6]), torch.tensor([0, 1])), nothing.present())
     assert decode(header, body, nothing.present()).group_tokens.tolist() == [5, 6]
 
 

@@ -18,7 +18,7 @@ from rltrain.checkpoint.run.folder import CheckpointFolder, Resumed, name_of
 from rltrain.config.loader import load_config
 from rltrain.data.experience import Experience
 from rltrain.errors import UserError
-from rltrain.exchange.exchange import Shipment, body_bytes, decode, encode
+from rltrain.exchange.shipment import Shipment, body_bytes, decode, encode
 from rltrain.rollout.sglang.server import rltrain_weight_loader
 from rltrain.system.messages import Connection, MessageServer, PeerLost
 from tests.mutations import mutated_bytes, mutated_json
@@ -56,7 +56,7 @@ def shipment() -> Shipment:
         tokens=torch.arange(6),
         reward_parts=torch.ones(3, 2),
     )
-    return Shipment(experience, torch.tensor([4, 0, 0, 0, 2]))
+    return Shipment(experience, torch.tensor([4, 0, 0, 0, 2]), torch.tensor([0, 0, 0, 0, 1]))
 
 
 @pytest.mark.parametrize("count", COUNTS)

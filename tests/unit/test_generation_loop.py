@@ -87,6 +87,7 @@ class Setting:
             ShortPatience(),
             SimpleNamespace(advance=lambda: time.sleep(self.step_s(engine))),
             self.rules,
+            engine=engine,
             ranks=[other for other in range(self.num_engines) if other != engine],
             in_flight=SimpleNamespace(is_due=lambda: bool(self.versions), join=sync),
         )

@@ -198,12 +198,11 @@ def test_a_wait_lasts_as_long_as_the_other_gets_on(ranks, caplog):
 
 
 def test_whatever_breaks_a_transfer_ends_the_wait_for_it(ranks):
-    class Broken:
-        def wait(self) -> None:
-            raise TypeError("not what was asked for")
+    def broken(seconds: float) -> bool:
+        raise ConnectionResetError("by the other side")
 
-    with pytest.raises(StallError, match="wait samples.*the connection broke: not what was asked for"):
-        Waiter(ranks[0], report_s=60).wait([Broken()], "wait samples[3]", [1])  # type: ignore[list-item]
+    with pytest.raises(StallError, match="wait samples.*rank 1.*the connection broke: by the other side"):
+        Waiter(ranks[0], report_s=60).until(broken, "wait samples[3]", [1])
 
 
 def test_a_wait_for_one_that_does_nothing_ends_with_its_name(ranks):

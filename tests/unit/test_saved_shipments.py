@@ -1,5 +1,6 @@
 """Experience that crosses a checkpoint: every sample of it is sent on by one replica, whatever their number."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from rltrain.checkpoint.run.files import Contents, read_contents, write_files
 from rltrain.data.experience import FIELDS
 from rltrain.errors import CheckpointError
-from rltrain.exchange.exchange import Shipment, joined
+from rltrain.exchange.shipment import Shipment, joined
 from rltrain.exchange.saved_shipments import as_tensors, read_parts, share
 from rltrain.schedule.order import Entries, Order
 from rltrain.transfers import Transfers
@@ -28,12 +29,12 @@ def whole_step(seed: int = 0) -> Shipment:
     """Two samples of every group."""
     lengths = [1 + (5 * i + seed) % 7 for i in range(2 * NUM_GROUPS)]
     experience = make_experience(lengths, [i // 2 for i in range(2 * NUM_GROUPS)], seed)
-    return Shipment(experience, torch.tensor(lengths).view(-1, 2).sum(1))
+    return Shipment(experience, torch.tensor(lengths).view(-1, 2).sum(1), torch.zeros(NUM_GROUPS, dtype=torch.int64))
 
 
 def of_owner(step: Shipment, owner_of: list[int], owner: int) -> Shipment:
     mine = torch.tensor(owner_of)[step.experience.group_ids] == owner
-    return Shipment(step.experience.select(mine.nonzero().flatten()), step.group_tokens)
+    return replace(step, experience=step.experience.select(mine.nonzero().flatten()))
 
 
 def assert_equal(one: Shipment, other: Shipment) -> None:
@@ -51,7 +52,9 @@ def test_replicas_of_any_number_send_on_the_whole_step(owner_of, num_replicas):
     shares = [share(parts, replica, num_replicas) for replica in range(num_replicas)]
     assert_equal(joined(shares), step)
     for group in range(NUM_GROUPS):
-        assert sum(group in part.experience.group_ids for part in shares) == 1, "a group stays together"
+        with_group = [replica for replica, part in enumerate(shares) if group in part.experience.group_ids]
+        assert len(with_group) == 1, "a group stays together"
+        assert all(part.holders[group] == with_group[0] for part in shares), "and all say where it is"
     for part in shares:
         assert all(values.dtype == FIELDS[name][0] for name, values in part.experience.columns().items())
 

@@ -27,7 +27,9 @@ from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.rank_lists import group_lists
 from rltrain.cluster.world import start_process_groups
 from rltrain.data.experience import Experience
-from rltrain.exchange.exchange import Exchange, Route, Shipment
+from rltrain.exchange.exchange import Exchange, Route
+from rltrain.exchange.shipment import Shipment
+from rltrain.exchange.transport import Transport
 from rltrain.job import listen_for_stop
 from rltrain.legality.schedule import check_schedule
 from rltrain.liveness.ending import Ending
@@ -62,7 +64,7 @@ def derive(job: JobAtSize) -> Cost:
         check_schedule(job.config, placement, grids)
         check(build_order(shortened(job.config), placement), placement)
         build_order(job.config, placement).digest()
-        group_lists(grids, job.size)
+        group_lists(grids)
 
     with timed() as since:
         once()
@@ -124,7 +126,7 @@ def agree(job: JobAtSize) -> Cost:
 
 def make_groups(job: JobAtSize) -> Cost:
     """The bookkeeping of process groups: what each costs beside the connections themselves."""
-    lists = group_lists(job.grids, job.size)
+    lists = group_lists(job.grids)
     slowest, most = 0.0, 0
     with counted_messages(job.size) as messages:
         for rank in (0, job.size // 2, job.size - 1):

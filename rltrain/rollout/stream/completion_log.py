@@ -17,6 +17,8 @@ class Finished:
     num_tokens: int
     """Of all its samples, prompts included."""
     num_response_tokens: int
+    engine: int
+    """The number of the one that has it."""
     dropped: tuple[int, ...] = ()
     """Positions of groups that its engine has dropped since the one before."""
 
@@ -43,8 +45,8 @@ class CompletionLog:
         """Append to the log."""
         self._num_known[log] = self.store.add(f"{log}/count", 1)
         number = self._num_known[log] - 1
-        numbers = (finished.position, finished.num_tokens, finished.num_response_tokens, *finished.dropped)
-        entry = ":".join(map(str, numbers)) + ";"
+        of_group = (finished.position, finished.num_tokens, finished.num_response_tokens, finished.engine)
+        entry = ":".join(map(str, (*of_group, *finished.dropped))) + ";"
         self.store.append(f"{log}/{number // self.per_chunk}", entry)  # type: ignore[attr-defined]
 
     def is_full(self, log: str, chunk: int) -> bool:
@@ -82,5 +84,5 @@ class CompletionLog:
 
 
 def _read(entry: str) -> Finished:
-    position, num_tokens, num_response_tokens, *dropped = map(int, entry.split(":"))
-    return Finished(position, num_tokens, num_response_tokens, tuple(dropped))
+    position, num_tokens, num_response_tokens, engine, *dropped = map(int, entry.split(":"))
+    return Finished(position, num_tokens, num_response_tokens, engine, tuple(dropped))

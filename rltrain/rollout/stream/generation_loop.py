@@ -34,6 +34,8 @@ class GenerationLoop:
     waiter: Waiter
     heartbeat: Heartbeat
     rules: StreamRules
+    engine: int
+    """The number of this one."""
     ranks: Sequence[int]
     """Of all engines."""
     in_flight: InFlightSync | NoInFlightSync = NoInFlightSync()
@@ -111,7 +113,7 @@ class GenerationLoop:
         self.drawn[group.position] = group
         dropped = () if self.selection is None else self.selection.tell(group.position)
         if self.decisions.is_leader:
-            entry = Finished(group.position, group.num_tokens, group.num_response_tokens, dropped)
+            entry = Finished(group.position, group.num_tokens, group.num_response_tokens, self.engine, dropped)
             self.completion_log.add(self.rules.log_of(group.position), entry)
 
     def _decide(self, step: int, chunk: int) -> LeaderDecision:

@@ -1,0 +1,218 @@
+"""Messages between any two ranks, over TCP connections that are made with the first one: host memory, no process group.
+
+A rank connects to those alone that it has something for, or waits for. So nothing is there of a pair of ranks that have
+nothing to tell each other, of which a job of N ranks has almost N² / 2, and who sends need not wait until the receiver
+is there. A thread of its own carries everything: what arrives before it is asked for stays in memory here.
+"""
+
+import json
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rltrain.exchange.links import Bytes, Called, Caller, LinkLost, family_of
+from rltrain.system.threads import JobThread
+
+LOOK_UP_S, LONGEST_LOOK_UP_S = 0.01, 1.0
+"""Between two looks for the addresses of ranks that have not come yet: twice as long after each."""
+READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+
+
+@dataclass(eq=False)
+class Delivery:
+    """A message on its way to or from `peer`; `message` [bytes] uint8 is one that has come."""
+
+    peer: int
+    tag: int
+    is_done: bool = False
+    message: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+
+
+class Transport:
+    """This rank's end. Calls come from one thread at a time.
+
+    `address` is where this rank listens, on a port that the system chooses, for those that know its token; both are in
+    `store`, where others look for them, from this one's thread by `background`, another connection to the same store.
+    """
+
+    def __init__(self, rank: int, address: str, store: dist.Store, background: dist.Store) -> None:
+        self.rank = rank
+        self._store = dist.PrefixStore("transport", background)
+        self._token = secrets.token_hex(16)
+        self._listener = socket.create_server((address, 0), family=family_of(address), backlog=4096)
+        self._listener.setblocking(False)
+        self._wakes, self._wake = socket.socketpair()
+        self._wakes.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, READ)
+        self._selector.register(self._wakes, READ)
+        self._changed = threading.Condition()
+        self._arrived: dict[tuple[int, int], Bytes] = {}
+        self._expected: dict[tuple[int, int], Delivery] = {}
+        self._lost: dict[int, str] = {}
+        self._wanted: deque[tuple[Delivery, Sequence[memoryview] | None]] = deque()
+        """What this rank's own thread asks for: a message to be sent, or (None) a connection to who is waited for."""
+        self._callers: dict[int, Caller] = {}
+        self._unknown: dict[int, list[tuple[Delivery, Sequence[memoryview] | None]]] = {}
+        """What waits for the addresses of its peers."""
+        self._unreceived: dict[tuple[int, int], Delivery] = {}
+        self._look_up_at, self._look_up_s = 0.0, LOOK_UP_S
+        self._is_closed = False
+        place = json.dumps([address, self._listener.getsockname()[1], self._token])
+        dist.PrefixStore("transport", store).set(str(rank), place)
+        self._thread = JobThread(target=self._run, name="exchange", daemon=True)
+        self._thread.start()
+
+    def send(self, peer: int, tag: int, parts: Sequence[Tensor]) -> Delivery:
+        """A message of these tensors' bytes, which stay as they are until it is done: received by the other side.
+
+        `tag` is its own among all that ever go from this rank to `peer`. Does not wait.
+        """
+        delivery = Delivery(peer, tag)
+        views = [memoryview(part.numpy()).cast("B") for part in parts if part.numel()]
+        self._ask(delivery, views)
+        return delivery
+
+    def receive(self, peer: int, tag: int) -> Delivery:
+        """The message of that tag, which is done once it has come. Does not wait."""
+        delivery = Delivery(peer, tag)
+        with self._changed:
+            if (found := self._arrived.pop((peer, tag), None)) is not None:
+                _complete(delivery, found)
+                return delivery
+            self._expected[peer, tag] = delivery
+        self._ask(delivery, None)
+        return delivery
+
+    def wait(self, deliveries: Iterable[Delivery], seconds: float) -> bool:
+        """Whether all are done, within so many seconds. Raises ConnectionError where the other side of one has gone."""
+        pending = list(deliveries)
+
+        def are_done() -> bool:
+            pending[:] = [one for one in pending if not one.is_done]
+            for one in pending:
+                if one.peer in self._lost:
+                    raise ConnectionError(f"rank {one.peer}: {self._lost[one.peer]}")
+            return not pending
+
+        with self._changed:
+            return self._changed.wait_for(are_done, seconds)
+
+    def close(self) -> None:
+        """End all connections. What was sent must have been received, and what is awaited have come."""
+        self._is_closed = True
+        self._wake.send(b"\0")
+        self._thread.join()
+
+    def _ask(self, delivery: Delivery, message: Sequence[memoryview] | None) -> None:
+        self._wanted.append((delivery, message))
+        self._wake.send(b"\0")
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            for key, events in self._selector.select(self._look_up_s if self._unknown else None):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif key.fileobj is self._wakes:
+                    self._wakes.recv(2**16)
+                else:
+                    self._serve(key.data, events)
+            while self._wanted:
+                self._begin(*self._wanted.popleft())
+            self._look_up()
+        self._close()
+
+    def _begin(self, delivery: Delivery, message: Sequence[memoryview] | None) -> None:
+        caller, peer = self._callers.get(delivery.peer), delivery.peer
+        if peer in self._lost:
+            return
+        if caller is None:
+            self._unknown.setdefault(peer, []).append((delivery, message))
+            self._look_up_s, self._look_up_at = LOOK_UP_S, 0.0
+        elif message is not None:
+            self._unreceived[peer, delivery.tag] = delivery
+            caller.put(delivery.tag, message)
+            self._serve(caller, WRITE)
+
+    def _look_up(self) -> None:
+        """Call those whose address is known by now."""
+        if not self._unknown or time.monotonic() < self._look_up_at:
+            return
+        for peer in [peer for peer in self._unknown if self._store.check([str(peer)])]:
+            host, port, token = json.loads(self._store.get(str(peer)))
+            caller = self._callers[peer] = Caller(peer, (host, port), token, self.rank)
+            self._selector.register(caller.socket, READ | WRITE, caller)
+            for delivery, message in self._unknown.pop(peer):
+                self._begin(delivery, message)
+        self._look_up_s = min(2 * self._look_up_s, LONGEST_LOOK_UP_S)
+        self._look_up_at = time.monotonic() + self._look_up_s
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # who called has gone again
+            return
+        called = Called(connection, self._token)
+        self._selector.register(connection, READ, called)
+
+    def _serve(self, link: Caller | Called, events: int) -> None:
+        if link.socket.fileno() < 0:  # it was lost in this round
+            return
+        try:
+            if isinstance(link, Called) and events & READ:
+                self._take(link)
+            if isinstance(link, Caller) and events & READ:
+                self._note_receipts(link)
+            link.write()
+            self._selector.modify(link.socket, READ | (WRITE if link.has_unsent else 0), link)
+        except LinkLost as error:
+            self._lose(link, str(error))
+
+    def _take(self, link: Called) -> None:
+        for tag, message in link.read():
+            assert link.peer is not None, "who has not said who it is has sent nothing"
+            link.confirm(tag)
+            with self._changed:
+                delivery = self._expected.pop((link.peer, tag), None)
+                if delivery is None:
+                    self._arrived[link.peer, tag] = message
+                else:
+                    _complete(delivery, message)
+                    self._changed.notify_all()
+
+    def _note_receipts(self, link: Caller) -> None:
+        tags = link.read()
+        with self._changed:
+            for tag in tags:
+                if (delivery := self._unreceived.pop((link.peer, tag), None)) is not None:
+                    delivery.is_done = True
+            self._changed.notify_all()
+
+    def _lose(self, link: Caller | Called, reason: str) -> None:
+        """The other side has ended, or what calls is no rank of this job, of which nobody need know."""
+        self._selector.unregister(link.socket)
+        link.socket.close()
+        if link.peer is not None:
+            with self._changed:
+                self._lost.setdefault(link.peer, reason)
+                self._changed.notify_all()
+
+    def _close(self) -> None:
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+        self._selector.close()
+        self._wake.close()
+
+
+def _complete(delivery: Delivery, message: Bytes) -> None:
+    delivery.message, delivery.is_done = torch.from_numpy(message), True
