@@ -20,6 +20,9 @@ RECEIPT = struct.Struct("<Q")
 READ_BYTES = 2**22
 """Of one connection before the others have their turn."""
 
+MOST_BYTES = 2**38
+"""Of a message."""
+
 Bytes = np.ndarray
 """[bytes] uint8."""
 
@@ -139,6 +142,8 @@ class Called:
         self._tag, num_bytes, checksum = HEADER.unpack(self._buffer)
         if crc32(self._buffer[:-4].tobytes()) != checksum:
             raise LinkLost("the header of a message does not fit its checksum")
+        if num_bytes > MOST_BYTES:
+            raise LinkLost(f"a message of {num_bytes} bytes")
         self._await(num_bytes, self._take_message)
 
     def _take_message(self) -> None:

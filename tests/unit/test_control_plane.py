@@ -10,7 +10,6 @@ SIZES = (64, 256)
 CALLS = {"meet in the store": 6, "agree": 8, "heartbeats": 4, "join in flight": 3, "save": 4}
 """Of a rank, in the mean, at most; those of heartbeats per second."""
 MOST_CONNECTIONS = 4
-HEADER_AND_BODY = 2
 
 
 @pytest.fixture
@@ -33,9 +32,10 @@ def test_nothing_grows_as_ranks_squared(control_plane: ModuleType, tmp_path: Pat
         assert large.message_bytes <= growth * small.message_bytes, "of the rank that sends most"
     for job, cost in zip(jobs, exchanged, strict=True):
         owners, replicas = job.grids["rollout"].dp, job.grids["actor"].dp
-        assert cost.messages <= HEADER_AND_BODY * replicas, "to one rank of each"
-        assert cost.passed_on == HEADER_AND_BODY * (control_plane.RANKS_PER_NODE - 1)
-        assert cost.received <= HEADER_AND_BODY * owners and cost.least_received == HEADER_AND_BODY
+        num_groups = job.config.batch.prompts_per_step
+        assert cost.messages <= num_groups // owners + 1, "to one rank of each replica that a group goes to, or is told"
+        assert cost.passed_on == control_plane.RANKS_PER_NODE - 1
+        assert cost.received <= 2 * num_groups // replicas and cost.least_received == 1
     assert all(control_plane.connect(job).communicators <= MOST_CONNECTIONS for job in jobs)
 
 

@@ -181,7 +181,7 @@ def exchange(job: JobAtSize) -> Cost:
     source, destination = job.grids["rollout"], job.grids["actor"]
     route = Route("samples", source, destination, ("group_ids", "lengths", "sample_ids", "tokens"), position=0)
     assert set(route.fields) <= set(TRANSFERS["samples"])
-    waiter = cast(Waiter, SimpleNamespace(wait=lambda *_: None))
+    waiter = cast(Waiter, SimpleNamespace(until=lambda *_: None))
     sent: list[Cost] = []
     passed_on: list[Cost] = []
     received: list[int] = []
@@ -190,7 +190,7 @@ def exchange(job: JobAtSize) -> Cost:
 
         def become(rank: int) -> Exchange:
             messages.become(rank)
-            return Exchange(rank, cast(dist.ProcessGroup, None), waiter, RANKS_PER_NODE)
+            return Exchange(rank, cast(Transport, messages), waiter, RANKS_PER_NODE)
 
         for owner in source.owners():
             end, shipment = become(owner), _samples_of_engine(job, source.coordinates(owner).dp)
@@ -214,7 +214,8 @@ def exchange(job: JobAtSize) -> Cost:
 
 
 def _samples_of_engine(job: JobAtSize, engine: int) -> Shipment:
-    """Every engine has drawn as many groups, of eight samples of four tokens."""
+    """Every engine has drawn as many groups, of eight samples of four tokens. The groups are said to be of many lengths,
+    so that an engine's go to many replicas."""
     num_groups = job.config.batch.prompts_per_step
     samples = [group for group in range(engine, num_groups, job.grids["rollout"].dp) for _ in range(8)]
     experience = Experience(
@@ -223,7 +224,8 @@ def _samples_of_engine(job: JobAtSize, engine: int) -> Shipment:
         sample_ids=torch.arange(len(samples)),
         tokens=torch.zeros(4 * len(samples), dtype=torch.int64),
     )
-    return Shipment(experience, torch.full((num_groups,), 32))
+    group_tokens = torch.randint(32, 4096, (num_groups,), generator=torch.Generator().manual_seed(0))
+    return Shipment(experience, group_tokens, torch.arange(num_groups) % job.grids["rollout"].dp)
 
 
 def sync(job: JobAtSize) -> Cost:

@@ -1,6 +1,7 @@
-"""Stand-ins for process groups that count the sizes of what they are given, and carry what they are told to keep."""
+"""Stand-ins for process groups and transports that count the sizes of what they are given; these carry what they are
+told to keep."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from rltrain.exchange.transport import Delivery
 
 
 @dataclass
@@ -32,16 +35,20 @@ class Messages:
         """The rank whose code runs next."""
         self.__init__(self.num_ranks, rank, kept_for=self.kept_for, kept=self.kept)  # type: ignore[misc]
 
-    def isend(self, tensor: Tensor, peer: int, tag: int, **where: Any) -> "Done":
-        self._note(tensor, [peer])
+    def send(self, peer: int, tag: int, parts: Sequence[Tensor]) -> Delivery:
+        """As a Transport has it; so are `receive` and `wait`."""
+        message = torch.cat([part.view(torch.uint8) for part in parts])
+        self._note(message, [peer])
         if peer in self.kept_for:
-            self.kept[self.rank, peer, tag] = tensor
-        return Done()
+            self.kept[self.rank, peer, tag] = message
+        return Delivery(peer, tag, is_done=True)
 
-    def irecv(self, tensor: Tensor, peer: int, tag: int, **where: Any) -> "Done":
-        tensor.copy_(self.kept.pop((peer, self.rank, tag)))
+    def receive(self, peer: int, tag: int) -> Delivery:
         self.num_received += 1
-        return Done()
+        return Delivery(peer, tag, is_done=True, message=self.kept.pop((peer, self.rank, tag)))
+
+    def wait(self, deliveries: Iterable[Delivery], seconds: float) -> bool:
+        return all(delivery.is_done for delivery in deliveries)
 
     def new_group(self, ranks: list[int], **settings: Any) -> object:
         self.num_calls += 1
@@ -72,18 +79,11 @@ class Messages:
         self.peers.update(peers)
 
 
-class Done:
-    """A work that is over."""
-
-    def wait(self) -> None:
-        """At once."""
-
-
 @contextmanager
 def counted_messages(num_ranks: int) -> Iterator[Messages]:
-    """Inside, what torch.distributed is asked for is counted, and goes to nobody but those for whom it is kept."""
+    """Inside, what torch.distributed is asked for is counted, and goes to nobody."""
     messages = Messages(num_ranks)
-    names = ("isend", "irecv", "new_group", "monitored_barrier", "all_reduce", "all_to_all_single")
+    names = ("new_group", "monitored_barrier", "all_reduce", "all_to_all_single")
     stand_ins = {name: getattr(messages, name) for name in names}
     with mock.patch.multiple(
         dist,
