@@ -57,6 +57,11 @@ def interface_with(address: str) -> str | None:
     return next((name for name in names if _ipv4_address(name) == address), None)
 
 
+def address_of(interface: str) -> str | None:
+    """The IPv4 address of this node's interface of that name, the first of several; None where it has none."""
+    return _ipv4_address(interface.split(",")[0])
+
+
 def _ipv4_address(interface: str) -> str | None:
     name = struct.pack("256s", interface.encode()[:LONGEST_NAME_BYTES])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from rltrain.cluster.attempts import join_attempt
-from rltrain.cluster.interfaces import address_among_nodes, interface_with
+from rltrain.cluster.interfaces import address_among_nodes, address_of, interface_with
 from rltrain.config.schema import Timeouts
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,8 @@ def join_world(timeout_s: float) -> World:
     num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", -(-size // ranks_per_node)))
     if num_nodes > 1:
         begins_second = node == 1 and local_rank == 0
-        address = address_among_nodes(store, rank, begins_second, os.environ["MASTER_ADDR"], timeout_s)
+        by_route = address_among_nodes(store, rank, begins_second, os.environ["MASTER_ADDR"], timeout_s)
+        address = address_of(os.environ.get(GLOO_INTERFACE, "")) or by_route
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank)
         device = torch.device("cuda", local_rank)

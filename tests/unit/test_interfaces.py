@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from rltrain.cluster import interfaces, world
-from rltrain.cluster.interfaces import address_among_nodes, interface_with, own_address
+from rltrain.cluster.interfaces import address_among_nodes, address_of, interface_with, own_address
 from rltrain.cluster.world import World, join_world, start_process_groups
 from rltrain.errors import StallError
 from tests.unit.shared_store import on_ranks, open_store
@@ -27,6 +27,7 @@ def test_this_machine_reaches_itself_over_loopback() -> None:
     assert own_address("127.0.0.1") == "127.0.0.1"
     assert interface_with("127.0.0.1") == "lo"
     assert interface_with("203.0.113.7") is None, "an address that is nobody's"
+    assert [address_of(names) for names in ("lo", "lo,eth0", "none", "")] == ["127.0.0.1", "127.0.0.1", None, None]
 
 
 def test_interfaces_with_addresses_of_the_newer_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,10 +59,13 @@ def test_a_second_node_that_does_not_come_is_named() -> None:
         address_among_nodes(store, 0, False, "127.0.0.1", timeout_s=0.1)
 
 
-@pytest.mark.parametrize(("num_ranks", "address"), [(2, "127.0.0.1"), (4, "10.0.0.1")])
+@pytest.mark.parametrize(
+    ("num_ranks", "named", "address"), [(2, "", "127.0.0.1"), (4, "", "10.0.0.1"), (4, "lo", "127.0.0.1")]
+)
 def test_ranks_of_several_nodes_know_the_address_of_their_own(
-    monkeypatch: pytest.MonkeyPatch, num_ranks: int, address: str
+    monkeypatch: pytest.MonkeyPatch, num_ranks: int, named: str, address: str
 ) -> None:
+    monkeypatch.setenv(world.GLOO_INTERFACE, named)
     for name, value in {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "master"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(world.dist, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 0, num_ranks)]))

@@ -100,9 +100,9 @@ def test_a_rank_of_a_512_rank_job_is_in_few_groups():
 
 def test_equal_rank_lists_share_one_group():
     roles = large_job()
-    with_reference = group_lists(roles, 512)
+    with_reference = group_lists(roles)
     del roles["reference"]
-    assert group_lists(roles, 512) == with_reference
+    assert group_lists(roles) == with_reference
     fields_of_actor = model_group_lists(roles["actor"])
     separate = sum(any(0 in ranks for ranks in lists) for lists in fields_of_actor.values())
     shared = len({ranks for lists in fields_of_actor.values() for ranks in lists if 0 in ranks})
@@ -112,5 +112,5 @@ def test_equal_rank_lists_share_one_group():
 def test_a_disjoint_job_of_many_sizes_stays_small_per_rank():
     for tp, pp in itertools.product((1, 2, 4, 8), (1, 2, 4)):
         actor, rollout = Grid(tuple(range(64)), tp=tp, pp=pp), Grid(tuple(range(64, 96)), tp=8)
-        counts = np.array(count_per_rank(group_lists({"actor": actor, "rollout": rollout}, 96), 96))
+        counts = np.array(count_per_rank(group_lists({"actor": actor, "rollout": rollout}), 96))
         assert counts.max() <= 10
