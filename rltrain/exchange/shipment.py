@@ -44,14 +44,14 @@ def joined(parts: Sequence[Shipment]) -> Shipment:
 
 
 def encode(shipment: Shipment, fields: Sequence[str]) -> Message:
-    """Header [`header_length`] int64, its checksum last, and body [bytes] uint8: group_tokens, holders, then each field,
-    padded to whole 8 bytes."""
+    """Header [`header_length`] int64, its checksum last, and body [bytes] uint8: group_tokens and holders as int32, then
+    each field, padded to whole 8 bytes."""
     experience, group_tokens, holders = shipment.experience, shipment.group_tokens, shipment.holders
     values = [getattr(experience, name) for name in fields]
     widths = [value.shape[1] for name, value in zip(fields, values, strict=True) if name in WIDE]
     counts = torch.tensor([experience.num_samples, int(experience.lengths.sum()), len(group_tokens), *widths])
     header = torch.cat([counts, torch.tensor([crc32(counts.numpy().tobytes())])])
-    return header, torch.cat([as_bytes(values) for values in (group_tokens, holders, *values)])
+    return header, torch.cat([as_bytes(values) for values in (group_tokens.int(), holders.int(), *values)])
 
 
 def opened(message: Tensor, fields: Sequence[str]) -> Shipment:
@@ -67,13 +67,13 @@ def decode(header: Tensor, body: Tensor, fields: Sequence[str]) -> Shipment:
     if len(body) != body_bytes(header, fields):
         raise ExchangeError(f"{len(body)} bytes of experience arrived; expected {body_bytes(header, fields)}")
     num_groups = header[2:3].tolist()
-    shapes = [(torch.int64, num_groups), (torch.int64, num_groups), *shapes_of(header, fields)]
+    shapes = [(torch.int32, num_groups), (torch.int32, num_groups), *shapes_of(header, fields)]
     padded = torch.split(body, [padded_bytes(dtype, shape) for dtype, shape in shapes])
     group_tokens, holders, *values = (
         piece[: dtype.itemsize * math.prod(shape)].view(dtype).view(shape)
         for piece, (dtype, shape) in zip(padded, shapes, strict=True)
     )
-    shipment = Shipment(Experience(**dict(zip(fields, values, strict=True))), group_tokens, holders)
+    shipment = Shipment(Experience(**dict(zip(fields, values, strict=True))), group_tokens.long(), holders.long())
     lengths = shipment.experience.lengths
     if bool((lengths < 0).any()) or int(lengths.sum()) != int(header[1]):
         raise ExchangeError(
@@ -94,7 +94,7 @@ def body_bytes(header: Tensor, fields: Sequence[str]) -> int:
             f"the header of a shipment, {header.tolist()}, does not fit its checksum: it was damaged on the way, or "
             "ranks run other versions of rltrain"
         )
-    of_groups = padded_bytes(torch.int64, header[2:3].tolist())
+    of_groups = padded_bytes(torch.int32, header[2:3].tolist())
     return 2 * of_groups + sum(padded_bytes(dtype, shape) for dtype, shape in shapes_of(header, fields))
 
 

@@ -103,7 +103,7 @@ class Job:
         """The process of a rank."""
         return ranks_of(self.agent.pid)[rank]
 
-    def wait_until(self, happened: Callable[[], bool], timeout_s: float = 60) -> None:
+    def wait_until(self, happened: Callable[[], bool], timeout_s: float = 180) -> None:
         deadline = time.monotonic() + timeout_s
         while not happened():
             assert self.agent.poll() is None, self.agent.communicate()[0]
