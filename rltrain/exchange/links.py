@@ -97,13 +97,22 @@ class Called:
         return bool(self._receipts)
 
     def read(self) -> list[tuple[int, Bytes]]:
-        """(tag, bytes) of messages that are there as a whole. Raises LinkLost."""
+        """(tag, bytes) of messages that are there as a whole. Raises LinkLost, once these have been given."""
+        try:
+            self._fill()
+        except LinkLost:
+            if not self._complete:
+                raise
+        complete, self._complete = self._complete, []
+        return complete
+
+    def _fill(self) -> None:
         left = READ_BYTES
         while left > 0:
             try:
                 count = self.socket.recv_into(memoryview(self._buffer)[self._filled :])
             except BlockingIOError:
-                break
+                return
             except OSError as error:
                 raise LinkLost(str(error)) from error
             if not count:
@@ -111,8 +120,6 @@ class Called:
             self._filled, left = self._filled + count, left - count
             while self._filled == len(self._buffer):
                 self._filling()
-        complete, self._complete = self._complete, []
-        return complete
 
     def confirm(self, tag: int) -> None:
         """A receipt to be sent by `write`."""

@@ -112,6 +112,7 @@ class Transport:
         self._is_closed = True
         self._wake.send(b"\0")
         self._thread.join()
+        self._wake.close()
 
     def _ask(self, delivery: Delivery, message: Sequence[memoryview] | None) -> None:
         self._wanted.append((delivery, message))
@@ -211,7 +212,6 @@ class Transport:
             if isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()
         self._selector.close()
-        self._wake.close()
 
 
 def _complete(delivery: Delivery, message: Bytes) -> None:
