@@ -181,7 +181,7 @@ def senders(route: Route, holders: Tensor, is_due: Tensor, teller: int) -> list[
     """The owners, the teller among them, that have something for a replica, which some groups are due. Raises
     ExchangeError where a group is said to be with nobody."""
     owners, found = route.source.owners(), holders[is_due].unique().tolist()
-    if found and not (0 <= found[0] and found[-1] < len(owners)):
+    if found and not (found[0] >= 0 and found[-1] < len(owners)):
         raise ExchangeError(
             f"groups of {route.name} are said to be with replicas {found[:8]} (the first 8) of {len(owners)}: this was "
             "damaged on the way, or ranks run other versions of rltrain"

@@ -19,7 +19,6 @@ HEADER = struct.Struct("<QQI")
 RECEIPT = struct.Struct("<Q")
 READ_BYTES = 2**22
 """Of one connection before the others have their turn."""
-
 MOST_BYTES = 2**38
 """Of a message."""
 
@@ -110,7 +109,7 @@ class Called:
         left = READ_BYTES
         while left > 0:
             try:
-                count = self.socket.recv_into(memoryview(self._buffer)[self._filled :])
+                count = self.socket.recv_into(self._buffer.data[self._filled :])
             except BlockingIOError:
                 return
             except OSError as error:
@@ -139,14 +138,14 @@ class Called:
         self._buffer, self._filled, self._filling = np.empty(num_bytes, np.uint8), 0, then
 
     def _know_peer(self) -> None:
-        token, rank = HELLO.unpack(self._buffer)
+        token, rank = HELLO.unpack(self._buffer.data)
         if not hmac.compare_digest(token, self._token):
             raise LinkLost("who called does not know the token")
         self.peer = rank
         self._await(HEADER.size, self._take_header)
 
     def _take_header(self) -> None:
-        self._tag, num_bytes, checksum = HEADER.unpack(self._buffer)
+        self._tag, num_bytes, checksum = HEADER.unpack(self._buffer.data)
         if crc32(self._buffer[:-4].tobytes()) != checksum:
             raise LinkLost("the header of a message does not fit its checksum")
         if num_bytes > MOST_BYTES:

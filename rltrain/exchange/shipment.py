@@ -44,8 +44,8 @@ def joined(parts: Sequence[Shipment]) -> Shipment:
 
 
 def encode(shipment: Shipment, fields: Sequence[str]) -> Message:
-    """Header [`header_length`] int64, its checksum last, and body [bytes] uint8: group_tokens and holders as int32, then
-    each field, padded to whole 8 bytes."""
+    """Header [`header_length`] int64, its checksum last, and body [bytes] uint8: group_tokens and holders as int32 and
+    then each field, padded to whole 8 bytes."""
     experience, group_tokens, holders = shipment.experience, shipment.group_tokens, shipment.holders
     values = [getattr(experience, name) for name in fields]
     widths = [value.shape[1] for name, value in zip(fields, values, strict=True) if name in WIDE]

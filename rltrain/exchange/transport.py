@@ -78,7 +78,7 @@ class Transport:
         `tag` is its own among all that ever go from this rank to `peer`. Does not wait.
         """
         delivery = Delivery(peer, tag)
-        views = [memoryview(part.numpy()).cast("B") for part in parts if part.numel()]
+        views = [part.numpy().data.cast("B") for part in parts if part.numel()]
         self._ask(delivery, views)
         return delivery
 

@@ -1,8 +1,7 @@
-"""Messages between ranks: whoever comes first, in any order, once; and what becomes of those whose other side is gone."""
+"""Messages between ranks: whoever comes first, in any order, once; and waits for those whose other side is gone."""
 
 import socket
 import struct
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import permutations

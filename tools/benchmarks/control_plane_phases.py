@@ -214,8 +214,8 @@ def exchange(job: JobAtSize) -> Cost:
 
 
 def _samples_of_engine(job: JobAtSize, engine: int) -> Shipment:
-    """Every engine has drawn as many groups, of eight samples of four tokens. The groups are said to be of many lengths,
-    so that an engine's go to many replicas."""
+    """Every engine has drawn as many groups, of eight samples of four tokens. Groups are said to be of many lengths, so
+    that an engine's go to many replicas."""
     num_groups = job.config.batch.prompts_per_step
     samples = [group for group in range(engine, num_groups, job.grids["rollout"].dp) for _ in range(8)]
     experience = Experience(
