@@ -8,13 +8,18 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from rltrain.checkpoint.write_behind import WriteBehind
 from rltrain.reshard.kernels.crc32 import crc32
 from rltrain.system.file_pages import begin_writing_out
 
 BLOCK_BYTES = 2**18
 """Written at a time: few enough to be in a core's own cache still after their checksum was made."""
+BEHIND_BLOCK_BYTES = 2**20
+"""Written at a time by a thread: enough that a turn of threads takes a small part of that time."""
 TAKEN_BYTES = 8 * 2**20
 """Brought to the host at a time, into memory that the next ones are given again."""
+BEHIND_BYTES = 4 * 2**20
+"""May wait for a thread where what is written is made bit by bit: few enough to be in the processor's caches still."""
 OUT_BYTES = 16 * 2**20
 """After so many the disk begins with them."""
 
@@ -22,22 +27,32 @@ OUT_BYTES = 16 * 2**20
 class DurableFile:
     """A new file; as a context manager it is complete and durable when its block ends without an error.
 
-    `num_bytes` were written so far; with `checksum` `crc32` is zlib's of them, or of those since it was set to 0. With
-    `most_cached_bytes` no more than so many wait for the disk in memory that others may need, or stay there: writing
-    then takes as long as the disk does. FileExistsError where there is such a file, OSError where writing fails.
+    `num_bytes` were given to it so far; with `checksum` `crc32` is zlib's of them, or of those since it was set to 0.
+    With `most_cached_bytes` no more than so many wait for the disk in memory that others may need, or stay there:
+    writing then takes as long as the disk does. With `behind_bytes` a thread writes, for which so many may wait: what
+    they lie in may not change before `wait_for`. FileExistsError where there is such a file, OSError where writing
+    fails, where a thread writes by one of the calls after it.
     """
 
-    def __init__(self, path: Path, *, checksum: bool = False, most_cached_bytes: int | None = None) -> None:
+    def __init__(
+        self, path: Path, *, checksum: bool = False, most_cached_bytes: int | None = None, behind_bytes: int = 0
+    ) -> None:
         self.num_bytes = self.crc32 = 0
         self._checksum, self._most_cached_bytes = checksum, most_cached_bytes
-        self._begun_bytes = self._flushed_bytes = 0
+        self._written_bytes = self._begun_bytes = self._flushed_bytes = 0
         self._file = path.open("xb", buffering=0)
+        self._behind = WriteBehind(self._write, behind_bytes) if behind_bytes else None
 
     def write(self, data: bytes | memoryview) -> None:
         """Append; a memoryview is contiguous bytes."""
+        write, step = (self._behind.put, BEHIND_BLOCK_BYTES) if self._behind else (self._write, BLOCK_BYTES)
         view = memoryview(data)
-        for begin in range(0, len(view), BLOCK_BYTES):
-            self._write(view[begin : begin + BLOCK_BYTES])
+        for begin in range(0, len(view), step):
+            block = view[begin : begin + step]
+            if self._checksum:
+                self.crc32 = crc32(block, self.crc32)
+            write(block)
+            self.num_bytes += len(block)
 
     def write_tensor(self, values: Tensor) -> None:
         """Append the bytes of its elements, wherever they lie."""
@@ -46,17 +61,21 @@ class DurableFile:
         for first in range(0, len(flat), step):
             self.write(flat[first : first + step].cpu().view(torch.uint8).numpy().data)
 
+    def wait_for(self, num_bytes: int) -> None:
+        """Until so many bytes of the file have left the memory that they were given in."""
+        if self._behind is not None:
+            self._behind.wait_for(num_bytes)
+
     def _write(self, block: memoryview) -> None:
-        if self._checksum:
-            self.crc32 = crc32(block, self.crc32)
         while len(block):
             written = self._file.write(block)
             assert written is not None, "the file waits"
-            self.num_bytes, block = self.num_bytes + written, block[written:]
-        if (unbegun := self.num_bytes - self._begun_bytes) >= OUT_BYTES:
+            self._written_bytes, block = self._written_bytes + written, block[written:]
+        if (unbegun := self._written_bytes - self._begun_bytes) >= OUT_BYTES:
             begin_writing_out(self._file.fileno(), self._begun_bytes, unbegun)
-            self._begun_bytes = self.num_bytes
-        if self._most_cached_bytes is not None and self.num_bytes - self._flushed_bytes >= self._most_cached_bytes:
+            self._begun_bytes = self._written_bytes
+        unflushed = self._written_bytes - self._flushed_bytes
+        if self._most_cached_bytes is not None and unflushed >= self._most_cached_bytes:
             self._flush()
 
     def _flush(self) -> None:
@@ -64,12 +83,20 @@ class DurableFile:
         os.fsync(self._file.fileno())
         if self._most_cached_bytes is not None and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        self._flushed_bytes = self.num_bytes
+        self._flushed_bytes = self._written_bytes
 
     def close(self) -> None:
         """Make it durable."""
         with self._file:
+            if self._behind is not None:
+                self._behind.close()
             self._flush()
+
+    def give_up(self) -> None:
+        """Leave it as it is."""
+        with self._file:
+            if self._behind is not None:
+                self._behind.give_up()
 
     def __enter__(self) -> Self:
         return self
@@ -80,4 +107,4 @@ class DurableFile:
         if error is None:
             self.close()
         else:
-            self._file.close()
+            self.give_up()

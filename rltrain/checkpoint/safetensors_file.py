@@ -55,7 +55,7 @@ class SafetensorsFile(DurableFile):
     As a context manager it closes the file when its block ends; the file is then complete and durable, or an error was
     raised. OSError where writing fails.
 
-    Checksum and limit of what is cached are those of a DurableFile.
+    Checksum, limit of what is cached and a thread that writes are those of a DurableFile.
     """
 
     def __init__(
@@ -66,12 +66,13 @@ class SafetensorsFile(DurableFile):
         *,
         checksum: bool = False,
         most_cached_bytes: int | None = None,
+        behind_bytes: int = 0,
     ) -> None:
         self.path = path
         self.entries = in_file_order(entries)
         self._remaining = [(entry.name, entry.dtype, prod(entry.shape)) for entry in reversed(self.entries)]
         header = _header(self.entries, metadata)
-        super().__init__(path, checksum=checksum, most_cached_bytes=most_cached_bytes)
+        super().__init__(path, checksum=checksum, most_cached_bytes=most_cached_bytes, behind_bytes=behind_bytes)
         self.write(header)
         self._drop_finished()
 
@@ -96,7 +97,7 @@ class SafetensorsFile(DurableFile):
     def close(self) -> None:
         """Make the file durable. CheckpointError where elements are missing: the file is not usable then."""
         if self._remaining:
-            self._file.close()
+            self.give_up()
             name, _, elements = self._remaining[-1]
             raise CheckpointError(
                 f"{self.path}: {len(self._remaining)} tensors were not written, the first is {name}, which lacks "

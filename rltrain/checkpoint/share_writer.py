@@ -1,9 +1,11 @@
 """One rank's files of a Hugging Face folder, written while their tensors arrive, with memory for some of them."""
 
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +20,10 @@ from rltrain.models.element_types import ITEM_BYTES
 from rltrain.reshard.layout import Layout, Parameters
 
 WRITTEN_BYTES = 2**25
-"""A rank has of its tensors in memory at a time: enough that what a reshard costs whatever its size does not count, few
-enough to be in a processor's cache still when they are written."""
+"""A rank brings so many of its tensors into memory at a time: enough that what a reshard costs whatever its size does
+not count, few enough to be in a processor's cache still when they are written."""
+NUM_MEMORIES = 2
+"""Of that size: the next tensors come into one while those in the other are written."""
 ALIGNMENT = 64
 """In bytes, of tensors in the memory that they share."""
 
@@ -61,21 +65,31 @@ def writing_share(
     OSError where writing fails, CheckpointError where tensors did not come.
     """
     writer = ShareWriter(folder, files, further, device)
-    with closing(writer.writing):
+    with closing(writer.writing):  # after an error it leaves the open file as it is
         yield writer
         writer.all_came = True
         writer.write({})
 
 
+class _Memory(NamedTuple):
+    """What tensors came in that are the first `num_bytes` of `file`, but for those before."""
+
+    bytes: Tensor
+    file: SafetensorsFile
+    num_bytes: int
+
+
 class ShareWriter:
     """Tensors come in any order, or rows of them one after the other; what is not due waits, with the memory of those
-    that it came with. What `further` has does not come."""
+    that it came with. What `further` has does not come. A thread writes."""
 
     def __init__(self, folder: Path, files: Sequence[HfFile], further: PredictionLayers, device: torch.device) -> None:
         self._folder, self._files, self._further, self._device = folder, files, further, device
         self._types = {entry.name: entry.dtype for file in files for entry in file.entries}
         self._waiting: dict[str, Tensor] = {}
-        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
+        self._given: Tensor | None = None
+        self._being_written = deque[_Memory]()
+        self._opened: SafetensorsFile | None = None
         self.all_came = False
         self.writing = self._write_what_is_due()
 
@@ -86,18 +100,32 @@ class ShareWriter:
             num_bytes = prod(shape) * self._types[name].itemsize
             places.append((name, shape, end, end + num_bytes))
             end += -(-num_bytes // ALIGNMENT) * ALIGNMENT
-        if self._waiting or len(self._memory) < end:
-            self._memory = torch.empty(end, dtype=torch.uint8, device=self._device)
-        return {name: self._memory[begin:end].view(self._types[name]).view(shape) for name, shape, begin, end in places}
+        memory = self._given = self._free_memory(end)
+        return {name: memory[begin:end].view(self._types[name]).view(shape) for name, shape, begin, end in places}
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
         """All that is due by now."""
         self._waiting.update(tensors)
         next(self.writing, None)
+        if self._given is not None and self._opened is not None and not self._waiting:
+            self._being_written.append(_Memory(self._given, self._opened, self._opened.num_bytes))
+        self._given = None
+
+    def _free_memory(self, num_bytes: int) -> Tensor:
+        """That of an earlier turn, once its tensors are written, or new memory. What is larger than is usual there is
+        only once."""
+        while len(self._being_written) >= (NUM_MEMORIES if num_bytes <= WRITTEN_BYTES else 1):
+            memory = self._being_written.popleft()
+            memory.file.wait_for(memory.num_bytes)
+            if len(memory.bytes) >= num_bytes:
+                return memory.bytes
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def _write_what_is_due(self) -> Generator[None]:
         for file in self._files:
-            with SafetensorsFile(self._folder / file.name, file.entries, METADATA) as opened:
+            path = self._folder / file.name
+            with SafetensorsFile(path, file.entries, METADATA, behind_bytes=WRITTEN_BYTES) as opened:
+                self._opened = opened
                 for entry in opened.entries:
                     if entry.name in self._further:
                         opened.append(entry.name, self._further.read(entry.name))

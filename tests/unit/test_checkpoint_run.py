@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rltrain.checkpoint.durable_file import DurableFile
 from rltrain.checkpoint.run import files
 from rltrain.checkpoint.run import writer as run_writer
 from rltrain.checkpoint.run.files import (
@@ -346,17 +347,23 @@ def test_what_memory_does_not_take_or_has_changed_is_the_disk_s_all_the_same_or_
     assert reports[-1].problem == "b has changed in memory since it was written there"
 
 
-def test_a_writing_thread_leaves_the_processors_to_training(tmp_path: Path) -> None:
-    niceness: list[int] = []
+def test_writing_threads_leave_the_processors_to_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    niceness: dict[str, int] = {}
 
     def report(written: Written) -> None:
-        niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        niceness["the save"] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
+    def write_block(file: DurableFile, block: memoryview) -> None:
+        niceness["a file"] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+        write(file, block)
+
+    write = DurableFile._write
+    monkeypatch.setattr(DurableFile, "_write", write_block)
     before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     writer = FilesWriter(asynchronous=True)
     writer.start({"a": contents(1)}, Target(tmp_path, report))
     writer.join()
-    assert niceness == [max(before, NICENESS)]
+    assert niceness == dict.fromkeys(("a file", "the save"), max(before, NICENESS))
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
 

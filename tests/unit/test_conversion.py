@@ -12,14 +12,18 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
+from rltrain.checkpoint import durable_file
+from rltrain.checkpoint.conversion import to_hf as hf_writer
 from rltrain.checkpoint.conversion.comparison import first_difference
 from rltrain.checkpoint.conversion.description import describe
 from rltrain.checkpoint.conversion.formats import open_source
 from rltrain.checkpoint.conversion.processes import Processes
 from rltrain.checkpoint.conversion.to_hf import convert_to_hf
 from rltrain.checkpoint.conversion.to_megatron import convert_to_megatron, writers_grid
+from rltrain.checkpoint.durable_file import BEHIND_BYTES
 from rltrain.checkpoint.hf import hf_layout, load_parameters, save_checkpoint
 from rltrain.checkpoint.hf_reader import Box
+from rltrain.checkpoint.megatron import writer as megatron_writer
 from rltrain.models import read_architecture, table_of
 from tests.converted_checkpoints import SIZES, TOKENIZER_FILES, loads_alike, make_checkpoint, stored_tensors
 from tests.distributed.family_checkpoints import CHECKPOINTS
@@ -68,6 +72,23 @@ def test_writers_do_not_change_the_checkpoint(cut: dict[str, int], tmp_path: Pat
     assert difference(tmp_path / "original", tmp_path / "megatron") is None
     num_files = len(list((tmp_path / "megatron/release").glob("__*_0.distcp")))
     assert num_files == prod(cut.values())
+
+
+def test_files_are_the_same_bytes_whether_a_thread_writes_them_or_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path / "original", "qwen3_moe", dtype=torch.bfloat16)
+    found: dict[int, dict[str, bytes]] = {}
+    for behind_bytes in (0, 1, 5000, BEHIND_BYTES):
+        folder = tmp_path / str(behind_bytes)
+        for module in (hf_writer, megatron_writer):
+            monkeypatch.setattr(module, "BEHIND_BYTES", behind_bytes)
+        monkeypatch.setattr(durable_file, "BEHIND_BLOCK_BYTES", 700)
+        to_megatron(tmp_path / "original", folder / "megatron", tp=2)
+        to_hf(folder / "megatron", folder / "hf", dtype="float32", max_file_bytes=100_000)
+        files = [*folder.rglob("*.distcp"), *folder.rglob("*.safetensors")]
+        found[behind_bytes] = {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+    assert len(found[0]) > 4 and all(files == found[0] for files in found.values())
 
 
 @pytest.mark.parametrize("name", ["qwen2", "deepseek_v3"])

@@ -4,7 +4,9 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from rltrain.checkpoint.conversion.formats import open_source
 from rltrain.checkpoint.conversion.processes import Processes
 from rltrain.checkpoint.conversion.sources import HfSource
 from rltrain.checkpoint.conversion.to_hf import convert_to_hf
+from rltrain.checkpoint.durable_file import DurableFile
 from rltrain.errors import CheckpointError
 from rltrain.models import read_architecture
 from rltrain.tools.convert_command import main
@@ -150,14 +153,24 @@ def test_an_existing_folder_is_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["input", "output"]
 
 
-def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_space(descriptor: int) -> None:
+@pytest.mark.parametrize("way", ["hf-to-megatron", "megatron-to-hf"])
+@pytest.mark.parametrize("when", ["the thread writes", "the file is closed"])
+def test_a_full_disk_is_told_and_leaves_nothing(
+    way: str, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_space(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(os, "fsync", no_space)
-    with pytest.raises(CheckpointError, match=r"output cannot be written: .*No space left on device"):
-        convert(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["input"]
+    make_checkpoint(tmp_path / "original")
+    if way == "megatron-to-hf":
+        assert main(["hf-to-megatron", "--input", str(tmp_path / "original"), "--output", str(tmp_path / "made")]) == 0
+    before, threads = sorted(path.name for path in tmp_path.iterdir()), threading.active_count()
+    patched, name = (DurableFile, "_write") if when == "the thread writes" else (os, "fsync")
+    monkeypatch.setattr(patched, name, no_space)
+    source = tmp_path / ("made" if way == "megatron-to-hf" else "original")
+    assert main([way, "--input", str(source), "--output", str(tmp_path / "output")]) == 2
+    assert re.search("output cannot be written: .*No space left on device", capsys.readouterr().err)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before and threading.active_count() == threads
 
 
 def test_what_was_interrupted_is_begun_anew(tmp_path: Path) -> None:

@@ -14,18 +14,25 @@ from rltrain.checkpoint.durable_file import DurableFile
 from rltrain.checkpoint.megatron.saved_tensor import around_elements
 
 
-def test_what_was_written_is_there_with_its_checksum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("behind_bytes", [0, 500, 7000])
+def test_what_was_written_is_there_with_its_checksum(
+    behind_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(durable_file, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(durable_file, "BEHIND_BLOCK_BYTES", 1000)
     monkeypatch.setattr(durable_file, "TAKEN_BYTES", 4096)
     monkeypatch.setattr(durable_file, "OUT_BYTES", 3000)
     flushed: list[int] = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.append(os.fstat(descriptor).st_size))
     values = torch.randn(3, 5000).T  # whose elements do not lie one after the other
-    with DurableFile(tmp_path / "file", checksum=True, most_cached_bytes=20_000) as file:
+    path = tmp_path / "file"
+    with DurableFile(path, checksum=True, most_cached_bytes=20_000, behind_bytes=behind_bytes) as file:
         file.write(b"before")
         file.crc32 = 0
         file.write_tensor(values)
-        assert file.num_bytes == 60_006
+        assert file.num_bytes == 60_006 >= path.stat().st_size >= 60_006 - max(1000, behind_bytes)
+        file.wait_for(60_006)
+        assert path.stat().st_size == 60_006
     elements = values.contiguous().numpy().tobytes()
     assert (tmp_path / "file").read_bytes() == b"before" + elements
     assert file.crc32 == zlib.crc32(elements)
@@ -35,8 +42,11 @@ def test_what_was_written_is_there_with_its_checksum(tmp_path: Path, monkeypatch
         DurableFile(tmp_path / "file")
 
 
-def test_what_writing_leaves_over_is_written_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = DurableFile(tmp_path / "file")
+@pytest.mark.parametrize("behind_bytes", [0, 50])
+def test_what_writing_leaves_over_is_written_too(
+    behind_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = DurableFile(tmp_path / "file", behind_bytes=behind_bytes)
     raw = file._file
 
     class Hesitant:
@@ -47,7 +57,9 @@ def test_what_writing_leaves_over_is_written_too(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(file, "_file", Hesitant())
     file.write(bytes(range(100)))
-    raw.close()
+    file.wait_for(100)
+    monkeypatch.undo()
+    file.close()
     assert (tmp_path / "file").read_bytes() == bytes(range(100)) and file.num_bytes == 100
 
 

@@ -1,7 +1,10 @@
 """Hugging Face checkpoints made by transformers, read through layouts and written back."""
 
+import errno
 import json
+import os
 import re
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rltrain.checkpoint.durable_file import DurableFile
 from rltrain.checkpoint.hf import hf_layout, load_parameters, save_checkpoint
 from rltrain.checkpoint.share_writer import WRITTEN_BYTES
 from rltrain.cluster.grid import Grid
@@ -255,6 +259,26 @@ def test_a_failed_save_leaves_the_earlier_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot be written"):
         save_checkpoint(target, parameters, layout, architecture, group=None, rank=0, like=tmp_path / "nowhere")
     assert {path.name: path.read_bytes() for path in target.iterdir()} == before
+
+
+def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_space(file: DurableFile, block: memoryview) -> None:
+        if file.num_bytes > 20_000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(file, block)
+
+    make_checkpoint(tmp_path / "original", "llama")
+    architecture = read_architecture(tmp_path / "original")
+    layout = megatron_layout(architecture, Grid((0,)))
+    parameters, target, write = load(tmp_path / "original", layout, 0), tmp_path / "saved", DurableFile._write
+    save = {"group": None, "rank": 0, "like": tmp_path / "original", "written_bytes": 5000}
+    save_checkpoint(target, parameters, layout, architecture, **save)
+    before, threads = {path.name: path.read_bytes() for path in target.iterdir()}, threading.active_count()
+    monkeypatch.setattr(DurableFile, "_write", no_space)
+    with pytest.raises(CheckpointError, match="saved cannot be written: .*No space left"):
+        save_checkpoint(target, parameters, layout, architecture, **save)
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == before
+    assert threading.active_count() == threads
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])

@@ -1,5 +1,6 @@
 """A rank's share of a checkpoint folder, written while it arrives."""
 
+import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from rltrain.checkpoint.durable_file import DurableFile
 from rltrain.checkpoint.hf_files import HfFile, planned_files
 from rltrain.checkpoint.hf_layout import hf_layout, hf_rows
 from rltrain.checkpoint.prediction_layers import PredictionLayers
@@ -108,17 +110,24 @@ def test_what_is_not_due_waits(order: list[str], tmp_path: Path) -> None:
     assert written.keys() == VALUES.keys() and all(torch.equal(written[name], VALUES[name]) for name in VALUES)
 
 
-def test_rows_come_one_after_the_other_in_memory_that_is_used_again(tmp_path: Path) -> None:
-    places = set()
+def test_rows_come_one_after_the_other_in_memory_that_is_used_again_once_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slowly(file: DurableFile, block: memoryview) -> None:
+        time.sleep(0.02)
+        write(file, block)
+
+    write, places = DurableFile._write, set()
+    monkeypatch.setattr(DurableFile, "_write", slowly)
     with writer_in(tmp_path) as writer:
         writer.write({"wide": VALUES["wide"]})
-        for first, end in ((0, 2), (2, 3)):
+        for first, end in ((0, 1), (1, 2), (2, 3)):
             memory = writer.memory_for((("first", (end - first, 2)),))["first"]
             memory.copy_(VALUES["first"][first:end])
             places.add(memory.data_ptr())
             writer.write({"first": memory})
         writer.write({"last": VALUES["last"]})
-    assert torch.equal(load_file(tmp_path / "a.safetensors")["first"], VALUES["first"]) and len(places) == 1
+    assert torch.equal(load_file(tmp_path / "a.safetensors")["first"], VALUES["first"]) and len(places) == 2
 
 
 def test_what_did_not_come_is_an_error(tmp_path: Path) -> None:

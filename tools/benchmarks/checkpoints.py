@@ -15,9 +15,11 @@ Every case and `cp` of the bytes that it reads (`save` and `export`: that it wri
 same machine; medians over the rounds are compared. What a case makes durable, `cp`'s files are made durable too, by
 fsync; `load` writes nothing. All source files are in the page cache. On a disk that is slower than memory cases that
 write show the disk; in a folder in memory (--folder /dev/shm) fsync costs nothing and all show the work itself.
-"cpu_s" are processor-seconds, which say more than seconds where other programs run. "checksum_seconds" are those of
-reading the bytes once for their checksum, and "bound_of_cp" the ratio that is left to whoever does that and then what
-`cp` does. The last line is one JSON object.
+"cpu_s" are processor-seconds, which say more than seconds where other programs run, and "busiest_cpu_s" those of one
+thread, of that which writes files or that which makes what is in them: seconds are no fewer, nor many more where both
+have a processor to themselves. "checksum_seconds" are those of reading the bytes once for their checksum, and
+"bound_of_cp" the ratio that is left to whoever does that and then, in the same thread, what `cp` does. The last line is
+one JSON object.
 """
 
 import argparse
@@ -78,6 +80,8 @@ class Case:
 class Took(NamedTuple):
     seconds: float
     cpu_s: float
+    busiest_cpu_s: float
+    """Of this thread, or of all others, which run one after the other."""
 
 
 def parameters_of(layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -192,9 +196,11 @@ def read_checksums(files: Sequence[Path]) -> None:
 
 
 def timed(run: Callable[[], None]) -> Took:
-    before, begin = cpu_seconds(), time.perf_counter()
+    before, before_here, begin = cpu_seconds(), time.thread_time(), time.perf_counter()
     run()
-    return Took(time.perf_counter() - begin, cpu_seconds() - before)
+    seconds, here = time.perf_counter() - begin, time.thread_time() - before_here
+    cpu_s = cpu_seconds() - before
+    return Took(seconds, cpu_s, max(here, cpu_s - here))
 
 
 def cpu_seconds() -> float:
@@ -223,9 +229,9 @@ def measure(name: str, case: Case, folder: Path, rounds: int) -> dict[str, Any]:
 
 
 def result_of(name: str, num_bytes: int, found: Mapping[str, Sequence[Took]]) -> dict[str, Any]:
-    seconds, cpu_s = (
+    seconds, cpu_s, busiest_cpu_s = (
         {turn: statistics.median(getattr(one, what) for one in took) for turn, took in found.items() if took}
-        for what in ("seconds", "cpu_s")
+        for what in Took._fields
     )
     result = {
         "case": name,
@@ -235,6 +241,7 @@ def result_of(name: str, num_bytes: int, found: Mapping[str, Sequence[Took]]) ->
         "gb_per_s": round(num_bytes / seconds["case"] / 1e9, 3),
         "of_cp": round(seconds["cp"] / seconds["case"], 3),
         "cpu_s": round(cpu_s["case"], 3),
+        "busiest_cpu_s": round(busiest_cpu_s["case"], 3),
         "cp_cpu_s": round(cpu_s["cp"], 3),
     }
     if "checksum" in seconds:

@@ -8,6 +8,7 @@ from rltrain.checkpoint.conversion.output_folder import output_folder
 from rltrain.checkpoint.conversion.processes import Processes
 from rltrain.checkpoint.conversion.progress import ConversionProgress
 from rltrain.checkpoint.conversion.sources import HfSource, Source
+from rltrain.checkpoint.durable_file import BEHIND_BYTES
 from rltrain.checkpoint.hf_files import METADATA, HfFile, copy_carried_files, planned_files, write_config, write_index
 from rltrain.checkpoint.hf_layout import hf_layout
 from rltrain.checkpoint.prediction_layers import PredictionLayers
@@ -45,7 +46,7 @@ def _write_file(
     path: Path, file: HfFile, counted: CountedSource, further: PredictionLayers, bar: ConversionProgress
 ) -> None:
     numbers = counted.source.tensors.numbers
-    with SafetensorsFile(path, file.entries, METADATA) as opened:
+    with SafetensorsFile(path, file.entries, METADATA, behind_bytes=BEHIND_BYTES) as opened:
         for entry in opened.entries:
             if entry.name in further:
                 opened.append(entry.name, further.read(entry.name))

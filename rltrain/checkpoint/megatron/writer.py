@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rltrain.checkpoint.durable_file import DurableFile
+from rltrain.checkpoint.durable_file import BEHIND_BYTES, DurableFile
 from rltrain.checkpoint.megatron.keys import Chunk, GlobalTensors, extra_state_keys
 from rltrain.checkpoint.megatron.metadata import (
     COMMON_FILE,
@@ -65,7 +65,7 @@ def write_checkpoint(
     for rank in mine:
         writer = writers.ranks.index(rank)
         name, part = f"__{writer}_0.distcp", []
-        with DurableFile(target / name, checksum=True) as file:
+        with DurableFile(target / name, checksum=True, behind_bytes=BEHIND_BYTES) as file:
             for chunk in chunks_of_writer(tensors, writers, rank):
                 values = _Values(tensors, chunk, read, torch.float32 if chunk.key in tensors.float32_keys else dtype)
                 offset = file.num_bytes

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rltrain.checkpoint.durable_file import DurableFile
+from rltrain.checkpoint.durable_file import BEHIND_BYTES, DurableFile
 from rltrain.checkpoint.run.saved_file import AnyFile, saved_file
 from rltrain.checkpoint.safetensors_file import Entry, SafetensorsFile
 from rltrain.errors import CheckpointError
@@ -53,7 +53,12 @@ def write_files(folder: Path, files: Mapping[str, Contents]) -> dict[str, FileRe
         path.unlink(missing_ok=True)
         entries = [Entry(tensor, values.dtype, tuple(values.shape)) for tensor, values in contents.tensors.items()]
         with SafetensorsFile(
-            path, entries, contents.metadata, checksum=True, most_cached_bytes=MOST_CACHED_BYTES
+            path,
+            entries,
+            contents.metadata,
+            checksum=True,
+            most_cached_bytes=MOST_CACHED_BYTES,
+            behind_bytes=BEHIND_BYTES,
         ) as file:
             for entry in file.entries:
                 file.append(entry.name, contents.tensors[entry.name])
