@@ -165,6 +165,12 @@ def listen_for_stop(job_store: JobStore, config: Config) -> StopRequest:
 def start_watchdog(job_store: JobStore, config: Config) -> Watchdog:
     """From here on no wait of this rank is without a limit."""
     job_store.heartbeat.start()
-    watchdog = Watchdog(job_store.heartbeat, job_store.observer, job_store.world.background, Path(config.output_dir))
+    watchdog = Watchdog(
+        job_store.heartbeat,
+        job_store.observer,
+        job_store.world.background,
+        Path(config.output_dir),
+        beats=job_store.beats,
+    )
     watchdog.start()
     return watchdog

@@ -88,11 +88,6 @@ class Ending:
         except dist.DistNetworkError:
             _exit(FAILED)
 
-    @property
-    def is_near(self) -> bool:
-        """Whether a rank ends the job, or is about to: what every rank asks all the time."""
-        return bool(self.store.check([NEAR]))
-
     def come_near(self) -> None:
         """This rank is about to end the job."""
         self.store.set(NEAR, "1")

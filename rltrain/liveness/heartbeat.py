@@ -16,6 +16,9 @@ from rltrain.system.processes import this_process
 from rltrain.system.threads import JobThread
 
 INTERVAL_S = 1.0
+KEYS_AT_ONCE = 64
+"""Of one call of the store, whose server reads 4 kB of it at a time, each time from its beginning again: 4,096 keys at
+once take it 31 ms, 64 at a time 5 ms."""
 
 
 @dataclass(frozen=True)
@@ -79,15 +82,19 @@ class Heartbeat:
     """
 
     def __init__(
-        self, rank: int, store: dist.Store, interval_s: float = INTERVAL_S, background: dist.Store | None = None
+        self,
+        rank: int,
+        store: dist.Store,
+        interval_s: float = INTERVAL_S,
+        put: Callable[[Beat], None] | None = None,
     ) -> None:
-        """The thread talks over `background`: a store serves one call of a connection at a time."""
+        """The thread publishes by `put`, where others use `store` too: that serves one call at a time."""
         self.rank = rank
         self.interval_s = interval_s
         self.sequences: Callable[[], Mapping[str, int]] | None = None
         self.task_clock = TaskClock()
         self.board = Board(store)
-        self._thread_board = Board(store if background is None else background)
+        self._put = put or self.board.put
         self._task = Beat(rank, since=time.time())
         self._progress = 0
         self._progressed_at = time.monotonic()
@@ -175,7 +182,7 @@ class Heartbeat:
         """Publish now."""
         with self._publishing:
             self._num_beats += 1
-            self._thread_board.put(self.now())
+            self._put(self.now())
 
     def _run(self) -> None:
         woken_at = time.monotonic()
@@ -184,6 +191,11 @@ class Heartbeat:
             if slept_s > 2 * self.interval_s:  # the process, or its machine, stood still
                 self._progressed_at = min(self._progressed_at + slept_s - self.interval_s, woken_at)
             self.publish()
+
+
+def batched(ranks: Sequence[int]) -> Iterator[Sequence[int]]:
+    """For calls of the store."""
+    return (ranks[first : first + KEYS_AT_ONCE] for first in range(0, len(ranks), KEYS_AT_ONCE))
 
 
 class Posted(NamedTuple):
@@ -205,8 +217,17 @@ class Board:
         self._come: set[int] = set()
         """Ranks that have published one."""
 
+    @staticmethod
+    def line(beat: Beat) -> str:
+        """As it stands in the store."""
+        return f"{beat.alive} {beat.encoded()}"
+
     def put(self, beat: Beat) -> None:
-        self.store.set(str(beat.rank), f"{beat.alive} {beat.encoded()}")
+        self.store.set(str(beat.rank), self.line(beat))
+
+    def put_lines(self, lines: Mapping[int, str]) -> None:
+        """Those of several ranks, by one call."""
+        self.store.multi_set([str(rank) for rank in lines], [*lines.values()])  # type: ignore[attr-defined]
 
     def read(self, ranks: Sequence[int]) -> dict[int, Beat]:
         """The beats of `ranks`; one that has published none yet is starting."""
@@ -216,14 +237,12 @@ class Board:
         """The same, as they stand there; those that have published none come first."""
         missing = self._missing([rank for rank in ranks if rank not in self._come])
         present = [rank for rank in ranks if rank not in missing]
-        texts = self.store.multi_get([str(rank) for rank in present]) if present else []
+        texts = [text for some in batched(present) for text in self.store.multi_get([str(rank) for rank in some])]
         come = [(rank, *text.partition(b" ")) for rank, text in zip(present, texts, strict=True)]
         return [Posted(rank, 0, b"") for rank in missing] + [Posted(rank, int(n), text) for rank, n, _, text in come]
 
     def _missing(self, ranks: Sequence[int]) -> set[int]:
-        if not ranks or self.store.check([str(rank) for rank in ranks]):
-            missing = set[int]()
-        else:
-            missing = {rank for rank in ranks if not self.store.check([str(rank)])}
+        unsure = [some for some in batched(ranks) if not self.store.check([str(rank) for rank in some])]
+        missing = {rank for some in unsure for rank in some if not self.store.check([str(rank)])}
         self._come.update(rank for rank in ranks if rank not in missing)
         return missing

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from rltrain.cluster.world import World
 from rltrain.errors import StallError
 from rltrain.liveness.heartbeat import Heartbeat
+from rltrain.liveness.node_beats import beats_of
 from rltrain.liveness.observer import Observer
 from rltrain.liveness.stall import what_it_does
 from rltrain.liveness.store_waits import wait_briefly
@@ -31,7 +32,8 @@ class JobStore:
         self.world = world
         self.guarded = guarded
         self.store = dist.PrefixStore("job_store", world.store)
-        self.heartbeat = Heartbeat(world.rank, world.store, background=world.background)
+        self.beats = beats_of(world)
+        self.heartbeat = Heartbeat(world.rank, world.store, put=self.beats.put)
         self.observer = Observer(self.heartbeat.board, world.size, world.timeouts)
 
     def put(self, key: str, value: Any) -> None:

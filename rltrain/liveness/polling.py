@@ -7,8 +7,8 @@ from typing import TypeVar
 from rltrain.liveness.waiting import Waiter
 
 POLL_S = 0.002
-LOOKS_PER_S = 10_000
-"""Of all ranks together that look into the store for something: a fraction of what one server answers."""
+LOOKS_PER_S = 2_000
+"""Of all ranks together that look into the store for something: a sixteenth of one server's processor."""
 
 Found = TypeVar("Found")
 

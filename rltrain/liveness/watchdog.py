@@ -13,6 +13,7 @@ import torch.distributed as dist
 from rltrain.config.schema import Timeouts
 from rltrain.liveness.ending import FAILED, MESSAGE_GRACE_S, USER_ERROR, Ending
 from rltrain.liveness.heartbeat import INTERVAL_S, Board, Heartbeat
+from rltrain.liveness.node_beats import OwnBeats
 from rltrain.liveness.observer import Observer
 from rltrain.liveness.stacks import describe_threads
 from rltrain.liveness.stall import is_silent, what_it_does
@@ -47,11 +48,13 @@ class Watchdog:
         store: dist.Store,
         output_dir: Path,
         interval_s: float = INTERVAL_S,
+        beats: OwnBeats | None = None,
     ) -> None:
-        """`store` is for the thread's calls: World.background."""
+        """`store` is for the thread's calls: World.background. `beats`, of JobStore, knows whether the job ends."""
         self.heartbeat = heartbeat
         self.rank = heartbeat.rank
         self.store = store
+        self.beats = beats or OwnBeats(store)
         self.ending = Ending(store, self.rank, len(observer.ranks), self.doing)
         self.observer = Observer(Board(self.store), len(observer.ranks), observer.limits)
         self.folder = output_dir / "stalls"
@@ -77,12 +80,12 @@ class Watchdog:
         self.store_watch.stop()
 
     def _run(self) -> None:
-        while not self._ended.wait(self.interval_s):
+        while not self.beats.wait(self._ended, self.interval_s):
             self._look()
             self.store_watch.answered()
 
     def _look(self) -> None:
-        if self.ending.is_near:
+        if self.beats.job_ends():
             if self.store.check([STALL]):
                 self._end(json.loads(self.store.get(STALL)))
             elif self.ending.has_begun:

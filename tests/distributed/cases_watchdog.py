@@ -49,7 +49,10 @@ class Rank:
         self.transport = Transport(world.rank, LOOPBACK, world.store, world.background)
         self.sent: list[Delivery] = []
         self.heartbeat.start()
-        self.watchdog = Watchdog(self.heartbeat, job_store.observer, world.background, Path(folder), interval_s=BEAT_S)
+        store, beats = world.background, job_store.beats
+        self.watchdog = Watchdog(
+            self.heartbeat, job_store.observer, store, Path(folder), interval_s=BEAT_S, beats=beats
+        )
         self.watchdog.start()
 
     def run(self, num_steps: int) -> None:

@@ -5,6 +5,8 @@ from types import ModuleType
 
 import pytest
 
+from rltrain.liveness.node_beats import GATHERED_FROM
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "tools/benchmarks"
 SIZES = (64, 256)
 CALLS = {"meet in the store": 6, "agree": 8, "heartbeats": 4, "join in flight": 3, "save": 4}
@@ -56,3 +58,7 @@ def test_a_first_rank_that_does_not_run_is_missed_by_few(control_plane: ModuleTy
     job.shared.take()
     job.watchdogs[-1]._judges()
     assert sum(traffic.num_operations for traffic in job.shared.take().values()) <= 4
+
+
+def test_in_a_large_job_the_first_rank_of_a_node_speaks_for_all(control_plane: ModuleType, tmp_path: Path) -> None:
+    assert control_plane.PHASES["heartbeats"](control_plane.JobAtSize(GATHERED_FROM, tmp_path)).store_calls < 1

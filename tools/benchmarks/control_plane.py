@@ -19,7 +19,8 @@ from pathlib import Path
 
 from control_plane_job import Cost, JobAtSize
 from control_plane_phases import PHASES
-from store_capacity import measure_capacity, measure_gloo
+from gloo_start import measure_gloo
+from store_capacity import measure_capacity
 
 FORETOLD_RANKS = 16384
 LONGEST_START_UP_S = 30.0

@@ -135,6 +135,8 @@ class JobAtSize:
             dist.PrefixStore("attempt0", self.shared.client(rank)),
             timeout_s=300.0,
             timeouts=self.config.timeouts,
+            node=rank // RANKS_PER_NODE,
+            num_nodes=self.size // RANKS_PER_NODE,
         )
 
     @cached_property
@@ -146,7 +148,8 @@ class JobAtSize:
     def watchdogs(self) -> list[Watchdog]:
         """By rank, none of them started."""
         return [
-            Watchdog(store.heartbeat, store.observer, store.world.background, self.folder) for store in self.job_stores
+            Watchdog(store.heartbeat, store.observer, store.world.background, self.folder, beats=store.beats)
+            for store in self.job_stores
         ]
 
     def rank_first(self, rank: int) -> list[int]:

@@ -51,7 +51,8 @@ from rltrain.trainer import Trainer
 NOTHING = streams(np.zeros(0, TRANSFER), np.zeros(0, np.uint8))
 NOTHING_EXCHANGED = tuple(StageStreams(kind, NOTHING, NOTHING, NOTHING, np.zeros(0, int)) for kind in STAGES)
 WATCHED_S = 2.0
-LOOKS = 8
+LOOKS_BEFORE, LOOKS = 3, 8
+"""Until the first ranks of nodes know the others, and those that are counted."""
 WAITED_S = 5.0
 
 
@@ -144,9 +145,10 @@ def beat(job: JobAtSize) -> Cost:
     for heartbeat in heartbeats:
         heartbeat.begin("update", "actor", 3, position=40)
         heartbeat.publish()
-    job.shared.take()
     interval_s = heartbeats[0].interval_s
-    for _ in range(LOOKS):
+    for look in range(LOOKS_BEFORE + LOOKS):
+        if look == LOOKS_BEFORE:
+            job.shared.take()
         for heartbeat, watchdog in zip(heartbeats, watchdogs, strict=True):
             heartbeat.publish()
             watchdog._look()

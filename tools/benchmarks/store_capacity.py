@@ -1,24 +1,20 @@
-"""What a real TCPStore carries over loopback, and what real gloo groups ask of their store to be made."""
+"""What a real TCPStore carries over loopback."""
 
 import argparse
 import multiprocessing
-import os
 import resource
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from counted_store import SharedStore
 
 SECONDS = 4.0
 BEAT = "x" * 450
 """As long as a heartbeat."""
 NUM_CLIENTS = 64
-GLOO_RANKS = (8, 16, 32, 64)
 
 ASKS: dict[str, Callable[[dist.Store, int], object]] = {
     "set": lambda store, number: store.set(f"beat/{number}", BEAT),
@@ -40,43 +36,6 @@ def measure_capacity(told: Callable[[str], None]) -> dict[str, float]:
         found[f"{name}, server's seconds per call"] = server_s
         told(f"store: {name}: {calls / seconds:.0f} calls/s, {server_s * 1e6:.1f} us of the server's processor each")
     return found
-
-
-def measure_gloo(told: Callable[[str], None]) -> dict[str, dict[str, float]]:
-    """Of groups over real sockets, all ranks in this process: seconds, store calls and bytes, and sockets per rank, to
-    make it and come through one barrier."""
-    found = {}
-    for is_lazy in (False, True):
-        for num_ranks in GLOO_RANKS:
-            name = f"{'lazy' if is_lazy else 'eager'} {num_ranks}"
-            found[name] = _make_group(num_ranks, is_lazy)
-            told(f"gloo: {name}: " + ", ".join(f"{key} {value:.4g}" for key, value in found[name].items()))
-    return found
-
-
-def _make_group(num_ranks: int, is_lazy: bool) -> dict[str, float]:
-    shared = SharedStore()
-    groups: dict[int, Any] = {}
-    files = _open_files()
-
-    def make(rank: int) -> None:
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=is_lazy)]
-        options._timeout = timedelta(seconds=60)
-        groups[rank] = dist.ProcessGroupGloo(dist.PrefixStore("group", shared.client(rank)), rank, num_ranks, options)
-        groups[rank].barrier().wait()
-
-    begin = time.perf_counter()
-    with ThreadPoolExecutor(num_ranks) as pool:
-        list(pool.map(make, range(num_ranks)))
-    seconds = time.perf_counter() - begin
-    traffic = shared.take().values()
-    return {
-        "seconds": seconds,
-        "calls per rank": sum(one.num_operations for one in traffic) / num_ranks,
-        "bytes per rank": sum(one.num_bytes for one in traffic) / num_ranks,
-        "sockets per rank": (_open_files() - files) / num_ranks,
-    }
 
 
 def _ask(port: int, name: str) -> tuple[int, float]:
@@ -110,15 +69,10 @@ def _own_processor_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
     torch.set_num_threads(1)
     measure_capacity(print)
-    measure_gloo(print)
 
 
 if __name__ == "__main__":
