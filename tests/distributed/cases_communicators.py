@@ -65,7 +65,7 @@ def run_all_tasks() -> dict[str, Any]:
 
 def run(stop_after: int | None, backend: str = "gloo") -> dict[str, int]:
     rank = dist.get_rank()
-    lists = group_lists(GRIDS, WORLD_SIZE)
+    lists = group_lists(GRIDS)
     always = {tuple(range(WORLD_SIZE))}
     released = [ranks for ranks in lists if ranks not in always]
     groups = ProcessGroups(lists, backend=backend, timeout_s=30, reopenable=released)

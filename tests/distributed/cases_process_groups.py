@@ -39,7 +39,7 @@ def reduce_over_every_group(backends: list[str]) -> dict[str, object]:
 
 
 def make_and_reduce(backend: str) -> dict[str, object]:
-    lists = group_lists(GRIDS, WORLD_SIZE)
+    lists = group_lists(GRIDS)
     groups = ProcessGroups(lists, backend=backend, timeout_s=60.0)
     rank = dist.get_rank()
     mine = [ranks for ranks in lists if rank in ranks]

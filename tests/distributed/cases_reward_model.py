@@ -58,7 +58,7 @@ def make_job(folder: Path, family: str, layout: str) -> Any:
         world=SimpleNamespace(rank=dist.get_rank(), device=torch.device("cpu"), ranks_per_node=2),
         placement=placed,
         grids=grids,
-        groups=ProcessGroups(group_lists(grids, 2), backend="gloo", timeout_s=60),
+        groups=ProcessGroups(group_lists(grids), backend="gloo", timeout_s=60),
         architectures=role_architectures(config, placed.roles),
         job_store=SimpleNamespace(heartbeat=SimpleNamespace(advance=lambda: None)),
         waiter=SimpleNamespace(meanwhile=lambda: None),

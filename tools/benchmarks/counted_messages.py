@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.exchange.transport import Delivery
+from rltrain.reshard.execute import agreement
+from rltrain.reshard.execute.recursive_doubling import rounds
 
 
 @dataclass
@@ -62,10 +64,10 @@ class Messages:
         peers = range(1, self.num_ranks) if self.rank == 0 else [0]
         self._note(torch.zeros(1), peers)
 
-    def all_reduce(self, tensor: Tensor, *settings: Any, **more: Any) -> None:
-        """As gloo has it: halves with ranks at distances that double, there and back."""
-        for distance in (2**power for power in range(self.num_ranks.bit_length() - 1)):
-            self._note(tensor, [self.rank ^ distance] * 2)
+    def all_reduce(self, numbers: Tensor, *settings: Any) -> Tensor:
+        """As a reshard's agreement has it. Ranks have equal numbers, or say nothing."""
+        self._note(numbers, [peer for what, peer in rounds(self.rank, self.num_ranks) if what != "take"])
+        return numbers
 
     def all_to_all_single(self, result: Tensor, rows: Tensor, **settings: Any) -> None:
         result.copy_(rows)
@@ -83,13 +85,16 @@ class Messages:
 def counted_messages(num_ranks: int) -> Iterator[Messages]:
     """Inside, what torch.distributed is asked for is counted, and goes to nobody."""
     messages = Messages(num_ranks)
-    names = ("new_group", "monitored_barrier", "all_reduce", "all_to_all_single")
+    names = ("new_group", "monitored_barrier", "all_to_all_single")
     stand_ins = {name: getattr(messages, name) for name in names}
-    with mock.patch.multiple(
-        dist,
-        get_rank=lambda *_: messages.rank,
-        get_backend=lambda *_: "gloo",
-        get_process_group_ranks=lambda *_: list(range(num_ranks)),
-        **stand_ins,
+    with (
+        mock.patch.object(agreement, "all_reduce", messages.all_reduce),
+        mock.patch.multiple(
+            dist,
+            get_rank=lambda *_: messages.rank,
+            get_backend=lambda *_: "gloo",
+            get_process_group_ranks=lambda *_: list(range(num_ranks)),
+            **stand_ins,
+        ),
     ):
         yield messages

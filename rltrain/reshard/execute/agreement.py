@@ -11,6 +11,7 @@ import torch.distributed as dist
 from rltrain.errors import SyncError
 from rltrain.liveness.task_clock import Waiting, unnoted
 from rltrain.models.canonical_tensors import IntArray
+from rltrain.reshard.execute.recursive_doubling import Combine, all_reduce
 from rltrain.reshard.plan.rounds import Rounds, Streams, checksums, choose_rounds, stream_numbers
 from rltrain.reshard.plan.stages import NO_HEADERS, Headers, StageStreams
 
@@ -63,11 +64,10 @@ class Agreement:
         except (ValueError, SyncError) as error:
             problem = error
         if self._group is not None:
-            failed = torch.tensor([-1 if problem is None else self.rank])
-            self._all_reduce(failed, dist.ReduceOp.MAX)
-            if int(failed) >= 0:
-                said = self._told(int(failed), "" if problem is None else str(problem))
-                problem = problem or SyncError(f"rank {int(failed)} cannot take part in the reshard: {said}")
+            (failed,) = self._all_reduce([-1 if problem is None else self.rank], torch.maximum)
+            if failed >= 0:
+                said = self._told(failed, "" if problem is None else str(problem))
+                problem = problem or SyncError(f"rank {failed} cannot take part in the reshard: {said}")
         if problem is not None:
             raise problem if isinstance(problem, SyncError) else SyncError(str(problem)) from problem
         return result[0]
@@ -132,23 +132,18 @@ class Agreement:
 
     def total(self, numbers: list[int]) -> list[int]:
         """Sums over all ranks. Returns only when all have come here."""
-        totals = torch.tensor(numbers)
-        self._all_reduce(totals, dist.ReduceOp.SUM)
-        result: list[int] = totals.tolist()
-        return result
+        return self._all_reduce(numbers, torch.add)
 
     def _maxima(self, numbers: list[int]) -> list[int]:
         """The largest of all ranks, place by place."""
-        highest = torch.tensor(numbers)
-        self._all_reduce(highest, dist.ReduceOp.MAX)
-        result: list[int] = highest.tolist()
-        return result
+        return self._all_reduce(numbers, torch.maximum)
 
-    def _all_reduce(self, numbers: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> None:
+    def _all_reduce(self, numbers: list[int], combine: Combine) -> list[int]:
         if self._group is None:
-            return
+            return numbers
         try:
-            dist.all_reduce(numbers, operation, group=self._group)
+            result: list[int] = all_reduce(torch.tensor(numbers), combine, self._group).tolist()
+            return result
         except RuntimeError as error:
             raise SyncError(
                 f"rank {self.rank} lost another one of ranks {self.ranks} during a reshard: {error}. Look for what "
