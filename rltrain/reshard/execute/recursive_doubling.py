@@ -1,8 +1,8 @@
 """Sums and maxima of a few numbers over all ranks of a gloo group, in as many rounds as the number of ranks has bits.
 
 Gloo's own all-reduce is a ring: its last rank is reached after twice as many messages as there are ranks, one after the
-other, which thousands of ranks wait for. In recursive doubling (Thakur, Rabenseifner and Gropp 2005) every rank exchanges
-what it knows with the one whose number differs in one bit, bit by bit.
+other, which thousands of ranks wait for. In recursive doubling (Thakur, Rabenseifner and Gropp 2005) every rank
+exchanges what it knows with the one whose number differs in one bit, bit by bit.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,8 +37,8 @@ def rounds(rank: int, num_ranks: int) -> Iterator[Round]:
 
 
 def all_reduce(numbers: Tensor, combine: Combine, group: dist.ProcessGroup) -> Tensor:
-    """`combine` of `numbers` of all ranks, in an order of its own on each: for whole numbers. RuntimeError where another
-    rank is lost. Collective over: `group`."""
+    """`combine` of the `numbers` of all ranks, in an order of its own on each: for whole numbers. RuntimeError where
+    another rank is lost. Collective over: `group`."""
     result, theirs = numbers.clone(), torch.empty_like(numbers)
     has_given = False
     for what, peer in rounds(group.rank(), group.size()):
