@@ -35,6 +35,7 @@ class WeightSync:
     def __init__(self, job: Job, actor: Actor | None, rollout: Rollout | None) -> None:
         self.actor, self.engine = actor, rollout.engine if rollout else None
         self.config, delta = job.config.weight_sync, job.config.synced_delta
+        self.compared_every = job.config.checks.replicas
         self.weights = rollout.parts["weights"] if rollout and delta else None
         self.left: tuple[int, int, int] | None = None
         """The version that the last sync gave this rank's engine, how often its memory had been emptied by then, and
@@ -60,13 +61,14 @@ class WeightSync:
         if self.engine:
             self.engine.begin_update()
         turn = self._turn(lost)
+        is_due = self.compared_every > 0 and step % self.compared_every == 0
         try:
-            report, verify_s = self._send(turn)
+            report, verify_s = self._send(turn, is_due=is_due)
         except SyncMismatchError as drifted:
             if turn is not Turn.CHANGES or self.turns is None:
                 raise
             turn = self._begin_anew(drifted)
-            report, verify_s = self._send(turn)
+            report, verify_s = self._send(turn, is_due=is_due)
         if self.engine:
             self.engine.end_update(step)
             self.left = step, self.weights.times_emptied if self.weights else 0, restarts
@@ -74,7 +76,8 @@ class WeightSync:
         if report and self.turns:
             self.turns.finished(turn, sent_share_of(report))
             metrics |= delta_metrics_of(report, turn)
-        return {**metrics, "perf/weight_sync_verify_s": verify_s} if self.turns or self.config.verify else metrics
+        compares = is_due or self.turns or self.config.verify
+        return {**metrics, "perf/weight_sync_verify_s": verify_s} if compares else metrics
 
     def has_lost_weights(self) -> bool:
         """Whether this rank's engine no longer has what the last sync left there, or may not."""
@@ -100,9 +103,9 @@ class WeightSync:
         self.turns.differed()
         return Turn.WHOLE
 
-    def _send(self, turn: Turn) -> tuple[SyncReport | None, float]:
-        """All parts, and seconds that it took to compare both sides."""
-        is_kept, compares = turn is Turn.CHANGES, self.turns is not None and self.turns.compares
+    def _send(self, turn: Turn, *, is_due: bool) -> tuple[SyncReport | None, float]:
+        """All parts, and seconds that it took to compare both sides, as is done where it `is_due`."""
+        is_kept, compares = turn is Turn.CHANGES, is_due or (self.turns is not None and self.turns.compares)
         reports, verify_s = [], 0.0
         for number, part in enumerate(self.parts):
             is_known = part.resharding.is_frozen and is_kept and not (compares or self.config.verify)

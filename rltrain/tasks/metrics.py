@@ -275,7 +275,7 @@ WEIGHT_SYNC = (
     Metric(
         "perf/weight_sync_verify_s",
         "s",
-        "comparing checksums of both sides, with weight_sync.verify or weight_sync.delta",
+        "comparing checksums of both sides, with weight_sync.verify, weight_sync.delta or checks.replicas",
     ),
     Metric("perf/weight_sync_is_full", "", "with weight_sync.delta: 1 for a sync that sent everything, else 0"),
     Metric(

@@ -56,11 +56,12 @@ class Engine:
         self.policy_version = version
 
 
-def sync_of(*parts: Part, full_every: int = 50) -> WeightSync:
+def sync_of(*parts: Part, full_every: int | None = 50, compared_every: int = 0) -> WeightSync:
     sync = WeightSync.__new__(WeightSync)
     sync.actor, sync.engine, sync.left = None, Engine(), None  # type: ignore[assignment]
     sync.weights = SimpleNamespace(times_emptied=0)  # type: ignore[assignment]
-    sync.config, sync.turns = WeightSyncConfig(), Turns(full_every)
+    sync.config, sync.turns = WeightSyncConfig(), Turns(full_every) if full_every else None
+    sync.compared_every = compared_every
     sync.parts = [SyncedPart(part, "weights") for part in parts]  # type: ignore[arg-type]
     sync.base, sync.has_base = None, False
     sync.agreement = Agreement(None, 0, None)
@@ -92,6 +93,16 @@ def test_a_difference_behind_everything_ends_the_run() -> None:
     with pytest.raises(SyncMismatchError):
         sync(1, 0)
     assert sync.engine is not None and sync.engine.policy_version is None
+
+
+def test_engines_are_compared_with_the_weights_of_every_so_many_steps() -> None:
+    """checks.replicas. The weights of sync 3 are those that step 2 left, the third."""
+    log: list[Any] = []
+    sync = sync_of(Part(log, 0, drifts=(7,)), full_every=None, compared_every=3)
+    compared = [step for step in range(6) if "perf/weight_sync_verify_s" in sync(step, 0)]
+    assert compared == [0, 3] == [step for step, (_, _, compares) in enumerate(log) if compares]
+    with pytest.raises(SyncMismatchError, match="differs on rank"):
+        sync(6, 0)
 
 
 def test_parts_that_never_change_come_once_and_to_be_compared() -> None:

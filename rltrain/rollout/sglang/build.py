@@ -59,7 +59,7 @@ def build_sglang(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
         advance=site.job_store.heartbeat.advance,
         tokenizer=site.tokenizer,
         seeded=settings.sglang.heeds_seeds,
-        verify=site.config.weight_sync.verify,
+        verify=site.config.weight_sync.verify or site.config.checks.replicas > 0,
         role=site.role,
         routing=ServerRouting.of(site.architecture) if _records_routing(site) else None,
         adapter=_adapter(site),
