@@ -52,12 +52,11 @@ class Route:
 
 @dataclass(frozen=True)
 class Sent:
-    """What this rank sends by a route: the messages, which stay until all have been received, and what is said of all
-    groups."""
+    """What this rank sends by a route: the messages, which stay until all have been received."""
 
     route: Route
-    group_tokens: Tensor
-    holders: Tensor
+    of_groups: Shipment
+    """What is said of all groups, without samples."""
     deliveries: list[Delivery] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
 
@@ -93,7 +92,8 @@ class Exchange:
         owners = route.source.owners()
         if self.rank not in owners:
             return
-        experience, holders = shipment.experience.only(route.fields), shipment.holders
+        shipment = replace(shipment, experience=shipment.experience.only(route.fields))
+        experience, holders = shipment.experience, shipment.holders
         group_ids, is_held = experience.group_ids, holders == owners.index(self.rank)
         if not bool(is_held[group_ids].all()):
             raise ExchangeError(
@@ -101,7 +101,7 @@ class Exchange:
                 f"{route.name} (the first 8), which are said to be with other ranks: a bug of rltrain, to be reported"
             )
         replica_of = route.replica_of(shipment.group_tokens)
-        sent = Sent(route, shipment.group_tokens, holders)
+        sent = Sent(route, shipment.without_samples())
         told = {dp for dp in range(route.destination.dp) if route.teller(dp) == self.rank}
         for dp in sorted(told | {*replica_of[is_held].tolist()}):
             samples = experience.select(torch.nonzero(replica_of[group_ids] == dp).flatten())
@@ -131,8 +131,7 @@ class Exchange:
     def posted(self, position: int) -> Shipment:
         """What this rank posted there, in the fields that travel: a copy. Until it is retired."""
         sent = self.outbox[position]
-        parts = joined([decode(*message, sent.route.fields) for message in sent.messages])
-        return replace(parts, group_tokens=sent.group_tokens.clone(), holders=sent.holders.clone())
+        return joined([sent.of_groups, *(decode(*message, sent.route.fields) for message in sent.messages)])
 
     def retire(self, transfers: Sequence[int]) -> None:
         """Wait until the sends of these positions have been received, and free their buffers."""
@@ -154,7 +153,7 @@ class Exchange:
     def _relay(self, route: Route, shipment: Shipment, followers: Sequence[int]) -> None:
         """Pass on what came from other nodes. What was passed on by earlier waits has been received by then, or soon
         is: those come before this one on every rank."""
-        sent = Sent(route, shipment.group_tokens, shipment.holders)
+        sent = Sent(route, shipment.without_samples())
         self._send(sent, RELAYED, shipment, followers)
         self.finish()
         self.relayed.append(sent)

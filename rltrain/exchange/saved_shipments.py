@@ -46,6 +46,5 @@ def share(parts: Sequence[Shipment], replica: int, num_replicas: int) -> Shipmen
         holders[part.experience.group_ids] = number % num_replicas
     mine = parts[replica::num_replicas]
     if not mine:
-        nothing = parts[0].experience.select(torch.empty(0, dtype=torch.int64))
-        return Shipment(nothing, parts[0].group_tokens, holders)
+        return replace(parts[0].without_samples(), holders=holders)
     return replace(joined(mine), holders=holders)

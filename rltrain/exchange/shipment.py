@@ -29,6 +29,9 @@ class Shipment:
     def with_fields(self, **values: Tensor) -> "Shipment":
         return replace(self, experience=self.experience.with_fields(**values))
 
+    def without_samples(self) -> "Shipment":
+        return replace(self, experience=self.experience.select(torch.empty(0, dtype=torch.int64)))
+
 
 def together(parts: Sequence[Shipment]) -> Shipment:
     """All samples of parts of one shipment, and what one of the parts says of all groups."""

@@ -36,6 +36,13 @@ def random_grid(rng: random.Random) -> Grid:
     return Grid(tuple(ranks), tp=tp, pp=pp)
 
 
+def assert_equal(found: Shipment, expected: Shipment) -> None:
+    """In FIELDS, also where there is nothing."""
+    for name in FIELDS:
+        assert torch.equal(getattr(found.experience, name), getattr(expected.experience, name)), name
+    assert torch.equal(found.group_tokens, expected.group_tokens) and torch.equal(found.holders, expected.holders)
+
+
 def random_routes(num_transfers: int, seed: int = 0) -> dict:
     """Many transfers between random grids, all posted before any is waited for, on nodes of one, two and four ranks;
     every group arrives once and whole."""
@@ -55,7 +62,10 @@ def random_routes(num_transfers: int, seed: int = 0) -> dict:
         exchange.ranks_per_node = RANKS_PER_NODE[position % len(RANKS_PER_NODE)]
         if exchange.rank in source.ranks:
             mine = holders[whole.group_ids] == source.coordinates(exchange.rank).dp
-            exchange.post(route, Shipment(whole.select(mine.nonzero().flatten()), group_tokens, holders))
+            shipment = Shipment(whole.select(mine.nonzero().flatten()), group_tokens, holders)
+            exchange.post(route, shipment)
+            if exchange.rank in source.owners():
+                assert_equal(exchange.posted(position), shipment)
     num_received = num_relayed = 0
     for route, whole, group_tokens in transfers:
         exchange.ranks_per_node = RANKS_PER_NODE[route.position % len(RANKS_PER_NODE)]
