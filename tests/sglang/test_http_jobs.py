@@ -83,5 +83,6 @@ def weight_version(server: Server) -> str:
 def wait_until(met: Callable[[], bool], job: Popen) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not met():
-        assert job.poll() is None and time.monotonic() < deadline
+        assert job.poll() is None, job.communicate()[1][-6000:]
+        assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -90,6 +90,7 @@ def test_the_environment_is_not_that_of_a_rank(
 ) -> None:
     dropped = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_NAME", "MASTER_ADDR"]
     dropped += ["MASTER_PORT", "TORCHELASTIC_RUN_ID", "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF"]
+    dropped += ["TORCH_GLOO_LAZY_INIT"]
     dropped += ["PYTORCH_CUDA_ALLOC_CONF", "PYTHONHASHSEED"]
     for name in [*dropped, "PYTHONPATH"]:
         monkeypatch.setenv(name, "1")

@@ -79,7 +79,8 @@ class UpdateGroup:
     def _gloo(self, store: dist.Store) -> Backend:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = self._timeout
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self.address.host)]
+        # Connected at once, as the server's end is, whatever this process has for groups of its own.
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self.address.host, lazy_init=False)]
         return dist.ProcessGroupGloo(dist.PrefixStore("cpu/", store), 0, self.address.size, options)
 
     def _nccl(self, store: dist.Store) -> Backend:

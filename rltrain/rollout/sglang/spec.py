@@ -11,7 +11,7 @@ SERVER_FOLDER = Path(__file__).parent / "server"
 
 FOR_THE_RANK = ("LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "PYTHON")
 """What torchrun, training and the rank's own Python read; a server that saw it would take itself for a rank."""
-FOR_THE_RANK_EXACTLY = {"RANK", "WORLD_SIZE", "CUDA_DEVICE_MAX_CONNECTIONS", "VIRTUAL_ENV"}
+FOR_THE_RANK_EXACTLY = {"RANK", "WORLD_SIZE", "CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_GLOO_LAZY_INIT", "VIRTUAL_ENV"}
 
 
 @dataclass(frozen=True)
