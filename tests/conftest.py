@@ -10,6 +10,7 @@ import pytest
 from tests.forked.popen import SETTING, forks, start_zygote
 from tests.forked.zygote import RARE_COLLECTIONS
 
+GLOO_LAZY = "TORCH_GLOO_LAZY_INIT"
 FOLDERS = ("end_to_end", "distributed", "sglang", "unit", "gpu")
 LONGEST = (
     "test_orders.py",
@@ -32,6 +33,13 @@ def as_a_user_starts_them(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
     """The processes of a test marked `by_command_line` are not forked."""
     if request.node.get_closest_marker("by_command_line"):
         monkeypatch.setenv(SETTING, "off")
+
+
+@pytest.fixture(autouse=True)
+def as_gloo_connects_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that a test has in this process leaves nothing to the next: both ends of a group must connect alike."""
+    monkeypatch.setenv(GLOO_LAZY, "")  # so that it is as before when the test is over
+    monkeypatch.delenv(GLOO_LAZY)
 
 
 @pytest.hookimpl(optionalhook=True)
