@@ -18,6 +18,7 @@ from torch import Tensor
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.rank_lists import group_lists
+from rltrain.config.checks import Checks
 from rltrain.config.schema import Rollout
 from rltrain.config.schema import WeightSync as Settings
 from rltrain.errors import SyncError
@@ -58,6 +59,7 @@ class Rank:
             config=SimpleNamespace(
                 model=SimpleNamespace(dtype="float32", lora=None),
                 weight_sync=Settings(bucket_mb=1),
+                checks=Checks(),
                 served=lambda role: Rollout(),
                 keeps_adapters_apart=lambda role: False,
                 makes_served_weights=False,
