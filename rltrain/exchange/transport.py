@@ -112,7 +112,8 @@ class Transport:
         self._is_closed = True
         self._wake.send(b"\0")
         self._thread.join()
-        self._wake.close()
+        for end in (self._wake, self._wakes):  # not before: the thread may have ended before it was woken
+            end.close()
 
     def _ask(self, delivery: Delivery, message: Sequence[memoryview] | None) -> None:
         self._wanted.append((delivery, message))
@@ -209,7 +210,7 @@ class Transport:
 
     def _close(self) -> None:
         for key in list(self._selector.get_map().values()):
-            if isinstance(key.fileobj, socket.socket):
+            if isinstance(key.fileobj, socket.socket) and key.fileobj is not self._wakes:
                 key.fileobj.close()
         self._selector.close()
 
