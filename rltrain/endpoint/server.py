@@ -20,6 +20,7 @@ from rltrain.endpoint.trajectory import RecordedSession
 from rltrain.endpoint.turn import Turns
 from rltrain.errors import ConfigError
 from rltrain.rollout.sample import Status
+from rltrain.system.sockets import family_of
 from rltrain.system.threads import JobThread
 
 if TYPE_CHECKING:
@@ -156,7 +157,7 @@ class EndpointServer:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    family = family_of(host)
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:

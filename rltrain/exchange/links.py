@@ -14,6 +14,8 @@ from zlib import crc32
 
 import numpy as np
 
+from rltrain.system.sockets import family_of
+
 HELLO = struct.Struct("<32sQ")
 HEADER = struct.Struct("<QQI")
 RECEIPT = struct.Struct("<Q")
@@ -155,10 +157,6 @@ class Called:
     def _take_message(self) -> None:
         self._complete.append((self._tag, self._buffer))
         self._await(HEADER.size, self._take_header)
-
-
-def family_of(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def _received(connection: socket.socket) -> bytes:

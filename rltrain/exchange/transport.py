@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.exchange.links import Bytes, Called, Caller, LinkLost, family_of
+from rltrain.exchange.links import Bytes, Called, Caller, LinkLost
+from rltrain.system.sockets import family_of
 from rltrain.system.threads import JobThread
 
 LOOK_UP_S, LONGEST_LOOK_UP_S = 0.01, 1.0

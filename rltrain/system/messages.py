@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rltrain.errors import StallError
+from rltrain.system.sockets import family_of
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +108,7 @@ class MessageServer:
 
     def __init__(self, address: str, token: str) -> None:
         self._token = token.encode()
-        self._listener = socket.create_server((address, 0), family=_family(address))
+        self._listener = socket.create_server((address, 0), family=family_of(address))
         self._listener.setblocking(False)
         self._peers: dict[int, Connection] = {}
         self._known: set[int] = set()
@@ -187,7 +188,3 @@ class MessageServer:
         self._known.discard(peer)
         self._selector.unregister(connection.socket)
         connection.close()
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET

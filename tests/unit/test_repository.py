@@ -42,7 +42,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "cluster": (*BASE, "system.threads"),
     "liveness": (*BASE, "system", "cluster.world"),
     "hub": (*BASE, "data.file_kinds", "cluster.world"),
-    "exchange": (*BASE, "data", "cluster.grid", "liveness", "system.threads"),
+    "exchange": (*BASE, "data", "cluster.grid", "liveness", "system"),
     "models": (*BASE, "cluster.grid"),
     "schedule": (*BASE, "cluster", "algorithms"),
     "residency": (*BASE, "schedule", "cluster", "system", "liveness.job_store"),

@@ -71,7 +71,7 @@ def measure(num_ranks: int, folder: Path, library: Path | None, resolver_s: floa
         (_machine_s() - machine) - found["server's processor, s"] - found["ranks' processors, s"]
     ) / (time.monotonic() - begin)
     found["MB per rank"] = float(sum(connection.recv() for connection in connections)) / num_ranks
-    found["MB of the server"] = _memory_mb(server_process.pid)
+    found["MB of the server"] = memory_mb(server_process.pid)
     found["descriptors of the server"] = _num_descriptors(server_process.pid)
     for name in STEADY:
         for seconds in (SETTLES_S, STEADY_S):
@@ -164,10 +164,6 @@ def _machine_s() -> float:
     """Seconds in which processors were not idle."""
     values = [int(value) for value in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     return (sum(values) - values[3] - values[4]) / os.sysconf("SC_CLK_TCK")
-
-
-def _memory_mb(pid: int | None) -> float:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 def _num_descriptors(pid: int | None) -> int:

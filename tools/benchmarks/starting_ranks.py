@@ -189,7 +189,7 @@ def start_all(ranks: Iterable[StartingRank]) -> None:
         threading.stack_size(0)
 
 
-def memory_mb() -> float:
-    """Resident, of this process."""
-    with open("/proc/self/statm") as file:
+def memory_mb(process: int | str | None = "self") -> float:
+    """Resident, of this process or another."""
+    with open(f"/proc/{process}/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6

@@ -20,6 +20,7 @@ from rltrain.checkpoint.memory.spans import Span
 from rltrain.checkpoint.run.files import READ_BYTES, FileRecord
 from rltrain.errors import CheckpointError
 from rltrain.reshard.kernels.crc32 import crc32
+from rltrain.system.sockets import family_of
 from rltrain.system.threads import JobThread
 
 TIMEOUT_S = 60.0
@@ -43,8 +44,7 @@ class FileServer:
 
     def __init__(self, root: Path, host: str) -> None:
         self._root = root.resolve()
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family)
+        self._listener = socket.create_server((host, 0), family=family_of(host))
         self.address = Address(host, int(self._listener.getsockname()[1]), secrets.token_hex(16))
         JobThread(target=self._accept, name="memory checkpoint server", daemon=True).start()
 

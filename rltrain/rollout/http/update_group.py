@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.cluster.interfaces import own_address
+from rltrain.system.sockets import family_of
 
 Backend = Any
 """torch's, of which its stubs leave out what is used here."""
@@ -40,7 +41,7 @@ class UpdateGroup:
 
     def __init__(self, peer: str, num_ranks: int, device: torch.device, timeout_s: float) -> None:
         host = own_address(peer)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        family = family_of(host)
         with socket.create_server((host, 0), family=family) as listener:
             port, descriptor = listener.getsockname()[1], listener.detach()
         self._timeout, self._device = timedelta(seconds=timeout_s), device

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from rltrain.errors import EngineError, cannot_write
 from rltrain.rollout.sglang.arguments import server_arguments
 from rltrain.rollout.sglang.spec import SERVER_FOLDER, ServerSpec, server_environment
+from rltrain.system.sockets import family_of
 
 TOKEN_VARIABLE = "RLTRAIN_SGLANG_TOKEN"
 POLL_S = 0.1
@@ -179,7 +180,7 @@ def _reserve_port(host: str) -> socket.socket:
 
     The server can have it all the same: it too sets SO_REUSEADDR, and this socket never listens.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    family = family_of(host)
     reserved = socket.socket(family)
     reserved.bind((host, 0))
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
