@@ -1,4 +1,7 @@
-"""The shell commands that README.md, CONTRIBUTING.md and docs/ quote, taken apart."""
+"""Reads the shell commands that README.md, CONTRIBUTING.md and docs/ quote.
+
+    python -m tests.unit.documented_commands     # prints the first commands of the README, one a line
+"""
 
 import re
 import shlex
@@ -49,8 +52,22 @@ def program_of(line: str) -> str | None:
 
 
 def commands(page: Path) -> Iterator[Command]:
-    name = page.relative_to(REPOSITORY).as_posix()
     for block in blocks(page):
-        for line in re.sub(r"\\\n\s*", " ", block).splitlines():
-            if program_of(line):
-                yield Command(name, BEFORE.sub("", line))
+        yield from commands_of(block, page)
+
+
+def commands_of(block: str, page: Path) -> Iterator[Command]:
+    name = page.relative_to(REPOSITORY).as_posix()
+    for line in re.sub(r"\\\n\s*", " ", block).splitlines():
+        if program_of(line):
+            yield Command(name, BEFORE.sub("", line))
+
+
+def first_commands(page: Path) -> list[str]:
+    """Returns the commands of the page's first block that has any, without their comments."""
+    found = ([" ".join(command.words()) for command in commands_of(block, page)] for block in blocks(page))
+    return next(filter(None, found))
+
+
+if __name__ == "__main__":
+    print(*first_commands(REPOSITORY / "README.md"), sep="\n")

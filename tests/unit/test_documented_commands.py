@@ -17,7 +17,15 @@ from rltrain.commands.main import SUBCOMMANDS
 from rltrain.commands.ranks import torchrun_command
 from rltrain.config.loader import load_config
 from rltrain.errors import ConfigError
-from tests.unit.documented_commands import PAGES, REPOSITORY, Command, blocks, commands, program_of
+from tests.unit.documented_commands import (
+    PAGES,
+    REPOSITORY,
+    Command,
+    blocks,
+    commands,
+    first_commands,
+    program_of,
+)
 
 COMMANDS = [command for page in PAGES for command in commands(page)]
 
@@ -132,6 +140,11 @@ def torchrun_options(words: list[str]) -> None:
 def made_before(command: Command) -> set[str]:
     """The files that commands of the same page make."""
     return {other.makes for other in COMMANDS if other.page == command.page and other.makes}
+
+
+def test_the_readme_begins_with_the_main_job_and_the_tests_and_ci_runs_both() -> None:
+    assert first_commands(REPOSITORY / "README.md") == ["bash launch/quickstart.sh", "bash tests/run.sh"]
+    assert "tests.unit.documented_commands" in (REPOSITORY / ".ci/run").read_text()
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{command.page}:{command.text[:60]}")

@@ -22,13 +22,17 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 QUICKSTART = REPOSITORY / "configs/quickstart.yaml"
 
 
-def test_importing_it_loads_nothing_heavy() -> None:
+def test_importing_it_loads_nothing_heavy(tmp_path: Path) -> None:
+    """A dry run loads transformers, and with it torch, only to encode rows: here are neither rows nor a checkpoint."""
     program = "import sys, rltrain; assert not {'torch', 'pydantic', 'yaml', 'numpy'} & sys.modules.keys()\n"
     program += "from rltrain import Config, Placement, UserError, dry_run, run\n"
     program += "assert not {'torch', 'transformers', 'megatron'} & sys.modules.keys()\n"
     program += f"told = dry_run(Config.from_file({str(QUICKSTART)!r}), world_size=4)\n"
     program += "assert 'torch' not in sys.modules and 'no deadlock' in told"
-    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
