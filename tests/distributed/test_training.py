@@ -1,11 +1,13 @@
 """One model trained in many parallel layouts gives the same numbers, and those of transformers."""
 
 import math
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.distributed.cases_training import (
     CHUNKED_LOGITS,
@@ -212,6 +214,12 @@ def test_recomputing_norms_needs_transformer_engine(ranks: list[dict[str, Any]])
 
 def test_megatron_global_state_is_never_initialized(ranks: list[dict[str, Any]]) -> None:
     assert [rank["parallel_state_initialized"] for rank in ranks] == [False] * 4
+
+
+def test_ranks_compute_with_the_instructions_that_the_environment_names(ranks: list[dict[str, Any]]) -> None:
+    """They are forked from a process that has loaded torch. tests/processors.sh relies on it."""
+    named = os.environ.get("ATEN_CPU_CAPABILITY") or torch.backends.cpu.get_cpu_capability()
+    assert {rank["instructions"] for rank in ranks} == {named.upper()}
 
 
 def test_reported_numbers_are_finite(ranks: list[dict[str, Any]]) -> None:
