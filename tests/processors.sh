@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The tests that compare floats, as on other processors: bash tests/processors.sh [--slow] [pytest arguments]
-# Each setting keeps torch, oneDNN and MKL from what some processor lacks; a line says its seconds and result.
-# --slow: the slow tests too. Arguments name other tests: bash tests/processors.sh tests/distributed/test_fsdp.py
+# Runs the tests that compare floats as on other processors: bash tests/processors.sh [--slow] [pytest arguments]
+# Each setting limits the instructions of torch, oneDNN and MKL. One line tells the seconds and the result of each.
+# --slow adds the slow tests. Arguments select other tests: bash tests/processors.sh tests/distributed/test_fsdp.py
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 marked="not slow"
@@ -16,10 +16,10 @@ log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 failed=0
 
-try() { # NAME FLAG VARIABLE=VALUE ...: FLAG is what /proc/cpuinfo says of a processor that has the instructions
+try() { # NAME FLAG VARIABLE=VALUE ...: the setting needs a processor with FLAG in /proc/cpuinfo
   local name=$1 flag=$2 start=$SECONDS
   if [[ -n $flag ]] && ! grep -qsw "$flag" /proc/cpuinfo; then
-    echo "$name: skipped, this processor has no $flag"
+    echo "$name: skipped, because this processor has no $flag"
     return
   fi
   env "${@:3}" bash tests/run.sh -q -m "$marked" "${tests[@]}" >"$log" 2>&1

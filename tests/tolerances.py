@@ -1,4 +1,4 @@
-"""What comparisons of floats allow for, so that they hold on every processor."""
+"""This module has the tolerances with which tests compare floats on every processor."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,30 +6,30 @@ from typing import Any
 import pytest
 
 ADAM_EPS = 1e-4
-"""The eps of Adam in tests that compare models after updates.
+"""Tests that compare models after updates give this eps to Adam.
 
-Adam divides the mean of an element's gradients by the root of the mean of their squares, plus eps. Where a gradient is
-zero but for rounding, the default eps of 1e-8 makes a whole step of that rounding, which each processor does otherwise.
-1e-4 is far above what rounding leaves of tests' gradients, and far below most of them.
+Adam divides a gradient by the root of its mean square plus eps. Some gradients are zero except for rounding. With the
+default eps of 1e-8 these weights move by a whole learning rate, and each processor rounds in its own way. 1e-4 is much
+larger than the rounding errors of the gradients in tests. Most of the gradients themselves are larger still.
 """
 EPS_OF_ACTOR, EPS_OF_CRITIC = (f"{role}.optimizer.eps={ADAM_EPS}" for role in ("actor", "critic"))
-"""The same as overrides of a whole job's config."""
+"""These overrides set the same eps in the config of a whole job."""
 
 OF_TOKENS = (
     *("pg_clipfrac", "dual_clipfrac", "value_clipfrac", "covariance_tokens"),
     *("tis_clipped", "rejected_tokens", "replayed_choices_differing"),
 )
 OF_SAMPLES = ("rejected_sequences", "accuracy")
-"""Metrics that are shares of response tokens or of samples, those whose value is beyond a threshold."""
+"""These metrics are the share of response tokens or of samples whose value is beyond a threshold."""
 
 
 def near(
     metrics: Mapping[str, float], *, rel: float, abs: float | None = None, tokens: int, samples: int | None = None
 ) -> dict[str, Any]:
-    """Returns what is equal to metrics that differ from `metrics` by rounding.
+    """Returns a dict that is equal to metrics which differ from `metrics` by rounding alone.
 
-    That is up to `rel` and `abs`, as pytest.approx has them. A share may differ by one of its `tokens` or `samples`:
-    rounding can move a value that is beside a threshold to the other side.
+    `rel` and `abs` are the tolerances of pytest.approx. A share may differ by one of its `tokens` or `samples`, because
+    rounding can move a value across a threshold.
     """
     one = dict.fromkeys(OF_TOKENS, 1 / tokens) | (dict.fromkeys(OF_SAMPLES, 1 / samples) if samples else {})
 

@@ -9,8 +9,8 @@ from tests.distributed.cases_context_parallel import FEW, OTHERS, SHAPE, Layouts
 from tests.distributed.torchrun import run_distributed
 from tests.tolerances import near
 
-RELATIVE, ABSOLUTE = 1e-5, 1e-6
-TOLD = 1e-4
+RELATIVE, ABSOLUTE = 1e-5, 2e-6
+TOLD = 3e-5
 """Largest difference of log-probs and scores after two updates."""
 RESPONSE_TOKENS = sum(response for _, response in SHAPE)
 
