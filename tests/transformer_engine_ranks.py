@@ -37,6 +37,7 @@ from rltrain.training.megatron.platform import adapt_to_platform
 from rltrain.training.megatron.trainable import TrainableModel
 from tests.distributed.cases_context_parallel import BALANCED, MAX_TOKENS, NUM_STEPS, experience, write_weights
 from tests.model_shards import tiny_architecture
+from tests.tolerances import ADAM_EPS
 
 ALL = (0, 1, 2, 3)
 HEADS = MLA(q_rank=8, kv_rank=16, plain_head_dim=16, rope_head_dim=8, value_head_dim=16)
@@ -99,7 +100,7 @@ def trained(
         device=torch.device("cpu"),
     )
     load_parameters(path, model.layout, dist.get_rank(), model_module.local_parameters(model))
-    actor = schema.Actor(optimizer=schema.Optimizer(lr=1e-3, eps=1e-3), micro_batch_tokens=MAX_TOKENS)
+    actor = schema.Actor(optimizer=schema.Optimizer(lr=1e-3, eps=ADAM_EPS), micro_batch_tokens=MAX_TOKENS)
     trainable = TrainableModel(model, actor, total_updates=NUM_STEPS)
     samples = experience("grpo")
     share = samples.select(torch.nonzero(samples.group_ids % grid.dp == grid.coordinates(dist.get_rank()).dp).flatten())

@@ -43,7 +43,8 @@ def clipped_value_loss(
     unclipped = (values - returns).square()
     if clip is None:
         return unclipped / 2, torch.zeros_like(values, dtype=torch.bool)
-    clipped = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
+    # A value between these bounds stays as it is. old + (value - old) may round, and the clip would seem to bind.
+    clipped = (values.clamp(old_values - clip, old_values + clip) - returns).square()
     return torch.maximum(unclipped, clipped) / 2, (clipped > unclipped).detach()
 
 

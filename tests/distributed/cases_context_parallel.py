@@ -27,6 +27,7 @@ from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
 from rltrain.training.megatron.trainable import TrainableModel
 from tests.model_shards import tiny_architecture
+from tests.tolerances import ADAM_EPS
 from tests.unit.packed_experience import packed_experience
 
 ALL = (0, 1, 2, 3)
@@ -129,7 +130,7 @@ def _train(name: str, path: Path, layout: str, groups: ProcessGroups, **settings
     (architecture, loss), grid = OBJECTIVES[name], GRIDS[layout]
     model = _model(architecture, path, grid, groups, **settings)
     actor = schema.Actor(
-        optimizer=schema.Optimizer(lr=1e-3, weight_decay=0.1),
+        optimizer=schema.Optimizer(lr=1e-3, weight_decay=0.1, eps=ADAM_EPS),
         micro_batch_tokens=MAX_TOKENS,
         distributed_optimizer=settings.get("distributed_optimizer", True),
         overlap=settings.get("overlap", False),

@@ -24,6 +24,7 @@ from rltrain.models import read_architecture
 from rltrain.training.megatron.model import ROUTER_BIAS, LanguageModel, build_model, local_parameters
 from rltrain.training.megatron.trainable import TrainableModel
 from tests.distributed.family_checkpoints import LENGTHS
+from tests.tolerances import ADAM_EPS
 
 ALL = (0, 1, 2, 3)
 NUM_STEPS = 2
@@ -197,8 +198,9 @@ def make_trained(
 ) -> TrainableModel:
     model = build(path, layout, groups, moe, dtype)
     settings = schema.Actor(
-        # With a small eps the first step is the gradient's sign, of elements that are 0 but for rounding, too.
-        optimizer=schema.Optimizer(lr=1e-3, weight_decay=0.1, eps=1e-3, loss_scale=loss_scale or schema.LossScale()),
+        optimizer=schema.Optimizer(
+            lr=1e-3, weight_decay=0.1, eps=ADAM_EPS, loss_scale=loss_scale or schema.LossScale()
+        ),
         micro_batch_tokens=MAX_TOKENS,
         distributed_optimizer=layout.distributed,
         overlap=layout.overlap,

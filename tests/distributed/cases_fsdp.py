@@ -27,6 +27,7 @@ from rltrain.training.backend import ModelSite, TrainedModel
 from rltrain.training.build import BACKENDS
 from tests.distributed.cases_training import load_experience, negative_log_likelihood
 from tests.distributed.tiny_checkpoints import TEMPERATURE
+from tests.tolerances import ADAM_EPS
 
 NUM_STEPS = 3
 SEVERAL_MICRO_BATCHES = 110
@@ -139,6 +140,7 @@ def trained(way: Way, path: Path, groups: ProcessGroups, *, evaluates: bool) -> 
     if evaluates and way.role == "actor":
         _, top_ids, top = model.distributions(experience, count=3, max_tokens=way.max_tokens)
         report["top"] = [top_ids.tolist(), top.tolist()]
+    report["response_tokens"] = int(load_experience(path).select(torch.arange(way.samples)).response_mask.sum())
     report["dp"] = way.grid.coordinates(dist.get_rank()).dp
     report["bytes"] = {name: (part.size_bytes, part.host_bytes) for name, part in model.parts.items()}
     return report
@@ -185,7 +187,9 @@ def site_of(way: Way, path: Path, groups: ProcessGroups) -> ModelSite:
     settings = schema.Actor(
         backend=way.backend,  # type: ignore[arg-type]
         fsdp=fsdp,
-        optimizer=schema.Optimizer(lr=1e-2, warmup_steps=2, decay="linear", weight_decay=0.1, cpu_offload=way.on_host),
+        optimizer=schema.Optimizer(
+            lr=1e-2, warmup_steps=2, decay="linear", weight_decay=0.1, eps=ADAM_EPS, cpu_offload=way.on_host
+        ),
         micro_batch_tokens=way.max_tokens,
         parallel=schema.Parallel(tp=way.tp, cp=way.cp),
     )

@@ -26,6 +26,7 @@ from rltrain.training.megatron.trainable import AdaptedModel
 from tests.distributed import cases_experts, cases_fsdp
 from tests.distributed.cases_training import GRIDS, load_experience, load_model, negative_log_likelihood, share_of
 from tests.distributed.tiny_checkpoints import VOCAB_SIZE
+from tests.tolerances import ADAM_EPS
 
 TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
 LORA = Lora(rank=4, alpha=8, targets=TARGETS)
@@ -122,7 +123,7 @@ def adapted(
     if begin:
         begin_adapters(adapters.layout, dist.get_rank(), adapters.parameters, lora, seed=1)
     settings = schema.Actor(
-        optimizer=schema.Optimizer(lr=1e-2, weight_decay=0.1, eps=1e-3),
+        optimizer=schema.Optimizer(lr=1e-2, weight_decay=0.1, eps=ADAM_EPS),
         micro_batch_tokens=max_tokens,
         distributed_optimizer=distributed,
     )

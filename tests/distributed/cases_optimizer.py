@@ -40,6 +40,7 @@ from tests.distributed.cases_training_state import (
     layout_of,
     saved_and_continued,
 )
+from tests.tolerances import ADAM_EPS
 
 UPDATES = BEFORE + AFTER
 OFFLOAD, HALF = (("cpu_offload", True),), (("cpu_offload", 0.5),)
@@ -178,7 +179,7 @@ def by_transformers(path: Path) -> dict[str, Tensor]:
             {"params": [p for p in others if p.dim() == 1], "weight_decay": 0.0},
         ],
         betas=(0.9, 0.95),
-        eps=1e-8,
+        eps=ADAM_EPS,
     )
     momenta = {name: np.zeros(parameter.shape) for name, parameter in moved.items()}
     for update in range(UPDATES):

@@ -22,6 +22,7 @@ from rltrain.training.megatron.trainable import TrainableModel
 from tests.distributed import cases_training
 from tests.distributed.cases_accumulation import _spoiled, _weights
 from tests.distributed.cases_training import load_experience, load_model, negative_log_likelihood, share_of
+from tests.tolerances import ADAM_EPS
 from tests.uneven_products import uneven_products
 
 GRIDS = {
@@ -127,7 +128,7 @@ def _skips(trainable: TrainableModel, share: Experience, *, spoiled: bool) -> di
 
 def make_overlapped(model: Any, overlap: bool, distributed_optimizer: bool = True) -> TrainableModel:
     settings = schema.Actor(
-        optimizer=schema.Optimizer(lr=1e-2, warmup_steps=2, weight_decay=0.1, clip_grad=0),
+        optimizer=schema.Optimizer(lr=1e-2, warmup_steps=2, weight_decay=0.1, eps=ADAM_EPS, clip_grad=0),
         micro_batch_tokens=MAX_TOKENS,
         distributed_optimizer=distributed_optimizer,
         overlap=overlap,

@@ -24,6 +24,7 @@ from rltrain.models import read_architecture
 from rltrain.training.megatron.model import build_model, local_parameters
 from rltrain.training.megatron.trainable import TrainableModel
 from tests.distributed.prediction_checkpoints import COEF, experience
+from tests.tolerances import ADAM_EPS
 
 ALL = (0, 1, 2, 3)
 NUM_STEPS, MAX_TOKENS = 2, 40
@@ -120,7 +121,7 @@ def make_model(
     )
     load_parameters(path, model.layout, dist.get_rank(), local_parameters(model))
     settings = schema.Actor(
-        optimizer=schema.Optimizer(lr=1e-2, eps=1e-3, clip_grad=0.5),
+        optimizer=schema.Optimizer(lr=1e-2, eps=ADAM_EPS, clip_grad=0.5),
         micro_batch_tokens=MAX_TOKENS,
         distributed_optimizer=distributed,
         overlap=layout.overlap and distributed,

@@ -31,6 +31,7 @@ from rltrain.training.megatron.forward import make_micro_batches, run_schedule
 from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
 from rltrain.training.megatron.trainable import TrainableModel
 from tests.distributed.tiny_checkpoints import ENTROPY_COEF, TEMPERATURE
+from tests.tolerances import ADAM_EPS
 
 CPU = torch.device("cpu")
 SEQUENCE_PARALLEL = {"tp2_sp", "tp2_dp2_sp", "tp4_sp"}
@@ -81,6 +82,7 @@ def all_cases(checkpoints: dict[str, str], slow: bool) -> dict[str, Any]:
         for name, result in case(paths, groups, SLOW_LAYOUTS if slow else QUICK_LAYOUTS):
             results[name] = result
     results["parallel_state_initialized"] = parallel_state.model_parallel_is_initialized()
+    results["instructions"] = torch.backends.cpu.get_cpu_capability()
     return results
 
 
@@ -312,7 +314,12 @@ def make_trainable(
 ) -> TrainableModel:
     settings = schema.Actor(
         optimizer=schema.Optimizer(
-            lr=1e-2, warmup_steps=2, decay="linear", weight_decay=0.1, loss_scale=loss_scale or schema.LossScale()
+            lr=1e-2,
+            warmup_steps=2,
+            decay="linear",
+            weight_decay=0.1,
+            eps=ADAM_EPS,
+            loss_scale=loss_scale or schema.LossScale(),
         ),
         micro_batch_tokens=max_tokens,
         distributed_optimizer=distributed_optimizer,

@@ -30,6 +30,7 @@ from rltrain.training.megatron.optimizer_state import MOMENTS, optimized_paramet
 from rltrain.training.megatron.state import MASTER
 from rltrain.training.megatron.trainable import TrainableModel
 from rltrain.training.optimization.stepping import ADAM_STATES
+from tests.tolerances import ADAM_EPS
 from tests.uneven_products import uneven_products
 
 WORLD_SIZE = 4
@@ -135,7 +136,7 @@ class Run:
                 parameter.data.fill_(float("nan"))
         trained = schema.Trained(
             optimizer=schema.Optimizer(
-                lr=1e-3, warmup_steps=2, decay="linear", weight_decay=0.1, **dict(way.optimizer)
+                lr=1e-3, warmup_steps=2, decay="linear", weight_decay=0.1, eps=ADAM_EPS, **dict(way.optimizer)
             ),
             micro_batch_tokens=MAX_TOKENS,
             distributed_optimizer=way.distributed,
@@ -147,6 +148,7 @@ class Run:
         if case.role == "critic":
             tokens = samples.tokens.float()
             samples = samples.with_fields(values=torch.zeros_like(tokens), returns=tokens % 7 - 3)
+        self.response_tokens = int(samples.select(torch.arange(NUM_SAMPLES)).response_mask.sum())
         dp = self.grid.coordinates(self.rank).dp
         self.experience = samples.select(torch.arange(dp, NUM_SAMPLES, self.grid.dp))
 
@@ -246,6 +248,7 @@ def saved_and_continued(case: Case, path: Path, groups: ProcessGroups, folder: P
     if rank in case.goes_on.grid.ranks:
         resumed = Run(case, case.goes_on, path, groups, load_weights=False)
         resumed.load(folder / "first")
+        seen["response_tokens"] = resumed.response_tokens
         seen["num_updates"] = resumed.trained.num_updates
         seen["shared_steps"] = shared_steps(resumed)
         resumed.save(folder / "second")

@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.cases_context_parallel import FEW, OTHERS, Layouts
+from tests.distributed.cases_context_parallel import FEW, OTHERS, SHAPE, Layouts
 from tests.distributed.torchrun import run_distributed
+from tests.tolerances import near
 
-RELATIVE, ABSOLUTE = 1e-5, 1e-6
-TOLD = 1e-4
+RELATIVE, ABSOLUTE = 1e-5, 2e-6
+TOLD = 3e-5
 """Largest difference of log-probs and scores after two updates."""
+RESPONSE_TOKENS = sum(response for _, response in SHAPE)
 
 Reports = list[dict[str, Any]]
 """By rank."""
@@ -49,9 +51,10 @@ def test_so_it_is_in_every_layout(others: Reports, name: str, layout: str) -> No
 def check(ranks: Reports, name: str, layout: str) -> None:
     (alone,) = [rank[f"{name}/"] for rank in ranks if f"{name}/" in rank]
     found = [rank[f"{name}/{layout}"] for rank in ranks if f"{name}/{layout}" in rank]
-    assert len(found) > 1 and all(report == found[0] for report in found), "all ranks are told the same"
+    assert len(found) > 1 and all(report["steps"] == found[0]["steps"] for report in found), "all are told the same"
     for step, wanted in zip(found[0]["steps"], alone["steps"], strict=True):
-        assert step == pytest.approx(wanted, rel=RELATIVE, abs=ABSOLUTE)
-    for values, wanted in zip(found[0]["told"], alone["told"], strict=True):
-        for value, its in zip(values, wanted, strict=True):
-            assert value == pytest.approx(its, abs=TOLD)
+        assert step == near(wanted, tokens=RESPONSE_TOKENS, samples=len(SHAPE) // 2, rel=RELATIVE, abs=ABSOLUTE)
+    for report in found:  # replicas that share experts add up their tokens in orders of their own
+        for values, wanted in zip(report["told"], alone["told"], strict=True):
+            for value, its in zip(values, wanted, strict=True):
+                assert value == pytest.approx(its, abs=TOLD)

@@ -23,4 +23,4 @@ def test_turns_on_an_engine_of_two_ranks_are_those_on_one(tmp_path: Path) -> Non
     assert stopped_early, "requests' own strings have ended turns"
     for sample, alone in zip(said, drawn_alone(path, said), strict=True):
         assert alone.tokens == sample.tokens
-        assert alone.logprobs == pytest.approx(sample.logprobs, abs=2e-5)
+        assert alone.logprobs == pytest.approx(sample.logprobs, abs=4e-5)

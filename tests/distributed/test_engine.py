@@ -51,5 +51,5 @@ def check(folder: Path, whole: list[tuple[int, int, str]], interrupted: list[tup
                 assert done["tokens"] == reference["tokens"]
                 assert done["status"] == reference["status"]
                 assert done.get("experts") == reference.get("experts")
-                assert done["logprobs"] == pytest.approx(reference["logprobs"], abs=WITHIN.get(family, 2e-5))
+                assert done["logprobs"] == pytest.approx(reference["logprobs"], abs=WITHIN.get(family, 3e-5))
     assert all(results == by_rank[0] for results in by_rank)

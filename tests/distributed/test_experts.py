@@ -49,7 +49,7 @@ MANY = {name: ["one_rank"] for name in SPARSE if name != MODEL} | {
 }
 """Dense ones among them have what none of the others has: windows, rotary embeddings of their own, further norms."""
 RELATIVE = 1e-4
-IN_LAYOUTS = 1e-5
+IN_LAYOUTS = 5e-5
 
 Reports = dict[str, list[dict[str, Any]]]
 """Of the ranks that took part, by checkpoint and layout."""
@@ -96,7 +96,7 @@ def check_alike(reports: Reports) -> None:
             for step, (found, wanted) in enumerate(zip(report["steps"], expected["steps"], strict=True)):
                 assert found == pytest.approx(wanted, rel=IN_LAYOUTS), (case, step)
             for name, logprobs in report["after"].items():
-                assert logprobs == pytest.approx(expected["after"][name], abs=1e-3), case
+                assert logprobs == pytest.approx(expected["after"][name], abs=3e-4), case
 
 
 def test_gradients_are_those_of_transformers(few: Reports) -> None:
@@ -142,7 +142,7 @@ def check_one_loss_scale(reports: Reports, name: str) -> None:
     scales = [step["loss_scale"] for step in found[0]["steps"]]
     assert scales == [TOO_LARGE.initial / 2 ** min(number + 1, len(overflowed)) for number in range(len(scales))]
     for key in ("loss", "grad_norm", "moe_aux_loss", "moe_z_loss"):
-        assert made[key] == pytest.approx(expected["steps"][0][key], rel=0.01)
+        assert made[key] == pytest.approx(expected["steps"][0][key], rel=0.03)
     assert all(report["biases_kept"] for report in found)
     assert any(report["biases_moved"] for report in found) == name.startswith(MODEL)
 

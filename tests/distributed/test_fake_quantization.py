@@ -111,7 +111,7 @@ def test_backends_are_alike_and_go_on_from_each_others_states(name: str, ranks: 
     """With adapters beside the rounded base too."""
     kind = name.partition("/")[2]
     (wanted,) = reports(ranks, f"megatron1/{kind}")
-    rel = 2e-2 if "bfloat16" in kind else 1e-4
+    rel = 5e-2 if "bfloat16" in kind else 1e-4
     for report in reports(ranks, name):
         for step, of_megatron in zip(report["steps"], wanted["steps"], strict=True):
             for key in ("loss", "grad_norm"):

@@ -10,11 +10,14 @@ from tests.distributed.cases_fsdp import OTHERS, QUICK, STATES, TIED, WAYS
 from tests.distributed.tiny_checkpoints import OF_TRANSFORMERS, make_checkpoints
 from tests.distributed.torchrun import run_distributed
 from tests.marks import slow_but
+from tests.tolerances import near
 
 FAMILY = "llama3"
-RELATIVE = 1e-4
-IN_BFLOAT16 = 1e-2
-"""transformers rounds at other places than Megatron's modules do."""
+RELATIVE, ABSOLUTE = 1e-5, 2e-6
+TOLD = 4e-5
+"""Log-probs may differ by as much after updates."""
+IN_BFLOAT16 = 5e-2
+"""transformers rounds at other places than Megatron's modules do. Logits of 5 are 0.03 apart in bfloat16."""
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +61,8 @@ def assert_same_training(ranks: list[dict[str, Any]], name: str, baseline: str, 
     expected = reports(ranks, baseline)[0]
     for actual in reports(ranks, name):
         for step, (values, wanted) in enumerate(zip(actual["steps"], expected["steps"], strict=True)):
-            assert values == pytest.approx(wanted, rel=relative), f"{name}, step {step}"
+            same = near(wanted, tokens=expected["response_tokens"], rel=relative, abs=ABSOLUTE)
+            assert values == same, f"{name}, step {step}"
 
 
 @pytest.mark.parametrize("name", slow_but(WAYS, *QUICK))
@@ -107,11 +111,11 @@ def test_log_probs_and_likeliest_tokens_equal_megatrons(ranks: list[dict[str, An
     expected = reports(ranks, "qwen3/megatron")[0]
     for found in reports(ranks, f"qwen3/{name}"):
         for when in ("start", "end"):
-            assert found[when] == pytest.approx(expected[when], abs=1e-4)
+            assert found[when] == pytest.approx(expected[when], abs=TOLD)
         pairs = [*zip(found["top"][0], expected["top"][0], strict=True)]
         assert sum(ids != wanted for ids, wanted in pairs) < 0.02 * len(pairs), "all but a few that are as likely"
         for likeliest, wanted in zip(found["top"][1], expected["top"][1], strict=True):
-            assert likeliest == pytest.approx(wanted, abs=1e-4)
+            assert likeliest == pytest.approx(wanted, abs=TOLD)
 
 
 def test_shards_are_a_ranks_share_of_each_parameter(ranks: list[dict[str, Any]]) -> None:

@@ -92,12 +92,12 @@ def check_layouts(ranks: list[dict[str, Any]], layouts: dict[str, Any]) -> None:
     for name, way in layouts.items():
         for rank in range(len(way.grid.ranks)):
             for one, other in zip(ranks[rank][name], expected, strict=True):
-                assert one == pytest.approx(other, rel=1e-4, abs=1e-5), name
+                assert one == pytest.approx(other, rel=1e-5, abs=1e-5), name
         assert ranks[0]["apart"][name] < 1e-5, name
     for rank in ranks:
         assert "has the states of muon, and actor.optimizer.name is adamw" in rank["refusal"]
         for one, other in zip(rank["moved"], expected[-len(rank["moved"]) :], strict=True):
-            assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
+            assert one == pytest.approx(other, rel=1e-5, abs=1e-5)
 
 
 def test_muon_is_equal_in_every_layout_and_to_a_reference(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_steps_are_alike_in_every_layout(trained: Trained, way: str) -> None:
         for found in trained.of(layout, way):
             for steps, of_one_rank in zip(found["steps"], first["steps"], strict=True):
                 for name in ("loss", "mtp_loss", "grad_norm"):
-                    assert steps[name] == pytest.approx(of_one_rank[name], rel=1e-4), (layout, name)
+                    assert steps[name] == pytest.approx(of_one_rank[name], rel=1e-5), (layout, name)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -93,14 +93,14 @@ def test_what_is_saved_has_the_layer_as_it_was_trained(trained: Trained, way: st
         found = trained.exported(layout, way)
         assert found.keys() == start.keys()
         for name, one in found.items():
-            torch.testing.assert_close(one, expected[name], rtol=1e-3, atol=1e-5, msg=f"{layout}: {name}")
+            torch.testing.assert_close(one, expected[name], rtol=1e-4, atol=1e-5, msg=f"{layout}: {name}")
 
 
 def test_a_state_is_loaded_in_another_layout(trained: Trained) -> None:
     for way in WAYS:
         for name in ("loss", "mtp_loss", "grad_norm"):
             resumed, went_on = trained.ranks[0]["resumed"][way][name], trained.of("pp2", way)[0]["after"][name]
-            assert resumed == pytest.approx(went_on, rel=1e-4), (way, name)
+            assert resumed == pytest.approx(went_on, rel=1e-5), (way, name)
 
 
 @pytest.fixture(scope="module")
@@ -129,9 +129,9 @@ def test_other_families_learn_as_transformers_layers_do(
     assert first[1]["mtp_loss"] != first[0]["mtp_loss"]
     for name, ranks in of_families.items():
         for found in ranks if name.startswith(f"{family}/") else ():
-            assert found["steps"][0]["loss"] == pytest.approx(likelihood, rel=1e-4), name
-            assert found["steps"][0]["mtp_loss"] == pytest.approx(further, rel=1e-4), name
+            assert found["steps"][0]["loss"] == pytest.approx(likelihood, rel=1e-5), name
+            assert found["steps"][0]["mtp_loss"] == pytest.approx(further, rel=1e-5), name
             assert max(found["differences"].values(), default=0) < 2e-4, (name, found["differences"])
             for steps, of_one_rank in zip(found["steps"], first, strict=True):
                 for metric in ("loss", "mtp_loss", "grad_norm"):
-                    assert steps[metric] == pytest.approx(of_one_rank[metric], rel=2e-4), (name, metric)
+                    assert steps[metric] == pytest.approx(of_one_rank[metric], rel=5e-4), (name, metric)

@@ -52,6 +52,6 @@ def scores_by_transformers(path: Path, family: str) -> list[float]:
 def test_scores_are_those_of_transformers(ranks, expected, family):
     """Also where a text ends in what transformers takes for padding."""
     for number, rank in enumerate(ranks):
-        assert rank[f"{family}/tp2"] == pytest.approx(expected[family], abs=1e-5)
-        assert rank[f"{family}/dp2"] == pytest.approx(expected[family][number::2], abs=1e-5)
+        assert rank[f"{family}/tp2"] == pytest.approx(expected[family], abs=5e-5)
+        assert rank[f"{family}/dp2"] == pytest.approx(expected[family][number::2], abs=5e-5)
     assert max(expected[family]) - min(expected[family]) > 0.1

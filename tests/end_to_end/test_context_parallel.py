@@ -6,18 +6,20 @@ import sys
 import pytest
 
 from tests.end_to_end.jobs import REPOSITORY, run
+from tests.tolerances import EPS_OF_ACTOR, near
 
 pytestmark = pytest.mark.slow
 
-STEPS = 1
+STEPS, PROMPTS, SAMPLES = 1, 8, 8
 SAME = (
     "placement={'actor, reference, rollout, reward': 0-3}",
-    "batch={prompts_per_step: 8, samples_per_prompt: 8, mini_batches: 2}",
+    f"batch={{prompts_per_step: {PROMPTS}, samples_per_prompt: {SAMPLES}, mini_batches: 2}}",
     "loss.old_logprobs=actor",
     f"steps={STEPS}",
     "data.eval=null",
     "data.train.max_rows=1024",
     "checkpoint.save_hf=false",
+    EPS_OF_ACTOR,
 )
 LAYOUTS = {"whole": "actor.parallel={tp: 1}", "gathered": "actor.parallel={cp: 2}"}
 
@@ -36,4 +38,5 @@ def test_a_run_reports_what_one_without_context_parallelism_does(warmed_up, data
     for record in (first, others):
         assert record["train/grad_norm"] > 0
     wanted = {name: value for name, value in first.items() if name.split("/")[0] in ("train", "rollout")}
-    assert {name: others[name] for name in wanted} == pytest.approx(wanted, rel=1e-4, abs=1e-4)
+    same = near(wanted, tokens=PROMPTS * SAMPLES, rel=1e-4, abs=1e-4)  # a response has a token at least
+    assert {name: others[name] for name in wanted} == same

@@ -23,11 +23,13 @@ from tests.end_to_end.test_resume import (
     assert_close_in_the_next_step,
     reported,
 )
+from tests.tolerances import ADAM_EPS
 
 APART = "placement={'actor, reference': 0-2, 'rollout, reward': 3}"
 """Three ranks, of which no matrix of the model is a multiple."""
-FSDP = (APART, "actor={backend: fsdp, parallel: {tp: 1}, optimizer: {lr: 3e-4, warmup_steps: 5, decay: linear}}")
-MEGATRON = (APART, "actor={parallel: {tp: 1}, optimizer: {lr: 3e-4, warmup_steps: 5, decay: linear}}")
+OPTIMIZER = f"optimizer: {{lr: 3e-4, warmup_steps: 5, decay: linear, eps: {ADAM_EPS}}}"
+FSDP = (APART, f"actor={{backend: fsdp, parallel: {{tp: 1}}, {OPTIMIZER}}}")
+MEGATRON = (APART, f"actor={{parallel: {{tp: 1}}, {OPTIMIZER}}}")
 TWO_SAMPLES = 2 / (PROMPTS * SAMPLES)
 """Of a step's rewards: after some updates a token or two is drawn otherwise."""
 

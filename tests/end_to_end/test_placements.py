@@ -6,6 +6,7 @@ Weights that were trained in other layouts differ in their last bits: now and th
 import pytest
 
 from tests.end_to_end.jobs import REPOSITORY, column, train
+from tests.tolerances import EPS_OF_ACTOR
 
 pytestmark = pytest.mark.slow  # tests/distributed/test_training.py has a quick part
 
@@ -43,6 +44,7 @@ def rewards(warmed_up, data_overrides, tmp_path_factory):
             "data.eval.max_rows=64",
             "data.train.max_rows=1024",
             "checkpoint.save_hf=false",
+            EPS_OF_ACTOR,
             *data_overrides,
             placement,
             "actor.parallel={tp: 1}",

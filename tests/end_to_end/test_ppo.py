@@ -5,6 +5,7 @@ import math
 import pytest
 
 from tests.end_to_end.jobs import REPOSITORY, column, train
+from tests.tolerances import EPS_OF_ACTOR, EPS_OF_CRITIC
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +36,8 @@ def test_wherever_the_critic_lives_the_run_is_the_same(warmed_up, data_overrides
         placement, num_ranks = PLACEMENTS[name]
         paths = [f"model.path={warmed_up}", f"output_dir={tmp_path / name}", data_overrides[0], "data.eval=null"]
         short = ("steps=4", "critic.critic_warmup_steps=2", "batch.prompts_per_step=32", "rollout.parallel.tp=1")
-        return train(REPOSITORY / "configs/quickstart_ppo.yaml", *paths, placement, *short, num_ranks=num_ranks)
+        eps = (EPS_OF_ACTOR, EPS_OF_CRITIC)
+        return train(REPOSITORY / "configs/quickstart_ppo.yaml", *paths, placement, *short, *eps, num_ranks=num_ranks)
 
     expected, *others = (run(name) for name in PLACEMENTS)
     assert len(column(expected, "critic/loss")) == 4 and len(column(expected, "train/loss")) == 2

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.end_to_end.jobs import REPOSITORY, column, run, train
+from tests.tolerances import ADAM_EPS, EPS_OF_ACTOR
 
 REWARD_MODEL, DPO = REPOSITORY / "configs/quickstart_reward_model.yaml", REPOSITORY / "configs/quickstart_dpo.yaml"
 
@@ -65,7 +66,8 @@ def test_adapters_learn_to_score(pairs: list[str], quickstart_files: Path, tmp_p
     from transformers import AutoModelForSequenceClassification
 
     small = ["placement={actor: 0-1}", "steps=8", "model.lora={rank: 4, alpha: 8}", "data.eval.max_rows=64"]
-    small += ["actor.optimizer={lr: 1e-2, warmup_steps: 0, decay: constant}", "evaluation={interval: 8}"]
+    small.append(f"actor.optimizer={{lr: 1e-2, warmup_steps: 0, decay: constant, eps: {ADAM_EPS}}}")
+    small.append("evaluation={interval: 8}")
     backends = [["actor.parallel.tp=2"], ["actor.backend=fsdp", "actor.parallel.tp=1"]]
     jobs = train_each(REWARD_MODEL, [[*pairs, *small, *chosen] for chosen in backends], tmp_path, 2)
     first, second = ([step["train/loss"] for step in found if "train/loss" in step] for found in jobs)
@@ -126,6 +128,7 @@ def test_dpo_is_the_same_on_any_placement(pairs: list[str], tmp_path: Path) -> N
         "actor.micro_batch_tokens=300",
         "data.eval.max_rows=5",
         "checkpoint.save_hf=false",
+        EPS_OF_ACTOR,
     ]
     jobs = [[*pairs, *small, *where] for where in PLACEMENTS.values()]
     first, *others = train_each(DPO, jobs, tmp_path, num_ranks=4)

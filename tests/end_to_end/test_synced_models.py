@@ -6,13 +6,15 @@ import pytest
 
 from tests.end_to_end.jobs import REPOSITORY, column, train
 from tests.end_to_end.test_resume import Run, saved_and_resumed  # noqa: F401
+from tests.tolerances import ADAM_EPS
 
+OPTIMIZER = f"actor.optimizer={{lr: 1e-3, warmup_steps: 0, eps: {ADAM_EPS}}}"
 SMALL = (
     "batch={prompts_per_step: 8, samples_per_prompt: 4, mini_batches: 1}",
     "data.eval=null",
     "steps=3",
     "loss.old_logprobs=actor",
-    "actor.optimizer={lr: 1e-3, warmup_steps: 0}",
+    OPTIMIZER,
     "actor.parallel.tp=1",
     "checkpoint.save_hf=false",
 )
@@ -76,7 +78,7 @@ def test_a_refreshed_reference_is_the_actor_of_that_step(
     saved_and_resumed: Callable[..., list[Run]],  # noqa: F811
 ) -> None:
     """Also in a run that goes on behind the refresh."""
-    settings = (*PLACES[place], "reference.refresh_every=2", "actor.optimizer={lr: 1e-3, warmup_steps: 0}")
+    settings = (*PLACES[place], "reference.refresh_every=2", OPTIMIZER)
     settings = (*settings, "data.eval=null", "actor.parallel.tp=1", "batch.mini_batches=1")
     (whole, _), (resumed, _) = saved_and_resumed("configs/quickstart.yaml", settings, ())
     distance = {

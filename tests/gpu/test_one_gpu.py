@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.jobs import REPOSITORY, run, train
+from tests.tolerances import EPS_OF_ACTOR
 
 pytestmark = pytest.mark.gpu
 
@@ -22,6 +23,7 @@ def records(device: str, start: Path, folder: Path, monkeypatch: pytest.MonkeyPa
         "placement={actor,rollout,reward: 0}",
         "actor.parallel.tp=1",
         "steps=3",
+        EPS_OF_ACTOR,
         num_ranks=1,
     )
 

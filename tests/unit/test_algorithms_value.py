@@ -84,6 +84,16 @@ def test_clip_binds_only_where_a_value_moved_far_towards_its_return(
     assert moved.grad is not None and moved.grad.item() == pytest.approx(gradient)
 
 
+def test_a_value_within_the_clip_is_never_held_back() -> None:
+    """Not by rounding either: the difference of a value and the old one often has no exact float."""
+    generator = torch.Generator().manual_seed(0)
+    values, old_values, returns = (torch.randn(10_000, generator=generator) for _ in range(3))
+    per_token, clip_binds = clipped_value_loss(values, returns, old_values, 0.5)
+    within = (values - old_values).abs() < 0.499
+    assert within.sum() > 1000 and not clip_binds[within].any()
+    assert torch.equal(per_token[within], (values - returns)[within].square() / 2)
+
+
 def test_gradient_is_of_response_tokens_alone_and_metrics_carry_none() -> None:
     experience = packed_experience([(2, 3), (1, 2)])
     values = torch.linspace(-1, 1, experience.num_tokens).requires_grad_()

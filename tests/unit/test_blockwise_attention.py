@@ -62,7 +62,8 @@ def test_blocks_change_nothing(
     ):
         torch.testing.assert_close(mine, theirs)
     if softcap is None and window is None and sinks is not None:
-        torch.testing.assert_close(attend(*inputs, causal=True, sinks=sinks[:, None, None]), expected)
+        of_engines = attend(*inputs, causal=True, sinks=sinks[:, None, None])
+        torch.testing.assert_close(of_engines.float(), expected.float())  # it has its scores in float32
 
 
 def test_half_precision_keeps_its_type() -> None:

@@ -15,7 +15,10 @@ from packaging.utils import canonicalize_name
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SOURCES = sorted(path for folder in ("rltrain", "launch", "tools") for path in (REPOSITORY / folder).rglob("*.py"))
-SCRIPTS = [*sorted((REPOSITORY / "launch").rglob("*.s[hb]*")), REPOSITORY / "tests/run.sh", REPOSITORY / ".ci/run"]
+SCRIPTS = [
+    *sorted((REPOSITORY / "launch").rglob("*.s[hb]*")),
+    *(REPOSITORY / name for name in ("tests/run.sh", "tests/processors.sh", ".ci/run")),
+]
 PYPROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
 CONSTRAINTS = REPOSITORY / "launch" / "constraints-cpu.txt"
 SGLANG_CONSTRAINTS = REPOSITORY / "launch" / "constraints-sglang.txt"
