@@ -1,7 +1,6 @@
 """What models of some families have beside attention, MLPs and norms of the usual kind, in words."""
 
 from rltrain.models.architecture import Architecture
-from rltrain.models.rope_scaling import LongRopeScaling
 
 
 def local_mechanisms(architecture: Architecture) -> list[str]:
@@ -13,7 +12,10 @@ def local_mechanisms(architecture: Architecture) -> list[str]:
         "norms of all heads at once": architecture.norms_projections,
         "bent scores or logits": (architecture.attention_softcap, architecture.logits_softcap) != (None, None),
         "attention sinks": architecture.attention_sinks,
-        "LongRoPE": isinstance(architecture.rope_scaling, LongRopeScaling),
+        "rotations that multiply a part of heads (YaRN, LongRoPE)": (
+            architecture.rotary_dim is not None and architecture.rotation_magnitude != 1
+        ),
+        "biases in MLPs": architecture.mlp_bias,
         "gated delta nets": architecture.delta is not None,
         "norms with biases": architecture.norm_bias,
         "another activation than SiLU": architecture.activation != "silu",
