@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Config
-from rltrain.models import Architecture, DynamicScaling, LongRopeScaling, YarnScaling
+from rltrain.models import Architecture, DynamicScaling, YarnScaling
 from rltrain.models.mechanisms import local_mechanisms
 
 SERVED_BY_SGLANG = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
@@ -90,18 +90,3 @@ def _lacking_in_sglang(architecture: Architecture) -> str | None:
         "an attention_factor of YaRN": isinstance(scaling, YarnScaling) and scaling.attention_factor is not None,
     }
     return next((what for what, is_there in found.items() if is_there), None)
-
-
-def positions_of(architecture: Architecture) -> str:
-    """How many positions a model has, with the reason where its config.json says more."""
-    told = f"{architecture.max_positions} positions"
-    if isinstance(architecture.rope_scaling, LongRopeScaling):
-        told += (
-            " (those of LongRoPE's short factors: the long ones would turn all tokens of a sample that outgrows them)"
-        )
-    if isinstance(architecture.rope_scaling, DynamicScaling):
-        told += (
-            " (max_position_embeddings: dynamic RoPE scaling would turn all tokens of a sample that outgrows them; "
-            "yarn or linear in rope_scaling would not)"
-        )
-    return told

@@ -24,6 +24,7 @@ SCALED = tiny_architecture("qwen2", max_positions=4096, rope_scaling=YARN)
 OF_OWN_FACTOR = replace(SCALED, rope_scaling=replace(YARN, attention_factor=1.5))
 BIASED = tiny_architecture("llama", max_positions=4096, mlp_bias=True)
 TRANSFORMER_ENGINE = {"model": {"path": "m", "transformer_impl": "transformer_engine", "dtype": "bfloat16"}}
+LONG_ANSWERS = {"max_response_tokens": 4000}
 SGLANG = {"rollout": {"engine": "sglang"}}
 
 
@@ -72,6 +73,18 @@ def test_what_there_is_is_not_refused(architecture: Architecture) -> None:
             DYNAMIC,
             {},
             ["data.max_prompt_tokens", "has 64 positions", "max_position_embeddings", "dynamic RoPE scaling"],
+        ),
+        (
+            replace(DYNAMIC, max_positions=2048),
+            {
+                "rollout": {"max_context_tokens": 8192},
+                "evaluation": {"sets": [{"name": "long", "data": {"path": "l"}, "sampling": LONG_ANSWERS}]},
+            },
+            [
+                "evaluation.sets.0.sampling.max_response_tokens 4000 = 5024",
+                "has 2048 positions",
+                "dynamic RoPE scaling",
+            ],
         ),
         (replace(DYNAMIC, max_positions=4096), SGLANG, ["rollout.engine: got sglang", "dynamic RoPE", "embedded"]),
         (OF_OWN_FACTOR, SGLANG, ["rollout.engine: got sglang", "attention_factor", "embedded"]),

@@ -9,9 +9,10 @@ import pytest
 import torch
 import transformers
 
-from rltrain.errors import CheckpointError
+from rltrain.errors import CheckpointError, ConfigError
 from rltrain.models import DynamicScaling, YarnScaling, read_architecture
 from rltrain.models.rotary import inverse_frequencies
+from rltrain.serving.engine import longest_context
 from tests.distributed.family_checkpoints import tiny_config
 from tests.distributed.tiny_checkpoints import LLAMA3_ROPE, SHAPE
 from tests.marks import slow_but
@@ -22,6 +23,7 @@ FAMILIES = (
 )  # fmt: skip
 """Among them are some with latent attention, with neighbours that are rotated together, and with heads in part."""
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+WHOLE_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 MSCALES = {"mscale": 1.0, "mscale_all_dim": 0.5}
 SCALINGS: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
@@ -94,6 +96,15 @@ def test_positions_are_those_that_a_scaling_serves(rope: dict[str, Any], expecte
     assert read_architecture(write_config(tmp_path, rope)).max_positions == expected
 
 
+def test_served_contexts_have_these_positions(tmp_path: Path) -> None:
+    assert longest_context(write_config(tmp_path, WHOLE_YARN), 256) == 256
+    assert longest_context(write_config(tmp_path, {**WHOLE_YARN, "factor": 400.0}), 25_600) == 25_600
+    dynamic = write_config(tmp_path, {"type": "dynamic", "factor": 4.0})
+    assert longest_context(dynamic, None) == 256
+    with pytest.raises(ConfigError, match=r"--max-context-tokens: got 257, .* has 256 positions .*dynamic RoPE"):
+        longest_context(dynamic, 257)
+
+
 def test_dynamic_scaling_changes_no_frequency_of_those_positions(tmp_path: Path) -> None:
     scaled = read_architecture(write_config(tmp_path, {"type": "dynamic", "factor": 4.0}))
     plain = read_architecture(write_config(tmp_path, {}))
@@ -101,7 +112,6 @@ def test_dynamic_scaling_changes_no_frequency_of_those_positions(tmp_path: Path)
     assert torch.equal(inverse_frequencies(scaled), inverse_frequencies(plain))
 
 
-WHOLE_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 WHOLE_LLAMA3 = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
 
 
