@@ -28,7 +28,7 @@ from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.rank_lists import group_lists
 from rltrain.config import schema
 from rltrain.errors import ConfigError
-from rltrain.models import Architecture, YarnScaling
+from rltrain.models import Architecture, LinearScaling, YarnScaling
 from rltrain.models.latent import MLA
 from rltrain.training.megatron import model as model_module
 from rltrain.training.megatron.architecture_settings import activation_settings
@@ -47,6 +47,10 @@ SIZES: dict[str, Any] = {"hidden_size": 32, "vocab_size": 61, "num_layers": 2}
 MODELS: dict[str, Architecture] = {
     "deepseek_v3": tiny_architecture("deepseek_v3", head_dim=24, mla=HEADS, rope_scaling=YARN, **SIZES),
     "moonlight": tiny_architecture("deepseek_v3", head_dim=24, mla=replace(HEADS, q_rank=None), **SIZES),
+    "yarn": tiny_architecture(
+        "qwen2", qkv_bias=True, head_dim=8, rope_scaling=replace(YARN, mscale=0.0, mscale_all_dim=0.0), **SIZES
+    ),
+    "latent linear": tiny_architecture("deepseek_v3", head_dim=24, mla=HEADS, rope_scaling=LinearScaling(3.0), **SIZES),
     "qwen3_moe": tiny_architecture("qwen3_moe", num_heads=8, num_kv_heads=2, head_dim=8, **SIZES),
 }
 OF_MODEL: dict[str, dict[str, Any]] = {"rounded": {"fake_quantization": schema.FakeQuantization(group_size=4)}}
@@ -64,6 +68,9 @@ CASES: dict[str, tuple[str, Grid, dict[str, Any]]] = {
     "latent tp2 ep2 deepep": ("deepseek_v3", Grid(ALL, tp=2, ep=2), DEEPEP),
     "further pp2 cp2 ep2": ("further", Grid(ALL, pp=2, cp=2, ep=2), {"recompute": "full"}),
     "further of dense tp2 pp2": ("further of dense", Grid(ALL, tp=2, pp=2), {}),
+    "yarn tp2 pp2": ("yarn", Grid(ALL, tp=2, pp=2), {}),
+    "yarn cp2": ("yarn", Grid((0, 1), cp=2), {}),
+    "latent linear tp2 ep2": ("latent linear", Grid(ALL, tp=2, ep=2), {}),
     "moonlight tp2 cp2 ep2": ("moonlight", Grid(ALL, tp=2, cp=2, ep=2), {}),
     "groups tp4": ("qwen3_moe", Grid(ALL, tp=4), {}),
     "rounded ep2 etp2": ("rounded", Grid(ALL, ep=2, etp=2), {"recompute": "full"}),

@@ -4,6 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+SHAPE_KEYS = ("rope_scaling", "rope_parameters", "rope_theta", "max_position_embeddings")
+"""Keys of config.json that frameworks let a run override."""
+
 
 def model_config(path: object) -> dict[str, Any]:
     """Empty where there is no such file."""
@@ -27,3 +30,21 @@ def language_model(path: object) -> dict[str, Any]:
 
 def has_delta_nets(path: object) -> bool:
     return "linear_num_key_heads" in language_model(path)
+
+
+def overridden_key(key: str) -> tuple[str, ...] | None:
+    """The path in config.json that a key of a source overrides; None where it overrides none."""
+    parts = key.split(".")
+    first = next((number for number, part in enumerate(parts) if part in SHAPE_KEYS), None)
+    return None if first is None else tuple(parts[first:])
+
+
+def says(path: object, overridden: tuple[str, ...], value: Any) -> bool:
+    """Whether the config.json of the model in `path` has that value already, by transformers 4's or 5's names."""
+    config = language_model(path)
+    first, *rest = overridden
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    found: Any = rope if first in ("rope_scaling", "rope_parameters") else config.get(first, rope.get(first))
+    for part in rest:
+        found = found.get(part) if isinstance(found, dict) else None
+    return bool(found == value)

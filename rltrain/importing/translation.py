@@ -9,6 +9,7 @@ from typing import Any
 from rltrain.config.explain import section_of
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
+from rltrain.importing.model_file import overridden_key, says
 from rltrain.importing.shell_values import UNKNOWN, shown
 
 PLACEMENT = "placement."
@@ -164,7 +165,20 @@ def sort_out(keys: SourceKeys, harmless: Mapping[str, str], out: Translation) ->
         if reason is not None:
             out.leave(key, value, reason)
         elif value not in (None, False, "False", "false", "null", "None", "none", [], {}):
-            out.differs(key, value, "nothing here stands for it")
+            sort_out_override(key, value, out)
+
+
+def sort_out_override(key: str, value: Any, out: Translation) -> None:
+    """Say that nothing is set by `key`: what overrides config.json has to be written there, and may be already."""
+    overridden = overridden_key(key)
+    if overridden is None:
+        out.differs(key, value, "nothing here stands for it")
+    elif says(out.get("model.path"), overridden, value):
+        out.leave(key, value, "config.json of model.path says the same")
+    else:
+        out.differs(
+            key, value, f"expected {'.'.join(overridden)} in config.json of model.path, which every part of a run reads"
+        )
 
 
 def keys_of(path: str) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from rltrain.importing.engine import choose_engine
 from rltrain.importing.fully_sharded import set_fully_sharded
 from rltrain.importing.prediction_head import set_verls_prediction_layers
 from rltrain.importing.steps import Rows, set_steps
-from rltrain.importing.translation import Rule, SourceKeys, Translation, apply, sort_out
+from rltrain.importing.translation import Rule, SourceKeys, Translation, apply, sort_out, sort_out_override
 from rltrain.importing.verl_correction import set_correction
 from rltrain.importing.verl_learning import (
     A,
@@ -269,7 +269,9 @@ def _data(keys: SourceKeys, out: Translation) -> None:
 
 def _engine(keys: SourceKeys, out: Translation) -> None:
     arguments = {name.replace("-", "_"): value for name, value in keys.under(R + "engine_kwargs.sglang.").items()}
-    keys.under(R + "engine_kwargs.vllm.")
+    for name, value in keys.under(R + "engine_kwargs.vllm.").items():
+        if name.startswith("hf_overrides"):
+            sort_out_override(f"{R}engine_kwargs.vllm.{name}", value, out)
     arguments["mem_fraction_static"] = real(keys.get(R + "gpu_memory_utilization", 0.5))
     if truth(keys.get(R + "enforce_eager", False)):
         arguments["disable_cuda_graph"] = True

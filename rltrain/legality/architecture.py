@@ -10,12 +10,13 @@ from rltrain.legality.fake_quantization import fake_quantization_problems_of_mod
 from rltrain.legality.http_engines import url_problems
 from rltrain.legality.interleaved_experts import interleaved_expert_problems
 from rltrain.legality.lora import adapted_model_problems
-from rltrain.legality.mechanisms import UNTOLD_FAMILIES, positions_of, trained_mechanism_problems
+from rltrain.legality.mechanisms import UNTOLD_FAMILIES, trained_mechanism_problems
 from rltrain.legality.mtp import mtp_problems_of_models
-from rltrain.legality.problems import longest_text, refuse
+from rltrain.legality.problems import evaluated_text, longest_text, refuse
 from rltrain.legality.router_replay import replay_problems_of_models
 from rltrain.legality.served_models import served_model_problems
 from rltrain.models import Architecture
+from rltrain.models.mechanisms import positions_of
 from rltrain.schedule.shape import RunShape
 from rltrain.tasks.roles import DECLARED, device_roles, model_roles, served_roles, trained_roles
 
@@ -66,11 +67,15 @@ def _model_problems(config: Config, role: str, architectures: Mapping[str, Archi
             f"{found} a vocabulary of {architecture.vocab_size}; expected at least the "
             f"{architectures['actor'].vocab_size} of model.path, whose tokens it is to evaluate"
         )
-    longest, sizes = longest_text(config)
-    if longest > architecture.max_positions:
-        yield (
-            f"{sizes}, but the model in {key} ({path}) has {positions_of(architecture)}; expected a sum of at most that"
-        )
+    texts = [longest_text(config)]
+    if role == ("evaluation" if config.evaluates_apart else "rollout"):
+        texts += [evaluated_text(config, plan) for plan in config.evaluations]
+    for longest, sizes in texts:
+        if longest > architecture.max_positions:
+            yield (
+                f"{sizes}, but the model in {key} ({path}) has {positions_of(architecture)}; expected a sum of at most "
+                "that"
+            )
 
 
 def _context_problems(config: Config, role: str, architecture: Architecture) -> Iterator[str]:

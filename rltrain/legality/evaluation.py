@@ -8,6 +8,7 @@ from rltrain.cluster.placement import Placement, format_ranks
 from rltrain.config.evaluation import OF_SOURCES, SHORT_FORM, EvaluationPlan
 from rltrain.config.schema import Config
 from rltrain.evaluation.estimators import sizes_up_to
+from rltrain.legality.problems import evaluated_text, longest_text
 from rltrain.tasks.roles import rewarding_roles
 
 OF_EVERY_SET = ("score", "response_length_mean", "truncated_ratio")
@@ -92,20 +93,12 @@ def _name_problems(plans: Sequence[EvaluationPlan]) -> Iterator[str]:
 def _length_problems(config: Config, plans: Sequence[EvaluationPlan]) -> Iterator[str]:
     """Of the limits that a set has beside the run's."""
     role = "evaluation" if config.evaluates_apart else "rollout"
-    context, prompt = config.served(role).max_context_tokens, config.data.max_prompt_tokens
+    context = config.served(role).max_context_tokens
     for plan in plans:
-        response = plan.sampling.max_response_tokens
-        is_checked = role == "rollout" and response <= config.rollout.sampling.max_response_tokens  # with the run's
-        if not is_checked and prompt + response > context:
-            yield (
-                f"{role}.max_context_tokens: got {context}; expected at least data.max_prompt_tokens {prompt} + "
-                f"{_response_key(plan)} {response} = {prompt + response}"
-            )
-
-
-def _response_key(plan: EvaluationPlan) -> str:
-    section = "rollout." if plan.name == SHORT_FORM else plan.config_key.removesuffix("data")
-    return f"{section}sampling.max_response_tokens"
+        longest, sizes = evaluated_text(config, plan)
+        is_checked = role == "rollout" and longest <= longest_text(config)[0]  # with the run's
+        if not is_checked and longest > context:
+            yield f"{role}.max_context_tokens: got {context}; expected at least {sizes}"
 
 
 def _metric_problems(config: Config, plans: Sequence[EvaluationPlan]) -> Iterator[str]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Config
-from rltrain.models import Architecture, LongRopeScaling
+from rltrain.models import Architecture, DynamicScaling, YarnScaling
 from rltrain.models.mechanisms import local_mechanisms
 
 SERVED_BY_SGLANG = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
@@ -72,19 +72,21 @@ def served_mechanism_problems(config: Config, role: str, grid: Grid, architectur
     if config.served(role).engine != "sglang" or architecture.mla is not None:
         return
     path, key = config.checkpoint_of(role)
-    if architecture.family not in SERVED_BY_SGLANG or architecture.windows is not None:
-        has = "sliding windows" if architecture.windows is not None else f"model_type {architecture.family}"
+    if lacks := _lacking_in_sglang(architecture):
         yield (
-            f"{role}.engine: got sglang, but the model in {path} ({key}) has {has}, which rltrain has served by its "
+            f"{role}.engine: got sglang, but the model in {path} ({key}) has {lacks}, which rltrain has served by its "
             "own alone; expected embedded"
         )
 
 
-def positions_of(architecture: Architecture) -> str:
-    """How many positions a model has, with the reason where its config.json says more."""
-    told = f"{architecture.max_positions} positions"
-    if isinstance(architecture.rope_scaling, LongRopeScaling):
-        told += (
-            " (those of LongRoPE's short factors: the long ones would turn all tokens of a sample that outgrows them)"
-        )
-    return told
+def _lacking_in_sglang(architecture: Architecture) -> str | None:
+    """What a model has that SGLang (0.5.23) lacks, computes otherwise, or nobody has compared."""
+    scaling = architecture.rope_scaling
+    found = {
+        "sliding windows": architecture.windows is not None,
+        f"model_type {architecture.family}": architecture.family not in SERVED_BY_SGLANG,
+        "biases in MLPs (mlp_bias)": architecture.mlp_bias,
+        "dynamic RoPE scaling, by which it scales short texts too": isinstance(scaling, DynamicScaling),
+        "an attention_factor of YaRN": isinstance(scaling, YarnScaling) and scaling.attention_factor is not None,
+    }
+    return next((what for what, is_there in found.items() if is_there), None)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from rltrain.config.evaluation import SHORT_FORM, EvaluationPlan
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
 
@@ -21,4 +22,12 @@ def longest_text(config: Config) -> tuple[int, str]:
     """(tokens, the sum in words) of the longest prompt and response together."""
     prompt, response = config.data.max_prompt_tokens, config.rollout.sampling.max_response_tokens
     words = f"data.max_prompt_tokens {prompt} + rollout.sampling.max_response_tokens {response} = {prompt + response}"
+    return prompt + response, words
+
+
+def evaluated_text(config: Config, plan: EvaluationPlan) -> tuple[int, str]:
+    """As `longest_text`, of an evaluation."""
+    prompt, response = config.data.max_prompt_tokens, plan.sampling.max_response_tokens
+    section = "rollout." if plan.name == SHORT_FORM else plan.config_key.removesuffix("data")
+    words = f"data.max_prompt_tokens {prompt} + {section}sampling.max_response_tokens {response} = {prompt + response}"
     return prompt + response, words

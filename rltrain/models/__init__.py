@@ -16,7 +16,7 @@ from rltrain.models.canonical import (
 from rltrain.models.delta_net import DeltaNet
 from rltrain.models.experts import MoE
 from rltrain.models.latent import MLA
-from rltrain.models.rope_scaling import LinearScaling, LongRopeScaling, RopeScaling, YarnScaling
+from rltrain.models.rope_scaling import DynamicScaling, LinearScaling, LongRopeScaling, RopeScaling, YarnScaling
 from rltrain.models.table import Layer, LayerKind, Part, Row, Split, Table
 from rltrain.models.windows import Windows
 
@@ -27,6 +27,7 @@ __all__ = [
     "DeltaNet",
     "Layer",
     "LayerKind",
+    "DynamicScaling",
     "LinearScaling",
     "LongRopeScaling",
     "MoE",

@@ -19,9 +19,17 @@ from rltrain.models.end_tokens import read_eos
 from rltrain.models.experts import READ_MOE, MoE
 from rltrain.models.latent import MLA, read_mla
 from rltrain.models.refused_families import REFUSED_FAMILIES
-from rltrain.models.rope_scaling import Scaling, read_rope
+from rltrain.models.rope_scaling import Scaling, YarnScaling, read_rope
 from rltrain.models.stored_names import stored_names
 from rltrain.models.table import LayerKind
+from rltrain.models.unsupported_keys import (
+    ATTENTION_BIAS,
+    MLP_BIAS,
+    OUTPUT_BIAS,
+    SOFTCAPS,
+    SUPPORTED,
+    refuse_unsupported,
+)
 from rltrain.models.windows import Windows, read_windows
 
 FAMILIES = (
@@ -47,46 +55,7 @@ LATENT_FAMILIES = ("deepseek_v3", "kimi_k2", "glm4_moe_lite")
 QKV_BIAS_FAMILIES = ("qwen2", "mimo")
 """Families whose queries, keys and values all have a bias, whatever config.json says."""
 
-# Features that change the computation and that neither the trainer nor the engine has: key -> values that mean "off".
-UNSUPPORTED = {
-    "mlp_bias": (False, None),
-    "use_sliding_window": (False, None),
-    "use_bidirectional_attention": (False, None),
-    "attn_logit_softcapping": (None,),
-    "final_logit_softcapping": (None,),
-    "quantization_config": (None,),
-    "pretraining_tp": (1, None),
-    "moe_layer_freq": (1, None),
-    "rope_interleave": (True, None),
-    "scoring_func": ("sigmoid", None),
-    "topk_method": ("noaux_tc", None),
-    "shared_intermediate_size": (0, None),
-    "use_routing_bias": (True, None),
-    "qk_norm_type": ("per_layer", None),
-    "swiglu_limit": (7.0, None),
-}
-ATTENTION_BIAS = {"llama": False, "glm4": True, "glm4_moe": False, "seed_oss": True, "mimo": True, "gpt_oss": True}
-"""Families of which some models have biases in the projections to heads: whether, where attention_bias is absent."""
-OUTPUT_BIAS = {
-    "llama": ("attention_bias", bool, False),
-    "seed_oss": ("attention_out_bias", bool, False),
-    "gpt_oss": ("attention_bias", bool, True),
-}
-"""Families of which some have one on what attention adds to the hidden state too: the key that says so, its type, and
-what holds where it is absent."""
-BFLOAT16_HINT = "; its files in MXFP4 are not read, those in bfloat16 are (unsloth/gpt-oss-20b-BF16)"
-GELU_TANH = "gelu_pytorch_tanh"
-HIDDEN_ACT = {
-    "gemma": ("hidden_act", GELU_TANH, "gelu"),
-    "gemma2": ("hidden_activation", GELU_TANH),
-    "gemma3_text": ("hidden_activation", GELU_TANH),
-    "nemotron": ("hidden_act", "relu2"),
-}
-"""Key and values of the activation of families that have another one than hidden_act silu: Gemma's own files say gelu
-and mean that by tanh, as transformers takes it."""
 GEMMA_QUERY_SCALAR = 256  # what transformers assumes where the key is absent
-SOFTCAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-"""Of Gemma 2's scores and logits, with what transformers assumes where the key is absent."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +84,8 @@ class Architecture:
     """Everything that layouts, the trainer and the engine need to know about a model's shape.
 
     `head_dim` is that of queries; `head` is what the model ends in. `moe` and `mla` are None in models that have no
-    experts or no latent attention. `output_bias` tells of a bias on what attention adds to the hidden state. With
-    `adapters` the tensors are those of low-rank adapters of such a model, and no others.
+    experts or no latent attention. `output_bias` tells of a bias on what attention adds to the hidden state, `mlp_bias`
+    of biases in MLPs. With `adapters` the tensors are those of low-rank adapters of such a model, and no others.
 
     Of a head the first `rotary_dim` elements are rotated (None: all), each with the one that is half of them further
     on, or with its neighbour where the model `rotates_pairs`; in layers with `windows` by `sliding_rope_theta` where
@@ -153,6 +122,7 @@ class Architecture:
     mla: MLA | None = None
     head: Head = "vocabulary"
     output_bias: bool = False
+    mlp_bias: bool = False
     rotary_dim: int | None = None
     windows: Windows | None = None
     sliding_rope_theta: float | None = None
@@ -209,6 +179,20 @@ class Architecture:
     def rotated_size(self) -> int:
         """Elements of a head that are rotated."""
         return self.mla.rope_head_dim if self.mla else self.rotary_dim or self.head_dim
+
+    @property
+    def rotation_magnitude(self) -> float:
+        """What the rotated elements of queries and of keys are multiplied by: 1 but with YaRN and LongRoPE."""
+        return self.rope_scaling.magnitude if self.rope_scaling else 1.0
+
+    @property
+    def score_scale(self) -> float:
+        """What attention multiplies scores by: 1 / sqrt(head_dim) or what the model has instead. With YaRN, latent
+        attention multiplies all elements of heads, not the rotated ones alone."""
+        if self.attention_scale is not None:
+            return self.attention_scale
+        of_all = self.rope_scaling.magnitude_of_all if self.mla and isinstance(self.rope_scaling, YarnScaling) else 1.0
+        return self.head_dim**-0.5 * of_all**2
 
     def window_of(self, layer: int) -> int | None:
         """Tokens that those of a layer attend to at most; None where to all before them."""
@@ -270,7 +254,7 @@ def read_architecture(path: Path, config_key: str = "model.path") -> Architectur
     if family not in FAMILIES:
         raise reader.error("model_type", f"one of {', '.join(FAMILIES)}")
     reader = language_model(reader)
-    _refuse_unsupported(reader, family)
+    refuse_unsupported(reader, family)
     attention_bias = reader.take("attention_bias", bool, default=ATTENTION_BIAS.get(family, False))
     num_heads, hidden_size = reader.count("num_attention_heads"), reader.count("hidden_size")
     num_kv_heads = reader.count("num_key_value_heads", default=num_heads)
@@ -281,7 +265,6 @@ def read_architecture(path: Path, config_key: str = "model.path") -> Architectur
     head_dim = HEAD_DIM.get(family, hidden_size // num_heads)
     head_dim = mla.plain_head_dim + mla.rope_head_dim if mla else reader.count("head_dim", default=head_dim)
     rope = read_rope(reader, head_dim)
-    max_positions = rope.max_positions or reader.count("max_position_embeddings")
     architecture = Architecture(
         family=family,
         num_layers=num_layers,
@@ -297,13 +280,14 @@ def read_architecture(path: Path, config_key: str = "model.path") -> Architectur
         norm_eps=reader.take("norm_eps" if family == "nemotron" else "rms_norm_eps", float),
         rope_theta=rope.theta,
         rope_scaling=rope.scaling,
-        max_positions=max_positions,
+        max_positions=rope.max_positions,
         eos_token_ids=read_eos(path, reader),
         moe=READ_MOE[family](reader, num_layers) if family in READ_MOE else None,
         mla=mla,
         output_bias=family in OUTPUT_BIAS and reader.take(*OUTPUT_BIAS[family]),
+        mlp_bias=family in SUPPORTED[MLP_BIAS] and reader.take(MLP_BIAS, bool, default=False),
         rotary_dim=rope.rotated,
-        windows=read_windows(reader, num_layers, max_positions),
+        windows=read_windows(reader, num_layers, rope.max_positions),
         sliding_rope_theta=rope.sliding_theta,
         post_norms=family == "glm4",
         rotates_pairs=family == "glm4",
@@ -333,18 +317,6 @@ def _with_delta_nets(architecture: Architecture, config: ConfigReader, path: Pat
         decoder_prefix=prefix,
         stacked_experts=stacked,
     )
-
-
-def _refuse_unsupported(config: ConfigReader, family: str) -> None:
-    for key, off in UNSUPPORTED.items():
-        if config.values.get(key) not in off and not (family == "gemma2" and key in SOFTCAPS):
-            hint = BFLOAT16_HINT if (family, key) == ("gpt_oss", "quantization_config") else ""
-            raise config.error(key, f"{off[0]!r}: nothing else is supported for {family}{hint}")
-    key, *values = HIDDEN_ACT.get(family, ("hidden_act", "silu"))
-    if config.values.get(key) not in (*values, None):
-        raise config.error(key, f"{values[0]}: nothing else is supported for {family}")
-    if config.take("attention_bias", bool, default=False) and family not in ATTENTION_BIAS:
-        raise config.error("attention_bias", f"False: nothing else is supported for {family}")
 
 
 def is_unlisted(path: Path) -> bool:

@@ -18,6 +18,7 @@ from rltrain.models.dense import (
     GLM4,
     LLAMA,
     MISTRAL,
+    MLP_BIASES,
     NEMOTRON,
     OUTPUT_BIAS,
     PHI3,
@@ -81,6 +82,7 @@ def table_of(architecture: Architecture) -> Table:
     own = (
         *((QKV_BIAS,) if architecture.qkv_bias else ()),
         *((OUTPUT_BIAS,) if architecture.output_bias else ()),
+        *(MLP_BIASES if architecture.mlp_bias else ()),
         *(_head_norms(architecture) if architecture.qk_norm else ()),
     )
     table = replace(table, dense=table.dense.with_rows(own), sparse=table.sparse and table.sparse.with_rows(own))

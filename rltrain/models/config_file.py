@@ -1,6 +1,7 @@
 """Typed access to a checkpoint's config.json."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -9,6 +10,7 @@ from rltrain.errors import CheckpointError, named_by
 
 Value = TypeVar("Value", int, float, bool)
 
+LARGEST = 2**1023  # beyond which integers are no floats
 EXPECTED = {bool: "true or false", int: "an integer", float: "a number"}
 
 
@@ -36,9 +38,11 @@ class ConfigReader:
         if value is None and default is not None:
             return default
         if kind is float and type(value) is int:
-            value = float(value)
+            value = float(value) if abs(value) < LARGEST else math.inf
         if not isinstance(value, kind) or type(value) is not kind:  # True is an int to isinstance
             raise self.error(key, EXPECTED[kind])
+        if kind is float and not math.isfinite(value):
+            raise self.error(key, "a finite number")
         return value
 
     def count(self, key: str, default: int | None = None) -> int:

@@ -53,6 +53,16 @@ QKV_BIAS = in_layer(
     engine="self_attn.qkv_proj.bias",
     split="qkv",
 )
+MLP_BIASES = (
+    in_layer(
+        ("mlp.gate_proj.bias", "ffn"),
+        ("mlp.up_proj.bias", "ffn"),
+        megatron="mlp.linear_fc1.bias",
+        engine="mlp.gate_up_proj.bias",
+        split="rows",
+    ),
+    in_layer(("mlp.down_proj.bias", "hidden"), megatron="mlp.linear_fc2.bias"),
+)
 OUTPUT_BIAS = in_layer(("self_attn.o_proj.bias", "hidden"), megatron="self_attention.linear_proj.bias")
 QK_NORMS = (
     in_layer(("self_attn.q_norm.weight", "head"), megatron="self_attention.q_layernorm.weight"),

@@ -1,10 +1,9 @@
-"""How a model stretches its rotary frequencies, and how config.json says so."""
+"""How a model scales its rotary frequencies, and how config.json says so."""
 
-import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from rltrain.models.config_file import ConfigReader
 from rltrain.models.delta_net import DELTA_FAMILIES
@@ -18,12 +17,14 @@ class RopeScaling:
     low_freq_factor: float
     high_freq_factor: float
     original_max_positions: int
+    magnitude: ClassVar[float] = 1.0
 
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN's stretching of rotary frequencies, as DeepSeek uses it. `mscale` is 0 where the checkpoint names none.
-    With `truncate` the frequencies between which it interpolates are whole ones of the model's."""
+    """YaRN's stretching of rotary frequencies (arXiv:2309.00071). `mscale` and `mscale_all_dim` are 0 where the
+    checkpoint names none. With `truncate` the frequencies between which it interpolates are whole ones of the
+    model's."""
 
     factor: float
     beta_fast: float
@@ -32,6 +33,21 @@ class YarnScaling:
     mscale_all_dim: float
     original_max_positions: int
     truncate: bool = True
+    attention_factor: float | None = None
+
+    @property
+    def magnitude(self) -> float:
+        """What the rotated elements of queries and of keys are multiplied by."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if not (self.mscale and self.mscale_all_dim):
+            return _yarn_magnitude(self.factor, 1.0)
+        return _yarn_magnitude(self.factor, self.mscale) / self.magnitude_of_all
+
+    @property
+    def magnitude_of_all(self) -> float:
+        """What latent attention multiplies all elements of queries and of keys by."""
+        return _yarn_magnitude(self.factor, self.mscale_all_dim)
 
 
 @dataclass(frozen=True)
@@ -39,6 +55,17 @@ class LinearScaling:
     """All frequencies over `factor`."""
 
     factor: float
+    magnitude: ClassVar[float] = 1.0
+
+
+@dataclass(frozen=True)
+class DynamicScaling:
+    """Dynamic NTK scaling, which leaves the frequencies as they are up to max_position_embeddings. A model has no more
+    positions with it: `transformers` changes the frequencies of all tokens of a batch, by its longest sample, once one
+    of them is longer."""
+
+    factor: float
+    magnitude: ClassVar[float] = 1.0
 
 
 @dataclass(frozen=True)
@@ -50,18 +77,18 @@ class LongRopeScaling:
     magnitude: float
 
 
-Scaling = RopeScaling | YarnScaling | LinearScaling | LongRopeScaling
+Scaling = RopeScaling | YarnScaling | LinearScaling | DynamicScaling | LongRopeScaling
 
 
 class Rope(NamedTuple):
-    """Of a model: its base, its scaling, how many elements of a head are rotated (None: all), the base of layers that
-    slide where they have their own, and the positions that are left where the scaling leaves fewer (None: all)."""
+    """Of a model: its base, its scaling, the positions that both serve, how many elements of a head are rotated (None:
+    all), and the base of layers that slide where they have their own."""
 
     theta: float
     scaling: Scaling | None
+    max_positions: int
     rotated: int | None = None
     sliding_theta: float | None = None
-    max_positions: int | None = None
 
 
 PARTIAL_FAMILIES = {"phi3": 1.0, "glm4": 0.5, "glm4_moe": 0.5, "nemotron": 0.5, "minimax_m2": 1.0}
@@ -76,42 +103,171 @@ SLIDING_THETA = {"gemma3_text": 10_000.0}
 THETA = {"gemma3_text": 1_000_000.0, "minimax_m2": 5_000_000.0, "hy_v3": 11_158_840.0, "gpt_oss": 150_000.0}
 """What transformers assumes of some families, where config.json has none; of the others:"""
 DEFAULT_THETA = 10_000.0
-YARN_FAMILIES = ("deepseek_v3", "kimi_k2", "glm4_moe_lite", "gpt_oss")
-LONG_NAMES = ("longrope", "su", "yarn")
+LONG_NAMES = {"longrope": "longrope", "su": "longrope", "yarn": "longrope"}
 """What configs of Phi-3 have called LongRoPE."""
+NEW, OLD = "rope_parameters", "rope_scaling"
+ORIGINAL, LONGEST = "original_max_position_embeddings", "max_position_embeddings"
+ORIGINAL_POSITIONS = {"phi3": 4096}
+"""What transformers' config classes of some families have beside the object, where config.json has nothing."""
+KINDS = {"phi3": ("default", "longrope"), "gemma3_text": ("default", "linear")}
+"""Families that take fewer scalings than these:"""
+ALL_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 
 
 def read_rope(config: ConfigReader, head_dim: int) -> Rope:
-    """transformers 5 keeps everything in rope_parameters, 4 in rope_theta, rope_scaling and keys beside them."""
+    """CheckpointError where a value is none that frequencies could be made of, or a scaling is not supported."""
     family = config.values["model_type"]
+    rope = _parameters(config)
     if family in SLIDING_THETA:
-        return _by_kind_of_layer(config, family)
-    key = "rope_parameters" if config.values.get("rope_parameters") is not None else "rope_scaling"
-    nested = _object(config, key)
-    rope = config.inside(key, nested)
-    if family == "gpt_oss" and not nested:
-        raise config.error(key, "an object")  # transformers assumes one then
-    theta = rope.take("rope_theta", float, config.take("rope_theta", float, THETA.get(family, DEFAULT_THETA)))
+        return _by_kind_of_layer(config, rope, family)
+    if family == "gpt_oss" and not rope.values:
+        raise config.error(OLD, "an object")  # transformers assumes one then
+    theta = _theta(rope, _theta(config, THETA.get(family, DEFAULT_THETA)))
     rotated = _read_rotated(config, rope, head_dim)
-    type_key, kind = _kind(nested)
-    if family == "phi3" and kind in LONG_NAMES:
-        return _read_long(config, rope, theta, rotated, head_dim)
-    return Rope(theta, _read_scaling(rope, type_key, kind, family), rotated)
+    scaling = _read_scaling(config, rope, (rotated or head_dim) // 2)
+    return Rope(theta, scaling, _max_positions(config, rope, scaling), rotated)
 
 
-def _read_scaling(rope: ConfigReader, type_key: str, kind: str, family: str) -> Scaling | None:
+def _parameters(config: ConfigReader) -> ConfigReader:
+    """transformers 5 keeps everything in rope_parameters, 4 in rope_theta, rope_scaling and keys beside them. Of both,
+    transformers 5 would take rope_scaling alone, and forget a base that rope_parameters has."""
+    new, old = _object(config, NEW), _object(config, OLD)
+    if new and old and new != old:
+        raise config.error(OLD, f"null beside {NEW}, which holds all of it: move the scaling there")
+    return config.inside(NEW, new) if new else config.inside(OLD, old)
+
+
+def _theta(holder: ConfigReader, default: float) -> float:
+    theta = holder.take("rope_theta", float, default)
+    if theta <= 1:
+        raise holder.error("rope_theta", "a number above 1")
+    return theta
+
+
+def _read_scaling(config: ConfigReader, rope: ConfigReader, num_frequencies: int) -> Scaling | None:
+    """The one mechanism of all families: from the keys of an object to a scaling."""
+    family = config.values["model_type"]
+    type_key = "rope_type" if "rope_type" in rope.values else "type"
+    kind = rope.values.get(type_key, "default")
+    if family == "phi3" and isinstance(kind, str):
+        kind = LONG_NAMES.get(kind, kind)
+    kinds = KINDS.get(family, ALL_KINDS)
+    if kind not in kinds:
+        names = [f'"{name}"' for name in kinds]
+        raise rope.error(type_key, f"{', '.join(names[:-1])} or {names[-1]}")
     if kind == "default":
         return None
-    if kind == "yarn" and family in YARN_FAMILIES:
-        return _read_yarn(rope, may_truncate_not=family == "gpt_oss")
-    if kind != "llama3":
-        raise rope.error(type_key, '"default" or "llama3"')
-    return RopeScaling(
-        factor=rope.take("factor", float),
-        low_freq_factor=rope.take("low_freq_factor", float),
-        high_freq_factor=rope.take("high_freq_factor", float),
-        original_max_positions=rope.count("original_max_position_embeddings"),
+    if kind == "longrope":
+        return _read_long(config, rope, num_frequencies)
+    if kind != "yarn" and rope.values.get("mscale_all_dim"):
+        raise rope.error("mscale_all_dim", f'null beside the scaling "{kind}": it is of "yarn" alone')
+    return READ[kind](config, rope)
+
+
+def _read_linear(config: ConfigReader, rope: ConfigReader) -> LinearScaling:
+    return LinearScaling(_factor(rope))
+
+
+def _read_dynamic(config: ConfigReader, rope: ConfigReader) -> DynamicScaling:
+    return DynamicScaling(_factor(rope))
+
+
+def _read_llama3(config: ConfigReader, rope: ConfigReader) -> RopeScaling:
+    factor, low, high = _factor(rope), _positive(rope, "low_freq_factor"), _positive(rope, "high_freq_factor")
+    if high <= low:
+        raise rope.error("high_freq_factor", f"more than low_freq_factor = {low}")
+    return RopeScaling(factor, low, high, _original(config, rope))
+
+
+def _read_yarn(config: ConfigReader, rope: ConfigReader) -> YarnScaling:
+    fast, slow = _positive(rope, "beta_fast", 32.0), _positive(rope, "beta_slow", 1.0)
+    if fast < slow:
+        raise rope.error("beta_fast", f"at least beta_slow = {slow}")
+    return YarnScaling(
+        factor=_factor(rope),
+        beta_fast=fast,
+        beta_slow=slow,
+        mscale=_not_negative(rope, "mscale"),
+        mscale_all_dim=_not_negative(rope, "mscale_all_dim"),
+        original_max_positions=_original(config, rope),
+        truncate=rope.take("truncate", bool, True),
+        attention_factor=_attention_factor(rope),
     )
+
+
+READ: Mapping[str, Callable[[ConfigReader, ConfigReader], Scaling]] = {
+    "linear": _read_linear,
+    "dynamic": _read_dynamic,
+    "llama3": _read_llama3,
+    "yarn": _read_yarn,
+}
+
+
+def _read_long(config: ConfigReader, rope: ConfigReader, num_frequencies: int) -> LongRopeScaling:
+    divisors = rope.values.get("short_factor")
+    if not isinstance(divisors, list) or len(divisors) != num_frequencies or not all(map(_is_divisor, divisors)):
+        raise rope.error(
+            "short_factor",
+            f"a list of {num_frequencies} numbers above 0, half as many as elements of a head are rotated",
+        )
+    original = _original(config, rope)
+    factor = rope.take("factor", float, config.count(LONGEST) / original)
+    magnitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    given = _attention_factor(rope)
+    return LongRopeScaling(tuple(map(float, divisors)), magnitude if given is None else given)
+
+
+def _max_positions(config: ConfigReader, rope: ConfigReader, scaling: Scaling | None) -> int:
+    """With YaRN those that it stretches the original ones to, where config.json still counts the original ones. With
+    LongRoPE those that the short factors serve: transformers turns to the long ones, for all tokens, once a text is
+    longer, so that no token of a sample that grows would keep its keys."""
+    longest = config.count(LONGEST)
+    if isinstance(scaling, LongRopeScaling):
+        return min(_original(config, rope), longest)
+    if isinstance(scaling, YarnScaling):
+        return max(int(scaling.original_max_positions * scaling.factor), longest)
+    return longest
+
+
+def _original(config: ConfigReader, rope: ConfigReader) -> int:
+    """transformers takes what stands beside the object, where anything does, else the object's, else all positions."""
+    beside = ORIGINAL_POSITIONS.get(config.values["model_type"])
+    if config.values.get(ORIGINAL) is not None:
+        beside = config.count(ORIGINAL)
+    original = rope.count(ORIGINAL, default=beside or config.count(LONGEST))
+    if beside not in (None, original):
+        raise rope.error(ORIGINAL, f"{beside}, which {ORIGINAL} beside it has")
+    return original
+
+
+def _factor(rope: ConfigReader) -> float:
+    factor = rope.take("factor", float)
+    if factor < 1:
+        raise rope.error("factor", "a number of at least 1")
+    return factor
+
+
+def _positive(rope: ConfigReader, key: str, default: float | None = None) -> float:
+    value = rope.take(key, float, default)
+    if value <= 0:
+        raise rope.error(key, "a number above 0")
+    return value
+
+
+def _not_negative(rope: ConfigReader, key: str) -> float:
+    value = rope.take(key, float, 0.0)
+    if value < 0:
+        raise rope.error(key, "a number of at least 0")
+    return value
+
+
+def _attention_factor(rope: ConfigReader) -> float | None:
+    key = "attention_factor"
+    return None if rope.values.get(key) is None else _positive(rope, key)
+
+
+def _is_divisor(value: object) -> bool:
+    return type(value) in (int, float) and isinstance(value, int | float) and 0 < value < math.inf
 
 
 def _read_rotated(config: ConfigReader, rope: ConfigReader, head_dim: int) -> int | None:
@@ -132,77 +288,25 @@ def _read_rotated(config: ConfigReader, rope: ConfigReader, head_dim: int) -> in
     return None if rotated == head_dim else rotated
 
 
-def _read_long(config: ConfigReader, rope: ConfigReader, theta: float, rotated: int | None, head_dim: int) -> Rope:
-    """transformers turns to the long factors, for all tokens, once a text is longer than the original positions: no
-    token of a sample that grows would keep its keys. So there are no more positions than the short ones serve."""
-    key, holder = "original_max_position_embeddings", rope
-    if key not in rope.values:
-        holder = config
-    original, longest = holder.count(key), config.count("max_position_embeddings")
-    divisors = rope.values.get("short_factor")
-    count = (rotated or head_dim) // 2
-    if not isinstance(divisors, list) or len(divisors) != count:
-        raise rope.error("short_factor", f"a list of {count} numbers, half as many as elements of a head are rotated")
-    factor = rope.take("factor", float, longest / original)
-    magnitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    scaling = LongRopeScaling(
-        divisors=tuple(map(float, divisors)), magnitude=rope.take("attention_factor", float, magnitude)
-    )
-    return Rope(theta, scaling, rotated, max_positions=min(original, longest))
-
-
-def _by_kind_of_layer(config: ConfigReader, family: str) -> Rope:
+def _by_kind_of_layer(config: ConfigReader, rope: ConfigReader, family: str) -> Rope:
     """Of models whose sliding layers have another base: rope_parameters has an object for each kind of layer, or, by
     transformers 4, rope_local_base_freq stands beside rope_theta and rope_scaling."""
-    nested = _object(config, "rope_parameters")
-    if not nested:
-        old = _object(config, "rope_scaling")
-        whole = config.inside("rope_scaling", old)
-        theta = config.take("rope_theta", float, THETA[family])
+    if config.values.get(NEW):
+        whole, sliding = (rope.inside(kind, _object(rope, kind)) for kind in LAYER_TYPES.values())
+        theta = _theta(whole, THETA[family])
+        sliding_theta = _theta(sliding, SLIDING_THETA[family])
+        type_key = "rope_type" if "rope_type" in sliding.values else "type"
+        if sliding.values.get(type_key, "default") != "default":
+            raise sliding.error(type_key, '"default"')
+    else:
+        whole, theta = rope, _theta(config, THETA[family])
         sliding_theta = config.take("rope_local_base_freq", float, SLIDING_THETA[family])
-        return Rope(theta, _linear(whole), sliding_theta=sliding_theta)
-    outer = config.inside("rope_parameters", nested)
-    whole, sliding = (outer.inside(kind, _object(outer, kind)) for kind in LAYER_TYPES.values())
-    type_key, kind = _kind(sliding.values)
-    if kind != "default":
-        raise sliding.error(type_key, '"default"')
-    return Rope(
-        whole.take("rope_theta", float, THETA[family]),
-        _linear(whole),
-        sliding_theta=sliding.take("rope_theta", float, SLIDING_THETA[family]),
-    )
+    scaling = _read_scaling(config, whole, 0)
+    return Rope(theta, scaling, config.count(LONGEST), sliding_theta=sliding_theta)
 
 
-def _linear(rope: ConfigReader) -> LinearScaling | None:
-    type_key, kind = _kind(rope.values)
-    if kind == "default":
-        return None
-    if kind != "linear":
-        raise rope.error(type_key, '"default" or "linear"')
-    return LinearScaling(rope.take("factor", float))
-
-
-def _read_yarn(rope: ConfigReader, *, may_truncate_not: bool) -> YarnScaling:
-    for key, off in (("attention_factor", None), *(() if may_truncate_not else (("truncate", True),))):
-        if rope.values.get(key) not in (off, None):
-            raise rope.error(key, f"{json.dumps(off)}: nothing else is supported")
-    if rope.values.get("mscale_all_dim") and not rope.values.get("mscale"):
-        raise rope.error("mscale", "a number above 0 beside mscale_all_dim")
-    return YarnScaling(
-        factor=rope.take("factor", float),
-        beta_fast=rope.take("beta_fast", float, 32.0),
-        beta_slow=rope.take("beta_slow", float, 1.0),
-        mscale=rope.take("mscale", float, 0.0),
-        mscale_all_dim=rope.take("mscale_all_dim", float, 0.0),
-        original_max_positions=rope.count("original_max_position_embeddings"),
-        truncate=rope.take("truncate", bool, True),
-    )
-
-
-def _kind(rope: Mapping[str, Any]) -> tuple[str, str]:
-    """(the key that names the kind of scaling, the kind)."""
-    type_key = "rope_type" if "rope_type" in rope else "type"
-    return type_key, rope.get(type_key, "default")
+def _yarn_magnitude(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _object(config: ConfigReader, key: str) -> Mapping[str, Any]:

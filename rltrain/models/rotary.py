@@ -6,46 +6,39 @@ import torch
 from torch import Tensor
 
 from rltrain.models.architecture import Architecture
-from rltrain.models.rope_scaling import LinearScaling, LongRopeScaling, YarnScaling
+from rltrain.models.rope_scaling import (
+    DynamicScaling,
+    LinearScaling,
+    LongRopeScaling,
+    RopeScaling,
+    Scaling,
+    YarnScaling,
+)
 
 
 def inverse_frequencies(architecture: Architecture, *, sliding: bool = False) -> Tensor:
     """[rotated elements of a head / 2] fp32 angles per position, scaled as the model's are; with `sliding` those of
-    layers with a window, which are not scaled where they have a base of their own.
-
-    Llama 3's scaling keeps wavelengths below original_max_positions / high_freq_factor, stretches those above
-    original_max_positions / low_freq_factor by `factor`, and interpolates in between.
-    """
-    rotated, scaling, theta = architecture.rotated_size, architecture.rope_scaling, architecture.rope_theta
+    layers with a window, which are not scaled where they have a base of their own."""
     if sliding and architecture.sliding_rope_theta is not None:
-        theta, scaling = architecture.sliding_rope_theta, None
+        return _scaled(None, architecture.sliding_rope_theta, architecture.rotated_size)
+    return _scaled(architecture.rope_scaling, architecture.rope_theta, architecture.rotated_size)
+
+
+def _scaled(scaling: Scaling | None, theta: float, rotated: int) -> Tensor:
     exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
-    if isinstance(scaling, LongRopeScaling):
-        return 1.0 / (torch.tensor(scaling.divisors) * theta**exponents)
     frequencies = 1.0 / theta**exponents
-    if scaling is None:
-        return frequencies
-    if isinstance(scaling, LinearScaling):
-        return frequencies / scaling.factor
-    if isinstance(scaling, YarnScaling):
-        kept = _kept_by_yarn(scaling, theta, rotated)
-    else:
-        turns = scaling.original_max_positions * frequencies / (2 * math.pi)
-        kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-        kept = kept.clamp(0, 1)
+    match scaling:
+        case None | DynamicScaling():
+            return frequencies
+        case LinearScaling():
+            return frequencies / scaling.factor
+        case LongRopeScaling():
+            return 1.0 / (torch.tensor(scaling.divisors) * theta**exponents)
+        case YarnScaling():
+            kept = _kept_by_yarn(scaling, theta, rotated)
+        case RopeScaling():
+            kept = _kept_by_llama3(scaling, frequencies)
     return kept * frequencies + (1 - kept) * frequencies / scaling.factor
-
-
-def rotation_magnitude(architecture: Architecture) -> float:
-    """What the rotated elements of queries and of keys are multiplied by: 1 but with YaRN and LongRoPE."""
-    scaling = architecture.rope_scaling
-    if isinstance(scaling, LongRopeScaling):
-        return scaling.magnitude
-    if not isinstance(scaling, YarnScaling):
-        return 1.0
-    if not (scaling.mscale and scaling.mscale_all_dim):
-        return _magnitude(scaling.factor, 1.0)
-    return _magnitude(scaling.factor, scaling.mscale) / _magnitude(scaling.factor, scaling.mscale_all_dim)
 
 
 def halves_of_pairs(heads: Tensor, size: int | None = None) -> Tensor:
@@ -57,15 +50,13 @@ def halves_of_pairs(heads: Tensor, size: int | None = None) -> Tensor:
     return halves if size == heads.size(-1) else torch.cat([halves, heads[..., size:]], dim=-1)
 
 
-def score_scale(architecture: Architecture) -> float:
-    """What attention multiplies scores by: 1 / sqrt(head_dim) or what the model has instead, with YaRN times the square
-    of its mscale_all_dim's."""
-    if architecture.attention_scale is not None:
-        return architecture.attention_scale
-    scaling, scale = architecture.rope_scaling, architecture.head_dim**-0.5
-    if isinstance(scaling, YarnScaling) and scaling.mscale_all_dim:
-        scale *= _magnitude(scaling.factor, scaling.mscale_all_dim) ** 2
-    return scale
+def _kept_by_llama3(scaling: RopeScaling, frequencies: Tensor) -> Tensor:
+    """[rotated / 2] how much of each frequency stays: all of wavelengths below original_max_positions /
+    high_freq_factor, nothing of those above original_max_positions / low_freq_factor, a linear part of those
+    between."""
+    turns = scaling.original_max_positions * frequencies / (2 * math.pi)
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    return kept.clamp(0, 1)
 
 
 def _kept_by_yarn(scaling: YarnScaling, theta: float, rotated: int) -> Tensor:
@@ -80,8 +71,4 @@ def _kept_by_yarn(scaling: YarnScaling, theta: float, rotated: int) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     first, last = max(low, 0), min(high, rotated - 1)
     pairs = torch.arange(rotated // 2, dtype=torch.float32)
-    return 1 - ((pairs - first) / max(last - first, 0.001)).clamp(0, 1)
-
-
-def _magnitude(factor: float, mscale: float) -> float:
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+    return 1 - ((pairs - first) / (last - first or 0.001)).clamp(0, 1)

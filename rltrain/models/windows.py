@@ -23,6 +23,13 @@ class Windows:
 MISTRAL_WINDOW = 4096  # what transformers assumes where the key is absent
 BY_LAYER_WINDOW = {"gemma2": 4096, "gemma3_text": 4096, "gpt_oss": 128}
 """As much, of families whose layers differ."""
+SWITCHED_FAMILIES = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+WINDOW_SWITCH = "use_sliding_window"
+"""The key that turns on windows of those families."""
+SWITCHED_WINDOW, FIRST_SWITCHED = (
+    4096,
+    28,
+)  # what transformers assumes where sliding_window, max_window_layers are absent
 PATTERN = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}  # of so many layers the last one attends to everything
 
 
@@ -54,17 +61,49 @@ def _by_layer_types(config: ConfigReader, num_layers: int) -> Windows | None:
     family = config.values["model_type"]
     if config.values.get("sliding_window", BY_LAYER_WINDOW[family]) is None:
         return None
+    layers = _named_layers(config, num_layers)
+    if layers is None:
+        pattern = config.count("sliding_window_pattern", default=PATTERN[family])
+        layers = tuple((layer + 1) % pattern != 0 for layer in range(num_layers))
+    return Windows(config.count("sliding_window", default=BY_LAYER_WINDOW[family]), layers)
+
+
+def _switched(config: ConfigReader, num_layers: int) -> Windows | None:
+    """As transformers has Qwen's families: layers from max_window_layers on, of qwen2_moe every other one before it, of
+    qwen3_moe all; or those that layer_types names, which qwen3_moe does not read."""
+    family, layers = config.values["model_type"], range(num_layers)
+    size = None
+    if config.take(WINDOW_SWITCH, bool, default=False):
+        if config.values.get("sliding_window", SWITCHED_WINDOW) is None:
+            raise config.error("sliding_window", f"an integer where {WINDOW_SWITCH} is true")
+        size = config.count("sliding_window", default=SWITCHED_WINDOW)
+    bound = config.take("max_window_layers", int, default=FIRST_SWITCHED)
+    slides = tuple(layer >= bound for layer in layers)
+    if family == "qwen2_moe":
+        slides = tuple(layer < bound and layer % 2 == 0 for layer in layers)
+    elif family == "qwen3_moe":
+        slides = (True,) * num_layers
+    named = _named_layers(config, num_layers)
+    if named is not None and any(named) and size is None:
+        raise config.error("layer_types", f"full_attention in every layer where {WINDOW_SWITCH} is not true")
+    if named is not None and size is not None and family == "qwen3_moe" and named != slides:
+        raise config.error("layer_types", "sliding_attention in every layer, as transformers has them in this family")
+    return None if size is None else Windows(size, slides if named is None else named)
+
+
+def _named_layers(config: ConfigReader, num_layers: int) -> tuple[bool, ...] | None:
+    """[layers]: which slide by layer_types; None without it."""
     kinds = config.values.get("layer_types")
     if kinds is None:
-        pattern = config.count("sliding_window_pattern", default=PATTERN[family])
-        kinds = [LAYER_TYPES["sliding" if (layer + 1) % pattern else "full"] for layer in range(num_layers)]
-    if not isinstance(kinds, list) or len(kinds) != num_layers or set(kinds) - set(LAYER_TYPES.values()):
-        raise config.error("layer_types", f"one of {', '.join(LAYER_TYPES.values())} for each of {num_layers} layers")
-    size = config.count("sliding_window", default=BY_LAYER_WINDOW[family])
-    return Windows(size, tuple(kind == LAYER_TYPES["sliding"] for kind in kinds))
+        return None
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in KINDS for kind in kinds):
+        raise config.error("layer_types", f"one of {', '.join(KINDS)} for each of {num_layers} layers")
+    return tuple(kind == LAYER_TYPES["sliding"] for kind in kinds)
 
 
+KINDS = (*LAYER_TYPES.values(),)
 READ = {
+    **dict.fromkeys(SWITCHED_FAMILIES, _switched),
     "phi3": _in_every_layer(None),
     "mistral": _in_every_layer(MISTRAL_WINDOW),
     "mixtral": _in_every_layer(None),

@@ -13,6 +13,7 @@ from rltrain.data.tokenizer import TextDecoder
 from rltrain.errors import ConfigError
 from rltrain.models import read_architecture
 from rltrain.models.element_types import item_bytes
+from rltrain.models.mechanisms import positions_of
 from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters
 from rltrain.rollout.embedded.kv_budget import budget_of
 from rltrain.rollout.layout import engine_layout
@@ -64,13 +65,13 @@ def load_engine(settings: EngineSettings, tokenizer: "PreTrainedTokenizerBase") 
 
 def longest_context(checkpoint: Path, asked: int | None) -> int:
     """`asked`, which the checkpoint's positions must allow; by default all of them, but no more than DEFAULT."""
-    settings = json.loads((checkpoint / "config.json").read_text())
-    positions = int(settings.get("max_position_embeddings") or DEFAULT_CONTEXT_TOKENS)
-    if asked is not None and asked > positions:
+    architecture = read_architecture(checkpoint, "--checkpoint")
+    if asked is not None and asked > architecture.max_positions:
         raise ConfigError(
-            f"--max-context-tokens: got {asked}, but the checkpoint has max_position_embeddings = {positions}"
+            f"--max-context-tokens: got {asked}, but the checkpoint has {positions_of(architecture)}; expected at most "
+            "that"
         )
-    return asked or min(positions, DEFAULT_CONTEXT_TOKENS)
+    return asked or min(architecture.max_positions, DEFAULT_CONTEXT_TOKENS)
 
 
 DEFAULT_CONTEXT_TOKENS = 8192

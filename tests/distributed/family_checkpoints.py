@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.distributed.tiny_checkpoints import LLAMA3_ROPE, SHAPE, VOCAB_SIZE
+from tests.distributed.tiny_checkpoints import DYNAMIC, LINEAR, LLAMA3_ROPE, SHAPE, SHORT_YARN, VOCAB_SIZE, WINDOW
 
 CONFIGS = {"Gemma3": "Gemma3Text", "Qwen3_5": "Qwen3_5Text", "Qwen3_5Moe": "Qwen3_5MoeText"}
 """What transformers calls the config of a language model, where it is not called as the model."""
@@ -223,7 +223,74 @@ SPARSE |= {
         },
     ),
 }
-CHECKPOINTS = DENSE | SPARSE
+WITH_BIASES = "llama_biases"
+OTHER_DENSE |= {
+    WITH_BIASES: (
+        "Llama",
+        {
+            **NO_TOKENS,
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": LINEAR,
+        },
+    ),
+}
+DENSE |= OTHER_DENSE
+DENSE_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama_mlp_bias_dynamic": (
+        "Llama",
+        {**NO_TOKENS, "tie_word_embeddings": True, "mlp_bias": True, "rope_parameters": DYNAMIC},
+    ),
+    "qwen2_yarn": ("Qwen2", {**NO_TOKENS, "tie_word_embeddings": False, "rope_parameters": SHORT_YARN}),
+    "qwen2_window": (
+        "Qwen2",
+        {
+            **NO_TOKENS,
+            **WINDOW,
+            "tie_word_embeddings": False,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {**SHORT_YARN, "attention_factor": 1.4, "truncate": False},
+        },
+    ),
+    "qwen3_window_bias": (
+        "Qwen3",
+        {
+            **NO_TOKENS,
+            **WINDOW,
+            "tie_word_embeddings": False,
+            "head_dim": 24,
+            "attention_bias": True,
+            "max_window_layers": 1,
+            "rope_parameters": LINEAR,
+        },
+    ),
+}
+SPARSE_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2_moe_window_yarn": (
+        "Qwen2Moe",
+        {
+            **SPARSE["qwen2_moe"][1],
+            **NO_TOKENS,
+            **WINDOW,
+            "max_window_layers": 3,
+            "rope_parameters": SHORT_YARN,
+        },
+    ),
+    "qwen3_moe_yarn_bias": (
+        "Qwen3Moe",
+        {**SPARSE["qwen3_moe"][1], **NO_TOKENS, "attention_bias": True, "rope_parameters": SHORT_YARN},
+    ),
+    "qwen3_moe_window": ("Qwen3Moe", {**SPARSE["qwen3_moe_tied"][1], **NO_TOKENS, **WINDOW, "rope_parameters": LINEAR}),
+    "mixtral_yarn": (
+        "Mixtral",
+        {**SPARSE["mixtral"][1], **NO_TOKENS, "head_dim": 24, "rope_parameters": SHORT_YARN},
+    ),
+    "deepseek_v3_linear": ("DeepseekV3", {**SPARSE["deepseek_v3_tied"][1], "rope_parameters": LINEAR}),
+}
+VARIANTS = DENSE_VARIANTS | SPARSE_VARIANTS
+"""Of features that go the way of others, for the slow tests."""
+CHECKPOINTS = DENSE | SPARSE | VARIANTS
 
 
 def tiny_config(name: str, sizes: dict[str, Any], **changes: Any) -> Any:

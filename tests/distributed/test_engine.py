@@ -7,7 +7,7 @@ import pytest
 
 from rltrain.cluster.grid import Grid
 from tests.distributed.cases_engine import engine_completions
-from tests.distributed.family_checkpoints import OTHER_DENSE
+from tests.distributed.family_checkpoints import DENSE_VARIANTS, OTHER_DENSE, SPARSE_VARIANTS
 from tests.distributed.torchrun import run_distributed
 from tests.rollout_models import write_checkpoint
 
@@ -23,8 +23,14 @@ INTERRUPTED = [(4, 1, "qwen3"), (2, 2, "deepseek_v3")]
 WITH_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3", "moonlight", "qwen2_moe", "glm4_moe", "minimax_m2", "qwen3_next")
 WITH_EXPERTS += ("hy_v3", "gpt_oss")
 IN_FOUR = [(4, 2, "minimax_m2"), (4, 2, "gpt_oss")]
-SPARSE = [(2, 1 + number % 2, family) for number, family in enumerate(WITH_EXPERTS)] + IN_FOUR
-DENSE = [(2, 1, "llama"), (2, 1, "qwen3"), (4, 1, "qwen2"), *((2, 1, family) for family in OTHER_DENSE)]
+SPARSE = [(2, 1 + number % 2, family) for number, family in enumerate((*WITH_EXPERTS, *SPARSE_VARIANTS))]
+SPARSE += IN_FOUR
+DENSE = [
+    (2, 1, "llama"),
+    (2, 1, "qwen3"),
+    (4, 1, "qwen2"),
+    *((2, 1, family) for family in (*OTHER_DENSE, *DENSE_VARIANTS)),
+]
 
 
 def test_tensor_parallel_engines_equal_a_single_rank(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from tests.distributed.family_checkpoints import (
     LENGTHS,
     OTHER_DENSE,
     SPARSE,
+    VARIANTS,
+    WITH_BIASES,
     make_family_checkpoint,
     model_logprobs,
     write_gradients,
@@ -45,6 +47,14 @@ MANY = {name: ["one_rank"] for name in SPARSE if name != MODEL} | {
     "gemma3_linear": ["one_rank", "pp4", "recomputed"],
     "seed_oss": ["one_rank", "tp2", "tp2_sequence_parallel"],
     "nemotron": ["one_rank", "tp2", "tp2_sequence_parallel", "recomputed"],
+    **dict.fromkeys(VARIANTS, ["one_rank"]),
+    WITH_BIASES: ["one_rank", "tp2", "tp2_sequence_parallel", "pp4", "cp2", "recomputed"],
+    "llama_mlp_bias_dynamic": ["one_rank", "cp2", "tp2_sequence_parallel"],
+    "qwen2_yarn": ["one_rank", "tp2", "tp2_sequence_parallel", "pp4", "recomputed", "cp2", "cp4_by_heads"],
+    "qwen2_window": ["one_rank", "tp2", "pp4"],
+    "qwen3_window_bias": ["one_rank", "tp2", "tp2_sequence_parallel", "pp4"],
+    "qwen2_moe_window_yarn": ["one_rank", "tp2_ep2", "pp2_ep2"],
+    "qwen3_moe_yarn_bias": ["one_rank", "tp2_ep2", "tp2_pp2_ep2_etp1", "tp2_cp2_ep2"],
     "qwen3_5": ["one_rank", "tp2", "tp2_sequence_parallel", "pp4", "recomputed", "cp2", "cp4_by_heads"],
 }
 """Dense ones among them have what none of the others has: windows, rotary embeddings of their own, further norms."""

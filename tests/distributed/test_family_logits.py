@@ -5,13 +5,15 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.family_checkpoints import DENSE, SPARSE, make_family_checkpoint
+from tests.distributed.family_checkpoints import DENSE, DENSE_VARIANTS, SPARSE, SPARSE_VARIANTS, make_family_checkpoint
 from tests.distributed.torchrun import run_distributed
 
 FEW = {**dict.fromkeys(DENSE, ["tp2_pp2"]), **dict.fromkeys(SPARSE, ["tp2_ep2"])}
 OTHER_DENSE = ["tp2_sequence_parallel", "tp4"]
 OTHER_SPARSE = ["tp2_sequence_parallel", "tp2_ep4_etp1", "pp2_ep2"]
 OTHERS = {**dict.fromkeys(DENSE, OTHER_DENSE), **dict.fromkeys(SPARSE, OTHER_SPARSE)}
+OTHERS |= dict.fromkeys(DENSE_VARIANTS, ["tp2_pp2", *OTHER_DENSE])
+OTHERS |= dict.fromkeys(SPARSE_VARIANTS, ["tp2_ep2", *OTHER_SPARSE])
 TOLERANCE = 1e-4
 
 Reports = list[dict[str, Any]]
@@ -21,12 +23,13 @@ Reports = list[dict[str, Any]]
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("families")
-    for name in FEW:
-        make_family_checkpoint(name, folder / name)
     return folder
 
 
 def load_all(folder: Path, layouts: dict[str, list[str]]) -> Reports:
+    for name in layouts:
+        if not (folder / name).exists():
+            make_family_checkpoint(name, folder / name)
     arguments = {"checkpoints": layouts, "folder": str(folder)}
     return run_distributed("tests.distributed.cases_family_logits:differences", 4, arguments, timeout_s=300)
 

@@ -29,6 +29,18 @@ LLAMA3_ROPE = {
     "high_freq_factor": 3.0,
     "original_max_position_embeddings": 32,
 }
+SHORT_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 4.0,
+    "beta_slow": 0.25,
+}
+"""Stretched from fewer positions than samples have."""
+LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 3.0}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 2.0}
+WINDOW = {"use_sliding_window": True, "sliding_window": 5}
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": False}),
     "qwen3_tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
@@ -91,6 +103,23 @@ OF_TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mixtral": ("Mixtral", {"tie_word_embeddings": False, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "gpt_oss": ("GptOss", {"head_dim": 24, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 8}),
+    "llama_biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": DYNAMIC}),
+    "qwen2_yarn": ("Qwen2", {"rope_parameters": SHORT_YARN}),
+    "qwen3_window": (
+        "Qwen3",
+        {**WINDOW, "head_dim": 24, "attention_bias": True, "max_window_layers": 1, "rope_parameters": LINEAR},
+    ),
+    "qwen2_moe_window": (
+        "Qwen2Moe",
+        {
+            **WINDOW,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 48,
+            "rope_parameters": SHORT_YARN,
+        },
+    ),
     "qwen3_5_text": ("Qwen3_5Text", DELTA),
     "qwen3_next": (
         "Qwen3Next",

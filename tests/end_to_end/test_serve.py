@@ -65,7 +65,7 @@ def check_reloading(client: httpx.Client, body: dict[str, object]) -> None:
     ("options", "message"),
     [
         (["--checkpoint", "nowhere"], "there is no folder"),
-        (["--checkpoint", str(CHECKPOINT), "--max-context-tokens", "4096"], "max_position_embeddings = 128"),
+        (["--checkpoint", str(CHECKPOINT), "--max-context-tokens", "4096"], "has 128 positions"),
         (["--checkpoint", str(CHECKPOINT), "--engine", "sglang"], "python -m sglang.launch_server"),
     ],
 )

@@ -16,14 +16,23 @@ SPARSE_FAMILIES = (
 """The second does not normalise weights, the fourth has groups of experts and yarn."""
 
 
+class _Checkpoints(dict[str, Path]):
+    """Folders of tiny models by family, each written when a test first asks for it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __missing__(self, family: str) -> Path:
+        from tests.rollout_models import write_checkpoint
+
+        self[family] = write_checkpoint(self.folder / family, family)
+        return self[family]
+
+
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Tiny models with experts, and dense ones that have what others have not, by family."""
-    from tests.distributed.family_checkpoints import OTHER_DENSE
-    from tests.rollout_models import write_checkpoint
-
-    folder = tmp_path_factory.mktemp("families")
-    return {family: write_checkpoint(folder / family, family) for family in (*SPARSE_FAMILIES, *OTHER_DENSE)}
+    """Tiny models, by family."""
+    return _Checkpoints(tmp_path_factory.mktemp("families"))
 
 
 @pytest.fixture

@@ -26,7 +26,8 @@ from rltrain.checkpoint.hf_reader import Box
 from rltrain.checkpoint.megatron import writer as megatron_writer
 from rltrain.models import read_architecture, table_of
 from tests.converted_checkpoints import SIZES, TOKENIZER_FILES, loads_alike, make_checkpoint, stored_tensors
-from tests.distributed.family_checkpoints import CHECKPOINTS
+from tests.distributed.family_checkpoints import CHECKPOINTS, VARIANTS
+from tests.marks import slow_but
 
 ALONE = Processes()
 WRITERS = {"qwen2_tied": {}, "qwen3": {"tp": 3}, "mixtral": {"ep": 2}, "moonlight": {"tp": 2, "ep": 2}}
@@ -49,7 +50,7 @@ def difference(a: Path, b: Path, dtype: str | None = None) -> str | None:
     return first_difference(open_source(a, "A"), open_source(b, "B"), ALONE, dtype=dtype)
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", slow_but(CHECKPOINTS, *(CHECKPOINTS.keys() - VARIANTS.keys())))
 def test_there_and_back_is_bit_exact(name: str, tmp_path: Path) -> None:
     original, megatron, back = tmp_path / "original", tmp_path / "megatron", tmp_path / "back"
     tensors = make_checkpoint(original, name, dtype=torch.bfloat16, shard="20KB")
@@ -61,6 +62,8 @@ def test_there_and_back_is_bit_exact(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(written[key], tensors[key]) for key in tensors)
     assert len(list(back.glob("*.safetensors"))) > 2
     assert read_architecture(back) == read_architecture(original)
+    told, kept = (json.loads((folder / "config.json").read_text()) for folder in (original, back))
+    assert kept == told, "what the architecture does not tell is kept as well"
     for one in (original, back):
         assert difference(one, megatron) is None
 

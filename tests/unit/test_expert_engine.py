@@ -20,7 +20,7 @@ from rltrain.rollout.embedded.routing import route
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sample import Sample
-from tests.distributed.family_checkpoints import OTHER_DENSE
+from tests.distributed.family_checkpoints import OTHER_DENSE, VARIANTS
 from tests.rollout_models import load_engine, ragged_requests
 from tests.unit.conftest import SPARSE_FAMILIES
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("small_blocks")
 WITHIN_OTHERS = ("seed_oss", "gemma")
 """What these have Llama or Gemma 2 has too."""
 FAMILIES, DENSE = [*SPARSE_FAMILIES], [name for name in OTHER_DENSE if name not in WITHIN_OTHERS]
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in WITHIN_OTHERS]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in (*WITHIN_OTHERS, *VARIANTS)]
 GREEDY = SamplingParams(0.0, 1.0, 0, 12, ())
 TOLERANCE = 1e-4
 

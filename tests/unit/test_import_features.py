@@ -116,6 +116,26 @@ def test_environments_and_rewards_have_a_prompt_each() -> None:
     assert found.get("placement.reward, env") == "0,4", "first ranks of the two engines"
 
 
+VERL_ROPE = "+actor_rollout_ref.model.override_config."
+VLLM_ROPE = "actor_rollout_ref.rollout.engine_kwargs.vllm.hf_overrides."
+ROPES = [("verl", VERL_ROPE), ("verl", VLLM_ROPE), ("skyrl", "+trainer."), ("skyrl", "+generator.")]
+
+
+@pytest.mark.parametrize(("framework", "prefix"), ROPES)
+def test_rope_scaling_has_to_stand_in_the_models_own_config(framework: str, prefix: str, small: Path) -> None:
+    keys = f"{prefix}rope_scaling.rope_type=yarn {prefix}rope_scaling.factor=4.0"
+    with pytest.raises(ConfigError) as refusal:
+        found_of(framework, keys, small)
+    assert "expected rope_scaling.rope_type in config.json of model.path" in str(refusal.value)
+    settings = json.loads((small / "config.json").read_text())
+    scaled = settings | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
+    (small / "config.json").write_text(json.dumps(scaled))
+    left = {leftover.key: leftover.reason for leftover in found_of(framework, keys, small).leftovers}
+    assert left[f"{prefix.removeprefix('+')}rope_scaling.factor"] == "config.json of model.path says the same"
+    with pytest.raises(ConfigError, match=r"expected rope_scaling\.factor in config\.json of model\.path"):
+        found_of(framework, keys.replace("4.0", "2.0"), small)
+
+
 def test_adapters_have_the_defaults_of_their_source(tmp_path: Path) -> None:
     sharded = config_of(found_of("verl", "actor_rollout_ref.model.lora_rank=8"), tmp_path).model.lora
     assert sharded and (sharded.rank, sharded.alpha, sharded.targets) == (8, 16, None)

@@ -9,7 +9,7 @@ import pytest
 from rltrain.cluster.placement import resolve_placement, role_grids
 from rltrain.errors import ConfigError
 from rltrain.legality.architecture import check_against_architecture
-from rltrain.models import Architecture, LongRopeScaling
+from rltrain.models import Architecture, DynamicScaling, LongRopeScaling, YarnScaling
 from tests.model_shards import tiny_architecture
 from tests.unit.schedule_configs import make_config
 
@@ -18,6 +18,13 @@ PHI4_MINI = tiny_architecture("phi3", max_positions=64, rope_scaling=LongRopeSca
 GEMMA2 = tiny_architecture("gemma2", max_positions=4096, attention_softcap=50.0, logits_softcap=30.0)
 DELTA = replace(tiny_architecture("qwen3_5_text", num_layers=4, max_positions=4096), num_heads=8, num_kv_heads=8)
 GPT_OSS = tiny_architecture("gpt_oss", max_positions=4096)
+DYNAMIC = tiny_architecture("qwen2", max_positions=64, rope_scaling=DynamicScaling(2.0))
+YARN = YarnScaling(4.0, 32.0, 1.0, 0.0, 0.0, 1024)
+SCALED = tiny_architecture("qwen2", max_positions=4096, rope_scaling=YARN)
+OF_OWN_FACTOR = replace(SCALED, rope_scaling=replace(YARN, attention_factor=1.5))
+BIASED = tiny_architecture("llama", max_positions=4096, mlp_bias=True)
+TRANSFORMER_ENGINE = {"model": {"path": "m", "transformer_impl": "transformer_engine", "dtype": "bfloat16"}}
+LONG_ANSWERS = {"max_response_tokens": 4000}
 SGLANG = {"rollout": {"engine": "sglang"}}
 
 
@@ -25,6 +32,11 @@ def check(architecture: Architecture, **sections: Any) -> None:
     config = make_config(placement={"actor": "0-1", "rollout,reward": "2-3"}, **sections)
     grids = role_grids(config, resolve_placement(config.placement, 4, 8))
     check_against_architecture(config, grids, dict.fromkeys(("actor", *grids), architecture))
+
+
+@pytest.mark.parametrize("sections", [SGLANG, TRANSFORMER_ENGINE, {"actor": {"parallel": {"cp": 2}}}], ids=str)
+def test_yarn_goes_with_sglang_transformer_engine_and_context_parallelism(sections: dict[str, Any]) -> None:
+    check(SCALED, **sections)
 
 
 @pytest.mark.parametrize("architecture", [GEMMA, DELTA, GPT_OSS], ids=lambda architecture: architecture.family)
@@ -57,6 +69,32 @@ def test_what_there_is_is_not_refused(architecture: Architecture) -> None:
             ["actor.backend: got fsdp", "transformers' nemotron", "expected megatron"],
         ),
         (PHI4_MINI, {}, ["has 64 positions", "short factors"]),
+        (
+            DYNAMIC,
+            {},
+            ["data.max_prompt_tokens", "has 64 positions", "max_position_embeddings", "dynamic RoPE scaling"],
+        ),
+        (
+            replace(DYNAMIC, max_positions=2048),
+            {
+                "rollout": {"max_context_tokens": 8192},
+                "evaluation": {"sets": [{"name": "long", "data": {"path": "l"}, "sampling": LONG_ANSWERS}]},
+            },
+            [
+                "evaluation.sets.0.sampling.max_response_tokens 4000 = 5024",
+                "has 2048 positions",
+                "dynamic RoPE scaling",
+            ],
+        ),
+        (replace(DYNAMIC, max_positions=4096), SGLANG, ["rollout.engine: got sglang", "dynamic RoPE", "embedded"]),
+        (OF_OWN_FACTOR, SGLANG, ["rollout.engine: got sglang", "attention_factor", "embedded"]),
+        (BIASED, SGLANG, ["rollout.engine: got sglang", "mlp_bias", "embedded"]),
+        (BIASED, TRANSFORMER_ENGINE, ["model.transformer_impl", "biases in MLPs", "expected auto or local"]),
+        (
+            replace(SCALED, family="glm4_moe", rotary_dim=2),
+            TRANSFORMER_ENGINE,
+            ["model.transformer_impl", "multiply a part of heads", "expected auto or local"],
+        ),
         (
             replace(DELTA, delta=replace(DELTA.delta, num_key_heads=1)),  # type: ignore[type-var]
             {"actor": {"parallel": {"cp": 2}}},

@@ -6,17 +6,11 @@ from typing import Any
 import torch
 
 from rltrain.checkpoint.megatron.keys import VOCAB_ROWS_MULTIPLE, GlobalTensors
-from rltrain.models import Architecture, RopeScaling, YarnScaling
-
-SHARED_BY_ALL_FAMILIES = {
-    "add_bias_linear": False,
-    "position_embedding_type": "rope",
-}
+from rltrain.models import Architecture, LinearScaling, RopeScaling, YarnScaling
 
 UNTOLD = {
     "add_position_embedding": True,
     "use_rotary_position_embeddings": True,
-    "rotary_seq_len_interpolation_factor": None,
     "squared_relu": False,
     "apply_query_key_layer_scaling": False,
     "attention_dropout": 0.0,
@@ -63,7 +57,8 @@ def megatron_arguments(
 
 def describing(architecture: Architecture) -> dict[str, Any]:
     """The arguments that follow from an architecture, by name, with the values that Megatron-LM must have for it."""
-    described = SHARED_BY_ALL_FAMILIES | {
+    described = {
+        "add_bias_linear": architecture.mlp_bias,
         "swiglu": architecture.activation == "silu",
         "squared_relu": architecture.activation == "relu_squared",
         "normalization": "LayerNorm" if architecture.norm_bias else "RMSNorm",
@@ -89,19 +84,28 @@ def describing(architecture: Architecture) -> dict[str, Any]:
 
 
 def _rope(architecture: Architecture) -> dict[str, Any]:
+    """Latent attention has YaRN's arguments by names of its own."""
     scaling = architecture.rope_scaling
-    if isinstance(scaling, YarnScaling):
-        return {
-            "rotary_scaling_factor": scaling.factor,
-            "original_max_position_embeddings": scaling.original_max_positions,
-            "beta_fast": scaling.beta_fast,
-            "beta_slow": scaling.beta_slow,
-            "mscale": scaling.mscale or 1.0,
-            "mscale_all_dim": scaling.mscale_all_dim,
-        }
+    linear = scaling.factor if isinstance(scaling, LinearScaling) and architecture.sliding_rope_theta is None else None
+    described: dict[str, Any] = {
+        "position_embedding_type": "rope",
+        "rotary_seq_len_interpolation_factor": linear,
+        "use_rope_scaling": isinstance(scaling, RopeScaling),
+    }
     if isinstance(scaling, RopeScaling):
-        return {"use_rope_scaling": True, "rope_scaling_factor": scaling.factor}
-    return {"use_rope_scaling": False}
+        described["rope_scaling_factor"] = scaling.factor
+    if not isinstance(scaling, YarnScaling):
+        return described
+    of_yarn: dict[str, Any] = {
+        "rotary_scaling_factor": scaling.factor,
+        "original_max_position_embeddings": scaling.original_max_positions,
+        "beta_fast": scaling.beta_fast,
+        "beta_slow": scaling.beta_slow,
+    }
+    if architecture.mla is not None:
+        return described | of_yarn | {"mscale": scaling.mscale or 1.0, "mscale_all_dim": scaling.mscale_all_dim}
+    of_yarn |= {"correction_range_round_to_int": scaling.truncate}
+    return described | {"position_embedding_type": "yarn"} | {f"yarn_{name}": of_yarn[name] for name in of_yarn}
 
 
 def _latent_attention(architecture: Architecture) -> dict[str, Any]:
@@ -171,6 +175,8 @@ def _in_effect(architecture: Architecture, arguments: Mapping[str, Any]) -> dict
         effect["moe_layer_freq"] = [int(layer % frequency == 0) for layer in range(architecture.num_layers)]
     if arguments.get("disable_bias_linear") is True:
         effect["add_bias_linear"] = False
+    if architecture.mla is None and arguments.get("rotary_scaling_factor") not in (None, 1.0):
+        effect["position_embedding_type"] = "yarn"  # by the names that latent attention has for it
     return effect
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rltrain.models import Architecture
-from rltrain.models.rotary import halves_of_pairs, score_scale
+from rltrain.models.rotary import halves_of_pairs
 from rltrain.rollout.embedded.head_norms import head_norms
 from rltrain.rollout.embedded.kv_cache import AttentionShape, DecodeAttention, PrefillAttention
 from rltrain.rollout.embedded.parallel import TensorParallel
@@ -63,7 +63,7 @@ class GroupedAttention:
             num_kv_heads,
             head_dim,
             head_dim,
-            score_scale(architecture),
+            architecture.score_scale,
             windows=architecture.windows,
             softcap=architecture.attention_softcap,
             sinks=architecture.attention_sinks,

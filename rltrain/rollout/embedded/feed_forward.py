@@ -57,22 +57,27 @@ class DenseFeedForward:
         if architecture.post_norms:
             self._post_norm = Norm(parameters.first(*_POST_NORMS), architecture)
         self._is_gated = architecture.gates_mlps
-        self._inner = parameters.matrix(f"mlp.{'gate_up' if self._is_gated else 'up'}_proj.weight")
-        self._down = parameters.matrix("mlp.down_proj.weight")
+        inner = f"mlp.{'gate_up' if self._is_gated else 'up'}_proj"
+        self._inner, self._inner_bias = parameters.matrix(f"{inner}.weight"), parameters.get(f"{inner}.bias")
+        self._down, self._down_bias = parameters.matrix("mlp.down_proj.weight"), parameters.get("mlp.down_proj.bias")
 
     def add(self, hidden: Tensor, attention: Attention) -> None:
         normed = self._norm(hidden)
         if self._is_gated:
-            inner = gated(normed, self._inner, self._activate)
+            inner = gated(normed, self._inner, self._activate, self._inner_bias)
         else:
-            inner = self._activate(self._inner.product(normed))
+            inner = self._activate(self._inner.product(normed, self._inner_bias))
         add_product(hidden, inner, self._down, self._group, self._post_norm)
+        if self._down_bias is not None:
+            hidden.add_(self._down_bias)
 
     def store(self, hidden: Tensor, attention: Attention) -> None:
         """There is nothing to keep."""
 
 
-def gated(inner: Tensor, gate_up: Matrix, activate: Callable[[Tensor], Tensor] = F.silu) -> Tensor:
-    """activate(gate) * up, of which `gate_up` has the rows of both."""
-    gate, up = gate_up.product(inner).chunk(2, dim=-1)
+def gated(
+    inner: Tensor, gate_up: Matrix, activate: Callable[[Tensor], Tensor] = F.silu, bias: Tensor | None = None
+) -> Tensor:
+    """activate(gate) * up, of which `gate_up` and `bias` have the rows of both."""
+    gate, up = gate_up.product(inner, bias).chunk(2, dim=-1)
     return activate(gate).mul_(up)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from rltrain.models import Architecture
 from rltrain.models.deepseek import LATENT_NORM_EPS
-from rltrain.models.rotary import halves_of_pairs, score_scale
+from rltrain.models.rotary import halves_of_pairs
 from rltrain.rollout.embedded.attention_layer import Attention
 from rltrain.rollout.embedded.kv_cache import AttentionShape, PrefillAttention
 from rltrain.rollout.embedded.parallel import TensorParallel
@@ -47,9 +47,7 @@ class LatentAttention:
         mla = architecture.mla
         assert mla is not None
         kept = mla.kv_rank + mla.rope_head_dim
-        return AttentionShape(
-            architecture.num_heads // tp, 1, kept, mla.kv_rank, score_scale(architecture), latent=True
-        )
+        return AttentionShape(architecture.num_heads // tp, 1, kept, mla.kv_rank, architecture.score_scale, latent=True)
 
     def add(self, layer: int, hidden: Tensor, rotation: Rotation, attention: Attention) -> None:
         inner = normed(hidden, self._norm, self._eps)

@@ -10,7 +10,7 @@ from torch import Tensor
 from rltrain.models import Architecture
 from rltrain.models.attention import soft_capped
 from rltrain.models.projection import wide_product
-from rltrain.models.rotary import inverse_frequencies, rotation_magnitude
+from rltrain.models.rotary import inverse_frequencies
 from rltrain.models.routing_shape import RoutingShape
 from rltrain.models.stages import EMBEDDING, FINAL_NORM, stages_of_layer
 from rltrain.rollout.embedded.attention_layer import Attention, AttentionLayer, GroupedAttention
@@ -65,7 +65,7 @@ class EngineModel:
         """What others keep of a sample."""
         self._parameters = tuple(parameters.values())
         self._embedding = parameters["model.embed_tokens.weight"]
-        magnitude = rotation_magnitude(architecture)
+        magnitude = architecture.rotation_magnitude
         self.routing_shape = RoutingShape.of(architecture) if record_routing else None
         layers: list[_Layer] = []
         num_sparse, num_of_kind = 0, [0, 0]

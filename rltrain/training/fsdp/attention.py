@@ -33,17 +33,17 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
     """query [1, heads, rows, head_dim], key and value [1, kv_heads, rows, ...] -> [1, rows, heads, head_dim of value].
 
-    A token attends to those before it in its sequence, of which `sliding_window` leaves the last ones; `softcap` bends
-    scores, and `s_aux` [heads] is one more score that nothing is taken from. Collective over: the context-parallel
-    group.
+    A token attends to those before it in its sequence, of which `sliding_window` leaves the last ones; where it is not
+    among `arguments` transformers has it in the mask alone, by the attribute of `module`. `softcap` bends scores, and
+    `s_aux` [heads] is one more score that nothing is taken from. Collective over: the context-parallel group.
     """
+    window = arguments.get("sliding_window", getattr(module, "sliding_window", None))
     sequences = arguments.get(SEQUENCES)
     if sequences is None:
         raise RuntimeError(
@@ -55,9 +55,9 @@ def packed_attention(
     if isinstance(sequences, SpreadHeads):
         heads = Rows(*sequences.scattered(rows))
         sinks = None if s_aux is None else sequences.own_heads(s_aux)
-        attended = attend_rows(*heads, sequences.whole, scale, sliding_window, softcap, sinks)
+        attended = attend_rows(*heads, sequences.whole, scale, window, softcap, sinks)
         return sequences.gathered(attended)[None], None
-    return attend_rows(*rows, sequences, scale, sliding_window, softcap, s_aux)[None], None
+    return attend_rows(*rows, sequences, scale, window, softcap, s_aux)[None], None
 
 
 def register() -> None:

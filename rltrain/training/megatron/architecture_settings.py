@@ -22,38 +22,31 @@ def config_class(architecture: Architecture) -> type[TransformerConfig]:
     return MLATransformerConfig if architecture.mla else TransformerConfig
 
 
-def attention_settings(architecture: Architecture) -> dict[str, Any]:
-    """Heads and their sizes, and with latent attention its rotary embeddings, which are modules of every layer."""
-    mla, scaling = architecture.mla, architecture.rope_scaling
+def attention_settings(architecture: Architecture, *, transformer_engine: bool) -> dict[str, Any]:
+    """Heads and their sizes, and what scores are multiplied by. Rotary embeddings are replaced in ModelChunk."""
+    mla, magnitude = architecture.mla, architecture.rotation_magnitude
     if mla is None:
+        scale = architecture.attention_scale
+        if transformer_engine and magnitude != 1:  # its fused rotation multiplies nothing, and whole heads are rotated
+            scale = architecture.score_scale * magnitude**2
         return {
             "num_query_groups": architecture.num_kv_heads,
             "kv_channels": architecture.head_dim,
-            "softmax_scale": architecture.attention_scale,
+            "softmax_scale": scale,
             "attention_output_gate": architecture.gated_attention,
         }
-    settings: dict[str, Any] = {
+    yarn = architecture.rope_scaling if isinstance(architecture.rope_scaling, YarnScaling) else None
+    return {
         "q_lora_rank": mla.q_rank,
         "kv_lora_rank": mla.kv_rank,
         "qk_head_dim": mla.plain_head_dim,
         "qk_pos_emb_head_dim": mla.rope_head_dim,
         "v_head_dim": mla.value_head_dim,
-        "rope_type": "rope",
         "rotary_base": architecture.rope_theta,
-        "rotary_scaling_factor": 1.0,
+        "rope_type": "rope" if magnitude == 1 else "yarn",  # whether rotary embeddings give a magnitude beside angles
+        "rotary_scaling_factor": yarn.factor if yarn else 1.0,  # of these two Megatron makes the scale of scores
+        "mscale_all_dim": yarn.mscale_all_dim if yarn else 0.0,
     }
-    if isinstance(scaling, YarnScaling):
-        settings |= {
-            "rope_type": "yarn",
-            "rotary_scaling_factor": scaling.factor,
-            "original_max_position_embeddings": scaling.original_max_positions,
-            "beta_fast": scaling.beta_fast,
-            "beta_slow": scaling.beta_slow,
-            # transformers heeds mscale only beside mscale_all_dim.
-            "mscale": scaling.mscale if scaling.mscale_all_dim else 1.0,
-            "mscale_all_dim": scaling.mscale_all_dim,
-        }
-    return settings
 
 
 def activation_settings(architecture: Architecture, *, cuda: bool) -> dict[str, Any]:

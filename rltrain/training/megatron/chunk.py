@@ -162,8 +162,7 @@ class ModelChunk(GPTModel):
 
     def _set_rotary_embedding(self, architecture: Architecture, device: torch.device, transformer_engine: bool) -> None:
         if architecture.mla:
-            if not transformer_engine:
-                rotate_by_position(self, architecture, device)
+            rotate_by_position(self, architecture, device)
             return
         frequencies = inverse_frequencies(architecture).to(device)
         if transformer_engine:

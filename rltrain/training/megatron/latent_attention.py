@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
@@ -15,9 +16,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
-from rltrain.models import Architecture, YarnScaling
+from rltrain.models import Architecture
 from rltrain.models.deepseek import LATENT_NORM_EPS
-from rltrain.models.rotary import inverse_frequencies, rotation_magnitude
+from rltrain.models.rotary import inverse_frequencies
 from rltrain.training.megatron.attention import PositionRotaryEmbedding
 
 
@@ -67,23 +68,48 @@ def _whole_latent(projection: ColumnParallelLinear, _: Any, output: tuple[Tensor
 
 
 class LatentRotaryEmbedding(PositionRotaryEmbedding):
-    """Stands where MLASelfAttention has its rotary embedding; `architecture` must have latent attention."""
+    """The rotary embedding of MLASelfAttention for the positions in packed sequences."""
 
     def __init__(self, architecture: Architecture, device: torch.device) -> None:
         super().__init__(inverse_frequencies(architecture).to(device))
-        self.yarn = isinstance(architecture.rope_scaling, YarnScaling)
-        self.magnitude = rotation_magnitude(architecture)
+        self.magnitude = architecture.rotation_magnitude
 
     def forward(self, positions: Tensor, packed_seq: bool = False, cp_group: Any = None) -> Any:
-        """Angles [tokens, 1, rotated elements], as all heads of packed tokens take them; with YaRN also what the
-        rotated elements are multiplied by."""
-        angles = super().forward(positions)[:, 0]
-        return (angles, self.magnitude) if self.yarn else angles
+        """Angles [tokens, 1, rotated elements], as all heads of packed tokens take them, and `magnitude` unless it
+        is 1."""
+        return _beside(self.magnitude, super().forward(positions)[:, 0])
+
+
+class ScaledRotaryEmbedding(RotaryEmbedding):
+    """Megatron's rotary embedding, which Transformer Engine's layers take, with the model's own frequencies."""
+
+    def __init__(
+        self, architecture: Architecture, config: MLATransformerConfig, device: torch.device, like: Any
+    ) -> None:
+        super().__init__(
+            architecture.rotated_size,
+            rotary_percent=1.0,
+            use_cpu_initialization=config.use_cpu_initialization,
+            cp_group=like.cp_group,
+        )
+        self.inv_freq = inverse_frequencies(architecture).to(device)
+        self.magnitude = architecture.rotation_magnitude
+
+    def forward(self, *arguments: Any, **settings: Any) -> Any:
+        """As Megatron's, and `magnitude` unless it is 1."""
+        return _beside(self.magnitude, super().forward(*arguments, **settings))
+
+
+def _beside(magnitude: float, angles: Tensor) -> Tensor | tuple[Tensor, float]:
+    """What Megatron expects of a rotary embedding, as attention_settings tells it: angles, or both."""
+    return angles if magnitude == 1 else (angles, magnitude)
 
 
 def rotate_by_position(model: torch.nn.Module, architecture: Architecture, device: torch.device) -> None:
-    """Give all latent attention in `model` one rotary embedding, of the positions in packed sequences."""
-    rotary = LatentRotaryEmbedding(architecture, device)
+    """Give all latent attention in `model` one rotary embedding, of the model's frequencies."""
+    packed = LatentRotaryEmbedding(architecture, device)
     for module in model.modules():
         if isinstance(module, LatentSelfAttention):
-            module.rotary_pos_emb = rotary
+            module.rotary_pos_emb = packed
+        elif isinstance(module, ExplicitLatentAttention):
+            module.rotary_pos_emb = ScaledRotaryEmbedding(architecture, module.config, device, module.rotary_pos_emb)

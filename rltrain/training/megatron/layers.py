@@ -30,7 +30,6 @@ from torch import Tensor
 from rltrain.models import NUM_LABELS, Architecture, LayerKind
 from rltrain.models.attention import soft_capped
 from rltrain.models.experts import is_expert
-from rltrain.models.rotary import rotation_magnitude
 from rltrain.training.megatron.attention import GroupedSelfAttention, PackedAttention
 from rltrain.training.megatron.context_parallel import with_context_parallelism
 from rltrain.training.megatron.delta_net import DeltaSubmodules, PackedDeltaNet
@@ -177,7 +176,7 @@ def _local_layer(architecture: Architecture, number: int, kind: LayerKind) -> Mo
     if kind.delta:
         projections = DeltaSubmodules(in_proj=ColumnProduct, out_proj=RowProduct)
         attention = ModuleSpec(module=PackedDeltaNet, params={"delta": architecture.delta}, submodules=projections)
-    norm, mlp = hidden_norm(architecture), _with_post_norm_of(architecture, LOCAL_MLP, "linear_fc2")
+    norm, mlp = hidden_norm(architecture), _with_post_norm_of(architecture, _local_mlp(architecture), "linear_fc2")
     return ModuleSpec(
         module=SparseLayer if kind.sparse else TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -195,7 +194,7 @@ def _local_attention(architecture: Architecture, number: int) -> ModuleSpec:
     of_queries, of_keys = _head_norms(architecture)
     window = architecture.window_of(number)
     base = int(window is not None and architecture.sliding_rope_theta is not None)
-    rotary = OwnRotary(architecture.rotated_size, base, rotation_magnitude(architecture), architecture.rotates_pairs)
+    rotary = OwnRotary(architecture.rotated_size, base, architecture.rotation_magnitude, architecture.rotates_pairs)
     submodules = SelfAttentionSubmodules(
         linear_qkv=ColumnProduct,
         core_attention=ModuleSpec(
@@ -244,6 +243,12 @@ def _local_latent_attention() -> ModuleSpec:
     )
 
 
+def _local_mlp(architecture: Architecture) -> MLPSubmodules:
+    if not architecture.mlp_bias:
+        return LOCAL_MLP
+    return replace(LOCAL_MLP, linear_fc1=_with_bias(ColumnProduct), linear_fc2=_with_bias(RowProduct))
+
+
 def _local_experts(architecture: Architecture) -> ModuleSpec:
     interleaved = architecture.moe is not None and architecture.moe.interleaved
     expert = LOCAL_INTERLEAVED_EXPERT if interleaved else LOCAL_EXPERT
@@ -258,7 +263,7 @@ def _local_experts(architecture: Architecture) -> ModuleSpec:
 
 
 def _with_bias(linear: Any) -> type[torch.nn.Module]:
-    """`linear` with a bias, for attention's output: Megatron's config gives biases to MLPs too, or to neither."""
+    """`linear` with a bias: Megatron's config gives biases to attention's output and to MLPs, or to neither."""
 
     class Biased(linear):
         def __init__(self, *arguments: Any, **settings: Any) -> None:

@@ -265,6 +265,6 @@ def transformer_config(architecture: Architecture, grid: Grid, stage: int, optio
         calculate_per_token_loss=True,
         **activation_settings(architecture, cuda=cuda),
         **recompute_settings(model.recomputed),
-        **attention_settings(architecture),
+        **attention_settings(architecture, transformer_engine=options.transformer_engine),
         **expert_settings(architecture, grid, model.moe, grouped=options.transformer_engine),
     )
