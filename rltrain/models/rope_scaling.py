@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from rltrain.models.config_file import ConfigReader
+from rltrain.models.config_file import LARGEST_WHOLE_FLOAT, ConfigReader
 from rltrain.models.delta_net import DELTA_FAMILIES
 
 
@@ -139,9 +139,11 @@ def _read_long(config: ConfigReader, rope: ConfigReader, theta: float, rotated: 
     if key not in rope.values:
         holder = config
     original, longest = holder.count(key), config.count("max_position_embeddings")
+    if original == 1:
+        raise holder.error(key, "at least 2")
     divisors = rope.values.get("short_factor")
     count = (rotated or head_dim) // 2
-    if not isinstance(divisors, list) or len(divisors) != count:
+    if not isinstance(divisors, list) or len(divisors) != count or not all(map(_is_number, divisors)):
         raise rope.error("short_factor", f"a list of {count} numbers, half as many as elements of a head are rotated")
     factor = rope.take("factor", float, longest / original)
     magnitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
@@ -197,6 +199,10 @@ def _read_yarn(rope: ConfigReader, *, may_truncate_not: bool) -> YarnScaling:
         original_max_positions=rope.count("original_max_position_embeddings"),
         truncate=rope.take("truncate", bool, True),
     )
+
+
+def _is_number(value: object) -> bool:
+    return type(value) is float or (type(value) is int and abs(value) <= LARGEST_WHOLE_FLOAT)
 
 
 def _kind(rope: Mapping[str, Any]) -> tuple[str, str]:

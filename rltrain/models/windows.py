@@ -32,7 +32,7 @@ def read_windows(config: ConfigReader, num_layers: int, max_positions: int) -> W
     if family in DELTA_FAMILIES:
         return None
     if family not in READ:
-        if set(config.values.get("layer_types") or ()) - {LAYER_TYPES["full"]}:
+        if config.values.get("layer_types") and not config.are_all("layer_types", (LAYER_TYPES["full"],)):
             raise config.error("layer_types", "full_attention in every layer")
         return None
     windows = READ[family](config, num_layers)
@@ -58,7 +58,7 @@ def _by_layer_types(config: ConfigReader, num_layers: int) -> Windows | None:
     if kinds is None:
         pattern = config.count("sliding_window_pattern", default=PATTERN[family])
         kinds = [LAYER_TYPES["sliding" if (layer + 1) % pattern else "full"] for layer in range(num_layers)]
-    if not isinstance(kinds, list) or len(kinds) != num_layers or set(kinds) - set(LAYER_TYPES.values()):
+    elif not config.are_all("layer_types", LAYER_TYPES.values(), num_layers):
         raise config.error("layer_types", f"one of {', '.join(LAYER_TYPES.values())} for each of {num_layers} layers")
     size = config.count("sliding_window", default=BY_LAYER_WINDOW[family])
     return Windows(size, tuple(kind == LAYER_TYPES["sliding"] for kind in kinds))
