@@ -17,8 +17,9 @@ def parse_json(text: str | bytes) -> Any:
         value = json.loads(text)
     except RecursionError:
         raise ValueError(TOO_DEEP) from None
-    openings = (b"{", b"[") if isinstance(text, bytes) else ("{", "[")
-    return _refuse_depth(value, sum(text.count(opening) for opening in openings))  # type: ignore[arg-type]
+    if isinstance(text, bytes):
+        return _refuse_depth(value, text.count(b"{") + text.count(b"["))
+    return _refuse_depth(value, text.count("{") + text.count("["))
 
 
 def parse_json_at(text: str, begin: int = 0) -> tuple[Any, int]:
