@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rltrain.environments.interface import Message
 from rltrain.errors import DataError
+from rltrain.json_text import parse_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -106,8 +107,8 @@ def arguments_of(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return {} if arguments is None else arguments
     try:
-        return json.loads(arguments) if arguments.strip() else {}
-    except (ValueError, RecursionError):
+        return parse_json(arguments) if arguments.strip() else {}
+    except ValueError:
         return arguments
 
 

@@ -1,6 +1,5 @@
 """Tool calls as families of models write them. Nothing that a model wrote raises: what is no call stays text."""
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from typing import Any
 
 from rltrain.environments.interface import ToolCall
 from rltrain.errors import ConfigError
+from rltrain.json_text import parse_json, parse_json_at
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -132,8 +132,8 @@ def _each(
 
 def _json(text: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return parse_json(text)
+    except ValueError as error:
         raise _NotACall from error
 
 
@@ -159,8 +159,8 @@ def _calls_in_a_row(text: str) -> list[ToolCall]:
     calls, rest = [], text.lstrip(_BETWEEN_CALLS)
     while rest:
         try:
-            value, end = json.JSONDecoder().raw_decode(rest)
-        except (ValueError, RecursionError) as error:
+            value, end = parse_json_at(rest)
+        except ValueError as error:
             raise _NotACall from error
         calls.append(_call_of(value))
         rest = rest[end:].lstrip(_BETWEEN_CALLS)
@@ -215,6 +215,6 @@ def _typed(value: str, type: Any) -> Any:
     if type == "string":
         return value
     try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
+        return parse_json(value)
+    except ValueError:
         return value

@@ -11,6 +11,7 @@ from typing import Any
 from rltrain.checkpoint.hf_reader import INDEX_FILE, SINGLE_FILE
 from rltrain.checkpoint.safetensors_file import Entry
 from rltrain.models.architecture import CONFIG_FILE
+from rltrain.models.config_file import parse_object
 from rltrain.models.element_types import ElementType
 from rltrain.reshard.kernels.torch_types import DTYPES
 from rltrain.reshard.layout import Layout
@@ -73,7 +74,7 @@ def write_index(folder: Path, files: Sequence[HfFile]) -> None:
 def write_config(like: Path, folder: Path, dtype: str, changes: Mapping[str, Any] | None = None) -> None:
     """The config.json of the folder `like` for tensors of `dtype`, with `changes`; a copy if nothing changes."""
     text = (like / CONFIG_FILE).read_text(encoding="utf-8")
-    config = json.loads(text)
+    config = parse_object(text, like / CONFIG_FILE)
     wanted = {**config, **(changes or {}), "torch_dtype" if "torch_dtype" in config else "dtype": dtype}
     if wanted == config:
         (folder / CONFIG_FILE).write_text(text, encoding="utf-8")

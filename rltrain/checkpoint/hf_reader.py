@@ -1,6 +1,5 @@
 """Reading weights from a Hugging Face checkpoint folder."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,12 +10,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rltrain.errors import CheckpointError, named_by
+from rltrain.json_text import read_json
 from rltrain.models.architecture import CONFIG_FILE
 from rltrain.models.canonical_tensors import Array, CanonicalTensors
+from rltrain.models.stored_names import INDEX as INDEX_FILE
+from rltrain.models.stored_names import SINGLE as SINGLE_FILE
+from rltrain.models.stored_names import read_weight_map
 from rltrain.reshard.layout import BOX_FIELDS, Layout
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"
 VALUE_HEAD = "score.weight"
@@ -68,7 +69,7 @@ def further_layers(path: Path) -> tuple[str, ...]:
     pictures, by the config.json in `path`. The former follow the model's own layers, or stand beside them (MiMo,
     Qwen)."""
     try:
-        config = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
+        config = read_json(path / CONFIG_FILE)
         carried = CARRIED.get(config.get("model_type"), ())
         count = sum(config.get(key) or 0 for key in COUNTS_OF_FURTHER_LAYERS)
         if not count:
@@ -145,17 +146,12 @@ class HfFolder:
         if (self.path / SINGLE_FILE).exists():
             with self.open(SINGLE_FILE) as opened:
                 return dict.fromkeys(opened.keys(), SINGLE_FILE)
-        index = self.path / INDEX_FILE
-        if not index.exists():
+        if not (self.path / INDEX_FILE).exists():
             raise self.error(
                 f"{self.path} holds neither {SINGLE_FILE} nor {INDEX_FILE}; expected the folder of a Hugging Face "
                 "checkpoint in safetensors format"
             )
-        try:
-            files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            return {str(name): str(file) for name, file in files.items()}
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
-            raise self.error(f"{index} is not a safetensors index: {problem!r}") from None
+        return read_weight_map(self.path, self.config_key)
 
     def open(self, file: str) -> Any:
         """A mapped safetensors file, to be used in a `with` or kept. CheckpointError where it is missing or damaged."""

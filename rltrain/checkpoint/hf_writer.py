@@ -1,6 +1,5 @@
 """Writing weights to a Hugging Face checkpoint folder."""
 
-import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from rltrain.checkpoint.share_writer import WRITTEN_BYTES, writing_share, writte
 from rltrain.errors import CheckpointError
 from rltrain.models import NUM_LABELS, Architecture
 from rltrain.models.architecture import CONFIG_FILE
+from rltrain.models.config_file import read_object
 from rltrain.reshard.execute.resharding import execute
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.plan.planner import plan
@@ -154,7 +154,7 @@ def _value_settings(architecture: Architecture, like: Path) -> dict[str, object]
     words = architecture.family.split("_")
     family = "".join(f"_{word}" if word[0].isdigit() else word.capitalize() for word in words)
     classifier = architecture.unlisted.classifier if architecture.unlisted else f"{family}ForSequenceClassification"
-    padding = json.loads((like / CONFIG_FILE).read_text(encoding="utf-8")).get("pad_token_id")
+    padding = read_object(like / CONFIG_FILE, "model.path").get("pad_token_id")
     return {
         **({"pad_token_id": None} if padding in architecture.eos_token_ids else {}),
         "architectures": [classifier],

@@ -18,6 +18,7 @@ from rltrain.config.lora import Lora
 from rltrain.errors import CheckpointError
 from rltrain.models import Architecture
 from rltrain.models.canonical_tensors import CanonicalTensors
+from rltrain.models.config_file import parse_object
 from rltrain.models.lora import PEFT_PREFIX, WEIGHT, A, B, target_of
 from rltrain.reshard.execute.resharding import execute
 from rltrain.reshard.layout import Layout
@@ -91,7 +92,7 @@ def _stored_name(name: str) -> str:
 def _check_config(path: Path, targets: set[str], heads: set[str], settings: Lora) -> None:
     file = path / CONFIG_FILE
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = parse_object(file.read_text(encoding="utf-8"), file, "model.lora.path")
     except FileNotFoundError:
         raise CheckpointError(f"{file} does not exist; expected a folder of PEFT's ({CONFIG_KEY})") from None
     except (ValueError, OSError) as problem:

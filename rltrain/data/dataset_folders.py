@@ -1,7 +1,6 @@
 """Which files of a folder hold the rows of a split: of a data set that `datasets` saved, a copy of a repository of the
 hub, or a plain folder."""
 
-import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ import yaml
 
 from rltrain.data.file_kinds import has_rows
 from rltrain.errors import DataError
+from rltrain.json_text import read_json
 
 NOT_ROWS = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
 SPLIT_WORDS = ("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation")
@@ -64,7 +64,7 @@ class _Asked:
 
 def _read_json(path: Path, asked: _Asked) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = read_json(path)
     except (OSError, ValueError) as error:
         raise DataError(f"{asked.section}.path: cannot read {path}: {error}") from error
     if not isinstance(value, dict):

@@ -16,14 +16,12 @@ import pyarrow
 
 from rltrain.data.rows import BadRow, PlacedRows, Row
 from rltrain.errors import DataError
+from rltrain.json_text import parse_json
 
 BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError)
 NO_OBJECT = "no JSON object"
 """The reason by which such rows are counted."""
 COUNTED_BYTES = 2**20
-DECODER = json.JSONDecoder()
-WHITESPACE = " \t\n\r"
-"""Of JSON."""
 
 
 def _open_zstd(path: Path) -> io.BufferedReader:
@@ -65,8 +63,8 @@ def read_list(path: Path, config_key: str) -> PlacedRows:
     """Raises DataError for a file that cannot be read or unpacked, or is no list."""
     with _opened(path, config_key) as file:
         try:
-            items = json.loads(file.read().decode("utf-8-sig"))
-        except (ValueError, RecursionError) as error:
+            items = parse_json(file.read().decode("utf-8-sig"))
+        except ValueError as error:
             raise DataError(f"{config_key}: {str(path)!r} begins as a JSON list and is none: {error}") from error
     for number, item in enumerate(items, start=1):
         is_row = isinstance(item, dict)
@@ -88,16 +86,13 @@ def count_lines(path: Path, begin: int, end: int) -> int:
 def parse_line(line: bytes) -> Row | BadRow:
     """What a line says that is not blank."""
     try:
-        text = line.rstrip().removeprefix(codecs.BOM_UTF8).decode()
-        row, end = DECODER.raw_decode(text, len(text) - len(text.lstrip(WHITESPACE)))
-        if rest := len(text[end:].lstrip(WHITESPACE)):
-            raise json.JSONDecodeError("Extra data", text, len(text) - rest)
+        row = parse_json(line.rstrip().removeprefix(codecs.BOM_UTF8).decode())
     except UnicodeDecodeError as error:
         return BadRow(f"is not UTF-8: {error}", NO_OBJECT)
     except json.JSONDecodeError as error:
         return BadRow(f"is not JSON: {error.msg} at column {error.colno}", NO_OBJECT)
-    except RecursionError:
-        return BadRow("is nested too deeply", NO_OBJECT)
+    except ValueError as error:
+        return BadRow(f"cannot be read: {error}", NO_OBJECT)
     if isinstance(row, dict):
         return row
     return BadRow(f"is a JSON {type(row).__name__}; expected one JSON object per line", NO_OBJECT)

@@ -7,6 +7,7 @@ from typing import Any
 from rltrain.chat.template import text_of
 from rltrain.data.rows import BadRow
 from rltrain.errors import DataError
+from rltrain.json_text import parse_json
 
 Message = dict[str, Any]
 """One chat message: "role", "content" as a text and, where they apply, KEPT."""
@@ -49,7 +50,7 @@ def parse_tools(value: Any, key: str) -> str:
     tools = value
     if isinstance(value, str) and value.strip():
         try:
-            tools = json.loads(value)
+            tools = parse_json(value)
         except ValueError as error:
             raise BadRow(f"has {shown(value)} under {key!r}, which is not JSON: {error}") from None
     elif value is not None and value != "":

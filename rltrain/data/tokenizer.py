@@ -12,6 +12,7 @@ from rltrain.chat.chat_format import ChatFormat
 from rltrain.config import schema
 from rltrain.data.messages import Message
 from rltrain.errors import CheckpointError, ConfigError, DataError
+from rltrain.json_text import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,7 +57,7 @@ def end_token_ids(path: Path) -> frozenset[int]:
     if not file.is_file():
         return frozenset()
     try:
-        value = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        value = read_json(file).get("eos_token_id")
     except (OSError, ValueError, AttributeError) as error:
         raise CheckpointError(f"model.path: cannot read {file}: {error}; expected a JSON object") from error
     values = value if isinstance(value, list) else [] if value is None else [value]

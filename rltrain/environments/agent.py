@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rltrain.environments.interface import Action, Opening, Row, StepResult
+from rltrain.json_text import parse_json
 from rltrain.rewards.locating import locate
 from rltrain.sandbox.limits import Limits, Outcome
 from rltrain.sandbox.means import require
@@ -123,7 +124,7 @@ def printed_reward(output: bytes) -> float | None:
     """Of a program whose last line is a JSON object with a number under "reward"."""
     lines = output.decode(errors="replace").strip().splitlines()
     try:
-        last = json.loads(lines[-1]) if lines else None
+        last = parse_json(lines[-1]) if lines else None
     except ValueError:
         return None
     reward = last.get("reward") if isinstance(last, dict) else None

@@ -13,6 +13,7 @@ from rltrain.environments.interface import Action, Environment, Message, Opening
 from rltrain.environments.one_by_one import one_by_one
 from rltrain.environments.signatures import parameters_of
 from rltrain.errors import ConfigError
+from rltrain.json_text import parse_json
 from rltrain.rewards.locating import locate
 
 HTTP, WEB_SOCKET = ("http://", "https://"), ("ws://", "wss://")
@@ -103,8 +104,8 @@ class OpenEnvEpisode:
 
     def _fields(self, text: str) -> Mapping[str, Any]:
         try:
-            fields = json.loads(text)
-        except json.JSONDecodeError:
+            fields = parse_json(text)
+        except ValueError:
             fields = None
         return fields if isinstance(fields, dict) else {self.action_key: text}
 
@@ -168,7 +169,7 @@ class OverHttp:
         response = self.client.post(path, json=body)
         if response.is_error:
             raise ConnectionError(f"POST {response.url}: {response.status_code} {response.text:.500}")
-        result: Result = response.json()
+        result: Result = parse_json(response.content)
         return result
 
     def close(self) -> None:
@@ -197,7 +198,7 @@ class OverWebSocket:
 
     def _ask(self, message: Mapping[str, Any]) -> Result:
         self.connection.send(json.dumps(message))
-        answer = json.loads(self.connection.recv(self.timeout_s))
+        answer = parse_json(self.connection.recv(self.timeout_s))
         if answer["type"] != "observation":
             raise ConnectionError(f"the environment's server answered {json.dumps(answer):.500}")
         result: Result = answer["data"]

@@ -30,6 +30,18 @@ DISCOUNTED = ("ppo", "reinforce_plus_plus")
 WITH_STD = ("grpo", "pass_at_k", "gdpo")
 
 
+def take_rewards(out: Translation, estimator: str, key: str, *, whitens: bool) -> None:
+    """Of sources in which a sample that is alone in its group has its reward as advantage, where all are alone: here
+    algorithms that compare samples would give it 0."""
+    origin = f"{estimator} of one sample per prompt: its reward is its advantage"
+    out.set("algorithm", "reinforce_plus_plus", origin)
+    out.set("advantages.whiten", whitens, origin)
+    out.notes.append(
+        f"{key} is 1: a sample that is alone in its group has its reward as advantage in {out.framework} under "
+        f"{estimator}, and 0 here; so the algorithm is reinforce_plus_plus, which gives it its reward"
+    )
+
+
 def set_mini_batches(out: Translation, prompts: Any, mini_batch: Any, origin: str) -> None:
     """Mini-batches that are counted in prompts."""
     whole, rest = divmod(count(prompts), count(mini_batch))

@@ -1,8 +1,9 @@
 """What a model's config.json says, where it is at hand."""
 
-import json
 from pathlib import Path
 from typing import Any
+
+from rltrain.json_text import read_json
 
 SHAPE_KEYS = ("rope_scaling", "rope_parameters", "rope_theta", "max_position_embeddings")
 """Keys of config.json that frameworks let a run override."""
@@ -11,7 +12,7 @@ SHAPE_KEYS = ("rope_scaling", "rope_parameters", "rope_theta", "max_position_emb
 def model_config(path: object) -> dict[str, Any]:
     """Empty where there is no such file."""
     try:
-        found = json.loads(Path(str(path), "config.json").read_text(encoding="utf-8"))
+        found = read_json(Path(str(path), "config.json"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

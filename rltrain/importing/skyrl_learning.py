@@ -7,6 +7,7 @@ from rltrain.importing.batches import (
     DISCOUNTED,
     WHITENED,
     WITH_STD,
+    take_rewards,
 )
 from rltrain.importing.conversions import (
     NOTHING,
@@ -81,15 +82,34 @@ def set_algorithm(keys: SourceKeys, out: Translation) -> None:
         _set_own_advantages(name, keys, out)
         return
     algorithm = ALGORITHMS[name]
+    by_std, whitens = (
+        truth(keys.get(ALG + key, default))
+        for key, default in (("grpo_norm_by_std", True), ("advantage_batch_normalize", False))
+    )
+    if algorithm in ALONE and out.get("batch.samples_per_prompt") == 1:
+        _take_rewards(name, whitens, keys, out)
+        return
     out.set("algorithm", algorithm, ALG + "advantage_estimator")
-    if algorithm in WITH_STD and not truth(keys.get(ALG + "grpo_norm_by_std", True)):
+    if algorithm in WITH_STD and not by_std:
         out.set("advantages.normalize_std", False, ALG + "grpo_norm_by_std")
-    whitens = truth(keys.get(ALG + "advantage_batch_normalize", False))
     if algorithm in WHITENED:
         out.set("advantages.whiten", whitens or algorithm != "gdpo", ALG + "advantage_batch_normalize")
     elif whitens:
         out.differs(ALG + "advantage_batch_normalize", True, f"advantages of {algorithm} are not normalised here")
     _set_returns(keys, out, algorithm)
+    _set_selection(keys, out)
+
+
+ALONE = ("grpo", "maxrl")
+"""Which in SkyRL leave a sample that is alone its reward. Its rloo gives it 0, as here."""
+
+
+def _take_rewards(name: str, whitens: bool, keys: SourceKeys, out: Translation) -> None:
+    if truth(keys.get(ALG + "use_kl_in_reward", False)):
+        out.differs(ALG + "use_kl_in_reward", True, "a sample that is alone has its KL token by token here")
+    take_rewards(out, f"{ALG}advantage_estimator {name}", G + "n_samples_per_prompt", whitens=whitens)
+    for key in ("gamma", "lambd"):
+        keys.get(ALG + key)
     _set_selection(keys, out)
 
 

@@ -5,6 +5,7 @@ from rltrain.importing.batches import (
     DISCOUNTED,
     WHITENED,
     WITH_STD,
+    take_rewards,
 )
 from rltrain.importing.conversions import NOTHING, count, estimator, one_of, pair, real, text, truth
 from rltrain.importing.translation import Rule, SourceKeys, Translation, UntranslatableError, apply
@@ -47,7 +48,7 @@ def named_estimator(keys: SourceKeys) -> str:
     return str(keys.get("algorithm.adv_estimator", "gae"))
 
 
-ALONE = ("grpo", "rloo")
+ALONE = ("grpo", "rloo", "reinforce_plus_plus_baseline")
 """Which in verl leave a sample that is alone its reward, where there is nothing to compare it with."""
 
 
@@ -83,9 +84,8 @@ def set_algorithm(keys: SourceKeys, out: Translation) -> None:
 def _take_rewards(keys: SourceKeys, out: Translation, name: str) -> None:
     if truth(keys.get("algorithm.use_kl_in_reward", False)):
         out.differs("algorithm.use_kl_in_reward", True, "a sample that is alone has its KL token by token here")
-    origin = f"algorithm.adv_estimator {name} of one sample per prompt: its reward is its advantage"
-    out.set("algorithm", "reinforce_plus_plus", origin)
-    out.set("advantages.whiten", False, origin)
+    whitens = ALGORITHMS[name] in WHITENED
+    take_rewards(out, f"algorithm.adv_estimator {name}", R + "n", whitens=whitens)
     for key in ("norm_adv_by_std_in_grpo", "gamma", "lam"):
         keys.get("algorithm." + key)
 

@@ -1,6 +1,6 @@
 """What differs between model families: how their config reads, and one table of parameters for each."""
 
-from rltrain.models.architecture import Architecture, Unlisted, read_architecture
+from rltrain.models.architecture import Architecture, Unlisted
 from rltrain.models.canonical import (
     NUM_LABELS,
     canonical_tensors,
@@ -13,6 +13,7 @@ from rltrain.models.canonical import (
     table_of,
     tensors_in,
 )
+from rltrain.models.checkpoint_model import read_architecture
 from rltrain.models.delta_net import DeltaNet
 from rltrain.models.experts import MoE
 from rltrain.models.latent import MLA

@@ -1,10 +1,10 @@
 """The shape of a model, read from the config.json of a Hugging Face checkpoint."""
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from rltrain.json_text import read_json
 from rltrain.models.canonical_tensors import CanonicalTensors
 from rltrain.models.config_file import ConfigReader
 from rltrain.models.delta_net import (
@@ -15,8 +15,8 @@ from rltrain.models.delta_net import (
     names_of_files,
     read_delta_net,
 )
-from rltrain.models.end_tokens import read_eos
-from rltrain.models.experts import READ_MOE, MoE
+from rltrain.models.end_tokens import check_padding, read_eos
+from rltrain.models.experts import READ_MOE, MoE, read_moe
 from rltrain.models.latent import MLA, read_mla
 from rltrain.models.refused_families import REFUSED_FAMILIES
 from rltrain.models.rope_scaling import Scaling, YarnScaling, read_rope
@@ -241,14 +241,14 @@ class Architecture:
         return sum(self.sparse_layers) * self.moe.top_k * self.expert_number_bytes if self.moe else 0
 
 
-def read_architecture(path: Path, config_key: str = "model.path") -> Architecture:
+def read_config(path: Path, config_key: str = "model.path") -> Architecture:
     """Read `path`/config.json, as written by transformers 4 or 5; the head is the vocabulary's.
 
     `config_key` is the key that names the folder, for messages. Raises CheckpointError where the file is missing or the
     model needs something that is not supported.
     """
     reader = ConfigReader(path / CONFIG_FILE, config_key=config_key)
-    family = reader.values.get("model_type")
+    family = str(reader.values.get("model_type"))
     if family in REFUSED_FAMILIES:
         raise reader.error("model_type", f"one of {', '.join(FAMILIES)}: {REFUSED_FAMILIES[family]}")
     if family not in FAMILIES:
@@ -260,7 +260,8 @@ def read_architecture(path: Path, config_key: str = "model.path") -> Architectur
     num_kv_heads = reader.count("num_key_value_heads", default=num_heads)
     if num_heads % num_kv_heads:
         raise reader.error("num_key_value_heads", f"a divisor of num_attention_heads = {num_heads}")
-    num_layers = reader.count("num_hidden_layers")
+    num_layers, vocab_size = reader.count("num_hidden_layers"), reader.count("vocab_size")
+    check_padding(reader, vocab_size)
     mla = read_mla(reader) if family in LATENT_FAMILIES else None
     head_dim = HEAD_DIM.get(family, hidden_size // num_heads)
     head_dim = mla.plain_head_dim + mla.rope_head_dim if mla else reader.count("head_dim", default=head_dim)
@@ -273,7 +274,7 @@ def read_architecture(path: Path, config_key: str = "model.path") -> Architectur
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         ffn_hidden_size=reader.count("intermediate_size", default=_ffn_hidden_size(reader, family)),
-        vocab_size=reader.count("vocab_size"),
+        vocab_size=vocab_size,
         tied_embeddings=reader.take("tie_word_embeddings", bool, default=family in TIED_UNLESS_TOLD),
         qkv_bias=family in QKV_BIAS_FAMILIES or attention_bias or _has_qkv_bias(reader, family),
         qk_norm=family in QK_NORM_FAMILIES or reader.take("use_qk_norm", bool, default=False),
@@ -281,8 +282,8 @@ def read_architecture(path: Path, config_key: str = "model.path") -> Architectur
         rope_theta=rope.theta,
         rope_scaling=rope.scaling,
         max_positions=rope.max_positions,
-        eos_token_ids=read_eos(path, reader),
-        moe=READ_MOE[family](reader, num_layers) if family in READ_MOE else None,
+        eos_token_ids=read_eos(path, reader, vocab_size),
+        moe=read_moe(reader, num_layers) if family in READ_MOE else None,
         mla=mla,
         output_bias=family in OUTPUT_BIAS and reader.take(*OUTPUT_BIAS[family]),
         mlp_bias=family in SUPPORTED[MLP_BIAS] and reader.take(MLP_BIAS, bool, default=False),
@@ -322,7 +323,7 @@ def _with_delta_nets(architecture: Architecture, config: ConfigReader, path: Pat
 def is_unlisted(path: Path) -> bool:
     """Whether `path`/config.json names a family without a table."""
     try:
-        family = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))["model_type"]
+        family = read_json(path / CONFIG_FILE)["model_type"]
     except (OSError, ValueError, KeyError, TypeError):
         return False
     return family not in FAMILIES
@@ -339,8 +340,10 @@ def _gemma(architecture: Architecture, config: ConfigReader) -> Architecture:
     )
     if architecture.family == "gemma":
         return scaled
-    attention_scale = config.take("query_pre_attn_scalar", float, float(GEMMA_QUERY_SCALAR)) ** -0.5
-    normed = replace(scaled, attention_scale=attention_scale, post_norms=True)
+    scalar = config.take("query_pre_attn_scalar", float, float(GEMMA_QUERY_SCALAR))
+    if not scalar > 0:
+        raise config.error("query_pre_attn_scalar", "a number above 0")
+    normed = replace(scaled, attention_scale=scalar**-0.5, post_norms=True)
     if architecture.family == "gemma3_text":
         return normed
     of_scores, of_logits = (_softcap(config, key) for key in SOFTCAPS)

@@ -2,16 +2,33 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rltrain.errors import CheckpointError, named_by
+from rltrain.json_text import parse_json
 
 Value = TypeVar("Value", int, float, bool)
 
-LARGEST = 2**1023  # beyond which integers are no floats
 EXPECTED = {bool: "true or false", int: "an integer", float: "a number"}
+LARGEST = {
+    "num_hidden_layers": 2**12,
+    "num_attention_heads": 2**14,
+    "num_key_value_heads": 2**14,
+    "head_dim": 2**14,
+    "hidden_size": 2**18,
+    "vocab_size": 2**24,
+    "max_position_embeddings": 2**31 - 1,
+    "original_max_position_embeddings": 2**31 - 1,
+    "sliding_window": 2**31 - 1,
+}
+"""The largest values of counts that are read. Published models stay far below them; what is made of larger ones would
+fill any memory."""
+LARGEST_COUNT = 2**20
+"""The largest value of other counts."""
+LARGEST_WHOLE_FLOAT = 2**53
+SHOWN_CHARS = 200
 
 
 class ConfigReader:
@@ -21,24 +38,27 @@ class ConfigReader:
         self, file: Path, values: Mapping[str, Any] | None = None, *, prefix: str = "", config_key: str = "model.path"
     ) -> None:
         self.file, self.prefix, self.config_key = file, prefix, config_key
-        self.values = _read_json(file, config_key) if values is None else values
+        self.values = read_object(file, config_key) if values is None else values
 
     def inside(self, key: str, values: Mapping[str, Any]) -> "ConfigReader":
         """A reader of the object `values` that stands under `key`."""
         return ConfigReader(self.file, values, prefix=f"{self.prefix}{key}.", config_key=self.config_key)
 
+    @property
+    def named(self) -> str:
+        """Where the user named the folder, for messages."""
+        return named_by(self.config_key)
+
     def error(self, key: str, expected: str) -> CheckpointError:
-        found = json.dumps(self.values[key]) if key in self.values else "absent"
-        return CheckpointError(
-            f"{self.file}: {self.prefix}{key} is {found}; expected {expected} ({named_by(self.config_key)})"
-        )
+        found = _shown(self.values[key]) if key in self.values else "absent"
+        return CheckpointError(f"{self.file}: {self.prefix}{key} is {found}; expected {expected} ({self.named})")
 
     def take(self, key: str, kind: type[Value], default: Value | None = None) -> Value:
         value: object = self.values.get(key)
         if value is None and default is not None:
             return default
-        if kind is float and type(value) is int:
-            value = float(value) if abs(value) < LARGEST else math.inf
+        if kind is float and type(value) is int and abs(value) <= LARGEST_WHOLE_FLOAT:
+            value = float(value)
         if not isinstance(value, kind) or type(value) is not kind:  # True is an int to isinstance
             raise self.error(key, EXPECTED[kind])
         if kind is float and not math.isfinite(value):
@@ -49,17 +69,51 @@ class ConfigReader:
         value = self.take(key, int, default)
         if value < 1:
             raise self.error(key, "at least 1")
+        if value > (most := LARGEST.get(key, LARGEST_COUNT)):
+            raise self.error(key, f"at most {most}")
+        return value
+
+    def are_all(self, key: str, allowed: Collection[object], count: int | None = None) -> bool:
+        """Whether a list stands under `key`, of `count` elements that are all among the texts or numbers `allowed`."""
+        values = self.values.get(key)
+        return (
+            isinstance(values, list)
+            and count in (None, len(values))
+            and all(isinstance(value, str | int) and value in allowed for value in values)
+        )
+
+    def token(self, key: str, value: object, vocab_size: int, *, least: int = 0) -> int:
+        """Returns `value`, which stands under `key`, as the number of a token that the model has."""
+        if type(value) is not int:
+            raise self.error(key, "an integer or a list of integers")
+        if not least <= value < vocab_size:
+            raise self.error(key, f"from {least} to {vocab_size - 1}, as vocab_size is {vocab_size}")
         return value
 
 
-def _read_json(file: Path, config_key: str) -> Mapping[str, Any]:
+def _shown(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."
+
+
+def read_object(file: Path, config_key: str) -> dict[str, Any]:
+    """Returns the JSON object in a checkpoint's file. CheckpointError where there is none."""
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise CheckpointError(
             f"{file} does not exist; expected the folder of a Hugging Face checkpoint ({named_by(config_key)})"
         ) from None
     except (OSError, ValueError) as problem:
+        raise CheckpointError(f"{file} cannot be read as JSON: {problem} ({named_by(config_key)})") from None
+    return parse_object(text, file, config_key)
+
+
+def parse_object(text: str, file: Path, config_key: str = "model.path") -> dict[str, Any]:
+    """Returns the JSON object in the text of a checkpoint's file. CheckpointError where it is none."""
+    try:
+        values = parse_json(text)
+    except ValueError as problem:
         raise CheckpointError(f"{file} cannot be read as JSON: {problem} ({named_by(config_key)})") from None
     if not isinstance(values, dict):
         raise CheckpointError(f"{file} holds {type(values).__name__}; expected a JSON object ({named_by(config_key)})")

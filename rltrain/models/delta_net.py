@@ -106,7 +106,7 @@ def _read_layers(config: ConfigReader, num_layers: int) -> tuple[bool, ...]:
         if interval > num_layers:
             raise config.error("full_attention_interval", f"at most num_hidden_layers = {num_layers}")
         return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
-    if not isinstance(kinds, list) or len(kinds) != num_layers or set(kinds) - set(LAYER_TYPES):
+    if not config.are_all("layer_types", LAYER_TYPES, num_layers):
         raise config.error("layer_types", f"one of {', '.join(LAYER_TYPES)} for each of {num_layers} layers")
     if set(kinds) == {"linear_attention"}:
         raise config.error("layer_types", "at least one layer of full_attention")

@@ -76,7 +76,7 @@ def _read_mixtral(config: ConfigReader, num_layers: int) -> MoE:
 
 
 def _read_minimax_m2(config: ConfigReader, num_layers: int) -> MoE:
-    if set(config.values.get("attn_type_list") or ()) - {1}:
+    if config.values.get("attn_type_list") and not config.are_all("attn_type_list", (1,)):
         raise config.error("attn_type_list", "1 for every layer: attention, which alone is supported")
     return replace(_read_mixtral(config, num_layers), score="sigmoid")
 
@@ -89,7 +89,7 @@ def _read_dense_layers(config: ConfigReader, num_layers: int) -> tuple[int, ...]
     """As DeepSeek counts them, or GLM-4.7-Flash lists them by transformers 5."""
     kinds = config.values.get("mlp_layer_types")
     if kinds is not None:
-        if not isinstance(kinds, list) or len(kinds) != num_layers or set(kinds) - {"dense", "sparse"}:
+        if not config.are_all("mlp_layer_types", ("dense", "sparse"), num_layers):
             raise config.error("mlp_layer_types", f"dense or sparse for each of {num_layers} layers")
         return tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
     num_dense = config.take("first_k_dense_replace", int)
@@ -156,3 +156,16 @@ READ_MOE: dict[str, Callable[[ConfigReader, int], MoE]] = {
     "gpt_oss": _read_gpt_oss,
 }
 """Of families with experts: what reads them from config.json, given the number of layers."""
+MOST_EXPERTS = 2**18
+"""In all layers. Kimi K2 has 23,040."""
+
+
+def read_moe(config: ConfigReader, num_layers: int) -> MoE:
+    """Returns the experts of a model of READ_MOE. CheckpointError where they are too many."""
+    moe = READ_MOE[config.values["model_type"]](config, num_layers)
+    if moe.top_k > moe.num_experts:
+        raise config.error("num_experts_per_tok", f"at most {moe.num_experts}, the number of experts")
+    if num_layers * moe.num_experts > MOST_EXPERTS:
+        most = MOST_EXPERTS // moe.num_experts
+        raise config.error("num_hidden_layers", f"at most {most}, with {moe.num_experts} experts in each layer")
+    return moe

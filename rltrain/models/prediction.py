@@ -6,10 +6,10 @@ each normed, one beside the other, by one matrix. What it puts out is normed, an
 logits of the token behind that one.
 """
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rltrain.json_text import read_json
 from rltrain.models.architecture import CONFIG_FILE
 from rltrain.models.delta_net import DELTA_FAMILIES, NESTED
 from rltrain.models.stored_names import stored_names
@@ -109,7 +109,7 @@ def num_predicting(path: Path, family: str) -> int:
         return 0
     prediction = PREDICTIONS[family]
     try:
-        settings = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
+        settings = read_json(path / CONFIG_FILE)
         settings |= settings.get(NESTED.get(family, ""), {})
         told = [settings[key] for key in prediction.counts if isinstance(settings.get(key), int)]
     except (OSError, ValueError, AttributeError, TypeError):

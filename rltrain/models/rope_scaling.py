@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from rltrain.models.config_file import ConfigReader
+from rltrain.models.config_file import LARGEST_WHOLE_FLOAT, ConfigReader
 from rltrain.models.delta_net import DELTA_FAMILIES
 
 
@@ -211,6 +211,8 @@ def _read_long(config: ConfigReader, rope: ConfigReader, num_frequencies: int) -
             f"a list of {num_frequencies} numbers above 0, half as many as elements of a head are rotated",
         )
     original = _original(config, rope)
+    if original == 1:
+        raise (rope if ORIGINAL in rope.values else config).error(ORIGINAL, "at least 2")
     factor = rope.take("factor", float, config.count(LONGEST) / original)
     magnitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     given = _attention_factor(rope)
@@ -267,7 +269,7 @@ def _attention_factor(rope: ConfigReader) -> float | None:
 
 
 def _is_divisor(value: object) -> bool:
-    return type(value) in (int, float) and isinstance(value, int | float) and 0 < value < math.inf
+    return isinstance(value, int | float) and type(value) is not bool and 0 < value <= LARGEST_WHOLE_FLOAT
 
 
 def _read_rotated(config: ConfigReader, rope: ConfigReader, head_dim: int) -> int | None:

@@ -26,10 +26,8 @@ BY_LAYER_WINDOW = {"gemma2": 4096, "gemma3_text": 4096, "gpt_oss": 128}
 SWITCHED_FAMILIES = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 WINDOW_SWITCH = "use_sliding_window"
 """The key that turns on windows of those families."""
-SWITCHED_WINDOW, FIRST_SWITCHED = (
-    4096,
-    28,
-)  # what transformers assumes where sliding_window, max_window_layers are absent
+SWITCHED_WINDOW, FIRST_SWITCHED = 4096, 28
+"""Of those families, what transformers assumes where sliding_window and max_window_layers are absent."""
 PATTERN = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}  # of so many layers the last one attends to everything
 
 
@@ -39,7 +37,7 @@ def read_windows(config: ConfigReader, num_layers: int, max_positions: int) -> W
     if family in DELTA_FAMILIES:
         return None
     if family not in READ:
-        if set(config.values.get("layer_types") or ()) - {LAYER_TYPES["full"]}:
+        if config.values.get("layer_types") and not config.are_all("layer_types", (LAYER_TYPES["full"],)):
             raise config.error("layer_types", "full_attention in every layer")
         return None
     windows = READ[family](config, num_layers)
@@ -96,12 +94,11 @@ def _named_layers(config: ConfigReader, num_layers: int) -> tuple[bool, ...] | N
     kinds = config.values.get("layer_types")
     if kinds is None:
         return None
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in KINDS for kind in kinds):
-        raise config.error("layer_types", f"one of {', '.join(KINDS)} for each of {num_layers} layers")
+    if not config.are_all("layer_types", LAYER_TYPES.values(), num_layers):
+        raise config.error("layer_types", f"one of {', '.join(LAYER_TYPES.values())} for each of {num_layers} layers")
     return tuple(kind == LAYER_TYPES["sliding"] for kind in kinds)
 
 
-KINDS = (*LAYER_TYPES.values(),)
 READ = {
     **dict.fromkeys(SWITCHED_FAMILIES, _switched),
     "phi3": _in_every_layer(None),

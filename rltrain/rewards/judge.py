@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rltrain.errors import ConfigError
+from rltrain.json_text import parse_json
 from rltrain.rewards.answers import PlainError, TookTooLongError
 from rltrain.rewards.scorable import Message
 
@@ -97,7 +98,7 @@ class Judge:
         if not answer.is_success:
             raise PlainError(f"{self.url} answered {answer.status_code}: {text}")
         try:
-            return self._score(answer.json())
+            return self._score(parse_json(answer.content))
         except ValueError:
             raise PlainError(
                 f'{self.url} answered {text!r}; expected JSON: a number, or {{"score": number}} or {{"reward": number}}'

@@ -11,6 +11,20 @@ BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
 GSM8K_MARK = "####"
 LAST_NUMBER = re.compile(r"(?<![\w.)])-?\$?\d[\d,]*(?:\.\d+)?(?:/\d+)?|\d[\d,]*(?:\.\d+)?(?:/\d+)?")
 PLAIN_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:/[1-9]\d*)?")
+TYPESET_SEPARATOR = re.compile(r"(?<=\d)(?:\{,\}|,?\\!|\\[,;:]|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
+"""Between groups of three digits: LaTeX's commas and thin spaces, and Unicode's."""
+SPACED_NUMBER = re.compile(r"[-+]?\d{1,3}(?:\\? \d{3})+(?:\.\d+)?")
+"""A whole answer with plain spaces between groups of three digits. In a sentence they may be two numbers."""
+EMPTY_SET = re.compile(r"\\varnothing(?![A-Za-z])")
+NUMBER_WITH_UNIT = re.compile(
+    r"([-+]?\$?\d[\d,]*(?:\.\d+)?)\$?((?: +(?:[A-Za-z]{3,}|ft|in|mi|km|cm|mm|kg|mg|lb|oz|hr|ml|sq|of|an?)\.?)+)"
+)
+NOT_UNITS = re.compile(
+    r"\b(?:hundred|thousand|million|billion|trillion|dozen|score|half|halves|thirds?|quarters?|fourths?|squared|cubed|"
+    r"plus|minus|times|over|divided|point|and|sqrt|sin|cos|tan|log|exp|mod)\b",
+    re.IGNORECASE,
+)
+"""Words that change the number before them."""
 
 # It warns that its own time limits are off. They need the main thread and miss hangs in C; the scorer's limit holds.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -20,13 +34,20 @@ def math(prompt: str, response: str, label: str, *, last_number: bool = True) ->
     """1 if the final answers of response and label are equal, else 0.
 
     A final answer is the last \\boxed{...}, else what follows the last "####" on its line. Without either, a label is
-    itself the answer, and a response's answer is its last number if `last_number`, else missing.
+    itself the answer, and a response's answer is its last number if `last_number`, else missing. A number and its unit
+    after "####" equal the number, as in GSM8K: "#### 18 dollars" is 18.
     """
     answer = marked_answer(response)
     if answer is None and last_number:
         answer = _last_number(response)
-    expected = marked_answer(label)
-    return float(answer is not None and equivalent(answer, label.strip() if expected is None else expected))
+    if answer is None:
+        return 0.0
+    marked = marked_answer(label)
+    expected = label.strip() if marked is None else marked
+    if equivalent(answer, expected):
+        return 1.0
+    numbers = _number_with_unit(response), _number_with_unit(label)
+    return float(numbers != (None, None) and equivalent(numbers[0] or answer, numbers[1] or expected))
 
 
 def marked_answer(text: str) -> str | None:
@@ -36,6 +57,14 @@ def marked_answer(text: str) -> str | None:
         return boxed
     _, found, rest = text.rpartition(GSM8K_MARK)
     return rest.strip().split("\n")[0].strip() if found else None
+
+
+def _number_with_unit(text: str) -> str | None:
+    """The number that follows the last "####" where nothing but a unit follows it; None elsewhere."""
+    if _last_boxed(text) is not None or (answer := marked_answer(text)) is None:
+        return None
+    match = NUMBER_WITH_UNIT.fullmatch(_trimmed(answer))
+    return match[1] if match and not NOT_UNITS.search(match[2]) else None
 
 
 def equivalent(answer: str, expected: str) -> bool:
@@ -63,12 +92,14 @@ def _last_boxed(text: str) -> str | None:
 
 
 def _last_number(text: str) -> str | None:
-    numbers = LAST_NUMBER.findall(text)
+    numbers = LAST_NUMBER.findall(TYPESET_SEPARATOR.sub("", text))
     return numbers[-1].rstrip(",") if numbers else None
 
 
 def _trimmed(answer: str) -> str:
-    return answer.strip().strip("$").removesuffix(".").strip()
+    trimmed = answer.strip().strip("$").removesuffix(".").strip()
+    trimmed = EMPTY_SET.sub(r"\\emptyset", TYPESET_SEPARATOR.sub("", trimmed))
+    return re.sub(r"\\? ", "", trimmed) if SPACED_NUMBER.fullmatch(trimmed) else trimmed
 
 
 def _plain_number(answer: str) -> Fraction | None:

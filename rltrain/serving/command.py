@@ -20,6 +20,7 @@ from rltrain.endpoint.sampling_rules import SamplingRules
 from rltrain.endpoint.server import EndpointServer, EndpointSettings
 from rltrain.errors import ConfigError, UserError
 from rltrain.hub import named_checkpoint
+from rltrain.models import read_architecture
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.stream.guests import Mail
 from rltrain.serving.engine import EngineSettings, dtype_of, load_engine, longest_context, stop_tokens
@@ -56,7 +57,8 @@ def serve(arguments: argparse.Namespace, stopping: threading.Event) -> None:
         )
     named = named_checkpoint(arguments.checkpoint, "--checkpoint")
     checkpoint = named if isinstance(named, Path) else named.copy()
-    tokenizer = load_tokenizer(checkpoint)
+    read_architecture(checkpoint, "--checkpoint")  # before transformers reads its config.json, for the tokenizer
+    tokenizer = load_tokenizer(checkpoint, "--checkpoint")
     context = longest_context(checkpoint, arguments.max_context_tokens)
     engine_settings = EngineSettings(
         checkpoint,

@@ -1,6 +1,5 @@
 """The embedded engine on a Hugging Face checkpoint, in a process that trains nothing."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ from rltrain.cluster.grid import Grid
 from rltrain.data.tokenizer import TextDecoder
 from rltrain.errors import ConfigError
 from rltrain.models import read_architecture
+from rltrain.models.config_file import ConfigReader
 from rltrain.models.element_types import item_bytes
 from rltrain.models.mechanisms import positions_of
 from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters
@@ -36,7 +36,7 @@ class EngineSettings:
 
 def load_engine(settings: EngineSettings, tokenizer: "PreTrainedTokenizerBase") -> EmbeddedEngine:
     """On the whole checkpoint. Raises UserError where it cannot be served."""
-    architecture = read_architecture(settings.checkpoint)
+    architecture = read_architecture(settings.checkpoint, "--checkpoint")
     dtype = dtype_of(settings)
     grid = Grid((0,))
     layout = engine_layout(architecture, grid, dtype=dtype)
@@ -82,7 +82,7 @@ def stop_tokens(checkpoint: Path, tokenizer: "PreTrainedTokenizerBase", also: fr
     ids = {*also, *([tokenizer.eos_token_id] if isinstance(tokenizer.eos_token_id, int) else [])}
     file = checkpoint / "generation_config.json"
     if file.exists():
-        named = json.loads(file.read_text()).get("eos_token_id")
+        named = ConfigReader(file, config_key="--checkpoint").values.get("eos_token_id")
         ids |= {*named} if isinstance(named, list) else {named} if isinstance(named, int) else set()
     return tuple(sorted(ids))
 
@@ -91,6 +91,6 @@ def dtype_of(settings: EngineSettings) -> str:
     """Of the weights."""
     if settings.dtype != "auto":
         return settings.dtype
-    config = json.loads((settings.checkpoint / "config.json").read_text())
+    config = ConfigReader(settings.checkpoint / "config.json", config_key="--checkpoint").values
     named = config.get("dtype") or config.get("torch_dtype") or "float32"
     return str(named).removeprefix("torch.")

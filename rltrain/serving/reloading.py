@@ -39,7 +39,7 @@ class Reloads:
     def __init__(self, engine: EmbeddedEngine, checkpoint: Path, dtype: str, wake: Callable[[], None]) -> None:
         self.checkpoint = checkpoint
         self._engine, self._wake = engine, wake
-        self._architecture = read_architecture(checkpoint)
+        self._architecture = read_architecture(checkpoint, "--checkpoint")
         self._layout = engine_layout(self._architecture, Grid((0,)), dtype=dtype)
         assert engine.policy_version is not None
         self._version, self._labels = engine.policy_version, {engine.policy_version: STARTED_WITH}
@@ -76,7 +76,7 @@ class Reloads:
 
     def _load_whole(self, asked: _Reload) -> None:
         """All of it is read before anything is overwritten."""
-        if read_architecture(asked.checkpoint) != self._architecture:
+        if read_architecture(asked.checkpoint, "model_path") != self._architecture:
             raise CheckpointError(
                 f"model_path: the model in {asked.checkpoint} has another architecture than the one that is served, "
                 f"{self.checkpoint}; expected the same: start another server for it"

@@ -133,17 +133,19 @@ OF_TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Whose numbers backend fsdp is to have. Most are of families without a table."""
-TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
 
 
 def make_checkpoints(folder: Path, names: Iterable[str] = CHECKPOINTS, **shape: float) -> dict[str, str]:
-    """Checkpoint folders by name. Each also holds experience.safetensors and expected.safetensors."""
+    """Checkpoint folders by name. Each also holds experience.safetensors and expected.safetensors. The pad token is
+    the one that samples have most often."""
     return {name: str(_make(folder / name, *_settings(name, shape))) for name in names}
 
 
 def _settings(name: str, shape: dict[str, int]) -> tuple[str, dict[str, Any]]:
     family, settings = (CHECKPOINTS | WITH_EXPERTS | OF_TRANSFORMERS)[name]
-    return family, (TOKENS if name in OF_TRANSFORMERS else {}) | settings | shape
+    pad = {"pad_token_id": int(_experience()["tokens"].mode().values)}
+    return family, (TOKENS if name in OF_TRANSFORMERS else {}) | pad | settings | shape
 
 
 def _make(path: Path, family: str, settings: dict[str, Any]) -> Path:
@@ -156,6 +158,7 @@ def _make(path: Path, family: str, settings: dict[str, Any]) -> Path:
         for parameter in model.parameters():
             if parameter.dim() == 1:  # norm weights and biases, which begin as ones and zeros
                 parameter.add_(0.3 * torch.randn_like(parameter))
+        model.get_input_embeddings().weight[config.pad_token_id].normal_(std=SHAPE["initializer_range"])  # was zero
     model.save_pretrained(path)
     columns = _experience()
     save_file(columns, path / "experience.safetensors")
@@ -184,7 +187,9 @@ def _experience() -> dict[str, Tensor]:
 
 
 def _expected(model: Any, columns: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Logits, tempered log-probs, and loss and gradient norm of cases_training.negative_log_likelihood."""
+    """Logits, tempered log-probs, and loss and gradient norm of cases_training.negative_log_likelihood. The pad token
+    is learned as any other token is."""
+    model.get_input_embeddings().padding_idx = None
     lengths, mask = columns["lengths"].tolist(), columns["response_mask"].float()
     logits, logprobs, entropies = [], [], []
     for tokens in columns["tokens"].split(lengths):

@@ -8,6 +8,7 @@ import pytest
 
 from rltrain.errors import ConfigError
 from rltrain.importing.command import imported
+from rltrain.importing.writing import written
 from tests.unit.test_import_features import config_of, found_of
 
 ALG, CORRECTION = "trainer.algorithm.", "algorithm.rollout_correction."
@@ -77,6 +78,51 @@ def test_skyrls_rollout_is_is_reinforce_weighed_against_the_engine(tmp_path: Pat
 def test_policy_losses_and_advantages(framework: str, more: str, expected: dict[str, Any]) -> None:
     found = settings_of(framework, more)
     assert {path: found.get(path) for path in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("framework", "more", "key", "whitens"),
+    [
+        ("verl", "actor_rollout_ref.rollout.n=1", "actor_rollout_ref.rollout.n", False),
+        ("verl", "actor_rollout_ref.rollout.n=1 algorithm.adv_estimator=rloo", "actor_rollout_ref.rollout.n", False),
+        (
+            "verl",
+            "actor_rollout_ref.rollout.n=1 algorithm.adv_estimator=reinforce_plus_plus_baseline",
+            "actor_rollout_ref.rollout.n",
+            True,
+        ),
+        ("skyrl", "generator.n_samples_per_prompt=1", "generator.n_samples_per_prompt", False),
+        (
+            "skyrl",
+            f"generator.n_samples_per_prompt=1 {ALG}advantage_estimator=maxrl {ALG}advantage_batch_normalize=true",
+            "generator.n_samples_per_prompt",
+            True,
+        ),
+    ],
+)
+def test_groups_of_one_keep_their_rewards_and_a_note_says_how(
+    framework: str, more: str, key: str, whitens: bool, tmp_path: Path
+) -> None:
+    found = found_of(framework, more)
+    config = config_of(found, tmp_path)
+    assert (config.algorithm, config.advantages.whiten) == ("reinforce_plus_plus", whitens)
+    assert config.batch.samples_per_prompt == 1
+    (note,) = [note for note in found.notes if note.startswith(key)]
+    assert "is 1: a sample that is alone in its group has its reward as advantage" in note and "0 here" in note
+    assert f"# {note}" in written(found, "a test")
+    assert not [note for note in found_of(framework, "").notes if "alone" in note]
+
+
+@pytest.mark.parametrize(
+    ("framework", "more"),
+    [
+        ("slime", "--n-samples-per-prompt 1"),
+        ("skyrl", f"generator.n_samples_per_prompt=1 {ALG}advantage_estimator=rloo"),
+    ],
+)
+def test_groups_of_one_that_would_learn_nothing_are_refused(framework: str, more: str) -> None:
+    with pytest.raises(ConfigError, match=r"samples_per_prompt: got 1; .* the advantage of a single one is 0"):
+        found_of(framework, more)
 
 
 def test_masks_of_verl_are_of_the_inverse_ratio() -> None:

@@ -134,7 +134,9 @@ def test_nested_keys_and_keys_that_hold_dots(tmp_path: Path) -> None:
         ('{"prompt": "a", "label": null}', "has None under 'label'; expected a label"),
         ('{"prompt": [{"role": "user"}], "label": "1"}', "has the chat message {'role': 'user'} under 'prompt'"),
         ('{"prompt": ["hello"], "label": "1"}', "has the chat message 'hello' under 'prompt'"),
-        ("[" * 100_000, "is nested too deeply"),
+        ("[" * 100_000, "cannot be read: it is nested too deeply"),
+        ('{"a":' * 900 + "1" + "}" * 900, "cannot be read: it is nested too deeply"),
+        ('{"prompt": "a", "label": ' + "9" * 5000 + "}", "cannot be read: Exceeds the limit"),
     ],
 )
 def test_a_bad_row_is_refused_by_file_and_line_or_skipped_and_counted(tmp_path: Path, line: str, reason: str) -> None:

@@ -29,7 +29,7 @@ def test_importing_it_loads_nothing_heavy(tmp_path: Path) -> None:
     program += "assert not {'torch', 'transformers', 'megatron'} & sys.modules.keys()\n"
     program += f"told = dry_run(Config.from_file({str(QUICKSTART)!r}), world_size=4)\n"
     program += "assert 'torch' not in sys.modules and 'no deadlock' in told"
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )

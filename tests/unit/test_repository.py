@@ -30,17 +30,18 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
 # What each part of rltrain may import, beside itself. A dotted name allows that module only.
-BASE = ("config", "errors", "tasks")
+BASE = ("config", "errors", "json_text", "tasks")
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
+    "json_text": (),
     "tasks": (),
     "config": ("errors", "tasks"),
-    "chat": ("errors", "environments.interface"),
+    "chat": ("errors", "json_text", "environments.interface"),
     "sandbox": ("errors",),
     "data": (*BASE, "chat"),
     "rewards": (*BASE, "sandbox", "system"),
     "algorithms": (*BASE, "data", "rewards.locating"),
-    "system": ("errors",),
+    "system": ("errors", "json_text"),
     "environments": (*BASE, "rewards", "sandbox", "system"),
     "cluster": (*BASE, "system.threads"),
     "liveness": (*BASE, "system", "cluster.world"),

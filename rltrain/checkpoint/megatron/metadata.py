@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from rltrain.checkpoint.megatron.unpickling import read_pickle
 from rltrain.errors import CheckpointError
+from rltrain.json_text import read_json
 
 LATEST_FILE = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -90,7 +91,7 @@ def read_format(folder: Path) -> None:
     """CheckpointError unless `folder` says that it has this format."""
     path = folder / FORMAT_FILE
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))["sharded_backend"]
+        found = read_json(path)["sharded_backend"]
     except (OSError, ValueError, KeyError, TypeError) as problem:
         raise CheckpointError(f"{path} does not tell the checkpoint's format: {problem}") from None
     if found != FORMAT["sharded_backend"]:

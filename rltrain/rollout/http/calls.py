@@ -1,7 +1,6 @@
 """Calls to one server: what it answers, what it streams, and in which words it fails."""
 
 import asyncio
-import json
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
@@ -10,6 +9,8 @@ from http import HTTPStatus
 from typing import Any
 
 import httpx
+
+from rltrain.json_text import parse_json
 
 SHOWN_CHARACTERS = 1000
 """Of a server's answer."""
@@ -93,7 +94,7 @@ class Calls:
                     data = data.removeprefix(_PREFIX).strip()
                     if data == _DONE:
                         return
-                    event: dict[str, Any] = json.loads(data)
+                    event: dict[str, Any] = parse_json(data)
                     yield event
         except TimeoutError:
             raise ServerGone(f"{path} of {self.url}: nothing has come for {limit_s:g} s") from None
@@ -114,7 +115,7 @@ class Calls:
         if response.status_code != HTTPStatus.OK:
             raise self._failure(path, response.status_code, response.text)
         is_json = response.headers.get("content-type", "").startswith("application/json")
-        return response.json() if is_json else response.text
+        return parse_json(response.content) if is_json else response.text
 
     def _failure(self, path: str, status: int, text: str) -> Exception:
         what = f"{path} of {self.url} answered with status {status}: {text[:SHOWN_CHARACTERS]}"

@@ -54,8 +54,11 @@ def empty_model(folder: Path, architecture: Architecture, dtype: torch.dtype) ->
     with _parameters_without_memory():
         if architecture.head == "value":
             decoder = AutoModel.from_config(config.get_text_config(), dtype=dtype, attn_implementation=NAME)
-            return ValueModel(decoder, architecture.hidden_size, dtype).eval()
-        return Policy(AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)).eval()
+            model: torch.nn.Module = ValueModel(decoder, architecture.hidden_size, dtype)
+        else:
+            model = Policy(AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME))
+    _train_padding_tokens(model)
+    return model.eval()
 
 
 def checkpoint_names(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -79,6 +82,14 @@ def give_memory(module: torch.nn.Module, device: torch.device, given: dict[int, 
                 empty = torch.nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
                 given[id(parameter)] = (parameter, empty)  # the former too: its id must stay its own
             part._parameters[name] = given[id(parameter)][1]
+
+
+def _train_padding_tokens(module: torch.nn.Module) -> None:
+    """Makes embeddings give the pad token's row its gradient, as Megatron does. transformers drops that gradient,
+    although a policy can draw the token as any other."""
+    for part in module.modules():
+        if isinstance(part, torch.nn.Embedding):
+            part.padding_idx = None
 
 
 @contextmanager

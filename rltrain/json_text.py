@@ -1,0 +1,54 @@
+"""Reading JSON that comes from elsewhere: checkpoints, rows of data, programs and servers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+MOST_NESTED = 200
+"""Objects and lists inside one another. What reads a value afterwards may call itself as often."""
+TOO_DEEP = f"it is nested too deeply, in more than {MOST_NESTED} objects or lists"
+_DECODER = json.JSONDecoder()
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Returns the value that a JSON text stands for. ValueError where it is no JSON, where a number has too many
+    digits, and where it is nested too deeply."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+    if isinstance(text, bytes):
+        return _refuse_depth(value, text.count(b"{") + text.count(b"["))
+    return _refuse_depth(value, text.count("{") + text.count("["))
+
+
+def parse_json_at(text: str, begin: int = 0) -> tuple[Any, int]:
+    """Returns the value that begins at a place of the text, and the place behind it. ValueError as parse_json."""
+    try:
+        value, end = _DECODER.raw_decode(text, begin)
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+    return _refuse_depth(value, text.count("{", begin, end) + text.count("[", begin, end)), end
+
+
+def read_json(file: Path) -> Any:
+    """Returns the value in a file. OSError where it cannot be read, and ValueError as parse_json."""
+    return parse_json(file.read_text(encoding="utf-8"))
+
+
+def _refuse_depth(value: Any, num_openings: int) -> Any:
+    """Returns the value of a text that has so many opening brackets."""
+    if num_openings <= MOST_NESTED:
+        return value
+    level = [value]
+    for _ in range(MOST_NESTED):
+        level = [part for one in level for part in _parts(one) if isinstance(part, dict | list)]
+        if not level:
+            return value
+    raise ValueError(TOO_DEEP)
+
+
+def _parts(value: Any) -> Any:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
