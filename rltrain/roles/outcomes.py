@@ -107,7 +107,7 @@ def training_rows(job: Job) -> RowStream:
     files = resumed.files("rollout") if resumed is not None else []
     saved = [file for file in files if file.path.match(RATES_FILES)]
     if saved and resumed is not None:
-        rows.resume([*map(read_contents, saved)], continues=resumed.continues)
+        rows.resume([*map(read_contents, saved)])
     elif resumed is not None and resumed.continues:
         raise CheckpointError(
             f"data.solved_rate: {resumed.folder} was saved without, and does not hold what samples under way have "
