@@ -287,6 +287,36 @@ def test_where_responses_go_on_every_sample_is_trained_on_once(saved_and_resumed
     assert {len(ids) for ids in rest_ids.values()} == {PROMPTS * SAMPLES}
 
 
+TOGETHER = "placement={'actor, reference, rollout, reward': 0-2}"
+ONE_TRAINS = "placement={actor: 2, 'reference, reward': 0, rollout: '1,3'}"
+OUT_OF_ORDER = "{partial_rollouts: true, oversampling: 1.5, max_staleness: 4, on_stale: mask"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (
+            ("placement={'actor, reference, reward': 0, rollout: 1-3}", f"schedule={OUT_OF_ORDER}, mode: asynchronous}}"),
+            (TOGETHER, "schedule={mode: sequential, partial_rollouts: false, max_staleness: 0}"),
+        ),
+        (
+            (TOGETHER, f"schedule={OUT_OF_ORDER}, mode: sequential}}"),
+            (ONE_TRAINS, "schedule={mode: asynchronous, partial_rollouts: false, max_staleness: 1}"),
+        ),
+    ],
+)
+def test_under_another_schedule_every_group_is_trained_on_once(saved_and_resumed, before, after, tmp_path):
+    """The first job has several engines, and hands over groups in the order in which they get done."""
+    common = ("data.eval=null", "actor.parallel.tp=1", "batch.mini_batches=1", "rollout.max_running_requests=8")
+    (_, whole_ids), (_, rest_ids) = saved_and_resumed(CONFIGS["sequential"][0], (*common, *before), after)
+    trained_on = {**whole_ids, **rest_ids}
+    assert sorted(rest_ids) == [*range(SAVED, STEPS)] and sorted(trained_on) == [*range(STEPS)]
+    assert {len(ids) for ids in trained_on.values()} == {PROMPTS * SAMPLES}
+    counts = Counter(number for ids in trained_on.values() for number in ids)
+    assert counts == Counter(range(STEPS * PROMPTS * SAMPLES))
+
+
 @pytest.mark.slow
 def test_under_another_schedule_the_steps_ahead_are_drawn_anew(saved_and_resumed):
     config, overrides = CONFIGS["asynchronous"]
