@@ -144,10 +144,8 @@ class Rollout(DrawingRole):
     def _start(self) -> EngineStart:
         """What this engine begins with: of what was saved, on however many engines, its share."""
         resumed = self.job.resumed
-        files = resumed.files(self.name) if resumed else []
-        saved = [
-            RolloutState.from_contents(read_contents(file)) for file in files if not file.path.match(RATES_FILES)
-        ]
+        files = resumed.files(self.name) if resumed and not resumed.has_new_data else []
+        saved = [RolloutState.from_contents(read_contents(file)) for file in files if not file.path.match(RATES_FILES)]
         if not saved or resumed is None:
             return EngineStart.at(self.job.first_step * self.config.batch.prompts_per_step)
         if not resumed.continues:

@@ -287,7 +287,29 @@ def test_where_responses_go_on_every_sample_is_trained_on_once(saved_and_resumed
     assert {len(ids) for ids in rest_ids.values()} == {PROMPTS * SAMPLES}
 
 
+@pytest.mark.slow
+def test_other_rows_are_taken_from_the_first_one_on(saved_and_resumed, quickstart_files, tmp_path):
+    """Also by the steps whose groups had been drawn already. What a third job goes on with is the new rows' place."""
+    rows = (quickstart_files / "train.jsonl").read_text().splitlines()[-STEPS * PROMPTS :]
+    other = tmp_path / "other.jsonl"
+    other.write_text("\n".join(rows))
+    _, overrides = CONFIGS["asynchronous"]
+    shown = f"logging.samples={PROMPTS * SAMPLES}"
+    one_engine = "placement={'actor, reference': 0-1, 'rollout, reward': 2}"
+    common = (*overrides, one_engine, "data.solved_rate=null", "data.shuffle=false", shown)
+    changed = (f"data.train.path={other}", "checkpoint.save_interval=1")
+    later = (f"data.train.path={other}", f"checkpoint.resume={tmp_path}/0/checkpoints/step_{STEPS - 1:07d}")
+    saved_and_resumed(CONFIGS["asynchronous"][0], common, changed, later)
+    prompts = [json.loads(row)["prompt"] for row in rows]
+    for job, first in (("0", SAVED), ("1", STEPS - 1)):
+        samples = [json.loads(line) for line in (tmp_path / job / "samples.jsonl").read_text().splitlines()]
+        for step in range(first, STEPS):
+            taken = {sample["prompt"] for sample in samples if sample["step"] == step}
+            assert taken == {*prompts[(step - SAVED) * PROMPTS :][:PROMPTS]}
+
+
 TOGETHER = "placement={'actor, reference, rollout, reward': 0-2}"
+THREE_DRAW = "placement={'actor, reference, reward': 0, rollout: 1-3}"
 ONE_TRAINS = "placement={actor: 2, 'reference, reward': 0, rollout: '1,3'}"
 OUT_OF_ORDER = "{partial_rollouts: true, oversampling: 1.5, max_staleness: 4, on_stale: mask"
 
@@ -297,7 +319,7 @@ OUT_OF_ORDER = "{partial_rollouts: true, oversampling: 1.5, max_staleness: 4, on
     ("before", "after"),
     [
         (
-            ("placement={'actor, reference, reward': 0, rollout: 1-3}", f"schedule={OUT_OF_ORDER}, mode: asynchronous}}"),
+            (THREE_DRAW, f"schedule={OUT_OF_ORDER}, mode: asynchronous}}"),
             (TOGETHER, "schedule={mode: sequential, partial_rollouts: false, max_staleness: 0}"),
         ),
         (

@@ -69,9 +69,7 @@ class Setting:
     lag: int = 0
     length_of: Callable[[int], int] = lambda number: 1 + number * 7 % 5
 
-    def loop(
-        self, engine: int, store: dist.Store, start: EngineStart = FRESH
-    ) -> tuple[GenerationLoop, ScriptedFilter]:
+    def loop(self, engine: int, store: dist.Store, start: EngineStart = FRESH) -> tuple[GenerationLoop, ScriptedFilter]:
         num_groups, done = self.num_steps * self.per_step, start.state.consumed
         rules = StreamRules(num_groups, self.per_step, self.num_chunks, "run", done, num_ahead=self.ahead)
         assignment: PromptAssignment = StaticAssignment(engine, self.num_engines, start.next_position, start.returned)

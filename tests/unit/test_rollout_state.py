@@ -86,6 +86,7 @@ def rollout_of(config: Config, rank: int, num_engines: int, store: dist.Store, r
         operations=SimpleNamespace(add=lambda *counted, backward: None),
         resumed=resumed,
         first_step=resumed.step if resumed else 0,
+        data_from=resumed.data_from if resumed else 0,
     )
     return Rollout(job)
 

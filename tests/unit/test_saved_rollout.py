@@ -131,7 +131,10 @@ def test_a_file_holds_all_of_it(saved):
 def test_a_file_holds_it_on_the_disk_too(tmp_path: Path, dtype: type[np.signedinteger]):
     sample = Sample(7, (5,), seed=2**63 - 1).drawn((1,), (-0.1,), (4,)).routed(np.full((1, 3, 2), 99, dtype))
     group = SampleGroup(7, 3, (sample,))
-    for name, state in {"empty": RolloutState(), "full": RolloutState(Consumed(4, frozenset({6})), {2: (3, 6)}, (group,))}.items():
+    for name, state in {
+        "empty": RolloutState(),
+        "full": RolloutState(Consumed(4, frozenset({6})), {2: (3, 6)}, (group,)),
+    }.items():
         write_files(tmp_path, {name: state.contents()})
         assert RolloutState.from_contents(read_contents(tmp_path / name)) == state
 

@@ -238,6 +238,7 @@ def job_with(store: dist.Store, resumed: Resumed | None = None) -> Any:
         waiter=ShortPatience(),
         leader_of=lambda role: 0,
         first_step=resumed.step if resumed else 0,
+        data_from=resumed.data_from if resumed else 0,
         resumed=resumed,
     )
 

@@ -38,16 +38,16 @@ class RowStream(Protocol):
 
 
 class FixedRows:
-    """A function of the position alone."""
+    """A function of the position alone, whose first row stands at position `first`."""
 
-    def __init__(self, order: Order) -> None:
-        self.order = order
+    def __init__(self, order: Order, first: int = 0) -> None:
+        self.order, self.first = order, first
 
     def begin(self, step: int, consumed: Consumed, done: Consumed, serve: Serve) -> None:
         """Nothing changes."""
 
     def row(self, position: int) -> int:
-        return self.order.row(position)
+        return self.order.row(position - self.first)
 
     def metrics(self) -> dict[str, float]:
         return {}
