@@ -289,21 +289,23 @@ def test_where_responses_go_on_every_sample_is_trained_on_once(saved_and_resumed
 
 @pytest.mark.slow
 def test_other_rows_are_taken_from_the_first_one_on(saved_and_resumed, quickstart_files, tmp_path):
-    """Also by the steps whose groups had been drawn already. What a third job goes on with is the new rows' place."""
-    rows = (quickstart_files / "train.jsonl").read_text().splitlines()[-STEPS * PROMPTS :]
+    """Also by the steps whose groups had been drawn already. A third job, which makes more steps, goes on with them."""
+    more = STEPS + 2
+    rows = (quickstart_files / "train.jsonl").read_text().splitlines()[-more * PROMPTS :]
     other = tmp_path / "other.jsonl"
     other.write_text("\n".join(rows))
-    _, overrides = CONFIGS["asynchronous"]
+    config, overrides = CONFIGS["asynchronous"]
     shown = f"logging.samples={PROMPTS * SAMPLES}"
     one_engine = "placement={'actor, reference': 0-1, 'rollout, reward': 2}"
-    common = (*overrides, one_engine, "data.solved_rate=null", "data.shuffle=false", shown)
+    in_order = ("data.solved_rate=null", "data.shuffle=false", "data.train.max_rows=null")
+    common = (*overrides, one_engine, *in_order, shown)
     changed = (f"data.train.path={other}", "checkpoint.save_interval=1")
-    later = (f"data.train.path={other}", f"checkpoint.resume={tmp_path}/0/checkpoints/step_{STEPS - 1:07d}")
-    saved_and_resumed(CONFIGS["asynchronous"][0], common, changed, later)
+    last = f"checkpoint.resume={tmp_path}/0/checkpoints/step_{STEPS - 1:07d}"
+    saved_and_resumed(config, common, changed, (f"data.train.path={other}", last, f"steps={more}"))
     prompts = [json.loads(row)["prompt"] for row in rows]
-    for job, first in (("0", SAVED), ("1", STEPS - 1)):
+    for job, steps in (("0", range(SAVED, STEPS)), ("1", range(STEPS - 1, more))):
         samples = [json.loads(line) for line in (tmp_path / job / "samples.jsonl").read_text().splitlines()]
-        for step in range(first, STEPS):
+        for step in steps:
             taken = {sample["prompt"] for sample in samples if sample["step"] == step}
             assert taken == {*prompts[(step - SAVED) * PROMPTS :][:PROMPTS]}
 
