@@ -43,7 +43,7 @@ from rltrain.transfers import Transfers
 logger = logging.getLogger(__name__)
 
 FIXED_KEYS = ("algorithm", "seed", "batch.prompts_per_step", "data.shuffle")
-"""Where a run is in its prompts follows from the step alone, with these."""
+"""The stream of prompts follows from these and from the training rows."""
 DRAWN_BY = ("schedule", "batch.samples_per_prompt")
 """Where one of these has changed, what was drawn ahead does not fit the steps to come."""
 
@@ -154,10 +154,10 @@ def check_resumed(
 
 
 def with_present_inputs(config: Config, checkpoint: Resumed, inputs: Inputs, *, says: bool = True) -> Resumed:
-    """Returns `checkpoint` with the step that takes the first of the present training rows: the next one, where these
-    are others than those that it was saved with.
+    """Returns `checkpoint` with the step that takes the first training row. That is the next step if the rows are
+    others than it was saved with.
 
-    The rank that `says` so logs a line for each change. CheckpointError where data.on_change refuses them.
+    Logs a line for each change where `says` is set. Raises CheckpointError where data.on_change refuses changes.
     """
     run = checkpoint.run
     before = run.get("inputs")

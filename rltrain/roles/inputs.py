@@ -1,5 +1,5 @@
-"""What a run learns from: its training rows, its reward functions and its chat template. A checkpoint records what
-identifies them, so that a run that goes on notices a change."""
+"""A checkpoint records what identifies the training rows, the reward functions and the chat template of a run. So a
+change of them is noticed when the run goes on."""
 
 import hashlib
 import json
@@ -25,10 +25,9 @@ from rltrain.roles.prompts import Prompts, read_prompts
 INDEX_FOLDER = "row_index"
 """In output_dir."""
 SAMPLED_PLACES, ROWS_PER_PLACE = 64, 4
-"""Rows of a source whose content identifies it: a few at each of some places, evenly spaced from its first to its last
-row."""
+"""The content of these rows identifies a source. The places are evenly spaced from its first row to its last one."""
 CONTENT = tuple(field.name for field in fields(PromptRow) if field.name not in ("place", "number"))
-"""Of a row, whatever file it stands in."""
+"""The fields that identify a row, whatever file it stands in."""
 Inputs = Mapping[str, Any]
 
 
@@ -49,7 +48,7 @@ class JobRows:
 
     @cached_property
     def indexes(self) -> IndexFolder:
-        """Of rows that are not held. All nodes see output_dir, and a run that goes on finds it again."""
+        """Rows that are not held are found by these indexes. All nodes see output_dir, and a later job finds them."""
         return IndexFolder(Path(self.config.output_dir, INDEX_FOLDER), JobWork(self.job_store))
 
     @property
@@ -124,7 +123,7 @@ def _of_source(dataset: PromptDataset, source: SourceRows) -> dict[str, Any]:
 
 
 def _difficulties(dataset: PromptDataset) -> dict[str, str]:
-    """The digest of some of the numbers that a curriculum sorts by."""
+    """Returns the digest of some of the numbers that a curriculum sorts by."""
     of_sources = ([float(one.difficulties[row]) for row in _sampled(one.num_rows)] for one in dataset.sources)
     return {"numbers": digest([*of_sources])}
 
@@ -136,7 +135,7 @@ def _sampled(num_rows: int) -> list[int]:
 
 
 def _of_function(name: str) -> dict[str, Any]:
-    """`file`: the digest of the file that a user's function stands in."""
+    """Returns the function's name, and under `file` the digest of the file that a user's function stands in."""
     path = source_file(name)
     return {"name": name, "file": path and hashlib.sha256(path.read_bytes()).hexdigest()[:16]}
 
@@ -151,7 +150,7 @@ def _rows(inputs: Inputs) -> str:
 
 
 def _same_size(before: Inputs, now: Inputs) -> str:
-    """What the paths and numbers of rows do not show."""
+    """Says that the content differs, where paths and numbers of rows do not show it."""
     return " with other content" if _rows(before) == _rows(now) else ""
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint records of the rows, rewards and chat template that a run learns from, and what a change does."""
+"""A run that goes on notices other rows, reward functions and chat templates, and does what data.on_change says."""
 
 import json
 import logging
@@ -43,7 +43,7 @@ def config_of(path: Path, *others: Path, reward: str = "exact_match", **data: An
 
 
 def inputs_of(config: Config, template: str | None = None) -> Inputs:
-    """As run.json has them."""
+    """Returns the inputs as run.json has them."""
     tokenizer = byte_tokenizer() if template is None else byte_tokenizer(chat_template=template)
     encoder = PromptEncoder(tokenizer, config.data)
     dataset = load_prompts(config.data.train, config.data, encoder, needs="label", config_key="data.train")

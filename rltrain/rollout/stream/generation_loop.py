@@ -47,7 +47,7 @@ class GenerationLoop:
     consumed: Consumed = Consumed()
     """By all engines."""
     ahead: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """By step, the positions handed over for the last steps, which training may not have reached."""
+    """The positions handed over for the last steps, by step. Training may not have reached these."""
     longest_step_s: float = 0.0
     """Of the decode steps since whoever reads it has set it to 0."""
     episodes_wait_s: float = 0.0
@@ -88,7 +88,7 @@ class GenerationLoop:
 
     @property
     def done(self) -> Consumed:
-        """The consumed positions that stay so in a run that goes on from here, under whichever schedule."""
+        """Returns the consumed positions that stay so in a run that goes on from here under another schedule."""
         return self.consumed.without([position for positions in self.ahead.values() for position in positions])
 
     def resume(self, state: RolloutState) -> None:

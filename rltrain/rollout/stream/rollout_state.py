@@ -83,7 +83,7 @@ class Consumed:
 
     @cached_property
     def _open_before(self) -> list[int]:
-        """Of each position in `beyond`, in ascending order, how many open ones lie before it."""
+        """Counts the open positions before each position in `beyond`, in ascending order."""
         return [position - self.below - number for number, position in enumerate(self._sorted_beyond)]
 
 
@@ -96,7 +96,7 @@ class RolloutState:
 
     consumed: Consumed = Consumed()
     ahead: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """By step, the consumed positions that were handed over for a step which training may not have reached."""
+    """The consumed positions that were handed over for the last steps, by step. Training may not have reached these."""
     begun: tuple[SampleGroup, ...] = ()
     drawn: tuple[SampleGroup, ...] = ()
     records: Mapping[int, str] = field(default_factory=dict)
