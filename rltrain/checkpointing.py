@@ -235,6 +235,8 @@ class Checkpointing:
             "world_size": job.world.size,
             "config": job.config.model_dump(mode="json"),
             "architectures": {role: asdict(job.architectures[role]) for role in job.architectures},
+            "inputs": job.inputs,
+            "data_from": job.data_from,
             "crossing": [list(entry.transfer) for entry in self.order.crossing(self.order.boundary(step)).values()],
             "stopped_by": self._stopped_by(step),
             "history": read_id(Path(job.config.output_dir, ID_FILE)),

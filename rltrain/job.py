@@ -37,7 +37,15 @@ from rltrain.models import Architecture
 from rltrain.models.of_roles import role_architectures
 from rltrain.preflight.agreement import refuse_folders_apart, refuse_machines, refuse_other_programs
 from rltrain.reshard.kernels import native
-from rltrain.resuming import check_resumed, claim_folders, find_checkpoint, open_history, remaining_order
+from rltrain.resuming import (
+    check_resumed,
+    claim_folders,
+    find_checkpoint,
+    open_history,
+    remaining_order,
+    with_present_inputs,
+)
+from rltrain.roles.inputs import Inputs, JobRows, agreed_inputs
 from rltrain.roles.role import Job
 from rltrain.schedule.check import check
 from rltrain.schedule.order import Order
@@ -112,19 +120,26 @@ def prepare(make_config: Callable[[], Config], world: World) -> tuple[Job, Order
             logger.warning(doubt)
     leader = job_leader(grids)
     refuse_folders_apart(world, claim_folders(config, leader, job_store))
-    order, resumed, memory = where_to_begin(config, placement, architectures, leader, job_store)
+    rows = JobRows(config, job_store)
+    inputs = agreed_inputs(rows, grids)
+    order, resumed, memory = where_to_begin(config, placement, architectures, inputs, leader, job_store)
     start_process_groups(world)
     lists = group_lists(grids)
     releasable = set(lists) if config.residency.communicators == "release" else set()
     groups = ProcessGroups(lists, backend=world.backend, timeout_s=TRANSPORT_TIMEOUT_S, reopenable=releasable)
     waiter = Waiter(job_store, config.timeouts.report_s)
     stop = listen_for_stop(job_store, config)
-    job = Job(config, world, placement, grids, groups, architectures, job_store, waiter, resumed, stop, memory=memory)
-    return job, order, watchdog
+    known = config, world, placement, grids, groups, architectures, job_store, waiter, rows, inputs
+    return Job(*known, resumed, stop, memory=memory), order, watchdog
 
 
 def where_to_begin(
-    config: Config, placement: Placement, architectures: Mapping[str, Architecture], leader: int, job_store: JobStore
+    config: Config,
+    placement: Placement,
+    architectures: Mapping[str, Architecture],
+    inputs: Inputs,
+    leader: int,
+    job_store: JobStore,
 ) -> tuple[Order, Resumed | None, NodeMemory | None]:
     """What is to be done, the checkpoint from which it goes on, if any, and where others go to beside the disk.
     Collective over: all ranks."""
@@ -136,13 +151,14 @@ def where_to_begin(
     checkpoint = find_checkpoint(config, job_store, held)
     if checkpoint is not None:
         check_resumed(config, architectures, checkpoint, restarted=job_store.world.restarted)
+        checkpoint = with_present_inputs(config, checkpoint, inputs, says=job_store.world.rank == 0)
     logs = open_history(config, checkpoint) if job_store.world.rank == leader else {}
     memory = held.begin(checkpoint, leader) if held else None
     if checkpoint is None:
         return build_order(config, placement), None, memory
     order, continues = remaining_order(config, placement, checkpoint)
     if not continues and job_store.world.rank == 0:
-        logger.warning("the run had ended, or its schedule or its roles have changed: the steps ahead are drawn anew")
+        logger.warning("the run had ended, or its schedule, roles or rows have changed: the steps ahead are drawn anew")
     return order, replace(checkpoint, continues=continues, logs=logs), memory
 
 

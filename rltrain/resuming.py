@@ -3,7 +3,7 @@
 import json
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from rltrain.observability.run_logs import (
     sample_log_sizes,
     shorten,
 )
+from rltrain.roles.inputs import Inputs, data_changes, other_changes
 from rltrain.roles.role import Job
 from rltrain.schedule.check import check
 from rltrain.schedule.order import Order
@@ -42,7 +43,7 @@ from rltrain.transfers import Transfers
 logger = logging.getLogger(__name__)
 
 FIXED_KEYS = ("algorithm", "seed", "batch.prompts_per_step", "data.shuffle")
-"""Where a run is in its prompts follows from the step alone, with these."""
+"""The stream of prompts follows from these and from the training rows."""
 DRAWN_BY = ("schedule", "batch.samples_per_prompt")
 """Where one of these has changed, what was drawn ahead does not fit the steps to come."""
 
@@ -152,6 +153,29 @@ def check_resumed(
         )
 
 
+def with_present_inputs(config: Config, checkpoint: Resumed, inputs: Inputs, *, says: bool = True) -> Resumed:
+    """Returns `checkpoint` with the step that takes the first training row. That is the next step if the rows are
+    others than it was saved with.
+
+    Logs a line for each change where `says` is set. Raises CheckpointError where data.on_change refuses changes.
+    """
+    run = checkpoint.run
+    before = run.get("inputs")
+    of_data = [*data_changes(before, inputs)] if before else []
+    others = [*other_changes(before, inputs)] if before else []
+    if config.data.on_change == "refuse" and (of_data or others):
+        raise CheckpointError(
+            f"data.on_change: refuse, and since {checkpoint.folder} was saved there are other inputs: "
+            f"{'; '.join([*of_data, *others])}. Expected what it was saved with; data.on_change: restart goes on with "
+            "these, with new rows from the first one on"
+        )
+    for change in of_data if says else ():
+        logger.warning("%s: step %d takes the first of these rows", change, checkpoint.step)
+    for change in others if says else ():
+        logger.warning("%s", change)
+    return replace(checkpoint, data_from=checkpoint.step if of_data else run.get("data_from", 0))
+
+
 def _config_problems(config: Config, saved: Mapping[str, Any]) -> Iterator[str]:
     for key in FIXED_KEYS:
         before, here = _values(key, saved, config)
@@ -180,7 +204,8 @@ def _architecture_problems(architectures: Mapping[str, Architecture], saved: Map
 def remaining_order(config: Config, placement: Placement, checkpoint: Resumed) -> tuple[Order, bool]:
     """What is left to do, and whether it goes on with the responses and experience that the checkpoint holds.
 
-    Where the schedule or the number of samples has changed, or the run had ended, the steps ahead are drawn anew.
+    Where the schedule, the number of samples or the training rows have changed, or the run had ended, the steps ahead
+    are drawn anew.
     ConfigError where what is left cannot finish.
     """
     check(_rest(shortened(config, checkpoint.step), placement, checkpoint)[0], placement)
@@ -193,7 +218,7 @@ def _rest(config: Config, placement: Placement, checkpoint: Resumed) -> tuple[Or
     rest = whole.from_step(step)
     crossing = [list(entry.transfer) for entry in whole.crossing(whole.boundary(step)).values()]
     fits = all(before == here for before, here in (_values(key, run["config"], config) for key in DRAWN_BY))
-    if crossing == run["crossing"] and fits:
+    if crossing == run["crossing"] and fits and not checkpoint.has_new_data:
         return rest, True
     return build_order(config, placement, first_step=step), False
 

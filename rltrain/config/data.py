@@ -124,6 +124,10 @@ class Data(Section):
     shuffle: bool = True
     curriculum: Curriculum | None = None
     solved_rate: SolvedRate | None = None
+    on_change: Literal["restart", "refuse"] = "restart"
+    """What a run does that goes on from a checkpoint with other training rows than it was saved with, wherever their
+    files stand. restart: it says so, and takes the new rows from the first one on. refuse: it ends, and does so with
+    another reward function or chat template too, which otherwise are said."""
     min_prompt_tokens: NonNegativeInt = 0
     max_prompt_tokens: Count = 1024
     """Rows with a shorter or longer prompt are left out and counted."""

@@ -32,13 +32,15 @@ class Demonstrations:
             # A template without a place for it is refused now.
             encoded(self.dataset, source.first, self.dataset[source.first].response, self.eos_token_id)
         self.order = prompt_order(self.dataset, config)
+        self.first_step = 0
+        """The one that takes the first rows."""
         self.prompts_per_step = config.batch.prompts_per_step
         self.max_response_tokens = config.rollout.sampling.max_response_tokens
 
     def for_step(self, step: int, *, part: int = 0, num_parts: int = 1) -> Experience:
         """Every num_parts-th demonstration of the step, from `part` on; the parts together are the step's batch."""
         positions = range(part, self.prompts_per_step, num_parts)
-        rows = self.order.rows_for_step(step, self.prompts_per_step)
+        rows = self.order.rows_for_step(step - self.first_step, self.prompts_per_step)
         return load_sft_batch(
             self.dataset,
             [rows[position] for position in positions],

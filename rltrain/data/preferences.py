@@ -41,6 +41,8 @@ class Preferences:
             for source in dataset.sources:
                 self._samples(dataset, source.first)  # a template without a place for it is refused now
         self.order = prompt_order(self.train, config)
+        self.first_step = 0
+        """The one that takes the first rows."""
         self.max_response_tokens = config.rollout.sampling.max_response_tokens
         self.pairs_per_step, self.num_mini_batches = config.batch.prompts_per_step, config.batch.mini_batches
         # Roles that share ranks and replicas ask for the same.
@@ -57,7 +59,7 @@ class Preferences:
 
     def group_sizes(self, step: int) -> Tensor:
         """[groups] for the exchange: how long the texts of each pair of a step are."""
-        return _sizes(self.train, self.order.rows_for_step(step, self.pairs_per_step))
+        return _sizes(self.train, self.order.rows_for_step(step - self.first_step, self.pairs_per_step))
 
     def held_out_sizes(self) -> Tensor:
         """[groups] likewise, of the pairs of data.eval."""
@@ -68,7 +70,7 @@ class Preferences:
         return assign_groups(sizes, num_parts, self.num_mini_batches)
 
     def _load_step(self, step: int, part: int, num_parts: int) -> Experience:
-        rows = self.order.rows_for_step(step, self.pairs_per_step)
+        rows = self.order.rows_for_step(step - self.first_step, self.pairs_per_step)
         return self._load(self.train, rows, part, num_parts, first_sample=2 * step * self.pairs_per_step)
 
     def _load_held_out(self, part: int, num_parts: int) -> Experience:

@@ -33,6 +33,21 @@ def locate(name: str, config_key: str, *, shown: str | None = None, known: str =
     return found
 
 
+def source_file(name: str) -> Path | None:
+    """Returns the file in which the function `name` is looked for, without running it; None where there is none, as of
+    an URL or of a function that is built in."""
+    place, separator, function_name = name.rpartition(":" if ":" in name else ".")
+    if not place or not function_name.isidentifier():
+        return None
+    if place.endswith(".py") and separator == ":":
+        path = Path(place).expanduser().resolve()
+        return path if path.is_file() else None
+    module = place.replace(".", "/")
+    folders = dict.fromkeys([os.getcwd(), *sys.path])
+    found = (Path(folder, file) for folder in folders for file in (f"{module}.py", f"{module}/__init__.py"))
+    return next((path for path in found if path.is_file()), None)
+
+
 def _import(module_name: str, shown: str, config_key: str) -> ModuleType:
     _search(os.getcwd())
     try:

@@ -74,11 +74,13 @@ class OutcomeTeller:
 
     def _resume(self) -> None:
         resumed = self.job.resumed
-        files = resumed.files("reward") if resumed is not None else []
+        if resumed is None or resumed.has_new_data:
+            return
+        files = resumed.files("reward")
         told = next((read_texts(file)["told"] for file in files if file.name == OUTCOMES_FILE), "{}")
         self.told = {int(step): [tuple(counts) for counts in of] for step, of in json.loads(told).items()}
         for step, of in self.told.items():
-            if resumed is not None and (resumed.continues or step < resumed.step):  # others are scored again
+            if resumed.continues or step < resumed.step:  # others are scored again
                 self.log.put(step, {row: (solved, drawn) for row, solved, drawn in of})
 
     def _count(self, counts: Iterable[tuple[int, int, int]]) -> None:
@@ -91,10 +93,10 @@ def training_rows(job: Job) -> RowStream:
     """On a rank of the rollout: the stream of training prompts, from where the run begins. CheckpointError where it
     cannot go on with what the run's checkpoint holds."""
     settings, order = job.config.data.solved_rate, job.prompts.order
-    if settings is None:
-        return FixedRows(order)
-    rates = SolvedRates(len(job.prompts.train), settings)
     per_step = job.config.batch.prompts_per_step
+    if settings is None:
+        return FixedRows(order, first=job.data_from * per_step)
+    rates = SolvedRates(len(job.prompts.train), settings)
     rows = SolvedRateRows(
         SolvedRateOrder(order, rates, per_window=per_step, seed=job.config.seed),
         _outcome_log(job),
@@ -104,11 +106,13 @@ def training_rows(job: Job) -> RowStream:
         first_window=job.first_step,
     )
     resumed = job.resumed
-    files = resumed.files("rollout") if resumed is not None else []
+    if resumed is None or resumed.has_new_data:
+        return rows
+    files = resumed.files("rollout")
     saved = [file for file in files if file.path.match(RATES_FILES)]
-    if saved and resumed is not None:
-        rows.resume([*map(read_contents, saved)], continues=resumed.continues)
-    elif resumed is not None and resumed.continues:
+    if saved:
+        rows.resume([*map(read_contents, saved)])
+    elif resumed.continues:
         raise CheckpointError(
             f"data.solved_rate: {resumed.folder} was saved without, and does not hold what samples under way have "
             "shown. Go on without data.solved_rate, or start anew with another checkpoint.dir."

@@ -3,10 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from pathlib import Path
 from typing import ClassVar
 
-from rltrain.algorithms.registry import algorithm_of
 from rltrain.checkpoint.memory.node_memory import NodeMemory
 from rltrain.checkpoint.run.files import Contents
 from rltrain.checkpoint.run.folder import Resumed
@@ -16,7 +14,6 @@ from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.world import World
 from rltrain.config.schema import Config, Offload
 from rltrain.data.demonstrations import Demonstrations
-from rltrain.data.index_making import IndexFolder
 from rltrain.data.preferences import Preferences
 from rltrain.exchange.shipment import Shipment
 from rltrain.liveness.heartbeat import Heartbeat
@@ -26,9 +23,9 @@ from rltrain.liveness.waiting import Waiter
 from rltrain.models import Architecture
 from rltrain.reshard.layout import Layout
 from rltrain.residency.memory_parts import MemoryPart
-from rltrain.roles.job_work import JobWork
+from rltrain.roles.inputs import Inputs, JobRows
 from rltrain.roles.operations import Operations
-from rltrain.roles.prompts import Prompts, read_prompts
+from rltrain.roles.prompts import Prompts
 from rltrain.roles.sample_log import SampleLog
 from rltrain.schedule.shape import RunShape
 from rltrain.tasks.roles import device_roles, device_roles_if_offloaded
@@ -36,9 +33,6 @@ from rltrain.training.backend import ModelSite
 from rltrain.training.build import training_backend
 
 Metrics = dict[str, float]
-
-INDEX_FOLDER = "row_index"
-"""In output_dir."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +48,10 @@ class Job:
     """By role."""
     job_store: JobStore
     waiter: Waiter
+    rows: JobRows
+    inputs: Inputs
+    """What the run learns from, for its checkpoints."""
+
     resumed: Resumed | None = None
     """The checkpoint that the run goes on from; None: it starts at the first step."""
 
@@ -140,17 +138,21 @@ class Job:
 
     @cached_property
     def training_data(self) -> Demonstrations | Preferences | None:
-        """What training is on where nothing is generated; read once per process, however many roles use it."""
-        return algorithm_of(self.config).training_data(self.indexes)
+        """What training is on where nothing is generated."""
+        data = self.rows.training_data
+        if data is not None:
+            data.first_step = self.data_from
+        return data
 
-    @cached_property
+    @property
     def prompts(self) -> Prompts:
-        return read_prompts(self.config, self.indexes)
+        return self.rows.prompts
 
-    @cached_property
-    def indexes(self) -> IndexFolder:
-        """Of rows that are not held. All nodes see output_dir, and a run that goes on finds it again."""
-        return IndexFolder(Path(self.config.output_dir, INDEX_FOLDER), JobWork(self.job_store))
+    @property
+    def data_from(self) -> int:
+        """The step that takes the first rows of data.train: a later one than the first where the run went on with
+        other rows."""
+        return self.resumed.data_from if self.resumed else 0
 
 
 class Role:

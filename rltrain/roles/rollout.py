@@ -28,15 +28,16 @@ from rltrain.rollout.stream.groups import PromptGroups
 from rltrain.rollout.stream.in_flight_sync import InFlightSync
 from rltrain.rollout.stream.packing import pack_groups
 from rltrain.rollout.stream.prompt_assignment import PromptAssignment, SharedAssignment, StaticAssignment
-from rltrain.rollout.stream.rollout_state import EngineStart, RolloutState, share_out
+from rltrain.rollout.stream.rollout_state import Consumed, EngineStart, RolloutState, share_out
 from rltrain.rollout.stream.row_stream import RowStream
 from rltrain.rollout.stream.selection import DropCount, Selection
 from rltrain.rollout.stream.stream_rules import StreamRules
 
 
 class Rollout(DrawingRole):
-    """Prompt groups are numbered by their position in the run's stream of prompts, of which step k takes the
-    batch.prompts_per_step from position k * prompts_per_step on; with partial rollouts, the next as many to get done.
+    """Prompt groups are numbered by their position in the run's stream of prompts. A step takes as many as
+    batch.prompts_per_step says: the first ones that no earlier step took, or with partial rollouts the next ones to get
+    done.
     """
 
     name = "rollout"
@@ -48,13 +49,13 @@ class Rollout(DrawingRole):
         self.num_samples = job.shape.samples_per_group + self.num_greedy
         """Of each training prompt, the greedy ones last."""
         start = self._start()
-        self.first_generated = start.state.consumed.num_handed_over // self.config.batch.prompts_per_step
-        """The first step that this process draws responses for."""
         self.rows = training_rows(job) if algorithm_of(self.config).generates else None
         """The stream of training prompts."""
         self.scoring: GroupScoring | None = None
         """On the engine's first rank, where groups are selected."""
         self.training = self._training(start)
+        self.first_generated = self.training.rules.first_step
+        """The first step that this process draws responses for."""
         self._check(start.state)
         self.step_start_s = 0.0
         self.step_response_tokens = 0
@@ -102,7 +103,7 @@ class Rollout(DrawingRole):
         if chunk == 0:
             self.step_start_s, self.step_response_tokens = time.perf_counter(), 0
             self.training.longest_step_s = 0.0
-            self._training_rows.begin(step, self.training.consumed, self.serve)
+            self._training_rows.begin(step, self.training.consumed, self.training.done, self.serve)
         if self.decisions.group is not None:
             self.training.in_flight.enter_together(self.job.waiter, f"generate[{step}.{chunk}]")
         finished, drawn = self.training.run(step, chunk)
@@ -143,11 +144,13 @@ class Rollout(DrawingRole):
     def _start(self) -> EngineStart:
         """What this engine begins with: of what was saved, on however many engines, its share."""
         resumed = self.job.resumed
-        files = resumed.files(self.name) if resumed and resumed.continues else []
-        saved = [file for file in files if not file.path.match(RATES_FILES)]
-        if not saved:
+        files = resumed.files(self.name) if resumed and not resumed.has_new_data else []
+        saved = [RolloutState.from_contents(read_contents(file)) for file in files if not file.path.match(RATES_FILES)]
+        if not saved or resumed is None:
             return EngineStart.at(self.job.first_step * self.config.batch.prompts_per_step)
-        return share_out([RolloutState.from_contents(read_contents(file)) for file in saved], self.grid.dp)[self.dp]
+        if not resumed.continues:
+            saved = [state.trained_before(resumed.step) for state in saved]
+        return share_out(saved, self.grid.dp)[self.dp]
 
     def _training(self, start: EngineStart) -> GenerationLoop:
         """The stream of training prompts, from `start` on."""
@@ -170,8 +173,8 @@ class Rollout(DrawingRole):
                 guests=conversations.guests,
             ),
             assignment,
-            self._rules(),
-            selection=self._selection(start.state.consumed.num_dropped),
+            self._rules(start.state.consumed),
+            selection=self._selection(),
         )
         loop.resume(start.state)
         return loop
@@ -179,24 +182,24 @@ class Rollout(DrawingRole):
     def _greedy_places(self) -> GreedyPlaces | None:
         return GreedyPlaces(self.num_greedy, self.num_samples) if self.num_greedy else None
 
-    def _rules(self) -> StreamRules:
+    def _rules(self, done: Consumed) -> StreamRules:
         """Of the stream of training prompts."""
-        config, per_step = self.config, self.config.batch.prompts_per_step
-        rules = StreamRules(config.steps * per_step, per_step, self.job.shape.num_chunks)
-        if config.schedule.partial_rollouts or self.job.shape.selects_groups:
+        config, per_step, shape = self.config, self.config.batch.prompts_per_step, self.job.shape
+        rules = StreamRules(config.steps * per_step, per_step, shape.num_chunks, done=done, lead=shape.lead)
+        if config.schedule.partial_rollouts or shape.selects_groups:
             share = config.schedule.oversampling if config.schedule.partial_rollouts else 0.0
             num_ahead = math.ceil(share * per_step)
-            return replace(rules, shared_log="run", first_step=self.first_generated, num_ahead=num_ahead)
-        if self.job.shape.syncs_in_flight:  # slots that a step's last responses leave idle
+            return replace(rules, shared_log="run", num_ahead=num_ahead)
+        if shape.syncs_in_flight:  # slots that a step's last responses leave idle
             return replace(rules, num_ahead=per_step, max_staleness=config.schedule.max_staleness)
         return rules
 
-    def _selection(self, num_dropped: int) -> Selection | None:
+    def _selection(self) -> Selection | None:
         settings, per_step = self.config.batch.dynamic_sampling, self.config.batch.prompts_per_step
         if settings is None:
             return None
         limit = round((settings.max_drawn - 1) * per_step)
-        return Selection(DropCount(self.job.world.store, limit, num_dropped, self.grid.dp))
+        return Selection(DropCount(self.job.world.store, limit, self.grid.dp))
 
     def _check(self, state: RolloutState) -> None:
         """CheckpointError where this run cannot go on with what was carried over."""
@@ -208,12 +211,6 @@ class Rollout(DrawingRole):
                 f"The checkpoint holds a rollout that had handed over {num_handed_over} prompts by step "
                 f"{job.first_step}; expected batch.prompts_per_step {batch.prompts_per_step} for each step, at most "
                 f"{self.job.shape.lead} steps ahead. Go on with the batch and schedule that it was saved with."
-            )
-        if state.consumed.num_dropped and not job.shape.selects_groups and not self.config.schedule.partial_rollouts:
-            raise CheckpointError(
-                f"The checkpoint holds a rollout that had dropped {state.consumed.num_dropped} prompts, and this run "
-                "would have each step take prompts at fixed places of the stream. Set batch.dynamic_sampling as it "
-                "was, or schedule.partial_rollouts: true."
             )
         for group in state.begun:
             num_samples = len({sample.episode for sample in group.samples})

@@ -16,6 +16,7 @@ from rltrain.config.schema import Config
 from rltrain.data.experience import Experience
 from rltrain.exchange.shipment import Shipment
 from rltrain.models.of_roles import role_architectures
+from rltrain.roles.inputs import JobRows
 from rltrain.roles.reward_model import RewardModel
 from rltrain.roles.role import Job
 from tests.end_to_end.jobs import REPOSITORY
@@ -62,6 +63,8 @@ def make_job(folder: Path, family: str, layout: str) -> Any:
         architectures=role_architectures(config, placed.roles),
         job_store=SimpleNamespace(heartbeat=SimpleNamespace(advance=lambda: None)),
         waiter=SimpleNamespace(meanwhile=lambda: None),
+        rows=JobRows(config, None),
+        inputs={},
     )
 
 

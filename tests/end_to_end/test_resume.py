@@ -290,6 +290,60 @@ def test_where_responses_go_on_every_sample_is_trained_on_once(saved_and_resumed
 
 
 @pytest.mark.slow
+def test_other_rows_are_taken_from_the_first_one_on(saved_and_resumed, quickstart_files, tmp_path):
+    """Also by the steps whose groups had been drawn already. A third job, which makes more steps, goes on with them."""
+    more = STEPS + 2
+    rows = (quickstart_files / "train.jsonl").read_text().splitlines()[-more * PROMPTS :]
+    other = tmp_path / "other.jsonl"
+    other.write_text("\n".join(rows))
+    config, overrides = CONFIGS["asynchronous"]
+    shown = f"logging.samples={PROMPTS * SAMPLES}"
+    one_engine = "placement={'actor, reference': 0-1, 'rollout, reward': 2}"
+    in_order = ("data.solved_rate=null", "data.shuffle=false", "data.train.max_rows=null")
+    common = (*overrides, one_engine, *in_order, shown)
+    changed = (f"data.train.path={other}", "checkpoint.save_interval=1")
+    last = f"checkpoint.resume={tmp_path}/0/checkpoints/step_{STEPS - 1:07d}"
+    saved_and_resumed(config, common, changed, (f"data.train.path={other}", last, f"steps={more}"))
+    prompts = [json.loads(row)["prompt"] for row in rows]
+    for job, steps in (("0", range(SAVED, STEPS)), ("1", range(STEPS - 1, more))):
+        samples = [json.loads(line) for line in (tmp_path / job / "samples.jsonl").read_text().splitlines()]
+        for step in steps:
+            taken = {sample["prompt"] for sample in samples if sample["step"] == step}
+            assert taken == {*prompts[(step - SAVED) * PROMPTS :][:PROMPTS]}
+
+
+TOGETHER = "placement={'actor, reference, rollout, reward': 0-2}"
+THREE_DRAW = "placement={'actor, reference, reward': 0, rollout: 1-3}"
+ONE_TRAINS = "placement={actor: 2, 'reference, reward': 0, rollout: '1,3'}"
+OUT_OF_ORDER = "{partial_rollouts: true, oversampling: 1.5, max_staleness: 4, on_stale: mask"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (
+            (THREE_DRAW, f"schedule={OUT_OF_ORDER}, mode: asynchronous}}"),
+            (TOGETHER, "schedule={mode: sequential, partial_rollouts: false, max_staleness: 0}"),
+        ),
+        (
+            (TOGETHER, f"schedule={OUT_OF_ORDER}, mode: sequential}}"),
+            (ONE_TRAINS, "schedule={mode: asynchronous, partial_rollouts: false, max_staleness: 1}"),
+        ),
+    ],
+)
+def test_under_another_schedule_every_group_is_trained_on_once(saved_and_resumed, before, after, tmp_path):
+    """The first job has several engines, and hands over groups in the order in which they get done."""
+    common = ("data.eval=null", "actor.parallel.tp=1", "batch.mini_batches=1", "rollout.max_running_requests=8")
+    (_, whole_ids), (_, rest_ids) = saved_and_resumed(CONFIGS["sequential"][0], (*common, *before), after)
+    trained_on = {**whole_ids, **rest_ids}
+    assert sorted(rest_ids) == [*range(SAVED, STEPS)] and sorted(trained_on) == [*range(STEPS)]
+    assert {len(ids) for ids in trained_on.values()} == {PROMPTS * SAMPLES}
+    counts = Counter(number for ids in trained_on.values() for number in ids)
+    assert counts == Counter(range(STEPS * PROMPTS * SAMPLES))
+
+
+@pytest.mark.slow
 def test_under_another_schedule_the_steps_ahead_are_drawn_anew(saved_and_resumed):
     config, overrides = CONFIGS["asynchronous"]
     _, (rest, ids) = saved_and_resumed(config, overrides, ("schedule={mode: sequential, max_staleness: 0}",))

@@ -85,6 +85,8 @@ def checkpointing(
         leader=placement.ranks("actor")[0],
         resumed=None,
         memory=None,
+        inputs={},
+        data_from=0,
     )
     nothing: Any = Nothing()
     return Checkpointing(job, build_order(config, placement), {}, nothing, nothing)  # type: ignore[arg-type]

@@ -69,16 +69,13 @@ class Setting:
     lag: int = 0
     length_of: Callable[[int], int] = lambda number: 1 + number * 7 % 5
 
-    def loop(
-        self, engine: int, store: dist.Store, start: EngineStart = FRESH, first_step: int = 0
-    ) -> tuple[GenerationLoop, ScriptedFilter]:
-        rules = StreamRules(
-            self.num_steps * self.per_step, self.per_step, self.num_chunks, "run", first_step, self.ahead
-        )
+    def loop(self, engine: int, store: dist.Store, start: EngineStart = FRESH) -> tuple[GenerationLoop, ScriptedFilter]:
+        num_groups, done = self.num_steps * self.per_step, start.state.consumed
+        rules = StreamRules(num_groups, self.per_step, self.num_chunks, "run", done, num_ahead=self.ahead)
         assignment: PromptAssignment = StaticAssignment(engine, self.num_engines, start.next_position, start.returned)
         if self.shared:
             assignment = SharedAssignment(store, start.next_position, start.returned)
-        selection = Selection(DropCount(store, self.limit, start.state.consumed.num_dropped))
+        selection = Selection(DropCount(store, self.limit))
         loop = GenerationLoop(
             prompt_groups(self.length_of, NUM_SAMPLES),
             assignment,
@@ -197,7 +194,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_takes_what_it_would_have_taken(job
     state = RolloutState.from_contents(loop.state().contents())
     (start,) = share_out([state], 1)
     assert start.state.consumed.num_handed_over == 4 * cut
-    resumed, after = setting.loop(0, jobs.start(1)[0], start, first_step=cut)
+    resumed, after = setting.loop(0, jobs.start(1)[0], start)
     found += [resumed.run(step, 0) for step in range(cut, 4)]
     assert [positions(drawn) for _, drawn in found] == [positions(drawn) for _, drawn in expected]
     assert [drawn for _, drawn in found] == [drawn for _, drawn in expected]
@@ -218,7 +215,7 @@ def test_engines_of_another_number_go_on_with_what_was_dropped(jobs, dull, ahead
     by_engine = jobs.run(first, 2)
     (start,) = share_out([state for _, _, state in by_engine], 1)
     alone = Setting(setting.drops, num_steps=4, ahead=ahead, lag=lag)
-    loop, scripted = alone.loop(0, jobs.start(1)[0], start, first_step=2)
+    loop, scripted = alone.loop(0, jobs.start(1)[0], start)
     later = [loop.run(step, 0)[0] for step in (2, 3)]
     handed_over = [entry.position for entries in (*by_engine[0][0], *later) for entry in entries]
     dropped = [p for _, of_engine, _ in by_engine for _, p in of_engine] + [p for _, p in scripted.dropped]

@@ -5,7 +5,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import pytest
@@ -52,8 +52,6 @@ class Setting:
     """Taken by `sync`, one after the other, as soon as they are there."""
 
     num_steps: int = 1
-    first_step: int = 0
-    """Of those that are drawn here."""
     ahead: int = 0
     """Groups of the next steps that may be begun."""
     max_staleness: int | None = None
@@ -65,9 +63,8 @@ class Setting:
             self.per_step,
             self.num_chunks,
             "run" if self.partial else None,
-            self.first_step,
-            self.ahead,
-            self.max_staleness,
+            num_ahead=self.ahead,
+            max_staleness=self.max_staleness,
         )
 
     def loop(self, engine: int, store: dist.Store, start: EngineStart = EngineStart()) -> GenerationLoop:  # noqa: B008 - it is frozen
@@ -79,14 +76,15 @@ class Setting:
         def sync() -> None:
             groups.engine.policy_version = self.versions.pop(0)
 
+        rules = replace(self.rules, done=start.state.consumed)
         loop = GenerationLoop(
             groups,
             assignment,
-            CompletionLog(store, self.rules.per_chunk, self.num_engines, self.rules.chunks_per_log),
+            CompletionLog(store, rules.per_chunk, self.num_engines, rules.chunks_per_log),
             LeaderDecisions(None),
             ShortPatience(),
             SimpleNamespace(advance=lambda: time.sleep(self.step_s(engine))),
-            self.rules,
+            rules,
             engine=engine,
             ranks=[other for other in range(self.num_engines) if other != engine],
             in_flight=SimpleNamespace(is_due=lambda: bool(self.versions), join=sync),

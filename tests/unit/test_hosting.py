@@ -30,6 +30,8 @@ def job_on(device, **sections):
         architectures=dict.fromkeys(ROLES, "the same"),
         job_store=None,
         waiter=None,
+        rows=None,
+        inputs={},
     )
 
 

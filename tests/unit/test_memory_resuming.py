@@ -313,7 +313,7 @@ def test_a_job_asks_for_room_before_it_does_anything(jobs: Jobs, config: Config,
     def body(rank: int, store: dist.Store) -> str | None:
         world = World(rank, 2, 0, 1, torch.device("cpu"), store, 10, Timeouts(no_progress_s=5))
         try:
-            where_to_begin(config, placement, architectures, 0, JobStore(world, guarded=True))
+            where_to_begin(config, placement, architectures, {}, 0, JobStore(world, guarded=True))
         except CheckpointError as error:
             return str(error)
         return None

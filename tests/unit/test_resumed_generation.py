@@ -87,7 +87,7 @@ def test_one_engine_goes_on_as_if_it_had_not_stopped(jobs, cut, partial):
     setting = Setting(per_step=4, num_steps=NUM_STEPS, ahead=ahead, num_chunks=2, partial=partial, shared=False)
     expected, _ = draw_until(setting, jobs, NUM_STEPS)
     before, state = draw_until(setting, jobs, cut)
-    after = draw_from(replace(setting, first_step=cut), jobs, cut, share_out(state, 1))
+    after = draw_from(setting, jobs, cut, share_out(state, 1))
     shown = [[(finished, positions(drawn)) for finished, drawn in chunks] for chunks in (*before, *after, *expected)]
     assert shown[0] + shown[1] == shown[2]
     assert_complete(setting, before, after)
@@ -99,7 +99,7 @@ def test_engines_with_a_fixed_deal_draw_what_they_would_have_drawn(jobs, cut):
     expected, _ = draw_until(setting, jobs, NUM_STEPS)
     before, state = draw_until(setting, jobs, cut)
     assert all(start == EngineStart(RolloutState(state[0].consumed), cut * 6) for start in share_out(state, 3))
-    after = draw_from(replace(setting, first_step=cut), jobs, cut, share_out(state, 3))
+    after = draw_from(setting, jobs, cut, share_out(state, 3))
     for engine in range(3):
         assert [positions(drawn) for _, drawn in before[engine] + after[engine]] == [
             positions(drawn) for _, drawn in expected[engine]
@@ -122,7 +122,7 @@ def test_on_any_number_of_engines_nothing_is_lost_or_drawn_twice(jobs, shared, p
         step_s=lambda engine: 1e-4 * (1 + engine),
     )
     before, state = draw_until(setting, jobs, cut)
-    other = replace(setting, num_engines=engines_after, first_step=cut)
+    other = replace(setting, num_engines=engines_after)
     after = draw_from(other, jobs, cut, share_out(state, engines_after))
     assert_complete(setting, before, after)
     continued = as_carried(state)
@@ -138,7 +138,7 @@ def test_a_group_that_was_done_too_early_is_handed_over_without_being_drawn_agai
     loop.run(0, 0)
     state = loop.state()
     assert positions(state.drawn) == [2, 3]
-    resumed = replace(setting, first_step=1).loop(0, *jobs.start(1), share_out([state], 1)[0])
+    resumed = setting.loop(0, *jobs.start(1), share_out([state], 1)[0])
     finished, drawn = resumed.run(1, 0)
     assert positions(finished) == positions(drawn) == [2, 3]
     assert resumed.groups.engine.started == [], "there was nothing left to decode"

@@ -1,26 +1,37 @@
 """The rollout role saves what it is in the middle of, and one that is built from that goes on with it."""
 
-from collections.abc import Iterator
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
-from rltrain.checkpoint.run.files import write_files
+from rltrain.checkpoint.run.files import RUN_FILE, write_files
 from rltrain.checkpoint.run.folder import Resumed
 from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Config
+from rltrain.data.experience import Experience
 from rltrain.data.order import PromptOrder
 from rltrain.errors import CheckpointError
+from rltrain.resuming import remaining_order
 from rltrain.roles import drawing
 from rltrain.roles.rollout import Rollout
 from rltrain.rollout.stream.rollout_state import Consumed, RolloutState
 from rltrain.schedule.shape import RunShape
-from tests.unit.schedule_configs import make_config
+from rltrain.schedule.steps import build_order
+from tests.unit.schedule_configs import make_config, place
 from tests.unit.scripted_engine import ScriptedEngine
 from tests.unit.shared_store import Jobs, ShortPatience, open_store
+from tests.unit.test_dynamic_sampling import ScriptedFilter
 
 STEPS, PER_STEP, NUM_SAMPLES = 5, 4, 2
 BATCH = {"prompts_per_step": PER_STEP, "samples_per_prompt": NUM_SAMPLES}
@@ -32,21 +43,23 @@ def response_length(sample: int) -> int:
     return 30 if sample % 11 == 0 else 1 + sample * 5 % 7
 
 
-@pytest.fixture(autouse=True)
-def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="module")
+def scripted() -> Iterator[None]:
     """Engines without a model."""
 
     def build(*_: Any) -> SimpleNamespace:
         return SimpleNamespace(engine=ScriptedEngine(response_length), parts={}, metrics=dict)
 
-    monkeypatch.setattr(drawing, "build_engine", build)
-    monkeypatch.setattr(Rollout, "site", lambda self: None)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(drawing, "build_engine", build)
+        monkeypatch.setattr(Rollout, "site", lambda self: None)
+        yield
 
 
 @pytest.fixture(scope="module")
 def jobs() -> Iterator[Jobs]:
     with open_store() as store:
-        yield Jobs(store, num_ranks=2)
+        yield Jobs(store, num_ranks=3)
 
 
 def config_of(**sections: Any) -> Config:
@@ -73,14 +86,15 @@ def rollout_of(config: Config, rank: int, num_engines: int, store: dist.Store, r
         operations=SimpleNamespace(add=lambda *counted, backward: None),
         resumed=resumed,
         first_step=resumed.step if resumed else 0,
+        data_from=resumed.data_from if resumed else 0,
     )
     return Rollout(job)
 
 
-def draw(rollout: Rollout, step: int) -> list[int]:
-    """Ids of the step's samples that this engine drew."""
-    rollout.generate(step, 0)
-    ids: list[int] = rollout.shipments.pop(("samples", step, 0)).experience.sample_ids.tolist()
+def draw(rollout: Rollout, step: int, chunk: int = 0) -> list[int]:
+    """Ids of the chunk's samples that this engine drew."""
+    rollout.generate(step, chunk)
+    ids: list[int] = rollout.shipments.pop(("samples", step, chunk)).experience.sample_ids.tolist()
     return ids
 
 
@@ -107,25 +121,119 @@ def test_every_sample_is_drawn_in_one_of_the_two_jobs(jobs, tmp_path, cut, engin
     assert sorted(before + after) == [*range(STEPS * PER_STEP * NUM_SAMPLES)]
 
 
-def test_a_run_that_does_not_continue_what_was_saved_draws_its_steps_anew(jobs, tmp_path):
-    config = config_of()
-    draw_steps(jobs, config, range(2), 1, tmp_path / "first")
+@dataclass(frozen=True)
+class JobPlan:
+    """One of several jobs of a run: what its config says, and the step before which it is cut."""
+
+    config: Config
+    num_engines: int
+    cut: int
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> dict[str, Any]:
+    mode, partial = draw(st.sampled_from(["sequential", "pipelined", "asynchronous"])), draw(st.booleans())
+    schedule = {"mode": mode, "partial_rollouts": partial, "oversampling": draw(st.sampled_from([0.25, 1.5]))}
+    if mode != "sequential":
+        schedule["chunks"] = draw(st.sampled_from([1, 2]))
+    if mode == "asynchronous":
+        schedule |= {"max_staleness": draw(st.integers(1, 2)), "in_flight_sync": draw(st.booleans())}
+    return schedule | {"on_stale": "mask"}
+
+
+@st.composite
+def job_plans(draw: st.DrawFn) -> list[JobPlan]:
+    """The last job comes to the end of the run. Some have the schedule of the job before."""
+    cuts = sorted(draw(st.sets(st.integers(1, STEPS - 1), min_size=1, max_size=2)))
+    plans: list[JobPlan] = []
+    for cut in (*cuts, STEPS):
+        batch = BATCH | draw(st.sampled_from([{}, {"dynamic_sampling": {"max_drawn": 3}}]))
+        schedule = draw(schedules() if not plans else schedules() | st.just(plans[-1].config.schedule.model_dump()))
+        plans.append(JobPlan(config_of(batch=batch, schedule=schedule), draw(st.integers(1, 3)), cut))
+    return plans
+
+
+class ScoringByScript(ScriptedFilter):
+    """Scores groups as role reward does, by a script."""
+
+    def hand_over(self, step: int, chunk: int, experience: Experience, records: Any) -> Experience:
+        assert all(record == f"of {group.position}" for group, record in records)
+        return experience
+
+
+def draw_job(jobs: Jobs, plan: JobPlan, dull: Collection[int], folder: Path, resumed: Resumed | None) -> Any:
+    """By engine: positions that it drew, by step; positions that it dropped; and what it leaves. A checkpoint of what
+    all leave is in `folder`."""
+    shape, placement = RunShape.of(plan.config), place(plan.config.placement)
+
+    def engine(rank: int, store: dist.Store) -> Any:
+        rollout = rollout_of(plan.config, rank, plan.num_engines, store, resumed)
+        scoring, drawn = ScoringByScript(lambda position: position in dull), {}
+        if shape.selects_groups:
+            rollout.select_groups_by(scoring)
+        for step in range(rollout.first_generated, min(plan.cut + shape.lead, STEPS)):
+            rollout.engine.policy_version = step
+            ids = [number for chunk in range(shape.num_chunks) for number in draw(rollout, step, chunk)]
+            drawn[step] = [number // NUM_SAMPLES for number in ids if number % NUM_SAMPLES == 0]
+        files = rollout.save_state()
+        write_files(folder / "rollout", files)
+        (state,) = map(RolloutState.from_contents, files.values())
+        return drawn, [position for _, position in scoring.dropped], state
+
+    by_engine = jobs.run(engine, plan.num_engines)
+    order = build_order(plan.config, placement)
+    crossing = [list(entry.transfer) for entry in order.crossing(order.boundary(plan.cut)).values()]
+    (folder / RUN_FILE).write_text(json.dumps({"config": plan.config.model_dump(mode="json"), "crossing": crossing}))
+    return by_engine
+
+
+@settings(max_examples=12, deadline=None, phases=[Phase.reuse, Phase.generate])
+@given(job_plans(), st.sets(st.integers(0, 40), max_size=12))
+def test_every_group_is_trained_on_or_dropped_once_whatever_changes_between_jobs(jobs, plans, dull):
+    """Of experience that crosses a cut, a job that goes on with it trains on it, and others draw its groups again."""
+    trained: dict[int, list[int]] = {}
+    dropped: list[int] = []
+    resumed = None
+    with tempfile.TemporaryDirectory() as folder:
+        for number, plan in enumerate(plans):
+            if resumed is not None:
+                continues = remaining_order(plan.config, place(plan.config.placement), resumed)[1]
+                resumed = replace(resumed, continues=continues)
+                trained = {step: of for step, of in trained.items() if continues or step < resumed.step}
+            by_engine = draw_job(jobs, plan, dull, Path(folder, str(number)), resumed)
+            dropped += [position for _, of_engine, _ in by_engine for position in of_engine]
+            for drawn, _, _ in by_engine:
+                for step, positions in drawn.items():
+                    trained[step] = [*trained.get(step, ()), *positions]
+            resumed = Resumed(Path(folder, str(number)), plan.cut)
+    assert {step: len(of) for step, of in trained.items()} == dict.fromkeys(range(STEPS), PER_STEP)
+    held = [group.position for _, _, state in by_engine for group in (*state.begun, *state.drawn)]
+    found = Counter([*chain(*trained.values()), *dropped, *held])
+    assert found == Counter(range(len(found))), "each once, and none is left out"
+    assert dropped or found == Counter(range(STEPS * PER_STEP))
+
+
+def test_under_another_schedule_a_step_takes_what_the_steps_before_have_left(jobs, tmp_path):
+    """Group 5 was waiting behind long ones while 6, 7 and 8 were trained on."""
+    before = draw_steps(jobs, config_of(), range(2), 1, tmp_path / "first")
+    trained_on = {sample // NUM_SAMPLES for sample in before}
+    assert trained_on == {0, 1, 2, 3, 4, 6, 7, 8}
     resumed = Resumed(tmp_path / "first", 2, continues=False)
-    after = draw_steps(jobs, config, range(2, STEPS), 1, tmp_path / "second", resumed=resumed)
-    assert after == [*range(2 * PER_STEP * NUM_SAMPLES, STEPS * PER_STEP * NUM_SAMPLES)]
+    (store,) = jobs.start(1)
+    rollout = rollout_of(config_of(schedule={}), 0, 1, store, resumed)
+    taken = [{sample // NUM_SAMPLES for sample in draw(rollout, step)} for step in (2, 3)]
+    assert taken == [{5, 9, 10, 11}, {12, 13, 14, 15}]
 
 
 def test_prompts_that_were_dropped_are_of_no_step(jobs, tmp_path):
-    """Two steps of four were handed over; a run whose steps take fixed prompts cannot go on behind those."""
+    """Two steps of four were handed over."""
     state = RolloutState(Consumed(10, num_dropped=2))
     write_files(tmp_path / "rollout", {"engine_00000.safetensors": state.contents()})
     (store,) = jobs.start(1)
-    selecting = config_of(batch=BATCH | {"dynamic_sampling": {}}, schedule={})
-    rollout = rollout_of(selecting, 0, 1, store, Resumed(tmp_path, 2))
-    assert rollout.first_generated == 2
-    assert rollout.training.selection is not None and rollout.training.selection.drops.total == 2
-    with pytest.raises(CheckpointError, match=r"had dropped 2 prompts.* Set batch\.dynamic_sampling as it was"):
-        rollout_of(config_of(schedule={}), 0, 1, store, Resumed(tmp_path, 2))
+    for batch in (BATCH | {"dynamic_sampling": {}}, BATCH):
+        rollout = rollout_of(config_of(batch=batch, schedule={}), 0, 1, store, Resumed(tmp_path, 2))
+        assert rollout.first_generated == 2
+        assert rollout.training.rules.max_position(2, 0) == 14
 
 
 @pytest.fixture

@@ -69,11 +69,15 @@ def cuts(draw: st.DrawFn) -> list[RolloutState]:
     fates = draw(st.lists(st.sampled_from(["handed over", "dropped", "free", 0, 1, 2, "dropped by 1"]), max_size=8))
     dropped = [below + i for i, fate in enumerate(fates) if fate == "dropped"]
     consumed = Consumed(below).after((below + i for i, fate in enumerate(fates) if fate == "handed over"), dropped)
+    handed_over = [position for position in range(below + len(fates)) if position in consumed.without(dropped)]
+    steps = range(len(handed_over) // 2)
+    ahead = {step: tuple(handed_over[2 * step : 2 * step + 2]) for step in steps[-draw(st.integers(1, 3)) :]}
     held = [[draw(groups(below + i)) for i, fate in enumerate(fates) if fate == engine] for engine in range(3)]
     unseen = tuple(below + i for i, fate in enumerate(fates) if fate == "dropped by 1")
     return [
         RolloutState(
             consumed,
+            ahead,
             tuple(group for group in of_engine if not group.is_finished),
             tuple(group for group in of_engine if group.is_finished),
             {
@@ -85,6 +89,17 @@ def cuts(draw: st.DrawFn) -> list[RolloutState]:
         )
         for engine, of_engine in enumerate(held)
     ]
+
+
+@given(st.sets(st.integers(0, 30)), st.data())
+def test_positions_that_are_open_are_numbered(taken, data):
+    consumed = Consumed().after(taken)
+    still_open = [position for position in range(60) if position not in taken]
+    for number, position in enumerate(still_open[:25]):
+        assert consumed.open_position(number) == position
+        assert consumed.num_open_before(position) == number
+    again = data.draw(st.sets(st.sampled_from(sorted(taken)))) if taken else set()
+    assert consumed.without(again) == Consumed().after(taken - again)
 
 
 def positions(state: RolloutState) -> list[int]:
@@ -116,7 +131,10 @@ def test_a_file_holds_all_of_it(saved):
 def test_a_file_holds_it_on_the_disk_too(tmp_path: Path, dtype: type[np.signedinteger]):
     sample = Sample(7, (5,), seed=2**63 - 1).drawn((1,), (-0.1,), (4,)).routed(np.full((1, 3, 2), 99, dtype))
     group = SampleGroup(7, 3, (sample,))
-    for name, state in {"empty": RolloutState(), "full": RolloutState(Consumed(4, frozenset({6})), (group,))}.items():
+    for name, state in {
+        "empty": RolloutState(),
+        "full": RolloutState(Consumed(4, frozenset({6})), {2: (3, 6)}, (group,)),
+    }.items():
         write_files(tmp_path, {name: state.contents()})
         assert RolloutState.from_contents(read_contents(tmp_path / name)) == state
 
@@ -152,6 +170,18 @@ def test_saving_what_was_dealt_out_changes_nothing(saved, num_engines):
     assert [start.state for start in again] == [start.state for start in starts]
 
 
+@given(cuts(), st.integers(1, 4), st.integers(0, 12))
+def test_a_run_that_draws_steps_again_finds_open_what_they_took(saved, num_engines, step):
+    """And what was begun or drawn for later ones; what was dropped stays so."""
+    starts = share_out([state.trained_before(step) for state in saved], num_engines)
+    again = {position for of, positions in saved[0].ahead.items() if of >= step for position in positions}
+    consumed = share_out(saved, 1)[0].state.consumed
+    assert all(start.state == RolloutState(consumed.without(again)) for start in starts)
+    returned = [position for start in starts for position in start.returned]
+    expected = [position for position in range(starts[0].next_position) if position not in starts[0].state.consumed]
+    assert sorted(returned) == expected
+
+
 def test_where_all_has_been_handed_over_the_stream_goes_on_from_there():
     assert share_out([RolloutState(Consumed(12))] * 2, 3) == [EngineStart.at(12)] * 3
 
@@ -171,5 +201,5 @@ def test_files_of_different_checkpoints_are_refused():
 
 def test_another_format_is_refused():
     contents = RolloutState().contents()
-    with pytest.raises(CheckpointError, match="format 'rollout 2'; expected 'rollout 5'"):
+    with pytest.raises(CheckpointError, match="format 'rollout 2'; expected 'rollout 6'"):
         RolloutState.from_contents(Contents(contents.tensors, {"format": "rollout 2"}))

@@ -147,7 +147,7 @@ class Run:
             self.log.put(scored, outcomes_of(scored, sum(SIZES)))
         self.told = max(self.told, step - self.lead)
         self.steps[rank] = step
-        self.ranks[rank].begin(step, Consumed(below), None)
+        self.ranks[rank].begin(step, Consumed(below), Consumed(below), None)
 
 
 def play(run: Run, actions: list[tuple[int, bool, int]], step: int) -> list[list[tuple[int, int]]]:
@@ -198,28 +198,31 @@ def resumed(run: Run, at: int) -> Run:
     states = [state for rank in run.ranks if (state := rank.state()) is not None]
     other = Run(run.lead, run.num_ranks, first=max(at, 0))
     for rank in other.ranks:
-        rank.resume(states, continues=True)
+        rank.resume(states)
     other.told = run.ranks[0].num_read
     return other
 
 
 def test_what_was_learnt_stays_where_steps_are_drawn_anew():
-    run = Run(lead=1, num_ranks=1)
+    """The rows that were drawn for these steps stay theirs."""
+    run, ahead = Run(lead=1, num_ranks=1), range(4 * PER_WINDOW, 5 * PER_WINDOW)
     for step in range(5):
         run.begin(0, step, step * PER_WINDOW)
         run.ranks[0].row(step * PER_WINDOW)
+    rows = [run.ranks[0].row(position) for position in ahead]
     state = run.ranks[0].state()
     again = Run(lead=0, num_ranks=1, first=4)
-    again.ranks[0].resume([state], continues=False)
+    again.ranks[0].resume([state])
     again.told = again.ranks[0].num_read
     assert again.ranks[0].order.rates.rates.tolist() == pytest.approx(state.tensors["rates"].tolist(), nan_ok=True)
     again.begin(0, 4, 4 * PER_WINDOW)
-    again.ranks[0].row(4 * PER_WINDOW)
+    assert [again.ranks[0].row(position) for position in ahead] == rows
+    again.ranks[0].row(5 * PER_WINDOW)
     expected = by_solved_rate(SIZES, PER_WINDOW).rates
     for step in range(4):
         expected.learn(outcomes_of(step, sum(SIZES)))
     assert again.ranks[0].order.rates.rates.tolist() == pytest.approx(expected.rates.tolist(), nan_ok=True)
-    assert [*again.ranks[0].order.windows] == [4]
+    assert [*again.ranks[0].order.windows] == [4, 5]
 
 
 def job_with(store: dist.Store, resumed: Resumed | None = None) -> Any:
@@ -235,6 +238,7 @@ def job_with(store: dist.Store, resumed: Resumed | None = None) -> Any:
         waiter=ShortPatience(),
         leader_of=lambda role: 0,
         first_step=resumed.step if resumed else 0,
+        data_from=resumed.data_from if resumed else 0,
         resumed=resumed,
     )
 
@@ -244,7 +248,7 @@ def test_a_checkpoint_without_is_refused_where_its_samples_are_gone_on_with(tmp_
     with pytest.raises(CheckpointError, match=r"data.solved_rate: .* was saved without"):
         training_rows(job_with(dist.HashStore(), Resumed(tmp_path, 5, continues=True)))
     anew = training_rows(job_with(dist.HashStore(), Resumed(tmp_path, 5, continues=False)))
-    anew.begin(5, Consumed(20), None)
+    anew.begin(5, Consumed(20), Consumed(20), None)
     assert anew.row(20) == base_order(SIZES).row(0), "nothing is known, and the first rows are drawn"
 
 
@@ -268,4 +272,4 @@ def test_rates_of_other_rows_are_refused():
     state = run.ranks[0].state()
     other = SolvedRateRows(by_solved_rate([25], 4), run.log, lead=0, scoring=0, waiter=ShortPatience(), first_window=0)
     with pytest.raises(CheckpointError, match=r"26 rows in 2 sources .* data.train has 25 rows in 1"):
-        other.resume([state], continues=True)
+        other.resume([state])

@@ -42,15 +42,17 @@ STEP_NAME = re.compile(r"step_(\d{7,})")
 class Resumed:
     """The checkpoint that a run goes on from: `step` training steps have been done.
 
-    `continues`: the responses and the experience of later steps that it holds are used, not drawn anew. `logs`: on the
-    job's leader, the bytes of the logs of samples that the run goes on after, those of ranks that are gone among them.
-    `in_memory`: the folder is in the node's memory, and every node has one, with some of the files. `elsewhere`: what
-    makes the others, by their names in the checkpoint.
+    `continues`: the responses and the experience of later steps that it holds are used, not drawn anew. `data_from`:
+    the step that takes the first of the present training rows. `logs`: on the job's leader, the bytes of the logs of
+    samples that the run goes on after, those of ranks that are gone among them. `in_memory`: the folder is in the
+    node's memory, and every node has one, with some of the files. `elsewhere`: what makes the others, by their names in
+    the checkpoint.
     """
 
     folder: Path
     step: int
     continues: bool = True
+    data_from: int = 0
     logs: Mapping[str, int] = field(default_factory=dict)
     in_memory: bool = False
     elsewhere: Mapping[str, Callable[[], SavedFile]] = field(default_factory=dict, compare=False, repr=False)
@@ -60,6 +62,11 @@ class Resumed:
         here = [SavedFile(path) for path in (self.folder / role).glob(f"*{WEIGHTS_SUFFIX}")]
         others = [make() for name, make in self.elsewhere.items() if name.startswith(f"{role}/")]
         return sorted([*here, *others], key=lambda file: file.name)
+
+    @property
+    def has_new_data(self) -> bool:
+        """Whether the run goes on with other rows than the checkpoint was saved with, at the first of them."""
+        return self.data_from == self.step
 
     @property
     def run(self) -> Mapping[str, Any]:

@@ -46,6 +46,8 @@ class GenerationLoop:
     """Those that count and were not yet handed over, by position."""
     consumed: Consumed = Consumed()
     """By all engines."""
+    ahead: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """The positions handed over for the last steps, by step. Training may not have reached these."""
     longest_step_s: float = 0.0
     """Of the decode steps since whoever reads it has set it to 0."""
     episodes_wait_s: float = 0.0
@@ -79,13 +81,19 @@ class GenerationLoop:
                 self._keep(group)
         begun, drawn = self.groups.state(), tuple(self.drawn.values())
         if self.selection is None:
-            return RolloutState(self.consumed, begun, drawn)
+            return RolloutState(self.consumed, dict(self.ahead), begun, drawn)
         drawn += tuple(self.selection.undecided.values())
-        return RolloutState(self.consumed, begun, drawn, dict(self.selection.records), self.selection.unseen)
+        records, unseen = dict(self.selection.records), self.selection.unseen
+        return RolloutState(self.consumed, dict(self.ahead), begun, drawn, records, unseen)
+
+    @property
+    def done(self) -> Consumed:
+        """Returns the consumed positions that stay so in a run that goes on from here under another schedule."""
+        return self.consumed.without([position for positions in self.ahead.values() for position in positions])
 
     def resume(self, state: RolloutState) -> None:
         """Go on with this instead of from the beginning. Before the first run, on every rank of the engine."""
-        self.consumed = state.consumed
+        self.consumed, self.ahead = state.consumed, dict(state.ahead)
         self.groups.resume(state.begun)
         for group in state.drawn:
             if group.position in state.records:
@@ -158,5 +166,8 @@ class GenerationLoop:
         if self.selection is not None:
             self.selection.hand_over(entry.position for entry in finished)
         dropped = [position for entry in finished for position in entry.dropped]
-        self.consumed = self.consumed.after((entry.position for entry in finished), dropped)
+        positions = [entry.position for entry in finished]
+        self.consumed = self.consumed.after(positions, dropped)
+        self.ahead[step] = (*self.ahead.get(step, ()), *positions)
+        self.ahead = {of: handed for of, handed in self.ahead.items() if of > step - self.rules.lead}
         return finished, [self.drawn.pop(entry.position) for entry in finished if entry.position in self.drawn]

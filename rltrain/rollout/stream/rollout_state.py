@@ -1,9 +1,11 @@
 """What of the stream of prompt groups crosses a checkpoint, and how any number of engines go on with it."""
 
 import json
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain, islice
 from typing import Any
 
@@ -16,7 +18,7 @@ from rltrain.errors import CheckpointError
 from rltrain.rollout.routing import RecordedRouting
 from rltrain.rollout.sample import Sample, SampleGroup, Status
 
-FORMAT = "rollout 5"
+FORMAT = "rollout 6"
 TOKEN_FIELDS = {
     "tokens": torch.int64,
     "logprobs": torch.float64,
@@ -36,8 +38,8 @@ ROUTING = "routed_experts"
 
 @dataclass(frozen=True)
 class Consumed:
-    """Positions whose groups have been handed over or dropped: all below `below`, which is not one, and those in
-    `beyond`."""
+    """A set of positions of the stream: those whose groups have been handed over or dropped. It has all positions
+    below `below`, which it does not have, and those in `beyond`. All other positions are open."""
 
     below: int = 0
     beyond: frozenset[int] = frozenset()
@@ -61,6 +63,29 @@ class Consumed:
         num_dropped = self.num_dropped + len(dropped)
         return Consumed(below, frozenset(position for position in beyond if position > below), num_dropped)
 
+    def without(self, positions: Collection[int]) -> "Consumed":
+        """Returns the set in which `positions`, whose groups were handed over, are open again."""
+        below = min((self.below, *positions))
+        beyond = self.beyond.union(range(below, self.below)).difference(positions)
+        return replace(self, below=below, beyond=beyond)
+
+    def open_position(self, number: int) -> int:
+        """Returns the open position with so many open ones before it."""
+        return self.below + number + bisect_right(self._open_before, number)
+
+    def num_open_before(self, position: int) -> int:
+        """Returns how many open positions there are before an open one."""
+        return position - self.below - bisect_left(self._sorted_beyond, position)
+
+    @cached_property
+    def _sorted_beyond(self) -> list[int]:
+        return sorted(self.beyond)
+
+    @cached_property
+    def _open_before(self) -> list[int]:
+        """Counts the open positions before each position in `beyond`, in ascending order."""
+        return [position - self.below - number for number, position in enumerate(self._sorted_beyond)]
+
 
 @dataclass(frozen=True)
 class RolloutState:
@@ -70,10 +95,18 @@ class RolloutState:
     dropped and that are not among the consumed yet."""
 
     consumed: Consumed = Consumed()
+    ahead: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """The consumed positions that were handed over for the last steps, by step. Training may not have reached these."""
     begun: tuple[SampleGroup, ...] = ()
     drawn: tuple[SampleGroup, ...] = ()
     records: Mapping[int, str] = field(default_factory=dict)
     unseen: tuple[int, ...] = ()
+
+    def trained_before(self, step: int) -> "RolloutState":
+        """Returns the state for a run that draws all groups of `step` and of later steps again. What was dropped stays
+        dropped."""
+        again = {position for of, positions in self.ahead.items() if of >= step for position in positions}
+        return RolloutState(self.consumed.without(again), unseen=self.unseen)
 
     def contents(self) -> Contents:
         """As a file: a row of numbers per group and per sample, and all tokens end to end."""
@@ -81,6 +114,7 @@ class RolloutState:
         samples = [sample for group in groups for sample in group.samples]
         tensors = {
             "consumed": _integers([self.consumed.below, self.consumed.num_dropped, *sorted(self.consumed.beyond)]),
+            "ahead": _integers([n for step, of in self.ahead.items() for position in of for n in (step, position)]),
             "records": torch.tensor([*json.dumps([*self.records.items()]).encode()], dtype=torch.uint8),
             "unseen": _integers(self.unseen),
             "groups": _integers([n for g in groups for n in (g.position, g.row, len(g.samples))]),
@@ -102,8 +136,12 @@ class RolloutState:
             )
         below, num_dropped, *beyond = contents.tensors["consumed"].tolist()
         groups = [*_read_groups(contents.tensors)]
+        ahead: dict[int, tuple[int, ...]] = {}
+        for step, position in contents.tensors["ahead"].view(-1, 2).tolist():
+            ahead[step] = (*ahead.get(step, ()), position)
         return cls(
             Consumed(below, frozenset(beyond), num_dropped),
+            ahead,
             tuple(group for group in groups if not group.is_finished),
             tuple(group for group in groups if group.is_finished),
             dict(json.loads(bytes(contents.tensors["records"].tolist()))),
@@ -132,7 +170,7 @@ def share_out(saved: Sequence[RolloutState], num_engines: int) -> list[EngineSta
     The group at position p goes to engine p mod num_engines, as a static assignment has it: so an equal number of
     engines gets what it had. Raises CheckpointError where `saved` cannot be of one run and one step.
     """
-    if len({state.consumed for state in saved}) != 1:
+    if len({(state.consumed, *sorted(state.ahead.items())) for state in saved}) != 1:
         raise _damaged(f"{len(saved)} engines that do not agree on what has been handed over")
     consumed = saved[0].consumed.after((), [position for state in saved for position in state.unseen])
     records = {position: record for state in saved for position, record in state.records.items()}
@@ -148,6 +186,7 @@ def share_out(saved: Sequence[RolloutState], num_engines: int) -> list[EngineSta
         EngineStart(
             RolloutState(
                 consumed,
+                saved[0].ahead,
                 tuple(group for group in begun if group.position % num_engines == engine),
                 tuple(group for group in drawn if group.position % num_engines == engine),
                 {position: record for position, record in records.items() if position % num_engines == engine},

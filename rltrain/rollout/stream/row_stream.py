@@ -23,8 +23,9 @@ Serve = Callable[[], None] | None
 class RowStream(Protocol):
     """All ranks have the same row at a position, whenever they ask."""
 
-    def begin(self, step: int, consumed: Consumed, serve: Serve) -> None:
-        """The step's generate task begins, when all engines together have `consumed` this of the stream."""
+    def begin(self, step: int, consumed: Consumed, done: Consumed, serve: Serve) -> None:
+        """The step's generate task begins, when all engines together have `consumed` this of the stream. Nobody will
+        ask for the rows at positions that are `done`."""
         ...
 
     def row(self, position: int) -> int: ...
@@ -37,16 +38,16 @@ class RowStream(Protocol):
 
 
 class FixedRows:
-    """A function of the position alone."""
+    """A function of the position alone, whose first row stands at position `first`."""
 
-    def __init__(self, order: Order) -> None:
-        self.order = order
+    def __init__(self, order: Order, first: int = 0) -> None:
+        self.order, self.first = order, first
 
-    def begin(self, step: int, consumed: Consumed, serve: Serve) -> None:
+    def begin(self, step: int, consumed: Consumed, done: Consumed, serve: Serve) -> None:
         """Nothing changes."""
 
     def row(self, position: int) -> int:
-        return self.order.row(position)
+        return self.order.row(position - self.first)
 
     def metrics(self) -> dict[str, float]:
         return {}
@@ -74,12 +75,12 @@ class SolvedRateRows:
         self.unheeded: dict[int, Outcomes] = {}
         """Of these, those that no window was drawn from yet."""
 
-    def begin(self, step: int, consumed: Consumed, serve: Serve) -> None:
+    def begin(self, step: int, consumed: Consumed, done: Consumed, serve: Serve) -> None:
         self.step = step
         self._read_before(step - self.lead, serve)
         begun = max((consumed.below - 1, *consumed.beyond))
         self._draw_through(begun // self.order.per_window)
-        self.order.forget_before(consumed.below // self.order.per_window)
+        self.order.forget_before(done.below // self.order.per_window)
 
     def row(self, position: int) -> int:
         self._draw_through(position // self.order.per_window)
@@ -120,11 +121,9 @@ class SolvedRateRows:
         }
         return Contents(tensors, {})
 
-    def resume(self, saved: Sequence[Contents], *, continues: bool) -> None:
+    def resume(self, saved: Sequence[Contents]) -> None:
         """Go on with what the engines of a run have left, of whom the one that has drawn most knows what the others do.
         CheckpointError where it is of other rows.
-
-        Where what that run had drawn ahead is drawn anew instead (not `continues`) what is known of prompts stays.
         """
         tensors: Mapping[str, torch.Tensor] = max((one.tensors for one in saved), key=lambda of: int(of["next"][0]))
         order, rates = self.order, self.order.rates
@@ -140,7 +139,6 @@ class SolvedRateRows:
         unheeded = json.loads(bytes(tensors["unheeded"].tolist()))
         self.unheeded = {int(step): {row: (s, n) for row, s, n in of} for step, of in unheeded.items()}
         next_window, self.num_read = tensors["next"].tolist()
-        if continues:
-            numbers, windows = tensors["window_numbers"].tolist(), tensors["windows"].numpy()
-            order.windows = dict(zip(numbers, windows, strict=True))
-            order.next_window = next_window
+        numbers, windows = tensors["window_numbers"].tolist(), tensors["windows"].numpy()
+        order.windows = dict(zip(numbers, windows, strict=True))
+        order.next_window = next_window

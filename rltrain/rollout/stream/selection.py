@@ -43,14 +43,13 @@ class GroupFilter(Protocol):
 
 
 class DropCount:
-    """How many groups all engines have dropped: of those that they finish in one step at most `limit`.
-
-    `before` is how many they had dropped where the run goes on from a checkpoint; `num_engines` look how many.
+    """How many groups all engines have dropped in this job: of those that they finish in one step at most `limit`.
+    `num_engines` look how many.
     """
 
-    def __init__(self, store: dist.Store, limit: int, before: int = 0, num_engines: int = 1) -> None:
+    def __init__(self, store: dist.Store, limit: int, num_engines: int = 1) -> None:
         self.store = dist.PrefixStore("dropped", store)
-        self.limit, self.before = limit, before
+        self.limit = limit
         self.poll_s = poll_s(num_engines)
         self._counted: list[int] = []
         """Steps in which this engine has asked, whose counts are still there."""
@@ -77,7 +76,7 @@ class DropCount:
         if now - self._last_look >= self.poll_s:
             self._last_look = now
             self._known = self.store.add("all", 0)
-        return self.before + self._known
+        return self._known
 
 
 @dataclass

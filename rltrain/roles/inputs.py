@@ -1,0 +1,163 @@
+"""A checkpoint records what identifies the training rows, the reward functions and the chat template of a run. So a
+change of them is noticed when the run goes on."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rltrain.algorithms.registry import algorithm_of
+from rltrain.cluster.grid import Grid
+from rltrain.config.schema import Config
+from rltrain.data.demonstrations import Demonstrations
+from rltrain.data.index_making import IndexFolder
+from rltrain.data.preferences import Preferences
+from rltrain.data.prompt_rows import PromptRow
+from rltrain.data.prompts import PromptDataset, SourceRows
+from rltrain.liveness.job_store import JobStore
+from rltrain.rewards.locating import source_file
+from rltrain.roles.job_work import JobWork
+from rltrain.roles.prompts import Prompts, read_prompts
+
+INDEX_FOLDER = "row_index"
+"""In output_dir."""
+SAMPLED_PLACES, ROWS_PER_PLACE = 64, 4
+"""The content of these rows identifies a source. The places are evenly spaced from its first row to its last one."""
+CONTENT = tuple(field.name for field in fields(PromptRow) if field.name not in ("place", "number"))
+"""The fields that identify a row, whatever file it stands in."""
+Inputs = Mapping[str, Any]
+
+
+class JobRows:
+    """The rows of a job, read once per process, however many roles use them."""
+
+    def __init__(self, config: Config, job_store: JobStore) -> None:
+        self.config, self.job_store = config, job_store
+
+    @cached_property
+    def training_data(self) -> Demonstrations | Preferences | None:
+        """The rows that training is on where nothing is generated."""
+        return algorithm_of(self.config).training_data(self.indexes)
+
+    @cached_property
+    def prompts(self) -> Prompts:
+        return read_prompts(self.config, self.indexes)
+
+    @cached_property
+    def indexes(self) -> IndexFolder:
+        """Rows that are not held are found by these indexes. All nodes see output_dir, and a later job finds them."""
+        return IndexFolder(Path(self.config.output_dir, INDEX_FOLDER), JobWork(self.job_store))
+
+    @property
+    def training_rows(self) -> PromptDataset:
+        """The rows of data.train."""
+        data = self.training_data
+        return self.prompts.train if data is None else data.datasets["data.train"]
+
+
+def agreed_inputs(rows: JobRows, grids: Mapping[str, Grid]) -> Inputs:
+    """Returns what the run learns from. Ranks of the role that takes the training rows read them here; the first of
+    them tells all others what identifies them. Collective over: all ranks."""
+    algorithm, job_store = algorithm_of(rows.config), rows.job_store
+    if not algorithm.trains:
+        return {}
+    ranks = grids["rollout" if algorithm.generates else "actor"].ranks
+    if job_store.world.rank in ranks:
+        job_store.heartbeat.begin("reading data.train")
+        dataset = rows.training_rows
+        if job_store.world.rank == ranks[0]:
+            job_store.put("inputs", identity(rows.config, dataset))
+    found: Inputs = job_store.get("inputs", waiting_for="data.train to be read")
+    return found
+
+
+def identity(config: Config, dataset: PromptDataset) -> Inputs:
+    """Returns what identifies the inputs of a run: JSON values, of which the paths do not count."""
+    data, encoder = config.data, dataset.encoder
+    weights = [source.weight for source in dataset.sources]
+    template = [encoder.tokenizer.chat_template, encoder.template_options] if encoder.uses_template else None
+    return {
+        "rows": [_of_source(dataset, source) for source in dataset.sources],
+        "paths": [_shown(part.path) for part in data.train.parts()],
+        "order": {
+            "weights": weights if len(weights) > 1 else None,
+            "curriculum": data.curriculum and data.curriculum.model_dump(mode="json") | _difficulties(dataset),
+            "solved_rate": data.solved_rate and "set",
+        },
+        "rewards": [_of_function(name) for name in config.reward.names] if algorithm_of(config).generates else [],
+        "chat_template": template and digest(template),
+    }
+
+
+def data_changes(before: Inputs, now: Inputs) -> Iterator[str]:
+    """Yields a line for each way in which the training rows, or the order that they come in, are others."""
+    if before["rows"] != now["rows"]:
+        yield f"data.train was {_rows(before)}, and is {_rows(now)}{_same_size(before, now)}"
+    for name in now["order"]:
+        if before["order"][name] != now["order"][name]:
+            key = "the weights in data.train.sources" if name == "weights" else f"data.{name}"
+            yield f"{key}: was {_order_shown(before, name)}, and is {_order_shown(now, name)}"
+
+
+def other_changes(before: Inputs, now: Inputs) -> Iterator[str]:
+    """Yields a line for each change of what is made of the rows: the reward functions and the chat template."""
+    if before["rewards"] != now["rewards"]:
+        yield f"the reward was {_rewards(before)}, and is {_rewards(now)}"
+    if before["chat_template"] != now["chat_template"]:
+        was, is_ = before["chat_template"] or "none", now["chat_template"] or "none"
+        yield f"the chat template was {was}, and is {is_} (digests of its text and of data.chat_template_args)"
+
+
+def digest(values: Any) -> str:
+    text = json.dumps(values, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
+
+
+def _of_source(dataset: PromptDataset, source: SourceRows) -> dict[str, Any]:
+    rows = [dataset[source.first + row] for row in _sampled(source.num_rows)]
+    content = [[getattr(row, name) for name in CONTENT] for row in rows]
+    return {"num_rows": source.num_rows, "sample": digest(content)}
+
+
+def _difficulties(dataset: PromptDataset) -> dict[str, str]:
+    """Returns the digest of some of the numbers that a curriculum sorts by."""
+    of_sources = ([float(one.difficulties[row]) for row in _sampled(one.num_rows)] for one in dataset.sources)
+    return {"numbers": digest([*of_sources])}
+
+
+def _sampled(num_rows: int) -> list[int]:
+    last = max(num_rows - ROWS_PER_PLACE, 0)
+    places = {last * place // (SAMPLED_PLACES - 1) for place in range(SAMPLED_PLACES)}
+    return sorted({row for place in places for row in range(place, min(place + ROWS_PER_PLACE, num_rows))})
+
+
+def _of_function(name: str) -> dict[str, Any]:
+    """Returns the function's name, and under `file` the digest of the file that a user's function stands in."""
+    path = source_file(name)
+    return {"name": name, "file": path and hashlib.sha256(path.read_bytes()).hexdigest()[:16]}
+
+
+def _shown(paths: Any) -> str:
+    return paths if isinstance(paths, str) else ", ".join(paths)
+
+
+def _rows(inputs: Inputs) -> str:
+    sources = zip(inputs["paths"], inputs["rows"], strict=True)
+    return " and ".join(f"{path} ({source['num_rows']:,} usable rows)" for path, source in sources)
+
+
+def _same_size(before: Inputs, now: Inputs) -> str:
+    """Says that the content differs, where paths and numbers of rows do not show it."""
+    return " with other content" if _rows(before) == _rows(now) else ""
+
+
+def _order_shown(inputs: Inputs, name: str) -> str:
+    return json.dumps(inputs["order"][name])
+
+
+def _rewards(inputs: Inputs) -> str:
+    functions = (f"{one['name']} (file {one['file']})" if one["file"] else one["name"] for one in inputs["rewards"])
+    return ", ".join(functions) or "no function"
