@@ -14,8 +14,8 @@ from rltrain.errors import DivergenceError
 from rltrain.rollout.embedded.decoder import Decoder
 from rltrain.rollout.embedded.model import EngineModel
 from rltrain.rollout.embedded.prefill import fill_cache
-from rltrain.rollout.embedded.random_streams import random_streams
-from rltrain.rollout.embedded.slots import NO_STREAM, NUMBERS_AHEAD, POSITION, TOKEN, Slots
+from rltrain.rollout.embedded.random_streams import NO_STREAM, random_streams
+from rltrain.rollout.embedded.slots import POSITION, TOKEN, Slots
 from rltrain.rollout.engine import START_FRACTION, SamplingParams
 from rltrain.rollout.refusals import response_limit
 from rltrain.rollout.sample import Sample, Status
@@ -147,14 +147,11 @@ class Generation:
     def _advance(self, policy_version: int) -> None:
         if self._num_steps >= self._crowded_step:
             self._make_room()
-        num_foreseen = 0 if self._num_steps % NUMBERS_AHEAD == 0 else len(self._running)
         num_new = self._num_admitted(policy_version)
         if num_new:
             self._admit(num_new, policy_version)
         if not self._running:
             return
-        if self.sampling.temperature > 0 and num_foreseen < len(self._running):
-            self._slots.foresee(num_foreseen, len(self._running))
         if not self._versions or self._versions[-1][1] != policy_version:
             self._versions.append((self._num_steps, policy_version))
         self._decode_step()
