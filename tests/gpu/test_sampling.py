@@ -56,7 +56,7 @@ def test_rows_that_are_not_finite_are_seen(bad: float) -> None:
     logits[1] = bad
     streams, positions = random_streams([1, 2, 3], CUDA), torch.zeros(3, dtype=torch.int64, device=CUDA)
     tokens, logprobs = draw_by_kernel(logits, streams, positions, SAMPLINGS[0])
-    assert 0 <= int(tokens.min()) and int(tokens.max()) < 5000
+    assert int(tokens.min()) >= 0 and int(tokens.max()) < 5000
     assert torch.isfinite(logprobs).tolist() == [True, False, True]
 
 

@@ -56,9 +56,10 @@ class Decoder:
         slots.transcript.write(places, tokens, logprobs)
         fed.copy_(tokens)
         state[POSITION : PLACE + 1].add_(slots.increments[:, :num_slots])
-        stopped, finished = slots.stopped[:num_slots], slots.finished[:num_slots]
+        stopped, failed, finished = (flags[:num_slots] for flags in (slots.stopped, slots.failed, slots.finished))
         torch.any(tokens[:, None] == stop_tokens, -1, out=stopped)
-        torch.logical_or(stopped, num_drawn >= limits, out=finished)
+        torch.logical_not(logprobs.isfinite(), out=failed)
+        torch.logical_or(stopped | failed, num_drawn >= limits, out=finished)
 
     def _stops(self, sampling: SamplingParams) -> Tensor:
         """The stop tokens, where recorded steps find them again."""

@@ -27,8 +27,9 @@ class Slots:
         self.state = torch.zeros(6, num_slots, dtype=torch.int64, device=device)
         self.increments = torch.zeros(3, num_slots, dtype=torch.int64, device=device)
         """What a step adds to POSITION, DRAWN and PLACE."""
-        self.stopped, self.finished = torch.zeros(2, num_slots, dtype=torch.bool, device=device)
-        """Of the last step: whose token was a stop token, and whose response ends for that or for its length."""
+        self.stopped, self.failed, self.finished = torch.zeros(3, num_slots, dtype=torch.bool, device=device)
+        """Of the last step: whose token was a stop token, whose logits were not finite, and whose response ends for
+        either or for its length."""
         self.num_preempted = 0
         """Samples that had to wait again since somebody set it to 0."""
         idle = [0, 0, 0, self.transcript.nowhere, 1, 0]
