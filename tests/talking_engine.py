@@ -18,7 +18,7 @@ from rltrain.endpoint.sampling_rules import Policy, SamplingRules
 from rltrain.endpoint.server import EndpointServer, EndpointSettings
 from rltrain.endpoint.session import Session
 from rltrain.endpoint.trajectory import RecordedSession
-from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.engine import Engine, SamplingParams
 from rltrain.rollout.refusals import check_samples, response_limit, served_version
 from rltrain.rollout.sample import Sample, Status
 from rltrain.serving.command import draw_turns
@@ -176,19 +176,20 @@ def endpoint(
     num_slots: int = 256,
     context_tokens: int = CONTEXT_TOKENS,
     before_step: Callable[[int], None] = lambda number: None,
+    drawn_by: Engine | None = None,
     **limits: Any,
 ) -> Iterator[Endpoint]:
-    """Its owner's token is OWNER."""
+    """Its owner's token is OWNER. Another engine may draw in its place: `drawn_by`."""
     tokenizer = byte_tokenizer()
     engine = TalkingEngine(tokenizer, say, num_slots, context_tokens)
     engine.before_step = before_step
-    own = sampling or SamplingParams(1.0, 1.0, 0, CONTEXT_TOKENS, (tokenizer.eos_token_id,))
+    own = sampling or SamplingParams(1.0, 1.0, 0, context_tokens, (tokenizer.eos_token_id,))
     bounds = replace(Limits(context_tokens, repeat_within_s=5.0), **limits)
     settings = EndpointSettings(SamplingRules(own, policy), bounds, "model", OWNER, answers_passers_by=True)
     mailbox, ended = EngineMailbox(bounds.max_turns), []
     server = EndpointServer(mailbox, tokenizer, settings, ended.append)
     stopping = threading.Event()
-    feed = EngineFeed(engine, TextDecoder(tokenizer), mailbox)
+    feed = EngineFeed(drawn_by or engine, TextDecoder(tokenizer), mailbox)
     steps = threading.Thread(target=draw_turns, args=(feed, stopping))
     server.start()
     steps.start()

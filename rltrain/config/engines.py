@@ -6,17 +6,17 @@ from pydantic import Field
 
 from rltrain.config.episodes import Endpoint
 from rltrain.config.models import Offload, Parallel
-from rltrain.config.section import Count, Fraction, NonNegative, NonNegativeInt, Positive, Section
+from rltrain.config.section import Count, NonNegativeInt, Positive, Section, Temperature, TokenId, TopK, TopP
 
 
 class Sampling(Section):
-    temperature: NonNegative = 1.0
-    top_p: Fraction = 1.0
-    top_k: NonNegativeInt = 0
-    """0: off."""
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: TopK = 0
+    """0 or -1: off."""
     stop: tuple[str, ...] = Field(default=(), strict=False)
     """Strings that end a response, beside the checkpoint's end-of-sequence tokens."""
-    stop_token_ids: tuple[NonNegativeInt, ...] = Field(default=(), strict=False)
+    stop_token_ids: tuple[TokenId, ...] = Field(default=(), strict=False)
     """Token ids that end a response, and are part of it, beside those of the checkpoint."""
     max_response_tokens: Count = 1024
 

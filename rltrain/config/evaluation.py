@@ -9,7 +9,7 @@ from rltrain.config.data import PromptFile
 from rltrain.config.engines import Rollout, Sampling
 from rltrain.config.models import Offload, Parallel
 from rltrain.config.rewards import Reward
-from rltrain.config.section import Count, Fraction, NonNegative, NonNegativeInt, Positive, Section
+from rltrain.config.section import Count, NonNegativeInt, Positive, Section, Temperature, TopK, TopP
 
 SHORT_FORM = "eval"
 """The name of the set that data.eval is."""
@@ -22,10 +22,10 @@ ENGINE_KEYS = ("engine", "dtype", "parallel", "max_running_requests", "max_conte
 class EvaluationSampling(Section):
     """Greedy unless it says otherwise. Stop strings are those of rollout.sampling."""
 
-    temperature: NonNegative = 0.0
-    top_p: Fraction = 1.0
-    top_k: NonNegativeInt = 0
-    """0: off."""
+    temperature: Temperature = 0.0
+    top_p: TopP = 1.0
+    top_k: TopK = 0
+    """0 or -1: off."""
     max_response_tokens: Count | None = None
     """null: rollout.sampling.max_response_tokens."""
 

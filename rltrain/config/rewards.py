@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from rltrain.config.engines import Sampling, Served
-from rltrain.config.section import Count, HubName, NonNegative, NonNegativeInt, Positive, Section, Share
+from rltrain.config.section import Count, HubName, NonNegativeInt, Positive, Section, Share, Temperature
 
 
 class RewardPart(Section):
@@ -75,7 +75,7 @@ class Reward(Section):
 
 
 class JudgeSampling(Sampling):
-    temperature: NonNegative = 0.0
+    temperature: Temperature = 0.0
     max_response_tokens: Count = 512
 
 

@@ -11,7 +11,7 @@ from rltrain.endpoint.opening import Opening, Reply
 from rltrain.endpoint.refused import Refused
 from rltrain.endpoint.trajectory import TurnEnd
 from rltrain.endpoint.turn import EngineBusy, EngineGone, Turns
-from rltrain.rollout.sample import Sample
+from rltrain.rollout.sample import Sample, Status
 from rltrain.rollout.stream.guests import Turn
 
 logger = logging.getLogger(__name__)
@@ -152,7 +152,11 @@ class Answer:
         except Exception as error:  # noqa: BLE001 - the engine refused it: its client is told why
             self._fail(Refused(HTTPStatus.BAD_REQUEST, f"the engine refuses this request: {error}"))
         else:
-            self._drawn()
+            if choice.sample.status == Status.FAILED:
+                said = "the model's log-probs are not finite for this request: nothing can be drawn"
+                self._fail(Refused(HTTPStatus.INTERNAL_SERVER_ERROR, said, code="not_finite"))
+            else:
+                self._drawn()
 
     def _drawn(self) -> None:
         try:

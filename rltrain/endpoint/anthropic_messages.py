@@ -10,12 +10,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from rltrain.chat.template import as_text
+from rltrain.config.section import TokenCount
 from rltrain.endpoint.answer import Answer, Choice
 from rltrain.endpoint.deltas import Deltas
 from rltrain.endpoint.event_stream import Event, event_stream
 from rltrain.endpoint.history import History
-from rltrain.endpoint.http_request import Body, answer_to, read_json, repetition, session_of, wait_for
-from rltrain.endpoint.openai_fields import Positive, stop_strings_of
+from rltrain.endpoint.http_request import Body, SamplingFields, answer_to, read_json, repetition, session_of, wait_for
+from rltrain.endpoint.openai_fields import stop_strings_of
 from rltrain.endpoint.opening import ChatOpening, Reply
 from rltrain.endpoint.refused import Refused, invalid, object_in, text_in, unsupported
 from rltrain.endpoint.sampling_rules import AskedSampling
@@ -50,13 +51,10 @@ class PromptFields(Body):
         return service.chat(messages, tools, {})
 
 
-class MessagesRequest(PromptFields):
-    max_tokens: Positive
+class MessagesRequest(PromptFields, SamplingFields):
+    max_tokens: TokenCount
     stop_sequences: list[str] | None = None
     stream: bool = False
-    temperature: Annotated[float, Field(ge=0)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
 
     def asked(self, service: Service) -> Asked:
         """Raises Refused."""
@@ -94,6 +92,8 @@ def _chat_messages(message: Block, where: str) -> Iterator[dict[str, Any]]:
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system") or not isinstance(content, str | list):
         raise invalid(f"{where}: expected role user or assistant, and content", where)
+    if content == [] and role != "assistant":
+        raise invalid(f"{where}.content: got []; expected at least one block, or a text", f"{where}.content")
     if isinstance(content, str):
         yield {"role": role, "content": content}
         return

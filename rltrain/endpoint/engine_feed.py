@@ -121,6 +121,13 @@ class EngineFeed:
                 self._look(self.mailbox)
         return foreign
 
+    def fail_running(self) -> None:
+        """The engine has given up all that ran, since none of it was finite: deliver it as failed."""
+        lost, self._running = self._running, {}
+        if self.mailbox is not None:
+            entries = (entry for number, entry in lost.items() if number not in self._cut)
+            self.mailbox.deliver([replace(entry.sample, status=Status.FAILED) for entry in entries])
+
     def take_back(self, samples: Iterable[Sample]) -> list[Sample]:
         """The engine has given these back unfinished; those that are not this feed's."""
         back, foreign = deque[_Entry](), []

@@ -9,6 +9,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
+from rltrain.config.section import Temperature, TopK, TopP
 from rltrain.endpoint.answer import Answer
 from rltrain.endpoint.opening import Opening
 from rltrain.endpoint.refused import Refused, invalid
@@ -19,7 +20,15 @@ from rltrain.endpoint.session import Asked, Repetition, Session
 class Body(BaseModel):
     """Fields that nobody reads are harmless: clients send many."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+
+
+class SamplingFields(Body):
+    """What all APIs call by one name. Numbers that no engine can draw with are refused here."""
+
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
 
 
 T = TypeVar("T", bound=BaseModel)

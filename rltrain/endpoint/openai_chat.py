@@ -8,11 +8,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from rltrain.chat.template import as_text
+from rltrain.config.section import TokenCount
 from rltrain.endpoint.answer import Answer, Choice
 from rltrain.endpoint.deltas import Deltas, finish_reason, token_logprobs
 from rltrain.endpoint.event_stream import Event, event_stream
 from rltrain.endpoint.http_request import answer_to, read_json, repetition, session_of, wait_for
-from rltrain.endpoint.openai_fields import DrawingFields, Positive, head, openai_error, usage
+from rltrain.endpoint.openai_fields import DrawingFields, head, openai_error, usage
 from rltrain.endpoint.opening import ChatOpening, Reply
 from rltrain.endpoint.refused import unsupported
 from rltrain.endpoint.service import Service
@@ -23,7 +24,7 @@ class ChatRequest(DrawingFields):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     functions: list[dict[str, Any]] | None = None
-    max_completion_tokens: Positive | None = None
+    max_completion_tokens: TokenCount | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
     modalities: list[str] | None = None

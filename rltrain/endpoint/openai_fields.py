@@ -7,35 +7,33 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from rltrain.config.section import TokenCount, TokenId
 from rltrain.endpoint.answer import Answer
-from rltrain.endpoint.http_request import Body
+from rltrain.endpoint.http_request import Body, SamplingFields
 from rltrain.endpoint.refused import Refused, invalid
 from rltrain.endpoint.sampling_rules import AskedSampling
 from rltrain.endpoint.service import Service
 from rltrain.endpoint.session import Asked
 
-Positive = Annotated[int, Field(ge=1)]
 MAX_STOP_STRINGS = 16
+MAX_STOP_TOKENS = 1024
 
 
 class StreamOptions(Body):
     include_usage: bool = False
 
 
-class DrawingFields(Body):
+class DrawingFields(SamplingFields):
     """How turns are drawn."""
 
     model: str = ""
-    n: Positive = 1
-    max_tokens: Positive | None = None
+    n: TokenCount = 1
+    max_tokens: TokenCount | None = None
     stop: str | list[str] | None = None
     seed: int | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: int | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)] | None = None
     """As vLLM has it, and the next one: these end a turn, beside the model's own unless those are ignored."""
     ignore_eos: bool = False
     return_token_ids: bool = False
@@ -66,7 +64,7 @@ class DrawingFields(Body):
         sampling = AskedSampling(
             self.temperature,
             self.top_p,
-            None if self.top_k is None else max(self.top_k, 0),
+            self.top_k,
             self._stop_token_ids(service.rules.own.stop_token_ids),
         )
         return Asked(

@@ -13,12 +13,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from rltrain.chat.template import as_text
+from rltrain.config.section import TokenCount
 from rltrain.endpoint.answer import Answer
 from rltrain.endpoint.deltas import Deltas, finish_reason
 from rltrain.endpoint.event_stream import Event, event_stream
-from rltrain.endpoint.http_request import Body, answer_to, read_json, repetition, session_of, wait_for
+from rltrain.endpoint.http_request import SamplingFields, answer_to, read_json, repetition, session_of, wait_for
 from rltrain.endpoint.openai_chat import message_of, offered
-from rltrain.endpoint.openai_fields import Positive, openai_error
+from rltrain.endpoint.openai_fields import openai_error
 from rltrain.endpoint.opening import ChatOpening, Reply
 from rltrain.endpoint.refused import Refused, invalid, object_in, text_in, unsupported
 from rltrain.endpoint.sampling_rules import AskedSampling
@@ -28,16 +29,14 @@ from rltrain.endpoint.session import Asked, Session
 MESSAGE_PARTS = ("input_text", "output_text", "text")
 
 
-class ResponsesRequest(Body):
+class ResponsesRequest(SamplingFields):
     model: str = ""
     input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
     instructions: str | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     previous_response_id: str | None = None
-    max_output_tokens: Positive | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    max_output_tokens: TokenCount | None = None
     stream: bool = False
     background: bool = False
     text: Mapping[str, Any] | None = None
@@ -52,7 +51,7 @@ class ResponsesRequest(Body):
         form = ((self.text or {}).get("format") or {}).get("type", "text")
         if form != "text":
             raise unsupported("text.format", form, "text")
-        sampling = service.rules.sampling_for(AskedSampling(self.temperature, self.top_p))
+        sampling = service.rules.sampling_for(AskedSampling(self.temperature, self.top_p, self.top_k))
         return Asked(sampling, max_tokens=self.max_output_tokens, is_watched=self.stream)
 
     def opening(self, service: Service, session: Session) -> ChatOpening:

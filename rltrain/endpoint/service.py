@@ -56,6 +56,8 @@ class Service:
         if self.tokenizer.chat_template is None:
             raise invalid("this checkpoint's tokenizer has no chat template; send a text to /v1/completions")
         messages = checked(given)
+        if not messages:
+            raise invalid("messages: got none that says anything; expected at least one", "messages")
         if messages[-1].get("role") == "assistant":
             raise invalid("messages: the last one is the assistant's; expected one that it is to answer", "messages")
         key = json.dumps([list(tools), dict(options)], sort_keys=True)

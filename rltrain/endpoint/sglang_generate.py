@@ -7,9 +7,10 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from rltrain.config.section import TokenCount
 from rltrain.endpoint.answer import Answer, Choice
-from rltrain.endpoint.http_request import Body, answer_to, read_json, repetition, session_of, wait_for
-from rltrain.endpoint.openai_fields import Positive, stop_strings_of
+from rltrain.endpoint.http_request import Body, SamplingFields, answer_to, read_json, repetition, session_of, wait_for
+from rltrain.endpoint.openai_fields import stop_strings_of
 from rltrain.endpoint.refused import invalid, unsupported
 from rltrain.endpoint.sampling_rules import AskedSampling
 from rltrain.endpoint.service import Service
@@ -19,14 +20,11 @@ DEFAULT_MAX_NEW_TOKENS = 128
 """SGLang's."""
 
 
-class GenerateSampling(Body):
-    max_new_tokens: Positive | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: int | None = None
+class GenerateSampling(SamplingFields):
+    max_new_tokens: TokenCount | None = None
     stop: str | list[str] | None = None
     sampling_seed: int | None = None
-    n: Positive = 1
+    n: TokenCount = 1
 
 
 class GenerateRequest(Body):
@@ -47,9 +45,8 @@ class GenerateRequest(Body):
     def asked(self, service: Service) -> Asked:
         """Raises Refused."""
         params = self.sampling_params
-        top_k = None if params.top_k is None else max(params.top_k, 0)
         return Asked(
-            service.rules.sampling_for(AskedSampling(params.temperature, params.top_p, top_k)),
+            service.rules.sampling_for(AskedSampling(params.temperature, params.top_p, params.top_k)),
             num_choices=params.n,
             max_tokens=params.max_new_tokens or DEFAULT_MAX_NEW_TOKENS,
             stop=stop_strings_of(params.stop, "sampling_params.stop"),

@@ -1,6 +1,7 @@
 """The command line of launch/serve.py."""
 
 import argparse
+import logging
 import secrets
 import signal
 import sys
@@ -10,15 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from pydantic import ValidationError
 
 from rltrain.chat.chat_format import ChatFormat
+from rltrain.config.engines import Sampling
+from rltrain.config.explain import expectation
 from rltrain.data.tokenizer import TextDecoder, load_tokenizer
 from rltrain.endpoint.engine_feed import EngineFeed
 from rltrain.endpoint.limits import Limits
 from rltrain.endpoint.mailbox import EngineMailbox
 from rltrain.endpoint.sampling_rules import SamplingRules
 from rltrain.endpoint.server import EndpointServer, EndpointSettings
-from rltrain.errors import ConfigError, UserError
+from rltrain.errors import ConfigError, DivergenceError, UserError
 from rltrain.hub import named_checkpoint
 from rltrain.models import read_architecture
 from rltrain.rollout.engine import SamplingParams
@@ -28,6 +32,8 @@ from rltrain.serving.reloading import Reloads
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 EXIT_USER_ERROR = 2
 LOOK_S = 0.5
@@ -55,6 +61,7 @@ def serve(arguments: argparse.Namespace, stopping: threading.Event) -> None:
             "--engine sglang: SGLang has a server of its own, with the same API; expected embedded here, or: python -m "
             f"sglang.launch_server --model-path {arguments.checkpoint} --host {arguments.host} --port {arguments.port}"
         )
+    given = sampling_of(arguments)
     named = named_checkpoint(arguments.checkpoint, "--checkpoint")
     checkpoint = named if isinstance(named, Path) else named.copy()
     read_architecture(checkpoint, "--checkpoint")  # before transformers reads its config.json, for the tokenizer
@@ -69,9 +76,10 @@ def serve(arguments: argparse.Namespace, stopping: threading.Event) -> None:
         arguments.kv_cache_gb or "auto",
     )
     engine = load_engine(engine_settings, tokenizer)
+    stop = _stop_tokens(checkpoint, tokenizer)
     token = None if arguments.no_token else arguments.token or "sk-" + secrets.token_urlsafe(24)
     settings = EndpointSettings(
-        SamplingRules(_sampling(arguments, checkpoint, tokenizer, context), "request"),
+        SamplingRules(SamplingParams(given.temperature, given.top_p, given.top_k, context, stop), "request"),
         Limits(context, max_turns=arguments.max_requests, max_sessions=arguments.max_requests),
         model=arguments.model_name or (named.resolve().name if isinstance(named, Path) else named.name),
         token=token,
@@ -105,18 +113,29 @@ def draw_turns(feed: EngineFeed, stopping: threading.Event, reloads: Reloads | N
             reloads.carry_out()
         feed.begin_step(feed.mail() or Mail())
         if engine.num_unfinished:
-            feed.end_step(engine.step())
+            try:
+                feed.end_step(engine.step())
+            except DivergenceError as error:  # of one request perhaps: the others are served on
+                logger.error("%s", error)
+                feed.fail_running()
         else:
             mailbox.wait(LOOK_S)
 
 
-def _sampling(
-    arguments: argparse.Namespace, checkpoint: Path, tokenizer: "PreTrainedTokenizerBase", max_context_tokens: int
-) -> SamplingParams:
-    """Where requests say nothing else."""
+def sampling_of(arguments: argparse.Namespace) -> Sampling:
+    """What requests get that say nothing else. Raises ConfigError for what no engine can draw with."""
+    try:
+        return Sampling(temperature=arguments.temperature, top_p=arguments.top_p, top_k=arguments.top_k)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0])
+        expected = expectation(("rollout", "sampling", name))
+        raise ConfigError(f"--{name.replace('_', '-')}: got {first['input']}; expected {expected}") from error
+
+
+def _stop_tokens(checkpoint: Path, tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
     ends = ChatFormat(tokenizer).end_tokens if tokenizer.chat_template is not None else frozenset[int]()
-    stop = stop_tokens(checkpoint, tokenizer, frozenset(ends))
-    return SamplingParams(arguments.temperature, arguments.top_p, arguments.top_k, max_context_tokens, stop)
+    return stop_tokens(checkpoint, tokenizer, frozenset(ends))
 
 
 def _greeting(url: str, settings: EndpointSettings, *, has_chats: bool) -> str:

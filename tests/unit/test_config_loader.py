@@ -141,6 +141,19 @@ def test_the_line_of_a_split_key_is_kept(refusal):
         ),
         ("reference: {parallel: {tp: 0}}", "reference.parallel.tp: got 0; expected a whole number, at least 1"),
         ("rollout: {sampling: {stop: [a, 1]}}", "rollout.sampling.stop.1: got 1; expected text in quotes"),
+        *(
+            (
+                f"rollout: {{sampling: {{temperature: {value}}}}}",
+                f"rollout.sampling.temperature: got {shown}; expected 0, or a number from 0.001 to 1000",
+            )
+            for value, shown in (("1.0e-40", "1e-40"), ("1.0e+39", "1e+39"), ("-1", "-1"), (".nan", '".nan"'))
+        ),
+        (
+            "judge: {sampling: {temperature: .inf}}",
+            'judge.sampling.temperature: got ".inf"; expected 0, or a number from',
+        ),
+        ("rollout: {sampling: {top_p: 1.0e-300}}", "top_p: got 1e-300; expected a number, at least 0.000001"),
+        ("rollout: {sampling: {top_k: -5}}", "rollout.sampling.top_k: got -5; expected a whole number, at least -1"),
         ("rollout: {sampling: {stop: a}}", 'rollout.sampling.stop: got "a"; expected a list of text'),
         ("reward: {options: 3}", "reward.options: got 3; expected keys with values"),
         ("steps: 5", ":8: steps: the key is given twice, first in line 1"),

@@ -269,6 +269,30 @@ def test_diverged_weights_are_reported_and_leave_no_trace(qwen3: Path) -> None:
     assert_same_completions(engine.generate(requests, sampled()), expected)
 
 
+@pytest.mark.parametrize("kv_tokens", [None, 600])
+def test_logits_that_are_not_finite_end_their_own_sample(qwen3: Path, kv_tokens: int | None) -> None:
+    """Whatever takes its place in the cache, what was drawn before counts, and the others draw what they would have."""
+    engine, parameters = load_engine(qwen3, max_running_requests=3, kv_tokens=kv_tokens)
+    requests = ragged_requests(12)
+    expected = engine.generate(requests, sampled())
+    embedding = parameters["model.embed_tokens.weight"]
+    odd = next(token for token in range(6, 50) if 1 < sum(token in done.context[:-1] for done in expected) < 9)
+    intact = embedding[odd].clone()
+    embedding[odd] = torch.nan
+    found = engine.generate(requests, sampled())
+    places = [done.context[:-1].index(odd) if odd in done.context[:-1] else None for done in expected]
+    for done, other, place in zip(found, expected, places, strict=True):
+        if place is None:
+            assert_same_completions([done], [other])
+        else:
+            count = max(place + 1 - len(other.prompt), 0)
+            assert done.status == Status.FAILED and done.tokens == other.tokens[:count]
+            assert done.logprobs == pytest.approx(other.logprobs[:count], abs=1e-5)
+    assert any(place is None for place in places) and any(place is not None for place in places)
+    embedding[odd] = intact
+    assert_same_completions(engine.generate(requests, sampled()), expected)
+
+
 def test_released_cache_is_allocated_again(qwen3: Path) -> None:
     engine, _ = load_engine(qwen3)
     expected = engine.generate(ragged_requests(), sampled())

@@ -1,5 +1,6 @@
 """Conversations on one engine: what the engine drew and was given is what is trained on, whoever answers when."""
 
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rltrain.environments.batch import Event, Failure
-from rltrain.environments.interface import Action, Row
+from rltrain.environments.interface import Action, Row, TokenIds
 from rltrain.errors import EpisodeError
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample, SampleGroup, Status
@@ -270,6 +271,50 @@ def test_nothing_is_learnt_from_an_episode_that_failed():
         ends = torch.nonzero(reward).flatten() - len(sample.prompt) + 1
         assert set(ends.tolist()) <= set(sample.turns)
     assert experience.turns.tolist() == [len(sample.turns) for sample in samples]
+
+
+class FailingEngine(TurnEngine):
+    """Has logits that are not finite now and then: the turn ends without that token."""
+
+    def _draw(self, sample: Sample) -> Sample:
+        if self.random.random() < 0.03:
+            return sample.drawn((), (), (), Status.FAILED)
+        return super()._draw(sample)
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_a_turn_that_the_engine_could_not_draw_costs_its_episode(overlaps):
+    environments, engine = RandomEnvironments(5), FailingEngine(5, num_slots=4)
+    groups = conversations(environments, engine, overlaps=overlaps)
+    finished = sorted(run(groups, deque(range(4))), key=lambda group: group.position)
+    assert [group.position for group in finished] == [0, 1, 2, 3] and not groups.waiting
+    samples = [sample for group in finished for sample in group.samples]
+    failed = [sample for sample in samples if sample.status == Status.FAILED]
+    assert 0 < len(failed) < len(samples)
+    assert all(len(sample.turns) == len(sample.turn_rewards) for sample in samples)
+    assert {sample.id for sample in failed} <= set(environments.abandoned)
+    assert engine.forgotten == set(engine.log)
+    masks = pack_groups(finished, [0, 1, 2, 3])
+    masks = masks.response_mask.split(masks.lengths.tolist())
+    assert [bool(mask.any()) for mask in masks] == [sample.status != Status.FAILED for sample in samples]
+    assert groups.episodes.metrics()["env/failed"] == len(failed)
+
+
+@pytest.mark.parametrize("wanted", [0, -1, 1.5, "4", True, math.nan, [3], 4, 2**70, None])
+def test_an_environment_may_ask_for_a_number_of_tokens_alone(wanted):
+    environments = SilentEnvironments()
+    episodes = EnvironmentEpisodes([environments], Letters(), LIMITS, lambda row: {}, wait_for)
+    sample = Sample(0, (99,), seed=0)
+    episodes.begin(SampleGroup(0, 7, (sample,)), [sample])
+    environments.pending = [Event(0, TokenIds((1, 2), {"max_new_tokens": wanted}))]
+    (answer,) = episodes.answers(engine_is_idle=True)
+    if wanted in (4, 2**70, None) and wanted is not True:
+        limit = None if wanted is None else min(wanted, LIMITS.max_response_tokens)
+        assert answer == Answer(0, tokens=(1, 2), max_turn_tokens=limit)
+        return
+    assert answer == Answer(0, Status.FAILED)
+    with pytest.raises(EpisodeError, match="max_new_tokens = .*expected a whole number, at least 1"):
+        episodes.metrics()
 
 
 @settings(max_examples=15, deadline=None)

@@ -23,7 +23,7 @@ from tests.unit.recorded_steps import Recorder
 SAMPLED = SamplingParams(1.0, 1.0, 0, 24, (3, 4, 5))
 GREEDY = SamplingParams(0.0, 1.0, 0, 24, (3,))
 FIXED = SamplingParams(1.0, 1.0, 0, 24, ())
-TRUNCATED = SamplingParams(0.8, 0.9, 5, 40, (3,))
+TRUNCATED = SamplingParams(0.8, 0.9, 5, 40, (3, 4, 5))
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,10 @@
-"""Sampling: random numbers, inversion, truncation, log-probs, seeds."""
+"""Sampling: random numbers, draws by the Gumbel maximum, truncation, log-probs, seeds."""
 
 import math
+import sys
 from dataclasses import replace
-from types import SimpleNamespace
+from functools import partial
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +13,25 @@ from hypothesis import strategies as st
 
 from rltrain.config import schema
 from rltrain.roles.drawing import DrawingRole
-from rltrain.rollout.embedded.random_streams import mix64, random_streams, uniforms
-from rltrain.rollout.embedded.sampling import draw, invert_cdf, truncate
+from rltrain.rollout.embedded import sampling as sampling_module
+from rltrain.rollout.embedded.random_streams import (
+    COUNTER_STEP,
+    NO_STREAM,
+    POSITION_STEP,
+    log_uniforms,
+    mix64,
+    random_streams,
+)
+from rltrain.rollout.embedded.sampling import (
+    BLOCK_TOKENS,
+    FIRST_BLOCK,
+    choose_draw,
+    draw,
+    draw_by_kernel,
+    num_differences,
+    race,
+    truncate,
+)
 from rltrain.rollout.engine import GreedyPlaces, SamplingParams
 from rltrain.rollout.stream.seeds import mix64 as mix64_int
 from rltrain.rollout.stream.seeds import request_seed
@@ -46,21 +65,56 @@ def test_tensor_mix_equals_integer_mix(value: int) -> None:
     assert int(mix64(torch.tensor([value]))) % 2**64 == mix64_int(value % 2**64)
 
 
-@pytest.mark.parametrize("axis", ["positions", "seeds"])
-def test_uniforms_are_uniform_and_inside_the_open_interval(axis: str) -> None:
+def grid_of(shape: dict[str, int], first: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Streams, positions and counters of a grid of so many seeds, positions and counters in this order."""
+    seeds, positions, counters = (torch.arange(shape.get(name, 1)) for name in ("seeds", "positions", "counters"))
+    return random_streams(seeds.tolist(), CPU)[:, None, None], positions[:, None], counters + first
+
+
+@pytest.mark.parametrize("first", [0, FIRST_BLOCK])
+@pytest.mark.parametrize("axis", ["counters", "positions", "seeds"])
+def test_numbers_are_uniform_and_inside_the_open_interval(axis: str, first: int) -> None:
     count = 100_000
-    index = torch.arange(count)
-    if axis == "positions":
-        numbers = uniforms(random_streams([7], CPU).expand(count), index)
-    else:
-        numbers = uniforms(random_streams(list(range(count)), CPU), torch.zeros_like(index))
-    assert numbers.dtype == torch.float32
-    assert float(numbers.min()) > 0 and float(numbers.max()) < 1
+    logs = log_uniforms(*grid_of({axis: count}, first)).flatten()
+    assert logs.dtype == torch.float32 and logs.shape == (count,)
+    assert bool(torch.isfinite(logs).all()) and float(logs.max()) < 0
+    numbers = logs.double().exp_()
     counts = torch.histc(numbers, bins=100, min=0, max=1)
     assert chi_square(counts, torch.full((100,), count / 100)) < chi_square_bound(99)
     pairs = (numbers[:-1] * 10).long() * 10 + (numbers[1:] * 10).long()
     counts = pairs.bincount(minlength=100).float()
     assert chi_square(counts, torch.full((100,), (count - 1) / 100)) < chi_square_bound(99)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_numbers_of_neighbouring_seeds_positions_and_tokens_are_independent(axis: int) -> None:
+    """Also their large numbers, which decide a draw: of 64 tokens each is the largest as often as the others."""
+    numbers = log_uniforms(*grid_of({"seeds": 64, "positions": 64, "counters": 64})).double().exp_()
+    one, other = numbers.narrow(axis, 0, 63).flatten(), numbers.narrow(axis, 1, 63).flatten()
+    counts = ((one * 16).long() * 16 + (other * 16).long()).bincount(minlength=256).float()
+    assert chi_square(counts, torch.full((256,), len(one) / 256)) < chi_square_bound(255)
+    bits = numbers.mul(2.0**20).long()
+    differing = sum((((bits.narrow(axis, 0, 63) ^ bits.narrow(axis, 1, 63)) >> bit) & 1).sum() for bit in range(20))
+    expected = len(one) * 20 / 2
+    assert abs(int(differing) - expected) < 4 * math.sqrt(expected / 2)
+    winners = numbers.argmax(axis).flatten().bincount(minlength=64).float()
+    assert chi_square(winners, torch.full((64,), 64.0)) < chi_square_bound(63)
+
+
+def test_small_exponentials_keep_their_precision() -> None:
+    """Of a million numbers the largest logarithms are as far from 0 as those of exact numbers are."""
+    logs = log_uniforms(*grid_of({"seeds": 10, "counters": 100_000})).flatten()
+    least = (-logs).topk(100, largest=False).values.double() * len(logs)  # arrivals of a Poisson process of rate 1
+    gaps = torch.diff(least, prepend=torch.zeros(1))
+    assert float(gaps.min()) > 0 and 0.6 < float(gaps.mean()) < 1.4
+    counts = torch.histc(torch.exp(-gaps).float(), bins=5, min=0, max=1)
+    assert chi_square(counts, torch.full((5,), 20.0)) < chi_square_bound(4)
+
+
+def test_positions_and_counters_of_a_response_never_coincide() -> None:
+    distance = POSITION_STEP * pow(COUNTER_STEP, -1, 2**64) % 2**64  # between two positions, in counters
+    apart = min(min(step * distance % 2**64, -step * distance % 2**64) for step in range(1, 2**14))
+    assert apart > 2 * FIRST_BLOCK
 
 
 def unmix64(value: int) -> int:
@@ -74,12 +128,16 @@ def unmix64(value: int) -> int:
     return value
 
 
-@pytest.mark.parametrize(("bits", "number"), [(0, 2.0**-24), (2**64 - 1, 1 - 2.0**-24)])
-def test_extreme_bits_stay_inside_the_open_interval(bits: int, number: float) -> None:
+@pytest.mark.parametrize(("low_bits", "number"), [(0, 2.0**-24), (2**63 - 1, 1.0)])
+def test_extreme_bits_stay_inside_the_open_interval(low_bits: int, number: float) -> None:
+    """`bits` are those before the last step of the finaliser, which the numbers do without."""
+    bits = low_bits ^ low_bits >> 31
     stream = unmix64(bits)
     assert mix64_int(stream) == bits
     signed = torch.tensor([stream - 2**64 if stream >= 2**63 else stream])
-    assert uniforms(signed, torch.zeros_like(signed)).tolist() == [number]
+    (log,) = log_uniforms(signed, torch.zeros_like(signed), torch.zeros_like(signed)).tolist()
+    assert log < 0 and math.isfinite(log)
+    assert math.exp(log) == pytest.approx(number, rel=1e-6)
 
 
 def test_streams_differ_between_neighbouring_seeds_and_accept_any_integer() -> None:
@@ -107,8 +165,8 @@ def test_sampled_frequencies_match_the_tempered_softmax(temperature: float) -> N
     count, vocab = 60_000, 12
     row = torch.randn(vocab, generator=torch.Generator().manual_seed(3))
     streams = random_streams(list(range(count)), CPU)
-    numbers = uniforms(streams, torch.zeros(count, dtype=torch.int64))
-    tokens, logprobs = draw(row.expand(count, -1), numbers, sampling(temperature))
+    positions = torch.zeros(count, dtype=torch.int64)
+    tokens, logprobs = draw(row.expand(count, -1), streams, positions, sampling(temperature))
     probabilities = torch.softmax(row / temperature, -1)
     counts = tokens.bincount(minlength=vocab).float()
     assert chi_square(counts, probabilities * count) < chi_square_bound(vocab - 1)
@@ -117,20 +175,20 @@ def test_sampled_frequencies_match_the_tempered_softmax(temperature: float) -> N
 
 def test_greedy_takes_the_largest_logit_and_scores_it_at_temperature_one() -> None:
     logits = torch.randn(50, 9, generator=torch.Generator().manual_seed(0))
-    ignored = torch.full((50,), torch.nan)
-    tokens, logprobs = draw(logits, ignored, sampling(temperature=0.0))
+    ignored = torch.arange(50)
+    tokens, logprobs = draw(logits, ignored, ignored, sampling(temperature=0.0))
     assert tokens.tolist() == logits.argmax(-1).tolist()
     torch.testing.assert_close(logprobs, torch.log_softmax(logits, -1).amax(-1))
 
 
 def test_greedy_rows_among_others_take_the_largest_logit_whatever_is_cut_off() -> None:
     logits = torch.randn(40, 7, generator=torch.Generator().manual_seed(0))
-    numbers = uniforms(random_streams([*range(40)], CPU), torch.zeros(40, dtype=torch.int64))
+    streams, positions = random_streams([*range(40)], CPU), torch.zeros(40, dtype=torch.int64)
     greedy = torch.arange(40) % 4 == 3
     for alone in (sampling(0.7), sampling(0.7, top_p=0.6, top_k=4)):
         mixed = replace(alone, greedy=GreedyPlaces(1, 4))
-        tokens, logprobs = draw(logits, numbers.masked_fill(greedy, -1), mixed)
-        expected = draw(logits, numbers, alone)[0].where(~greedy, logits.argmax(-1))
+        tokens, logprobs = draw(logits, streams.masked_fill(greedy, NO_STREAM), positions, mixed)
+        expected = draw(logits, streams, positions, alone)[0].where(~greedy, logits.argmax(-1))
         assert torch.equal(tokens, expected)
         tempered = torch.log_softmax(logits / 0.7, -1)
         torch.testing.assert_close(logprobs, tempered.gather(-1, tokens[:, None])[:, 0])
@@ -178,7 +236,7 @@ def test_truncated_draws_stay_inside_and_keep_untruncated_logprobs(
     tempered = torch.log_softmax(logits / temperature, -1)
     positions = torch.arange(64)
     streams = random_streams([seed], CPU).expand(64)
-    tokens, logprobs = draw(logits, uniforms(streams, positions), sampling(temperature, top_p, top_k))
+    tokens, logprobs = draw(logits, streams, positions, sampling(temperature, top_p, top_k))
     assert set(tokens.tolist()) <= kept_reference(tempered[0].exp().tolist(), top_p, top_k)
     torch.testing.assert_close(logprobs, tempered[0][tokens])
 
@@ -187,7 +245,8 @@ def test_truncated_frequencies_match_the_renormalised_distribution() -> None:
     count, vocab, top_k = 40_000, 10, 4
     row = torch.randn(vocab, generator=torch.Generator().manual_seed(5))
     positions = torch.arange(count)
-    tokens, _ = draw(row.expand(count, -1), uniforms(random_streams([11], CPU), positions), sampling(top_k=top_k))
+    streams = random_streams([11], CPU).expand(count)
+    tokens, _ = draw(row.expand(count, -1), streams, positions, sampling(top_k=top_k))
     kept = row.topk(top_k).indices
     expected = torch.softmax(row[kept], -1) * count
     counts = tokens.bincount(minlength=vocab).float()
@@ -195,29 +254,60 @@ def test_truncated_frequencies_match_the_renormalised_distribution() -> None:
     assert chi_square(counts[kept], expected) < chi_square_bound(top_k - 1)
 
 
-def test_inversion_never_picks_a_token_of_weight_zero() -> None:
-    weights = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]])
-    for number in (2.0**-24, 0.25, 0.5, 0.75, 1 - 2.0**-24):
-        picked = int(invert_cdf(weights, torch.tensor([[number]])))
-        assert picked == (1 if number < 0.5 else 3)
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_frequencies_over_several_blocks_match_the_distribution(top_p: float) -> None:
+    """The last block is not full, one has no weight at all, and the tokens that count are in different ones."""
+    count, vocab = 6_000, 3 * BLOCK_TOKENS + 40
+    row = torch.full((vocab,), -torch.inf)
+    likely = torch.tensor([0, 1, BLOCK_TOKENS - 1, BLOCK_TOKENS, BLOCK_TOKENS + 77, vocab - 2, vocab - 1])
+    row[likely] = torch.tensor([0.3, 1.0, 2.0, 2.5, 0.0, 1.5, 2.2])
+    streams, positions = random_streams(list(range(count)), CPU), torch.full((count,), 5)
+    tokens, _ = draw(row.expand(count, -1), streams, positions, sampling(top_p=top_p))
+    kept, ids = truncate(torch.softmax(row, -1)[None], top_p, 0)
+    expected = torch.zeros(vocab).scatter_(0, ids[0], kept[0])
+    counts, there = tokens.bincount(minlength=vocab).float(), expected > 0
+    assert counts[there].sum() == count
+    expected *= count / expected.sum()
+    assert chi_square(counts[there], expected[there]) < chi_square_bound(int(there.sum()) - 1)
+
+
+@pytest.mark.parametrize("vocab", [5, 2 * BLOCK_TOKENS + 3])
+def test_a_token_of_weight_zero_is_never_drawn(vocab: int) -> None:
+    weights = torch.zeros(2000, vocab)
+    weights[:, [1, vocab - 2]] = torch.tensor([1e-30, 2e-30])
+    streams, positions = random_streams(list(range(2000)), CPU)[:, None], torch.zeros(2000, 1, dtype=torch.int64)
+    assert set(race(weights, streams, positions).flatten().tolist()) == {1, vocab - 2}
+
+
+def test_rounding_moves_few_draws() -> None:
+    """Logits that are off by 1e-5 change about as many of the draws, wherever they are in the vocabulary."""
+    logits = 3 * torch.randn(4000, 1000, generator=torch.Generator().manual_seed(0))
+    streams, positions = random_streams(list(range(4000)), CPU), torch.arange(4000)
+    tokens, _ = draw(logits, streams, positions, sampling())
+    off = logits + 1e-5 * torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
+    assert int((draw(off, streams, positions, sampling())[0] != tokens).sum()) <= 2
 
 
 def test_a_draw_depends_on_its_own_row_only() -> None:
     logits = torch.randn(32, 20, generator=torch.Generator().manual_seed(1))
     streams, positions = random_streams(list(range(32)), CPU), torch.arange(32)
-    tokens, logprobs = draw(logits, uniforms(streams, positions), sampling())
+    tokens, logprobs = draw(logits, streams, positions, sampling())
     order = torch.randperm(32, generator=torch.Generator().manual_seed(2))
-    shuffled, shuffled_logprobs = draw(logits[order], uniforms(streams[order], positions[order]), sampling())
+    shuffled, shuffled_logprobs = draw(logits[order], streams[order], positions[order], sampling())
     assert shuffled.tolist() == tokens[order].tolist()
     torch.testing.assert_close(shuffled_logprobs, logprobs[order])
 
 
-def test_rows_with_nan_are_drawn_without_failing_and_stay_visible() -> None:
-    logits = torch.zeros(3, 5)
-    logits[1] = float("nan")
-    zeros = torch.zeros(3, dtype=torch.int64)
-    tokens, logprobs = draw(logits, uniforms(random_streams([1, 2, 3], CPU), zeros), sampling())
-    assert int(tokens.min()) >= 0 and int(tokens.max()) < 5
+@pytest.mark.parametrize("vocab", [5, 3 * BLOCK_TOKENS])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("how", [sampling(), sampling(0.0), sampling(top_k=3), sampling(top_p=0.5)])
+def test_rows_that_are_not_finite_are_drawn_without_failing_and_stay_visible(
+    how: SamplingParams, bad: float, vocab: int
+) -> None:
+    logits = torch.zeros(3, vocab)
+    logits[1] = bad
+    tokens, logprobs = draw(logits, random_streams([1, 2, 3], CPU), torch.zeros(3, dtype=torch.int64), how)
+    assert int(tokens.min()) >= 0 and int(tokens.max()) < vocab
     assert torch.isfinite(logprobs).tolist() == [True, False, True]
 
 
@@ -226,3 +316,43 @@ def test_a_response_ends_at_the_checkpoint_s_tokens_a_turn_s_and_those_of_the_co
     role = SimpleNamespace(job=job, sessions=SimpleNamespace(end_tokens=frozenset({4, 6})))
     params = DrawingRole.sampling_params(role, schema.Sampling(stop_token_ids=(9, 2, 6)))
     assert params.stop_token_ids == (9, 4, 2, 6)
+
+
+CUDA = torch.device("cuda")
+
+
+def kernel(monkeypatch: pytest.MonkeyPatch, draw_rows: object) -> None:
+    """The kernel's module, which takes Triton to import, with this in it."""
+    module = ModuleType("sampling_kernel")
+    module.draw_rows = draw_rows  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "rltrain.rollout.embedded.sampling_kernel", module)
+
+
+def by_torch(
+    logits: torch.Tensor, streams: torch.Tensor, positions: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return draw(logits, streams, positions, sampling(temperature))
+
+
+def test_a_kernel_is_used_where_it_draws_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = partial(num_differences, CPU)
+    monkeypatch.setattr(sampling_module, "num_differences", lambda device: found())
+    assert choose_draw(CPU) == (draw, "")
+    kernel(monkeypatch, by_torch)
+    assert choose_draw(CUDA) == (draw_by_kernel, "")
+    kernel(monkeypatch, lambda logits, *rest: by_torch(logits.flip(-1), *rest))
+    assert choose_draw(CUDA)[0] is draw and "otherwise" in choose_draw(CUDA)[1]
+    kernel(monkeypatch, lambda *arguments: (by_torch(*arguments)[0], torch.full((64,), torch.nan)))
+    assert choose_draw(CUDA)[0] is draw
+    monkeypatch.delitem(sys.modules, "rltrain.rollout.embedded.sampling_kernel")
+    monkeypatch.setitem(sys.modules, "triton", None)  # not installed
+    assert choose_draw(CUDA)[0] is draw and "import of triton" in choose_draw(CUDA)[1]
+
+
+@pytest.mark.parametrize("how", [sampling(), sampling(0.0), sampling(0.5), sampling(0.5, top_p=0.5), sampling(top_k=3)])
+def test_with_the_kernel_draws_are_the_same(monkeypatch: pytest.MonkeyPatch, how: SamplingParams) -> None:
+    kernel(monkeypatch, by_torch)
+    logits = torch.randn(50, 300, generator=torch.Generator().manual_seed(0))
+    arguments = logits, random_streams([*range(50)], CPU), torch.arange(50), how
+    for found, expected in zip(draw_by_kernel(*arguments), draw(*arguments), strict=True):
+        assert torch.equal(found, expected)

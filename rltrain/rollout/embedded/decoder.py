@@ -8,7 +8,7 @@ from torch import Tensor
 from rltrain.rollout.embedded.kv_cache import rounded
 from rltrain.rollout.embedded.model import EngineModel
 from rltrain.rollout.embedded.recording import Record, Recordings
-from rltrain.rollout.embedded.sampling import draw
+from rltrain.rollout.embedded.sampling import Draw
 from rltrain.rollout.embedded.slots import PLACE, POSITION, Slots
 from rltrain.rollout.engine import SamplingParams
 
@@ -19,8 +19,8 @@ _RECORDED_SIZES = 2
 class Decoder:
     """Decode steps on the first of the slots: with `record`, on few numbers of slots and positions, recorded."""
 
-    def __init__(self, model: EngineModel, slots: Slots, record: Record | None) -> None:
-        self._model, self._slots = model, slots
+    def __init__(self, model: EngineModel, slots: Slots, draw: Draw, record: Record | None) -> None:
+        self._model, self._slots, self._draw = model, slots, draw
         self._stop_tokens: dict[tuple[int, ...], Tensor] = {}
         self._recordings = Recordings(record) if record else None
 
@@ -49,16 +49,17 @@ class Decoder:
     def _run(self, num_slots: int, num_positions: int, sampling: SamplingParams, stop_tokens: Tensor) -> None:
         slots = self._slots
         state = slots.state[:, :num_slots]
-        fed, positions, num_drawn, places, limits, _ = state.unbind()
+        fed, positions, num_drawn, places, limits, streams = state.unbind()
         attention = slots.cache.decode_attention(positions, num_positions)
         logits = self._model.logits(self._model.forward(fed, positions, attention))
-        tokens, logprobs = draw(logits, slots.transcript.numbers(places), sampling)
+        tokens, logprobs = self._draw(logits, streams, num_drawn, sampling)
         slots.transcript.write(places, tokens, logprobs)
         fed.copy_(tokens)
         state[POSITION : PLACE + 1].add_(slots.increments[:, :num_slots])
-        stopped, finished = slots.stopped[:num_slots], slots.finished[:num_slots]
+        stopped, failed, finished = (flags[:num_slots] for flags in (slots.stopped, slots.failed, slots.finished))
         torch.any(tokens[:, None] == stop_tokens, -1, out=stopped)
-        torch.logical_or(stopped, num_drawn >= limits, out=finished)
+        torch.logical_not(logprobs.isfinite(), out=failed)
+        torch.logical_or(stopped | failed, num_drawn >= limits, out=finished)
 
     def _stops(self, sampling: SamplingParams) -> Tensor:
         """The stop tokens, where recorded steps find them again."""

@@ -20,6 +20,7 @@ from rltrain.rollout.embedded.model import EngineModel
 from rltrain.rollout.embedded.parallel import TensorParallel
 from rltrain.rollout.embedded.parameters import Matrix
 from rltrain.rollout.embedded.recording import Record, recorder
+from rltrain.rollout.embedded.sampling import choose_draw
 from rltrain.rollout.embedded.slot_cache import SlotCache
 from rltrain.rollout.embedded.slots import Slots
 from rltrain.rollout.engine import START_FRACTION, SamplingParams
@@ -91,7 +92,10 @@ class EmbeddedEngine:
             if record is not None and self._model.needs_host:
                 record = None
                 self.decodes_by += f"; steps are not recorded, since torch has no product for all experts in {dtype}"
-        self._decoder = Decoder(self._model, self._slots, record)
+        draw, reason = choose_draw(self._device)
+        if reason:
+            self.decodes_by += f"; not drawn by a Triton kernel: {reason}"
+        self._decoder = Decoder(self._model, self._slots, draw, record)
         self._generation: Generation | None = None
 
     @property

@@ -1,6 +1,5 @@
 """Continuous batching: samples that share one `SamplingParams` run in the slots of a KV cache."""
 
-import math
 import sys
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -14,8 +13,8 @@ from rltrain.errors import DivergenceError
 from rltrain.rollout.embedded.decoder import Decoder
 from rltrain.rollout.embedded.model import EngineModel
 from rltrain.rollout.embedded.prefill import fill_cache
-from rltrain.rollout.embedded.random_streams import random_streams
-from rltrain.rollout.embedded.slots import NO_STREAM, NUMBERS_AHEAD, POSITION, TOKEN, Slots
+from rltrain.rollout.embedded.random_streams import NO_STREAM, random_streams
+from rltrain.rollout.embedded.slots import POSITION, TOKEN, Slots
 from rltrain.rollout.engine import START_FRACTION, SamplingParams
 from rltrain.rollout.refusals import response_limit
 from rltrain.rollout.sample import Sample, Status
@@ -42,6 +41,11 @@ class _Running:
     end_step: int | None = None
     """The first decode step that draws for it no more; None while it runs."""
     status: Status = Status.PENDING
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether its keys and values are to be kept after its turn."""
+        return self.sample.goes_on and self.status != Status.FAILED
 
     def position(self, step: int) -> int:
         """Where the token stands that a decode step feeds for it."""
@@ -147,14 +151,11 @@ class Generation:
     def _advance(self, policy_version: int) -> None:
         if self._num_steps >= self._crowded_step:
             self._make_room()
-        num_foreseen = 0 if self._num_steps % NUMBERS_AHEAD == 0 else len(self._running)
         num_new = self._num_admitted(policy_version)
         if num_new:
             self._admit(num_new, policy_version)
         if not self._running:
             return
-        if self.sampling.temperature > 0 and num_foreseen < len(self._running):
-            self._slots.foresee(num_foreseen, len(self._running))
         if not self._versions or self._versions[-1][1] != policy_version:
             self._versions.append((self._num_steps, policy_version))
         self._decode_step()
@@ -250,7 +251,7 @@ class Generation:
         finished = ended.nonzero().squeeze(1)
         slots = finished.tolist()
         if slots:
-            self._retire(slots, stopped[finished].tolist())
+            self._retire(slots, *torch.stack([stopped, self._slots.failed[:num_running]])[:, finished].tolist())
 
     def _matched(self, stop_strings: StopStrings) -> Tensor:
         """[running] whether the token just drawn completes a stop string."""
@@ -258,16 +259,26 @@ class Generation:
         tokens = self._slots.state[TOKEN, : len(self._running)].tolist()
         return torch.tensor(stop_strings.append(recent, tokens), device=self._device)
 
-    def _retire(self, finished: list[int], stopped: list[bool]) -> None:
-        """Free the `finished` slots; `stopped` says of each whether a stop token or string ended it."""
-        for slot, ended in zip(finished, stopped, strict=True):
+    def _retire(self, finished: list[int], stopped: list[bool], failed: list[bool]) -> None:
+        """Free the `finished` slots, with whether a stop token or string ended each, and whether its logits were not
+        finite. Raises DivergenceError where none are."""
+        if sum(failed) == len(self._running):
+            raise DivergenceError(
+                f"The rollout policy (version {self._versions[-1][1]}) gives log-probs that are not finite, in every "
+                "response that runs: its weights have diverged or were never loaded. Lower actor.optimizer.lr, or "
+                "check model.path."
+            )
+        for slot, ended, without in zip(finished, stopped, failed, strict=True):
             running = self._running[slot]
-            running.end_step = self._num_steps
-            running.status = Status.STOPPED if ended else Status.TRUNCATED
+            running.end_step = self._num_steps - without  # the last token was drawn from no distribution
+            running.status = Status.FAILED if without else Status.STOPPED if ended else Status.TRUNCATED
             self._ended.append(running)
         self._take_routing(finished)
-        self._park([slot for slot in finished if self._running[slot].sample.goes_on])
+        self._park([slot for slot in finished if self._running[slot].goes_on])
         self._compact(finished)
+        if any(failed):  # a mask would not hide what they left
+            for tensor in self._slots.cache.tensors():
+                tensor.nan_to_num_(0.0, 0.0, 0.0)
 
     def _take_routing(self, slots: Iterable[int]) -> None:
         """Note what the cache has of the routing of these slots, before it is gone."""
@@ -276,7 +287,8 @@ class Generation:
         for slot in slots:
             running = self._running[slot]
             known = len(running.sample.routing) if running.sample.routing else 0
-            running.routed = self._slots.cache.routed(slot, known, running.position(self._num_steps))
+            end = self._num_steps if running.end_step is None else running.end_step
+            running.routed = self._slots.cache.routed(slot, known, running.position(end))
 
     def _park(self, slots: Sequence[int]) -> None:
         """Keep the keys and values of what has ended a turn in these slots."""
@@ -324,11 +336,6 @@ class Generation:
         drawn = self._slots.transcript.read(spans)
         for running, end, (tokens, logprobs) in zip(wanted, ends, drawn, strict=True):
             versions = self._policy_versions(running.first_step, end)
-            if not math.isfinite(sum(logprobs)):
-                raise DivergenceError(
-                    f"The rollout policy (version {versions[-1]}) gives log-probs that are not finite: its weights "
-                    "have diverged or were never loaded. Lower actor.optimizer.lr, or check model.path."
-                )
             sample = running.sample.drawn(tokens, logprobs, versions, running.status)
             yield sample if running.routed is None else sample.routed(running.routed.cpu().numpy())
 

@@ -6,16 +6,10 @@ import torch
 from torch import Tensor
 
 from rltrain.rollout.embedded.kv_cache import KvCache
-from rltrain.rollout.embedded.random_streams import uniforms
 from rltrain.rollout.embedded.transcript import Transcript
 
 # Rows of the state.
 TOKEN, POSITION, DRAWN, PLACE, LIMIT, STREAM = range(6)
-
-NUMBERS_AHEAD = 16
-"""Random numbers of so many steps are made at once."""
-NO_STREAM = -(1 << 63)
-"""In the place of a random stream: the numbers are -1. A stream that begins there by chance is one of 2**64."""
 
 
 class Slots:
@@ -33,13 +27,13 @@ class Slots:
         self.state = torch.zeros(6, num_slots, dtype=torch.int64, device=device)
         self.increments = torch.zeros(3, num_slots, dtype=torch.int64, device=device)
         """What a step adds to POSITION, DRAWN and PLACE."""
-        self.stopped, self.finished = torch.zeros(2, num_slots, dtype=torch.bool, device=device)
-        """Of the last step: whose token was a stop token, and whose response ends for that or for its length."""
+        self.stopped, self.failed, self.finished = torch.zeros(3, num_slots, dtype=torch.bool, device=device)
+        """Of the last step: whose token was a stop token, whose logits were not finite, and whose response ends for
+        either or for its length."""
         self.num_preempted = 0
         """Samples that had to wait again since somebody set it to 0."""
         idle = [0, 0, 0, self.transcript.nowhere, 1, 0]
         self._idle_state = torch.tensor(idle, device=device)[:, None]
-        self._ahead = torch.arange(NUMBERS_AHEAD, device=device)[:, None]
         self.clear()
 
     def clear(self) -> None:
@@ -55,7 +49,7 @@ class Slots:
     def reserve(self, num_slots: int, num_positions: int, *, num_used: int) -> None:
         """Make room for `num_positions` in each of `num_slots`, of which the first `num_used` keep what they hold."""
         self.cache.reserve(num_slots, num_positions, num_used=num_used)
-        self.transcript.reserve(self.cache.capacity + NUMBERS_AHEAD)
+        self.transcript.reserve(self.cache.capacity)
 
     def fill(self, first: int, rows: Sequence[Sequence[int]], streams: Tensor) -> None:
         """Start responses from slot `first` on: `rows` are their TOKEN to LIMIT."""
@@ -76,12 +70,6 @@ class Slots:
         self.state[:, first:end] = self._idle_state
         self.increments[:, first:end] = 0
         self.cache.free(first, end)
-
-    def foresee(self, first: int, end: int) -> None:
-        """Make the random numbers of the next NUMBERS_AHEAD steps of these slots."""
-        _, _, drawn, places, _, streams = self.state[:, first:end].unbind()
-        numbers = uniforms(streams, drawn + self._ahead).masked_fill_(streams == NO_STREAM, -1)
-        self.transcript.write_numbers(places + self._ahead * self.transcript.stride, numbers)
 
     def addresses(self) -> tuple[int, ...]:
         """Where everything lies now, and how: equal as long as a recorded step is valid."""

@@ -11,8 +11,7 @@ class Transcript:
     """Tokens and log-probs [capacity, num_columns], a column per response: row p holds what feeding position p drew.
 
     A response keeps its column while it moves between the slots of the cache, and its places while capacity grows.
-    Until something is drawn for a place, its log-prob may be the random number to draw with. One more column, that no
-    response has, is for what nobody will read.
+    One more column, that no response has, is for what nobody will read.
     """
 
     def __init__(self, num_columns: int, device: torch.device) -> None:
@@ -57,14 +56,6 @@ class Transcript:
     def place(self, position: int, column: int) -> int:
         """Where `write` puts what feeding `position` draws; the next position is `stride` further."""
         return position * self._num_columns + column
-
-    def write_numbers(self, places: Tensor, numbers: Tensor) -> None:
-        """Keep the random numbers to draw with: places and numbers of one shape."""
-        self._logprobs.index_copy_(0, places.view(-1), numbers.view(-1))
-
-    def numbers(self, places: Tensor) -> Tensor:
-        """The random numbers kept at `places` [running]."""
-        return self._logprobs.index_select(0, places)
 
     def write(self, places: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
         """Note what was drawn at each place: all [running]."""

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import index
 from typing import Protocol
 
 from rltrain.environments.batch import Event, Failure
@@ -149,6 +150,10 @@ class EnvironmentEpisodes:
         else:
             self._held_actions.append((episode, action))
 
+    def fail(self, sample: Sample) -> None:
+        failure = Failure("error", "the model's log-probs are not finite after what the environment has shown")
+        self._end(sample, Event(self.number_of(sample.id), None, failure=failure))
+
     def answers(self, *, engine_is_idle: bool) -> list[Answer]:
         events = [event for environments in self.environments for event in environments.events()]
         if not self.overlaps:
@@ -267,10 +272,18 @@ class EnvironmentEpisodes:
             )
         return Answer(sample.id, Status.PENDING, prompt, max_turn_tokens=limit)
 
+    def _turn_limit(self, wanted: object) -> int | None:
+        """What an environment asks for in a turn. Raises Unusable for what is no number of tokens."""
+        if wanted is None:
+            return None
+        if isinstance(wanted, bool) or not hasattr(wanted, "__index__") or (limit := index(wanted)) < 1:
+            raise Unusable(f"its sampling has max_new_tokens = {str(wanted)[:80]}; expected a whole number, at least 1")
+        return min(limit, self.limits.max_response_tokens)
+
     def _turn_of_ids(self, sample: Sample, wanted: TokenIds, event: Event) -> Answer:
         """The context that an environment with a tokenizer of its own gives for its next turn."""
         self._by_ids.add(event.episode)
-        limit = wanted.sampling.get("max_new_tokens")
+        limit = self._turn_limit(wanted.sampling.get("max_new_tokens"))
         if not sample.turns:
             return self._begun(sample, wanted.ids, limit)
         context = sample.context

@@ -117,6 +117,10 @@ class Episodes(Protocol):
         """A sample has ended a turn, at a limit of tokens where it is `truncated`, and waits for what follows."""
         ...
 
+    def fail(self, sample: Sample) -> None:
+        """The engine could not draw a sample's turn: its episode is over."""
+        ...
+
     def answers(self, *, engine_is_idle: bool) -> list[Answer]:
         """What has been answered since the last call; never blocks."""
         ...
@@ -151,6 +155,9 @@ class FollowedEpisodes:
         """The first rank does."""
 
     def act(self, sample: Sample, *, truncated: bool) -> None:
+        """The first rank does."""
+
+    def fail(self, sample: Sample) -> None:
         """The first rank does."""
 
     def answers(self, *, engine_is_idle: bool) -> list[Answer]:

@@ -79,10 +79,14 @@ class PromptGroups:
             drawn = self.guests.end_step(drawn)
         if self.episodes is None:
             return self._finished(drawn)
+        failed = []
         for sample in drawn:
-            self._await_answer(self.episodes, sample)
+            if sample.status == Status.FAILED:
+                failed.append(self._fail(self.episodes, sample))
+            else:
+                self._await_answer(self.episodes, sample)
         self._submit_ready()
-        return []
+        return self._finished(failed)
 
     def answers(self) -> tuple[Answer, ...]:
         """What waiting samples have been answered since the last call; on the engine's first rank."""
@@ -166,6 +170,14 @@ class PromptGroups:
         self._take(waiting)
         self.waiting[sample.id] = waiting
         episodes.act(waiting, truncated=sample.status == Status.TRUNCATED)
+
+    def _fail(self, episodes: Episodes, sample: Sample) -> Sample:
+        """The engine could not draw the sample's turn to its end, which ends its episode."""
+        ended = replace(sample, turn_rewards=(*sample.turn_rewards, 0.0), turn_limit=None, goes_on=False)
+        self._take(ended)
+        episodes.fail(ended)
+        self.engine.forget([ended.episode])
+        return self._end_episode(ended)
 
     def _end_episode(self, sample: Sample) -> Sample:
         """The sample, worth what its whole episode was, as are the other trajectories of that."""

@@ -1,0 +1,85 @@
+"""A Triton kernel: the draw of one token per row of logits, as sampling.draw makes it. Imports Triton."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rltrain.rollout.embedded import random_streams as streams_of
+from rltrain.rollout.embedded.sampling import BLOCK_TOKENS, FIRST_BLOCK
+
+_BLOCKS_AT_ONCE = 32
+_POSITION_STEP: tl.constexpr = tl.constexpr(streams_of.POSITION_STEP % 2**64)
+_COUNTER_STEP: tl.constexpr = tl.constexpr(streams_of.COUNTER_STEP % 2**64)
+_MULTIPLIER_1: tl.constexpr = tl.constexpr(streams_of.MULTIPLIER_1 % 2**64)
+_MULTIPLIER_2: tl.constexpr = tl.constexpr(streams_of.MULTIPLIER_2 % 2**64)
+_UNIFORM_BITS: tl.constexpr = tl.constexpr(streams_of.UNIFORM_BITS % 2**64)
+_UNIFORM_SCALE: tl.constexpr = tl.constexpr(streams_of.UNIFORM_SCALE)
+_NO_STREAM: tl.constexpr = tl.constexpr(streams_of.NO_STREAM)
+_FIRST_BLOCK: tl.constexpr = tl.constexpr(FIRST_BLOCK)
+_LOWEST: tl.constexpr = tl.constexpr(-3e38)
+"""In place of minus infinity, whose difference to itself is NaN."""
+
+
+@triton.jit
+def _gumbels(state, counters):
+    """Returns -log(-random_streams.log_uniforms)."""
+    z = state + counters.to(tl.uint64) * _COUNTER_STEP
+    z = (z ^ (z >> 30)) * _MULTIPLIER_1
+    z = (z ^ (z >> 27)) * _MULTIPLIER_2
+    u = (z | _UNIFORM_BITS).to(tl.int64, bitcast=True).to(tl.float32) * -_UNIFORM_SCALE
+    series = u * (1.0 + u * (1.0 / 2 + u * (1.0 / 3 + u * (1.0 / 4 + u * (1.0 / 5 + u * (1.0 / 6))))))
+    return -tl.log(tl.where(u < 0.0625, series, -tl.log(1 - u)))  # 1 - u rounds a small u away
+
+
+@triton.jit
+def _draw(
+    logits, streams, positions, tokens, logprobs, temperature, vocab, row_stride,
+    blocks_at_once: tl.constexpr, block_tokens: tl.constexpr, is_greedy: tl.constexpr,
+):  # fmt: skip
+    """A program per row: the best of the blocks while their sums are made, then the best token of that block."""
+    row = tl.program_id(0)
+    logits += row.to(tl.int64) * row_stride
+    stream = tl.load(streams + row)
+    greedy = is_greedy | (stream == _NO_STREAM)
+    state = stream.to(tl.uint64) + tl.load(positions + row).to(tl.uint64) * _POSITION_STEP
+    lane, place = tl.arange(0, blocks_at_once), tl.arange(0, block_tokens)
+    largest = tl.full([blocks_at_once], _LOWEST, tl.float32)
+    total = tl.zeros([blocks_at_once], tl.float32)
+    best = tl.full([blocks_at_once], float("-inf"), tl.float32)
+    best_block = tl.zeros([blocks_at_once], tl.int64)
+    for first in range(0, tl.cdiv(vocab, block_tokens), blocks_at_once):
+        blocks = (first + lane).to(tl.int64)
+        columns = blocks[:, None] * block_tokens + place[None, :]
+        x = tl.load(logits + columns, mask=columns < vocab, other=float("-inf")) / temperature
+        most = tl.max(x, 1)
+        floor = tl.maximum(most, _LOWEST)
+        part = tl.sum(tl.exp(x - floor[:, None]), 1)
+        score = tl.where(greedy, most, floor + tl.log(part) + _gumbels(state, blocks + _FIRST_BLOCK))
+        best_block = tl.where(score > best, blocks, best_block)
+        best = tl.where(score > best, score, best)
+        new_largest = tl.maximum(largest, floor)
+        total = total * tl.exp(largest - new_largest) + part * tl.exp(floor - new_largest)
+        largest = new_largest
+    peak = tl.max(largest, 0)
+    normaliser = peak + tl.log(tl.sum(total * tl.exp(largest - peak), 0))
+    chosen = tl.min(tl.where(best == tl.max(best, 0), best_block, vocab // block_tokens), 0)
+    columns = tl.minimum(chosen * block_tokens + place, vocab - 1)
+    x = tl.load(logits + columns) / temperature
+    score = tl.where(greedy, x, x + _gumbels(state, columns))
+    token = tl.min(tl.where(score == tl.max(score, 0), columns, vocab - 1), 0)
+    tl.store(tokens + row, token)
+    tl.store(logprobs + row, tl.load(logits + token) / temperature - normaliser)
+
+
+def draw_rows(logits: Tensor, streams: Tensor, positions: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Returns what sampling.draw returns where all tokens take part."""
+    rows, vocab = logits.shape
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    _draw[rows,](
+        logits, streams.contiguous(), positions.contiguous(), tokens, logprobs, temperature or 1.0, vocab,
+        logits.stride(0),
+        blocks_at_once=_BLOCKS_AT_ONCE, block_tokens=BLOCK_TOKENS, is_greedy=temperature == 0, num_warps=8,
+    )  # fmt: skip
+    return tokens, logprobs
