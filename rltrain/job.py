@@ -41,7 +41,7 @@ from rltrain.resuming import check_resumed, claim_folders, find_checkpoint, open
 from rltrain.roles.role import Job
 from rltrain.schedule.check import check
 from rltrain.schedule.order import Order
-from rltrain.schedule.steps import build_order, shortened
+from rltrain.schedule.steps import build_order
 from rltrain.system.allocator import keep_freed_memory
 from rltrain.system.threads import end_job_by_threads
 from rltrain.trainer import Trainer
@@ -103,7 +103,7 @@ def prepare(make_config: Callable[[], Config], world: World) -> tuple[Job, Order
     architectures = role_architectures(config, placement.roles)
     check_against_architecture(config, grids, architectures)
     check_schedule(config, placement, grids)
-    check(build_order(shortened(config), placement), placement)
+    check(build_order(config, placement).excerpt(), placement)
     native.backend(world.device.type)
     if world.rank == 0:
         of_models = doubts_about_models(config, architectures)

@@ -35,7 +35,7 @@ from rltrain.observability.run_logs import (
 from rltrain.roles.role import Job
 from rltrain.schedule.check import check
 from rltrain.schedule.order import Order
-from rltrain.schedule.steps import build_order, shortened
+from rltrain.schedule.steps import build_order
 from rltrain.tasks.roles import trained_roles
 from rltrain.transfers import Transfers
 
@@ -183,8 +183,9 @@ def remaining_order(config: Config, placement: Placement, checkpoint: Resumed) -
     Where the schedule or the number of samples has changed, or the run had ended, the steps ahead are drawn anew.
     ConfigError where what is left cannot finish.
     """
-    check(_rest(shortened(config, checkpoint.step), placement, checkpoint)[0], placement)
-    return _rest(config, placement, checkpoint)
+    order, continues = _rest(config, placement, checkpoint)
+    check(order.excerpt(), placement)
+    return order, continues
 
 
 def _rest(config: Config, placement: Placement, checkpoint: Resumed) -> tuple[Order, bool]:

@@ -45,7 +45,7 @@ from rltrain.reshard.plan.planner import traffic
 from rltrain.residency.memory_plan import ranks_left_by_engines
 from rltrain.schedule.check import check
 from rltrain.schedule.steady import steady_order
-from rltrain.schedule.steps import build_order, num_entries, shortened
+from rltrain.schedule.steps import build_order
 
 CONFIG_FILE = "config.json"
 Sections = dict[str, list[str]]
@@ -65,7 +65,7 @@ def describe(config: Config, options: DryRunOptions) -> str:
     grids = role_grids(config, placement)
     check_schedule(config, placement, grids)
     order = build_order(config, placement)
-    check(build_order(shortened(config), placement), placement)
+    check(order.excerpt(), placement)
     job: PlannedJob | None = None
     architectures: Mapping[str, Architecture] = {}
     if Path(config.model.path, CONFIG_FILE).exists():
@@ -73,7 +73,7 @@ def describe(config: Config, options: DryRunOptions) -> str:
         check_against_architecture(config, grids, architectures)
         if algorithm_of(config).trains:
             job = PlannedJob(config, placement, grids, architectures, ranks_per_node)
-    steady, entries = steady_order(config, placement), num_entries(config, placement)
+    steady = steady_order(config, placement)
     guests, sharing = (job.guests, job.sharing) if job else ((), ())
     of_ranks = rank_map(placement, grids, ranks_per_node) if options.every_rank else []
     evaluation = describe_evaluation(config, grids, estimator_of_sets(job, options) if job else None)
@@ -82,7 +82,7 @@ def describe(config: Config, options: DryRunOptions) -> str:
         "Pairs of roles": pair_modes(placement),
         "Parallel grids": [describe_grid(role, grid, architectures.get(role)) for role, grid in grids.items()],
         "Process groups": describe_groups(grids, world_size),
-        f"Schedule: {describe_mode(config)}; {entries} entries, no deadlock": describe_order(order, config),
+        f"Schedule: {describe_mode(config)}; {order.num_entries()} entries, no deadlock": describe_order(order, config),
         **({"Evaluation": evaluation} if evaluation else {}),
         "Repeats": [describe_repeating(config, grids)],
         "Overlaps": describe_overlaps(steady, config, placement),
