@@ -154,10 +154,8 @@ class Order:
     def excerpt(self) -> list[Entry]:
         """The entries of some steps, in their order: all those of an iteration of every kind, with the other entries of
         their steps. A transfer belongs to one step, so an order that cannot finish has an excerpt that cannot."""
-        lead, stop = self.iterations.lead, self.iterations.numbers.stop
-        steps = {step for number in self.iterations.from_on(self.first) for step in range(number, number + lead + 1)}
-        numbers = {number for step in steps for number in range(max(step - lead, self.first), min(step + 1, stop))}
-        return [entry for _, entry in self._items(sorted(numbers)) if entry.step in steps]
+        found = dict(item for step in {entry.step for entry in self.distinct()} for item in self.of_step(step))
+        return [found[position] for position in sorted(found)]
 
     def num_entries(self) -> int:
         """How many entries the run has."""
