@@ -8,8 +8,9 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
-from rltrain.errors import UserError
+from rltrain.errors import PlacementError, UserError
 from rltrain.system.processes import launcher
 
 EXIT_USER_ERROR = 2
@@ -18,34 +19,78 @@ OPTIONS = {"every_rank": "--ranks"}
 """Those of the dry run that are not named as what they set."""
 
 
+class KeyParser(argparse.ArgumentParser):
+    """A parser of a command that takes config keys, and says so where it is given an option that it does not know."""
+
+    def error(self, message: str) -> NoReturn:
+        hint = "; config keys are given without dashes, such as steps=5"
+        super().error(message + (hint if message.startswith("unrecognized arguments") else ""))
+
+
 def main(argv: Sequence[str]) -> int:
     """Exit status: 0 done, 2 a mistake the user can mend, 1 anything else."""
     arguments = _parser().parse_intermixed_args(argv)
-    asked = {name: value for name, value in vars(arguments).items() if name not in OF_EVERY_CALL}
-    if not arguments.dry_run:
-        if asked:
-            named = ", ".join(OPTIONS.get(name) or "--" + name.replace("_", "-") for name in asked)
-            print(f"rltrain: refused: {named}: for --dry-run alone; add that, or leave it out", file=sys.stderr)
-            return EXIT_USER_ERROR
-        if "RANK" not in os.environ:
-            print(
-                "rltrain: start me with torchrun --nproc-per-node N, or with --dry-run --world-size W", file=sys.stderr
-            )
-            return EXIT_USER_ERROR
-        begin_as_rank()
-        from rltrain.job import run_job
-
-        return run_job(arguments.config, arguments.overrides)
-
-    from rltrain.dry_run.description import describe_job
-    from rltrain.dry_run.options import DryRunOptions
-
     try:
-        print(describe_job(arguments.config, arguments.overrides, DryRunOptions(**asked)))
+        if arguments.dry_run:
+            from rltrain.dry_run.description import describe_job
+            from rltrain.dry_run.options import DryRunOptions
+
+            print(describe_job(arguments.config, arguments.overrides, DryRunOptions(**_asked(arguments))))
+            return 0
+        _refuse_options_of_dry_run(arguments)
+        if "RANK" not in os.environ:
+            raise UserError("start me with torchrun --nproc-per-node N, or with --dry-run --world-size W")
     except UserError as error:
         print(f"rltrain: refused: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
-    return 0
+    begin_as_rank()
+    from rltrain.job import run_job
+
+    return run_job(arguments.config, arguments.overrides)
+
+
+def check(argv: Sequence[str], worlds: Sequence[tuple[int, int]]) -> None:
+    """Refuse what `main` of the same arguments would refuse on the ranks of each of `worlds`, without any."""
+    arguments = _parser().parse_intermixed_args(argv)
+    _refuse_options_of_dry_run(arguments)
+    check_job(arguments.config, arguments.overrides, worlds)
+
+
+def check_job(path: Path, overrides: Sequence[str], worlds: Sequence[tuple[int, int]]) -> None:
+    """UserError for what a config can be in none of `worlds`, pairs of their ranks and those of a node. What needs
+    weights, a GPU or the hub is left to the ranks."""
+    from rltrain.config.loader import load_config
+    from rltrain.hub import repositories_of
+    from rltrain.legality.config import check_config
+    from rltrain.legality.placed import place_config
+    from rltrain.models.of_roles import are_quickly_read
+
+    config = load_config(path, overrides)
+    check_config(config)
+    reads_models = not repositories_of(config) and are_quickly_read(config)
+    refusals: list[UserError] = []
+    for world_size, ranks_per_node in worlds:
+        try:
+            place_config(config, world_size, ranks_per_node, reads_models=reads_models)
+        except UserError as error:
+            refusals.append(error)
+        else:
+            return
+    if len(refusals) == 1 and isinstance(refusals[0], PlacementError) and worlds[0][0] == 1:
+        raise PlacementError(f"{refusals[0]}. More ranks are started by --nproc-per-node") from None
+    if refusals:
+        raise refusals[0]
+
+
+def _asked(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Of the dry run."""
+    return {name: value for name, value in vars(arguments).items() if name not in OF_EVERY_CALL}
+
+
+def _refuse_options_of_dry_run(arguments: argparse.Namespace) -> None:
+    if asked := _asked(arguments):
+        named = ", ".join(OPTIONS.get(name) or "--" + name.replace("_", "-") for name in asked)
+        raise UserError(f"{named}: for --dry-run alone; add that, or leave it out")
 
 
 def begin_as_rank() -> None:
@@ -60,7 +105,12 @@ def begin_as_rank() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="launch/train.py", description="Train a language model as one torchrun job.")
+    parser = KeyParser(
+        prog="rltrain train",
+        description="Train a language model as one torchrun job.",
+        epilog="rltrain train starts torchrun, for one rank unless --nproc-per-node N says more. It takes torchrun's "
+        "--nnodes, --node-rank, --master-addr, --master-port, --max-restarts and --rdzv-* too.",
+    )
     parser.add_argument("--config", type=Path, required=True, help="YAML file, see configs/")
     parser.add_argument(
         "--dry-run", action="store_true", help="print what the job would do; no torchrun, GPU or weights"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from rltrain.checkpoint.memory.node_memory import NodeMemory
 from rltrain.checkpoint.run.folder import CheckpointFolder, Resumed
 from rltrain.cluster.grid import job_leader
-from rltrain.cluster.placement import Placement, placement_of, role_grids
+from rltrain.cluster.placement import Placement
 from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.rank_lists import group_lists
 from rltrain.cluster.world import TRANSPORT_TIMEOUT_S, World, start_process_groups
@@ -21,10 +21,9 @@ from rltrain.errors import ParityError
 from rltrain.estimate.memory import memory_checkpoint_bytes
 from rltrain.estimate.planned import plan_job
 from rltrain.hub import checkpoint_paths, with_local_copies
-from rltrain.legality.architecture import check_against_architecture
 from rltrain.legality.config import check_config
 from rltrain.legality.doubts import doubts, doubts_about_models, doubts_about_variables
-from rltrain.legality.schedule import check_schedule
+from rltrain.legality.placed import place_config
 from rltrain.liveness.ending import Ending, end_quietly
 from rltrain.liveness.job_store import JobStore
 from rltrain.liveness.joining import join_within
@@ -34,7 +33,6 @@ from rltrain.liveness.waiting import Waiter
 from rltrain.liveness.watchdog import Watchdog
 from rltrain.memory_resuming import HeldCheckpoints
 from rltrain.models import Architecture
-from rltrain.models.of_roles import role_architectures
 from rltrain.preflight.agreement import refuse_folders_apart, refuse_machines, refuse_other_programs
 from rltrain.reshard.kernels import native
 from rltrain.resuming import (
@@ -47,9 +45,8 @@ from rltrain.resuming import (
 )
 from rltrain.roles.inputs import Inputs, JobRows, agreed_inputs
 from rltrain.roles.role import Job
-from rltrain.schedule.check import check
 from rltrain.schedule.order import Order
-from rltrain.schedule.steps import build_order, shortened
+from rltrain.schedule.steps import build_order
 from rltrain.system.allocator import keep_freed_memory
 from rltrain.system.threads import end_job_by_threads
 from rltrain.trainer import Trainer
@@ -106,12 +103,8 @@ def prepare(make_config: Callable[[], Config], world: World) -> tuple[Job, Order
     check_config(config)
     config = with_local_copies(config, world, job_store.heartbeat.advance)
     refuse_machines(config, world, checkpoint_paths(config))
-    placement = placement_of(config, world.size, world.ranks_per_node)
-    grids = role_grids(config, placement)
-    architectures = role_architectures(config, placement.roles)
-    check_against_architecture(config, grids, architectures)
-    check_schedule(config, placement, grids)
-    check(build_order(shortened(config), placement), placement)
+    placed = place_config(config, world.size, world.ranks_per_node)
+    placement, grids, architectures = placed.placement, placed.grids, placed.architectures
     native.backend(world.device.type)
     if world.rank == 0:
         of_models = doubts_about_models(config, architectures)

@@ -36,7 +36,7 @@ from rltrain.roles.inputs import Inputs, data_changes, other_changes
 from rltrain.roles.role import Job
 from rltrain.schedule.check import check
 from rltrain.schedule.order import Order
-from rltrain.schedule.steps import build_order, shortened
+from rltrain.schedule.steps import build_order
 from rltrain.tasks.roles import trained_roles
 from rltrain.transfers import Transfers
 
@@ -208,8 +208,9 @@ def remaining_order(config: Config, placement: Placement, checkpoint: Resumed) -
     are drawn anew.
     ConfigError where what is left cannot finish.
     """
-    check(_rest(shortened(config, checkpoint.step), placement, checkpoint)[0], placement)
-    return _rest(config, placement, checkpoint)
+    order, continues = _rest(config, placement, checkpoint)
+    check(order.excerpt(), placement)
+    return order, continues
 
 
 def _rest(config: Config, placement: Placement, checkpoint: Resumed) -> tuple[Order, bool]:

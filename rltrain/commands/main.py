@@ -1,10 +1,15 @@
 """The command `rltrain`: one name for everything that launch/ and tools/ do."""
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from rltrain.commands.ranks import has_torchrun, possible_worlds, start_ranks, torchrun_options, wants_ranks
+from rltrain.doctor.installed import missing_packages, remedy
+from rltrain.errors import UserError
 
 EXIT_USER_ERROR = 2
 
@@ -17,7 +22,9 @@ class Subcommand:
     help: str
     before: tuple[str, ...] = ()
     starts_ranks: Literal["never", "always", "if asked"] = "never"
-    """Whether it is a job of ranks, which are started where torchrun has not; if asked: by an option of torchrun's."""
+    """Whether it is a job of ranks, which are started where torchrun has not; if asked: by an option of torchrun's.
+    Where it always is, `module` has check(argv, worlds) too, which refuses before any rank is started what each of the
+    worlds, pairs of their ranks and those of a node, would refuse."""
 
 
 SUBCOMMANDS = {
@@ -48,12 +55,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     if subcommand is None:
         print(f"rltrain: got {name!r}; expected one of {', '.join(SUBCOMMANDS)}", file=sys.stderr)
         return EXIT_USER_ERROR
-    if subcommand.starts_ranks != "never":
-        from rltrain.commands.ranks import start_ranks, wants_ranks
+    try:
+        return _run(name, subcommand, rest)
+    except ModuleNotFoundError as error:
+        if not (missing := missing_packages()):
+            raise
+        print(f"rltrain {name}: {error}. {sys.executable} lacks {', '.join(missing)}. {remedy()}", file=sys.stderr)
+    except UserError as error:
+        print(f"rltrain {name}: refused: {error}", file=sys.stderr)
+    return EXIT_USER_ERROR
 
-        if wants_ranks(rest, only_if_asked=subcommand.starts_ranks == "if asked"):
-            return start_ranks(name, rest)
-    status: int = importlib.import_module(subcommand.module).main([*subcommand.before, *rest])
+
+def _run(name: str, subcommand: Subcommand, arguments: Sequence[str]) -> int:
+    command = importlib.import_module(subcommand.module)
+    status: int
+    if subcommand.starts_ranks == "always" and wants_ranks(arguments):
+        given, rest = torchrun_options(arguments)
+        command.check([*subcommand.before, *rest], possible_worlds(given, os.environ))
+        status = start_ranks(name, arguments)
+    elif subcommand.starts_ranks == "if asked" and wants_ranks(arguments, only_if_asked=True) and has_torchrun():
+        status = start_ranks(name, arguments)
+    else:
+        status = command.main([*subcommand.before, *arguments])
     return status
 
 

@@ -1,36 +1,87 @@
 """Starts the ranks of a job by torchrun, which tells each of them what it is."""
 
 import argparse
+import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-TORCHRUN = ("--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--max-restarts")
+from rltrain.errors import UserError
+
+TORCHRUN = (
+    *("--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--max-restarts"),
+    *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id"),
+)
+MEETING = TORCHRUN[1:5] + TORCHRUN[6:]
+"""Those by which nodes find each other."""
 ALONE = ("--dry-run", "-h", "--help")
 """With these a job needs no ranks."""
+MOST_WORLDS = 64
+"""That are tried, of those that a range of nodes allows."""
+
+Given = Mapping[str, str | None]
+"""torchrun's options, with what was given."""
 
 
 def wants_ranks(arguments: Sequence[str], *, only_if_asked: bool = False) -> bool:
     """Whether this process is yet to start them; `only_if_asked`: where an option of torchrun's is given."""
-    asked = not only_if_asked or any(argument.partition("=")[0] in TORCHRUN for argument in arguments)
+    asked = not only_if_asked or any(value is not None for value in torchrun_options(arguments)[0].values())
     return asked and "RANK" not in os.environ and not {*ALONE} & {*arguments}
+
+
+def torchrun_options(arguments: Sequence[str]) -> tuple[Given, list[str]]:
+    """torchrun's options among `arguments`, spelt with dashes or underscores, and the rest, which is for every rank."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for option in TORCHRUN:
+        parser.add_argument(option, "--" + option[2:].replace("-", "_"), dest=option)
+    given, rest = parser.parse_known_args(arguments)
+    return vars(given), rest
+
+
+def possible_worlds(given: Given, environment: Mapping[str, str]) -> list[tuple[int, int]]:
+    """(number of ranks, ranks of a node) of every world that torchrun may make, the largest first. Empty where only
+    torchrun can tell, as with --nproc-per-node gpu. UserError for what it would refuse."""
+    fewest, most = _range_of("--nnodes", given["--nnodes"] or environment.get("PET_NNODES", "1"))
+    per_node = given["--nproc-per-node"] or "1"
+    if per_node in ("gpu", "auto") or most - fewest >= MOST_WORLDS:
+        return []
+    ranks = (os.cpu_count() or 1) if per_node == "cpu" else _count("--nproc-per-node", per_node, ", gpu, cpu or auto")
+    return [(nodes * ranks, ranks) for nodes in range(most, fewest - 1, -1)]
+
+
+def has_torchrun() -> bool:
+    """Whether torch is installed, which is not imported for that."""
+    return importlib.util.find_spec("torch") is not None
 
 
 def start_ranks(name: str, arguments: Sequence[str]) -> int:
     """Become torchrun, with `rltrain NAME` on every rank: one, unless --nproc-per-node says more. Never returns."""
+    if not has_torchrun():
+        raise ModuleNotFoundError("No module named 'torch'")
     command = torchrun_command(name, arguments)
     os.execv(command[0], command)
 
 
 def torchrun_command(name: str, arguments: Sequence[str]) -> list[str]:
     """torchrun's options among `arguments` are for it; the rest is for every rank."""
-    parser = argparse.ArgumentParser(prog=f"rltrain {name}", add_help=False, allow_abbrev=False)
-    for option in TORCHRUN:
-        parser.add_argument(option)
-    given, rest = parser.parse_known_args(arguments)
-    options = {option: getattr(given, option[2:].replace("-", "_")) for option in TORCHRUN}
-    options["--nproc-per-node"] = options["--nproc-per-node"] or "1"
-    alone = all(options[option] is None for option in ("--nnodes", "--node-rank", "--master-addr", "--master-port"))
+    given, rest = torchrun_options(arguments)
+    options = {**given, "--nproc-per-node": given["--nproc-per-node"] or "1"}
+    alone = all(given[option] is None for option in MEETING)
     spelled = [f"{option}={value}" for option, value in options.items() if value is not None]
     agent = [sys.executable, "-m", "torch.distributed.run", *(["--standalone"] if alone else []), *spelled]
     return [*agent, "-m", "rltrain.commands.main", name, *rest]
+
+
+def _range_of(option: str, text: str) -> tuple[int, int]:
+    fewest, _, most = text.partition(":")
+    expected = ", or a range such as 2:4"
+    found = _count(option, fewest, expected), _count(option, most or fewest, expected)
+    if found[0] > found[1]:
+        raise UserError(f"{option}: got {text}, a range that ends before it begins; expected {found[1]}:{found[0]}")
+    return found
+
+
+def _count(option: str, text: str, otherwise: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise UserError(f"{option}: got {text}; expected a number of at least 1{otherwise}")
+    return int(text)

@@ -1,5 +1,7 @@
 """The command `rltrain doctor`: what is installed and allowed on this machine, and how the nodes of a job reach each
-other. Under torchrun it examines all of them and prints one report."""
+other. Under torchrun it examines all of them and prints one report.
+
+Needs nothing but the standard library, so that it can say what else is missing."""
 
 import argparse
 import os
@@ -7,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rltrain.command import begin_as_rank
-from rltrain.doctor.installed import what_is_installed
+from rltrain.doctor.finding import has_fault, lines_of
+from rltrain.doctor.installed import missing_packages, remedy, what_is_installed
 from rltrain.doctor.limits import what_is_allowed
-from rltrain.doctor.report import has_fault, lines_of
 
 
 def main(argv: Sequence[str]) -> int:
@@ -27,6 +29,8 @@ def main(argv: Sequence[str]) -> int:
         findings += paths_taken()
     findings += what_is_allowed(options.shared or [Path.cwd()])
     print("\n".join(lines_of(findings)))
+    if missing_packages():
+        print(f"\n{remedy()}")
     return int(has_fault(findings))
 
 

@@ -6,12 +6,17 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from rltrain.doctor.finding import FINE, LACKING, MISSING, Finding
+from rltrain.doctor.finding import FINE, LACKING, MISSING, WRONG, Finding
 
-NEEDED = ("torch", "megatron-core", "transformers", "safetensors", "pydantic", "pyarrow", "math-verify")
+NEEDED = (
+    *("torch", "megatron-core", "einops", "transformers", "safetensors", "huggingface-hub", "numpy", "pydantic"),
+    *("pyyaml", "pyarrow", "math-verify", "rich", "httpx", "starlette", "uvicorn"),
+)
+"""The dependencies in pyproject.toml, which is not there in an installation."""
 OPTIONAL = {
     "transformer-engine": "faster layers on NVIDIA GPUs",
     "wandb": "logging.wandb",
@@ -28,7 +33,7 @@ def what_is_installed(sglang_python: Path | None = None) -> Iterator[Finding]:
     yield Finding("python", FINE, f"{platform.python_version()}, {os.cpu_count()} cores, {platform.machine()}", True)
     for name in NEEDED:
         version = installed(name)
-        yield Finding(name, MISSING if version is None else FINE, version or f"pip install {name}", True)
+        yield Finding(name, MISSING if version is None else FINE, version or "not installed", True)
     yield from _devices()
     for name, purpose in OPTIONAL.items():
         version = installed(name)
@@ -46,12 +51,28 @@ def installed(name: str) -> str | None:
         return None
 
 
+def missing_packages() -> list[str]:
+    """The packages that jobs need and this Python lacks."""
+    return [name for name in NEEDED if installed(name) is None]
+
+
+def remedy() -> str:
+    """A sentence with the commands that bring what is missing."""
+    return (
+        f"In the checkout, `{sys.executable} -m pip install -e .` installs what is missing here, and "
+        "`bash launch/quickstart.sh` makes .venv with all of it"
+    )
+
+
 def _devices() -> Iterator[Finding]:
     if importlib.util.find_spec("torch") is None:
         yield Finding("GPUs", LACKING, "unknown without torch")
         return
-    import torch
-
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        yield Finding("GPUs", WRONG, f"unknown: torch is installed, but cannot be imported: {error}")
+        return
     if not torch.cuda.is_available():
         yield Finding("GPUs", LACKING, f"none that torch {torch.__version__} sees: jobs run on CPUs, over gloo", True)
         return

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from rltrain.cluster.nodes import NodeBoard, Spoken, compare_nodes
 from rltrain.cluster.world import World, join_world, start_process_groups
 from rltrain.doctor.clocks import skew_s
-from rltrain.doctor.finding import MISSING, Finding
+from rltrain.doctor.finding import MISSING, Finding, has_fault, lines_of
 from rltrain.doctor.installed import what_is_installed
 from rltrain.doctor.limits import what_is_allowed
 from rltrain.doctor.links import measure_links
 from rltrain.doctor.paths import paths_taken
-from rltrain.doctor.report import has_fault, lines_of, merged, of_clocks, of_links, of_storage
+from rltrain.doctor.report import merged, of_clocks, of_links, of_storage
 from rltrain.doctor.storage import try_storage
 from rltrain.liveness.ending import Ending
 

@@ -1,25 +1,15 @@
-"""What the doctor found, in lines: of one machine, or of all nodes of a job together."""
+"""What the doctor found of all nodes of a job together."""
 
 from collections.abc import Iterator, Sequence
 
 from rltrain.cluster.nodes import Compared
 from rltrain.doctor.clocks import LARGEST_SKEW_S
-from rltrain.doctor.finding import FAULTS, FINE, WRONG, Finding
+from rltrain.doctor.finding import FINE, WRONG, Finding
 from rltrain.doctor.links import Link, slow_links
 from rltrain.doctor.storage import Storage
 
 MOST_LINKS = 28
 """That are listed one by one: all of 8 nodes. Of more, so many of the slowest."""
-
-
-def lines_of(findings: Sequence[Finding]) -> Iterator[str]:
-    width = max(len(finding.what) for finding in findings)
-    for finding in findings:
-        yield f"{finding.state:8}{finding.what:{width}}  {finding.detail}".rstrip()
-
-
-def has_fault(findings: Sequence[Finding]) -> bool:
-    return any(finding.state in FAULTS for finding in findings)
 
 
 def merged(by_node: Sequence[Sequence[Finding]], nodes: Compared) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.cluster.grid import Grid
-from rltrain.cluster.placement import Placement, format_ranks, placement_of, role_grids
+from rltrain.cluster.placement import Placement, format_ranks
 from rltrain.cluster.rank_lists import group_lists
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
@@ -34,18 +34,14 @@ from rltrain.estimate.step_time import Calibration, Clock
 from rltrain.estimate.sync_time import PlannedSync
 from rltrain.estimate.workload import Workload
 from rltrain.hub import with_cached_copies
-from rltrain.legality.architecture import check_against_architecture
 from rltrain.legality.config import check_config
 from rltrain.legality.doubts import doubts, doubts_about_models, doubts_about_variables
+from rltrain.legality.placed import place_config
 from rltrain.legality.repeating import obstacle_to_repeating
-from rltrain.legality.schedule import check_schedule
 from rltrain.models import Architecture
-from rltrain.models.of_roles import role_architectures
 from rltrain.reshard.plan.planner import traffic
 from rltrain.residency.memory_plan import ranks_left_by_engines
-from rltrain.schedule.check import check
 from rltrain.schedule.steady import steady_order
-from rltrain.schedule.steps import build_order, num_entries, shortened
 
 CONFIG_FILE = "config.json"
 Sections = dict[str, list[str]]
@@ -61,19 +57,14 @@ def describe(config: Config, options: DryRunOptions) -> str:
     config = with_cached_copies(config)
     check_config(config)
     world_size, ranks_per_node = options.world_size, min(options.ranks_per_node, options.world_size)
-    placement = placement_of(config, world_size, ranks_per_node)
-    grids = role_grids(config, placement)
-    check_schedule(config, placement, grids)
-    order = build_order(config, placement)
-    check(build_order(shortened(config), placement), placement)
+    placed = place_config(
+        config, world_size, ranks_per_node, reads_models=Path(config.model.path, CONFIG_FILE).exists()
+    )
+    placement, grids, architectures, order = placed.placement, placed.grids, placed.architectures, placed.order
     job: PlannedJob | None = None
-    architectures: Mapping[str, Architecture] = {}
-    if Path(config.model.path, CONFIG_FILE).exists():
-        architectures = role_architectures(config, placement.roles)
-        check_against_architecture(config, grids, architectures)
-        if algorithm_of(config).trains:
-            job = PlannedJob(config, placement, grids, architectures, ranks_per_node)
-    steady, entries = steady_order(config, placement), num_entries(config, placement)
+    if architectures and algorithm_of(config).trains:
+        job = PlannedJob(config, placement, grids, architectures, ranks_per_node)
+    steady = steady_order(config, placement)
     guests, sharing = (job.guests, job.sharing) if job else ((), ())
     of_ranks = rank_map(placement, grids, ranks_per_node) if options.every_rank else []
     evaluation = describe_evaluation(config, grids, estimator_of_sets(job, options) if job else None)
@@ -82,7 +73,7 @@ def describe(config: Config, options: DryRunOptions) -> str:
         "Pairs of roles": pair_modes(placement),
         "Parallel grids": [describe_grid(role, grid, architectures.get(role)) for role, grid in grids.items()],
         "Process groups": describe_groups(grids, world_size),
-        f"Schedule: {describe_mode(config)}; {entries} entries, no deadlock": describe_order(order, config),
+        f"Schedule: {describe_mode(config)}; {order.num_entries()} entries, no deadlock": describe_order(order, config),
         **({"Evaluation": evaluation} if evaluation else {}),
         "Repeats": [describe_repeating(config, grids)],
         "Overlaps": describe_overlaps(steady, config, placement),

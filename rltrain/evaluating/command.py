@@ -6,9 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rltrain.command import EXIT_USER_ERROR, begin_as_rank
+from rltrain.command import EXIT_USER_ERROR, KeyParser, begin_as_rank, check_job
 from rltrain.errors import UserError
-from rltrain.evaluating.overrides import evaluation_overrides
 
 
 def main(argv: Sequence[str]) -> int:
@@ -19,9 +18,7 @@ def main(argv: Sequence[str]) -> int:
         return EXIT_USER_ERROR
     begin_as_rank()
     try:
-        overrides = evaluation_overrides(
-            arguments.config, arguments.overrides, checkpoint=arguments.checkpoint, output=arguments.output
-        )
+        overrides = _overrides(arguments)
     except UserError as error:
         print(f"evaluate: refused: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
@@ -30,9 +27,23 @@ def main(argv: Sequence[str]) -> int:
     return run_job(arguments.config, overrides)
 
 
+def check(argv: Sequence[str], worlds: Sequence[tuple[int, int]]) -> None:
+    """Refuse what `main` of the same arguments would refuse on the ranks of each of `worlds`, without any."""
+    arguments = parser().parse_intermixed_args(argv)
+    check_job(arguments.config, _overrides(arguments), worlds)
+
+
+def _overrides(arguments: argparse.Namespace) -> list[str]:
+    from rltrain.evaluating.overrides import evaluation_overrides
+
+    return evaluation_overrides(
+        arguments.config, arguments.overrides, checkpoint=arguments.checkpoint, output=arguments.output
+    )
+
+
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog="evaluate.py",
+    made = KeyParser(
+        prog="rltrain evaluate",
         description="Evaluate a Hugging Face checkpoint by data.eval and evaluation.sets of a config.",
     )
     made.add_argument("--checkpoint", required=True, metavar="DIR", help="a folder, or a name on the hub")

@@ -12,7 +12,7 @@ from rltrain.config.schema import Config
 from rltrain.config.source import Source
 from rltrain.errors import ConfigError, UserError
 from rltrain.importing.fitting import KEEP, USUAL, fit_memory
-from rltrain.importing.sources import FRAMEWORKS, read, translated
+from rltrain.importing.sources import FRAMEWORKS, framework_of, read, translated
 from rltrain.importing.steps import Rows
 from rltrain.importing.translation import Translation, keys_of, refuse_differences
 from rltrain.importing.writing import written
@@ -24,10 +24,13 @@ UNKNOWN_ROWS = Rows()
 
 def main(argv: Sequence[str]) -> int:
     """Exit status: 0 done, 2 a mistake the user can mend."""
-    arguments = parser().parse_args(argv)
+    made = parser()
+    arguments = made.parse_args(argv)
+    if not arguments.source:
+        made.error("expected a script, a YAML file or a command to import")
     try:
         found = imported(
-            arguments.framework,
+            arguments.framework or framework_of(arguments.source, os.environ),
             arguments.source,
             rows=Rows(arguments.rows, arguments.steps),
             settings=arguments.set,
@@ -83,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
         prog="rltrain import-config",
         description="Print a config of rltrain that does what a config or a launch script of another trainer does.",
     )
-    made.add_argument("--from", dest="framework", choices=[*FRAMEWORKS], required=True)
+    made.add_argument("--from", dest="framework", choices=[*FRAMEWORKS], help="by default what the source shows")
     made.add_argument("--rows", type=int, help="rows of the training files, where steps follow from epochs")
     made.add_argument("--steps", type=int, help="steps of the run, in the place of what the source says")
     made.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a config key of rltrain to set")

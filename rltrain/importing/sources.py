@@ -11,7 +11,7 @@ from rltrain.errors import ConfigError
 from rltrain.importing import rlinf, skyrl, slime, slime_learning, verl
 from rltrain.importing.few_prompts import limit, widen
 from rltrain.importing.hydra import flattened, parse_override, read_config
-from rltrain.importing.shell_script import Started, read_script, read_text
+from rltrain.importing.shell_script import ScriptReading, Started, read_script, read_text
 from rltrain.importing.shell_values import UNKNOWN
 from rltrain.importing.slime_commands import beside_training
 from rltrain.importing.steps import Rows
@@ -26,8 +26,14 @@ class Framework:
     arguments: Callable[[Sequence[str]], Sequence[str] | None]
     keys: Callable[[Sequence[str]], dict[str, Any]]
     translate: Callable[[SourceKeys, Translation, Rows], None]
+    marks: Sequence[str]
+    """What its modules, keys or flags begin with, and those of no other framework here."""
     beside: Callable[[Sequence[Sequence[str]]], dict[str, Any]] | None = None
     """Keys that stand for what all of a script's commands say beside the training's arguments."""
+
+    def mark_in(self, words: Sequence[str]) -> str | None:
+        """The first of a command's words, or of a file's keys, that shows that it is of this framework."""
+        return next((word for word in map(_bare, words) if word.startswith(tuple(self.marks))), None)
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,15 @@ class ReadSource:
     name: str
     notes: list[str]
     folder: Path = field(default_factory=Path)
+
+
+def _bare(word: str) -> str:
+    """A module as Python imports it, also where it is given as a file; an override or option without its value."""
+    name = word.removeprefix("-m ").strip().lstrip("+").partition("=")[0]
+    if not name.endswith(".py"):
+        return name
+    parts = Path(name).with_suffix("").parts
+    return ".".join(parts[max((parts.index(top) for top in ("verl", "rlinf") if top in parts), default=0) :])
 
 
 def _after_program(programs: Sequence[str]) -> Callable[[Sequence[str]], Sequence[str] | None]:
@@ -92,11 +107,43 @@ def _slime_keys(words: Sequence[str]) -> dict[str, Any]:
 
 
 FRAMEWORKS = {
-    "slime": Framework("slime", _after_program(slime_learning.PROGRAMS), _slime_keys, slime.translate, beside_training),
-    "verl": Framework("verl", _with_overrides(verl.SECTIONS), _overrides, verl.translate),
-    "skyrl": Framework("SkyRL", _with_overrides(skyrl.SECTIONS), _overrides, skyrl.translate),
-    "rlinf": Framework("RLinf", _with_overrides(rlinf.SECTIONS), _overrides, rlinf.translate),
+    "slime": Framework(
+        *("slime", _after_program(slime_learning.PROGRAMS), _slime_keys, slime.translate),
+        marks=("--hf-checkpoint", "--prompt-data", "--rollout-batch-size", "--actor-num-nodes"),
+        beside=beside_training,
+    ),
+    "verl": Framework(
+        *("verl", _with_overrides(verl.SECTIONS), _overrides, verl.translate),
+        marks=("verl.", "actor_rollout_ref."),
+    ),
+    "skyrl": Framework(
+        *("SkyRL", _with_overrides(skyrl.SECTIONS), _overrides, skyrl.translate),
+        marks=("skyrl.", "skyrl_train.", "trainer.policy.", "generator."),
+    ),
+    "rlinf": Framework(
+        *("RLinf", _with_overrides(rlinf.SECTIONS), _overrides, rlinf.translate),
+        marks=("rlinf.", "cluster.", "runner."),
+    ),
 }
+
+
+def framework_of(given: Sequence[str], environment: Mapping[str, str]) -> str:
+    """The name under which the framework of a file or a command is in FRAMEWORKS. ConfigError where it has marks of
+    none, or of several."""
+    path = Path(given[0])
+    if path.suffix in (".yaml", ".yml"):
+        commands: list[Sequence[str]] = [[*read_config(path, environment, given[1:])[0]]]
+    else:
+        commands = [one.arguments for one in _script(given, environment)[1].started]
+    found: dict[str, str] = {}
+    for words in commands:
+        found |= {name: mark for name, one in FRAMEWORKS.items() if (mark := one.mark_in(words)) and name not in found}
+    if len(found) == 1:
+        return next(iter(found))
+    marks = found or {name: " or ".join(one.marks) for name, one in FRAMEWORKS.items()}
+    choices = ", ".join(f"--from {name} ({mark})" for name, mark in marks.items())
+    reason = "it has what shows several" if found else "it has nothing that shows it"
+    raise ConfigError(f"{_name(given)}: cannot tell which trainer it is for, as {reason}; expected one of {choices}")
 
 
 def read(framework: Framework, given: Sequence[str], environment: Mapping[str, str]) -> ReadSource:
@@ -105,15 +152,7 @@ def read(framework: Framework, given: Sequence[str], environment: Mapping[str, s
     if path.suffix in (".yaml", ".yml"):
         values, missing = read_config(path, environment, given[1:])
         return ReadSource(values, str(path), [f"not found, and left out: {one}" for one in missing], path.parent)
-    folder = Path()
-    if path.is_file():
-        folder = path.parent
-        script = read_script(path, given[1:], environment)
-        name = str(path)
-    else:
-        text = given[0] if len(given) == 1 else shlex.join(given)
-        script = read_text(text, "command", (), environment)
-        name = "a command"
+    name, script = _script(given, environment)
     launches = [(one, found) for one in script.started if (found := framework.arguments(one.arguments)) is not None]
     if not launches:
         unset = f" Variables without a value: {', '.join(sorted(script.unset))}" if script.unset else ""
@@ -125,7 +164,19 @@ def read(framework: Framework, given: Sequence[str], environment: Mapping[str, s
     keys = framework.keys(launches[0][1])
     if framework.beside is not None:
         keys |= framework.beside([one.arguments for one in script.started])
-    return ReadSource(keys, name, notes, folder)
+    return ReadSource(keys, name, notes, path.parent if path.is_file() else Path())
+
+
+def _script(given: Sequence[str], environment: Mapping[str, str]) -> tuple[str, ScriptReading]:
+    """What messages call a script or a command, and what it starts."""
+    path = Path(given[0])
+    if path.is_file():
+        return _name(given), read_script(path, given[1:], environment)
+    return _name(given), read_text(given[0] if len(given) == 1 else shlex.join(given), "command", (), environment)
+
+
+def _name(given: Sequence[str]) -> str:
+    return given[0] if Path(given[0]).is_file() else "a command"
 
 
 def _lines(launches: Sequence[tuple[Started, object]]) -> str:

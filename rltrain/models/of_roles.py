@@ -41,6 +41,12 @@ def _read(config: Config, role: str, path: Path, key: str) -> Architecture:
     return read_architecture(path, key)
 
 
+def are_quickly_read(config: Config) -> bool:
+    """Whether `role_architectures` does without transformers, which takes seconds to load."""
+    roles = ("actor", *config.placed_roles)
+    return not any(config.backend_of(r) == "fsdp" and is_unlisted(Path(config.checkpoint_of(r)[0])) for r in roles)
+
+
 def _expect_one_architecture(config: Config, first: Architecture) -> None:
     for name, path in config.teacher.checkpoints.items():
         if _read(config, "teacher", Path(path), f"teacher.path.{name}") != first:

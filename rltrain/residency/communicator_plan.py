@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.placement import Placement
@@ -75,7 +76,7 @@ class CommunicatorPlan:
 
     def _leaves_between(self, first: int, last: int, member: int, ranks: RankList) -> bool:
         """Whether there is a task of `member`, and of no user of `ranks`, that needs a device, strictly in between."""
-        between = self._order.items(first + 1, last)
+        between = takewhile(lambda item: item[0] < last, self._order.ahead(first))
         return any(self._is_without(ranks, entry, member) for _, entry in between)
 
     def _is_over(self, ranks: RankList, position: int) -> bool:

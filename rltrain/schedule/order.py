@@ -10,10 +10,11 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain
+from itertools import pairwise
 from typing import Literal
 
 from rltrain.cluster.placement import Placement
+from rltrain.schedule.recurrence import count_of_each_kind, first_of_each_kind
 
 WEIGHT_SYNC = "weight_sync"
 SYNC_EVALUATION = "sync_evaluation"
@@ -75,28 +76,36 @@ class Entries(list[Entry]):
 @dataclass(frozen=True)
 class Iterations:
     """What an order is made of. `numbers` are those of its iterations; an entry of step s is in one of the iterations
-    s - lead to s. Those in `regular` repeat: as long as both are in it, iteration k + period has the entries of
-    iteration k with steps that are `period` later.
+    s - lead to s.
+
+    Two iterations are of a kind where none of `turns` is above the first and up to the second, and the same of
+    `intervals` divide both numbers. They have the same entries, with steps that are as far apart as their numbers.
     """
 
     entries: Callable[[int], Sequence[Entry]]
-    """Of the iteration of that number."""
+    """Returns those of the iteration of that number."""
     numbers: range
     lead: int = 0
-    period: int = 1
-    regular: range = range(0)
+    turns: frozenset[int] = frozenset()
+    """Numbers from which on iterations have other entries than before."""
+    intervals: frozenset[int] = frozenset()
     boundary: Callable[[int], int] = lambda number: 0
     """How many entries of an iteration belong to the steps before it: behind them a run can be cut."""
     saves: Callable[[int], bool] = lambda step: False
     """Whether a checkpoint is due at the boundary of a step."""
 
-    def from_on(self, number: int) -> Iterable[int]:
-        """The numbers from `number` on, but of the regular ones no more than a period has: whatever is still to come
-        comes first in one of these."""
-        once = max(number, self.regular.start) + self.period + 1
-        if once >= self.regular.stop:
-            return range(number, self.numbers.stop)
-        return chain(range(number, once), range(self.regular.stop, self.numbers.stop))
+    def from_on(self, number: int) -> Iterator[int]:
+        """`number`, and the first number after it of every kind: all that is still to come comes first in one of
+        these."""
+        if number in self.numbers:
+            yield number
+        for stretch in self.stretches(number + 1):
+            yield from first_of_each_kind(stretch, self.intervals)
+
+    def stretches(self, number: int) -> Iterator[range]:
+        """The numbers from `number` on, cut at every turn."""
+        edges = sorted({number, self.numbers.stop, *(turn for turn in self.turns if turn > number)})
+        return (range(begin, end) for begin, end in pairwise(edges) if end <= self.numbers.stop)
 
 
 class Order:
@@ -111,8 +120,7 @@ class Order:
         self.first = iterations.numbers.start
         self._crossing, self._skipped = [*crossing], skipped
         self._iteration = lru_cache(maxsize=ITERATIONS_KEPT)(self._make)
-        longest = max((len(self._make(number)) for number in iterations.from_on(self.first)), default=0)
-        self._stride = max(longest, 1)
+        self._stride = max((len(self._make(number)) for number in iterations.from_on(self.first)), default=0) or 1
 
     @classmethod
     def of(cls, entries: Sequence[Entry]) -> "Order":
@@ -142,6 +150,21 @@ class Order:
     def distinct(self) -> Iterator[Entry]:
         """Every kind of entry that the run has, of some steps."""
         return (entry for _, entry in self.ahead(-1))
+
+    def excerpt(self) -> list[Entry]:
+        """The entries of some steps, in their order: all those of an iteration of every kind, with the other entries of
+        their steps. A transfer belongs to one step, so an order that cannot finish has an excerpt that cannot."""
+        found = dict(item for step in {entry.step for entry in self.distinct()} for item in self.of_step(step))
+        return [found[position] for position in sorted(found)]
+
+    def num_entries(self) -> int:
+        """How many entries the run has."""
+        kinds = [
+            kind
+            for stretch in self.iterations.stretches(self.first + 1)
+            for kind in count_of_each_kind(stretch, self.iterations.intervals).items()
+        ]
+        return sum(count * len(self._iteration(number)) for number, count in [*kinds, (self.first, 1)])
 
     def of_step(self, step: int) -> Iterator[tuple[int, Entry]]:
         """(position, entry) of one step."""
@@ -188,7 +211,7 @@ class Order:
     def digest(self) -> str:
         """Equal on two ranks exactly when their orders are."""
         made = self.iterations
-        words = (made.numbers, made.regular, made.period, *self.distinct())
+        words = (made.numbers, sorted(made.turns), sorted(made.intervals), *self.distinct())
         return hashlib.sha256("\n".join(map(str, words)).encode()).hexdigest()[:16]
 
     def syncs(self, name: str = WEIGHT_SYNC) -> Iterator[tuple[int, int]]:

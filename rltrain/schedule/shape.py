@@ -54,7 +54,8 @@ class RunShape:
         """Also of a config that is yet to be refused: its lead may then be below 0."""
         algorithm, schedule, batch = algorithm_of(config), config.schedule, config.batch
         pipelined = schedule.mode == "pipelined"
-        lead = schedule.max_staleness + 1 - schedule.sync_every if schedule.mode == "asynchronous" else 0
+        ahead = min(schedule.max_staleness + 1 - schedule.sync_every, config.steps)
+        lead = ahead if schedule.mode == "asynchronous" else 0
         syncs_in_flight = lead > 0 and schedule.in_flight_sync
         num_chunks = schedule.chunks or (DEFAULT_CHUNKS if pipelined else 1)
         samples = 1 if algorithm.from_pairs else algorithm.samples_per_group()

@@ -1,7 +1,6 @@
 """The tasks of a run: the algorithm's step, laid out in the order that the schedule's mode asks for."""
 
 from functools import cached_property, partial
-from math import lcm
 
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.cluster.placement import Placement
@@ -23,13 +22,14 @@ def build_order(config: Config, placement: Placement, first_step: int = 0) -> Or
     run = partial(Iteration, config, shape, Participants.of(placement, shape), due, first_step)
     if not algorithm_of(config).trains:
         return Order.of(run(0).order)
+    begin, generated = first_step - shape.lead, config.steps - shape.lead
     return Order(
         Iterations(
             entries=lambda number: run(number).order,
-            numbers=range(first_step - shape.lead, config.steps + 1),
+            numbers=range(begin, config.steps + 1),
             lead=shape.lead,
-            period=_period(config),
-            regular=range(max(first_step + 1, shape.first_actor_step), config.steps - shape.lead),
+            turns=frozenset((begin + 1, first_step, first_step + 1, shape.first_actor_step, generated, config.steps)),
+            intervals=_intervals(config),
             boundary=lambda number: run(number).boundary,
             saves=lambda step: is_save_step(config, step) or is_memory_save_step(config, step),
         )
@@ -48,35 +48,12 @@ def is_memory_save_step(config: Config, step: int) -> bool:
     return memory is not None and step != config.steps and step % memory.interval == 0
 
 
-def shortened(config: Config, first_step: int = 0) -> Config:
-    """A run like `config`'s from `first_step` on in which everything happens that happens in that, and in every order:
-    as many steps as begin, end, and a period with what it leads over to have."""
-    period, shape = _period(config), RunShape.of(config)
-    needed = max(first_step + 1, shape.first_actor_step) + period + 2 * shape.lead + 2
-    steps = needed + (config.steps - needed) % period
-    return config if steps >= config.steps else config.model_copy(update={"steps": steps})
-
-
-def num_entries(config: Config, placement: Placement) -> int:
-    """Of the whole run."""
-    short = shortened(config)
-    count, period = len([*build_order(short, placement)]), _period(config)
-    longer = short.model_copy(update={"steps": short.steps + period})
-    each = len([*build_order(longer, placement)]) - count
-    return count + (config.steps - short.steps) // period * each
-
-
-def _period(config: Config) -> int:
-    """Steps after which everything comes again."""
-    intervals = (
-        config.schedule.sync_every,
-        config.reference.refresh_every,
-        *(plan.interval for plan in config.evaluations),
-        config.checkpoint.save_interval,
-        config.checkpoint.memory.interval if config.checkpoint.memory else 0,
-        config.checkpoint.save_hf_interval,
-    )
-    return lcm(*filter(None, intervals))
+def _intervals(config: Config) -> frozenset[int]:
+    """The numbers of steps after which something comes again. A checkpoint's is none of them: the roles come to the
+    boundary of every step, and save there where that is due."""
+    evaluated = (plan.interval for plan in config.evaluations)
+    every = (config.schedule.sync_every, config.reference.refresh_every, config.checkpoint.save_hf_interval, *evaluated)
+    return frozenset(every) - {0, 1}
 
 
 class Iteration:

@@ -11,7 +11,7 @@ import pytest
 
 from rltrain.commands.completion import script
 from rltrain.commands.main import SUBCOMMANDS, main
-from rltrain.commands.ranks import torchrun_command, wants_ranks
+from rltrain.commands.ranks import possible_worlds, torchrun_command, torchrun_options, wants_ranks
 from rltrain.config import json_schema
 from rltrain.config.explain import all_keys
 from rltrain.config.schema import Config
@@ -55,12 +55,126 @@ def test_plainly_started_training_is_one_rank_under_torchrun(monkeypatch: pytest
     assert not wants_ranks(arguments)
 
 
-def test_the_ranks_become_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    became = []
+@pytest.fixture
+def became(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The commands that a process would have become."""
+    commands: list[list[str]] = []
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(os, "execv", lambda path, command: became.append((path, command)))
-    main(["train", "--nproc-per-node", "2", "--config", "c.yaml"])
-    assert became[0][0] == sys.executable and "--nproc-per-node=2" in became[0][1]
+    monkeypatch.setattr(os, "execv", lambda path, command: commands.append(command))
+    return commands
+
+
+QUICKSTART = [
+    "--config",
+    str(REPOSITORY / "configs" / "quickstart.yaml"),
+    f"model.path={REPOSITORY / 'tests/warmed_up'}",
+]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "--nproc-per-node", "4"],
+        ["train", "--nproc_per_node=2", "--nnodes=1:3"],
+        ["train", "--nproc-per-node=gpu"],
+        ["train", "--nproc-per-node=4", "--nnodes=1:1000"],
+        ["evaluate", "--checkpoint", str(REPOSITORY / "tests" / "warmed_up")],
+    ],
+)
+def test_the_ranks_become_torchrun(arguments: list[str], became: list[list[str]]) -> None:
+    main([*arguments, *QUICKSTART])
+    assert became[0][0] == sys.executable and became[0][-len(QUICKSTART) :] == QUICKSTART
+
+
+REFUSED = {
+    "a key": (["train", *QUICKSTART, "rollout.sampling.temprature=1"], "nearest valid key is rollout.sampling.temp"),
+    "keys together": (["train", "--nproc-per-node=4", *QUICKSTART, "data.min_prompt_tokens=99"], "data.min_prompt_tok"),
+    "one rank": (["train", *QUICKSTART], "rank 1 does not exist; expected ranks in 0-0 (1 in this world). More ranks"),
+    "nodes": (["train", "--nproc-per-node=2", "--nnodes=2", *QUICKSTART, "placement.actor=4"], "expected ranks in 0-3"),
+    "every world": (["train", "--nnodes=1:3", *QUICKSTART], "rank 3 does not exist; expected ranks in 0-2"),
+    "a layout": (
+        ["train", "--nproc-per-node=4", *QUICKSTART, "actor.parallel.tp=4"],
+        "one copy of its model takes tp 4",
+    ),
+    "a schedule": (["train", "--nproc-per-node=4", *QUICKSTART, "schedule.sync_every=2"], "schedule.sync_every: got 2"),
+    "a model": (["train", "--nproc-per-node=4", *QUICKSTART, "model.path=/none"], "/none/config.json does not exist"),
+    "no node": (["train", "--nnodes=0", *QUICKSTART], "--nnodes: got 0; expected a number of at least 1"),
+    "nodes backwards": (["train", "--nnodes=3:2", *QUICKSTART], "expected 2:3"),
+    "ranks": (["train", "--nproc-per-node=four", *QUICKSTART], "got four; expected a number of at least 1, gpu, cpu"),
+    "the dry run's": (["train", "--gpu", "h100", *QUICKSTART], "--gpu: for --dry-run alone"),
+    "a config": (["evaluate", "--checkpoint", str(REPOSITORY), "--config", "nope.yaml"], "nope.yaml: the config file"),
+    "a checkpoint": (["evaluate", "--checkpoint", "/none", *QUICKSTART], "--checkpoint: there is no folder"),
+    "an evaluation": (["evaluate", "--checkpoint", str(REPOSITORY), *QUICKSTART], "config.json does not exist"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "told"), REFUSED.values(), ids=REFUSED)
+def test_a_mistake_is_one_line_before_any_rank_is_started(
+    arguments: list[str], told: str, became: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert told in said and said.startswith(f"rltrain {arguments[0]}: refused: ") and said.count("\n") == 1
+    assert not became
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["train"], "arguments are required: --config"),
+        (["train", *QUICKSTART, "--steps=5"], "arguments: --steps=5; config keys are given without dashes"),
+        (["evaluate", *QUICKSTART], "arguments are required: --checkpoint"),
+    ],
+)
+def test_a_wrong_call_ends_with_what_is_wrong(
+    arguments: list[str], told: str, became: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2 and told in capsys.readouterr().err.splitlines()[-1] and not became
+
+
+def test_what_is_refused_is_refused_without_torch() -> None:
+    arguments = ["train", "--nproc-per-node=4", *QUICKSTART, "schedule.sync_every=2"]
+    program = f"import sys; from rltrain.commands.main import main; print(main({arguments}), 'torch' in sys.modules)"
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "2 False\n"
+
+
+def test_the_worlds_are_those_that_torchrun_may_make() -> None:
+    def worlds(*arguments: str, **environment: str) -> list[tuple[int, int]]:
+        return possible_worlds(torchrun_options(arguments)[0], environment)
+
+    assert worlds() == [(1, 1)]
+    assert worlds("--nproc-per-node=8", "--nnodes", "2") == worlds("--nproc-per-node=8", PET_NNODES="2") == [(16, 8)]
+    assert worlds("--nproc_per_node=4", "--nnodes=1:3", PET_NNODES="2") == [(12, 4), (8, 4), (4, 4)]
+    assert worlds("--nproc-per-node=cpu") == [(os.cpu_count(), os.cpu_count())]
+    assert worlds("--nproc-per-node=auto") == worlds("--nproc-per-node=gpu", "--nnodes=2") == []
+
+
+WITHOUT_PACKAGES = [sys.executable, "-S", "-E"]
+"""Python with the standard library alone, and what lies in its working directory."""
+
+
+@pytest.mark.parametrize("name", SUBCOMMANDS)
+def test_every_command_says_that_packages_are_missing(name: str) -> None:
+    arguments = ["--config", "c.yaml"] if name in ("train", "dry-run") else []
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    done = subprocess.run(
+        [*WITHOUT_PACKAGES, "-m", "rltrain", name, *arguments],
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode in (1, 2) and "Traceback" not in done.stderr
+    if name in ("train", "dry-run", "import-config", "convert", "serve", "report", "make-quickstart", "schema"):
+        assert done.stderr.count("\n") == 1 and "No module named" in done.stderr
+        assert "lacks torch, megatron-core" in done.stderr and "bash launch/quickstart.sh" in done.stderr
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash to complete for")

@@ -1,6 +1,10 @@
 """What the doctor says of a machine, and of nodes that are unlike each other."""
 
+import os
 import resource
+import subprocess
+import sys
+import tomllib
 from itertools import combinations
 from pathlib import Path
 
@@ -9,16 +13,18 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from packaging.requirements import Requirement
 
 from rltrain.cluster.nodes import Compared, Difference, NodeBoard, Spoken, compare_nodes
 from rltrain.cluster.world import World
 from rltrain.doctor import command, installed, limits, storage
-from rltrain.doctor.finding import FINE, WRONG, Finding
+from rltrain.doctor.finding import FINE, WRONG, Finding, has_fault
 from rltrain.doctor.links import Link, rounds_of_pairs
-from rltrain.doctor.report import has_fault, merged, of_clocks, of_links, of_storage
+from rltrain.doctor.report import merged, of_clocks, of_links, of_storage
 from rltrain.doctor.storage import Storage, try_storage
 from tests.unit.shared_store import on_ranks, open_store
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 THREE = Compared(hosts=("a", "b", "c"), differences=(), problems={})
 
 
@@ -36,7 +42,43 @@ def test_it_tells_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setattr(installed, "NEEDED", ("torch", "no-such-package"))
     assert command.main(["--sglang-python", "/nowhere/python"]) == 1
     told = capsys.readouterr().out
-    assert "pip install no-such-package" in told and "/nowhere/python" in told
+    assert "MISSING no-such-package" in told and "/nowhere/python" in told and "pip install -e ." in told
+
+
+@pytest.mark.parametrize("asked", [[], ["--nproc-per-node", "2"]])
+def test_it_needs_no_package(asked: list[str]) -> None:
+    bare = [sys.executable, "-S", "-E"]
+    assert subprocess.run([*bare, "-c", "import yaml"], capture_output=True, check=False).returncode
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    done = subprocess.run(
+        [*bare, "-m", "rltrain", "doctor", *asked],
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1 and not done.stderr
+    assert all(f"MISSING {name}" in done.stdout for name in installed.NEEDED)
+    assert "open files" in done.stdout and "bash launch/quickstart.sh" in done.stdout.splitlines()[-1]
+
+
+def test_it_asks_for_all_dependencies() -> None:
+    texts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert [Requirement(text).name for text in texts] == [*installed.NEEDED]
+
+
+def test_a_torch_that_cannot_be_imported_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "torch":
+                raise ImportError("libcudart.so.13: cannot open shared object file")
+
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.setattr(installed.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
+    told = next(finding for finding in installed.what_is_installed() if finding.what == "GPUs")
+    assert told.state == WRONG and "libcudart.so.13" in told.detail
 
 
 def test_limits_that_are_too_low_are_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

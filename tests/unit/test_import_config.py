@@ -12,6 +12,7 @@ from rltrain.dry_run.description import describe_job
 from rltrain.dry_run.options import DryRunOptions
 from rltrain.errors import ConfigError
 from rltrain.importing.command import imported, main
+from rltrain.importing.sources import framework_of
 from rltrain.importing.steps import Rows
 from rltrain.importing.translation import Translation
 from rltrain.importing.writing import written
@@ -243,3 +244,73 @@ def test_placements_of_rlinf_become_ranks(given: dict[str, Any], expected: dict[
         for role in path.removeprefix("placement.").split(", ")
     }
     assert expected.items() <= placed.items() and placed["reward"] == placed["rollout"]
+
+
+SFT = "torchrun -m verl.trainer.fsdp_sft_trainer data.train_files=/data/a.parquet trainer.total_epochs=1"
+SHOWN = {
+    "slime's script": (SLIME, "slime"),
+    "a script that sources a model's": (
+        'source "${DIR}/models/qwen3-4B.sh"\npython3 train_async.py --prompt-data a',
+        "slime",
+    ),
+    "verl's script": (VERL, "verl"),
+    "verl's supervised training": (SFT, "verl"),
+    "verl's program by its file": ("python verl/verl/trainer/main_ppo.py algorithm.adv_estimator=grpo", "verl"),
+    "a recipe for verl": ("python -m recipe.dapo.main_dapo +actor_rollout_ref.actor.use_kl_loss=False", "verl"),
+    "SkyRL's script": (SKYRL, "skyrl"),
+    "SkyRL's older module": ("uv run --isolated -m skyrl_train.entrypoints.main_base trainer.epochs=20", "skyrl"),
+    "RLinf's program": (
+        "python examples/reasoning/main_grpo.py --config-name a runner.max_steps=5 cluster.num_nodes=2",
+        "rlinf",
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "expected"), SHOWN.values(), ids=SHOWN)
+def test_what_trainer_a_script_is_for_is_seen_in_it(text: str, expected: str, tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(text)
+    assert framework_of([str(script)], {}) == expected
+    assert framework_of([text], {}) == expected, "as a command"
+
+
+def test_what_trainer_a_file_is_for_is_seen_in_its_keys(tmp_path: Path) -> None:
+    files = {"rlinf": RLINF, "verl": {"actor_rollout_ref": {"model": {"path": "m"}}}, "skyrl": {"generator": {"n": 1}}}
+    for name, keys in files.items():
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(keys))
+        assert framework_of([str(path)], {}) == name
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            "deepspeed --module openrlhf.cli.train_ppo_ray --prompt_data a",
+            ["nothing that shows", "--from verl (verl. or"],
+        ),
+        (f"{VERL}\n{SKYRL}", ["several", "--from verl (verl.trainer.main_ppo)", "--from skyrl (skyrl.train."]),
+    ],
+)
+def test_a_trainer_that_cannot_be_told_has_to_be_said(
+    text: str, told: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(text)
+    assert main([str(script)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and all(part in said for part in told)
+
+
+def test_what_is_said_of_the_trainer_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(VERL)
+    assert main(["--rows", "7473", str(script)]) == 0
+    inferred = capsys.readouterr().out
+    assert main(["--from", "verl", "--rows", "7473", str(script)]) == 0
+    assert capsys.readouterr().out == inferred
+    assert main(["--from", "slime", str(script)]) == 2
+    assert "starts nothing that is known as slime" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([])
+    assert "expected a script, a YAML file or a command" in capsys.readouterr().err

@@ -1,5 +1,7 @@
-"""An order is made as it is looked at, and what holds for its first period and its ends holds for all of it."""
+"""An order is made as it is looked at, and what holds for an iteration of every kind holds for all of it."""
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice
 
@@ -12,7 +14,8 @@ from rltrain.errors import ConfigError
 from rltrain.residency.memory_plan import MemoryPlan
 from rltrain.schedule.check import check
 from rltrain.schedule.order import Entry, Order
-from rltrain.schedule.steps import build_order, num_entries, shortened
+from rltrain.schedule.recurrence import count_of_each_kind, first_of_each_kind
+from rltrain.schedule.steps import build_order
 from rltrain.tasks.roles import STATE_PARTS
 from tests.unit.schedule_configs import EVALUATED_APART, GRPO, PPO, evaluations, make_config, order_of, place
 
@@ -38,7 +41,8 @@ def runs(draw: st.DrawFn) -> Config:
         steps=draw(st.integers(1, 40)),
         schedule=schedule,
         critic={"critic_warmup_steps": draw(st.integers(0, 3))},
-        checkpoint={"save_interval": sync_every * draw(st.integers(0, 2)), "save_hf_interval": draw(st.integers(0, 3))},
+        checkpoint={"save_interval": sync_every * draw(st.integers(0, 2)), "save_hf_interval": draw(st.integers(0, 7))},
+        reference={"refresh_every": draw(st.integers(0, 5))} if placement is GRPO else {},
         evaluation=draw(evaluations()),
     )
 
@@ -47,64 +51,72 @@ def build(config: Config) -> Order:
     return build_order(config, place(config.placement))
 
 
-def windows(config: Config, order: Order) -> set[tuple[tuple[Entry, ...], ...]]:
-    """All that lies together in the order: as many iterations as a transfer can cross, with steps counted from there.
+def kind(order: Order, number: int) -> tuple[int, ...]:
+    """What iterations of a kind have in common."""
+    made = order.iterations
+    return (sum(turn <= number for turn in made.turns), *(int(number % every == 0) for every in sorted(made.intervals)))
 
-    Iterations before the first step and the last one are told apart from others by a step that is no step's.
-    """
-    numbers, width = order.iterations.numbers, order.iterations.lead + 2
 
-    def from_here(entry: Entry, number: int) -> Entry:
-        return replace(entry, step=entry.step - number)
-
-    def iteration(number: int, first: int) -> tuple[Entry, ...]:
-        ends = (Entry("task", "begins", (), 0),) if number == numbers[0] else ()
-        ends += (Entry("task", "ends", (), 0),) if number == numbers[-1] else ()
-        return (*ends, *(from_here(entry, first) for entry in order.iterations.entries(number)))
-
-    return {
-        tuple(iteration(number, first) for number in numbers[index : index + width])
-        for index, first in enumerate(numbers)
-    }
+@given(st.integers(-30, 30), st.integers(0, 150), st.frozensets(st.integers(1, 200), max_size=5))
+def test_numbers_are_told_apart_by_what_is_due(begin: int, length: int, intervals: frozenset[int]) -> None:
+    numbers = range(begin, begin + length)
+    kinds = [tuple(number % every == 0 for every in intervals) for number in numbers]
+    assert [*first_of_each_kind(numbers, intervals)] == [numbers[kinds.index(one)] for one in dict.fromkeys(kinds)]
+    assert count_of_each_kind(numbers, intervals) == {numbers[kinds.index(one)]: n for one, n in Counter(kinds).items()}
 
 
 @settings(max_examples=25, deadline=None)
-@given(runs())
-def test_whatever_happens_in_a_run_happens_in_the_short_one(config: Config) -> None:
-    short = shortened(config)
-    assert windows(short, build(short)) == windows(config, build(config))
-    assert num_entries(config, place(config.placement)) == len([*build(config)])
+@given(runs(), st.data())
+def test_iterations_of_a_kind_have_the_same_entries(config: Config, data: st.DataObject) -> None:
+    order = build(config)
+    made = order.iterations
+    first = {kind(order, number): number for number in reversed(made.numbers)}
+    assert [*made.from_on(order.first)] == sorted(first.values())
+    for number in made.numbers:
+        like = first[kind(order, number)]
+        moved = [replace(entry, step=entry.step + number - like) for entry in made.entries(like)]
+        assert [*made.entries(number)] == moved
+    assert order.num_entries() == len([*order])
+    begin = data.draw(st.sampled_from(made.numbers))
+    rest = [*order.items(order.boundary(begin))]
+    for name in {entry.name for _, entry in rest}:
+        ahead = order.ahead(order.boundary(begin) - 1)
+        assert next(item for item in ahead if item[1].name == name) == next(one for one in rest if one[1].name == name)
 
 
-def spoil(order: Order, every: int, offset: int, swapped: int) -> Order:
-    """As `order`, with two neighbours swapped in every so many of its regular iterations."""
+def spoil(order: Order, spoilt: tuple[int, ...], index: int, *, drops: bool) -> Order:
+    """As `order`, with two neighbours swapped, or an entry left out, in every iteration of a kind."""
 
     def entries(number: int) -> list[Entry]:
         found = [*order.iterations.entries(number)]
-        if number in order.iterations.regular and number % every == offset % every and len(found) > 1:
-            place = swapped % (len(found) - 1)
-            found[place : place + 2] = found[place + 1], found[place]
+        if kind(order, number) == spoilt and len(found) > 1:
+            place = index % (len(found) - 1)
+            found[place : place + 2] = (
+                found[place + 1 : place + 2 - drops] if drops else reversed(found[place : place + 2])
+            )
         return found
 
     return Order(replace(order.iterations, entries=entries))
 
 
-def finishes(order: Order, config: Config) -> bool:
+def finishes(entries: Iterable[Entry], config: Config) -> bool:
     try:
-        check(order, place(config.placement))
+        check(entries, place(config.placement))
     except ConfigError:
         return False
     return True
 
 
-@settings(max_examples=25, deadline=None)
-@given(runs(), st.integers(0, 5), st.integers(0, 40))
-def test_an_order_cannot_finish_exactly_where_the_short_one_cannot(config: Config, offset: int, swapped: int) -> None:
-    whole, short = build(config), build(shortened(config))
-    every = whole.iterations.period
-    assert finishes(spoil(whole, every, offset, swapped), config) == finishes(
-        spoil(short, every, offset, swapped), config
-    )
+@settings(max_examples=40, deadline=None)
+@given(runs(), st.data())
+def test_an_order_cannot_finish_exactly_where_its_excerpt_cannot(config: Config, data: st.DataObject) -> None:
+    order = build(config)
+    spoilt = kind(order, data.draw(st.sampled_from(order.iterations.numbers)))
+    spoiled = spoil(order, spoilt, data.draw(st.integers(0, 40)), drops=data.draw(st.booleans()))
+    assert finishes(spoiled, config) == finishes(spoiled.excerpt(), config)
+    assert finishes(order.excerpt(), config)
+    assert {entry.name for entry in order.excerpt()} == {entry.name for entry in order}
+    assert Order.of([*order]).excerpt() == [*order]
 
 
 @settings(max_examples=15, deadline=None)
@@ -135,9 +147,10 @@ def test_both_ends_of_every_transfer_find_each_other(config: Config) -> None:
             assert order.post_of(order.wait_of(position)) == position
 
 
-def entries_made(order: Order) -> int:
-    """Until a rank has begun, gone through its first steps, and gone on from a checkpoint in the middle."""
-    made = 0
+def entries_made(config: Config) -> int:
+    """Until the order is checked and counted, a rank has begun, gone through its first steps, and gone on from a
+    checkpoint in the middle."""
+    made, order = 0, build(config)
 
     def entries(number: int) -> list[Entry]:
         nonlocal made
@@ -147,28 +160,47 @@ def entries_made(order: Order) -> int:
 
     counted = Order(replace(order.iterations, entries=entries))
     counted.digest()
+    counted.num_entries()
+    check(counted.excerpt(), place(config.placement))
     plan = MemoryPlan(counted, ["actor", "rollout"])
-    for position, _ in counted.items(end=counted.boundary(20)):
+    for position, _ in counted.items(end=counted.boundary(4)):
         for key in (("actor", "weights"), ("rollout", "weights"), ("actor", "gradients")):
             plan.may_drop(key, position)
         counted.crossing(position)
-    middle = max(counted.iterations.regular) // 2
-    middle -= middle % counted.iterations.period
-    assert len([*islice(counted.from_step(middle), 50)]) == 50
+    assert len([*islice(counted.from_step(config.steps // 2), 50)]) == 50
     return made
 
 
-@pytest.mark.parametrize("interval", [1, 50])
-def test_nothing_takes_longer_in_a_longer_run(interval: int) -> None:
+NEVER = 10**18
+
+
+@pytest.mark.parametrize(
+    "intervals",
+    [(1, 1, 1, 1), (50, 50, 50, 50), (NEVER, NEVER, NEVER, NEVER), (LONG - 1, 10**5, 70, NEVER), (997, 991, 983, 977)],
+)
+@pytest.mark.parametrize("lead", [0, 2])
+def test_the_work_does_not_grow_with_steps_or_intervals(intervals: tuple[int, int, int, int], lead: int) -> None:
+    """Four intervals have at most sixteen combinations."""
+    evaluated, saved, exported, refreshed = intervals
     sections = {
-        "schedule": {"mode": "asynchronous", "max_staleness": 2},
-        "evaluation": {"interval": interval},
-        "checkpoint": {"save_interval": interval},
+        "schedule": {"mode": "asynchronous", "max_staleness": lead} if lead else {},
+        "evaluation": {"interval": evaluated},
+        "checkpoint": {"save_interval": saved, "save_hf_interval": exported, "memory": {"interval": saved}},
+        "reference": {"refresh_every": refreshed},
     }
-    assert entries_made(order_of(steps=1000, **sections)) == entries_made(order_of(steps=LONG, **sections))
-    config = make_config(steps=LONG, **sections)
-    assert shortened(config).steps < 3 * interval + 20
-    check(build(shortened(config)), place(config.placement))
+    few = entries_made(make_config(steps=200, evaluation={"interval": 1}, schedule=sections["schedule"]))
+    assert entries_made(make_config(steps=10**12, **sections)) < 5 * few
+
+
+def test_long_ways_to_the_first_steps_of_the_actor_cost_nothing() -> None:
+    ppo = {"algorithm": "ppo", "placement": PPO, "steps": LONG + 10}
+    assert entries_made(make_config(**ppo, critic={"critic_warmup_steps": LONG})) < 5000
+
+
+def test_generating_further_ahead_than_the_run_is_long_changes_nothing() -> None:
+    schedules = [{"mode": "asynchronous", "max_staleness": most} for most in (3, NEVER)]
+    within, beyond = (order_of(steps=3, schedule=schedule) for schedule in schedules)
+    assert [*within] == [*beyond]
 
 
 def test_runs_of_other_lengths_and_other_intervals_have_other_digests() -> None:

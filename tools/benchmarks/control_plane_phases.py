@@ -44,7 +44,7 @@ from rltrain.resuming import claim_folders, find_checkpoint
 from rltrain.rollout.stream.in_flight_sync import InFlightSync
 from rltrain.schedule.check import check
 from rltrain.schedule.order import WEIGHT_SYNC
-from rltrain.schedule.steps import build_order, shortened
+from rltrain.schedule.steps import build_order
 from rltrain.tasks.roles import TRANSFERS
 from rltrain.trainer import Trainer
 
@@ -63,8 +63,9 @@ def derive(job: JobAtSize) -> Cost:
         placement = placement_of(job.config, job.size, RANKS_PER_NODE)
         grids = role_grids(job.config, placement)
         check_schedule(job.config, placement, grids)
-        check(build_order(shortened(job.config), placement), placement)
-        build_order(job.config, placement).digest()
+        order = build_order(job.config, placement)
+        check(order.excerpt(), placement)
+        order.digest()
         group_lists(grids)
 
     with timed() as since:
