@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rltrain.errors import DivergenceError
 from rltrain.models import Architecture
+from rltrain.residency.role_device import check_device
 from rltrain.rollout.embedded.block_attention import choose_attention
 from rltrain.rollout.embedded.block_cache import BlockCache
 from rltrain.rollout.embedded.decoder import Decoder
@@ -93,6 +94,7 @@ class EmbeddedEngine:
                 self.decodes_by += f"; steps are not recorded, since torch has no product for all experts in {dtype}"
         self._decoder = Decoder(self._model, self._slots, record)
         self._generation: Generation | None = None
+        check_device(self, self._device)
 
     @property
     def num_unfinished(self) -> int:
