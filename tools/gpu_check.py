@@ -22,6 +22,7 @@ FOLDER.tar.gz all of it. Exit status: 0 every step passed; 1 a step failed; 2 no
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -223,9 +224,8 @@ def all_steps(folder: Path, *, is_prepared: bool, has_sglang: bool, has_timeouts
 
 def _tests_of_jobs() -> dict[str, str]:
     """Returns the test of each job in tests/gpu/jobs.py, by the job's name."""
-    from tests.gpu.jobs import JOBS
-
-    return {job: f"tests/gpu/test_{SPLIT}.py::test_three_steps_agree_with_the_cpu[{job}]" for job in JOBS}
+    jobs = importlib.import_module("tests.gpu.jobs").JOBS
+    return {job: f"tests/gpu/test_{SPLIT}.py::test_three_steps_agree_with_the_cpu[{job}]" for job in jobs}
 
 
 @dataclass(frozen=True)
@@ -322,8 +322,6 @@ def _first_line(*command: str) -> str | None:
 
 
 def _has(module: str) -> bool:
-    import importlib.util
-
     return importlib.util.find_spec(module) is not None
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 REGISTERED = ("_parameters", "_buffers", "_modules")
 """Attributes of torch's modules whose entries have names of their own."""
 OWN_PACKAGES = ("rltrain", "megatron")
-"""Objects of their classes are searched for tensors. Of other packages' modules only what they register and tensors
-that are attributes: what else they keep is theirs."""
+"""Objects of their classes are searched for tensors. In other packages' modules only registered tensors and plain
+attributes count."""
 
 
 def move_to_device(module: torch.nn.Module, device: torch.device) -> None:
