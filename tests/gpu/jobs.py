@@ -64,6 +64,11 @@ JOBS = {
         ),
         "experts/train.jsonl",
     ),
+    "experts_sft": Job(
+        "quickstart_moe_sft.yaml",
+        ("placement={actor: 0}", "model.path={start}/experts/model", "actor.parallel={}"),
+        "experts/train.jsonl",
+    ),
     "game": Job(
         "text_game.yaml",
         ("placement={'actor, rollout, env': 0}", "model.path={start}/game/model"),
