@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -66,6 +66,8 @@ def _describe(error: ErrorDetails, path: KeyPath, source: Source) -> str:
         return f"got {_show(value)}, which is now {new_value}"
     expected = expectation(path)
     hint = " in quotes" if expected == TEXT and isinstance(value, int | float) else ""
+    if value is None and _is_entry(path):
+        hint = '. Inside braces a key with a comma needs quotes: {"actor, rollout": 0}'
     return f"got {_show(value)}; expected {expected}{hint}"
 
 
@@ -100,6 +102,13 @@ def _section_at(path: KeyPath) -> type[BaseModel]:
         if isinstance(key, str):  # and no number in a list of sections
             section = section_of(section.model_fields[key].annotation) or section
     return section
+
+
+def _is_entry(path: KeyPath) -> bool:
+    """Whether `path` is an entry of a mapping whose keys users choose, such as `placement`."""
+    *above, mapping, _ = ("", "", *path)
+    field = _section_at(tuple(above[2:])).model_fields.get(str(mapping))
+    return field is not None and get_origin(field.annotation) is dict
 
 
 def _given_part(location: tuple[str | int, ...], data: Any) -> KeyPath:

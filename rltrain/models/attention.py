@@ -24,13 +24,32 @@ FLASH_HEAD_MULTIPLE, FLASH_LARGEST_HEAD = 8, 256
 
 @cache
 def packed_kernel() -> Callable[..., object] | None:
-    """torch's attention over packed rows, of 2.12 and later: earlier ones lack what a model needs of it. Loads torch's
-    compiler, which takes a second, so it is asked for only where there are kernels for it."""
+    """Returns torch's attention over packed rows, of 2.11 and later; earlier ones lack what a model needs of it.
+
+    Loads torch's compiler, which takes a second, so it is asked for only where there are kernels for it.
+    """
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    return varlen_attn if "enable_gqa" in signature(varlen_attn).parameters else None
+    return _with_grouped_heads(varlen_attn)
+
+
+def _with_grouped_heads(kernel: Callable[..., object]) -> Callable[..., object] | None:
+    """Returns `kernel` as torch 2.12 has it: with a scale, a window and `enable_gqa`; None where it has no window.
+
+    torch 2.11's takes fewer heads of keys than of queries without being told.
+    """
+    known = signature(kernel).parameters
+    if not {"scale", "window_size"} <= known.keys():
+        return None
+    if "enable_gqa" in known:
+        return kernel
+
+    def untold(*rows: object, enable_gqa: bool, **settings: object) -> object:
+        return kernel(*rows, **settings)
+
+    return untold
 
 
 def attend(

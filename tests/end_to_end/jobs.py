@@ -35,12 +35,18 @@ def read_records(output: Path) -> list[dict[str, Any]]:
 
 
 def try_to_train(
-    config: str | Path, *overrides: str, num_ranks: int = 4, timeout_s: float = 240, restarts: int = 0
+    config: str | Path,
+    *overrides: str,
+    num_ranks: int = 4,
+    timeout_s: float = 240,
+    restarts: int = 0,
+    environment: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """torchrun launch/train.py, whatever comes of it."""
+    """torchrun launch/train.py, whatever comes of it; `environment` is added to this process's."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     torchrun.append(f"--max-restarts={restarts}")
-    return run([*torchrun, "launch/train.py", "--config", str(config), *overrides], timeout_s)
+    command = [*torchrun, "launch/train.py", "--config", str(config), *overrides]
+    return run(command, timeout_s, environment=environment)
 
 
 def dry_run(config: str | Path, *overrides: str, world_size: int) -> subprocess.CompletedProcess[str]:

@@ -1,39 +1,46 @@
-"""One job of one rank, on the GPU with NCCL and on the CPU with gloo: the same model, prompts and first numbers."""
+"""Jobs of one rank, on the GPU with NCCL and on the CPU with gloo: the same model, prompts and first numbers."""
 
+import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.jobs import REPOSITORY, run, train
-from tests.tolerances import EPS_OF_ACTOR
+from tests.end_to_end.jobs import read_records, try_to_train
+from tests.forked.popen import run
+from tests.gpu.jobs import JOBS
+from tools.gpu_prepared import START, STARTS
 
 pytestmark = pytest.mark.gpu
 
 
-def records(device: str, start: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict]:
-    if device == "cpu":
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    return train(
-        REPOSITORY / "configs/quickstart_sft.yaml",
-        f"model.path={start}/model",
-        f"data.train.path={start}/train.jsonl",
-        f"data.eval.path={start}/eval.jsonl",
-        f"output_dir={folder / device}",
-        "placement={actor,rollout,reward: 0}",
-        "actor.parallel.tp=1",
-        "steps=3",
-        EPS_OF_ACTOR,
-        num_ranks=1,
-    )
+@pytest.fixture(scope="session")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The models and rows that tools/gpu_check.sh --prepare has made, or new ones."""
+    if os.environ.get(START):
+        return Path(os.environ[START])
+    folder = tmp_path_factory.mktemp("start")
+    for name, command in STARTS.items():
+        done = run([sys.executable, *command, "--output", str(folder / name)], 120)
+        assert done.returncode == 0, done.stderr
+    return folder
 
 
-def test_three_steps_agree_with_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    start = tmp_path / "start"
-    done = run([sys.executable, "tools/make_quickstart.py", "--output", str(start)], 120)
-    assert done.returncode == 0, done.stderr
-    on_gpu = records("cuda", start, tmp_path, monkeypatch)
-    on_cpu = records("cpu", start, tmp_path, monkeypatch)
-    for name in ("train/loss", "train/grad_norm"):
-        expected = [record[name] for record in on_cpu[:3]]
-        assert [record[name] for record in on_gpu[:3]] == pytest.approx(expected, rel=1e-3), name
+@pytest.mark.parametrize("name", JOBS)
+def test_three_steps_agree_with_the_cpu(name: str, start: Path, tmp_path: Path) -> None:
+    job = JOBS[name]
+
+    def records(device: str) -> list[dict]:
+        hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+        overrides = [*job.arguments(start), f"output_dir={tmp_path / device}"]
+        done = try_to_train(job.path(), *overrides, num_ranks=1, timeout_s=90, environment=hidden)
+        assert done.returncode == 0, f"{device}: {done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+        return read_records(tmp_path / device)[:3]
+
+    with ThreadPoolExecutor() as pool:
+        on_gpu, on_cpu = pool.map(records, ("cuda", "cpu"))
+    for metric in ("train/loss", "train/grad_norm"):
+        expected = [record[metric] for record in on_cpu]
+        found = [record[metric] for record in on_gpu]
+        assert found == pytest.approx(expected, rel=job.tolerance, abs=1e-6), metric

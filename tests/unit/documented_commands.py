@@ -1,6 +1,8 @@
 """Reads the shell commands that README.md, CONTRIBUTING.md and docs/ quote.
 
     python -m tests.unit.documented_commands     # prints the first commands of the README, one a line
+
+A command is a line of a block that starts one of PROGRAMS.
 """
 
 import re

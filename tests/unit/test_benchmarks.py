@@ -1,13 +1,9 @@
-"""The weight-sync benchmark runs, checks results and ends with JSON; gpu_check.sh runs its steps in
-their order."""
+"""The weight-sync benchmark runs, checks results and ends with JSON."""
 
 import importlib
 import json
-import re
 import subprocess
 import sys
-import tarfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -148,119 +144,6 @@ def test_a_model_of_full_vocabulary_is_trained_and_checkpointed_for_its_size() -
     assert found["cases"]["colocated"]["verify_s"] > 0
     # Master weights and two moments, in four bytes each.
     assert found["cases"]["checkpoint"]["checkpoint_bytes"] == pytest.approx(12 * found["num_parameters"], rel=0.02)
-
-
-@pytest.mark.slow
-def test_gpu_check_refuses_without_a_gpu(tmp_path: Path) -> None:
-    script, output = str(REPOSITORY / "tools/gpu_check.sh"), tmp_path / "out"
-    done = run(["bash", script, str(output)], RLTRAIN_PYTHON=sys.executable, CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 2
-    assert "finds no GPU" in done.stderr
-    assert not output.exists()
-
-
-FAKE_PYTHON = f"""#!/usr/bin/env bash
-case "$*" in
-  -) echo "some_gpu 90a $0" ;;
-  "setup.py build_ext --inplace") echo "the compiler says: no"; exit 3 ;;
-  -c*) exit 0 ;;
-  "-m pytest"*residency*) echo "1 failed"; exit 1 ;;
-  "-m pytest"*) echo "2 passed" ;;
-  "-m torch.distributed.run"* | tools/gpu_probe.py*) echo '{{"of": "'"$1 $2"'"}}' ;;
-  tools/benchmarks/plan.py*) echo "no JSON here" ;;
-  tools/benchmarks/*) echo "a table"; echo '{{"benchmark": "'"$1"'"}}' ;;
-  *) exec {sys.executable} "$@" ;;
-esac
-"""
-
-
-def gpu_check(python: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = ["bash", str(REPOSITORY / "tools/gpu_check.sh"), *arguments]
-    return run(command, RLTRAIN_PYTHON=str(python), **{"RLTRAIN_SGLANG_PYTHON": "", **environment})
-
-
-@pytest.fixture
-def fake_python(tmp_path: Path) -> Callable[..., Path]:
-    """fake_python((old, new), ...): the stand-in for an interpreter with other answers."""
-
-    def make(*changes: tuple[str, str]) -> Path:
-        text = FAKE_PYTHON
-        for old, new in changes:
-            assert old in text
-            text = text.replace(old, new)
-        path = tmp_path / "python"
-        path.write_text(text)
-        path.chmod(0o755)
-        return path
-
-    return make
-
-
-ORDER = ["versions", "build", "graphs", "kernels", "residency", "one_gpu", "train_step", "grpo", "two_ranks"]
-BANDWIDTHS = ["reshard_kernel", "weight_sync", "plan"]
-
-
-@pytest.mark.slow
-def test_gpu_check_goes_on_after_a_step_that_fails(tmp_path: Path, fake_python: Callable[..., Path]) -> None:
-    output = tmp_path / "out"
-    done = gpu_check(fake_python(), str(output))
-    assert done.returncode == 1, done.stderr
-    assert "the compiler says: no" in done.stdout
-    summary = json.loads((output / "summary.json").read_text())
-    names = [step["name"] for step in summary["steps"]]
-    assert names[: len(ORDER)] == ORDER and names[-len(BANDWIDTHS) :] == BANDWIDTHS
-    assert {step["name"]: step["outcome"] for step in summary["steps"] if step["outcome"] != "passed"} == {
-        "build": "failed with status 3",
-        "residency": "failed with status 1",
-    }
-    results = {step["name"]: step.get("result") for step in summary["steps"]}
-    assert results["weight_sync"] == {"benchmark": "tools/benchmarks/weight_sync.py"}
-    assert results["versions"] == {"of": "tools/gpu_probe.py versions"}
-    assert json.loads((output / "reshard_kernel.json").read_text()) == results["reshard_kernel"]
-    assert results["plan"] is None
-    assert summary["torch"] == torch.__version__
-    with tarfile.open(tmp_path / "out.tar.gz") as archive:
-        assert {"out/summary.json", "out/kernels.log", "out/reshard_kernel.json"} <= {*archive.getnames()}
-
-
-# Only notes what gpu_summary.py is given, which takes a second to import torch.
-NOTE_STEPS = ("  *) exec", '  tools/gpu_summary.py*) echo "$*" > $(dirname "$0")/summarised ;;\n  *) exec')
-
-
-def test_gpu_check_ends_with_a_crash(tmp_path: Path, fake_python: Callable[..., Path]) -> None:
-    crash = "echo 'RuntimeError: CUDA error: 700'; exit 1"
-    output = tmp_path / "out"
-    done = gpu_check(fake_python(('echo "1 failed"; exit 1', crash), NOTE_STEPS), str(output))
-    assert done.returncode == 1 and "residency crashed, so nothing after it was run" in done.stdout
-    _, folder, *steps = (tmp_path / "summarised").read_text().split()
-    assert folder == str(output)
-    assert [step.split(":")[0] for step in steps] == ORDER[: ORDER.index("residency") + 1]
-    assert (tmp_path / "out.tar.gz").exists()
-
-
-def test_gpu_check_tests_sglang_where_there_is_one(tmp_path: Path, fake_python: Callable[..., Path]) -> None:
-    write = 'echo "$*" >> $(dirname "$0")/tested; echo "2 passed"'
-    python = fake_python(
-        ('echo "1 failed"; exit 1', 'echo "2 passed"'), ('echo "2 passed"', write), ("exit 3", "exit 0"), NOTE_STEPS
-    )
-    files = {path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "tests/gpu").glob("test_*.py")}
-    for sglang in ("", "/a/python"):
-        done = gpu_check(python, str(tmp_path / "out"), RLTRAIN_SGLANG_PYTHON=sglang)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert ("set RLTRAIN_SGLANG_PYTHON" in done.stdout) == (sglang == "")
-        tested = [
-            file for line in (tmp_path / "tested").read_text().splitlines() for file in line.split("-q ")[1].split()
-        ]
-        (tmp_path / "tested").unlink()
-        assert sorted(tested) == sorted(files - (set() if sglang else {"tests/gpu/test_sglang.py"})), "every one, once"
-
-
-def test_gpu_check_lists_its_steps_and_what_to_carry(tmp_path: Path) -> None:
-    done = gpu_check(tmp_path / "none", "--list")
-    assert done.returncode == 0, done.stderr
-    listed = [line.partition(" (")[0] for line in done.stdout.splitlines() if " s): " in line]
-    assert listed[: len(ORDER)] == ORDER and listed[-len(BANDWIDTHS) :] == BANDWIDTHS
-    assert re.search(r"carry.*\n.*pip install --target \S+ .*megatron-core einops", done.stdout)
 
 
 def test_the_probe_of_a_gpu_machine_runs_without_one() -> None:

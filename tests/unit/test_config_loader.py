@@ -307,3 +307,9 @@ def test_mistakes_in_a_list_of_sections_are_told_with_their_place(refusal, funct
 def test_a_list_of_sections_is_read(load):
     reward = load(MINIMAL, "reward.functions=[{function: math, weight: 2}, {function: a.b}]").reward
     assert [(part.function, part.weight) for part in reward.functions] == [("math", 2), ("a.b", 1)]
+
+
+@pytest.mark.parametrize("override", ["placement={actor: null}", "placement={actor,rollout,reward: 0}"])
+def test_a_role_on_no_ranks_is_told_of_the_quotes(load, override):
+    with pytest.raises(ConfigError, match=r'placement\.actor: got null; .*needs quotes: \{"actor, rollout": 0\}'):
+        load(MINIMAL, override)

@@ -199,6 +199,27 @@ def test_torchs_flash_kernel_takes_what_it_is_given(
     assert [x.grad.shape for x in (query, key, value)] == [x.shape for x in (query, key, value)]
 
 
+def test_kernels_of_other_torches_are_taken_where_they_suffice() -> None:
+    """2.11's takes grouped heads without being told, 2.10's has no window."""
+
+    def of_212(query: Tensor, *, scale: float, window_size: tuple[int, int], enable_gqa: bool) -> list[Any]:
+        return [query, scale, window_size, enable_gqa]
+
+    def of_211(query: Tensor, *, scale: float, window_size: tuple[int, int]) -> list[Any]:
+        return [query, scale, window_size]
+
+    def of_210(query: Tensor, *, is_causal: bool) -> None:
+        raise AssertionError("has no window")
+
+    called = []
+    for kernel in (of_212, of_211):
+        taken = attention._with_grouped_heads(kernel)
+        assert taken is not None
+        called.append(taken("rows", scale=0.5, window_size=(3, 0), enable_gqa=True))
+    assert called == [["rows", 0.5, (3, 0), True], ["rows", 0.5, (3, 0)]]
+    assert attention._with_grouped_heads(of_210) is None
+
+
 def test_rows_on_the_cpu_are_padded() -> None:
     assert not attention.attends_packed(*torch.empty(3, 17, 8, 64, dtype=torch.bfloat16))
 

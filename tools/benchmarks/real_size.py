@@ -30,7 +30,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -144,20 +144,26 @@ def _read(path: Path) -> str:
         return ""
 
 
-def run(case: str, model: Path, folder: Path, overrides: list[str]) -> dict[str, Any]:
-    num_ranks, chosen = CASES[case]
+def settings_of(case: str, model: Path, folder: Path, overrides: list[str]) -> list[str]:
+    """Returns the overrides of an empty config."""
     paths = [f"model.path={model}", f"data.train.path={model}/prompts.jsonl", f"output_dir={folder}"]
+    return [*paths, *COMMON, *CASES[case][1], *overrides]
+
+
+def run(case: str, model: Path, folder: Path, overrides: list[str]) -> dict[str, Any]:
+    num_ranks, _ = CASES[case]
     (folder.parent / "empty.yaml").write_text("{}")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    command += ["launch/train.py", "--config", str(folder.parent / "empty.yaml"), *paths, *COMMON, *chosen, *overrides]
+    command += ["launch/train.py", "--config", str(folder.parent / "empty.yaml")]
+    command += settings_of(case, model, folder, overrides)
     memory, begin = Memory(), time.perf_counter()
     memory.start()
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=REPOSITORY, stdout=sys.stderr, check=False)  # stdout is for results
     seconds = time.perf_counter() - begin
     memory.done.set()
     memory.join()
     if done.returncode:
-        sys.exit(f"{case}: {done.stdout[-2000:]}\n{done.stderr[-6000:]}")
+        sys.exit(f"{case}: the job ended with status {done.returncode}; its output is above")
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {
         "start_and_first_step_s": round(seconds - sum(record["perf/step_time_s"] for record in records[1:]), 1),
@@ -203,7 +209,7 @@ def must_be_there(case: str, num_parameters: int, dtype: str) -> dict[int, float
     return {rank: round(gb, 2) for rank, gb in must.items()}
 
 
-def main() -> None:
+def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="0.6b")
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
@@ -215,14 +221,22 @@ def main() -> None:
         "--logs", type=Path, help="where every case leaves its metrics and, with logging.trace, its trace"
     )
     parser.add_argument("overrides", nargs="*")
-    arguments = parser.parse_args()
+    return parser.parse_args(given)
+
+
+def job_settings(arguments: argparse.Namespace) -> list[str]:
+    """Returns the overrides that the command line gives."""
+    return [f"steps={arguments.steps}", f"model.dtype={arguments.dtype}", *arguments.overrides]
+
+
+def main() -> None:
+    arguments = parse_arguments()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder = Path(name)
         num_parameters = make_model(folder / "model", SIZES[arguments.size], arguments.vocabulary)
         results = {}
         for case in arguments.cases.split(","):
-            overrides = [f"steps={arguments.steps}", f"model.dtype={arguments.dtype}", *arguments.overrides]
-            found = run(case, folder / "model", folder / case, overrides)
+            found = run(case, folder / "model", folder / case, job_settings(arguments))
             if arguments.logs:
                 keep_logs(folder / case, arguments.logs / case)
             results[case] = found | {"must_gb": must_be_there(case, num_parameters, arguments.dtype)}

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rltrain.errors import DivergenceError
 from rltrain.models import Architecture
+from rltrain.residency.role_device import check_device
 from rltrain.rollout.embedded.block_attention import choose_attention
 from rltrain.rollout.embedded.block_cache import BlockCache
 from rltrain.rollout.embedded.decoder import Decoder
@@ -97,6 +98,7 @@ class EmbeddedEngine:
             self.decodes_by += f"; not drawn by a Triton kernel: {reason}"
         self._decoder = Decoder(self._model, self._slots, draw, record)
         self._generation: Generation | None = None
+        check_device(self, self._device)
 
     @property
     def num_unfinished(self) -> int:

@@ -27,6 +27,7 @@ from rltrain.errors import ConfigError
 from rltrain.models import Architecture
 from rltrain.reshard.fsdp_layout import fsdp_layout, whole_parameters
 from rltrain.reshard.layout import Layout
+from rltrain.residency.role_device import check_device, move_to_device
 from rltrain.training.context_slices import ContextShare
 from rltrain.training.fsdp.attention import SEQUENCES
 from rltrain.training.fsdp.construction import (
@@ -102,7 +103,9 @@ class ShardedModel:
         if model.recomputed.granularity == "full":
             _recompute(self.module, model.recomputed)
         self.on_host = on_host
+        move_to_device(self.module, device)
         self._shard(fsdp, policy, CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_host else OffloadPolicy())
+        check_device(self, device, parameters=torch.device("cpu") if on_host else None)
 
     @property
     def parameters(self) -> Mapping[str, Tensor]:
@@ -175,7 +178,9 @@ class ShardedModel:
             # Gradients are sums, divided once by what the whole mini-batch says; gloo knows no other reduction.
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
-            unit.set_reduce_scatter_unused_params(True, recurse=False)
+            if hasattr(unit, "set_reduce_scatter_unused_params"):  # torch 2.12 and later
+                # Without it ranks reduce alike too: a pass of a rank, of padding alone as well, uses every parameter.
+                unit.set_reduce_scatter_unused_params(True, recurse=False)
 
     def _mesh(self) -> DeviceMesh:
         groups, kind = self.pg_collection, self.device.type

@@ -25,7 +25,6 @@ from rltrain.training.megatron.layers import (
     bend_logits,
     block_spec,
     mark_parallel_weights,
-    place_shared_gates,
     predicting_layer_spec,
     scale_embedding,
 )
@@ -95,7 +94,6 @@ class ModelChunk(GPTModel):
         self._set_rotary_embedding(architecture, options.device, options.transformer_engine)
         if chunk.embedding and architecture.embedding_scale != 1:
             scale_embedding(self.embedding, architecture.embedding_scale, config.params_dtype)
-        place_shared_gates(self, options.device)
         mark_parallel_weights(self)
         if options.model.fake_quantization:
             round_experts(self, options.model.fake_quantization)

@@ -306,13 +306,6 @@ def bend_logits(projection: torch.nn.Module, cap: float) -> None:
     projection.register_forward_hook(lambda module, inputs, output: (soft_capped(output[0], cap), output[1]))
 
 
-def place_shared_gates(model: torch.nn.Module, device: torch.device) -> None:
-    """Megatron makes the gates of shared experts on the host wherever the model is."""
-    for module in model.modules():
-        if isinstance(module, SharedExpertMLP) and module.gate_weight is not None:
-            module.gate_weight.data = module.gate_weight.data.to(device)
-
-
 def mark_parallel_weights(model: torch.nn.Module) -> None:
     """Tell gradient norms which weights are shards, and data parallelism which ranks share an expert's.
 

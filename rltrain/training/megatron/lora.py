@@ -8,6 +8,7 @@ to be sent there, but the gradients of the half that all of them have are parts 
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -27,7 +28,7 @@ from rltrain.config.lora import Lora
 from rltrain.models.experts import is_expert
 from rltrain.models.lora import WEIGHT
 from rltrain.reshard.adapter_pairs import AdapterPair, adapter_pairs
-from rltrain.reshard.layout import Layout
+from rltrain.reshard.layout import Layout, Segment
 from rltrain.training.adapter_mode import AdapterMode
 
 NAME = "lora"
@@ -58,12 +59,7 @@ class Adapter(torch.nn.Module):
         self.of_expert = is_expert(pair.adapted)
         self.group = groups.expt_tp if self.of_expert else groups.tp
         self.sequence_parallel = sequence_parallel and not self.of_expert
-        rows: list[list[int]] = [[] for _ in range(pair.num_parts)]
-        for segment in pair.segments:
-            rows[segment.tensor] += range(segment.first, segment.first + segment.count)
-        self.rows = [torch.tensor(of_part, dtype=torch.long) for of_part in rows]
-        order = torch.cat(self.rows)
-        self.order = None if torch.equal(order, torch.arange(pair.b[0])) else order.argsort()
+        self.rows, self.order = _rows_of_parts(pair.segments, pair.num_parts, like.device)
         self._mark()
 
     def _mark(self) -> None:
@@ -97,7 +93,7 @@ class Adapter(torch.nn.Module):
             return F.linear(inner, self.b)
         outer = [F.linear(part, self._rows(number)) for number, part in enumerate(parts)]
         added = torch.cat(outer, dim=-1)
-        return added if self.order is None else added.index_select(-1, self._on_device(self.order))
+        return added if self.order is None else added.index_select(-1, self.order)
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
@@ -105,17 +101,14 @@ class Adapter(torch.nn.Module):
         factors = self.a.float().split(self.rank)
         added = torch.cat([self._rows(number).float() @ factor for number, factor in enumerate(factors)])
         if self.order is not None:
-            added = added[self._on_device(self.order)]
+            added = added[self.order]
         return added.mul_(self.scale).add_(weight.float()).to(weight.dtype)
 
     def _rows(self, part: int) -> Tensor:
         rows = self.rows[part]
         if len(rows) == len(self.b):
             return self.b
-        return self.b.index_select(0, self._on_device(rows))
-
-    def _on_device(self, index: Tensor) -> Tensor:
-        return index.to(self.b.device, non_blocking=True)
+        return self.b.index_select(0, rows)
 
     def _summed(self, inner: Tensor) -> Tensor:
         """[..., parts * rank] of all inputs and, where the layer's output is of all tokens, of these."""
@@ -191,6 +184,23 @@ class Adapters(AdapterMode):
         """`weight` with what its adapter adds, where it has one."""
         adapter = self.of_weight.get(name)
         return weight if adapter is None else adapter.merged(weight)
+
+
+@cache
+def _rows_of_parts(
+    segments: tuple[Segment, ...], num_parts: int, device: torch.device
+) -> tuple[list[Tensor], Tensor | None]:
+    """Returns the rows of B that go with each part of A, and the order that brings the parts' rows back into B's.
+
+    The order is None where they lie in it. Layers of equal shapes share the tensors.
+    """
+    rows: list[list[int]] = [[] for _ in range(num_parts)]
+    for segment in segments:
+        rows[segment.tensor] += range(segment.first, segment.first + segment.count)
+    order = torch.tensor([row for of_part in rows for row in of_part], dtype=torch.long)
+    in_order = torch.equal(order, torch.arange(len(order)))
+    on_device = [torch.tensor(of_part, dtype=torch.long, device=device) for of_part in rows]
+    return on_device, None if in_order else order.argsort().to(device)
 
 
 def is_adapter(parameter: str) -> bool:

@@ -20,6 +20,7 @@ from rltrain.config.lora import Lora
 from rltrain.models import Architecture
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import chunks_of, megatron_layout
+from rltrain.residency.role_device import check_device, move_to_device
 from rltrain.training.activation_offload import ActivationOffload
 from rltrain.training.context_slices import ContextShare
 from rltrain.training.logprobs import Logits
@@ -48,6 +49,8 @@ from rltrain.training.megatron.prediction import prediction_loss
 from rltrain.training.packing import MicroBatch
 
 ROUTER_BIAS = ".router.expert_bias"
+HOST_TENSORS = ("sort_input_by_local_experts", "restore_output_by_local_experts")
+"""Attributes of Megatron's token dispatchers, which are read as lists."""
 
 
 class LanguageModel(torch.nn.Module):
@@ -162,7 +165,10 @@ def build_model(
     collection = process_group_collection(grid, groups)
     config = transformer_config(architecture, grid, collection.pp.rank(), options)
     layout = layout_of_model(architecture, grid, model=model, device=device)
-    return LanguageModel(architecture, config, grid, collection, options, layout)
+    built = LanguageModel(architecture, config, grid, collection, options, layout)
+    move_to_device(built, device)
+    check_device(built, device, on_host=HOST_TENSORS)
+    return built
 
 
 def layout_of_model(architecture: Architecture, grid: Grid, *, model: schema.Model, device: torch.device) -> Layout:
@@ -209,6 +215,7 @@ def add_adapters(model: LanguageModel, settings: Lora, seed: int = 0) -> Adapter
         sequence_parallel=model.config.sequence_parallel,
         seed=seed,
     )
+    check_device(model, model.device, on_host=HOST_TENSORS)
     return model.adapters
 
 
@@ -251,7 +258,7 @@ def transformer_config(architecture: Architecture, grid: Grid, stage: int, optio
         fp32_residual_connection=model.residual != model.dtype,
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
-        use_cpu_initialization=not cuda,
+        use_cpu_initialization=options.device.type == "cpu",
         perform_initialization=False,
         bias_dropout_fusion=cuda,
         apply_rope_fusion=options.transformer_engine and architecture.mla is None,

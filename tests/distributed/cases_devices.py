@@ -1,0 +1,142 @@
+"""What a rank does in test_devices: builds models whose role has torch's meta device.
+
+Megatron's parameters are made on the current CUDA device, which is meta here, as they are on a GPU. What a library
+makes without saying where is on the CPU, and cannot hide.
+"""
+
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rltrain.cluster.grid import Grid
+from rltrain.cluster.process_groups import ProcessGroups
+from rltrain.cluster.rank_lists import group_lists
+from rltrain.config import schema
+from rltrain.config.lora import Lora
+from rltrain.errors import ConfigError
+from rltrain.models import Architecture, read_architecture
+from rltrain.models.prediction import PREDICTIONS
+from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters
+from rltrain.rollout.layout import engine_layout
+from rltrain.training.fsdp.model import ShardedModel
+from rltrain.training.megatron import model as megatron
+from rltrain.training.megatron.platform import adapt_to_platform
+from tests.distributed.family_checkpoints import SHAPE, tiny_config
+
+META = torch.device("meta")
+GRIDS = {"megatron": Grid((0,)), "fsdp": Grid((0,), copies=1)}
+LORA = Lora(rank=2)
+UNTRAINABLE = "refused"
+"""What is reported of a family that backend fsdp refuses."""
+
+
+def built(families: Sequence[str], folder: str) -> dict[str, Any]:
+    """By family and kind of model: names of tensors that are not on the role's device."""
+    groups = _groups_of_a_stand_in_device()
+    found: dict[str, Any] = {}
+    for family in families:
+        path = Path(folder, family)
+        tiny_config(family, SHAPE | {"num_hidden_layers": 2}).save_pretrained(path)
+        for kind, build in _kinds(path, groups).items():
+            try:
+                found[f"{family}/{kind}"] = sorted(_elsewhere(build()))
+            except ConfigError as error:
+                found[f"{family}/{kind}"] = UNTRAINABLE if "backend: megatron" in str(error) else str(error)
+    return found
+
+
+def left_on_the_host(family: str, folder: str) -> str:
+    """What building a model of Megatron's raises where nothing is moved."""
+    groups = _groups_of_a_stand_in_device()
+    tiny_config(family, SHAPE).save_pretrained(folder)
+    megatron.move_to_device = lambda model, device: None  # type: ignore[assignment]
+    try:
+        _megatron(read_architecture(Path(folder)), Path(folder), groups)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def _groups_of_a_stand_in_device() -> ProcessGroups:
+    adapt_to_platform()
+    torch.cuda.current_device = lambda: META  # type: ignore[assignment, return-value]
+    torch.meta = types.SimpleNamespace(current_device=lambda: 0)  # type: ignore[attr-defined]  # as fully_shard asks
+    lists = {ranks for grid in GRIDS.values() for ranks in group_lists({"actor": grid})}
+    return ProcessGroups(sorted(lists), backend="gloo", timeout_s=60)
+
+
+def _kinds(path: Path, groups: ProcessGroups) -> dict[str, Callable[[], object]]:
+    policy = read_architecture(path)
+    critic = replace(policy, head="value", tied_embeddings=False)
+    kinds: dict[str, Callable[[], object]] = {
+        "megatron": lambda: _megatron(policy, path, groups),
+        "megatron adapters": lambda: _adapted(policy, path, groups),
+        "megatron critic": lambda: _megatron(critic, path, groups),
+        "fsdp": lambda: _fsdp(policy, path, groups),
+        "fsdp adapters": lambda: _fsdp(policy, path, groups, lora=LORA),
+        "fsdp critic": lambda: _fsdp(critic, path, groups),
+        "engine": lambda: _engine(policy),
+    }
+    if policy.family in PREDICTIONS:
+        kinds["megatron prediction"] = lambda: _megatron(replace(policy, predicts=True), path, groups)
+    return kinds
+
+
+def _megatron(architecture: Architecture, path: Path, groups: ProcessGroups) -> megatron.LanguageModel:
+    balanced = schema.MoE(aux_loss_coef=0.01, z_loss_coef=0.01) if architecture.moe else schema.MoE()
+    mtp = schema.Mtp() if architecture.predicts else None
+    return megatron.build_model(
+        architecture,
+        GRIDS["megatron"],
+        groups,
+        model=schema.Model(path=str(path), dtype="float32", moe=balanced, mtp=mtp),
+        parallel=schema.Parallel(),
+        device=META,
+    )
+
+
+def _adapted(architecture: Architecture, path: Path, groups: ProcessGroups) -> object:
+    model = _megatron(architecture, path, groups)
+    return model, megatron.add_adapters(model, LORA)
+
+
+def _fsdp(architecture: Architecture, path: Path, groups: ProcessGroups, lora: Lora | None = None) -> object:
+    model = ShardedModel(
+        architecture,
+        GRIDS["fsdp"],
+        groups,
+        folder=path,
+        model=schema.Model(path=str(path), dtype="float32"),
+        fsdp=schema.Fsdp(),
+        device=META,
+        trains=lora is None,
+        lora=lora,
+    )
+    return model.module
+
+
+def _engine(architecture: Architecture) -> object:
+    parameters = allocate_parameters(engine_layout(architecture, Grid((0,)), dtype="float32"), 0, device=META)
+    return EmbeddedEngine(
+        architecture,
+        parameters,
+        tp_group=None,
+        max_running_requests=4,
+        max_context_tokens=64,
+        dtype=torch.float32,
+        device=META,
+    )
+
+
+def _elsewhere(built: object) -> Iterator[str]:
+    modules = [part for part in (built if isinstance(built, tuple) else (built,)) if isinstance(part, torch.nn.Module)]
+    for name, part in (pair for module in modules for pair in module.named_modules()):
+        held = {**part._parameters, **part._buffers, **vars(part)}
+        for key, value in held.items():
+            tensors = value if isinstance(value, list | tuple) else [value]
+            yield from (f"{name}.{key}" for one in tensors if isinstance(one, Tensor) and not one.is_meta)

@@ -1,0 +1,56 @@
+"""Everything that a model has is on its role's device, wherever a library made it. Meta is the device here."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.cases_devices import UNTRAINABLE
+from tests.distributed.family_checkpoints import CHECKPOINTS
+from tests.distributed.torchrun import run_distributed
+from tests.marks import slow_but
+
+QUICK = ("qwen3_tied", "gemma3", "qwen3_moe", "deepseek_v3", "qwen3_5_moe", "gpt_oss")
+"""Among them: windows, experts, biases of experts, shared experts with gates, latent attention, delta nets, sinks."""
+WITHOUT_FSDP = {"deepseek_v3", "deepseek_v3_tied", "moonlight", "glm4_moe", "glm4_moe_air", "hy_v3", "glm4_moe_lite"}
+WITHOUT_FSDP |= {"minimax_m2"}
+
+
+def build(families: list[str], folder: Path) -> dict[str, Any]:
+    found, *_ = run_distributed(
+        "tests.distributed.cases_devices:built", 1, {"families": families, "folder": str(folder)}
+    )
+    return found
+
+
+@pytest.fixture(scope="module")
+def quick_world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return build([*QUICK], tmp_path_factory.mktemp("quick"))
+
+
+@pytest.fixture(scope="module")
+def slow_world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return build([family for family in CHECKPOINTS if family not in QUICK], tmp_path_factory.mktemp("slow"))
+
+
+@pytest.mark.parametrize("family", slow_but(CHECKPOINTS, *QUICK))
+def test_nothing_is_left_elsewhere(ranks: dict[str, Any], family: str) -> None:
+    found = {name.partition("/")[2]: names for name, names in ranks.items() if name.partition("/")[0] == family}
+    assert len(found) >= 7
+    for kind, names in found.items():
+        refused = kind.startswith("fsdp") and family in WITHOUT_FSDP
+        assert names == (UNTRAINABLE if refused else []), kind
+
+
+@pytest.mark.parametrize(
+    ("family", "parameter"),
+    [
+        ("mixtral", "chunks.0.decoder.layers.0.mlp.router.weight"),
+        pytest.param("qwen2_moe", "router.weight", marks=pytest.mark.slow),
+    ],
+)
+def test_what_megatron_makes_on_the_host_is_named(family: str, parameter: str, tmp_path: Path) -> None:
+    """Without the move a router's weight is there, and the error says where it should be."""
+    case = "tests.distributed.cases_devices:left_on_the_host"
+    message, *_ = run_distributed(case, 1, {"family": family, "folder": str(tmp_path)})
+    assert parameter in message and "is on cpu, and the device of its role is meta" in message

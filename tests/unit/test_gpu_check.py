@@ -1,0 +1,169 @@
+"""tools/gpu_check.py runs stand-ins for its steps, which need a GPU."""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.forked.popen import REPOSITORY, run
+from tests.gpu.jobs import JOBS
+from tools import gpu_check, gpu_prepared
+from tools.gpu_check import Runner, Step, all_steps, critical_path_s
+
+EIGHT_MINUTES_S = 480
+FOLDER = Path("results")
+
+
+def python(name: str, code: str, limit_s: float = 60, **settings: bool) -> Step:
+    return Step(name, limit_s, ("-c", code), **settings)
+
+
+@pytest.fixture
+def make_runner(tmp_path: Path) -> Callable[..., Runner]:
+    environment = {"PYTHONUNBUFFERED": "1"}
+
+    def make(*, total_s: float = 60, answers: bool = True, **settings: float) -> Runner:
+        deadline = time.monotonic() + total_s
+        return Runner(tmp_path, environment, deadline, lambda limit_s: answers, grace_s=1.0, **settings)
+
+    return make
+
+
+def outcomes(runner: Runner) -> dict[str, tuple[str, bool]]:
+    return {result.name: (result.outcome, result.failed) for result in runner.results}
+
+
+def test_results_come_as_steps_end(make_runner: Callable[..., Runner], capsys: pytest.CaptureFixture[str]) -> None:
+    runner = make_runner()
+    tests, benchmark = "print('...'); print('== 3 passed, 1 skipped in 2s ==')", "print('{\"ms\": 5.4}')"
+    fails = "print('what went wrong'); raise SystemExit(3)"
+    runner.run([python("tests", tests), python("broken", fails), python("benchmark", benchmark)])
+    assert outcomes(runner) == {
+        "tests": ("passed", False),
+        "broken": ("ended with status 3", True),
+        "benchmark": ("passed", False),
+    }
+    shown = capsys.readouterr().out
+    assert "3 passed, 1 skipped" in shown and "what went wrong" in shown and '{"ms": 5.4}' in shown
+    assert runner.results[-1].described()["result"] == {"ms": 5.4}
+
+
+def test_a_step_that_is_cut_shows_what_it_had_printed(
+    make_runner: Callable[..., Runner], capsys: pytest.CaptureFixture[str]
+) -> None:
+    runner = make_runner()
+    begin = time.monotonic()
+    runner.run([python("slow", "import time; print('step 1 of 3'); time.sleep(50)", limit_s=3), python("next", "")])
+    assert time.monotonic() - begin < 40
+    assert outcomes(runner) == {"slow": ("cut by its limit of 3 s", True), "next": ("passed", False)}
+    assert "step 1 of 3" in capsys.readouterr().out
+
+
+def test_a_probe_reports_and_does_not_fail(make_runner: Callable[..., Runner]) -> None:
+    runner = make_runner()
+    crash = "print('INTERNAL ASSERT FAILED'); import os; os.abort()"
+    runner.run([python("probe", crash, is_probe=True), python("next", "")])
+    (outcome, failed), following = outcomes(runner).values()
+    assert outcome.startswith("reported: ended with status") and not failed
+    assert following == ("passed", False)
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_crash_ends_the_check_where_the_gpu_does_not_answer(
+    make_runner: Callable[..., Runner], answers: bool
+) -> None:
+    runner = make_runner(answers=answers)
+    runner.run([python("crash", "raise SystemExit('CUDA error: 700')"), python("next", "")])
+    _, (outcome, failed) = outcomes(runner).values()
+    assert (outcome, failed) == (("passed", False) if answers else ("not run: the GPU does not answer", True))
+
+
+def test_steps_run_beside_each_other_and_others_alone(make_runner: Callable[..., Runner], tmp_path: Path) -> None:
+    """Two that wait for each other end; one that is alone sees none of them."""
+    meet = (
+        "import pathlib, sys, time; here = pathlib.Path(sys.argv[1]); (here / sys.argv[2]).touch()\n"
+        "while not (here / sys.argv[3]).exists(): time.sleep(0.01)\n"
+        "(here / sys.argv[2]).with_suffix('.ended').touch()"
+    )
+    first, second = (
+        Step(one, 50, ("-c", meet, str(tmp_path), one, other), beside=True) for one, other in (("a", "b"), ("b", "a"))
+    )
+    alone = "import pathlib, sys; assert len(list(pathlib.Path(sys.argv[1]).glob('*.ended'))) == 2"
+    runner = make_runner(lanes=2)
+    runner.run([python("build", ""), first, second, Step("alone", 30, ("-c", alone, str(tmp_path)))])
+    assert [result.name for result in runner.results][::3] == ["build", "alone"]
+    assert not [name for name, (_, failed) in outcomes(runner).items() if failed]
+
+
+def test_no_step_goes_beyond_the_deadline(make_runner: Callable[..., Runner]) -> None:
+    runner = make_runner(total_s=3, lanes=1)
+    begin = time.monotonic()
+    sleep = "import time; time.sleep(50)"
+    runner.run([python("beside", sleep, beside=True), python("waits", sleep, beside=True), python("alone", sleep)])
+    assert time.monotonic() - begin < 40
+    assert all(failed for _, failed in outcomes(runner).values())
+    assert outcomes(runner)["alone"][0] == "not run: no time was left" or runner.is_lost
+
+
+def test_the_whole_fits_eight_minutes_and_has_every_gpu_test() -> None:
+    steps = all_steps(FOLDER, is_prepared=True, has_sglang=False)
+    assert critical_path_s(steps, is_prepared=True) <= EIGHT_MINUTES_S
+    files = {path.name for path in (REPOSITORY / "tests/gpu").glob("test_*.py")}
+    selected = [word.partition("::") for step in steps for word in step.arguments if word.startswith("tests/gpu/")]
+    tested = {Path(file).name for file, _, _ in selected}
+    assert len({name for _, _, name in selected if name}) == len(JOBS)
+    assert tested == files - {"test_sglang.py"}
+    with_sglang = all_steps(FOLDER, is_prepared=True, has_sglang=True)
+    assert [step for step in with_sglang if step not in steps][-1].arguments[-1] == "tests/gpu/test_sglang.py"
+    scripts = {word for step in steps for word in step.arguments if word.startswith("tools/")}
+    assert all((REPOSITORY / script).exists() for script in scripts)
+    assert all(step.limit_s > gpu_check.GRACE_S for step in steps)
+    assert {step.name for step in steps if step.is_probe} == {"versions", "graphs"}
+
+
+def test_the_summary_has_every_result(tmp_path: Path) -> None:
+    results = [gpu_check.Result("plan", "passed", 1.25, result={"ms": 2}), gpu_check.Result("grpo", "cut", failed=True)]
+    gpu_check.summarise(tmp_path, results)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["steps"] == [
+        {"name": "plan", "outcome": "passed", "seconds": 1.2, "result": {"ms": 2}},
+        {"name": "grpo", "outcome": "cut", "seconds": 0.0},
+    ]
+    assert json.loads((tmp_path / "plan.json").read_text()) == {"ms": 2}
+
+
+@pytest.mark.slow
+def test_it_refuses_without_a_gpu(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    environment = {"RLTRAIN_PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+    done = run(["bash", str(REPOSITORY / "tools/gpu_check.sh"), str(output)], 120, environment)
+    assert done.returncode == 2 and "finds no GPU" in done.stderr
+    assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    ("wheel", "fits"),
+    [
+        ("pydantic_core-2.50.4-cp312-cp312-manylinux_2_17_x86_64.manylinux2014_x86_64.whl", True),
+        ("math_verify-0.9.0-py3-none-any.whl", True),
+        ("antlr4_python3_runtime-4.13.2-py3-none-any.whl", True),
+        ("megatron_core-0.16.1-cp311-cp311-manylinux_2_17_x86_64.whl", False),
+        ("antlr4_python3_runtime-4.13.2.tar.gz", False),
+    ],
+)
+def test_wheels_are_those_of_the_other_python(wheel: str, fits: bool) -> None:
+    assert gpu_prepared.fits(wheel, "3.12") is fits
+
+
+def test_prepared_versions_are_the_pinned_ones_and_the_folder_is_new(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pinned = gpu_prepared.pinned(gpu_prepared.WHEELS)
+    constraints = (REPOSITORY / "launch/constraints-cpu.txt").read_text().splitlines()
+    assert len(pinned) == len(gpu_prepared.WHEELS) and set(pinned) <= set(constraints)
+    (tmp_path / "old").touch()
+    assert gpu_prepared.prepare(tmp_path, "3.12") == 2
+    assert "is not empty" in capsys.readouterr().err

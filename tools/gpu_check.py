@@ -1,0 +1,367 @@
+"""Shows what only a GPU can show.
+
+It builds the native libraries and runs the GPU tests, small jobs beside the same on the CPU, a training step and a
+colocated run of real dimensions, and the kernels' benchmarks.
+
+    bash tools/gpu_check.sh [FOLDER]                          default: docs/benchmarks/<name of the GPU>
+    bash tools/gpu_check.sh --list                            the steps, with their limits
+    bash tools/gpu_check.sh --prepare PREPARED --python 3.12  on a machine with a network and nvcc
+    bash tools/gpu_check.sh --prepared PREPARED [FOLDER]      on a machine without a network
+
+RLTRAIN_PYTHON, by default python3, is a Python with a CUDA build of torch. --prepare fetches the wheels that such a
+Python usually lacks. It also builds the kernels for RLTRAIN_CUDA_ARCHITECTURES (default: 90a) and makes the models that
+jobs start from. --prepared uses them and needs no network. Where RLTRAIN_SGLANG_PYTHON names a Python with SGLang, its
+tests run last and take up to seven minutes more.
+
+Steps that measure nothing run beside each other, the others alone. Every step prints its result as it ends. A step
+that reaches its limit is ended, and what it had printed is shown. A probe reports and never fails. After a step that
+crashed or was cut, a small product asks whether the GPU still answers; if it does not, nothing else runs.
+
+FOLDER/summary.json has the date, the versions and the result of every step, FOLDER/NAME.log a step's output, and
+FOLDER.tar.gz all of it. Exit status: 0 every step passed; 1 a step failed; 2 no GPU, or no such Python.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+
+from gpu_prepared import (  # noqa: E402
+    ARCHITECTURES,
+    GRACE_S,
+    INSTALL_S,
+    REPOSITORY,
+    prepare,
+    python_path,
+    refuse,
+    run_within,
+    take_prepared,
+)
+
+BESIDE_S, SUMMARY_S, SGLANG_S = 120.0, 10.0, 420.0
+"""Limits of all steps that run beside each other together, of the summary, and of SGLang's tests."""
+BUILD_S = 150.0
+ANSWER_S = 20.0
+"""For the GPU to answer after a crash: what follows has so much less."""
+CORES_PER_STEP = 2
+SHOWN_LINES, SHOWN_CHARACTERS = 20, 300
+CRASH = re.compile(r"CUDA error|INTERNAL ASSERT|illegal memory access")
+
+ALONE = ("residency", "two_ranks")
+"""GPU tests that measure the device's memory, or are slow beside others."""
+SPLIT, SGLANG = "one_gpu", "sglang"
+"""GPU tests whose jobs are steps of their own; GPU tests that need SGLang."""
+TRAIN_STEP = (
+    *("--tp", "1", "--hidden", "1024", "--layers", "28", "--heads", "16", "--kv-heads", "8", "--ffn", "3072"),
+    *("--vocab", "151936", "--sequences", "32", "--min-tokens", "128", "--max-tokens", "1024"),
+    *("--micro-batch-tokens", "8192", "--repeats", "5", "--dtype", "bfloat16"),
+)
+"""Arguments of tools/benchmarks/train_step.py."""
+GRPO = (
+    *("--size", "0.6b", "--cases", "colocated", "--steps", "3", "--dtype", "bfloat16"),
+    *("logging.trace=true", "rollout.sampling.max_response_tokens=1024", "rollout.max_context_tokens=1088"),
+    *("rollout.max_running_requests=64", "actor.micro_batch_tokens=8192"),
+    "batch={prompts_per_step: 8, samples_per_prompt: 8, mini_batches: 1}",
+)
+"""Arguments of tools/benchmarks/real_size.py."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command of this Python, which is ended after `limit_s`."""
+
+    name: str
+    limit_s: float
+    arguments: tuple[str, ...]
+    beside: bool = False
+    """Whether it runs beside others."""
+    is_probe: bool = False
+    """Whether any end of it is a result."""
+
+
+@dataclass
+class Result:
+    name: str
+    outcome: str
+    seconds: float = 0.0
+    failed: bool = False
+    result: Any = None
+
+    def described(self) -> dict[str, Any]:
+        told: dict[str, Any] = {"name": self.name, "outcome": self.outcome, "seconds": round(self.seconds, 1)}
+        return told if self.result is None else told | {"result": self.result}
+
+
+@dataclass
+class Runner:
+    """Runs steps until `deadline`, on time.monotonic's clock, and keeps their results in `folder`."""
+
+    folder: Path
+    environment: Mapping[str, str]
+    deadline: float
+    answers: Callable[[float], bool]
+    """Whether the GPU still computes, asked after a crash and answered within so many seconds."""
+    lanes: int = max(1, (os.cpu_count() or 2) // CORES_PER_STEP)
+    beside_s: float = BESIDE_S
+    grace_s: float = GRACE_S
+    results: list[Result] = field(default_factory=list)
+    is_lost: bool = False
+    """Whether the GPU has stopped to answer."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def run(self, steps: Sequence[Step]) -> None:
+        """Runs each step that is alone in its place, and all others where the first of them is."""
+        is_next_beside = True
+        for step in steps:
+            if not step.beside:
+                self._run(step, self.deadline)
+            elif is_next_beside:
+                is_next_beside = False
+                self._run_beside([one for one in steps if one.beside])
+
+    def _run_beside(self, steps: Sequence[Step]) -> None:
+        end = min(self.deadline, time.monotonic() + self.beside_s)
+        with ThreadPoolExecutor(self.lanes) as pool:
+            for started in [pool.submit(self._run, step, end) for step in steps]:
+                started.result()
+
+    def _run(self, step: Step, end: float) -> None:
+        begin = time.monotonic()
+        limit = min(step.limit_s, end - begin)
+        if self.is_lost or limit <= self.grace_s:
+            reason = "the GPU does not answer" if self.is_lost else "no time was left"
+            self._add(Result(step.name, f"not run: {reason}", failed=not step.is_probe))
+            return
+        log = self.folder / f"{step.name}.log"
+        with log.open("wb") as output:
+            status = run_within([sys.executable, *step.arguments], limit, output, self.environment, self.grace_s)
+        seconds, text = time.monotonic() - begin, log.read_text(errors="replace")
+        result = Result(step.name, _outcome(status, limit), seconds, status != 0 and not step.is_probe, _result(text))
+        if step.is_probe and status != 0:
+            result.outcome = f"reported: {result.outcome}"
+        self._add(result, text if status != 0 else "")
+        if status is None or (status != 0 and (status < 0 or CRASH.search(text))):
+            with self._lock:
+                left = self.deadline - time.monotonic()
+                self.is_lost = self.is_lost or left <= self.grace_s or not self.answers(min(ANSWER_S, left))
+
+    def _add(self, result: Result, output: str = "") -> None:
+        shown = [f"{result.name}: {'FAILED, ' if result.failed else ''}{result.outcome} in {result.seconds:.0f} s"]
+        if result.result is not None:
+            shown[0] += f": {json.dumps(result.result)[:SHOWN_CHARACTERS]}"
+        shown += [f"    {line}" for line in output.rstrip().splitlines()[-SHOWN_LINES:]]
+        with self._lock:
+            self.results.append(result)
+            print("\n".join(shown), flush=True)
+
+
+def _outcome(status: int | None, limit_s: float) -> str:
+    if status is None:
+        return f"cut by its limit of {limit_s:.0f} s"
+    return "passed" if status == 0 else f"ended with status {status}"
+
+
+def _result(text: str) -> Any:
+    """Returns the last line, as JSON where it is an object, else what pytest counts; None for other output."""
+    last = (text.rstrip().splitlines() or [""])[-1]
+    try:
+        found = json.loads(last)
+    except json.JSONDecodeError:
+        return last.strip("= ") if re.search(r"\d (passed|failed|skipped|error)", last) else None
+    return found if isinstance(found, dict) else None
+
+
+def critical_path_s(steps: Sequence[Step], *, is_prepared: bool) -> float:
+    """Returns the longest that a check can take: every limit of what runs after each other."""
+    alone = sum(step.limit_s for step in steps if not step.beside)
+    return alone + BESIDE_S + SUMMARY_S + (INSTALL_S if is_prepared else 0)
+
+
+def all_steps(folder: Path, *, is_prepared: bool, has_sglang: bool, has_timeouts: bool = True) -> list[Step]:
+    """Returns the steps in their order: `build`, those beside each other from the longest to the shortest, the rest."""
+    tests = [path.stem.removeprefix("test_") for path in sorted((REPOSITORY / "tests/gpu").glob("test_*.py"))]
+    pytest = ["-m", "pytest", "-m", "gpu", "-q", *([] if has_timeouts else ["-o", "addopts=--strict-markers"])]
+
+    def of_tests(name: str, limit_s: float, *, beside: bool, selected: str = "") -> Step:
+        return Step(name, limit_s, (*pytest, selected or f"tests/gpu/test_{name}.py"), beside)
+
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
+    benchmarks = "tools/benchmarks"
+    build_s = 15.0 if is_prepared else BUILD_S
+    beside = [name for name in tests if name not in (*ALONE, SPLIT, SGLANG)]
+    beside.sort(key=lambda name: name != "kernels")
+    steps = [Step("build", build_s, ("setup.py", "build_ext", "--inplace"))]
+    steps += [of_tests(name, BESIDE_S, beside=True) for name in beside]
+    steps += [of_tests(f"job_{job}", 100, beside=True, selected=test) for job, test in _tests_of_jobs().items()]
+    steps += [Step(name, 60, ("tools/gpu_probe.py", name), True, is_probe=True) for name in ("versions", "graphs")]
+    steps += [Step("plan", 60, (f"{benchmarks}/plan.py",), beside=True)]
+    steps += [of_tests(name, limit, beside=False) for name, limit in zip(ALONE, (90.0, 30.0), strict=True)]
+    sync = ("--device", "cuda", "--params", "1b", "--dtype", "bfloat16", "--iterations", "3", "--warm-up", "1")
+    steps += [
+        Step("train_step", 40, (*torchrun, f"{benchmarks}/train_step.py", *TRAIN_STEP)),
+        Step("grpo", 75, (f"{benchmarks}/real_size.py", *GRPO, "--logs", str(folder / "grpo"))),
+        Step("reshard_kernel", 25, (f"{benchmarks}/reshard_kernel.py", "--device", "cuda")),
+        Step("weight_sync", 55, (f"{benchmarks}/weight_sync.py", *sync)),
+    ]
+    return [*steps, of_tests(SGLANG, SGLANG_S, beside=False)] if has_sglang else steps
+
+
+def _tests_of_jobs() -> dict[str, str]:
+    """Returns the test of each job in tests/gpu/jobs.py, by the job's name."""
+    jobs = importlib.import_module("tests.gpu.jobs").JOBS
+    return {job: f"tests/gpu/test_{SPLIT}.py::test_three_steps_agree_with_the_cpu[{job}]" for job in jobs}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The machine's first one: its name in lower case, and what its kernels are compiled for."""
+
+    name: str
+    architecture: str
+
+
+def find_gpu() -> Gpu | str:
+    """Returns the GPU, or why there is none."""
+    try:
+        import numpy  # noqa: F401
+        import setuptools  # noqa: F401
+        import torch
+    except ImportError as error:
+        return f"{sys.executable} has no {error.name}"
+    if not torch.cuda.is_available():
+        built = "with" if torch.version.cuda else "without"
+        return f"torch {torch.__version__} of {sys.executable}, built {built} CUDA, finds no GPU"
+    major, minor = torch.cuda.get_device_capability()
+    name = re.sub("[^a-z0-9]+", "_", torch.cuda.get_device_name().lower()).strip("_")
+    return Gpu(name, f"{major}{minor}{'a' if major >= 9 else ''}")
+
+
+def gpu_answers(environment: Mapping[str, str], limit_s: float) -> bool:
+    """Whether a process of its own can multiply on the GPU."""
+    code = "import torch; x = torch.ones(64, 64, device='cuda'); assert float((x @ x).sum()) == 64 ** 3"
+    with tempfile.TemporaryFile() as output:
+        return run_within([sys.executable, "-c", code], limit_s, output, environment) == 0
+
+
+def check(folder: Path, gpu: Gpu, variables: Mapping[str, str], is_prepared: bool, begin: float) -> int:
+    """Runs all steps and writes the summary; returns the exit status."""
+    environment = {ARCHITECTURES: gpu.architecture, **os.environ, "PYTHONPATH": python_path(), **variables}
+    environment |= {"RLTRAIN_NATIVE": "require", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    has_sglang = bool(os.environ.get("RLTRAIN_SGLANG_PYTHON"))
+    steps = all_steps(folder, is_prepared=is_prepared, has_sglang=has_sglang, has_timeouts=_has("pytest_timeout"))
+    total_s = critical_path_s(steps, is_prepared=is_prepared)
+    print(f"{gpu.name}: {len(steps)} steps, at most {total_s:.0f} s", flush=True)
+    if not has_sglang:
+        print("sglang: not run; set RLTRAIN_SGLANG_PYTHON to a Python that has it", flush=True)
+    runner = Runner(folder, environment, begin + total_s - SUMMARY_S, lambda limit_s: gpu_answers(environment, limit_s))
+    runner.run(steps)
+    summarise(folder, runner.results)
+    archive = folder.with_name(f"{folder.name}.tar.gz")
+    with tarfile.open(archive, "w:gz") as packed:
+        packed.add(folder, folder.name)
+    failed = [result.name for result in runner.results if result.failed]
+    verdict = f"failed: {' '.join(failed)}" if failed else "all passed"
+    print(f"gpu_check: {verdict} in {time.monotonic() - begin:.0f} s; results are in {archive}")
+    return 1 if failed else 0
+
+
+def summarise(folder: Path, results: Sequence[Result]) -> None:
+    """Writes summary.json, and NAME.json of each step that ended with a JSON object."""
+    for result in results:
+        if isinstance(result.result, dict):
+            (folder / f"{result.name}.json").write_text(json.dumps(result.result, indent=1) + "\n")
+    summary = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "commit": _first_line("git", "-C", str(REPOSITORY), "rev-parse", "HEAD"),
+        **_machine(),
+        "steps": [result.described() for result in results],
+    }
+    (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+
+
+def _machine() -> dict[str, Any]:
+    import numpy
+    import torch
+
+    cuda = torch.cuda.is_available()
+    return {
+        "gpu": torch.cuda.get_device_name() if cuda else None,
+        "num_gpus": torch.cuda.device_count(),
+        "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "cuda": torch.version.cuda,
+        "nvcc": _first_line("bash", "-c", "PATH=$PATH:/usr/local/cuda/bin nvcc --version | grep release"),
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _first_line(*command: str) -> str | None:
+    """Returns the first line that a command prints; None where it cannot be run or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SUMMARY_S / 4, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip().partition("\n")[0]
+
+
+def _has(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def _list() -> None:
+    steps = all_steps(Path("FOLDER"), is_prepared=True, has_sglang=bool(os.environ.get("RLTRAIN_SGLANG_PYTHON")))
+    for step in steps:
+        how = "beside others" if step.beside else "alone"
+        print(f"{step.name} ({step.limit_s:.0f} s, {how}{', a probe' if step.is_probe else ''}): "
+              f"{' '.join(step.arguments)}")  # fmt: skip
+    for is_prepared in (True, False):
+        steps = all_steps(Path("FOLDER"), is_prepared=is_prepared, has_sglang=False)
+        print(f"at most {critical_path_s(steps, is_prepared=is_prepared):.0f} s "
+              f"{'with' if is_prepared else 'without'} --prepared")  # fmt: skip
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    begin = time.monotonic()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, metavar="FOLDER")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--prepare", type=Path, metavar="PREPARED")
+    parser.add_argument("--python", default=".".join(platform.python_version_tuple()[:2]), metavar="VERSION")
+    parser.add_argument("--prepared", type=Path, metavar="PREPARED")
+    arguments = parser.parse_args(given)
+    if arguments.list:
+        _list()
+        return 0
+    if arguments.prepare:
+        return prepare(arguments.prepare, arguments.python)
+    gpu = find_gpu()
+    if isinstance(gpu, str):
+        return refuse(f"{gpu}. Nothing was run: set RLTRAIN_PYTHON to a Python whose torch can use an NVIDIA GPU")
+    with tempfile.TemporaryDirectory() as site:
+        variables = take_prepared(arguments.prepared, Path(site), gpu.architecture) if arguments.prepared else {}
+        if isinstance(variables, str):
+            return refuse(variables)
+        folder: Path = (arguments.folder or REPOSITORY / "docs/benchmarks" / gpu.name).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        return check(folder, gpu, variables, arguments.prepared is not None, begin)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
