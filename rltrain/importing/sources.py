@@ -118,7 +118,7 @@ FRAMEWORKS = {
     ),
     "skyrl": Framework(
         *("SkyRL", _with_overrides(skyrl.SECTIONS), _overrides, skyrl.translate),
-        marks=("skyrl.", "skyrl_train.", "trainer.policy.", "generator."),
+        marks=("skyrl.", "skyrl_train.", "trainer.policy.", "trainer.algorithm.", "trainer.placement.", "generator."),
     ),
     "rlinf": Framework(
         *("RLinf", _with_overrides(rlinf.SECTIONS), _overrides, rlinf.translate),

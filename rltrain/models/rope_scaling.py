@@ -129,8 +129,8 @@ def read_rope(config: ConfigReader, head_dim: int) -> Rope:
 
 
 def _parameters(config: ConfigReader) -> ConfigReader:
-    """transformers 5 keeps everything in rope_parameters, 4 in rope_theta, rope_scaling and keys beside them. Of both,
-    transformers 5 would take rope_scaling alone, and forget a base that rope_parameters has."""
+    """Returns a reader of rope_parameters, where transformers 5 keeps everything, or of rope_scaling, where 4 keeps the
+    scaling alone. Of both, transformers 5 would take rope_scaling, and forget a base in rope_parameters."""
     new, old = _object(config, NEW), _object(config, OLD)
     if new and old and new != old:
         raise config.error(OLD, f"null beside {NEW}, which holds all of it: move the scaling there")
@@ -145,7 +145,7 @@ def _theta(holder: ConfigReader, default: float) -> float:
 
 
 def _read_scaling(config: ConfigReader, rope: ConfigReader, num_frequencies: int) -> Scaling | None:
-    """The one mechanism of all families: from the keys of an object to a scaling."""
+    """Returns what the keys of an object come to, in every family."""
     family = config.values["model_type"]
     type_key = "rope_type" if "rope_type" in rope.values else "type"
     kind = rope.values.get(type_key, "default")
@@ -220,9 +220,9 @@ def _read_long(config: ConfigReader, rope: ConfigReader, num_frequencies: int) -
 
 
 def _max_positions(config: ConfigReader, rope: ConfigReader, scaling: Scaling | None) -> int:
-    """With YaRN those that it stretches the original ones to, where config.json still counts the original ones. With
-    LongRoPE those that the short factors serve: transformers turns to the long ones, for all tokens, once a text is
-    longer, so that no token of a sample that grows would keep its keys."""
+    """Returns how many positions a model has. YaRN stretches the original ones, and config.json may still count those.
+    LongRoPE has those of its short factors: transformers takes the long ones for all tokens of a longer text, and a
+    sample that grows could keep no keys."""
     longest = config.count(LONGEST)
     if isinstance(scaling, LongRopeScaling):
         return min(_original(config, rope), longest)
@@ -232,7 +232,7 @@ def _max_positions(config: ConfigReader, rope: ConfigReader, scaling: Scaling | 
 
 
 def _original(config: ConfigReader, rope: ConfigReader) -> int:
-    """transformers takes what stands beside the object, where anything does, else the object's, else all positions."""
+    """Returns the positions before scaling. transformers takes those beside the object, then the object's, then all."""
     beside = ORIGINAL_POSITIONS.get(config.values["model_type"])
     if config.values.get(ORIGINAL) is not None:
         beside = config.count(ORIGINAL)

@@ -67,8 +67,9 @@ def _by_layer_types(config: ConfigReader, num_layers: int) -> Windows | None:
 
 
 def _switched(config: ConfigReader, num_layers: int) -> Windows | None:
-    """As transformers has Qwen's families: layers from max_window_layers on, of qwen2_moe every other one before it, of
-    qwen3_moe all; or those that layer_types names, which qwen3_moe does not read."""
+    """Returns the windows of Qwen's families as transformers has them. layer_types names the layers, but in qwen3_moe,
+    which has windows in all. Without it qwen2 and qwen3 have them from max_window_layers on, and qwen2_moe in every
+    other layer before."""
     family, layers = config.values["model_type"], range(num_layers)
     size = None
     if config.take(WINDOW_SWITCH, bool, default=False):
@@ -90,7 +91,7 @@ def _switched(config: ConfigReader, num_layers: int) -> Windows | None:
 
 
 def _named_layers(config: ConfigReader, num_layers: int) -> tuple[bool, ...] | None:
-    """[layers]: which slide by layer_types; None without it."""
+    """Returns [layers] which slide by layer_types; None without it."""
     kinds = config.values.get("layer_types")
     if kinds is None:
         return None
