@@ -207,5 +207,5 @@ def test_steps_over_blocks_are_recorded_once_for_all_lengths(
     over_blocks, _ = load_engine(path, max_context_tokens=600, kv_tokens=2048, record=record)
     for done, other in zip(over_blocks.generate(samples, sampling), expected, strict=True):
         assert done.tokens == other.tokens
-        assert done.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+        assert done.logprobs == pytest.approx(other.logprobs, abs=2e-5)
     assert record.num_recorded == 1

@@ -75,9 +75,9 @@ def test_half_precision_keeps_its_type() -> None:
     assert all(x.dtype == torch.bfloat16 for x in (found, *gradients))
     wide = [x.detach().double().requires_grad_() for x in (*inputs, sinks)]
     expected = at_once(*wide[:3], 9, None, wide[3])
-    torch.testing.assert_close(found.double(), expected, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(found.double(), expected, rtol=4e-2, atol=4e-2)
     for mine, theirs in zip(gradients, torch.autograd.grad(expected.square().sum(), wide), strict=True):
-        torch.testing.assert_close(mine.double(), theirs, rtol=5e-2, atol=5e-2)
+        torch.testing.assert_close(mine.double(), theirs, rtol=0.1, atol=0.1)
 
 
 def test_blocks_are_as_many_queries_as_there_is_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from tests.rollout_models import load_engine, ragged_requests, write_checkpoint
 
 GREEDY = SamplingParams(0.0, 1.0, 0, 16, ())
 SAMPLED = SamplingParams(1.0, 1.0, 0, 16, (3, 4, 5))
-LOGPROB_TOLERANCE = 2e-5
+LOGPROB_TOLERANCE = 4e-5
 
 
 @pytest.fixture(scope="module")

@@ -68,7 +68,7 @@ def assert_same(done: Sequence[Sample], expected: Sequence[Sample]) -> None:
     for one, other in zip(done, expected, strict=True):
         assert (one.id, one.tokens, one.status) == (other.id, other.tokens, other.status)
         assert one.policy_versions == other.policy_versions
-        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+        assert one.logprobs == pytest.approx(other.logprobs, abs=3e-5)
 
 
 def drain(engine: EmbeddedEngine) -> list[Sample]:
@@ -156,7 +156,7 @@ def test_preempted_samples_keep_their_tokens_and_versions_and_their_turn(qwen3: 
     expected = load_engine(qwen3)[0].generate(samples, sampling)
     for one, other in zip(done, expected, strict=True):
         assert one.tokens == other.tokens
-        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+        assert one.logprobs == pytest.approx(other.logprobs, abs=3e-5)
         assert list(one.policy_versions) == sorted(set(one.policy_versions)), "each step draws one"
         before = seen.get(one.id, one)
         assert one.policy_versions[: len(before.tokens)] == before.policy_versions
