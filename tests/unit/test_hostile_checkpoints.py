@@ -156,8 +156,8 @@ def test_a_weight_map_does_not_lead_out_of_its_folder(file: object, tmp_path: Pa
     weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
     name = next(iter(weight_map))
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map | {name: file}}))
-    for read in (lambda: HfFolder(folder, "--checkpoint"), lambda: HfSource(folder, "--checkpoint")):
-        message = refusal(read)
+    for read in (read_architecture, HfFolder, HfSource):
+        message = refusal(lambda read=read: read(folder, "--checkpoint"))
         assert f"{folder / INDEX}: weight_map has {file!r} for {name!r}; expected the name of a file" in message
         assert "--checkpoint" in message
 
