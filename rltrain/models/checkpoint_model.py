@@ -50,7 +50,7 @@ def _refuse_more_than_named(
 
 
 def refuse_more_than_stored(reader: ConfigReader, path: Path, architecture: Architecture) -> None:
-    """CheckpointError where a model of this size would not fit into the folder's files, whatever type they are of."""
+    """Raises CheckpointError where the folder's files are too small for a model of this size."""
     _, files = _stored(path, reader.config_key)
     _refuse_more_than(_total_bytes(path, files), reader, architecture)
 
@@ -81,4 +81,3 @@ def _refuse_more_than(stored: int | None, reader: ConfigReader, architecture: Ar
             f"has shape {list(tensors.shapes[largest])}, but the folder's files have {stored} bytes; expected the "
             f"sizes of the model in these files ({reader.named})"
         )
-

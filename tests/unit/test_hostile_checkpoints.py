@@ -57,7 +57,7 @@ MANY_SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_
 
 
 def checkpoint(folder: Path, settings: dict[str, Any] | None = None, *, split: bool = False) -> Path:
-    """A whole one in `folder`, whose config.json then says what `settings` say."""
+    """Makes a whole one in `folder`, whose config.json then says what `settings` say."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     tensors = canonical_tensors(read_architecture(folder))
@@ -72,7 +72,7 @@ def checkpoint(folder: Path, settings: dict[str, Any] | None = None, *, split: b
 
 
 def refusal(read: Callable[[], object]) -> str:
-    """What is said, in one line and at once."""
+    """Returns the message of the error, which has to be one line and to come at once."""
     begin = time.monotonic()
     with pytest.raises(UserError) as refused:
         read()
@@ -163,7 +163,7 @@ def test_a_weight_map_does_not_lead_out_of_its_folder(file: object, tmp_path: Pa
 
 
 def test_links_inside_the_folder_are_followed(tmp_path: Path) -> None:
-    """As in the hub's cache, where all files of a snapshot link to ../../blobs."""
+    """The hub's cache is made of them: all files of a snapshot link to ../../blobs."""
     folder = checkpoint(tmp_path / "snapshot", split=True)
     (folder / "part.safetensors").rename(tmp_path / "blob")
     (folder / "part.safetensors").symlink_to(Path("../blob"))
