@@ -10,7 +10,7 @@ from rltrain.models.architecture import CONFIG_FILE, Architecture, read_config
 from rltrain.models.canonical import canonical_tensors
 from rltrain.models.config_file import ConfigReader
 from rltrain.models.delta_net import language_model
-from rltrain.models.stored_names import INDEX, SINGLE, read_weight_map, stored_names
+from rltrain.models.stored_names import INDEX_FILE, SINGLE_FILE, read_weight_map, stored_names
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
 EXPERT = re.compile(r"\.experts\.(\d{1,9})\.")
@@ -57,10 +57,10 @@ def refuse_more_than_stored(reader: ConfigReader, path: Path, architecture: Arch
 
 def _stored(path: Path, config_key: str) -> tuple[Collection[str], set[str]]:
     """Returns the names of the tensors in a folder, and of their files. CheckpointError for a wrong index."""
-    if not (path / SINGLE).exists() and (path / INDEX).exists():
+    if not (path / SINGLE_FILE).exists() and (path / INDEX_FILE).exists():
         weight_map = read_weight_map(path, config_key)
         return weight_map.keys(), set(weight_map.values())
-    return stored_names(path), {SINGLE}
+    return stored_names(path), {SINGLE_FILE}
 
 
 def _total_bytes(path: Path, files: Iterable[str]) -> int | None:

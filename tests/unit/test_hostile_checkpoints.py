@@ -5,6 +5,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ def test_sizes_beyond_any_model_are_refused(name: str, has_files: bool, tmp_path
 def test_sizes_beyond_the_files_are_refused(settings: dict[str, Any], told: str, tmp_path: Path) -> None:
     for split in (False, True):
         folder = checkpoint(tmp_path / str(split), settings, split=split)
-        message = refusal(lambda folder=folder: read_architecture(folder))
+        message = refusal(partial(read_architecture, folder))
         assert told in message and str(folder / "config.json") in message and "model.path" in message
 
 
@@ -157,7 +158,7 @@ def test_a_weight_map_does_not_lead_out_of_its_folder(file: object, tmp_path: Pa
     name = next(iter(weight_map))
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map | {name: file}}))
     for read in (read_architecture, HfFolder, HfSource):
-        message = refusal(lambda read=read: read(folder, "--checkpoint"))
+        message = refusal(partial(read, folder, "--checkpoint"))
         assert f"{folder / INDEX}: weight_map has {file!r} for {name!r}; expected the name of a file" in message
         assert "--checkpoint" in message
 
@@ -197,7 +198,7 @@ def test_json_that_is_nested_too_deeply_is_refused_wherever_checkpoints_have_it(
     for text in (DEEP, '{"a":' * 500 + "1" + "}" * 500):
         (folder / "config.json").write_text(text)
         for read in (read_architecture, read_unlisted):
-            message = refusal(lambda read=read: read(folder))
+            message = refusal(partial(read, folder))
             assert "config.json cannot be read as JSON: it is nested too deeply" in message
         assert further_layers(folder) == () and num_predicting(folder, "qwen3_next") == 0
     (tmp_path / "adapter_config.json").write_text(DEEP)
