@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 MOST_NESTED = 200
-"""Objects and lists inside one another. What reads a value afterwards may call itself as often."""
+"""Objects and lists may be nested so deeply. Functions that read a value call themselves as often."""
 TOO_DEEP = f"it is nested too deeply, in more than {MOST_NESTED} objects or lists"
 _DECODER = json.JSONDecoder()
 

@@ -63,7 +63,7 @@ def compare(arguments: argparse.Namespace, console: Console) -> bool:
         Checked(schema.Model(path=str(path), dtype=arguments.dtype, **types), arguments.device)
         for path in (arguments.checkpoint, arguments.engine_checkpoint or arguments.checkpoint)
     )
-    architecture = read_architecture(trained.path)
+    architecture = read_architecture(trained.path, "CHECKPOINT")
     if arguments.texts:
         samples = read_samples(arguments.texts, trained.path, arguments.tokens)
     else:

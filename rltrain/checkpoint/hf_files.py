@@ -8,11 +8,11 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from rltrain.checkpoint.hf_reader import INDEX_FILE, SINGLE_FILE
 from rltrain.checkpoint.safetensors_file import Entry
 from rltrain.models.architecture import CONFIG_FILE
 from rltrain.models.config_file import parse_object
 from rltrain.models.element_types import ElementType
+from rltrain.models.stored_names import INDEX_FILE, SINGLE_FILE
 from rltrain.reshard.kernels.torch_types import DTYPES
 from rltrain.reshard.layout import Layout
 

@@ -13,9 +13,7 @@ from rltrain.errors import CheckpointError, named_by
 from rltrain.json_text import read_json
 from rltrain.models.architecture import CONFIG_FILE
 from rltrain.models.canonical_tensors import Array, CanonicalTensors
-from rltrain.models.stored_names import INDEX as INDEX_FILE
-from rltrain.models.stored_names import SINGLE as SINGLE_FILE
-from rltrain.models.stored_names import read_weight_map
+from rltrain.models.stored_names import INDEX_FILE, SINGLE_FILE, read_weight_map
 from rltrain.reshard.layout import BOX_FIELDS, Layout
 
 EMBEDDING = "embed_tokens.weight"

@@ -22,13 +22,13 @@ from rltrain.checkpoint.hf_files import (
     write_index,
 )
 from rltrain.checkpoint.hf_layout import hf_layout, hf_rows
-from rltrain.checkpoint.hf_reader import INDEX_FILE
 from rltrain.checkpoint.prediction_layers import PredictionLayers
 from rltrain.checkpoint.share_writer import WRITTEN_BYTES, writing_share, written_rows
 from rltrain.errors import CheckpointError
 from rltrain.models import NUM_LABELS, Architecture
 from rltrain.models.architecture import CONFIG_FILE
 from rltrain.models.config_file import read_object
+from rltrain.models.stored_names import INDEX_FILE
 from rltrain.reshard.execute.resharding import execute
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.plan.planner import plan

@@ -1,7 +1,7 @@
 """The model of a checkpoint folder: what its config.json says, held against the folder's files."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from math import prod
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from rltrain.models.architecture import CONFIG_FILE, Architecture, read_config
 from rltrain.models.canonical import canonical_tensors
 from rltrain.models.config_file import ConfigReader
 from rltrain.models.delta_net import language_model
-from rltrain.models.stored_names import SINGLE, read_weight_map, stored_names
+from rltrain.models.stored_names import INDEX_FILE, SINGLE_FILE, read_weight_map, stored_names
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
 EXPERT = re.compile(r"\.experts\.(\d{1,9})\.")
@@ -31,13 +31,13 @@ def read_architecture(path: Path, config_key: str = "model.path") -> Architectur
     for key in COUNTS_OF_FURTHER_LAYERS:
         if reader.values.get(key):
             reader.count(key)
-    names = stored_names(path)
+    names, files = _stored(path, config_key)
     _refuse_more_than_named(reader, "num_hidden_layers", architecture.num_layers, LAYER, names)
     for key in COUNTS_OF_EXPERTS:
         if reader.values.get(key) is not None:
             _refuse_more_than_named(reader, key, architecture.num_experts, EXPERT, names)
             break
-    refuse_more_than_stored(reader, path, architecture)
+    _refuse_more_than(_total_bytes(path, files), reader, architecture)
     return architecture
 
 
@@ -50,10 +50,30 @@ def _refuse_more_than_named(
 
 
 def refuse_more_than_stored(reader: ConfigReader, path: Path, architecture: Architecture) -> None:
-    """CheckpointError where a model of this size would not fit into the folder's files, whatever type they are of."""
+    """Raises CheckpointError where the folder's files are too small for a model of this size."""
+    _, files = _stored(path, reader.config_key)
+    _refuse_more_than(_total_bytes(path, files), reader, architecture)
+
+
+def _stored(path: Path, config_key: str) -> tuple[Collection[str], set[str]]:
+    """Returns the names of the tensors in a folder, and of their files. CheckpointError for a wrong index."""
+    if not (path / SINGLE_FILE).exists() and (path / INDEX_FILE).exists():
+        weight_map = read_weight_map(path, config_key)
+        return weight_map.keys(), set(weight_map.values())
+    return stored_names(path), {SINGLE_FILE}
+
+
+def _total_bytes(path: Path, files: Iterable[str]) -> int | None:
+    """Returns the size of all files; None where not all of them are there."""
+    try:
+        return sum((path / file).stat().st_size for file in files)
+    except OSError:
+        return None
+
+
+def _refuse_more_than(stored: int | None, reader: ConfigReader, architecture: Architecture) -> None:
     tensors = canonical_tensors(architecture.value_model())  # without the vocabulary's head, which not all files have
     sizes = [prod(shape) for shape in tensors.shapes]
-    stored = _stored_bytes(path)
     if stored is not None and sum(sizes) * SMALLEST_ELEMENT_BITS > stored * 8:
         largest = max(range(len(sizes)), key=sizes.__getitem__)
         raise CheckpointError(
@@ -61,12 +81,3 @@ def refuse_more_than_stored(reader: ConfigReader, path: Path, architecture: Arch
             f"has shape {list(tensors.shapes[largest])}, but the folder's files have {stored} bytes; expected the "
             f"sizes of the model in these files ({reader.named})"
         )
-
-
-def _stored_bytes(path: Path) -> int | None:
-    """Of all files of tensors; None where not all of them are there."""
-    try:
-        files = {SINGLE} if (path / SINGLE).exists() else set(read_weight_map(path, "model.path").values())
-        return sum((path / file).stat().st_size for file in files)
-    except (OSError, CheckpointError):
-        return None

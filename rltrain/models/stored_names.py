@@ -6,7 +6,7 @@ from pathlib import Path, PurePosixPath
 from rltrain.errors import CheckpointError, named_by
 from rltrain.json_text import parse_json, read_json
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 LENGTH_BYTES = 8
 """At the beginning of a safetensors file: how long the JSON object is that follows."""
 MOST_HEADER_BYTES = 100_000_000
@@ -17,13 +17,13 @@ def stored_names(folder: Path) -> Collection[str]:
     """Of the tensors in a folder of Hugging Face's format; none where it has no files of them, or damaged ones, which
     whoever reads them tells of."""
     try:
-        if (folder / SINGLE).exists():
-            with (folder / SINGLE).open("rb") as file:
+        if (folder / SINGLE_FILE).exists():
+            with (folder / SINGLE_FILE).open("rb") as file:
                 length = int.from_bytes(file.read(LENGTH_BYTES), "little")
                 if length > MOST_HEADER_BYTES:
                     return ()
                 return parse_json(file.read(length)).keys() - {"__metadata__"}
-        return read_weight_map(folder, "model.path").keys() if (folder / INDEX).exists() else ()
+        return read_weight_map(folder, "model.path").keys() if (folder / INDEX_FILE).exists() else ()
     except (OSError, ValueError, TypeError, AttributeError, CheckpointError):
         return ()
 
@@ -31,7 +31,7 @@ def stored_names(folder: Path) -> Collection[str]:
 def read_weight_map(folder: Path, config_key: str) -> dict[str, str]:
     """Returns the file of each tensor by the index in `folder`. Links are followed, as copies of the hub consist of
     them. CheckpointError where the index is none, or names a file outside the folder."""
-    index = folder / INDEX
+    index = folder / INDEX_FILE
     try:
         files = read_json(index)["weight_map"].items()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:

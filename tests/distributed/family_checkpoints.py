@@ -141,7 +141,10 @@ OTHER_DENSE: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 23,
         },
     ),
-    "glm4": ("Glm4", {"tie_word_embeddings": False, "head_dim": 24, "attention_bias": True, **NO_TOKENS}),
+    "glm4": (
+        "Glm4",
+        {"tie_word_embeddings": False, "head_dim": 24, "attention_bias": True, **NO_TOKENS, "eos_token_id": 2},
+    ),
     "seed_oss": ("SeedOss", {**NO_TOKENS, "tie_word_embeddings": False, "head_dim": 24, "attention_out_bias": True}),
     "gemma": ("Gemma", {**NO_TOKENS, "tie_word_embeddings": True, "head_dim": 24}),
     "gemma2": (

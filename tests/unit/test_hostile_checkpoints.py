@@ -5,6 +5,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ MANY_SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_
 
 
 def checkpoint(folder: Path, settings: dict[str, Any] | None = None, *, split: bool = False) -> Path:
-    """A whole one in `folder`, whose config.json then says what `settings` say."""
+    """Makes a whole one in `folder`, whose config.json then says what `settings` say."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     tensors = canonical_tensors(read_architecture(folder))
@@ -72,7 +73,7 @@ def checkpoint(folder: Path, settings: dict[str, Any] | None = None, *, split: b
 
 
 def refusal(read: Callable[[], object]) -> str:
-    """What is said, in one line and at once."""
+    """Returns the message of the error, which has to be one line and to come at once."""
     begin = time.monotonic()
     with pytest.raises(UserError) as refused:
         read()
@@ -107,7 +108,7 @@ def test_sizes_beyond_any_model_are_refused(name: str, has_files: bool, tmp_path
 def test_sizes_beyond_the_files_are_refused(settings: dict[str, Any], told: str, tmp_path: Path) -> None:
     for split in (False, True):
         folder = checkpoint(tmp_path / str(split), settings, split=split)
-        message = refusal(lambda folder=folder: read_architecture(folder))
+        message = refusal(partial(read_architecture, folder))
         assert told in message and str(folder / "config.json") in message and "model.path" in message
 
 
@@ -156,14 +157,14 @@ def test_a_weight_map_does_not_lead_out_of_its_folder(file: object, tmp_path: Pa
     weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
     name = next(iter(weight_map))
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map | {name: file}}))
-    for read in (lambda: HfFolder(folder, "--checkpoint"), lambda: HfSource(folder, "--checkpoint")):
-        message = refusal(read)
+    for read in (read_architecture, HfFolder, HfSource):
+        message = refusal(partial(read, folder, "--checkpoint"))
         assert f"{folder / INDEX}: weight_map has {file!r} for {name!r}; expected the name of a file" in message
         assert "--checkpoint" in message
 
 
 def test_links_inside_the_folder_are_followed(tmp_path: Path) -> None:
-    """As in the hub's cache, where all files of a snapshot link to ../../blobs."""
+    """The hub's cache is made of them: all files of a snapshot link to ../../blobs."""
     folder = checkpoint(tmp_path / "snapshot", split=True)
     (folder / "part.safetensors").rename(tmp_path / "blob")
     (folder / "part.safetensors").symlink_to(Path("../blob"))
@@ -197,7 +198,7 @@ def test_json_that_is_nested_too_deeply_is_refused_wherever_checkpoints_have_it(
     for text in (DEEP, '{"a":' * 500 + "1" + "}" * 500):
         (folder / "config.json").write_text(text)
         for read in (read_architecture, read_unlisted):
-            message = refusal(lambda read=read: read(folder))
+            message = refusal(partial(read, folder))
             assert "config.json cannot be read as JSON: it is nested too deeply" in message
         assert further_layers(folder) == () and num_predicting(folder, "qwen3_next") == 0
     (tmp_path / "adapter_config.json").write_text(DEEP)

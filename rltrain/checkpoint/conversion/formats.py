@@ -6,10 +6,10 @@ from typing import Literal
 from rltrain.checkpoint.conversion.megatron_source import MegatronSource
 from rltrain.checkpoint.conversion.run_source import RunSource
 from rltrain.checkpoint.conversion.sources import HfSource, Source
-from rltrain.checkpoint.hf_reader import INDEX_FILE, SINGLE_FILE
 from rltrain.checkpoint.run.folder import is_of_run, name_of
 from rltrain.errors import CheckpointError, named_by
 from rltrain.models.architecture import CONFIG_FILE
+from rltrain.models.stored_names import INDEX_FILE, SINGLE_FILE
 
 Format = Literal["hf", "megatron", "run"]
 FORMAT_NAMES = {
