@@ -187,6 +187,9 @@ def with_adapters(
     parameters: dict[str, list[int]],
 ) -> dict[str, Any]:
     layout = megatron_layout(a.adapted(LORA.rank, None), grid, transformer_engine=True)
+    computes = len(grid.ranks) == 1
+    if computes:  # adapters have their row indices where the model has its memory
+        chunks[0].to_empty(device="cpu")
     adapters = Adapters(chunks, layout, dist.get_rank(), LORA, collection, sequence_parallel=False)
     fits = {
         name: parameters[name] == [len(adapter.b), adapter.a.shape[1]] for name, adapter in adapters.of_weight.items()
@@ -194,14 +197,13 @@ def with_adapters(
     return {
         "adapters": {name: list(tensor.shape) for name, tensor in adapters.parameters.items()},
         "misfits": [name for name, fit in fits.items() if not fit],
-        "added": _differences_of_layers(chunks[0], adapters) if len(grid.ranks) == 1 else [],
+        "added": _differences_of_layers(chunks[0], adapters) if computes else [],
     }
 
 
 @torch.no_grad()
 def _differences_of_layers(chunk: GPTModel, adapters: Adapters) -> list[float]:
     """From what the merged weight gives, of each layer with adapters."""
-    chunk.to_empty(device="cpu")
     torch.manual_seed(0)
     for parameter in chunk.parameters():
         parameter.normal_()

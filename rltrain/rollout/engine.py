@@ -108,8 +108,8 @@ class Engine(Protocol):
     def step(self) -> list[Sample]:
         """Start queued samples where slots are free, draw one token of every running one; those now finished.
 
-        Raises SyncError while there is no policy version, and DivergenceError for log-probs that are not finite, after
-        which nothing is unfinished.
+        A sample whose log-probs are not finite has failed, and lacks those. Raises DivergenceError if that holds for
+        every sample that runs, after which nothing is unfinished. Raises SyncError while there is no policy version.
         """
         ...
 

@@ -104,6 +104,8 @@ def follow_the_first_rank() -> dict[str, Any]:
 def _errors(rig: Rig) -> list[str]:
     """What the first rank meets is raised on the other as well."""
     texts = []
+    rig.engine.begin_update()
+    rig.engine.end_update(3)
     if rig.server is not None:
         rig.server.draw = lambda context, version: (1, None)
     try:

@@ -26,5 +26,5 @@ def test_the_second_rank_sees_what_the_first_sees() -> None:
     assert (num_unfinished, num_restarts, version) == (0, 2, 2)
     assert num_advances == 3 * 3, "at every start, on every rank"
     diverged, refused = first["errors"]
-    assert "version 2" in diverged and diverged.endswith("0 unfinished")
+    assert "version 3" in diverged and diverged.endswith("0 unfinished")
     assert "status 400: no such thing as straße" in refused

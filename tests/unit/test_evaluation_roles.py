@@ -89,6 +89,7 @@ def job_of(config: Config, rank: int, shared: dict[str, str], **more: Any) -> An
         operations=SimpleNamespace(add=lambda *counted, backward: None),
         resumed=None,
         first_step=0,
+        data_from=0,
         **more,
     )
 

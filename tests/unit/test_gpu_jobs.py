@@ -31,6 +31,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(WARMED_UP, folder / name / "model")
         for rows in {job.rows for job in JOBS.values() if job.rows.startswith(f"{name}/")}:
             (folder / rows).write_text(row * 512)
+    (folder / "experts/model/model.safetensors").unlink()  # of another model
     sizes = SHAPE | {"vocab_size": 15, "num_attention_heads": 4, "num_key_value_heads": 2}
     tiny_config("qwen3_moe", sizes).save_pretrained(folder / "experts/model")
     return folder

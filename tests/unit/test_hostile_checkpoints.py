@@ -102,7 +102,7 @@ def test_sizes_beyond_any_model_are_refused(name: str, has_files: bool, tmp_path
         ({"num_nextn_predict_layers": 10**9}, "num_nextn_predict_layers is 1000000000; expected at most"),
         ({"num_nextn_predict_layers": "many"}, 'num_nextn_predict_layers is "many"; expected an integer'),
         ({"model_type": []}, "model_type is []; expected one of"),
-        ({"layer_types": [[]]}, "layer_types is [[]]; expected full_attention"),
+        ({"layer_types": [[]]}, "layer_types is [[]]; expected one of full_attention"),
     ],
 )
 def test_sizes_beyond_the_files_are_refused(settings: dict[str, Any], told: str, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Engines that somebody else runs, on stand-ins: versions, retries, servers that come and go."""
 
+import math
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -216,6 +217,15 @@ def test_what_is_taken_back_has_something_left_to_draw() -> None:
         drawing.add([4, 5, 3], [-1.0] * 3)
         drawing.num_certain, drawing.end = 3, end
         assert drawing.known().tokens == (4, 5, 3)[:num_kept] and not drawing.known().is_finished
+
+
+@pytest.mark.parametrize("broken", [None, math.nan, -math.inf])
+def test_a_sample_without_finite_log_probs_ends_before_them(broken: float | None) -> None:
+    drawing = Drawing(samples(1)[0], 5)
+    drawing.add([4, 5, 6], [-1.0, broken, -1.0])
+    drawing.num_certain, drawing.end = 3, "length"
+    ended = drawing.ended(SHORT, None)
+    assert (ended.status, ended.tokens, ended.logprobs) == (Status.FAILED, (4,), (-1.0,))
 
 
 def test_a_server_that_is_started_anew_in_silence_is_found_out(rig: Rig) -> None:

@@ -78,7 +78,7 @@ def drain(engine: EmbeddedEngine) -> list[Sample]:
     return sorted(done, key=lambda sample: sample.id)
 
 
-@pytest.mark.parametrize("sampling", [SAMPLED, GREEDY, SamplingParams(0.8, 0.9, 5, 30, (3,))])
+@pytest.mark.parametrize("sampling", [SAMPLED, GREEDY, SamplingParams(0.8, 0.9, 5, 30, (3, 5, 8))])
 def test_a_tight_budget_gives_what_none_gives(qwen3: Path, sampling: SamplingParams) -> None:
     samples = groups()
     expected = load_engine(qwen3, max_context_tokens=CONTEXT)[0].generate(samples, sampling)

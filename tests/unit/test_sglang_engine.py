@@ -14,6 +14,7 @@ from rltrain.rollout.engine import GreedyPlaces, SamplingParams
 from rltrain.rollout.sample import Sample, Status
 from rltrain.rollout.sglang.client import Client
 from rltrain.rollout.sglang.engine import SGLangEngine
+from rltrain.rollout.sglang.inflight_requests import DivergenceWatch
 from tests.unit.fake_sglang import UNSEEN_EOS, FakeDelivery, FakeServer, expected_tokens, logprob_of, next_token
 
 GREEDY = SamplingParams(0.0, 1.0, 0, 16, ())
@@ -386,17 +387,45 @@ def test_keys_and_values_of_old_weights_serve_no_new_request(rig) -> None:  # ty
     assert len({*one.server.cache_keys}) == 3
 
 
-def test_log_probs_that_are_not_finite_are_reported_and_leave_nothing(rig) -> None:  # type: ignore[no-untyped-def]
-    for broken in (None, math.nan, -math.inf, -3.4e38):
-        one = rig(version=2, pace_s=0.002)
-        one.server.draw = lambda context, version, broken=broken: (1, broken if len(context) == 6 else -1.0)
-        one.engine.submit([Sample(1, (1, 2), 0)], GREEDY)
-        one.engine.submit([Sample(2, (1,) * 10, 0)], replace(GREEDY))
-        with pytest.raises(DivergenceError, match="version 2"):
-            drain(one.engine)
-        assert one.engine.num_unfinished == 0
-        one.server.draw = lambda context, version: (1, -1.0)
-        assert len(one.engine.generate(requests(2), GREEDY)) == 2
+BROKEN = (None, math.nan, -math.inf, -3.4e38)
+"""What servers say of a log-prob that is not finite."""
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_sample_without_finite_log_probs_fails_alone(rig, broken) -> None:  # type: ignore[no-untyped-def]
+    one = rig(version=2, pace_s=0.002)
+    one.server.draw = lambda context, version: (1, broken if context[0] == 7 and len(context) == 5 else -1.0)
+    one.engine.submit([Sample(number, (first, 1), 0) for number, first in ((1, 1), (2, 7), (3, 1))], GREEDY)
+    ended = drain(one.engine)
+    assert {number: sample.status for number, sample in ended.items()} == {
+        1: Status.TRUNCATED,
+        2: Status.FAILED,
+        3: Status.TRUNCATED,
+    }
+    assert ended[2].logprobs == (-1.0,) * 3
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_weights_whose_log_probs_are_never_finite_are_reported(rig, broken) -> None:  # type: ignore[no-untyped-def]
+    one = rig(version=2, pace_s=0.002)
+    one.server.draw = lambda context, version: (1, broken)
+    one.engine.submit([Sample(1, (1, 2), 0)], GREEDY)
+    one.engine.submit([Sample(2, (1,) * 10, 0)], replace(GREEDY))
+    with pytest.raises(DivergenceError, match="version 2"):
+        drain(one.engine)
+    assert one.engine.num_unfinished == 0
+    one.server.draw = lambda context, version: (1, -1.0)
+    assert len(one.engine.generate(requests(2), GREEDY)) == 2
+
+
+def test_on_sound_weights_many_samples_in_a_row_have_to_fail() -> None:
+    good, bad = (Sample(1, (1,), 0).drawn((), (), (), status) for status in (Status.STOPPED, Status.FAILED))
+    watch = DivergenceWatch()
+    watch.ended(good, version=1, num_beside=0)
+    for sample in (*[bad] * 15, good, *[bad] * 15):
+        watch.ended(sample, version=1, num_beside=0)
+    with pytest.raises(DivergenceError):
+        watch.ended(bad, version=1, num_beside=0)
 
 
 def test_a_dead_server_is_replaced_and_everything_completes(rig) -> None:  # type: ignore[no-untyped-def]

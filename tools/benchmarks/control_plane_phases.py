@@ -306,6 +306,8 @@ def _checkpointing(job: JobAtSize, job_store: JobStore, rank: int) -> Checkpoint
         architectures={},
         memory=None,
         job_store=job_store,
+        inputs={},
+        data_from=0,
     )
     reporter = SimpleNamespace(collect=lambda: None)
     return Checkpointing(cast(Any, of_job), job.order, {}, cast(Any, None), cast(Any, reporter))

@@ -4,10 +4,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rltrain.errors import DivergenceError, EngineError
+from rltrain.errors import EngineError
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample, Status
-from rltrain.rollout.sglang.inflight_requests import is_finite
+from rltrain.rollout.sglang.inflight_requests import count_finite
 from rltrain.rollout.stop_strings import StopCut
 
 
@@ -53,19 +53,16 @@ class Drawing:
         it."""
         most = len(self.tokens) - 1 if self.end is not None else self.num_left - 1
         certain = self.logprobs[: min(self.num_certain, max(0, most))]
-        count = next((place for place, value in enumerate(certain) if not is_finite(value)), len(certain))
-        return self._drawn(count, Status.PENDING)
+        return self._drawn(count_finite(certain), Status.PENDING)
 
     def ended(self, sampling: SamplingParams, cut: StopCut | None) -> Sample:
         """The sample as its server has ended it; pending where it has more to draw.
 
-        Raises DivergenceError for log-probs that are not finite.
+        It has failed, and ends before the first log-prob that is not finite, if there is one.
         """
-        if not all(map(is_finite, self.logprobs)):
-            raise DivergenceError(
-                f"The rollout policy (version {self.version}) gives log-probs that are not finite: its weights have "
-                "diverged or were never loaded. Lower actor.optimizer.lr, or check model.path."
-            )
+        num_finite = count_finite(self.logprobs)
+        if num_finite < len(self.logprobs):
+            return self._drawn(num_finite, Status.FAILED)
         count = cut(self.sample.turn_tokens, self.tokens) if cut else None
         if count is not None:
             return self._drawn(count, Status.STOPPED)

@@ -21,6 +21,7 @@ from rltrain.rollout.http.server import Server
 from rltrain.rollout.http.weights import Weights, WeightsLater
 from rltrain.rollout.refusals import response_limit
 from rltrain.rollout.sample import Sample
+from rltrain.rollout.sglang.inflight_requests import DivergenceWatch
 from rltrain.rollout.stop_strings import StopCut
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ class Fleet:
         self.num_sent_again = 0
         self.num_serving = 0
         self.version = 0
+        self._divergence = DivergenceWatch()
         """The policy version of the present weights."""
         self._addresses, self._access, self._weights = addresses, access, weights
         self._settings, self._protocol, self._role = settings, protocol, role
@@ -277,7 +279,9 @@ class Fleet:
         assert self._sampling is not None
         try:
             await server.draw(drawing, self._sampling, self._settings.hang_timeout_s)
-            self._finish(drawing, drawing.ended(self._sampling, self._cut))
+            sample = drawing.ended(self._sampling, self._cut)
+            self._divergence.ended(sample, drawing.version, len(self._running) - 1)
+            self._finish(drawing, sample)
         except ServerGone as gone:
             self._lose(server, str(gone))  # with all that it draws
         except ServerBusy as busy:

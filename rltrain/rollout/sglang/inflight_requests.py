@@ -50,13 +50,14 @@ class InflightRequest:
         """The sample with all that is known of it, though the server has not ended it: so not the routing of what it
         has fed for this request."""
         certain = self.logprobs[: self.num_certain]
-        count = next((place for place, value in enumerate(certain) if not is_finite(value)), len(certain))
+        count = count_finite(certain)
         return self._drawn(count, [self.version] * count)
 
     def end(self, meta: Mapping[str, Any], sampling: SamplingParams, cut: StopCut | None) -> Sample:
         """The sample as the server has ended it; pending where it has more to draw.
 
-        Raises DivergenceError for log-probs that are not finite, EngineError for an answer that makes no sense.
+        It has failed, and ends before the first log-prob that is not finite, if there is one. Raises EngineError for an
+        answer that makes no sense.
         """
         if not len(self.tokens) == len(self.logprobs) == meta["completion_tokens"]:
             raise EngineError(
@@ -66,7 +67,9 @@ class InflightRequest:
             )
         versions = self._versions(meta)
         reason = meta["finish_reason"]
-        self._check_finite(versions, reason)
+        num_finite = count_finite(self.logprobs)
+        if num_finite < len(self.logprobs) or reason.get("matched") == "NaN happened":
+            return self._drawn(num_finite, versions, Status.FAILED, self._routing_sent(meta))
         count = cut(self.sample.turn_tokens, self.tokens) if cut else None
         status = self._status(reason, sampling) if count is None else Status.STOPPED
         return self._drawn(len(self.tokens) if count is None else count, versions, status, self._routing_sent(meta))
@@ -105,14 +108,6 @@ class InflightRequest:
             if span["end"] > len(versions):
                 versions += [int(span["version"])] * (min(span["end"], count) - len(versions))
         return versions
-
-    def _check_finite(self, versions: Sequence[int], reason: Mapping[str, Any]) -> None:
-        if not all(map(is_finite, self.logprobs)) or reason.get("matched") == "NaN happened":
-            raise DivergenceError(
-                f"The rollout policy (version {versions[-1] if versions else self.version}) gives log-probs that are "
-                "not finite: its weights have diverged or were never loaded. Lower actor.optimizer.lr, or check "
-                "model.path."
-            )
 
     def _status(self, reason: Mapping[str, Any], sampling: SamplingParams) -> Status:
         """Pending: the server has ended it for a reason of its own, such as an end-of-text token that is none here."""
@@ -172,5 +167,44 @@ def generate_body(
     }
 
 
-def is_finite(logprob: float | None) -> bool:
+def count_finite(logprobs: Sequence[float | None]) -> int:
+    """Returns how many log-probs there are before the first one that is not finite."""
+    return next((place for place, value in enumerate(logprobs) if not _is_finite(value)), len(logprobs))
+
+
+def _is_finite(logprob: float | None) -> bool:
     return logprob is not None and math.isfinite(logprob) and logprob > _LOWEST_LOGPROB
+
+
+class DivergenceWatch:
+    """Tells weights that have diverged from single samples that fail: with such weights all samples fail.
+
+    A server does not say what its other requests draw in a step. So as many have to fail in a row as ran beside the
+    first of them. If a sample has ended well on the same weights, at least ON_SOUND_WEIGHTS have to.
+    """
+
+    ON_SOUND_WEIGHTS = 16
+
+    def __init__(self) -> None:
+        self._num_failed, self._num_enough = 0, 0
+        self._sound_version: int | None = None
+        """Version of the weights on which a sample has ended well most recently."""
+
+    def ended(self, sample: Sample, version: int, num_beside: int) -> None:
+        """Takes in a sample that has ended while `num_beside` others ran, on weights of `version`.
+
+        Raises DivergenceError for the last of the samples that have to fail.
+        """
+        if sample.status != Status.FAILED:
+            self._num_failed, self._sound_version = 0, version
+            return
+        if self._num_failed == 0:
+            least = self.ON_SOUND_WEIGHTS if version == self._sound_version else 1
+            self._num_enough = max(num_beside + 1, least)
+        self._num_failed += 1
+        if self._num_failed >= self._num_enough:
+            self._num_failed = 0
+            raise DivergenceError(
+                f"The rollout policy (version {version}) gives log-probs that are not finite, in every response that "
+                "runs: its weights have diverged or were never loaded. Lower actor.optimizer.lr, or check model.path."
+            )

@@ -12,7 +12,7 @@ from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.refusals import response_limit
 from rltrain.rollout.sample import Sample
 from rltrain.rollout.sglang.client import Client, Failure
-from rltrain.rollout.sglang.inflight_requests import InflightRequest, generate_body
+from rltrain.rollout.sglang.inflight_requests import DivergenceWatch, InflightRequest, generate_body
 from rltrain.rollout.sglang.returned_routing import RequestedRouting, ServerRouting
 from rltrain.rollout.stop_strings import StopCut, Tokenizer, stop_cut
 
@@ -54,6 +54,7 @@ class Session:
         self._ended: dict[Sample, Sample] = {}
         """What ended while it was suspended, by what was given back for it."""
         self._is_aborting = False
+        self._divergence = DivergenceWatch()
         self._names = count()
         self._version, self._epoch = 0, 0
         self._alive_s = time.monotonic()
@@ -194,6 +195,8 @@ class Session:
     def _end(self, flight: InflightRequest, meta: Mapping[str, Any]) -> None:
         assert self._sampling is not None
         sample = flight.end(meta, self._sampling, self._cut)
+        version = sample.policy_versions[-1] if len(sample.tokens) > len(flight.sample.tokens) else flight.version
+        self._divergence.ended(sample, version, len(self._flights))
         if sample.is_finished:
             self._done.append(sample)
             return
