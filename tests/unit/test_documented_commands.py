@@ -120,7 +120,10 @@ def script_and_rest(words: list[str]) -> tuple[Path, list[str]]:
     return REPOSITORY / words[at], words[at + 1 :]
 
 
-def check_shell_script(script: Path, arguments: list[str]) -> None:
+def check_shell_script(script: Path, arguments: list[str], parse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    if script.name == "gpu_check.sh":  # starts the program of that name
+        parse(main_of(script.with_suffix(".py"), monkeypatch), arguments)
+        return
     options = {argument for argument in arguments if argument.startswith("--")}
     assert all(f"{option})" in script.read_text() for option in options), f"{script.name} has not all of {options}"
     if script.name == "quickstart.sh":
@@ -196,14 +199,10 @@ def check(command: Command, parse: Any, monkeypatch: pytest.MonkeyPatch) -> None
             check_config(parse(main, [*subcommand.before, *arguments]), made)
         elif program == "python" and rest[0] == "-m":
             assert importlib.util.find_spec(rest[1]), rest[1]
-        elif program == "bash" or program == "sbatch":
-            script, arguments = script_and_rest(rest)
-            if script.name == "gpu_check.sh":  # starts the program of that name
-                parse(main_of(script.with_suffix(".py"), monkeypatch), arguments)
-            elif program == "sbatch":
-                check_config(parse(importlib.import_module("rltrain.command").main, arguments), made)
-            else:
-                check_shell_script(script, arguments)
+        elif program == "sbatch":
+            check_config(parse(importlib.import_module("rltrain.command").main, script_and_rest(rest)[1]), made)
+        elif program == "bash":
+            check_shell_script(*script_and_rest(rest), parse, monkeypatch)
         else:
             script, arguments = script_and_rest(rest)
             if program == "torchrun":

@@ -39,13 +39,21 @@ SIZES = {
     "vocab_size": 51,
     "max_position_embeddings": 64,
 }
+FURTHER_SIZES = {
+    "qwen3_5_text": {
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    }
+}
 
 
 def make_checkpoint(folder: Path, family: str, *, tied: bool = False, shard: str = "1GB") -> dict[str, Tensor]:
     """A random model in `folder`; returns the tensors that its files hold."""
     torch.manual_seed(0)
     config_class, model_class = MODELS[family]
-    model = model_class(config_class(**SIZES, tie_word_embeddings=tied))
+    model = model_class(config_class(**SIZES, **FURTHER_SIZES.get(family, {}), tie_word_embeddings=tied))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)  # norms and biases too
     model.save_pretrained(folder, max_shard_size=shard)

@@ -15,9 +15,9 @@ CHILD = """
 import os, sys, time
 from rltrain.system.processes import has_lost_launcher, launcher
 launcher()
+first = os.getppid()
 print("has begun", has_lost_launcher(), flush=True)
 deadline = time.monotonic() + 30
-first = os.getppid()
 while os.getppid() == first and time.monotonic() < deadline:
     time.sleep(0.01)
 print("is an orphan", has_lost_launcher(), flush=True)

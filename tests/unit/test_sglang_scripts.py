@@ -23,7 +23,7 @@ from tests.unit.script_stand_ins import (
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    for name in ("chromium", "slurmctld", "munged", "ip"):  # nothing of the system is to be installed
+    for name in ("chromium", "bwrap", "slurmctld", "munged", "ip"):  # nothing of the system is to be installed
         write_program(tmp_path / "bin" / name, "#!/usr/bin/env bash\n")
     write_program(tmp_path / "bin" / "python3", INTERPRETER)
     return stand_ins(tmp_path)
