@@ -169,6 +169,7 @@ def weights_of(path: Path) -> list[tuple[str, Tensor]]:
 def by_transformers(path: Path) -> dict[str, Tensor]:
     """The same updates by transformers' model, torch's AdamW and numpy's singular values."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model.get_input_embeddings().padding_idx = None  # the pad token is learned as any other token is
     samples = load_file(path / "experience.safetensors")
     named = dict(model.named_parameters())
     moved = {n: p for n, p in named.items() if n.endswith("_proj.weight")}

@@ -13,7 +13,7 @@ from tests.marks import slow_but
 QUICK = ("qwen3_tied", "gemma3", "qwen3_moe", "deepseek_v3", "qwen3_5_moe", "gpt_oss")
 """Among them: windows, experts, biases of experts, shared experts with gates, latent attention, delta nets, sinks."""
 WITHOUT_FSDP = {"deepseek_v3", "deepseek_v3_tied", "moonlight", "glm4_moe", "glm4_moe_air", "hy_v3", "glm4_moe_lite"}
-WITHOUT_FSDP |= {"minimax_m2"}
+WITHOUT_FSDP |= {"deepseek_v3_linear", "minimax_m2"}
 
 
 def build(families: list[str], folder: Path) -> dict[str, Any]:

@@ -10,8 +10,9 @@ from tests.hosts import Hosts, obstacle
 
 pytestmark = pytest.mark.slow
 
-OVERHEAD, WORDS_BYTES = 0.02, 50_000
-"""At most: for packets' headers; for acknowledgements, messages' headers, counts of groups and meetings."""
+OVERHEAD, WORDS_BYTES = 0.02, 200_000
+"""At most: for packets' headers; for acknowledgements, messages' headers, counts of groups and meetings, and for two
+segments of 64 KiB that TCP sends again on a busy machine."""
 EVERY_RANK = "every rank as if on a node of its own"
 
 
@@ -37,4 +38,4 @@ def test_a_byte_of_weights_or_experience_comes_to_each_host_that_needs_it_once(w
 def test_a_field_that_is_sent_to_every_rank_of_a_replica_is_seen(ways: dict[str, Any]) -> None:
     way = ways[EVERY_RANK]
     for counted, due in zip(way["counted"]["received"][:2], way["due"]["received"][:2], strict=True):
-        assert counted >= RANKS_PER_NODE * due > 10 * WORDS_BYTES
+        assert counted >= RANKS_PER_NODE * due > 5 * WORDS_BYTES

@@ -44,16 +44,6 @@ def test_the_quickstart_reaches_nine_tenths(warmed_up: Path, data_overrides: lis
     assert all(later - one <= FULL_EVERY for one, later in pairwise([*of_full, len(full)]))
 
 
-def test_changes_in_bfloat16_are_learnt_from(warmed_up: Path, data_overrides: list[str], tmp_path: Path) -> None:
-    """fully_shard trains the whole model."""
-    small = (*TWO_RANKS, "actor.backend=fsdp", "batch={prompts_per_step: 32, samples_per_prompt: 8, mini_batches: 4}")
-    until = ("evaluation={interval: 10, stop_at: 0.6}", "data.eval.max_rows=256")
-    records = run(warmed_up, data_overrides, tmp_path, *small, "model.dtype=bfloat16", *COMPARED, *until, num_ranks=2)
-    scores, shares = column(records, "eval/score"), column(records, "perf/weight_sync_changed_share")
-    assert scores[0] < 0.5 and scores[-1] >= 0.6 and len(scores) <= 5
-    assert len(shares) >= 2 and all(0 < share < 1 for share in shares)
-
-
 WAYS = {
     "of float32 weights, from fsdp": (
         "placement={'actor, reference': 0-1, 'rollout, reward': 2}",

@@ -1,6 +1,6 @@
 """Whole jobs whose models torch's fully_shard trains: as Megatron's are, from each other's checkpoints too.
 
-test_delta.py has one that learns, and one whose adapters learn until they are done.
+test_delta.py has one whose adapters learn until they are done.
 """
 
 import json

@@ -162,12 +162,3 @@ def test_the_dry_run_foretells_what_is_held(chosen, quickstart_files, tmp_path):
     assert resident_bytes(job, "reference", 0) == {}
     foretold = sum(resident_bytes(job, "actor", 0).values())
     assert foretold == pytest.approx(record["memory/actor_resident_bytes"], rel=0.05)
-
-
-def test_a_model_learns_from_adapters_that_stay_apart(warmed_up, data_overrides, tmp_path):
-    """test_delta.py goes on to nine tenths, with merged adapters that fully_shard trains."""
-    common = [f"model.path={warmed_up}", *data_overrides, "model.lora={rank: 16, alpha: 32}", LORA[1]]
-    lasts = [f"steps={STEPS}", f"evaluation.interval={STEPS}"]
-    records = train(REPOSITORY / QUICKSTART, *common, *APART, *lasts, f"output_dir={tmp_path}")
-    scores = column(records, "eval/score")
-    assert scores[0] < 0.45 and scores[-1] >= 0.6

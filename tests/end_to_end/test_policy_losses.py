@@ -21,7 +21,7 @@ LOSSES = {
     "clip_cov": "clip_high: 0.28, clip_cov: {low: 0.01}, correction: {opsm_delta: 0.1}",
     "kl_cov": "kl_cov: {ratio: 0.02}, kl: {coef: 0.05, unbiased: true}",
     "dppo": "dppo: {divergence: kl, ratio_max: 3.0}",
-    "reinforce": "correction: {high: 2.0, normalize: mini_batch, masks: [{level: geometric, low: 0.9, high: 1.1}]}",
+    "reinforce": "correction: {high: 2.0, normalize: mini_batch, masks: [{level: geometric, low: 0.8, high: 1.25}]}",
     "own": f"function: {OWN}clipped",
     "geometric_mean": f"{OF_SEQUENCES}, clip_low: 0.4, clip_high: 0.4, correction: {{high: 2.0}}",
 }
