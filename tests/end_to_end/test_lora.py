@@ -33,7 +33,6 @@ SMALL = (
 COLOCATED = "placement={'actor, reference, rollout, reward': 0-1}"
 APART = ("weight_sync.adapters=apart",)
 SHARDED = ("actor.backend=fsdp", "actor.parallel.tp=1")
-STEPS = 18
 
 pytestmark = pytest.mark.slow  # tests/distributed/test_lora.py has a quick part
 
