@@ -137,9 +137,19 @@ def test_a_python_without_sglang_is_refused(environment: dict[str, str], tmp_pat
     assert not Path(environment["FAKE_LOG"]).exists()
 
 
-def run_ci(environment: dict[str, str]) -> tuple[subprocess.CompletedProcess[str], list[list[str]]]:
-    """(.ci/run, what it gave to pytest each time)."""
-    done = run(environment, ".ci/run")
+OF_CI_FILES = (
+    *(".ci/run", "README.md", "pyproject.toml", "setup.py", "launch", "tests/run.sh"),
+    *("tests/__init__.py", "tests/unit/__init__.py", "tests/unit/documented_commands.py"),
+)
+
+
+def run_ci(environment: dict[str, str], folder: Path) -> tuple[subprocess.CompletedProcess[str], list[list[str]]]:
+    """(.ci/run, what it gave to pytest each time). It runs in a copy of the repository, whose runs/ it writes to."""
+    for name in OF_CI_FILES:
+        target = folder / "copy" / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        (shutil.copytree if (REPOSITORY / name).is_dir() else shutil.copy)(REPOSITORY / name, target)
+    done = run(environment, ".ci/run", cwd=folder / "copy")
     notes = [note["arguments"] for note in started(environment)]
     tested = [arguments[len(PYTEST) :] for arguments in notes if arguments[: len(PYTEST)] == PYTEST]
     assert ["tests/lint.py"] in notes
@@ -147,14 +157,14 @@ def run_ci(environment: dict[str, str]) -> tuple[subprocess.CompletedProcess[str
 
 
 def test_ci_runs_the_tests_with_sglang_too(environment: dict[str, str], tmp_path: Path) -> None:
-    done, tested = run_ci(with_sglang_python(environment, tmp_path, installed=True))
+    done, tested = run_ci(with_sglang_python(environment, tmp_path, installed=True), tmp_path)
     assert done.returncode == 0, done.stderr
     assert [arguments for arguments in tested if arguments in (WITH_SGLANG, WITH_SLURM)] == [WITH_SGLANG, WITH_SLURM]
     assert [arguments for arguments in tested if arguments not in (WITH_SGLANG, WITH_SLURM)] == [[], *OF_CI]
 
 
 def test_ci_says_where_sglang_cannot_be_installed(environment: dict[str, str], tmp_path: Path) -> None:
-    done, tested = run_ci(with_sglang_python(environment, tmp_path, installed=False))
+    done, tested = run_ci(with_sglang_python(environment, tmp_path, installed=False), tmp_path)
     assert done.returncode == 0, done.stderr
     assert [arguments for arguments in tested if arguments != WITH_SLURM] == [[], *OF_CI]
     assert re.search(r"has no sglang.*\nthe tests with SGLang were not run", done.stdout)
@@ -164,7 +174,7 @@ def test_ci_runs_everything_and_names_what_failed(environment: dict[str, str], t
     environment = with_sglang_python(environment, tmp_path, installed=True)
     calls = {"not alone": "slow tests", "lint.py": "lint", "tests/sglang": "tests with SGLang"}
     calls["tests/slurm"] = "tests with Slurm"
-    done, tested = run_ci(environment | {"FAKE_FAIL_AT": "|".join(calls)})
+    done, tested = run_ci(environment | {"FAKE_FAIL_AT": "|".join(calls)}, tmp_path)
     assert done.returncode == 1 and len(tested) == 5
     assert done.stderr.splitlines()[-4:] == [f"failed: {stage}" for stage in calls.values()]
 
