@@ -125,9 +125,9 @@ class Data(Section):
     curriculum: Curriculum | None = None
     solved_rate: SolvedRate | None = None
     on_change: Literal["restart", "refuse"] = "restart"
-    """What a run does that goes on from a checkpoint with other training rows than it was saved with, wherever their
-    files stand. restart: it says so, and takes the new rows from the first one on. refuse: it ends, and does so with
-    another reward function or chat template too, which otherwise are said."""
+    """Decides what happens when a run resumes from a checkpoint with other training rows. The content of the rows
+    counts, not their path. restart: the run says so and begins with the first of the new rows. refuse: the run ends,
+    also with another reward function or chat template. With restart a change of these is only reported."""
     min_prompt_tokens: NonNegativeInt = 0
     max_prompt_tokens: Count = 1024
     """Rows with a shorter or longer prompt are left out and counted."""

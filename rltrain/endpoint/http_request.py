@@ -24,7 +24,7 @@ class Body(BaseModel):
 
 
 class SamplingFields(Body):
-    """What all APIs call by one name. Numbers that no engine can draw with are refused here."""
+    """The sampling fields that have the same name in all APIs. Numbers that no engine can draw with are refused."""
 
     temperature: Temperature | None = None
     top_p: TopP | None = None

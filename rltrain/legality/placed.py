@@ -25,7 +25,7 @@ class PlacedConfig:
 
 
 def place_config(config: Config, world_size: int, ranks_per_node: int, *, reads_models: bool = True) -> PlacedConfig:
-    """What `config` is in that world. UserError for what it cannot be there; `check_config` comes before.
+    """Returns `config` in that world. Raises UserError for what is illegal there. Call `check_config` before.
 
     `reads_models`: whether the checkpoints' config.json are there, and models checked against the rest.
     """

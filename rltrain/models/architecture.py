@@ -182,7 +182,7 @@ class Architecture:
 
     @property
     def rotation_magnitude(self) -> float:
-        """What the rotated elements of queries and of keys are multiplied by: 1 but with YaRN and LongRoPE."""
+        """Returns the factor on the rotated elements of queries and keys. It is 1 without YaRN and LongRoPE."""
         return self.rope_scaling.magnitude if self.rope_scaling else 1.0
 
     @property

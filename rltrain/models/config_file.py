@@ -46,7 +46,7 @@ class ConfigReader:
 
     @property
     def named(self) -> str:
-        """Where the user named the folder, for messages."""
+        """Returns where the user named the folder, for messages."""
         return named_by(self.config_key)
 
     def error(self, key: str, expected: str) -> CheckpointError:

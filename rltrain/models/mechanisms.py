@@ -25,7 +25,7 @@ def local_mechanisms(architecture: Architecture) -> list[str]:
 
 
 def positions_of(architecture: Architecture) -> str:
-    """How many positions a model has, with the reason where its config.json says more."""
+    """Returns how many positions a model has, with the reason if its config.json says more."""
     told = f"{architecture.max_positions} positions"
     if isinstance(architecture.rope_scaling, LongRopeScaling):
         told += (

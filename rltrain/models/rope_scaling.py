@@ -37,7 +37,7 @@ class YarnScaling:
 
     @property
     def magnitude(self) -> float:
-        """What the rotated elements of queries and of keys are multiplied by."""
+        """Returns the factor on the rotated elements of queries and keys."""
         if self.attention_factor is not None:
             return self.attention_factor
         if not (self.mscale and self.mscale_all_dim):
@@ -46,7 +46,7 @@ class YarnScaling:
 
     @property
     def magnitude_of_all(self) -> float:
-        """What latent attention multiplies all elements of queries and of keys by."""
+        """Returns the factor of latent attention on all elements of queries and keys."""
         return _yarn_magnitude(self.factor, self.mscale_all_dim)
 
 

@@ -50,7 +50,7 @@ class Job:
     waiter: Waiter
     rows: JobRows
     inputs: Inputs
-    """What the run learns from, for its checkpoints."""
+    """Returns what identifies the inputs of the run, for its checkpoints."""
 
     resumed: Resumed | None = None
     """The checkpoint that the run goes on from; None: it starts at the first step."""
@@ -138,7 +138,7 @@ class Job:
 
     @cached_property
     def training_data(self) -> Demonstrations | Preferences | None:
-        """What training is on where nothing is generated."""
+        """Returns the training rows of an algorithm that generates nothing."""
         data = self.rows.training_data
         if data is not None:
             data.first_step = self.data_from

@@ -158,7 +158,7 @@ class Order:
         return [found[position] for position in sorted(found)]
 
     def num_entries(self) -> int:
-        """How many entries the run has."""
+        """Returns the number of entries in the run."""
         kinds = [
             kind
             for stretch in self.iterations.stretches(self.first + 1)

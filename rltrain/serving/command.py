@@ -123,7 +123,7 @@ def draw_turns(feed: EngineFeed, stopping: threading.Event, reloads: Reloads | N
 
 
 def sampling_of(arguments: argparse.Namespace) -> Sampling:
-    """What requests get that say nothing else. Raises ConfigError for what no engine can draw with."""
+    """Returns the sampling of requests that name none. Raises ConfigError for numbers that no engine can draw with."""
     try:
         return Sampling(temperature=arguments.temperature, top_p=arguments.top_p, top_k=arguments.top_k)
     except ValidationError as error:

@@ -193,8 +193,11 @@ class DivergenceWatch:
     def ended(self, sample: Sample, version: int, num_beside: int) -> None:
         """Takes in a sample that has ended while `num_beside` others ran, on weights of `version`.
 
-        Raises DivergenceError for the last of the samples that have to fail.
+        A sample that is still pending shows nothing. Raises DivergenceError for the last of the samples that have to
+        fail.
         """
+        if sample.status == Status.PENDING:
+            return
         if sample.status != Status.FAILED:
             self._num_failed, self._sound_version = 0, version
             return

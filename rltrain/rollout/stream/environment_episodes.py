@@ -273,7 +273,7 @@ class EnvironmentEpisodes:
         return Answer(sample.id, Status.PENDING, prompt, max_turn_tokens=limit)
 
     def _turn_limit(self, wanted: object) -> int | None:
-        """What an environment asks for in a turn. Raises Unusable for what is no number of tokens."""
+        """Returns the limit of tokens that an environment asks for. Raises Unusable if it is no number of tokens."""
         if wanted is None:
             return None
         if isinstance(wanted, bool) or not hasattr(wanted, "__index__") or (limit := index(wanted)) < 1:
