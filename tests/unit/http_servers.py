@@ -47,7 +47,10 @@ class StandInServer:
         context: int = 500,
         certificate: tuple[str, str] | None = None,
         takes_deltas: bool = False,
+        load_s: float = 0.0,
     ) -> None:
+        self.load_s = load_s
+        """How long vLLM's load of a folder takes."""
         self.kind, self.pace_s, self.most, self.certificate = kind, pace_s, most, certificate
         self.takes_weights, self.context, self.takes_deltas = takes_weights, context, takes_deltas
         self.label = STARTED_WITH
@@ -174,6 +177,7 @@ class StandInServer:
         if not self.is_updating:
             self.broken.append("weights outside of an update")
         self._load(body["update_info"]["path"])
+        await asyncio.sleep(self.load_s)
         return JSONResponse({})
 
     async def _finish_update(self, body: Any, query: Any) -> Response:

@@ -2,6 +2,7 @@
 
 import math
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -133,6 +134,13 @@ def sync(engine: HttpEngine, version: int) -> None:
     engine.end_update(version)
 
 
+def await_(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 def drawn_right(done: Sequence[Sample]) -> bool:
     """Whether every token, log-prob and version go together."""
     for sample in done:
@@ -208,6 +216,33 @@ def test_nothing_is_lost_with_a_server(rig: Rig, kind: str) -> None:
     assert sorted(one.id for one in done) == [one.id for one in samples(16)] and drawn_right(done)
     assert {v for server in rig.servers for v in server.versions_drawn} <= {0, 1}, "none drew by weights of its own"
     assert second.label.endswith(".0") and third.label.endswith(".1"), "one that left is left alone"
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_a_server_that_leaves_during_an_update_takes_it_to_its_end(rig: Rig, joins: bool) -> None:
+    first, second = rig.server("vllm"), rig.server("vllm", load_s=0.3)
+    rig.names(first, *[second][joins:])
+    engine = rig.start()
+
+    def leave() -> None:
+        await_(lambda: bool(second.folders))
+        rig.names(first)
+        time.sleep(0.1)  # the file is read several times
+
+    thread = threading.Thread(target=leave)
+    if not joins:
+        thread.start()
+    sync(engine, 0)
+    if joins:
+        rig.names(first, second)
+        thread.start()
+    thread.join()
+    rig.names(first, second)
+    engine.submit(samples(), LONG)
+    assert drawn_right(finish(engine))
+    await_(lambda: engine.metrics()["rollout/servers"] == 2)
+    assert drawn_right(engine.generate(samples(), SHORT)) and second.versions_drawn
+    assert second.folders == ["/weights/run.0"], "it has the weights, and is not given them again"
 
 
 def test_what_is_taken_back_has_something_left_to_draw() -> None:

@@ -58,8 +58,8 @@ class Fleet:
         self.num_sent_again = 0
         self.num_serving = 0
         self.version = 0
-        self._divergence = DivergenceWatch()
         """The policy version of the present weights."""
+        self._divergence = DivergenceWatch()
         self._addresses, self._access, self._weights = addresses, access, weights
         self._settings, self._protocol, self._role = settings, protocol, role
         self._max_running_requests, self._max_context_tokens = max_running_requests, max_context_tokens
@@ -191,12 +191,15 @@ class Fleet:
     async def _look(self) -> None:
         urls = self._addresses.mine()
         for url in [url for url in self._servers if url not in urls]:
-            await self._leave(self._servers.pop(url))
+            self._retire(self._servers[url])
+            # A server that leaves in the middle of an update would keep it unfinished, and refuse the next one.
+            if not self._updating.locked():
+                await self._leave(self._servers.pop(url))
         for url in urls:
             if url not in self._servers:
                 server = Server(url, self._access, self._weights, needs_weights=self._needs_weights)
                 self._servers[url] = server
-        for server in self._servers.values():
+            server = self._servers[url]
             _refusal_of(server)  # it has been logged
             if not (server.serves or server.waits) and (server.joining is None or server.joining.done()):
                 server.joining = asyncio.get_running_loop().create_task(self._join(server))
@@ -226,11 +229,14 @@ class Fleet:
         logger.info("%s serves, by %s", server.url, server.protocol.name)
         self._changed()
 
-    async def _leave(self, server: Server) -> None:
-        """Its samples go to others."""
+    def _retire(self, server: Server) -> None:
+        """Gives the server's samples to others."""
         server.serves = server.waits = False
         self._requeue(server)
         self._changed()
+
+    async def _leave(self, server: Server) -> None:
+        """Closes what was open to a retired server."""
         if server.joining is not None:
             server.joining.cancel()
         with suppress(ServerGone, ServerBusy, ServerRefuses):
@@ -241,10 +247,8 @@ class Fleet:
     def _lose(self, server: Server, why: str) -> None:
         if server.serves:
             logger.warning("%s is lost, and looked for again: %s", server.url, why)
-        server.serves = server.waits = False
         server.problem = why
-        self._requeue(server)
-        self._changed()
+        self._retire(server)
 
     def _changed(self) -> None:
         """Others serve now than before."""
