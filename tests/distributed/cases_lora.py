@@ -33,9 +33,8 @@ LORA = Lora(rank=4, alpha=8, targets=TARGETS)
 FROM_PEFT = ("tp1", "tp4_sp", "tp2_pp2")
 FAMILIES = {
     "deepseek_v3": (("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"), ("tp1", "tp4_sp")),
-    "moonlight": (("q_proj", "kv_a_proj_with_mqa"), ("tp2",)),
     "gemma3": (TARGETS, ("tp2",)),
-    "llama_biases": (TARGETS, ("tp2", "tp4_sp")),
+    "llama_biases": (TARGETS, ("tp4_sp",)),
     "gpt_oss": (TARGETS[:3], ("tp2",)),
     "qwen3_5": (("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", *TARGETS[:3]), ("tp1",)),
     "qwen3_moe": (("gate_proj", "up_proj", "down_proj"), ("tp2",)),

@@ -12,8 +12,7 @@ FEW = {**dict.fromkeys(DENSE, ["tp2_pp2"]), **dict.fromkeys(SPARSE, ["tp2_ep2"])
 OTHER_DENSE = ["tp2_sequence_parallel", "tp4"]
 OTHER_SPARSE = ["tp2_sequence_parallel", "tp2_ep4_etp1", "pp2_ep2"]
 OTHERS = {**dict.fromkeys(DENSE, OTHER_DENSE), **dict.fromkeys(SPARSE, OTHER_SPARSE)}
-OTHERS |= dict.fromkeys(DENSE_VARIANTS, ["tp2_pp2", *OTHER_DENSE])
-OTHERS |= dict.fromkeys(SPARSE_VARIANTS, ["tp2_ep2", *OTHER_SPARSE])
+OTHERS |= dict.fromkeys(DENSE_VARIANTS, ["tp2_pp2"]) | dict.fromkeys(SPARSE_VARIANTS, ["tp2_ep2"])
 TOLERANCE = 1e-4
 
 Reports = list[dict[str, Any]]

@@ -15,7 +15,7 @@ RELATIVE = 1e-5
 UNEVEN = "vpp2_uneven"
 LAYOUTS = {
     "qwen2_tied": [UNEVEN, "vpp4_dp2", "vpp2_tp2", "vpp2_cp2"],
-    "deepseek_v3": ["vpp2", "vpp2_cp2_ep2", "vpp2_dp2_ep2", "vpp2_tp2"],
+    "deepseek_v3": ["vpp2", "vpp2_cp2_ep2"],
 }
 
 

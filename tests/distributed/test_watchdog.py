@@ -11,7 +11,7 @@ from tests.distributed.torchrun import run_distributed
 
 CASES = "tests.distributed.cases_watchdog"
 SOON_S = 40.0
-FAST = ("update", "weight_sync")
+FAST = ("weight_sync",)
 VICTIM_TASKS = [task if task in FAST else pytest.param(task, marks=pytest.mark.slow) for task in VICTIMS]
 
 

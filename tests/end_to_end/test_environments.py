@@ -210,8 +210,8 @@ def test_environments_on_half_of_the_actors_ranks_and_the_rollout_on_the_other(
 
 
 @pytest.mark.slow
-def test_a_tiny_model_learns_a_text_game(tmp_path: Path) -> None:
-    """It goes by the answers in a quarter of the games when it begins, and in the end in all."""
+def test_a_tiny_model_plays_a_text_game(tmp_path: Path) -> None:
+    """After some steps of its warm-up it writes moves that the game takes, and is rewarded for some games."""
     made = run([sys.executable, "tools/make_text_game.py", "--output", str(tmp_path / "start"), "--seed", "0"], 120)
     assert made.returncode == 0, made.stderr
     start, warm_up = tmp_path / "start", tmp_path / "sft"
@@ -220,6 +220,7 @@ def test_a_tiny_model_learns_a_text_game(tmp_path: Path) -> None:
         f"model.path={start}/model",
         f"data.train.path={start}/warm_up.jsonl",
         f"output_dir={warm_up}",
+        "steps=60",
         num_ranks=2,
     )
     records = train(
@@ -228,13 +229,11 @@ def test_a_tiny_model_learns_a_text_game(tmp_path: Path) -> None:
         f"data.train.path={start}/train.jsonl",
         f"data.eval.path={start}/eval.jsonl",
         f"output_dir={tmp_path / 'grpo'}",
-        "evaluation={interval: 10, stop_at: 0.9}",
+        *("steps=2", "batch={prompts_per_step: 16, samples_per_prompt: 8, mini_batches: 1}"),
         num_ranks=2,
     )
-    scores = column(records, "eval/score")
-    assert scores[0] <= 0.6 and scores[-1] >= 0.9, scores
-    rewards = column(records, "rollout/reward_mean")
-    assert rewards[-1] > rewards[0] + 0.2
+    assert all(turns > 1 for turns in column(records, "env/turns_mean"))
+    assert all(0 < reward < 1 for reward in column(records, "rollout/reward_mean"))
 
 
 @pytest.mark.slow

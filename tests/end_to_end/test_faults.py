@@ -178,14 +178,6 @@ def killed(stand: Stand, kills: list[Kill], *overrides: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.by_command_line
-def test_a_run_of_which_a_rank_is_killed_equals_an_undisturbed_one(stand: Stand, undisturbed: Run) -> None:
-    """Below, ranks are killed at every kind of moment."""
-    killed(stand, [{"moment": "complete", "step": 4, "rank": 0, "delay_s": 0.002}])
-    assert stand.reported() == undisturbed
-
-
-@pytest.mark.slow
 def test_experience_on_its_way_survives_kills(stand: Stand, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Of an engine that is two steps ahead; both ranks' messages and collectives share a process group."""
     ahead = "schedule={mode: asynchronous, max_staleness: 2, in_flight_sync: false}"
@@ -283,7 +275,7 @@ def to_one_rank(job: Job, number: signal.Signals) -> None:
             marks=[pytest.mark.slow, pytest.mark.by_command_line],
             id="SIGTERM to torchrun",
         ),
-        pytest.param(signal.SIGUSR1, to_the_agent, 1, id="SIGUSR1 to torchrun"),
+        pytest.param(signal.SIGUSR1, to_the_agent, 1, marks=pytest.mark.slow, id="SIGUSR1 to torchrun"),
         pytest.param(signal.SIGINT, to_everyone, 1, id="Ctrl-C"),
         pytest.param(signal.SIGTERM, to_one_rank, 0, id="SIGTERM to a rank"),
     ],

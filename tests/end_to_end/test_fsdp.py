@@ -1,7 +1,4 @@
-"""Whole jobs whose models torch's fully_shard trains: as Megatron's are, from each other's checkpoints too.
-
-test_delta.py has one whose adapters learn until they are done.
-"""
+"""Whole jobs whose models torch's fully_shard trains: as Megatron's are, from each other's checkpoints too."""
 
 import json
 import shutil
@@ -83,6 +80,19 @@ def test_a_run_goes_on_bit_for_bit(jobs: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("name", "whole"), [("fsdp to megatron", "fsdp"), ("megatron to fsdp", "megatron")])
 def test_a_run_goes_on_under_the_other_backend(jobs: dict[str, Any], name: str, whole: str) -> None:
     assert_close_in_the_next_step({SAVED: jobs[name][SAVED]}, jobs[whole])
+
+
+@pytest.mark.slow
+def test_the_quickstart_reaches_nine_tenths(warmed_up: Path, data_overrides: list[str], tmp_path: Path) -> None:
+    records = train(
+        REPOSITORY / "configs/quickstart.yaml",
+        *[f"model.path={warmed_up}", f"output_dir={tmp_path}", *data_overrides],
+        *["placement={'actor, rollout, reward': all}", "actor.backend=fsdp", "actor.parallel.tp=1"],
+        *["loss.kl.coef=0", "evaluation={interval: 10, stop_at: 0.9}"],
+        num_ranks=2,
+    )
+    scores = column(records, "eval/score")
+    assert scores[0] < 0.6 and scores[-1] >= 0.9
 
 
 @pytest.fixture

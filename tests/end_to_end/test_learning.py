@@ -1,6 +1,6 @@
-"""The quickstart's GRPO on its four processes: the model learns, and what is reported is so.
+"""The quickstart's GRPO on its four processes: what is reported is so.
 
-`.ci/run` runs the whole quickstart, and checks the scores before and after it.
+`.ci/run` runs the whole quickstart and checks that the model learns, which test_fsdp.py does for backend fsdp.
 """
 
 import json
@@ -14,7 +14,7 @@ from tests.end_to_end.jobs import REPOSITORY, column, train
 
 pytestmark = pytest.mark.slow
 
-STEPS = 20
+STEPS = 6
 
 
 @pytest.fixture(scope="module")
@@ -28,12 +28,6 @@ def grpo(warmed_up, data_overrides, tmp_path_factory):
         *data_overrides,
     )
     return folder, records
-
-
-def test_reward_and_held_out_score_go_up(grpo):
-    rewards, scores = column(grpo[1], "rollout/reward_mean"), column(grpo[1], "eval/score")
-    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.15
-    assert scores[-1] > scores[0] + 0.2
 
 
 def test_engine_and_actor_agree_right_after_every_sync(grpo):

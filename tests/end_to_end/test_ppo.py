@@ -23,7 +23,8 @@ def records(warmed_up, data_overrides, tmp_path_factory):
         REPOSITORY / "configs/quickstart_ppo.yaml",
         f"model.path={warmed_up}",
         f"output_dir={tmp_path_factory.mktemp('learning')}",
-        "evaluation={interval: 10, stop_at: 0.7}",
+        "steps=10",
+        "data.eval=null",
         *data_overrides,
         OWN_RANKS,
     )
@@ -44,10 +45,6 @@ def test_wherever_the_critic_lives_the_run_is_the_same(warmed_up, data_overrides
     for records in others:
         for name in ("rollout/reward_mean", "critic/loss", "critic/grad_norm", "critic/return_mean", "train/grad_norm"):
             assert column(records, name) == pytest.approx(column(expected, name), rel=2e-3, abs=1e-5), name
-
-
-def test_the_model_learns(records):
-    assert column(records, "eval/score")[-1] >= 0.7
 
 
 def test_the_critic_learns_first(records):

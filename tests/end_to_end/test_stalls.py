@@ -16,14 +16,9 @@ SOON_S = 60.0
 # task of a PPO step -> (the rank that fails in it, the role that it does it for)
 VICTIMS = {
     "generate": (3, "rollout"),
-    "score": (2, "reward"),
-    "reference_logprobs": (1, "reference"),
-    "update_critic": (1, "critic"),
     "update": (0, "actor"),
     "weight_sync": (2, "rollout"),
 }
-
-KILLED_IN = ("generate", "update", "weight_sync")
 """While others wait for samples, in a collective of training, in a sync."""
 
 
@@ -69,7 +64,7 @@ def test_a_rank_that_hangs_in_a_task_is_named(task: str, tmp_path: Path, argumen
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", KILLED_IN)
+@pytest.mark.parametrize("task", VICTIMS)
 def test_a_rank_killed_in_a_task_ends_the_job(task: str, tmp_path: Path, arguments: list[str]) -> None:
     output = fail(task, "kill", tmp_path, arguments)
     assert re.search(rf"rank +: {VICTIMS[task][0]} .*\n.*exitcode +: -9", output), output

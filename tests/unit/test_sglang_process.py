@@ -200,7 +200,7 @@ def test_an_interpreter_that_is_not_there_is_in_the_log(tmp_path: Path) -> None:
 
 
 def test_the_start_timeout_runs_only_while_the_log_does_not_grow(make_server: Callable[..., Server]) -> None:
-    timeout_s, num_lines, line_s = 1.5, 20, 0.2
+    timeout_s, num_lines, line_s = 1.5, 12, 0.2
     server = make_server(lines=num_lines, line_s=line_s)
     advances: list[float] = []
     server.start()
