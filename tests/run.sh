@@ -2,7 +2,7 @@
 # The test suite, in the same .venv as the quickstart: bash tests/run.sh [--sglang | --slurm | --lint] [pytest arguments]
 # --sglang: only tests/sglang, against the real package, which is installed once into .venv-sglang (11 GB, 5 minutes).
 # --slurm: only tests/slurm, as root, on a Slurm of two nodes that is set up for them. --lint: ruff, mypy, codespell.
-# Two files are tested at a time, or as many as -n says; what Python compiles is kept, for hundreds of them start.
+# Three files are tested at a time, or as many as -n says, for many tests wait. What Python compiles is kept.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/environment.sh"
 prepare_environment dev
@@ -18,4 +18,4 @@ if [[ ${1:-} == --s* ]]; then # what these start takes both cores
   folder=tests/${1#--} && shift
   set -- -n 0 $([[ " $*" == *" $folder"* ]] || echo "$folder") "$@"
 fi
-exec "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@" # in the order of tests/conftest.py
+exec "$python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@" # in the order of tests/conftest.py

@@ -37,8 +37,8 @@ def repository_with_sglang_venv(folder: Path) -> tuple[Path, Path]:
     return script, folder / ".venv-sglang" / "bin" / "sglang_is_installed"
 
 
-PYTEST = ["-m", "pytest", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
-OF_CI = [["-m", "slow and not alone"], ["-n", "0", "-m", "slow and alone"]]
+PYTEST = ["-m", "pytest", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
+OF_CI = [["-n", "2", "-m", "slow and not alone"], ["-n", "0", "-m", "slow and alone"]]
 WITH_SGLANG, WITH_SLURM = ["-n", "0", "tests/sglang", "-m", "slow or not slow"], ["-n", "0", "tests/slurm", "-rs"]
 """Beside the slow ones."""
 
