@@ -296,6 +296,9 @@ SPARSE_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 VARIANTS = DENSE_VARIANTS | SPARSE_VARIANTS
 """Of features that go the way of others, for the slow tests."""
 CHECKPOINTS = DENSE | SPARSE | VARIANTS
+QUICK_DENSE = ("llama", "llama_rope_scaling_tied", "llama_biases", "qwen3_tied", "phi4_mini", "gemma3", "qwen3_5")
+QUICK_SPARSE = ("qwen3_moe", "mixtral", "deepseek_v3", "qwen2_moe", "glm4_moe", "gpt_oss", "qwen3_next")
+"""The default suite has these where it does not have every family. Every kind of layer is among them."""
 
 
 def tiny_config(name: str, sizes: dict[str, Any], **changes: Any) -> Any:

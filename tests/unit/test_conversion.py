@@ -26,7 +26,7 @@ from rltrain.checkpoint.hf_reader import Box
 from rltrain.checkpoint.megatron import writer as megatron_writer
 from rltrain.models import read_architecture, table_of
 from tests.converted_checkpoints import SIZES, TOKENIZER_FILES, loads_alike, make_checkpoint, stored_tensors
-from tests.distributed.family_checkpoints import CHECKPOINTS, VARIANTS
+from tests.distributed.family_checkpoints import CHECKPOINTS, QUICK_DENSE, QUICK_SPARSE
 from tests.marks import slow_but
 
 ALONE = Processes()
@@ -50,7 +50,7 @@ def difference(a: Path, b: Path, dtype: str | None = None) -> str | None:
     return first_difference(open_source(a, "A"), open_source(b, "B"), ALONE, dtype=dtype)
 
 
-@pytest.mark.parametrize("name", slow_but(CHECKPOINTS, *(CHECKPOINTS.keys() - VARIANTS.keys())))
+@pytest.mark.parametrize("name", slow_but(CHECKPOINTS, *QUICK_DENSE, *QUICK_SPARSE))
 def test_there_and_back_is_bit_exact(name: str, tmp_path: Path) -> None:
     original, megatron, back = tmp_path / "original", tmp_path / "megatron", tmp_path / "back"
     tensors = make_checkpoint(original, name, dtype=torch.bfloat16, shard="20KB")

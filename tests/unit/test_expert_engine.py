@@ -20,15 +20,14 @@ from rltrain.rollout.embedded.routing import route
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sample import Sample
-from tests.distributed.family_checkpoints import OTHER_DENSE, VARIANTS
+from tests.distributed.family_checkpoints import OTHER_DENSE, QUICK_DENSE, QUICK_SPARSE, VARIANTS
+from tests.marks import slow_but
 from tests.rollout_models import load_engine, ragged_requests
 from tests.unit.conftest import SPARSE_FAMILIES
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
-WITHIN_OTHERS = ("seed_oss", "gemma")
-"""What these have Llama or Gemma 2 has too."""
-FAMILIES, DENSE = [*SPARSE_FAMILIES], [name for name in OTHER_DENSE if name not in WITHIN_OTHERS]
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in (*WITHIN_OTHERS, *VARIANTS)]
+FAMILIES, DENSE = [*SPARSE_FAMILIES], [*OTHER_DENSE]
+EVERY = slow_but([*FAMILIES, *DENSE, *VARIANTS], *QUICK_DENSE, *QUICK_SPARSE)
 GREEDY = SamplingParams(0.0, 1.0, 0, 12, ())
 TOLERANCE = 1e-4
 
@@ -46,7 +45,7 @@ def hf_logprobs(model: transformers.PreTrainedModel, done: Sample) -> tuple[torc
     return logprobs.gather(-1, tokens[0, len(done.prompt) :, None])[:, 0], logprobs.amax(-1)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *DENSE, *SLOW])
+@pytest.mark.parametrize("family", EVERY)
 def test_greedy_equals_transformers_and_so_do_conversations(checkpoints: dict[str, Path], family: str) -> None:
     """In slots, in blocks, in few blocks, where samples wait again and again, and where a second turn goes on from what
     was kept of the first."""
