@@ -137,9 +137,12 @@ class Timeouts(Section):
 
 
 class Config(Section):
-    """Where role env is placed and nothing is said of the reward, it is what environments give, on the rollout's
-    ranks. Where a model is placed that tells the reward what responses are worth, and no function is named, that is the
-    reward."""
+    """The config of a job.
+
+    Where role env is placed and no reward function is named, the reward is what environments give. Where role reward is
+    not placed then, it is on the rollout's ranks. Where a model scores responses, no environment is placed and no
+    function is named, the model's score is the reward.
+    """
 
     algorithm: Literal[
         "grpo",
@@ -199,15 +202,18 @@ class Config(Section):
     def _reward_of_placed_roles(cls, given: Any) -> Any:
         if not isinstance(given, dict) or not isinstance(given.get("placement"), dict):
             return given
-        placed = {role.strip(): ranks for key, ranks in given["placement"].items() for role in str(key).split(",")}
+        placed = {role for key in given["placement"] for role in split_roles(str(key))}
+        reward = given.get("reward", {})
+        names_none = isinstance(reward, dict) and not {"function", "functions"} & {*reward}
         if "env" in placed and "rollout" in placed and "reward" not in placed:
             placement = {
                 f"{key}, reward" if "rollout" in split_roles(str(key)) else key: ranks
                 for key, ranks in given["placement"].items()
             }
-            given = {"reward": {"function": "environment"}, **given, "placement": placement}
-        reward = given.get("reward", {})
-        if {*rewarding_roles()} & {*placed} and isinstance(reward, dict) and not {"function", "functions"} & {*reward}:
+            given = {**given, "placement": placement}
+        if "env" in placed and names_none:
+            given = {**given, "reward": {**reward, "function": "environment"}}
+        elif {*rewarding_roles()} & placed and names_none:
             given = {**given, "reward": {**reward, "functions": []}}
         return given
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 
+from rltrain.algorithms.group_relative import GroupRelative
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.checkpoint.run.files import Contents
 from rltrain.data.experience import Experience
@@ -15,6 +16,7 @@ from rltrain.rewards.rewarding_model import rewarding_models
 from rltrain.rewards.scorer import Scores
 from rltrain.roles.evaluation_scoring import EvaluationScoring
 from rltrain.roles.failure_limit import FailureLimit
+from rltrain.roles.flat_rewards import FlatRewards
 from rltrain.roles.group_scoring import GroupScoring
 from rltrain.roles.outcomes import OutcomeTeller
 from rltrain.roles.rank_records import RankRecords
@@ -35,6 +37,7 @@ class Reward(Role):
         self.models = rewarding_models(job.config, job.placement.roles)
         self.scorer = CombinedScorer(self.config.reward, job.heartbeat.advance, models=self.models)
         self.limit = FailureLimit(self.scorer.parts, self.config.reward)
+        self.flat = FlatRewards(self.config.reward.warn_flat_steps)
         self.training = self._training()
         self.records = RankRecords(job, self.name, self.grid.ranks)
         self.evaluations: EvaluationScoring | None = None
@@ -74,7 +77,9 @@ class Reward(Role):
         """A reward for each response, which it has already where groups were selected by theirs. With the step's last
         chunk the role's leader waits for its other ranks."""
         if chunk == 0:
-            self.statistics = RewardStatistics(algorithm_of(self.config).is_greedy)
+            algorithm = algorithm_of(self.config)
+            compares = isinstance(algorithm, GroupRelative)
+            self.statistics = RewardStatistics(algorithm.is_greedy, counts_flat_groups=compares)
             self.outcomes.begin_step()
         assert self.training is not None, "only an algorithm that generates has this task"
         if not self.job.shape.selects_groups:
@@ -91,6 +96,7 @@ class Reward(Role):
         if chunk < self.job.shape.num_chunks - 1:
             return {}
         metrics = self._gather("score", step, self.statistics)
+        self.flat.look(step, metrics)
         return {f"rollout/{name}": value for name, value in metrics.items()}
 
     def score_evaluation(self, step: int, chunk: int) -> Metrics:

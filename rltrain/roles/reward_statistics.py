@@ -17,6 +17,7 @@ from rltrain.tasks.metrics import OF_ALL_REWARDS
 FILTER = "dynamic_filter/"
 DROPPED, ALL_DROPPED, SPARED = f"{FILTER}drop_", f"{FILTER}dropped", f"{FILTER}kept_at_limit"
 
+FLAT_GROUPS = "flat_groups"
 OF_SOURCE = "reward_mean/"
 """Before the name of a source: the mean over its samples."""
 
@@ -28,10 +29,13 @@ class RewardStatistics:
     """Sums over the samples that this rank has scored, and each function's first failure among them, in words.
 
     What is reported of all samples leaves out those that `is_greedy` [samples] bool tells: they are compared with.
+    `counts_flat_groups` adds the share of groups whose samples all have one reward; groups are whole then.
     """
 
-    def __init__(self, is_greedy: Callable[[Experience], Tensor] | None = None) -> None:
-        self.is_greedy = is_greedy
+    def __init__(
+        self, is_greedy: Callable[[Experience], Tensor] | None = None, *, counts_flat_groups: bool = False
+    ) -> None:
+        self.is_greedy, self.counts_flat_groups = is_greedy, counts_flat_groups
         self.sums: Counter[str] = Counter()
         self.means: dict[str, tuple[float, int]] = {}
         """Sum and number of samples of what the functions are reported by."""
@@ -58,6 +62,8 @@ class RewardStatistics:
                 "reward_unscored": len(scores.unscored),
             }
         )
+        if self.counts_flat_groups:
+            self.sums.update(_flat_groups(experience))
         if len(lengths):
             self.longest = max(self.longest, float(lengths.max()))
         for title, of_function in scores.by_function.items():
@@ -144,6 +150,7 @@ class RewardStatistics:
             "response_length_mean": sums["lengths"] / count,
             "response_length_max": max(record["longest"] for record in records),
             "truncated_ratio": sums["truncated"] / count,
+            **({FLAT_GROUPS: sums[FLAT_GROUPS] / sums["groups"]} if sums["groups"] else {}),
             **shares,
             **counted,
             **cls.means_of(records),
@@ -158,6 +165,17 @@ def prefix(title: str) -> str:
 def is_of_one_function(metric: str) -> bool:
     """Whether a metric of `metrics` tells of one function, and not of the samples or their whole rewards."""
     return metric.startswith("reward_") and metric.removeprefix("reward_") not in OF_ALL_REWARDS
+
+
+def _flat_groups(experience: Experience) -> dict[str, int]:
+    """Numbers of the groups of at least two samples, and of those among them whose samples all have one reward."""
+    _, groups, sizes = torch.unique(experience.group_ids, return_inverse=True, return_counts=True)
+    rewards = experience.rewards.double()
+    least, most = (
+        rewards.new_zeros(len(sizes)).scatter_reduce(0, groups, rewards, kind, include_self=False)
+        for kind in ("amin", "amax")
+    )
+    return {"groups": int((sizes > 1).sum()), FLAT_GROUPS: int(((sizes > 1) & (least == most)).sum())}
 
 
 def _name_of(key: str) -> str:

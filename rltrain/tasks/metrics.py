@@ -197,6 +197,11 @@ SCORE = (
         "mean reward of the samples whose prompts are from one of data.train.sources",
     ),
     Metric("rollout/share/<source>", "fraction", "samples whose prompts are from it"),
+    Metric(
+        "rollout/flat_groups",
+        "fraction",
+        "prompts whose samples all have the same reward, with algorithms that compare them: they teach nothing",
+    ),
     Metric("rollout/greedy_reward_mean", "", "mean reward of the samples drawn greedily, with algorithm remax"),
     Metric("rollout/response_length_mean", "tokens", "mean length of a response"),
     Metric("rollout/response_length_max", "tokens", "length of the longest response"),

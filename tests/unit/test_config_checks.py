@@ -104,6 +104,22 @@ def test_roles_that_are_missing_useless_or_unknown_are_refused(sections, expecte
 
 
 @pytest.mark.parametrize(
+    "placement",
+    [
+        {"actor, reference": 0, "rollout, env": 1},
+        {"actor, reference": 0, "rollout, reward, env": 1},
+        {"actor, reference, reward": 0, "rollout": 1, "env": 2},
+        {"actor, reference, rollout, env": 0, "judge": 1},
+    ],
+)
+@pytest.mark.parametrize("reward", [{}, {"timeout_s": 3.0}])
+def test_what_environments_give_is_the_reward_wherever_it_is_placed(placement, reward):
+    assert make_config(placement=placement, reward=reward).reward.names == ("environment",)
+    of_function = make_config(placement=placement, reward={"function": "math", **reward})
+    assert of_function.reward.names == ("math",)
+
+
+@pytest.mark.parametrize(
     ("sections", "expected"),
     [
         (

@@ -95,7 +95,7 @@ def test_environments_come_along(evaluated):
     assert config.placement["rollout, reward"] == 1
     of_default = evaluated(more="env: {function: calculator}")
     assert of_default.placement == {"rollout, reward, env": "all"}
-    assert (config.reward.function, of_default.reward.function) == ("environment", "exact_match")
+    assert (config.reward.function, of_default.reward.function) == ("environment", "environment")
 
 
 def test_a_checkpoint_may_be_on_the_hub(evaluated):
