@@ -1,6 +1,5 @@
 """An episode as the endpoint sees it: requests of one client that go on from each other."""
 
-import math
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from rltrain.endpoint.opening import Opening
 from rltrain.endpoint.refused import Refused, invalid
 from rltrain.endpoint.trajectory import RecordedSession, SampleIds, Trajectory, TurnEnd
 from rltrain.endpoint.turn import Turns
+from rltrain.rewards.reward_range import EXPECTED_REWARD, is_reward
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample, Status
 from rltrain.rollout.stream.guests import Turn
@@ -115,8 +115,8 @@ class Session:
     def set_reward(self, reward: float, *, trajectory: int | None = None, turn: int | None = None) -> None:
         """Of the episode, or of one turn; turn -1 is the last one of the trajectory, by default the newest. Said again,
         it replaces what was said before. Raises Refused."""
-        if not math.isfinite(reward):
-            raise invalid(f"reward: got {reward}; expected a finite number", "reward")
+        if not is_reward(reward):
+            raise invalid(f"reward: got {reward}; {EXPECTED_REWARD}", "reward")
         if turn is None and trajectory is None:
             self.reward = reward
             return

@@ -7,7 +7,6 @@ ANTHROPIC_API_KEY. RLTRAIN_SESSION_URL is where rewards go, RLTRAIN_ROW names a 
 import asyncio
 import inspect
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ from urllib.parse import urlsplit
 from rltrain.environments.interface import Action, Opening, Row, StepResult
 from rltrain.json_text import parse_json
 from rltrain.rewards.locating import locate
+from rltrain.rewards.reward_range import is_reward
 from rltrain.sandbox.limits import Limits, Outcome
 from rltrain.sandbox.means import require
 from rltrain.sandbox.sandbox import Sandbox
@@ -128,7 +128,7 @@ def printed_reward(output: bytes) -> float | None:
     except ValueError:
         return None
     reward = last.get("reward") if isinstance(last, dict) else None
-    is_number = isinstance(reward, int | float) and not isinstance(reward, bool) and math.isfinite(reward)
+    is_number = isinstance(reward, int | float) and not isinstance(reward, bool) and is_reward(reward)
     return float(reward) if is_number and reward is not None else None
 
 

@@ -3,10 +3,10 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from math import isfinite
 from typing import Any
 
 from rltrain.environments.interface import Action, Observation, Opening, StepResult, TokenIds, ToolCall, Trajectory
+from rltrain.rewards.reward_range import EXPECTED_REWARD, is_reward
 
 Json = Any
 
@@ -103,8 +103,8 @@ def _number(reward: Any) -> float:
         number = float(reward)
     except (TypeError, ValueError) as error:
         raise BadAnswer(f"returned the reward {_shown(reward)}; expected a number") from error
-    if not isfinite(number):
-        raise BadAnswer(f"returned the reward {number}; expected a finite number")
+    if not is_reward(number):
+        raise BadAnswer(f"returned the reward {number}; {EXPECTED_REWARD}")
     return number
 
 

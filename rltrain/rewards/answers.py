@@ -5,6 +5,7 @@ from contextlib import suppress
 from math import isfinite
 from typing import Any
 
+from rltrain.rewards.reward_range import EXPECTED_REWARD, is_reward
 from rltrain.system.tracebacks import describe_raised
 
 SCORE, TURNS = "score", "turns"
@@ -38,7 +39,7 @@ def as_answer(returned: Any, num_turns: int = 1, score_key: str = SCORE) -> Answ
 
     The reward is the sum over turns. A score beside them belongs to the last one.
     """
-    if isinstance(returned, float) and isfinite(returned):
+    if isinstance(returned, float) and is_reward(returned):
         return {"value": float(returned)}  # most by far
     if isinstance(returned, Mapping):
         return _of_mapping(returned, num_turns, score_key)
@@ -51,7 +52,7 @@ def _of_number(returned: Any, place: str = "") -> Answer:
     number = _number(returned)
     if number is None:
         return {"error": f"returned {type(returned).__name__} {returned!r:.100}{place}; {EXPECTED}"}
-    return {"value": number} if isfinite(number) else {"error": f"returned {number}{place}; expected a finite number"}
+    return {"value": number} if is_reward(number) else {"error": f"returned {number}{place}; {EXPECTED_REWARD}"}
 
 
 def _number(value: Any) -> float | None:
@@ -70,7 +71,7 @@ def _of_turns(rewards: Sequence[Any], num_turns: int) -> Answer:
     if wrong is not None:
         return wrong
     values = [answer["value"] for answer in turns]
-    return {"value": sum(values), "turns": values}
+    return {**_of_number(sum(values), " as the sum over turns"), "turns": values}
 
 
 def _of_mapping(returned: Mapping[Any, Any], num_turns: int, score_key: str) -> Answer:
@@ -83,7 +84,9 @@ def _of_mapping(returned: Mapping[Any, Any], num_turns: int, score_key: str) -> 
     if not parts:
         keys = ", ".join(map(repr, returned)) or "none"
         return {"error": f"returned a dict without {score_key!r}, its keys are {keys:.200}; {EXPECTED}"}
-    answer: Answer = {"value": sum(part["value"] for part in parts)}
+    answer = _of_number(sum(part["value"] for part in parts), f" as the sum of {score_key!r} and turns")
+    if "error" in answer:
+        return answer
     if "turns" in parts[-1]:
         turns = parts[-1]["turns"]
         answer["turns"] = [*turns[:-1], turns[-1] + answer["value"] - parts[-1]["value"]]

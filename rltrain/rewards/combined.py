@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rltrain.config import schema
+from rltrain.errors import RewardError
 from rltrain.rewards.registry import RewardFunction, load_rewards
+from rltrain.rewards.reward_range import EXPECTED_REWARD, is_reward
 from rltrain.rewards.rewarding_model import RewardingModel
 from rltrain.rewards.scorable import Scorable
 from rltrain.rewards.scorer import PendingScores, Scorer, Scores
@@ -115,6 +117,9 @@ def combined(parts: Sequence[Part], scores: Sequence[Scores]) -> CombinedScores:
         sum(weight * reward for weight, reward in zip(weights, of_sample, strict=True))
         for of_sample in zip(*(of_function.rewards for of_function in scores), strict=True)
     ]
+    beyond = next((reward for reward in rewards if not is_reward(reward)), None)
+    if beyond is not None:
+        raise RewardError(f"reward: the weighted sum of its parts is {beyond:g} for a response; {EXPECTED_REWARD}")
     by_turns = sorted({index for of_function in scores for index in of_function.turn_rewards})
     return CombinedScores(
         rewards,

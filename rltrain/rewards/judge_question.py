@@ -1,6 +1,5 @@
 """What a judge is asked of a sample, and how a number is read from its answer."""
 
-import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,6 +9,7 @@ from rltrain.config.schema import Judge
 from rltrain.errors import ConfigError
 from rltrain.rewards.conventions import Columns, Wants
 from rltrain.rewards.locating import locate
+from rltrain.rewards.reward_range import EXPECTED_REWARD, is_reward
 from rltrain.rewards.scorable import Scorable
 
 FIELD = re.compile(r"\{\{(\w+)\}\}|\{([A-Za-z_]\w*)\}")
@@ -119,6 +119,6 @@ def _number(value: Any) -> float:
         number = float(value)
     except (TypeError, ValueError):
         raise NoVerdictError(f"judge.verdict gives {value!r:.100}, which is no number") from None
-    if not math.isfinite(number):
-        raise NoVerdictError(f"judge.verdict gives {number}; expected a finite number")
+    if not is_reward(number):
+        raise NoVerdictError(f"judge.verdict gives {number}; {EXPECTED_REWARD}")
     return number

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rltrain.config import schema
-from rltrain.errors import ConfigError
+from rltrain.errors import ConfigError, RewardError
 from rltrain.legality.config import check_config
 from rltrain.rewards.combined import CombinedScorer, combined
 from rltrain.rewards.registry import RewardFunction
@@ -82,6 +82,11 @@ def test_turns_add_up_to_the_whole_reward(data: st.DataObject, num_turns: int, n
     for turns in whole.turn_rewards.values():
         assert len(turns) == num_turns
         assert sum(turns) == pytest.approx(whole.rewards[0], abs=1e-6)
+
+
+def test_a_sum_that_float32_cannot_hold_ends_the_job_with_its_reason() -> None:
+    with pytest.raises(RewardError, match=r"the weighted sum of its parts is 3e\+39 for a response; expected a finite"):
+        combined([function("a", 10.0)], [Scores([3e38], 0, 0)])
 
 
 def test_a_sample_that_no_function_is_for_is_unscored() -> None:

@@ -58,7 +58,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("checkpoint", "reshard", "models", "residency", "cluster", "liveness", "system", "data", "chat"),
         "environments",
     ),
-    "endpoint": (*BASE, "chat", "data", "environments", "rollout", "sandbox", "system"),
+    "endpoint": (*BASE, "chat", "data", "environments", "rewards.reward_range", "rollout", "sandbox", "system"),
     "serving": (*BASE, "endpoint", "chat", "data", "rollout", "checkpoint", "reshard", "models", "cluster.grid", "hub"),
     "observability": (*BASE, "system", "liveness.job_store"),
     "estimate": (

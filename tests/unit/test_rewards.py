@@ -85,6 +85,8 @@ def test_numbers_of_any_kind_are_rewards(misbehaving: Scorer, response: str, val
         ("die", "ended its process"),
         ("nan", "returned nan; expected a finite number"),
         ("inf", "returned inf; expected a finite number"),
+        ("beyond float32", "returned -1e+39; expected a finite number from -3.4e+38 to 3.4e+38, which float32 can"),
+        ("sum beyond float32", "returned 6e+38 as the sum of 'score' and turns; expected a finite number"),
         ("none", "returned NoneType None; expected a number"),
         ("text", "returned str '1.0'; expected a number"),
         ("list", "returned a list of 2 rewards; expected one for each of 1 turns, or a number"),

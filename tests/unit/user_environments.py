@@ -111,6 +111,9 @@ class Misbehaving:
     def returns_nan(self, row: Row) -> Any:
         return "", float("nan"), False
 
+    def returns_1e39(self, row: Row) -> Any:
+        return "", 1e39, False
+
     def returns_nothing(self, row: Row) -> Any:
         return None
 

@@ -35,6 +35,8 @@ def misbehave(prompt: str, response: str, label: str) -> object:
         "dict": {"points": 1.0},
         "complex": 1j,
         "huge": 10**400,
+        "beyond float32": -1e39,
+        "sum beyond float32": {"score": 3e38, "turns": [3e38]},
         "true": True,
         "int": 3,
         "half": 0.5,
