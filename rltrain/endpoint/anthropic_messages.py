@@ -15,7 +15,15 @@ from rltrain.endpoint.answer import Answer, Choice
 from rltrain.endpoint.deltas import Deltas
 from rltrain.endpoint.event_stream import Event, event_stream
 from rltrain.endpoint.history import History
-from rltrain.endpoint.http_request import Body, SamplingFields, answer_to, read_json, repetition, session_of, wait_for
+from rltrain.endpoint.http_request import (
+    DrawingBody,
+    SamplingFields,
+    answer_to,
+    read_json,
+    repetition,
+    session_of,
+    wait_for,
+)
 from rltrain.endpoint.openai_fields import stop_strings_of
 from rltrain.endpoint.opening import ChatOpening, Reply
 from rltrain.endpoint.refused import Refused, invalid, object_in, text_in, unsupported
@@ -24,9 +32,11 @@ from rltrain.endpoint.service import Service
 from rltrain.endpoint.session import Asked
 
 Block = Mapping[str, Any]
+THREAD_UNSUPPORTED = "thread_unsupported_request"
+"""The code of Anthropic's API on which its clients send the same request without a thread."""
 
 
-class PromptFields(Body):
+class PromptFields(DrawingBody):
     """What the tokens of a request are counted by."""
 
     model: str = ""
@@ -35,9 +45,14 @@ class PromptFields(Body):
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
+    thread: dict[str, Any] | None = None
 
     def opening(self, service: Service) -> ChatOpening:
         """Raises Refused."""
+        if self.thread is not None:
+            message = "thread: this server keeps no threads; expected all messages in every request"
+            raise invalid(message, "thread", THREAD_UNSUPPORTED)
+        self.refuse_unknown(service.rules)
         choice = (self.tool_choice or {}).get("type", "auto")
         if choice not in ("auto", "none"):
             service.rules.refuse_unless_overridden("tool_choice", choice, "auto or none")
@@ -219,5 +234,7 @@ ERROR_TYPES = {
 def anthropic_error(refused: Refused) -> dict[str, Any]:
     """In the form that Anthropic's clients read."""
     default = "invalid_request_error" if refused.status < 500 else "api_error"
-    error = {"type": ERROR_TYPES.get(refused.status, default), "message": refused.message}
+    error: dict[str, Any] = {"type": ERROR_TYPES.get(refused.status, default), "message": refused.message}
+    if refused.code == THREAD_UNSUPPORTED:
+        error["details"] = {"error_code": refused.code}
     return {"type": "error", "error": error, "request_id": None}

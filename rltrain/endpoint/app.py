@@ -4,6 +4,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
 from http import HTTPStatus
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -29,6 +30,8 @@ Handler = Callable[[Service, Request], Awaitable[Response]]
 CLIENT_CLOSED_REQUEST = 499
 """Nobody reads it; what proxies write into their logs."""
 RETRY_AFTER_S = 1
+OF_ANTHROPIC = "anthropic-version"
+"""The header that Anthropic's clients send."""
 
 OF_SESSIONS: tuple[tuple[str, Handler], ...] = (
     ("/v1/chat/completions", chat_completions),
@@ -49,6 +52,7 @@ def build_app(service: Service) -> Starlette:
 
     routes = [
         route("/healthz", health, "GET"),
+        route("/health", health, "GET"),
         route("/sessions", session_routes.open_session),
         route("/sessions/{session}", session_routes.show_session, "GET"),
         route("/sessions/{session}", session_routes.delete_session, "DELETE"),
@@ -59,6 +63,7 @@ def build_app(service: Service) -> Starlette:
     for prefix in ("", "/sessions/{session}"):
         routes += [route(prefix + path, handler) for path, handler in OF_SESSIONS]
         routes.append(route(prefix + "/v1/models", models, "GET"))
+        routes.append(route(prefix + "/v1/models/{model:path}", one_model, "GET"))
     if (control := service.control) is not None:
         routes += [
             Route("/model_info", partial(model_info, service, control), methods=["GET"]),
@@ -74,13 +79,32 @@ async def health(service: Service, request: Request) -> Response:
 
 async def models(service: Service, request: Request) -> Response:
     session_of(service, request)
+    data = [_model(service, request)]
+    if OF_ANTHROPIC in request.headers:
+        return JSONResponse({"data": data, "has_more": False, "first_id": service.model, "last_id": service.model})
+    return JSONResponse({"object": "list", "data": data})
+
+
+async def one_model(service: Service, request: Request) -> Response:
+    session_of(service, request)
+    name = request.path_params["model"]
+    if name != service.model:
+        raise Refused(HTTPStatus.NOT_FOUND, f"model: got {name!r}; expected {service.model!r}", param="model")
+    return JSONResponse(_model(service, request))
+
+
+def _model(service: Service, request: Request) -> dict[str, Any]:
+    """Describes the model as Anthropic's API does where its version header asks, else as OpenAI's."""
+    if OF_ANTHROPIC in request.headers:
+        of_anthropic = {"type": "model", "display_name": service.model, "created_at": "1970-01-01T00:00:00Z"}
+        return {"id": service.model, **of_anthropic, "max_input_tokens": service.limits.max_context_tokens}
     context = {"max_model_len": service.limits.max_context_tokens}
-    model = {"id": service.model, "object": "model", "created": 0, "owned_by": "rltrain", **context}
-    return JSONResponse({"object": "list", "data": [model]})
+    return {"id": service.model, "object": "model", "created": 0, "owned_by": "rltrain", **context}
 
 
 async def _refuse(request: Request, refused: Refused) -> Response:
-    error_of = anthropic_error if "/v1/messages" in request.url.path else openai_error
+    is_anthropics = "/v1/messages" in request.url.path or OF_ANTHROPIC in request.headers
+    error_of = anthropic_error if is_anthropics else openai_error
     retry = {"Retry-After": str(RETRY_AFTER_S)} if refused.status == HTTPStatus.TOO_MANY_REQUESTS else {}
     return JSONResponse(error_of(refused), refused.status, headers=retry)
 

@@ -13,8 +13,10 @@ from rltrain.config.section import Temperature, TopK, TopP
 from rltrain.endpoint.answer import Answer
 from rltrain.endpoint.opening import Opening
 from rltrain.endpoint.refused import Refused, invalid
+from rltrain.endpoint.sampling_rules import SamplingRules
 from rltrain.endpoint.service import Service
 from rltrain.endpoint.session import Asked, Repetition, Session
+from rltrain.endpoint.unknown_fields import refuse_unknown
 
 
 class Body(BaseModel):
@@ -23,7 +25,17 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
 
 
-class SamplingFields(Body):
+class DrawingBody(Body):
+    """A request for which tokens are drawn. It keeps unknown fields until `refuse_unknown` has looked at them."""
+
+    model_config = ConfigDict(extra="allow")
+
+    def refuse_unknown(self, rules: SamplingRules, where: str = "") -> None:
+        """Raises Refused for a field that cannot be obeyed; `where` precedes its name."""
+        refuse_unknown(self.model_extra or {}, rules, where)
+
+
+class SamplingFields(DrawingBody):
     """The sampling fields that have the same name in all APIs. Numbers that no engine can draw with are refused."""
 
     temperature: Temperature | None = None

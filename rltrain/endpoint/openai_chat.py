@@ -15,7 +15,7 @@ from rltrain.endpoint.event_stream import Event, event_stream
 from rltrain.endpoint.http_request import answer_to, read_json, repetition, session_of, wait_for
 from rltrain.endpoint.openai_fields import DrawingFields, head, openai_error, usage
 from rltrain.endpoint.opening import ChatOpening, Reply
-from rltrain.endpoint.refused import unsupported
+from rltrain.endpoint.refused import invalid, unsupported
 from rltrain.endpoint.service import Service
 
 
@@ -46,7 +46,13 @@ def offered(
     tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None, service: Service
 ) -> list[dict[str, Any]]:
     """The tools that the model is told of. Nothing makes it call one: where that is asked for, Refused unless the run's
-    own way of drawing overrides requests."""
+    own way of drawing overrides requests. Raises Refused too for a tool that is no function with a name."""
+    for tool in tools or ():
+        function = tool.get("function")
+        if tool.get("type", "function") != "function":
+            raise unsupported("tools", tool.get("type"), "tools of type function")
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise invalid(f"tools: got {str(tool)[:80]}; expected a function with a name", "tools")
     if choice not in (None, "auto", "none"):
         service.rules.refuse_unless_overridden("tool_choice", choice, '"auto" or "none"')
     return [] if choice == "none" else tools or []

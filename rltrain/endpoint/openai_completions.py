@@ -27,11 +27,14 @@ class CompletionRequest(DrawingFields):
     suffix: str | None = None
     best_of: int | None = None
     logprobs: int | None = None
+    add_special_tokens: bool = True
 
     def prompts(self) -> Sequence[str | list[int]]:
         """Raises Refused."""
         if self.echo or self.suffix:
             raise unsupported("echo" if self.echo else "suffix", self.echo or self.suffix, "none")
+        if not self.add_special_tokens:
+            raise unsupported("add_special_tokens", False, "true, or token ids as prompt")
         if self.best_of not in (None, self.n):
             raise unsupported("best_of", self.best_of, f"n = {self.n}")
         if self.logprobs not in (None, 0, 1):

@@ -38,25 +38,15 @@ class DrawingFields(SamplingFields):
     ignore_eos: bool = False
     return_token_ids: bool = False
     """As vLLM has it: answers carry the ids of their tokens, and of the prompt's."""
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    min_p: float | None = None
-    logit_bias: Mapping[str, float] | None = None
     response_format: Mapping[str, Any] | None = None
 
     def asked(self, service: Service, *, max_tokens: int | None = None) -> Asked:
         """Raises Refused for what would draw otherwise than an engine here does."""
-        neutral: Mapping[str, tuple[object, ...]] = {
-            "frequency_penalty": (None, 0.0),
-            "presence_penalty": (None, 0.0),
-            "repetition_penalty": (None, 1.0),
-            "min_p": (None, 0.0),
-            "logit_bias": (None, {}),
-        }
-        for param, expected in neutral.items():
-            if (given := getattr(self, param)) not in expected:
-                service.rules.refuse_unless_overridden(param, given, f"{expected[1]}")
+        self.refuse_unknown(service.rules)
+        if self.stream_options is not None and not self.stream:
+            raise invalid(
+                "stream_options: got some without stream; expected stream: true beside them", "stream_options"
+            )
         if (self.response_format or {}).get("type", "text") != "text":
             raise invalid(
                 f"response_format: got {self.response_format}; only type text is supported", "response_format"
@@ -65,7 +55,7 @@ class DrawingFields(SamplingFields):
             self.temperature,
             self.top_p,
             self.top_k,
-            self._stop_token_ids(service.rules.own.stop_token_ids),
+            ends_of_turns(service.rules.own.stop_token_ids, self.stop_token_ids, ignore_eos=self.ignore_eos),
         )
         return Asked(
             service.rules.sampling_for(sampling),
@@ -76,11 +66,13 @@ class DrawingFields(SamplingFields):
             is_watched=self.stream,
         )
 
-    def _stop_token_ids(self, own: Sequence[int]) -> tuple[int, ...] | None:
-        """None where nothing is said of them."""
-        if self.stop_token_ids is None and not self.ignore_eos:
-            return None
-        return tuple(dict.fromkeys([*(() if self.ignore_eos else own), *(self.stop_token_ids or ())]))
+
+def ends_of_turns(own: Sequence[int], given: Sequence[int] | None, *, ignore_eos: bool) -> tuple[int, ...] | None:
+    """Returns the tokens that end a turn: the model's `own` unless `ignore_eos`, and those of the request. Returns None
+    where the request says nothing of them."""
+    if given is None and not ignore_eos:
+        return None
+    return tuple(dict.fromkeys([*(() if ignore_eos else own), *(given or ())]))
 
 
 def stop_strings_of(stop: str | Sequence[str] | None, param: str) -> tuple[str, ...]:

@@ -41,9 +41,14 @@ class ResponsesRequest(SamplingFields):
     background: bool = False
     text: Mapping[str, Any] | None = None
     conversation: Any = None
+    include: list[str] | None = None
 
     def asked(self, service: Service) -> Asked:
         """Raises Refused."""
+        self.refuse_unknown(service.rules)
+        for included in self.include or ():
+            if "logprobs" in included:
+                raise unsupported("include", included, "none of log-probs, which /v1/chat/completions gives")
         if self.background:
             raise unsupported("background", True, "false")
         if self.conversation is not None:
@@ -51,6 +56,8 @@ class ResponsesRequest(SamplingFields):
         form = ((self.text or {}).get("format") or {}).get("type", "text")
         if form != "text":
             raise unsupported("text.format", form, "text")
+        if (verbosity := (self.text or {}).get("verbosity")) is not None:
+            service.rules.refuse_unless_overridden("text.verbosity", verbosity, "none")
         sampling = service.rules.sampling_for(AskedSampling(self.temperature, self.top_p, self.top_k))
         return Asked(sampling, max_tokens=self.max_output_tokens, is_watched=self.stream)
 
@@ -164,14 +171,14 @@ def _shell(name: str, asked: ResponsesRequest, service: Service) -> dict[str, An
 
 def _ended(answer: Answer, shell: Mapping[str, Any]) -> dict[str, Any]:
     choice = answer.choices[0]
-    reply = choice.read(answer.opening)
-    cut = finish_reason(choice, reply) == "length"
+    reply, status = choice.read(answer.opening), _status(answer)
+    cut = status == "incomplete"
     prompt, drawn = len(choice.context), len(choice.tokens)
     return {
         **shell,
-        "status": "incomplete" if cut else "completed",
+        "status": status,
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-        "output": [*_message_item(shell, reply), *_call_items(shell, reply)],
+        "output": [*_message_item(shell, reply, status=status), *_call_items(shell, reply)],
         "usage": {
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": 0},
@@ -182,11 +189,17 @@ def _ended(answer: Answer, shell: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _message_item(shell: Mapping[str, Any], reply: Reply, *, status: str = "completed") -> list[dict[str, Any]]:
+def _status(answer: Answer) -> str:
+    choice = answer.choices[0]
+    cut = finish_reason(choice, choice.read(answer.opening)) == "length"
+    return "incomplete" if cut else "completed"
+
+
+def _message_item(shell: Mapping[str, Any], reply: Reply, *, status: str) -> list[dict[str, Any]]:
     if not reply.text and reply.tool_calls:
         return []
     item = {"id": "msg_" + shell["id"][5:], "type": "message", "role": "assistant", "status": status}
-    return [{**item, "content": [_part(reply.text)] if status == "completed" else []}]
+    return [{**item, "content": [] if status == "in_progress" else [_part(reply.text)]}]
 
 
 def _part(text: str) -> dict[str, Any]:
@@ -237,7 +250,11 @@ async def _unnumbered(
     if begun:
         yield {"type": "response.output_text.done", **place, "text": reply.text, "logprobs": []}
         yield {"type": "response.content_part.done", **place, "part": _part(reply.text)}
-        yield {"type": "response.output_item.done", "output_index": 0, "item": _message_item(shell, reply)[0]}
+        yield {
+            "type": "response.output_item.done",
+            "output_index": 0,
+            "item": _message_item(shell, reply, status=_status(answer))[0],
+        }
     for index, call in enumerate(_call_items(shell, reply), start=int(begun)):
         where = {"item_id": call["id"], "output_index": index}
         empty = {**call, "arguments": "", "status": "in_progress"}

@@ -7,10 +7,18 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from rltrain.config.section import TokenCount
+from rltrain.config.section import TokenCount, TokenId
 from rltrain.endpoint.answer import Answer, Choice
-from rltrain.endpoint.http_request import Body, SamplingFields, answer_to, read_json, repetition, session_of, wait_for
-from rltrain.endpoint.openai_fields import stop_strings_of
+from rltrain.endpoint.http_request import (
+    DrawingBody,
+    SamplingFields,
+    answer_to,
+    read_json,
+    repetition,
+    session_of,
+    wait_for,
+)
+from rltrain.endpoint.openai_fields import MAX_STOP_TOKENS, ends_of_turns, stop_strings_of
 from rltrain.endpoint.refused import invalid, unsupported
 from rltrain.endpoint.sampling_rules import AskedSampling
 from rltrain.endpoint.service import Service
@@ -23,11 +31,13 @@ DEFAULT_MAX_NEW_TOKENS = 128
 class GenerateSampling(SamplingFields):
     max_new_tokens: TokenCount | None = None
     stop: str | list[str] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)] | None = None
+    ignore_eos: bool = False
     sampling_seed: int | None = None
     n: TokenCount = 1
 
 
-class GenerateRequest(Body):
+class GenerateRequest(DrawingBody):
     input_ids: Annotated[list[int], Field(min_length=1)] | None = None
     text: str | None = None
     sampling_params: GenerateSampling = GenerateSampling()
@@ -44,9 +54,12 @@ class GenerateRequest(Body):
 
     def asked(self, service: Service) -> Asked:
         """Raises Refused."""
-        params = self.sampling_params
+        params, rules = self.sampling_params, service.rules
+        self.refuse_unknown(rules)
+        params.refuse_unknown(rules, "sampling_params.")
+        ends = ends_of_turns(rules.own.stop_token_ids, params.stop_token_ids, ignore_eos=params.ignore_eos)
         return Asked(
-            service.rules.sampling_for(AskedSampling(params.temperature, params.top_p, params.top_k)),
+            rules.sampling_for(AskedSampling(params.temperature, params.top_p, params.top_k, ends)),
             num_choices=params.n,
             max_tokens=params.max_new_tokens or DEFAULT_MAX_NEW_TOKENS,
             stop=stop_strings_of(params.stop, "sampling_params.stop"),
@@ -60,11 +73,11 @@ async def generate(service: Service, request: Request) -> Response:
     answer = await answer_to(session, service.prompt(asked.prompt()), asked.asked(service), repetition(request, body))
     with answer.attached():
         await wait_for(request, [answer])
-    results = [_result(answer, choice, asked) for choice in answer.choices]
+    results = [_result(answer, choice, asked, service) for choice in answer.choices]
     return JSONResponse(results[0] if asked.sampling_params.n == 1 else results)
 
 
-def _result(answer: Answer, choice: Choice, asked: GenerateRequest) -> dict[str, Any]:
+def _result(answer: Answer, choice: Choice, asked: GenerateRequest, service: Service) -> dict[str, Any]:
     reply = choice.read(answer.opening)
     truncated = choice.sample.status.name == "TRUNCATED"
     versions = choice.sample.policy_versions[choice.start :]
@@ -76,6 +89,7 @@ def _result(answer: Answer, choice: Choice, asked: GenerateRequest) -> dict[str,
         "cached_tokens": 0,
         "weight_version": str(versions[-1]) if versions else None,
         "weight_versions": versions,
+        **service.weight_version(versions[-1:]),
     }
     if asked.return_logprob:
         pairs = zip(choice.logprobs, choice.tokens, strict=True)

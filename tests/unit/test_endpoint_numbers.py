@@ -48,7 +48,10 @@ FIELDS = {
 }
 LISTS = ("stop_token_ids", "prompt", "stop_sequences")
 PLACES = [(path, field) for path, fields in FIELDS.items() for field in fields]
-REFERENCE = {"text": "b", "sampling_params": {"max_new_tokens": 12, "sampling_seed": 5, "temperature": 0.9}}
+REFERENCE: dict[str, Any] = {
+    "text": "b",
+    "sampling_params": {"max_new_tokens": 12, "sampling_seed": 5, "temperature": 0.9},
+}
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +135,14 @@ def test_numbers_that_no_engine_can_draw_with_are_refused_by_name(served: Endpoi
     for field, value in (("temperature", "0.001"), ("temperature", "1e3"), ("top_p", "1e-6"), ("top_k", "-1")):
         status, answer = post(served, path, "{" + BODIES[path] + f'"{field}": {value}' + "}" * path.count("gen") + "}")
         assert status == 200, (field, value, answer)
+
+
+def test_generation_ends_at_the_tokens_that_a_request_names(served: Endpoint) -> None:
+    whole = reference(served)
+    ends = {"stop_token_ids": [whole[4]], "ignore_eos": True}
+    asked = {**REFERENCE, "sampling_params": {**REFERENCE["sampling_params"], **ends}}
+    status, answer = post(served, "/generate", json.dumps(asked))
+    assert status == 200 and answer["output_ids"] == whole[: whole.index(whole[4]) + 1]
 
 
 @pytest.mark.parametrize("content", ["[]", '[{"type": "thinking", "thinking": ""}]'])
