@@ -76,15 +76,15 @@ def kl_term(tokens: ResponseTokens, settings: schema.Kl, of_asked: Sequence[Tens
     """[tokens] KL(policy || reference) over the vocabulary where the reference left its distribution, else its estimate
     from the drawn token.
 
-    An estimate is times the ratio if unbiased (DeepSeek-AI 2025, "DeepSeek-V3.2", section 3.1): the mean over tokens
-    that the old policy drew is then the KL, and so is its gradient, while of the estimators alone only that of k2 has
-    the KL's gradient, and only where the old policy is the present one."""
+    An estimate is times the ratio by default (DeepSeek-AI 2025, "DeepSeek-V3.2", section 3.1). The mean over tokens
+    that the old policy drew is then the KL, and its gradient is the KL's. Of the estimators alone only k2 has the KL's
+    gradient, and only where the old policy is the present one."""
     if settings.estimator == "full":
         over_vocabulary = divergence_from("reference", tokens.experience, of_asked)
         assert over_vocabulary is not None, "the reference leaves its distribution with estimator full"
         return over_vocabulary
     estimate = kl_estimate(tokens.logprobs, of_response(tokens.experience, "reference_logprobs"), settings.estimator)
-    return tokens.ratio * estimate if settings.unbiased else estimate
+    return tokens.ratio * estimate if settings.is_weighed else estimate
 
 
 def _metrics(experience: Experience, logprobs: Tensor, old: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

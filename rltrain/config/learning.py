@@ -62,8 +62,15 @@ class Kl(Section):
     where: Literal["loss", "reward"] = "loss"
     adaptive: AdaptiveKl | None = None
     """With where: reward, `coef` is where the coefficient starts from; null: it stays."""
-    unbiased: bool = False
-    """In the loss: times the token's ratio, which makes value and gradient unbiased where the old weights drew it."""
+    unbiased: bool | None = None
+    """In the loss: times the token's ratio, which makes value and gradient unbiased where the old weights drew it.
+    null: true with estimators k1 and k3. Without the ratio one token that has become very unlikely can outweigh a
+    step: k3 of a log-prob that fell by 12 is 160,000."""
+
+    @property
+    def is_weighed(self) -> bool:
+        """Whether the estimate in the loss is times the ratio."""
+        return self.where == "loss" and self.estimator in ("k1", "k3") if self.unbiased is None else self.unbiased
 
 
 CorrectionLevel = Literal["token", "sequence", "geometric"]

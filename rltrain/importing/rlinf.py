@@ -263,6 +263,7 @@ def _algorithm(keys: SourceKeys, out: Translation) -> None:
     if beta:
         out.set("loss.kl.coef", beta, "algorithm.kl_beta")
         out.set("loss.kl.estimator", estimator(keys.get("algorithm.kl_penalty_type", "low_var_kl")), "kl_penalty_type")
+        out.set("loss.kl.unbiased", False, "RLinf does not weigh it by the ratio")
     keys.get("algorithm.kl_penalty_type")
     mean = str(keys.get("algorithm.loss_agg_func", "token-mean"))
     if mean in MEANS:

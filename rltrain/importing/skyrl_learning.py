@@ -236,7 +236,9 @@ def _set_kl(keys: SourceKeys, out: Translation) -> None:
     if (in_loss or in_reward) and coef:
         out.set("loss.kl.coef", coef, ALG + "kl_loss_coef" + ("" if ALG + "kl_loss_coef" in keys else ", by default"))
         out.set("loss.kl.estimator", estimator(kind_of_kl), ALG + "kl_estimator_type")
-        if not in_loss:
+        if in_loss:
+            out.set("loss.kl.unbiased", False, "SkyRL does not weigh it by the ratio")
+        else:
             out.set("loss.kl.where", "reward", ALG + "use_kl_in_reward")
 
 

@@ -92,8 +92,7 @@ def set_kl(keys: SourceKeys, out: Translation) -> None:
     if in_loss and coef:
         out.set("loss.kl.coef", coef, "kl-loss-coef")
         out.set("loss.kl.estimator", estimator(kind), "kl-loss-type")
-        if truth(keys.get("use-unbiased-kl", False)):
-            out.set("loss.kl.unbiased", True, "use-unbiased-kl")
+        out.set("loss.kl.unbiased", truth(keys.get("use-unbiased-kl", False)), "use-unbiased-kl")
     if in_reward and in_loss and coef:
         out.differs("kl-coef", in_reward, "the penalty stands in the loss already, and here is in one place")
     elif in_reward:

@@ -140,6 +140,7 @@ def set_kl(keys: SourceKeys, out: Translation) -> None:
     if in_loss and coef:
         out.set("loss.kl.coef", coef, A + "kl_loss_coef")
         out.set("loss.kl.estimator", estimator(kind), A + "kl_loss_type")
+        out.set("loss.kl.unbiased", False, "verl does not weigh it by the ratio")
     elif in_reward and real(other):
         out.set("loss.kl.coef", real(other), "algorithm.kl_ctrl.kl_coef")
         out.set("loss.kl.estimator", estimator(reward_kind), "algorithm.kl_penalty")

@@ -89,6 +89,7 @@ def plain_policy_loss(
             weight = 1.0 if cap is None else min(probability_ratio, cap)
             objective = weight * min(ratio * advantage, clipped * advantage)
             kl = plain_k(loss.kl.estimator, new, reference)
+            kl *= ratio if loss.kl.estimator != "k2" and loss.kl.unbiased is not False else 1.0
             penalty = loss.kl.coef * kl if loss.kl.where == "loss" else 0.0
             totals["loss"] += (-objective - loss.entropy_coef * ent + penalty) / divisor
             totals["pg_loss"] -= objective / divisor
@@ -114,6 +115,7 @@ LOSSES = [
     schema.Loss(normalization="dr_grpo", kl=schema.Kl(coef=0.1, estimator="k3")),
     schema.Loss(normalization="sequence_mean", kl=schema.Kl(coef=0.1, estimator="k2")),
     schema.Loss(entropy_coef=0.3, kl=schema.Kl(coef=0.5, estimator="k1")),
+    schema.Loss(kl=schema.Kl(coef=0.2, unbiased=False)),
     schema.Loss(kl=schema.Kl(coef=0.5, estimator="k1", where="reward")),
     schema.Loss(correction=TIS),
     schema.Loss(

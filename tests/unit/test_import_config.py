@@ -101,7 +101,7 @@ def test_slime_counts_samples_and_places_engines_behind_the_actor(tmp_path: Path
     assert config.actor.optimizer.beta2 == 0.999, "Megatron's default, not rltrain's"
     assert config.actor.optimizer.weight_decay == 0.01
     assert config.loss.normalization == "sequence_mean" and (config.loss.clip_low, config.loss.clip_high) == (0.2, 0.28)
-    assert config.loss.kl.estimator == "k3" and config.loss.kl.coef == 0.01
+    assert config.loss.kl.estimator == "k3" and config.loss.kl.coef == 0.01 and config.loss.kl.unbiased is False
     assert not config.data.shuffle and config.seed == 42
     assert config.evaluation.sets[0].samples_per_prompt == 16 and config.evaluation.sets[0].sampling.temperature == 1
     assert config.rollout.sglang.args == {"mem_fraction_static": 0.8}
@@ -123,7 +123,7 @@ def test_verl_has_dual_clip_and_counts_prompts_and_training_steps(tmp_path: Path
     assert config.batch.mini_batches == 4 and config.batch.mini_batches_by == "prompts"
     assert config.actor.optimizer.warmup_steps == 10 * 4, "its learning rate follows training steps"
     assert config.placement == {"actor, reference, rollout, reward": "0-7"}
-    assert config.loss.kl.coef == 0.001 and config.loss.kl.estimator == "k3"
+    assert config.loss.kl.coef == 0.001 and config.loss.kl.estimator == "k3" and config.loss.kl.unbiased is False
     assert config.data.train.label_key == "reward_model.ground_truth"
     assert config.data.eval is not None and config.evaluation.interval == 5
     assert config.model.recomputed.granularity == "full" and config.rollout.sampling.max_response_tokens == 1024
