@@ -55,12 +55,15 @@ def lock_folder(
     _held[folder.resolve()] = descriptor
 
 
-def set_aside(paths: Sequence[Path], config_key: str, *, keep: bool = False) -> Path:
-    """Move `paths`, of one folder, into a new one in it, which is returned; `keep`: copy. ConfigError."""
+def set_aside(paths: Sequence[Path], config_key: str, *, keep: bool = False, into: Path | None = None) -> Path:
+    """Moves `paths`, which lie in one folder, into a new folder in it, or `into` that one. Returns where they are.
+
+    `keep` copies them. Raises ConfigError where a file cannot be written.
+    """
     parent = paths[0].parent
-    folder = next(place for i in count(1) if not os.path.lexists(place := parent / f"earlier_{i}"))
+    folder = into or next(place for i in count(1) if not os.path.lexists(place := parent / f"earlier_{i}"))
     try:
-        folder.mkdir()
+        folder.mkdir(exist_ok=into is not None)
         for path in paths:
             target = folder / path.name
             if not keep:

@@ -263,8 +263,7 @@ def open_history(config: Config, checkpoint: Resumed | None) -> dict[str, int]:
         names = ", ".join(path.name for path in later)
         logger.warning("%s: now in %s, for the run goes on without", names, set_aside(later, "checkpoint.dir"))
     if checkpoint is None or history is None or not goes_on:
-        if logs := logs_in(output_dir, LOGS):
-            logger.warning("the logs of an earlier run are now in %s", set_aside(logs, "output_dir"))
+        _set_earlier_run_aside(config, output_dir)
         begin_logs(output_dir)
         return {}
     if later and (logs := logs_in(output_dir, REWOUND)):
@@ -274,6 +273,32 @@ def open_history(config: Config, checkpoint: Resumed | None) -> dict[str, int]:
     written = sample_log_sizes(output_dir)
     shorten(output_dir, {name: max(sizes.get(name, 0) for sizes in saved) for name in written})
     return sample_log_sizes(output_dir)
+
+
+def _set_earlier_run_aside(config: Config, output_dir: Path) -> None:
+    """Moves all that an earlier run has left, so that nothing of this one replaces it. What this run reads is copied
+    there, and stays where it is."""
+    if not (left := logs_in(output_dir, LOGS)):
+        return
+    named = [Path(text).resolve() for text in _texts_in(config.model_dump()) if "\0" not in text]
+    read = [path for path in left if any(name.is_relative_to(path.resolve()) for name in named)]
+    moved = [path for path in left if path not in read]
+    folder = set_aside(moved, "output_dir") if moved else None
+    if read:
+        folder = set_aside(read, "output_dir", keep=True, into=folder)
+    logger.warning("the logs and exported models of an earlier run are now in %s", folder)
+
+
+def _texts_in(value: object) -> Iterator[str]:
+    """Yields every text of a config, for any of them may name a file."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from _texts_in(part)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _texts_in(part)
 
 
 def restore(job: Job, transfers: Transfers, reporter: Reporter) -> None:

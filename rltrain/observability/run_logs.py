@@ -18,9 +18,9 @@ ID_FILE = "run_id"
 """Names the history that the logs tell; checkpoints have it too."""
 SAMPLE_LOGS = ("samples.jsonl", "sample_ids", "dropped_sample_ids", "evaluation_samples")
 REWOUND = (METRICS_FILE, *SAMPLE_LOGS)
-EXPORTS = ("hf_steps", "hf_best", "hf_candidate")
+EXPORTS = ("hf", "hf_adapter", "hf_steps", "hf_best", "hf_candidate")
 LOGS = (*REWOUND, *EXPORTS, "trace", "stalls", "engines", "report", TENSORBOARD_FOLDER, WANDB_ID_FILE, JOB_FILE)
-"""What a run leaves in its folder beside checkpoints and its last export, which the next one replaces at once."""
+"""What a run leaves in its folder beside checkpoints."""
 
 
 def read_id(path: Path) -> str | None:

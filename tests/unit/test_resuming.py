@@ -235,6 +235,31 @@ def test_a_run_that_is_sent_back_keeps_apart_what_came_after(history, caplog) ->
     assert history.saved == []
 
 
+def test_a_second_run_keeps_the_first_ones_model(config, caplog) -> None:
+    run = History(config())
+    run.begin()
+    run.run(0, 1)
+    exported = run.output / "hf" / "model.safetensors"
+    exported.parent.mkdir()
+    exported.write_text("first")
+    run.begin()
+    assert not exported.exists() and (run.output / "earlier_1/hf/model.safetensors").read_text() == "first"
+    assert f"the logs and exported models of an earlier run are now in {run.output / 'earlier_1'}" in caplog.text
+
+
+def test_a_model_that_the_second_run_starts_from_is_copied(config) -> None:
+    run = History(config())
+    run.begin()
+    run.log(0)
+    (run.output / "hf").mkdir()
+    (run.output / "hf" / "model.safetensors").write_text("first")
+    again = History(config(f"model.path={run.output}/hf"))
+    again.begin()
+    for folder in (run.output, run.output / "earlier_1"):
+        assert (folder / "hf" / "model.safetensors").read_text() == "first"
+    assert logged(run.output) == [] and logged(run.output / "earlier_1") == [[0]] * 2
+
+
 class ElasticHistory(History):
     """As many ranks log samples as there are: all that `Checkpointing` has the files of a checkpoint say of them."""
 
@@ -294,7 +319,7 @@ def test_a_run_that_begins_anew_keeps_the_logs_of_another_apart(config, caplog, 
         assert logged(folder) == [[0, 1, number + 2]] * 2
         assert (folder / "trace" / "rank0.json").read_text() == f"[{number}]"
         assert read_run(folder).records[-1]["step"] == number + 2, "the report reads it"
-    assert caplog.text.count("the logs of an earlier run are now in") == 2
+    assert caplog.text.count("the logs and exported models of an earlier run are now in") == 2
 
 
 def test_a_run_goes_on_from_its_checkpoints_and_not_after_the_logs_of_another(history, config) -> None:
