@@ -1,6 +1,7 @@
 """Reading JSON that comes from elsewhere: checkpoints, rows of data, programs and servers."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,39 @@ def parse_json_at(text: str, begin: int = 0) -> tuple[Any, int]:
 def read_json(file: Path) -> Any:
     """Returns the value in a file. OSError where it cannot be read, and ValueError as parse_json."""
     return parse_json(file.read_text(encoding="utf-8"))
+
+
+def lone_surrogate(value: Any) -> str | None:
+    """Returns a surrogate that stands without its other half in a text of a JSON value; None where there is none.
+
+    JSON can write one as an escape such as \\ud83d, but it is no character, and UTF-8 cannot write it.
+    """
+    if isinstance(value, str):
+        if value.isascii():
+            return None
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            return value[error.start]
+        return None
+    texts = (*value, *value.values()) if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return next((found for text in texts if (found := lone_surrogate(text)) is not None), None)
+
+
+def with_escapes(value: Any) -> Any:
+    """Returns a JSON value with each lone surrogate replaced by the six characters of its escape, such as \\ud83d."""
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {with_escapes(name): with_escapes(part) for name, part in value.items()}
+    return [with_escapes(part) for part in value] if isinstance(value, list) else value
+
+
+def is_finite(value: Any) -> bool:
+    """Returns whether JSON can write every number of a value: Python also reads NaN, Infinity and 1e999."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return all(map(is_finite, _parts(value)))
 
 
 def _refuse_depth(value: Any, num_openings: int) -> Any:

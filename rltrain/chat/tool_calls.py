@@ -8,7 +8,7 @@ from typing import Any
 
 from rltrain.environments.interface import ToolCall
 from rltrain.errors import ConfigError
-from rltrain.json_text import parse_json, parse_json_at
+from rltrain.json_text import is_finite, parse_json, parse_json_at, with_escapes
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -140,9 +140,9 @@ def _json(text: str) -> Any:
 def _call(name: Any, arguments: Any, id: Any = None) -> ToolCall:
     if isinstance(arguments, str):
         arguments = _json(arguments)
-    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict) or not is_finite(arguments):
         raise _NotACall
-    return ToolCall(name, arguments, id if isinstance(id, str) else "")
+    return ToolCall(with_escapes(name), with_escapes(arguments), id if isinstance(id, str) else "")
 
 
 def _call_of(value: Any) -> ToolCall:
@@ -215,6 +215,7 @@ def _typed(value: str, type: Any) -> Any:
     if type == "string":
         return value
     try:
-        return parse_json(value)
+        parsed = parse_json(value)
     except ValueError:
         return value
+    return parsed if is_finite(parsed) else value

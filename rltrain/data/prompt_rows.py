@@ -13,6 +13,7 @@ from rltrain.data.messages import Message, parse_messages, parse_tools, shown
 from rltrain.data.pair_rows import parse_pair
 from rltrain.data.rows import BadRow, Row, look_up
 from rltrain.data.tokenizer import Prompt, PromptEncoder
+from rltrain.json_text import is_finite
 
 Needs = Literal["label", "plain label", "response", "pair"]
 
@@ -168,12 +169,12 @@ def _parse_label(value: Any, key: str) -> str:
         return value
     if isinstance(value, Decimal):
         return str(value)
-    if isinstance(value, (bool, int, float, list, dict)):
+    if isinstance(value, (bool, int, float, list, dict)) and is_finite(value):
         try:
             return json.dumps(value, ensure_ascii=False)
         except TypeError as error:
             raise BadRow(f"has a label under {key!r} that JSON cannot write: {error}") from error
-    raise BadRow(f"has {shown(value)} under {key!r}; expected a label: a text, a number, a truth value or JSON")
+    raise BadRow(f"has {shown(value)} under {key!r}; expected a label: a text, a finite number, a truth value or JSON")
 
 
 def _parse_response(value: Any, key: str) -> str:

@@ -3,6 +3,8 @@
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from rltrain.json_text import lone_surrogate
+
 Row = Mapping[str, Any]
 
 
@@ -26,7 +28,17 @@ Keys = Collection[str] | None
 
 
 def look_up(row: Row, key: str) -> Any:
-    """row[key]; a key with dots that is no key itself leads into nested objects. Raises BadRow where it is missing."""
+    """Returns row[key]; a key with dots that is no key itself leads into nested objects.
+
+    Raises BadRow where it is missing, and where it has a text that no tokenizer can read.
+    """
+    value = _found(row, key)
+    if (half := lone_surrogate(value)) is not None:
+        raise BadRow(f"has a text under {key!r} with {half!r}, half of a surrogate pair; expected Unicode")
+    return value
+
+
+def _found(row: Row, key: str) -> Any:
     if key in row:
         return row[key]
     value: Any = row

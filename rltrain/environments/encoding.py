@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rltrain.environments.interface import Action, Observation, Opening, StepResult, TokenIds, ToolCall, Trajectory
+from rltrain.json_text import lone_surrogate
 from rltrain.rewards.reward_range import EXPECTED_REWARD, is_reward
 
 Json = Any
@@ -44,7 +45,9 @@ def decode_action(message: Json) -> Action | None:
 
 
 def encode_observation(observation: Observation | None) -> Json:
-    """Raises BadAnswer for what is no observation."""
+    """Raises BadAnswer for what is no observation, and for a text that is no Unicode."""
+    if isinstance(observation, str | Sequence) and (half := lone_surrogate(_plain_texts(observation))) is not None:
+        raise BadAnswer(f"returned an observation with {half!r}, half of a surrogate pair; expected Unicode")
     if observation is None or isinstance(observation, str):
         return observation
     if isinstance(observation, TokenIds):
@@ -52,6 +55,10 @@ def encode_observation(observation: Observation | None) -> Json:
     if isinstance(observation, Sequence) and all(_is_message(message) for message in observation):
         return [{**message} for message in observation if not isinstance(message, str)]
     raise BadAnswer(f"returned the observation {_shown(observation)}; expected a text, chat messages or TokenIds")
+
+
+def _plain_texts(observation: Any) -> Any:
+    return observation if isinstance(observation, str) else [dict(m) for m in observation if isinstance(m, Mapping)]
 
 
 def _is_message(message: Any) -> bool:

@@ -157,11 +157,41 @@ def test_a_malformed_call_beside_a_good_one() -> None:
     assert said.content == said.text == "So:\n<tool_call>oops</tool_call>"
 
 
+CALLS = {
+    "hermes": '<tool_call>{"name": "add", "arguments": %s}</tool_call>',
+    "llama3_json": '<|python_tag|>{"name": "add", "parameters": %s}',
+    "mistral": '[TOOL_CALLS][{"name": "add", "arguments": %s}]',
+    "deepseek": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n%s\n```<｜tool▁call▁end｜>"
+        "<｜tool▁calls▁end｜>"
+    ),
+    "qwen3_coder": "<tool_call>\n<function=add>\n<parameter=a>\n%s\n</parameter>\n</function>\n</tool_call>",
+}
+
+
+@pytest.mark.parametrize("parser", CALLS)
+def test_half_a_character_is_written_as_its_escape(parser: str) -> None:
+    (call,) = parse(parser, CALLS[parser] % r'{"a": "x\ud83dy"}').calls
+    given = call.arguments["a"] if parser == "qwen3_coder" else call.arguments
+    assert given == {"a": r"x\ud83dy"}
+
+
+@pytest.mark.parametrize("parser", CALLS)
+@pytest.mark.parametrize("number", ["NaN", "1e999", "-Infinity"])
+def test_a_number_that_json_cannot_write_makes_no_call(parser: str, number: str) -> None:
+    """A parameter that is written by itself stays a text."""
+    found = parse(parser, CALLS[parser] % f'{{"a": {number}}}')
+    if parser == "qwen3_coder":
+        assert found.calls[0].arguments == {"a": f'{{"a": {number}}}'}
+    else:
+        assert not found.calls and found.malformed
+
+
 pieces = st.sampled_from(
     ["<tool_call>", "</tool_call>", "<function=f>", "<parameter=p>", "</parameter>", "</function>", "[TOOL_CALLS]"]
     + ["[ARGS]", "<|python_tag|>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"]
     + ["<｜tool▁call▁end｜>", "```json\n", "\n```", "function", "f", "{", "}", "[", "]", '"', ":", ",", "\\", "1e999"]
-    + ["NaN", "null", '{"name": "f", "arguments": {}}', "é", " ", "\n", ";"]
+    + ["NaN", "-1e999", r"\ud83d", "null", '{"name": "f", "arguments": {}}', "é", " ", "\n", ";"]
 )
 
 
@@ -172,4 +202,5 @@ def test_nothing_that_a_model_writes_raises(parser: str, text: str) -> None:
     found = parse(parser, text)
     assert 0 <= found.begin <= len(text)
     assert all(found.begin <= begin < end <= len(text) for begin, end in found.malformed)
+    json.dumps([call.arguments for call in found.calls], ensure_ascii=False, allow_nan=False).encode()
     assert (found.begin < len(text)) == bool(found.calls or found.malformed)

@@ -128,6 +128,13 @@ def test_nested_keys_and_keys_that_hold_dots(tmp_path: Path) -> None:
         ('["a"]', "is a JSON list; expected one JSON object per line"),
         ('{"question": "a", "label": "1"}', "has no key 'prompt'; its keys are 'question', 'label'"),
         ('{"prompt": "a"}', "has no key 'label'; its keys are 'prompt'"),
+        (
+            r'{"prompt": "hi \ud83d there", "label": "1"}',
+            r"has a text under 'prompt' with '\ud83d', half of a surrogate",
+        ),
+        (r'{"prompt": [{"role": "user", "content": "\udc00"}], "label": "1"}', "half of a surrogate pair; expected"),
+        ('{"prompt": "a", "label": NaN}', "has nan under 'label'; expected a label: a text, a finite number"),
+        ('{"prompt": "a", "label": [1e999]}', "has [inf] under 'label'; expected a label: a text, a finite number"),
         ('{"prompt": 5, "label": "1"}', "has 5 under 'prompt'; expected a text or a list of chat messages, not empty"),
         ('{"prompt": "", "label": "1"}', "has '' under 'prompt'"),
         ('{"prompt": [], "label": "1"}', "has [] under 'prompt'"),

@@ -114,6 +114,9 @@ class Misbehaving:
     def returns_1e39(self, row: Row) -> Any:
         return "", 1e39, False
 
+    def returns_half_a_character(self, row: Row) -> Any:
+        return [{"role": "user", "content": "\ud83d"}], 0.0, False
+
     def returns_nothing(self, row: Row) -> Any:
         return None
 
