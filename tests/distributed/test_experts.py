@@ -24,10 +24,7 @@ from tests.distributed.torchrun import run_distributed
 BALANCED = {"aux_loss_coef": 0.05, "z_loss_coef": 0.01, "bias_update_rate": 0.01}
 MODEL = "deepseek_v3"
 SLICED = [name for name, layout in LAYOUTS.items() if layout.grid.cp > 1]
-FEW = {
-    MODEL: ["one_rank", EXPORTED, "pp2_ep2"],
-    "gemma3": ["one_rank", "tp2_sequence_parallel"],
-}
+FEW = {MODEL: ["one_rank", EXPORTED, "pp2_ep2"]}
 LATENT_SLICED, PLAIN_SLICED = SLICED[::2], SLICED[1::2]
 MANY = {name: ["one_rank"] for name in SPARSE if name != MODEL} | {
     "qwen3_moe": [name for name in LAYOUTS if name not in (*FEW[MODEL][1:], *LATENT_SLICED)],
@@ -41,7 +38,7 @@ MANY = {name: ["one_rank"] for name in SPARSE if name != MODEL} | {
     "hy_v3": ["one_rank", "tp2_pp2_ep2_etp1"],
     "gpt_oss": ["one_rank", "tp2_ep2", "tp2_pp2_ep2_etp1", "recomputed"],
     "qwen3_next": ["one_rank", "tp2_ep2", "tp2_pp2_ep2_etp1", "tp2_cp2_ep2"],
-    **{name: ["one_rank", "tp2_sequence_parallel"] for name in OTHER_DENSE if name not in FEW},
+    **{name: ["one_rank", "tp2_sequence_parallel"] for name in OTHER_DENSE},
     "gemma": ["one_rank", "tp2_sequence_parallel", "pp4"],
     "gemma2": ["one_rank", "tp2_sequence_parallel", "pp4", "recomputed"],
     "gemma3_linear": ["one_rank", "pp4", "recomputed"],

@@ -11,6 +11,7 @@ import torch
 from rltrain.training.megatron import platform
 from tests.forked.popen import run
 
+pytestmark = pytest.mark.slow  # every test that trains with Megatron needs the patches
 NO_CUDA = "Torch not compiled with CUDA enabled|Found no NVIDIA driver|Cannot re-initialize CUDA in forked subprocess"
 """A CPU build of torch says the first, a CUDA build on a machine without a GPU one of the others."""
 # Patch -> what fails when it is left out: a pattern of the error, and Megatron's file that raises it.

@@ -36,7 +36,7 @@ OVERRIDES = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(PLACEMENTS, "everything on one rank", "with an engine of two ranks"))
+@pytest.mark.parametrize("name", slow_but(PLACEMENTS, "everything on one rank"))
 def test_environments_answer_wherever_they_are(
     name: str, tmp_path: Path, warmed_up: Path, data_overrides: list[str]
 ) -> None:

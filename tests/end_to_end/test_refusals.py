@@ -59,7 +59,7 @@ OUT_OF_ONE = (
 @pytest.mark.parametrize(
     ("wrong", "words", "num_ranks"),
     [
-        pytest.param(*OUT_OF_ONE, 1, id="placement", marks=pytest.mark.by_command_line),
+        pytest.param(*OUT_OF_ONE, 1, id="placement", marks=[pytest.mark.by_command_line, pytest.mark.slow]),
         pytest.param(*REFUSED["an unknown key"], 4, id="key"),
         pytest.param(*MISSING_CHECKPOINT, 4, id="checkpoint"),
     ],

@@ -72,10 +72,13 @@ def test_what_does_not_fit_is_refused_with_what_would_help(models):
 @pytest.mark.parametrize(
     "overrides",
     [
-        [APART, "actor.parallel={tp: 4, pp: 4}", "schedule={mode: pipelined}", "batch.mini_batches=1"],
-        ["rollout.parallel={tp: 8}"],
+        pytest.param(
+            [APART, "actor.parallel={tp: 4, pp: 4}", "schedule={mode: pipelined}", "batch.mini_batches=1"],
+            marks=pytest.mark.slow,
+            id="pipelined with stages",
+        ),
+        pytest.param(["rollout.parallel={tp: 8}"], id="colocated"),
     ],
-    ids=["pipelined with stages", "colocated"],
 )
 def test_thousands_of_ranks_are_told_of_in_a_page(models, overrides):
     text = describe(models / "small", *overrides, "batch.prompts_per_step=16384", world_size=4096)
