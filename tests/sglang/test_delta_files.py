@@ -12,7 +12,9 @@ from tests.sglang.servers import call, checksums, greedy
 
 
 def load(server: Server, folder: Path, version: str) -> None:
-    call(server, "/update_weights_from_disk", {"model_path": str(folder), "weight_version": version})
+    body = {"model_path": str(folder), "weight_version": version, "flush_cache": False}
+    call(server, "/update_weights_from_disk", body)
+    call(server, "/flush_cache?timeout=10", {})  # its scheduler may still hold the batch that was drawn before
 
 
 def refusal(server: Server, folder: Path) -> str:

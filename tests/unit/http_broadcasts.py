@@ -99,7 +99,7 @@ class StandInBroadcasts:
 
     async def _flush(self, body: Any, query: Any) -> Response:
         self.server.idle("a flush of the cache")
-        return JSONResponse({"success": True})
+        return await self.server.flush(float(query.get("timeout", 0)))
 
     async def _label(self, body: Any, query: Any) -> Response:
         if self.is_open:

@@ -48,9 +48,11 @@ class StandInServer:
         certificate: tuple[str, str] | None = None,
         takes_deltas: bool = False,
         load_s: float = 0.0,
+        holds_batch_s: float = 0.0,
     ) -> None:
-        self.load_s = load_s
-        """How long vLLM's load of a folder takes."""
+        self.load_s, self.holds_batch_s = load_s, holds_batch_s
+        """How long vLLM's load of a folder takes, and how long SGLang's scheduler holds the last batch."""
+        self.holds_batch_until = 0.0
         self.kind, self.pace_s, self.most, self.certificate = kind, pace_s, most, certificate
         self.takes_weights, self.context, self.takes_deltas = takes_weights, context, takes_deltas
         self.label = STARTED_WITH
@@ -154,7 +156,21 @@ class StandInServer:
             return JSONResponse({"message": "model_path is missing"}, 422)
         self.idle("weights from disk")
         self._load(body["model_path"])
-        self.label = body["weight_version"]
+        if self.kind == "rltrain":
+            self.label = body["weight_version"]
+        elif body["flush_cache"] and time.monotonic() < self.holds_batch_until:
+            return JSONResponse({"success": False, "message": "Cache flush failed after updating weights"}, 400)
+        else:
+            self.label = body.get("weight_version", STARTED_WITH)
+        return JSONResponse({"success": True})
+
+    async def flush(self, timeout_s: float) -> Response:
+        """As SGLang: waits so long for the scheduler to be idle."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < self.holds_batch_until:
+            if time.monotonic() > deadline:
+                return JSONResponse({"message": "Flush cache failed."}, 400)
+            await asyncio.sleep(0.005)
         return JSONResponse({"success": True})
 
     async def _pause(self, body: Any, query: Any) -> Response:
@@ -264,3 +280,4 @@ class StandInServer:
         finally:
             if starts == self.num_starts:
                 self.num_running -= 1
+                self.holds_batch_until = time.monotonic() + self.holds_batch_s

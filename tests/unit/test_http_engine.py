@@ -245,6 +245,16 @@ def test_a_server_that_leaves_during_an_update_takes_it_to_its_end(rig: Rig, joi
     assert second.folders == ["/weights/run.0"], "it has the weights, and is not given them again"
 
 
+def test_weights_are_taken_while_the_scheduler_still_holds_the_last_batch(rig: Rig) -> None:
+    """SGLang refuses to flush its cache at once then."""
+    server = rig.server("sglang", holds_batch_s=1.0)
+    engine = rig.start()
+    for version in (0, 1):
+        sync(engine, version)
+        assert drawn_right(engine.generate(samples(2), SHORT))
+    assert server.folders == ["/weights/run.0", "/weights/run.1"], "they were given once"
+
+
 def test_what_is_taken_back_has_something_left_to_draw() -> None:
     """Though all of it is certain, and its server is lost before the sample is told."""
     for end, num_kept in ((None, 2), ("stop", 2), ("length", 2)):

@@ -8,7 +8,7 @@ from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.http.calls import Calls, ServerRefuses
 from rltrain.rollout.http.drawing import Drawing
 from rltrain.rollout.http.protocol import BroadcastProtocol, Described
-from rltrain.rollout.http.sglang_broadcasts import JOIN, SGLangBroadcasts
+from rltrain.rollout.http.sglang_broadcasts import JOIN, SGLangBroadcasts, flush_and_label
 from rltrain.rollout.sglang.inflight_requests import sampling_fields
 
 FROM_DISK = "/update_weights_from_disk"
@@ -73,8 +73,8 @@ class SGLangProtocol:
         return await without_route(calls, JOIN) if way == "group" else await _without_plugin(calls)
 
     async def load_from_disk(self, calls: Calls, folder: str, label: str, limit_s: float) -> None:
-        body = {"model_path": folder, "load_format": "auto", "weight_version": label, "flush_cache": True}
-        await calls.post(FROM_DISK, body, limit_s)
+        await calls.post(FROM_DISK, {"model_path": folder, "load_format": "auto", "flush_cache": False}, limit_s)
+        await flush_and_label(calls, label, limit_s)
 
 
 async def _without_plugin(calls: Calls) -> str | None:

@@ -48,11 +48,20 @@ class SGLangBroadcasts:
 
     async def end(self, calls: Calls, label: str, limit_s: float) -> None:
         await calls.post(END, {}, limit_s)
-        try:
-            await calls.post(f"/flush_cache?timeout={FLUSH_S}", {}, limit_s)
-        except ServerRefuses as refused:
-            raise ServerBusy(str(refused)) from None
-        await calls.post("/update_weight_version", {"new_version": label, "abort_all_requests": False}, limit_s)
+        await flush_and_label(calls, label, limit_s)
 
     async def leave(self, calls: Calls, group: str) -> None:
         await calls.post("/destroy_weights_update_group", {"group_name": group})
+
+
+async def flush_and_label(calls: Calls, label: str, limit_s: float) -> None:
+    """Empties the prefix cache of a server that has taken new weights, and gives these their label.
+
+    The scheduler may still hold the last batch of requests that have ended, so the server waits for it. Raises
+    ServerBusy where it takes longer than FLUSH_S: the server has no label of ours then, and is given the weights anew.
+    """
+    try:
+        await calls.post(f"/flush_cache?timeout={FLUSH_S}", {}, limit_s)
+    except ServerRefuses as refused:
+        raise ServerBusy(str(refused)) from None
+    await calls.post("/update_weight_version", {"new_version": label, "abort_all_requests": False}, limit_s)
