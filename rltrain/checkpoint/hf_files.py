@@ -71,6 +71,10 @@ def write_index(folder: Path, files: Sequence[HfFile]) -> None:
     _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
 
 
+FURTHER_TEMPLATES = "additional_chat_templates"
+"""The folder in which transformers keeps chat templates beside the default one."""
+
+
 def write_config(like: Path, folder: Path, dtype: str, changes: Mapping[str, Any] | None = None) -> None:
     """The config.json of the folder `like` for tensors of `dtype`, with `changes`; a copy if nothing changes."""
     text = (like / CONFIG_FILE).read_text(encoding="utf-8")
@@ -83,8 +87,10 @@ def write_config(like: Path, folder: Path, dtype: str, changes: Mapping[str, Any
 
 
 def carried_files(folder: Path) -> list[str]:
-    """Names of what goes with a checkpoint's tensors beside config.json: tokenizer, generation config, own code."""
-    return sorted(
+    """Returns the names of what goes with a checkpoint's tensors beside config.json: tokenizer, generation config, own
+    code, and the folder of further chat templates."""
+    templates = [FURTHER_TEMPLATES] if (folder / FURTHER_TEMPLATES).is_dir() else []
+    return templates + sorted(
         path.name
         for path in folder.iterdir()
         if path.is_file()
@@ -97,7 +103,12 @@ def carried_files(folder: Path) -> list[str]:
 def copy_carried_files(like: Path, folder: Path) -> None:
     """Copy into `folder` what goes with the tensors of the checkpoint folder `like`, except config.json."""
     for name in carried_files(like):
-        shutil.copyfile(like / name, folder / name)
+        if name != FURTHER_TEMPLATES:
+            shutil.copyfile(like / name, folder / name)
+            continue
+        (folder / name).mkdir(exist_ok=True)
+        for template in sorted((like / name).glob("*.jinja")):
+            shutil.copyfile(template, folder / name / template.name)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

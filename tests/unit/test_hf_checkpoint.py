@@ -131,6 +131,22 @@ def test_round_trip_is_bit_exact(family: str, tied: bool, max_shard_bytes: int, 
     assert loads_alike(original, saved)
 
 
+def test_further_chat_templates_are_exported(tmp_path: Path) -> None:
+    original, saved = tmp_path / "original", tmp_path / "saved"
+    make_checkpoint(original, "qwen3")
+    templates = {"tool_use": "{{ messages[0].content }}", "rag": "{{ documents }}"}
+    (original / "additional_chat_templates").mkdir()
+    for name, text in templates.items():
+        (original / "additional_chat_templates" / f"{name}.jinja").write_text(text)
+    layout = megatron_layout(read_architecture(original), Grid((0,)))
+    for _ in range(2):  # the second replaces the first
+        save_checkpoint(
+            saved, load(original, layout, 0), layout, read_architecture(original), group=None, rank=0, like=original
+        )
+    written = {file.stem: file.read_text() for file in (saved / "additional_chat_templates").iterdir()}
+    assert written == templates
+
+
 def test_shards_are_bounded_and_indexed(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "original", "qwen3")
     architecture = read_architecture(tmp_path / "original")
