@@ -20,14 +20,13 @@ from rltrain.legality.config import check_config
 
 EXIT_USER_ERROR = 2
 UNKNOWN_ROWS = Rows()
+SUFFIXES = (".sh", ".yaml", ".yml", ".json")
+"""The first word of a command has none of these."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Exit status: 0 done, 2 a mistake the user can mend."""
-    made = parser()
-    arguments = made.parse_args(argv)
-    if not arguments.source:
-        made.error("expected a script, a YAML file or a command to import")
+    arguments = parsed(argv)
     try:
         found = imported(
             arguments.framework or framework_of(arguments.source, os.environ),
@@ -81,11 +80,37 @@ def imported(
     return out
 
 
-def parser() -> argparse.ArgumentParser:
+def parsed(argv: Sequence[str]) -> argparse.Namespace:
+    """Returns the options and the words of the source. Options may also follow a file; what comes after "--" is the
+    script's."""
+    options = _options()
     made = argparse.ArgumentParser(
         prog="rltrain import-config",
         description="Print a config of rltrain that does what a config or a launch script of another trainer does.",
+        parents=[options],
+        allow_abbrev=False,
     )
+    made.add_argument(
+        "source",
+        nargs=argparse.REMAINDER,
+        metavar="FILE_OR_COMMAND",
+        help="a shell script with its arguments, a YAML file with overrides, or a command line",
+    )
+    arguments = made.parse_args(argv)
+    if not arguments.source:
+        made.error("expected a script, a YAML file or a command to import")
+    file, *words = arguments.source
+    if Path(file).suffix in SUFFIXES and len(file.split()) == 1 and not Path(file).is_file():
+        made.error(f"there is no file {file}")
+    if Path(file).is_file():
+        end = words.index("--") if "--" in words else len(words)
+        _, own = options.parse_known_args(words[:end], arguments)
+        arguments.source = [file, *own, *words[end + 1 :]]
+    return arguments
+
+
+def _options() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="rltrain import-config", add_help=False, allow_abbrev=False)
     made.add_argument("--from", dest="framework", choices=[*FRAMEWORKS], help="by default what the source shows")
     made.add_argument("--rows", type=int, help="rows of the training files, where steps follow from epochs")
     made.add_argument("--steps", type=int, help="steps of the run, in the place of what the source says")
@@ -99,10 +124,4 @@ def parser() -> argparse.ArgumentParser:
         f"{KEEP} (default {USUAL}, if the model's config.json is at hand)",
     )
     made.add_argument("--output", type=Path, help="write to this file")
-    made.add_argument(
-        "source",
-        nargs=argparse.REMAINDER,
-        metavar="FILE_OR_COMMAND",
-        help="a shell script with its arguments, a YAML file with overrides, or a command line",
-    )
     return made

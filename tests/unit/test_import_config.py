@@ -307,10 +307,16 @@ def test_what_is_said_of_the_trainer_counts(tmp_path: Path, capsys: pytest.Captu
     script.write_text(VERL)
     assert main(["--rows", "7473", str(script)]) == 0
     inferred = capsys.readouterr().out
+    assert main([str(script), "--rows", "7473"]) == 0 and capsys.readouterr().out == inferred
+    assert main([str(script), "--rows", "7473", "--", "trainer.test_freq=3"]) == 0
+    assert "interval: 3" in capsys.readouterr().out, "what follows is the script's"
     assert main(["--from", "verl", "--rows", "7473", str(script)]) == 0
     assert capsys.readouterr().out == inferred
     assert main(["--from", "slime", str(script)]) == 2
     assert "starts nothing that is known as slime" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["missing.sh"])
+    assert "there is no file missing.sh" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([])
     assert "expected a script, a YAML file or a command" in capsys.readouterr().err
