@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -35,6 +36,10 @@ def shown_of(config: Config) -> list[tuple[str, str, str]]:
     return [*SHOWN[:place], *sets, *SHOWN[place:]]
 
 
+PRODUCTS = {"hf": "the model", "metrics.jsonl": "metrics", "samples.jsonl": "samples"}
+"""What a run leaves in its folder, and what it is."""
+
+
 class Progress:
     """Shows each step's metrics, and at the end where the time went. For one rank of the job.
 
@@ -50,7 +55,8 @@ class Progress:
         interval_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.total_steps = config.steps
+        self.config, self.total_steps = config, config.steps
+        self.stopped_early = False
         self.shown = shown_of(config)
         self.scores = {"eval/score", "eval/accuracy", *(f"{plan.prefix}/score" for plan in config.evaluations)}
         self.enabled = config.logging.progress
@@ -81,7 +87,10 @@ class Progress:
                 self.waited_s += seconds
         if not self.enabled:
             return
-        num_done = self.num_done = max(self.num_done, min(step + 1, self.total_steps))
+        self.stopped_early = step == self.total_steps and self.num_done < step and self._reached() is not None
+        if not self.stopped_early:
+            self.num_done = max(self.num_done, min(step + 1, self.total_steps))
+        num_done = self.num_done
         left, values = self._left(num_done), self._values()
         if self.bar is not None:
             bar, bar_task = self.bar
@@ -100,11 +109,14 @@ class Progress:
         if self.bar is not None:
             self.bar[0].stop()
         self._print_line()
+        if self.stopped_early:
+            self._print(f"stopped after step {self.num_done} of {self.total_steps}: {self._reached()}")
         if self.enabled and self.task_seconds:
             longest_first = sorted(self.task_seconds.items(), key=lambda item: -item[1])
             parts = ", ".join(f"{task} {seconds:.1f}" for task, seconds in longest_first)
             whole_s = self.clock() - self.start_s
             self._print(f"seconds by task: {parts}; waiting in them {self.waited_s:.1f}; whole run {whole_s:.1f}")
+            self._print_products()
 
     def __enter__(self) -> Self:
         return self
@@ -132,6 +144,21 @@ class Progress:
     def _left(self, num_done: int) -> str:
         elapsed_s = self.clock() - self.start_s
         return f"left {format_duration(elapsed_s / num_done * (self.total_steps - num_done))}"
+
+    def _reached(self) -> str | None:
+        """Says which metric has reached evaluation.stop_at; None where none has."""
+        goal = self.config.evaluation.stop_at
+        for metric in (self.config.stop_metric, "eval/accuracy"):
+            if goal is not None and metric in self.latest and self.latest[metric] >= goal:
+                return f"{metric} {self.latest[metric]:.4g} reached evaluation.stop_at {goal:g}"
+        return None
+
+    def _print_products(self) -> None:
+        """Names what the run has left in its folder, and the command that shows it."""
+        folder = Path(self.config.output_dir)
+        left = [f"{what} {name}" for name, what in PRODUCTS.items() if (folder / name).exists()]
+        if left:
+            self._print(f"in {folder}: {', '.join(left)}; rltrain report {folder} makes a page of them")
 
     def _line_is_due(self, num_done: int, metrics: Mapping[str, float]) -> bool:
         """Not for the last step: a record of the last evaluation may follow, and one line is for both."""

@@ -2,6 +2,7 @@
 
 import io
 import re
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -18,10 +19,12 @@ class Clock:
         return self.now
 
 
-def config(steps: int = 4, progress: bool = True) -> Config:
+def config(steps: int = 4, progress: bool = True, output_dir: object = "nowhere", **sections: object) -> Config:
     return Config.model_validate(
         {
             "steps": steps,
+            "output_dir": str(output_dir),
+            **sections,
             "placement": {"actor": 0},
             "model": {"path": "model"},
             "data": {"train": {"path": "train.jsonl"}},
@@ -60,6 +63,31 @@ def test_an_evaluation_is_always_shown_and_stays() -> None:
     first, second = output.getvalue().splitlines()
     assert first.startswith("step 1/100  held-out 0.314")
     assert "reward 0.500" in second and "held-out 0.314" in second
+
+
+def test_a_run_that_stops_early_says_at_which_step_and_why() -> None:
+    output = io.StringIO()
+    early = config(
+        steps=400, evaluation={"stop_at": 0.35, "sets": [{"name": "held", "data": {"path": "x.jsonl"}}], "interval": 1}
+    )
+    with Progress(early, console=Console(file=output)) as progress:
+        for step in range(186):
+            progress.write(step, {"rollout/reward_mean": 0.1})
+        progress.write(185, {"eval/held/score": 0.352})
+        progress.write(400, {"perf/save_hf_s": 1.0})
+    *_, last, stopped, seconds = output.getvalue().splitlines()
+    assert last.startswith("step 186/400  ") and seconds.startswith("seconds by task")
+    assert stopped == "stopped after step 186 of 400: eval/held/score 0.352 reached evaluation.stop_at 0.35"
+
+
+def test_a_run_names_what_it_has_left(tmp_path: Path) -> None:
+    output = io.StringIO()
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "metrics.jsonl").touch()
+    with Progress(config(output_dir=tmp_path), console=Console(file=output)) as progress:
+        progress.write(0, {"perf/update_s": 1.0})
+    said = f"in {tmp_path}: the model hf, metrics metrics.jsonl; rltrain report {tmp_path} makes a page of them"
+    assert output.getvalue().splitlines()[-1] == said
 
 
 def test_evaluation_sets_are_shown_by_their_names() -> None:
