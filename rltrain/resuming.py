@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 FIXED_KEYS = ("algorithm", "seed", "batch.prompts_per_step", "data.shuffle")
 """The stream of prompts follows from these and from the training rows."""
+LEARNT_BY = ("actor.optimizer", "critic.optimizer", "loss", "advantages", "preference", "batch", "rollout.sampling")
+"""A run may go on with other settings of these, which is said."""
 DRAWN_BY = ("schedule", "batch.samples_per_prompt")
 """Where one of these has changed, what was drawn ahead does not fit the steps to come."""
 
@@ -171,9 +173,31 @@ def with_present_inputs(config: Config, checkpoint: Resumed, inputs: Inputs, *, 
         )
     for change in of_data if says else ():
         logger.warning("%s: step %d takes the first of these rows", change, checkpoint.step)
-    for change in others if says else ():
+    for change in [*others, *_setting_changes(run["config"], config)] if says else ():
         logger.warning("%s", change)
     return replace(checkpoint, data_from=checkpoint.step if of_data else run.get("data_from", 0))
+
+
+def _setting_changes(saved: Mapping[str, Any], config: Config) -> Iterator[str]:
+    """Yields a line for each setting of LEARNT_BY that is another one than the checkpoint was saved with."""
+    now = config.model_dump(mode="json")
+    for section in LEARNT_BY:
+        before, here = (dict(_leaves(reduce(_part, section.split("."), whole))) for whole in (saved, now))
+        for key in sorted(before.keys() | here.keys()):
+            if before.get(key) != here.get(key):
+                yield f"{section}.{key} was {before.get(key)}, and is {here.get(key)}"
+
+
+def _part(section: Any, name: str) -> Any:
+    return section.get(name) or {}
+
+
+def _leaves(section: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in section.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", value
 
 
 def _config_problems(config: Config, saved: Mapping[str, Any]) -> Iterator[str]:

@@ -172,6 +172,20 @@ def test_a_run_may_refuse_other_inputs(tmp_path: Path, caplog: pytest.LogCapture
     assert said.has_new_data
 
 
+def test_other_settings_of_learning_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = config_of(numbered(tmp_path))
+    checkpoint = saved(tmp_path, config, inputs_of(config))
+    changes = {"actor": {"optimizer": {"lr": 3e-5}}, "logging": {"samples": 3}, "loss": {"kl": {"coef": 0.5}}}
+    other = Config.model_validate({**config.model_dump(mode="json"), **changes})
+    with caplog.at_level(logging.WARNING):
+        assert not with_present_inputs(other, checkpoint, inputs_of(other)).has_new_data
+    was = config.actor.optimizer.lr, config.loss.kl.coef
+    assert [record.getMessage() for record in caplog.records] == [
+        f"actor.optimizer.lr was {was[0]}, and is 3e-05",
+        f"loss.kl.coef was {was[1]}, and is 0.5",
+    ]
+
+
 def test_a_checkpoint_that_records_no_inputs_goes_on(tmp_path: Path) -> None:
     config = config_of(numbered(tmp_path), on_change="refuse")
     checkpoint = saved(tmp_path, config, inputs_of(config))
