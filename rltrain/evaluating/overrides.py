@@ -20,6 +20,17 @@ KEPT = frozenset(
 """Sections that mean the same without training; of the others the defaults are as good as anything."""
 
 
+EXPORTS = ("hf", "hf_adapter", "hf_best")
+"""The folders of exported models, which every run calls so."""
+
+
+def _name_of(checkpoint: Path) -> str:
+    """Returns the name of a checkpoint's folder, with that of the run where every run has such a folder."""
+    run = checkpoint.parent.parent if checkpoint.parent.name == "hf_steps" else checkpoint.parent
+    is_export = checkpoint.name in EXPORTS or checkpoint.parent.name == "hf_steps"
+    return f"{run.name}_{checkpoint.name}" if is_export else checkpoint.name
+
+
 def evaluation_overrides(path: Path, given: Sequence[str], *, checkpoint: str, output: Path | None) -> list[str]:
     """Overrides of the config file at `path` that have its evaluation sets drawn by `checkpoint`, once: `given` and
     what else is needed. All ranks host rollout and reward, and env and the models that tell the reward where the config
@@ -30,7 +41,7 @@ def evaluation_overrides(path: Path, given: Sequence[str], *, checkpoint: str, o
     roles = ["rollout", "reward", *(["env"] if config.env.function or config.env.agent else [])]
     roles += [role for role in rewarding_roles() if getattr(config, role).path is not None]
     of_engines = config.evaluation.model_dump(mode="json", include={*config.evaluation.engine_keys})
-    name = found.resolve().name if isinstance(found, Path) else Path(found.name).name
+    name = _name_of(found.resolve()) if isinstance(found, Path) else Path(found.name).name
     output = output or Path(config.output_dir, "evaluations", name)
     before = {
         **{name: {} for name in _sections() - KEPT},

@@ -89,6 +89,17 @@ def test_what_is_given_counts(evaluated, tmp_path: Path):
     assert (config.evaluation.logged_prompts, config.seed, config.output_dir) == (3, 4, str(tmp_path / "there"))
 
 
+@pytest.mark.parametrize(
+    ("checkpoint", "name"),
+    [("a/hf", "a_hf"), ("b/hf", "b_hf"), ("b/hf_best", "b_hf_best"), ("b/hf_steps/step_5", "b_step_5"), ("own", "own")],
+)
+def test_exports_of_several_runs_are_evaluated_in_folders_of_their_own(
+    evaluated, tmp_path: Path, checkpoint: str, name: str
+):
+    (tmp_path / checkpoint).mkdir(parents=True)
+    assert evaluated(checkpoint=str(tmp_path / checkpoint)).output_dir == f"runs/trained/evaluations/{name}"
+
+
 def test_environments_come_along(evaluated):
     """What they give is the reward, where the config says nothing else of it."""
     config = evaluated("placement={'actor, critic': 0, rollout: 1, env: 1}", more="env: {function: calculator}")
