@@ -9,11 +9,12 @@ from rltrain.config.schema import Config
 from rltrain.dry_run.sizes import WIDTH
 from rltrain.errors import ConfigError
 from rltrain.rewards.judge import is_url
+from rltrain.rewards.locating import FORMS
 from rltrain.rewards.registry import BUILT_IN
 
 
 def describe_reward(config: Config) -> list[str]:
-    """ConfigError where a file that is there has no function of the name that is given."""
+    """Returns a line for each function. Raises ConfigError where its file is not there or has no such function."""
     rewards = {"reward": config.reward}
     rewards |= {
         f"evaluation.sets.{number}.reward": own.reward
@@ -34,11 +35,16 @@ def _where(name: str, config_key: str) -> str:
     if is_url(name):
         return ", asked over HTTP"
     place, _, function = name.rpartition(":")
+    if name.endswith(".py"):
+        raise ConfigError(f"{config_key}: {name!r} names no function of the file; expected {name}:FUNCTION")
     if not place.endswith(".py"):
+        if not place and "." not in name:
+            known = ", ".join(BUILT_IN)
+            raise ConfigError(f"{config_key}: {name!r} is unknown; expected {known}, an URL, {FORMS}")
         return ", imported when the job starts"
     path = Path(place).expanduser()
     if not path.is_file():
-        return f": unknown: there is no file {place!r} (relative paths start at {Path.cwd()})"
+        raise ConfigError(f"{config_key}: {name!r}: there is no file {place!r} (relative paths start at {Path.cwd()})")
     try:
         tree = ast.parse(path.read_text())
     except (SyntaxError, UnicodeDecodeError) as error:

@@ -1,5 +1,6 @@
 """The dry run says which functions the reward is and where they stand, and runs none of their lines."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -41,10 +42,21 @@ def test_a_function_is_found_in_its_file_which_is_not_run(tmp_path: Path, monkey
         describe_reward(config(several))
 
 
-def test_a_file_that_is_not_there_may_be_where_the_job_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("none.py:score", "'none.py:score': there is no file 'none.py'"),
+        ("mine.py", "'mine.py' names no function of the file; expected mine.py:FUNCTION"),
+        ("exact_mach", "'exact_mach' is unknown; expected exact_match, math, code, environment, an URL, "),
+    ],
+)
+def test_what_the_job_would_refuse_is_refused(
+    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    (line, *rest) = describe_reward(config("reward.function=none.py:score"))
-    assert line.startswith("reward.function: none.py:score: unknown: there is no file 'none.py'"), rest
+    Path("mine.py").write_text("def score(response): return 0\n")
+    with pytest.raises(ConfigError, match=re.escape(f"reward.function: {message}")):
+        describe_reward(config(f"reward.function={name}"))
 
 
 def test_a_file_that_is_no_python_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
