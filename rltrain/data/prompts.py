@@ -23,6 +23,8 @@ from rltrain.errors import DataError
 
 logger = logging.getLogger(__name__)
 
+COMPARED_ROWS = 64
+SHOWN_CHARACTERS = 400
 INDEXED_BYTES = 8 * 2**20
 """Rows of smaller files are held: some ten thousands, which are checked in less time than a process takes to start."""
 
@@ -97,11 +99,37 @@ class PromptDataset:
 
 
 def report_dropped(config_key: str, dataset: PromptDataset) -> None:
-    """Say which rows of the files are not used, and why."""
+    """Logs which rows of the files are not used and why, and whether the model is shown the same for different rows."""
     for source in dataset.sources:
         if source.dropped:
             of_source = f" ({source.title})" if len(dataset.sources) > 1 else ""
             logger.warning("%s%s: %s", config_key, of_source, source.dropped)
+    if (same := same_tokens(dataset.rows, dataset.encoder)) is not None:
+        logger.warning("%s: %s", config_key, same)
+
+
+def same_tokens(rows: Sequence[PromptRow], encoder: PromptEncoder) -> str | None:
+    """Returns what to say where the first rows have two different prompts of the same tokens; None where none have."""
+    seen: dict[tuple[int, ...], PromptRow] = {}
+    for index in range(min(len(rows), COMPARED_ROWS)):
+        row = rows[index]
+        tokens = encoder.encode(row.prompt, row.tools)
+        other = seen.setdefault(tokens, row)
+        if (other.prompt, other.tools) != (row.prompt, row.tools):
+            return (
+                f"the prompts of {other.origin} and {row.origin} differ, but the model is shown the same "
+                f"{len(tokens)} tokens for both: {encoder.tokenizer.decode(tokens)[:SHOWN_CHARACTERS]!r}. Expected a "
+                "chat template that writes the messages (data.chat_template: never sends texts as they are)"
+            )
+    return None
+
+
+def shown_prompt(row: PromptRow, encoder: PromptEncoder) -> str:
+    """Returns a row's prompt as the model is shown it, in words for a user."""
+    tokens = encoder.encode(row.prompt, row.tools)
+    text = encoder.tokenizer.decode(tokens)
+    cut = f", cut after {SHOWN_CHARACTERS} characters" if len(text) > SHOWN_CHARACTERS else ""
+    return f"{row.origin} as the model is shown it ({len(tokens)} tokens{cut}): {text[:SHOWN_CHARACTERS]!r}"
 
 
 def repeated_within_a_step(num_rows: int, prompts_per_step: int) -> str | None:

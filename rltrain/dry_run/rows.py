@@ -8,7 +8,14 @@ from rltrain.algorithms.registry import algorithm_of
 from rltrain.config.schema import Config, PromptFile, PromptSource
 from rltrain.data.locations import Location
 from rltrain.data.prompt_rows import Needs, RowParser
-from rltrain.data.prompts import SourceRows, keyed_sources, load_source, repeated_within_a_step
+from rltrain.data.prompts import (
+    SourceRows,
+    keyed_sources,
+    load_source,
+    repeated_within_a_step,
+    same_tokens,
+    shown_prompt,
+)
 from rltrain.data.tokenizer import PromptEncoder, load_tokenizer
 from rltrain.dry_run.sizes import WIDTH, size
 from rltrain.errors import CheckpointError, DataError
@@ -39,8 +46,12 @@ def describe_rows(config: Config) -> list[str]:
         if isinstance(encoder, str):
             lines.append(f"{title}: rows unknown: {encoder}")
         else:
-            _, rows = load_source(RowParser(source, encoder, needs), config.data, key, first=0)
+            parsed, rows = load_source(RowParser(source, encoder, needs), config.data, key, first=0)
             lines += _counted(title, rows, source)
+            if key.startswith("data.train") and num_trained_on == 0:
+                lines.append(f"  {shown_prompt(parsed[0], encoder)}")
+            if (same := same_tokens(parsed, encoder)) is not None:
+                lines.append(f"  {same}")
             num_trained_on += rows.num_rows if key.startswith("data.train") else 0
     if num_trained_on and algorithm_of(config).generates:
         repeated = repeated_within_a_step(num_trained_on, config.batch.prompts_per_step)

@@ -1,6 +1,7 @@
 """Reading prompt files: what is accepted, what is refused and how, and the order of rows."""
 
 import json
+import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rltrain.config import schema
 from rltrain.data.order import PromptOrder
-from rltrain.data.prompts import PromptDataset, load_prompts
+from rltrain.data.prompts import PromptDataset, load_prompts, report_dropped
 from rltrain.data.tokenizer import PromptEncoder, end_token_ids, load_tokenizer
 from rltrain.errors import CheckpointError, ConfigError, DataError
 from rltrain.roles.prompts import read_prompts
@@ -132,7 +133,10 @@ def test_nested_keys_and_keys_that_hold_dots(tmp_path: Path) -> None:
             r'{"prompt": "hi \ud83d there", "label": "1"}',
             r"has a text under 'prompt' with '\ud83d', half of a surrogate",
         ),
-        (r'{"prompt": [{"role": "user", "content": "\udc00"}], "label": "1"}', "half of a surrogate pair; expected"),
+        (
+            r'{"prompt": [{"role": "user", "content": "\udc00"}], "label": "1"}',
+            r"has a text under 'prompt' with '\udc00', half of a surrogate pair",
+        ),
         ('{"prompt": "a", "label": NaN}', "has nan under 'label'; expected a label: a text, a finite number"),
         ('{"prompt": "a", "label": [1e999]}', "has [inf] under 'label'; expected a label: a text, a finite number"),
         ('{"prompt": 5, "label": "1"}', "has 5 under 'prompt'; expected a text or a list of chat messages, not empty"),
@@ -157,6 +161,19 @@ def test_a_bad_row_is_refused_by_file_and_line_or_skipped_and_counted(tmp_path: 
     assert (len(dataset), dataset.dropped.num_bad) == (2, 1)
     assert reason in dataset.dropped.problems[0]
     assert "1 bad rows skipped" in str(dataset.dropped)
+
+
+@pytest.mark.parametrize(("template", "is_told"), [("hello", True), (CHAT_TEMPLATE, False)])
+def test_different_prompts_of_the_same_tokens_are_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, template: str, is_told: bool
+) -> None:
+    rows = [{"prompt": [{"role": "user", "content": text}], "label": "1"} for text in ("a", "a", "b")]
+    path = jsonl(tmp_path, *rows)
+    with caplog.at_level(logging.WARNING):
+        report_dropped("data.train", load(path, chat_template=template))
+    said = f"data.train: the prompts of {path}:1 and {path}:3 differ, but the model is shown the same "
+    assert (said in caplog.text) == is_told
+    assert bool(caplog.text) == is_told
 
 
 def test_bytes_that_are_not_utf8(tmp_path: Path) -> None:
