@@ -116,10 +116,11 @@ def same_tokens(rows: Sequence[PromptRow], encoder: PromptEncoder) -> str | None
         tokens = encoder.encode(row.prompt, row.tools)
         other = seen.setdefault(tokens, row)
         if (other.prompt, other.tools) != (row.prompt, row.tools):
+            text = encoder.tokenizer.decode([*tokens])[:SHOWN_CHARACTERS]
             return (
                 f"the prompts of {other.origin} and {row.origin} differ, but the model is shown the same "
-                f"{len(tokens)} tokens for both: {encoder.tokenizer.decode(tokens)[:SHOWN_CHARACTERS]!r}. Expected a "
-                "chat template that writes the messages (data.chat_template: never sends texts as they are)"
+                f"{len(tokens)} tokens for both: {text!r}. Expected a chat template that writes the messages "
+                "(data.chat_template: never sends texts as they are)"
             )
     return None
 
@@ -127,7 +128,7 @@ def same_tokens(rows: Sequence[PromptRow], encoder: PromptEncoder) -> str | None
 def shown_prompt(row: PromptRow, encoder: PromptEncoder) -> str:
     """Returns a row's prompt as the model is shown it, in words for a user."""
     tokens = encoder.encode(row.prompt, row.tools)
-    text = encoder.tokenizer.decode(tokens)
+    text = encoder.tokenizer.decode([*tokens])
     cut = f", cut after {SHOWN_CHARACTERS} characters" if len(text) > SHOWN_CHARACTERS else ""
     return f"{row.origin} as the model is shown it ({len(tokens)} tokens{cut}): {text[:SHOWN_CHARACTERS]!r}"
 

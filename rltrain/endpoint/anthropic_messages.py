@@ -50,8 +50,8 @@ class PromptFields(DrawingBody):
     def opening(self, service: Service) -> ChatOpening:
         """Raises Refused."""
         if self.thread is not None:
-            message = "thread: this server keeps no threads; expected all messages in every request"
-            raise invalid(message, "thread", THREAD_UNSUPPORTED)
+            problem = "thread: this server keeps no threads; expected all messages in every request"
+            raise invalid(problem, "thread", THREAD_UNSUPPORTED)
         self.refuse_unknown(service.rules)
         choice = (self.tool_choice or {}).get("type", "auto")
         if choice not in ("auto", "none"):
