@@ -40,8 +40,6 @@ class OpenAIProtocol:
             "stop_token_ids": [*sampling.stop_token_ids],
             "ignore_eos": True,  # else its own end-of-text tokens count beside the job's
             "stop": [*sampling.stop],
-            "include_stop_str_in_output": True,
-            "skip_special_tokens": False,
             "logprobs": 1,
             "return_token_ids": True,
             "stream": True,

@@ -23,7 +23,8 @@ class VLLMProtocol(OpenAIProtocol):
     def request(
         self, drawing: Drawing, sampling: SamplingParams, described: Described
     ) -> tuple[str, Mapping[str, Any]]:
-        return "/v1/completions", self.body(drawing, sampling, described)
+        whole_text = {"include_stop_str_in_output": True, "skip_special_tokens": False}
+        return "/v1/completions", {**self.body(drawing, sampling, described), **whole_text}
 
     async def prepare_for_weights(self, calls: Calls, way: str) -> str | None:
         try:
