@@ -69,7 +69,7 @@ class Kl(Section):
 
     @property
     def is_weighed(self) -> bool:
-        """Whether the estimate in the loss is times the ratio."""
+        """Returns whether the estimate in the loss is multiplied by the ratio."""
         return self.where == "loss" and self.estimator in ("k1", "k3") if self.unbiased is None else self.unbiased
 
 

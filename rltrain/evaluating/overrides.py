@@ -9,6 +9,7 @@ from rltrain.config.explain import section_of
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
 from rltrain.hub import named_checkpoint
+from rltrain.observability.run_logs import EXPORTS
 from rltrain.tasks.roles import rewarding_roles
 
 KEPT = frozenset(
@@ -18,10 +19,6 @@ KEPT = frozenset(
     }
 )
 """Sections that mean the same without training; of the others the defaults are as good as anything."""
-
-
-EXPORTS = ("hf", "hf_adapter", "hf_best")
-"""The folders of exported models, which every run calls so."""
 
 
 def _name_of(checkpoint: Path) -> str:

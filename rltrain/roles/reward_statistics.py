@@ -168,7 +168,7 @@ def is_of_one_function(metric: str) -> bool:
 
 
 def _flat_groups(experience: Experience) -> dict[str, int]:
-    """Numbers of the groups of at least two samples, and of those among them whose samples all have one reward."""
+    """Returns the number of groups with several samples, and of those in which all samples have the same reward."""
     _, groups, sizes = torch.unique(experience.group_ids, return_inverse=True, return_counts=True)
     rewards = experience.rewards.double()
     least, most = (

@@ -132,7 +132,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "command": (*BASE, "job", "dry_run", "system.processes", "hub", "legality", "models.of_roles"),
     "interface": (*BASE, "command", "job", "dry_run", "cluster.placement"),
-    "evaluating": (*BASE, "job", "command", "hub"),
+    "evaluating": (*BASE, "job", "command", "hub", "observability.run_logs"),
     "commands": (*BASE, "doctor.installed"),
     "doctor": (
         *BASE,
