@@ -14,6 +14,8 @@ case ${1:-} in
   --sglang) prepare_sglang; export RLTRAIN_SGLANG_PYTHON=$sglang_python ;;
   --slurm) prepare_slurm ;;
 esac
+# Tests talk to this machine alone. A client that reads the certificates of all authorities takes 50 ms to start.
+export SSL_CERT_FILE="" SSL_CERT_DIR=/nonexistent
 if [[ ${1:-} == --s* ]]; then # what these start takes both cores
   folder=tests/${1#--} && shift
   set -- -n 0 $([[ " $*" == *" $folder"* ]] || echo "$folder") "$@"
