@@ -1,4 +1,4 @@
-"""Where Megatron's GPTModel keeps a checkpoint's tensors, for every rank of a grid."""
+"""Says where Megatron's modules keep a checkpoint's tensors, for every rank of a grid."""
 
 from functools import cache
 from itertools import accumulate

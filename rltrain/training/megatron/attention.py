@@ -44,15 +44,17 @@ def thd_sequences(lengths: Sequence[int], device: torch.device) -> PackedSeqPara
 
 
 class PositionRotaryEmbedding(torch.nn.Module):
-    """Stands where GPTModel has its rotary embedding: angles for the positions of packed sequences, by several bases
-    beside each other where layers take one of them each."""
+    """Takes the place of Megatron's rotary embedding: makes the angles for the positions of packed sequences.
+
+    Where layers differ in their base, the angles of all bases lie beside each other.
+    """
 
     def __init__(self, *inverse_frequencies: Tensor) -> None:
         super().__init__()
         self.inverse_frequencies = inverse_frequencies
 
     def get_rotary_seq_len(self, *unused: Any) -> Tensor:
-        """What GPTModel passes on to `forward`: the positions, from the packed sequences that it gives last."""
+        """Returns the positions of the packed sequences, which are given last. The model passes them to `forward`."""
         packed: PackedSequences = unused[-1]
         return packed.positions
 

@@ -1,12 +1,16 @@
-"""Consecutive layers of megatron-core's GPTModel for the families of rltrain.models, with the ends that they have."""
+"""Consecutive layers of a model of rltrain.models, built of megatron-core's modules, with the ends that they have."""
 
 from typing import Any, cast
 
 import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -21,12 +25,12 @@ from rltrain.training.megatron.latent_attention import rotate_by_position
 from rltrain.training.megatron.layers import (
     DeferredHead,
     ValueHead,
-    add_final_norm,
     bend_logits,
     block_spec,
     mark_parallel_weights,
     predicting_layer_spec,
     scale_embedding,
+    word_embedding,
 )
 from rltrain.training.megatron.options import ModelOptions
 from rltrain.training.megatron.precision import widen_projection
@@ -41,7 +45,7 @@ from rltrain.training.megatron.prediction import (
 VOCABULARY_PARAMETERS = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
-class ModelChunk(GPTModel):
+class ModelChunk(LanguageModule):
     """Consecutive layers of a model, sharded over tensor parallelism, with the ends that `chunk` has.
 
     Takes packed micro-batches: input_ids [1, tokens] and packed_seq_params=LanguageModel.sequences(lengths), with
@@ -49,6 +53,9 @@ class ModelChunk(GPTModel):
     [1, tokens, padded vocabulary / tp] or, where `architecture` has a value head, the values [1, tokens], fp32 and
     whole on every tensor-parallel rank. With `model.logits_chunk_tokens` what logits are made of takes their place:
     [1, tokens, hidden].
+
+    It stands on LanguageModule and TransformerBlock because Megatron deprecates GPTModel from release 0.19 on.
+    Parameters have the names that they have in GPTModel.
     """
 
     rotary_pos_emb: torch.nn.Module
@@ -65,31 +72,25 @@ class ModelChunk(GPTModel):
         *,
         number: int | None,
     ) -> None:
-        """`number` of this one among the rank's; None where it is alone."""
-        value_head = architecture.head == "value"
-        super().__init__(
+        """`number` is that of this chunk among the rank's, or None where the rank has no other."""
+        super().__init__(config=config, pg_collection=collection)
+        # Megatron's schedules, its gradient buffers and LanguageModule read these attributes.
+        self.model_type, self.vp_stage = ModelType.encoder_or_decoder, number
+        self.pre_process, self.post_process = chunk.embedding, chunk.head
+        self.share_embeddings_and_output_weights = architecture.tied_embeddings
+        self.vocab_size = padded_vocab_size(architecture.vocab_size, config.tensor_model_parallel_size)
+        self.max_positions = architecture.max_positions
+        if self.pre_process:
+            self.embedding = word_embedding(config, self.vocab_size, self.max_positions, collection)
+        self.decoder = TransformerBlock(
             config=config,
-            transformer_layer_spec=block_spec(architecture, config, chunk.layers, options.transformer_engine),
-            vocab_size=padded_vocab_size(architecture.vocab_size, config.tensor_model_parallel_size),
-            max_sequence_length=architecture.max_positions,
-            pre_process=chunk.embedding,
-            # Megatron would allocate a vocabulary projection with the last chunk of a value model.
-            post_process=chunk.head and not value_head,
-            share_embeddings_and_output_weights=architecture.tied_embeddings,
-            position_embedding_type="rope",
+            spec=block_spec(architecture, config, chunk.layers, options.transformer_engine),
+            pre_process=self.pre_process,
+            post_process=self.post_process,
             pg_collection=collection,
             vp_stage=number,
         )
-        if chunk.head and value_head:
-            self.post_process = True
-            add_final_norm(self.decoder)
-            self.output_layer = ValueHead(config, collection.tp)
-        elif chunk.head and options.model.logits_chunk_tokens is not None:
-            self.output_layer = DeferredHead(self.output_layer, config, collection.tp)
-        elif chunk.head and options.has_wide_head:
-            widen_projection(self.output_layer)
-        if chunk.head and not value_head and architecture.logits_softcap is not None:
-            bend_logits(self.output_layer, architecture.logits_softcap)
+        self._add_head(architecture, collection, options)
         self._add_prediction(architecture, chunk, collection, options, number)
         self._set_rotary_embedding(architecture, options.device, options.transformer_engine)
         if chunk.embedding and architecture.embedding_scale != 1:
@@ -102,11 +103,90 @@ class ModelChunk(GPTModel):
             if name in VOCABULARY_PARAMETERS:
                 parameter.data.zero_()
 
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
+        """Takes the hidden states of the previous pipeline stage, as Megatron's schedules give them."""
+        (hidden_states,) = input_tensor if isinstance(input_tensor, list) else [input_tensor]
+        self.decoder.set_input_tensor(hidden_states)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: None = None,
+        attention_mask: None = None,
+        *,
+        packed_seq_params: PackedSeqParams,
+    ) -> Tensor:
+        """Returns what the class says. The two values that are always None stand here because Megatron's callers give
+        them. Collective over: the tensor- and context-parallel groups."""
+        embedded = self.embedding(input_ids=input_ids, position_ids=None) if self.pre_process else None
+        settings: dict[str, Any] = {
+            "attention_mask": None,
+            "packed_seq_params": packed_seq_params,
+            "rotary_pos_emb": self._angles(embedded, packed_seq_params),
+        }
+        hidden_states: Tensor = self.decoder(hidden_states=embedded, **settings)
+        if not self.post_process:
+            return hidden_states
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        outputs, _ = self.output_layer(hidden_states, weight=weight)
+        told = told_following(packed_seq_params)
+        if told is not None:  # after the head, so that the head's weights have arrived
+            assert self.mtp_settings is not None, "of a model that learns to predict"
+            inputs = hidden_states, self.embedding(input_ids=told.following[None], position_ids=None)
+            told.states = self.mtp.only(
+                *(inputs if self.mtp_settings.trains == "model" else (one.detach() for one in inputs)), **settings
+            )
+        by_sample: Tensor = outputs.transpose(0, 1).contiguous()
+        return by_sample
+
+    def _angles(self, embedded: Tensor | None, sequences: PackedSeqParams) -> Tensor | None:
+        """Returns the angles of rotary embeddings. Layers with latent attention make their own."""
+        if self.config.multi_latent_attention:
+            return None
+        length = self.rotary_pos_emb.get_rotary_seq_len(None, self.decoder, embedded, self.config, sequences)
+        angles: Tensor = self.rotary_pos_emb(
+            length, packed_seq=sequences.qkv_format == "thd", cp_group=sequences.cp_group
+        )
+        return angles
+
     @property
     def vocabulary(self) -> Tensor:
         """Of a chunk with the head: this rank's [padded vocabulary / tp, hidden]."""
         own = cast(Tensor | None, self.output_layer.weight)
         return cast(Tensor, self.embedding.word_embeddings.weight) if own is None else own
+
+    def _add_head(self, architecture: Architecture, collection: ProcessGroupCollection, options: ModelOptions) -> None:
+        """Adds the projection to the vocabulary or the value head, if this chunk has the head.
+
+        Collective over: first and last pipeline stage, where embeddings are tied.
+        """
+        if architecture.head == "value":
+            if self.pre_process:
+                self.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
+            if self.post_process:
+                self.output_layer = ValueHead(self.config, collection.tp)
+            return
+        if self.post_process:
+            self.output_layer = ColumnParallelLinear(
+                self.config.hidden_size,
+                self.vocab_size,
+                config=self.config,
+                init_method=self.config.init_method,
+                bias=False,
+                gather_output=False,
+                skip_weight_param_allocation=self.pre_process and self.share_embeddings_and_output_weights,
+                tp_group=collection.tp,
+            )
+        if self.pre_process or self.post_process:
+            self.setup_embeddings_and_output_layer()
+        if not self.post_process:
+            return
+        if options.model.logits_chunk_tokens is not None:
+            self.output_layer = DeferredHead(self.output_layer, self.config, collection.tp)
+        elif options.has_wide_head:
+            widen_projection(self.output_layer)
+        if architecture.logits_softcap is not None:
+            bend_logits(self.output_layer, architecture.logits_softcap)
 
     def _add_prediction(
         self,
@@ -128,42 +208,18 @@ class ModelChunk(GPTModel):
         if not chunk.embedding:
             self.embedding = copy_of_embedding(config, self.vocab_size, architecture.max_positions, collection)
 
-    def _postprocess(
-        self,
-        hidden_states: Tensor,
-        *,
-        packed_seq_params: PackedSeqParams,
-        rotary_pos_emb: Any = None,
-        attention_mask: Any = None,
-        **others: Any,
-    ) -> Tensor:
-        """As Megatron has it, and in training what the layer behind makes of the same states: the head comes first, so
-        that its weights are there."""
-        outputs: Tensor = super()._postprocess(
-            hidden_states=hidden_states,
-            packed_seq_params=packed_seq_params,
-            rotary_pos_emb=rotary_pos_emb,
-            attention_mask=attention_mask,
-            **others,
-        )
-        told = told_following(packed_seq_params)
-        if told is not None and self.post_process:
-            assert self.mtp_settings is not None, "of a model that learns to predict"
-            inputs = hidden_states, self.embedding(input_ids=told.following[None], position_ids=None)
-            told.states = self.mtp.only(
-                *(inputs if self.mtp_settings.trains == "model" else (one.detach() for one in inputs)),
-                attention_mask=attention_mask,
-                rotary_pos_emb=rotary_pos_emb,
-                packed_seq_params=packed_seq_params,
-            )
-        return outputs
-
     def _set_rotary_embedding(self, architecture: Architecture, device: torch.device, transformer_engine: bool) -> None:
         if architecture.mla:
             rotate_by_position(self, architecture, device)
             return
         frequencies = inverse_frequencies(architecture).to(device)
         if transformer_engine:
+            self.rotary_pos_emb = RotaryEmbedding(
+                self.config.kv_channels,
+                rotary_percent=1.0,
+                use_cpu_initialization=self.config.use_cpu_initialization,
+                cp_group=self.pg_collection.cp,
+            )
             self.rotary_pos_emb.inv_freq = frequencies
         elif architecture.sliding_rope_theta is None:
             self.rotary_pos_emb = PositionRotaryEmbedding(frequencies)

@@ -6,7 +6,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes as set_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
@@ -21,8 +23,8 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
@@ -143,14 +145,16 @@ def _block_of(
     return block
 
 
-def add_final_norm(block: TransformerBlock) -> None:
-    """Make the last stage of a pipeline of what was built as any other."""
-    block.post_process = True
-    block.final_layernorm = build_module(
-        block.submodules.layer_norm,
-        config=block.config,
-        hidden_size=block.config.hidden_size,
-        eps=block.config.layernorm_epsilon,
+def word_embedding(
+    config: TransformerConfig, vocab_size: int, max_positions: int, collection: ProcessGroupCollection
+) -> LanguageModelEmbedding:
+    """Returns the embedding of `vocab_size` words, padding among them, cut over the tensor-parallel group."""
+    return LanguageModelEmbedding(
+        config=config,
+        vocab_size=vocab_size,
+        max_sequence_length=max_positions,
+        position_embedding_type="rope",
+        tp_group=collection.tp,
     )
 
 

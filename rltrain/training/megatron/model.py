@@ -1,4 +1,4 @@
-"""megatron-core's GPTModel for the families of rltrain.models, with either head, on explicit process groups."""
+"""One rank's part of a model of rltrain.models, built of megatron-core's modules on explicit process groups."""
 
 import importlib.util
 from collections.abc import Callable, Sequence

@@ -24,6 +24,7 @@ from rltrain.algorithms.losses import LossOutput
 from rltrain.models.prediction import Prediction
 from rltrain.training.gathered_rows import of_all_tokens
 from rltrain.training.logprobs import Logits, vocab_parallel_logprobs
+from rltrain.training.megatron.layers import word_embedding
 from rltrain.training.megatron.norms import RMSNorm, parameter_device
 from rltrain.training.packing import MicroBatch
 
@@ -125,13 +126,7 @@ def copy_of_embedding(
 ) -> LanguageModelEmbedding:
     """On the last stage of a pipeline, whose first one has the embedding too: both get the sum of both's gradients, so
     that the copies stay equal, and count once in their norm."""
-    embedding = LanguageModelEmbedding(
-        config=config,
-        vocab_size=vocab_size,
-        max_sequence_length=max_positions,
-        position_embedding_type="rope",
-        tp_group=collection.tp,
-    )
+    embedding = word_embedding(config, vocab_size, max_positions, collection)
     embedding.word_embeddings.weight.shared = True
     mark_shared(embedding)
     return embedding
