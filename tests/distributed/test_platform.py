@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,10 @@ FAILURES = {
         "megatron/core/transformer/multi_latent_attention.py",
     ),
     "slices_of_angles_are_cut_on_the_cpu": (f"pin|{NO_CUDA}", "megatron/core/models/common/embeddings/rope_utils.py"),
+    "gradient_buckets_have_no_stream": (NO_CUDA, "megatron/core/distributed/param_and_grad_buffer.py"),
 }
+NEEDED_SINCE = {"gradient_buckets_have_no_stream": (0, 19)}
+RELEASE = tuple(int(part) for part in version("megatron-core").split(".")[:2])
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +56,9 @@ def test_every_patch_has_a_known_failure() -> None:
 
 @pytest.mark.parametrize("patch", FAILURES)
 def test_a_model_fails_without_the_patch(outcomes: dict[str, str], patch: str) -> None:
+    if RELEASE < NEEDED_SINCE.get(patch, RELEASE):
+        assert outcomes[patch] == "done"
+        return
     error, file = FAILURES[patch]
     assert re.search(error, outcomes[patch])
     assert file in outcomes[patch]

@@ -83,8 +83,10 @@ class ClampedSwiGlu(torch.nn.Module):
 class BiasedRouter(SampleRouter):
     """With a bias of its logits."""
 
-    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
-        super().__init__(config, pg_collection)
+    def __init__(
+        self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None, **settings: Any
+    ) -> None:
+        super().__init__(config, pg_collection, **settings)
         bias = torch.empty(self.num_experts, dtype=config.params_dtype, device=parameter_device(config))
         self.bias = torch.nn.Parameter(bias)
         self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

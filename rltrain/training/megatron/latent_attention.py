@@ -20,9 +20,10 @@ from rltrain.models import Architecture
 from rltrain.models.deepseek import LATENT_NORM_EPS
 from rltrain.models.rotary import inverse_frequencies
 from rltrain.training.megatron.attention import PositionRotaryEmbedding
+from rltrain.training.megatron.versions import ModulesOfSpec
 
 
-class ExplicitLatentAttention(MLASelfAttention):
+class ExplicitLatentAttention(ModulesOfSpec, MLASelfAttention):
     """Megatron's latent attention on explicit process groups.
 
     Megatron's own asks the global parallel state for the group over which queries are split that are made from the

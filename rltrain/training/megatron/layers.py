@@ -1,13 +1,13 @@
 """The modules a model is made of: Megatron's own with torch kernels ("local"), or Transformer Engine's; value heads."""
 
 from dataclasses import replace
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes as set_parallel_attributes
@@ -19,7 +19,7 @@ from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
@@ -32,6 +32,7 @@ from torch import Tensor
 from rltrain.models import NUM_LABELS, Architecture, LayerKind
 from rltrain.models.attention import soft_capped
 from rltrain.models.experts import is_expert
+from rltrain.models.latent import MLA
 from rltrain.training.megatron.attention import GroupedSelfAttention, PackedAttention
 from rltrain.training.megatron.context_parallel import with_context_parallelism
 from rltrain.training.megatron.delta_net import DeltaSubmodules, PackedDeltaNet
@@ -159,24 +160,77 @@ def word_embedding(
 
 
 def _transformer_engine_layer(architecture: Architecture, config: TransformerConfig, experts: bool) -> ModuleSpec:
-    layer = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=config.num_moe_experts if experts else None,
-        moe_grouped_gemm=True,
-        qk_layernorm=config.qk_layernorm,
-        multi_latent_attention=architecture.mla is not None,
-    )
-    attention = layer.submodules.self_attention
-    attention.module = GroupedSelfAttention if architecture.mla is None else ExplicitLatentAttention
+    """Returns a layer of Transformer Engine's modules, in which norms are part of the matrix that follows them."""
+    from megatron.core.extensions import transformer_engine as te
+
+    latent = architecture.mla is not None
+    attention = _fused_latent_attention(te) if latent else _fused_attention(te, config.qk_layernorm)
     if architecture.output_bias:
         attention.submodules.linear_proj = _with_bias(attention.submodules.linear_proj)
-    if experts:
-        layer.module = SparseLayer
-        layer.submodules.mlp.submodules.router = SampleRouter
-    return layer
+    dense = MLPSubmodules(linear_fc1=te.TELayerNormColumnParallelLinear, linear_fc2=te.TERowParallelLinear)
+    return ModuleSpec(
+        module=SparseLayer if experts else TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=te.TENorm if latent else IdentityOp,
+            self_attention=attention,
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=te.TENorm if experts else IdentityOp,
+            mlp=_fused_experts(te) if experts else ModuleSpec(module=MLP, submodules=dense),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def _fused_attention(te: ModuleType, norms_heads: bool) -> ModuleSpec:
+    head_norm = te.TENorm if norms_heads else IdentityOp
+    return ModuleSpec(
+        module=GroupedSelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=te.TELayerNormColumnParallelLinear,
+            core_attention=te.TEDotProductAttention,
+            linear_proj=te.TERowParallelLinear,
+            q_layernorm=head_norm,
+            k_layernorm=head_norm,
+        ),
+    )
+
+
+def _fused_latent_attention(te: ModuleType) -> ModuleSpec:
+    return ModuleSpec(
+        module=ExplicitLatentAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=te.TEColumnParallelLinear,
+            linear_q_down_proj=te.TELinear,
+            linear_q_up_proj=te.TELayerNormColumnParallelLinear,
+            linear_kv_down_proj=te.TELinear,
+            linear_kv_up_proj=te.TELayerNormColumnParallelLinear,
+            core_attention=te.TEDotProductAttention,
+            linear_proj=te.TERowParallelLinear,
+            q_layernorm=IdentityOp,
+            kv_layernorm=IdentityOp,
+        ),
+    )
+
+
+def _fused_experts(te: ModuleType) -> ModuleSpec:
+    expert = MLPSubmodules(linear_fc1=te.TEColumnParallelGroupedLinear, linear_fc2=te.TERowParallelGroupedLinear)
+    shared = MLPSubmodules(linear_fc1=te.TEColumnParallelLinear, linear_fc2=te.TERowParallelLinear)
+    return ModuleSpec(
+        module=MoELayer,
+        submodules=MoESubmodules(
+            experts=ModuleSpec(module=TEGroupedMLP, submodules=expert),
+            shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=shared),
+            router=SampleRouter,
+        ),
+    )
 
 
 def _local_layer(architecture: Architecture, number: int, kind: LayerKind) -> ModuleSpec:
-    attention = _local_latent_attention() if architecture.mla else _local_attention(architecture, number)
+    attention = (
+        _local_latent_attention(architecture.mla) if architecture.mla else _local_attention(architecture, number)
+    )
     if kind.delta:
         projections = DeltaSubmodules(in_proj=ColumnProduct, out_proj=RowProduct)
         attention = ModuleSpec(module=PackedDeltaNet, params={"delta": architecture.delta}, submodules=projections)
@@ -229,7 +283,7 @@ def _head_norms(architecture: Architecture) -> tuple[Any, Any]:
     return of_queries, of_keys
 
 
-def _local_latent_attention() -> ModuleSpec:
+def _local_latent_attention(shape: MLA) -> ModuleSpec:
     return ModuleSpec(
         module=LatentSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -241,7 +295,7 @@ def _local_latent_attention() -> ModuleSpec:
             linear_kv_up_proj=ColumnParallelLinear,
             core_attention=PackedAttention,
             linear_proj=RowParallelLinear,
-            q_layernorm=LatentNorm,
+            q_layernorm=IdentityOp if shape.q_rank is None else LatentNorm,
             kv_layernorm=LatentNorm,
         ),
     )

@@ -12,6 +12,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from rltrain.config import schema
 from rltrain.models.experts import is_expert
 from rltrain.training.megatron.loss_scale import scaler_settings
+from rltrain.training.megatron.versions import skip_separate_gradient_norms
 
 
 class OptimizerWithExperts(ChainedOptimizer):
@@ -101,6 +102,7 @@ def build_optimizer(
         data_parallel_group_idx=groups.mp.rank(),
     )
     if not chunks[0].config.num_moe_experts:
+        skip_separate_gradient_norms([dense])
         return dense
     experts = member(
         True,
@@ -109,6 +111,7 @@ def build_optimizer(
         data_parallel_group=groups.intra_expt_dp,
         data_parallel_group_idx=groups.tp_ep_pp.rank(),
     )
+    skip_separate_gradient_norms([dense, experts])
     return OptimizerWithExperts([dense, experts])
 
 

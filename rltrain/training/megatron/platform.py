@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import megatron.core.distributed.param_and_grad_buffer
 import megatron.core.models.common.embeddings.yarn_rotary_pos_embedding
 import megatron.core.optimizer.clip_grads
 import megatron.core.optimizer.grad_scaler
@@ -101,6 +102,12 @@ def slices_of_angles_are_cut_on_the_cpu() -> None:
     megatron.core.models.common.embeddings.yarn_rotary_pos_embedding.get_pos_emb_on_this_cp_rank = _slices_of_rank
 
 
+def gradient_buckets_have_no_stream() -> None:
+    """Since 0.19 the buckets of gradients ask for the current CUDA stream, for events that CUDA graphs leave."""
+    cuda = types.SimpleNamespace(**{**vars(torch.cuda), "current_stream": lambda: None})
+    megatron.core.distributed.param_and_grad_buffer.torch = _torch_with(cuda=cuda)
+
+
 PATCHES: tuple[Patch, ...] = (
     current_device_is_the_cpu,
     cuda_literals_mean_the_cpu,
@@ -113,6 +120,7 @@ PATCHES: tuple[Patch, ...] = (
     routers_use_torch,
     latent_attention_knows_no_transformer_engine,
     slices_of_angles_are_cut_on_the_cpu,
+    gradient_buckets_have_no_stream,
 )
 
 _applied: set[Patch] = set()

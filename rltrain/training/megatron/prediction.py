@@ -96,6 +96,11 @@ class PredictionLayer(torch.nn.Module):
             decoder_layer, config=config, layer_number=number, pg_collection=collection, vp_stage=vp_stage
         )
 
+    @property
+    def mtp_model_layer(self) -> torch.nn.Module:
+        """Returns the decoder layer by the name that Megatron's CUDA graphs have for it since 0.19."""
+        return cast(torch.nn.Module, self.transformer_layer)
+
     def forward(self, hidden: Tensor, embedded: Tensor, **settings: Any) -> Tensor:
         """[tokens (of this rank), 1, hidden] each, what the model makes of every token and the embedding of the one
         that follows -> [tokens, hidden], of all of the tensor-parallel group, as the head takes it. `settings` are what

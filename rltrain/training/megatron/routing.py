@@ -70,8 +70,11 @@ class SampleRouter(TopKRouter):
     of the global parallel state.
     """
 
-    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
-        super().__init__(config=config, pg_collection=pg_collection)
+    def __init__(
+        self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None, **settings: Any
+    ) -> None:
+        """`settings` are what some releases of Megatron give besides."""
+        super().__init__(config=config, pg_collection=pg_collection, **settings)
         device = torch.cuda.current_device()
         if self.score_function == "sigmoid":
             del self.expert_bias

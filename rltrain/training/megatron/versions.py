@@ -1,0 +1,34 @@
+"""What differs between the releases of megatron-core that rltrain trains with, 0.16.1 to 0.19.
+
+Each entry names the release that brought the difference. It can go when no older release is supported.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer import optimizer as optimizers
+
+LATENT_MODULES = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+
+
+def skip_separate_gradient_norms(members: Sequence[MegatronOptimizer]) -> None:
+    """Tells optimizers that no parameter belongs to a group with a gradient norm of its own.
+
+    Since 0.19 they ask all ranks for such groups before they clip. A pipeline stage without parameters of its own does
+    not take part, so the others would wait for it. rltrain marks no parameter so.
+    """
+    groups = getattr(optimizers, "SEPARATE_GRAD_NORM_GROUPS", ())
+    for member in members:
+        member._has_grad_norm_group_cache = dict.fromkeys(groups, False)
+
+
+class ModulesOfSpec:
+    """Latent attention made of the modules that its spec names.
+
+    Since 0.19 Megatron replaces the projection of queries without a latent by one with a norm inside, which Moonlight
+    does not have.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        return {name: getattr(submodules, name) for name in LATENT_MODULES}
