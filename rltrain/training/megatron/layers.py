@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
@@ -44,6 +44,7 @@ from rltrain.training.megatron.linear import ColumnProduct, RowProduct
 from rltrain.training.megatron.norms import LatentNorm, ProjectionNorm, RMSNorm, hidden_norm, parameter_device
 from rltrain.training.megatron.precision import widen_residual_stream
 from rltrain.training.megatron.routing import SampleRouter, SparseLayer
+from rltrain.training.megatron.versions import dense_mlp
 
 LOCAL_MLP = MLPSubmodules(linear_fc1=ColumnProduct, linear_fc2=RowProduct, activation_func=GatedActivation)
 # Experts have another number of tokens each time, for which oneDNN would make code each time.
@@ -175,7 +176,7 @@ def _transformer_engine_layer(architecture: Architecture, config: TransformerCon
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=te.TENorm if experts else IdentityOp,
-            mlp=_fused_experts(te) if experts else ModuleSpec(module=MLP, submodules=dense),
+            mlp=_fused_experts(te) if experts else dense_mlp(dense),
             mlp_bda=get_bias_dropout_add,
         ),
     )
@@ -242,7 +243,7 @@ def _local_layer(architecture: Architecture, number: int, kind: LayerKind) -> Mo
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=norm,
-            mlp=_local_experts(architecture) if kind.sparse else ModuleSpec(module=MLP, submodules=mlp),
+            mlp=_local_experts(architecture) if kind.sparse else dense_mlp(mlp),
             mlp_bda=get_bias_dropout_add,
         ),
     )

@@ -4,10 +4,13 @@ Each entry names the release that brought the difference. It can go when no olde
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer import optimizer as optimizers
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
 
 LATENT_MODULES = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
 
@@ -32,3 +35,10 @@ class ModulesOfSpec:
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         return {name: getattr(submodules, name) for name in LATENT_MODULES}
+
+
+def dense_mlp(submodules: MLPSubmodules) -> Any:
+    """Returns the spec of an MLP for a layer. Since 0.17 a layer takes a function, and warns of a ModuleSpec."""
+    if hasattr(MLP, "as_mlp_submodule"):
+        return partial(MLP.as_mlp_submodule, submodules=submodules)
+    return ModuleSpec(module=MLP, submodules=submodules)
