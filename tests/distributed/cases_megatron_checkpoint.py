@@ -45,6 +45,12 @@ FUSED_NORMS = {
 """By whether attention is latent: the norms that Transformer Engine's linear layers begin with."""
 
 
+QUEUE = next(
+    name for name in ("get_write_results_queue", "_get_write_results_queue") if hasattr(filesystem_async, name)
+)
+"""Megatron's function is public since 0.19."""
+
+
 def load_and_save(folder: str, layouts: dict[str, list[str]], save_as: str) -> dict[str, Any]:
     """By "checkpoint/layout": which parameters differ between files loaded by megatron-core and by load_parameters.
 
@@ -100,7 +106,7 @@ def _save(model: LanguageModel, folder: Path, grid: Grid, groups: ProcessGroups)
     with (
         mock.patch.object(torch.cuda, "synchronize", lambda: None),
         # A server process that outlives ranks, and with them the pipes of the test, otherwise holds this queue.
-        mock.patch.object(filesystem_async, "_get_write_results_queue", queue.Queue),
+        mock.patch.object(filesystem_async, QUEUE, queue.Queue),
         mock.patch.object(filesystem_async, "_process_memory", lambda: 0),  # it wants psutil
     ):
         dist_checkpointing.save({"model": sharded, "args": None, "iteration": ITERATION}, str(folder))
@@ -115,10 +121,14 @@ def _save(model: LanguageModel, folder: Path, grid: Grid, groups: ProcessGroups)
 def _sharded_state_dict(
     model: LanguageModel, metadata: dict[str, Any], grid: Grid, groups: ProcessGroups
 ) -> ShardedStateDict:
-    """With the keys that Transformer Engine's modules have, as megatron-core gives them to its local ones too."""
+    """Returns the keys that Transformer Engine's modules have, as megatron-core gives them to its local ones too.
+
+    Models of Megatron leave out the extra state of the output layer, which is empty.
+    """
     replica = grid.coordinates(dist.get_rank()).dp
     with mock.patch.object(parallel_state, "get_data_parallel_rank", lambda **unused: replica):
         sharded = model.chunks[0].sharded_state_dict(metadata={**metadata, "dp_cp_group": model.pg_collection.dp_cp})
+    sharded.pop("output_layer._extra_state", None)
     for tensor in sharded.values():
         tensor.key = _with_te_names(model.architecture, tensor.key)
     return sharded

@@ -16,8 +16,11 @@ import pytest
 import torch
 from megatron.core.transformer.enums import AttnBackend
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from rltrain.checkpoint.megatron.mapped_tensor import map_file, saved_tensor
+from rltrain.checkpoint.megatron.metadata import COMMON_OBJECT
 from rltrain.checkpoint.megatron.reader import MegatronReader
 from rltrain.checkpoint.megatron.unpickling import plain, read_pickle, read_torch_pickle
 from rltrain.cluster.grid import Grid
@@ -85,6 +88,36 @@ def test_an_iterations_folder_is_read_itself(written: Path) -> None:
     assert reader.iteration == ITERATION
     assert reader.architecture_arguments["num_layers"] == 4
     assert reader.architecture_arguments["params_dtype"] == "torch.float32"
+
+
+def move_common_state(folder: Path, file: str) -> None:
+    """Stores as Megatron 0.19 does what `common.pt` holds: as an object, in `file` beside the chunks."""
+    with torch.serialization.safe_globals([Namespace]):
+        common = torch.load(folder / "common.pt", weights_only=True)
+    (folder / "common.pt").unlink()
+    with (folder / file).open("ab") as chunks:
+        first = chunks.tell()
+        buffer = io.BytesIO()
+        torch.save([common], buffer)
+        chunks.write(buffer.getvalue())
+    metadata, index = FileSystemReader(folder).read_metadata(), MetadataIndex(COMMON_OBJECT)
+    metadata.state_dict_metadata[COMMON_OBJECT] = BytesStorageMetadata()
+    metadata.storage_data[index] = _StorageInfo(file, first, buffer.tell())
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def test_arguments_are_read_where_later_releases_of_megatron_have_them(written: Path, copy: Path) -> None:
+    move_common_state(copy / FOLDER, "__0_0.distcp")
+    found, expected = (MegatronReader(path, "--input") for path in (copy, written))
+    assert found.architecture_arguments == expected.architecture_arguments != {}
+    assert found.iteration == expected.iteration
+    assert found.ignored == expected.ignored
+
+
+def test_arguments_outside_of_the_folder_are_not_followed(copy: Path) -> None:
+    move_common_state(copy / FOLDER, "../elsewhere")
+    with pytest.raises(CheckpointError, match="'../elsewhere', which is not in its folder"):
+        MegatronReader(copy, "--input")
 
 
 def test_a_box_over_several_chunks_is_put_together(written: Path) -> None:

@@ -29,6 +29,8 @@ RELEASE = "release"
 
 METADATA_FILE = ".metadata"
 COMMON_FILE = "common.pt"
+COMMON_OBJECT = "common_state/shard_0_1"
+"""The object that later releases of Megatron write in place of the file. They read either."""
 FORMAT_FILE = "metadata.json"
 FORMAT = {
     "sharded_backend": "torch_dist",
@@ -100,20 +102,24 @@ def read_format(folder: Path) -> None:
         )
 
 
-def read_metadata(folder: Path) -> tuple[dict[str, StoredTensor], list[str]]:
-    """(tensors by key, keys of what is no tensor). CheckpointError where the file is damaged or not understood."""
+def read_metadata(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, Stored | None]]:
+    """Returns (tensors, other objects) by key; None stands for an object that lies nowhere.
+
+    CheckpointError where the file is damaged or not understood.
+    """
     path = folder / METADATA_FILE
     pickled = read_pickle(path)
     try:
         places: dict[str, list[tuple[tuple[int, ...], Any]]] = {}
         for index, place in pickled.state["storage_data"].items():
             places.setdefault(index.state["fqn"], []).append((index.state.get("offset"), place.state))
-        tensors, objects = {}, []
+        tensors: dict[str, StoredTensor] = {}
+        objects: dict[str, Stored | None] = {}
         for key, described in pickled.state["state_dict_metadata"].items():
             if "chunks" in described.state:
                 tensors[key] = _stored_tensor(described.state, dict(places.get(key, [])))
             else:
-                objects.append(key)
+                objects[key] = next((_stored(place, (), ()) for _, place in places.get(key, [])), None)
     except (AttributeError, KeyError, TypeError, IndexError, ValueError) as problem:
         raise CheckpointError(f"{path} is not the metadata of torch.distributed.checkpoint: {problem!r}") from None
     return tensors, objects
@@ -126,8 +132,12 @@ def _stored_tensor(described: Mapping[str, Any], places: Mapping[tuple[int, ...]
         if not len(offsets) == len(sizes) == len(described["size"]):
             raise ValueError(f"a chunk has {len(sizes)} dimensions, its tensor {len(described['size'])}")
         place = places[offsets]
-        if place.get("transform_descriptors"):
-            raise ValueError(f"chunks are compressed: {place['transform_descriptors']}")
-        chunks.append(Stored(offsets, sizes, place["relative_path"], place["offset"], place["length"]))
+        chunks.append(_stored(place, offsets, sizes))
     dtype = described["properties"].state[0]
     return StoredTensor(tuple(described["size"]), dtype.name.removeprefix("torch."), tuple(chunks))
+
+
+def _stored(place: Mapping[str, Any], offsets: tuple[int, ...], shape: tuple[int, ...]) -> Stored:
+    if place.get("transform_descriptors"):
+        raise ValueError(f"chunks are compressed: {place['transform_descriptors']}")
+    return Stored(offsets, shape, place["relative_path"], place["offset"], place["length"])

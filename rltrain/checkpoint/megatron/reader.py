@@ -13,6 +13,7 @@ from torch import Tensor
 from rltrain.checkpoint.megatron.mapped_tensor import map_file, saved_tensor
 from rltrain.checkpoint.megatron.metadata import (
     COMMON_FILE,
+    COMMON_OBJECT,
     LATEST_FILE,
     METADATA_FILE,
     RELEASE,
@@ -51,17 +52,17 @@ class MegatronReader:
             self.folder = _iteration_folder(path)
             read_format(self.folder)
             self._stored, objects = read_metadata(self.folder)
-            common = plain(read_torch_pickle(self.folder / COMMON_FILE))
+            common = self._common(objects)
         except CheckpointError as problem:
             raise self._error(str(problem)) from None
         self.architecture_arguments: dict[str, Any] = common.get("args") or {}
         self.iteration = int(common.get("iteration") or 0)
-        unknown = sorted(key for key in objects if not _is_state(key))
+        unknown = sorted(key for key in objects if not _is_state(key) and key != COMMON_OBJECT)
         if unknown:
             raise self._error(
                 f"{self.folder} holds what is neither a tensor nor known as state of training: {', '.join(unknown[:8])}"
             )
-        self.ignored = sorted(filter(_is_state, [*objects, *self._stored]))
+        self.ignored = sorted(filter(_is_state, (*objects, *self._stored)))
         self.tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = {
             key: (stored.shape, getattr(torch, stored.dtype))
             for key, stored in self._stored.items()
@@ -71,6 +72,25 @@ class MegatronReader:
         self._bounds = {key: _bounds(self._stored[key]) for key in self.tensors}
         self._files: dict[str, memoryview] = {}
         self._found: dict[Stored, Tensor] = {}
+
+    def _common(self, objects: Mapping[str, Stored | None]) -> dict[str, Any]:
+        """Returns what belongs to the whole checkpoint: Megatron-LM's arguments and the iteration."""
+        path, stored = self.folder / COMMON_FILE, objects.get(COMMON_OBJECT)
+        if path.exists() or stored is None:
+            found = plain(read_torch_pickle(path))
+        else:
+            path = self._path(stored.file)
+            found = plain(read_torch_pickle(path, stored.offset, stored.length))
+            found = found[0] if isinstance(found, list) and len(found) == 1 else found
+        if not isinstance(found, dict):
+            raise CheckpointError(f"{path} holds {type(found).__name__} in place of the checkpoint's arguments")
+        return found
+
+    def _path(self, name: str) -> Path:
+        path = self.folder / name
+        if path.parent != self.folder:
+            raise CheckpointError(f"{self.folder / METADATA_FILE} names the file {name!r}, which is not in its folder")
+        return path
 
     def read(self, key: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         """The box [*shape] of tensor `key` that begins at `offsets`, as stored.
@@ -132,9 +152,10 @@ class MegatronReader:
             for chunk in self._stored[key].chunks:
                 needed[chunk.file] = max(needed.get(chunk.file, 0), chunk.offset + chunk.length)
         for name, length in needed.items():
-            path = self.folder / name
-            if path.parent != self.folder:
-                raise self._error(f"{self.folder / METADATA_FILE} names the file {name!r}, which is not in its folder")
+            try:
+                path = self._path(name)
+            except CheckpointError as problem:
+                raise self._error(str(problem)) from None
             if not path.is_file():
                 raise self._error(f"{path} does not exist, but {METADATA_FILE} names it: the checkpoint is incomplete")
             if path.stat().st_size < length:

@@ -97,11 +97,15 @@ def read_pickle(path: Path) -> Any:
         return unpickle(file, str(path))
 
 
-def read_torch_pickle(path: Path) -> Any:
-    """What torch.save wrote into `path`, tensors left out. CheckpointError as for read_pickle."""
+def read_torch_pickle(path: Path, offset: int = 0, length: int = -1) -> Any:
+    """Returns what torch.save wrote into `path`, or into `length` bytes of it from `offset`, without tensors.
+
+    CheckpointError as for read_pickle.
+    """
     with _opened(path) as file:
         try:
-            with zipfile.ZipFile(file) as archive:
+            file.seek(offset)
+            with zipfile.ZipFile(io.BytesIO(file.read(length))) as archive:
                 (name,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
                 pickled = archive.read(name)
         except (zipfile.BadZipFile, ValueError, OSError) as problem:

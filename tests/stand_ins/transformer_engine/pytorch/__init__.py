@@ -136,8 +136,11 @@ class LayerNormLinear(_Parallel):
 
 
 class GroupedLinear(_Parallel):
-    def __init__(self, num_gemms: int, **settings: Any) -> None:
+    def __init__(
+        self, num_gemms: int, single_grouped_weight: bool = False, single_grouped_bias: bool = False, **settings: Any
+    ) -> None:
         super().__init__(**settings)
+        assert not single_grouped_weight and not single_grouped_bias, "weight syncs expect a parameter for each expert"
         self.num_gemms = num_gemms
         for number in range(num_gemms):
             self._register_weight(number)
@@ -157,16 +160,20 @@ class GroupedLinear(_Parallel):
 class RMSNorm(Module):
     def __init__(
         self,
-        hidden_size: int,
+        normalized_shape: int | None = None,
+        *,
         eps: float,
         sequence_parallel: bool,
         zero_centered_gamma: bool,
         params_dtype: torch.dtype,
         device: Any,
+        hidden_size: int | None = None,
     ) -> None:
+        """`hidden_size` is the older name of `normalized_shape`."""
         super().__init__()
-        assert not zero_centered_gamma
-        self.weight, self.eps = Parameter(torch.empty(hidden_size, dtype=params_dtype, device=device)), eps
+        assert not zero_centered_gamma and (normalized_shape is None) != (hidden_size is None)
+        size = normalized_shape or hidden_size
+        self.weight, self.eps = Parameter(torch.empty(size, dtype=params_dtype, device=device)), eps
         self.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:

@@ -47,7 +47,13 @@ class DotProductAttention(Module):
         assert num_attention_heads % tp_size == 0 and num_gqa_groups % tp_size == 0
         self.num_gqa_groups_per_partition = num_gqa_groups // tp_size
         of_keys, of_values = (kv_channels, kv_channels) if isinstance(kv_channels, int) else kv_channels
-        self.head_dims, self.softmax_scale = (of_keys, of_values), softmax_scale or of_keys**-0.5
+        self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = of_keys, of_values
+        self.softmax_scale = softmax_scale or of_keys**-0.5
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """Elements of keys and of values, which Megatron changes for a call while it pads values."""
+        return self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v
 
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: list[int] | None, cp_stream: Any, cp_comm_type: str = RING
@@ -72,6 +78,7 @@ class DotProductAttention(Module):
         max_seqlen_q: int | None = None,
         max_seqlen_kv: int | None = None,
         attn_mask_type: str | None = None,
+        pad_between_seqs: bool | None = None,
     ) -> Tensor:
         """query [rows of this rank, heads, head_dim], key and value [rows, kv heads, ...] -> [rows, heads * head_dim of
         values]. Collective over: the ranks that share sequences out."""

@@ -14,11 +14,18 @@ def __getattr__(name: str) -> Any:
 
 
 def apply_rotary_pos_emb(
-    t: Tensor, freqs: Tensor, tensor_format: str, fused: bool, cu_seqlens: Tensor, cp_size: int = 1, cp_rank: int = 0
+    t: Tensor,
+    freqs: Tensor,
+    tensor_format: str,
+    fused: bool,
+    cu_seqlens: Tensor,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+    interleaved: bool = False,
 ) -> Tensor:
     """`t` [rows of this rank, heads, head_dim], angles `freqs` [positions, 1, 1, head_dim] in fp32; `cu_seqlens` are of
     whole sequences."""
-    assert tensor_format == "thd" and fused and t.dim() == 3 and freqs.dtype == torch.float32
+    assert tensor_format == "thd" and fused and not interleaved and t.dim() == 3 and freqs.dtype == torch.float32
     positions = []
     for length in cu_seqlens.diff().tolist():
         slices = torch.arange(length).chunk(2 * cp_size if cp_size > 1 else 1)
