@@ -159,8 +159,7 @@ class PromptEncoder:
             return self.chat
         if tools not in self._formats:
             chat = ChatFormat(self.tokenizer, tools=json.loads(tools), template_options=self.template_options)
-            if not self._formats:
-                chat.continuability.require()
+            chat.require_tools()
             if len(self._formats) == MAX_FORMATS:
                 self._formats.clear()
             self._formats[tools] = chat
