@@ -190,3 +190,7 @@ class TextDecoder:
 
     def decode(self, tokens: Sequence[int], /) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def spelled(self, tokens: Sequence[int], /) -> str:
+        """Returns the text with its special tokens, as a model is shown it."""
+        return str(self.tokenizer.decode(list(tokens)))
