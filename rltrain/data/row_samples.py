@@ -89,8 +89,9 @@ def long_samples(
     row: PromptRow, encoder: PromptEncoder, limit: SampleLimit, max_prompt_tokens: int
 ) -> Iterator[Encoded]:
     """Yields the row's samples that are not within `limit`. A sample that is clearly within it is not encoded."""
-    prompt_bound = min(encoder.length_bound(row.prompt, row.tools), max_prompt_tokens)
-    for response in responses_of(row):
+    responses = responses_of(row)
+    prompt_bound = min(encoder.length_bound(row.prompt, row.tools), max_prompt_tokens) if responses else 0
+    for response in responses:
         if not limit.holds(prompt_bound, encoder.response_bound(response, row.tools)):
             sample = encoded(row, response, encoder)
             if limit.kept(sample[1]) < len(sample[1]):
