@@ -122,14 +122,14 @@ class RowChecker:
             refuse_unknown_ids(row, encoder, self.parser.model)
             long = next(long_samples(row, encoder, self.limit, self.data.max_prompt_tokens), None)
         except DataError as error:
-            raise BadRow(f"cannot be encoded: {error}") from error
+            raise BadRow(f"cannot be encoded: {str(error).removeprefix(f'{row.origin}: ')}") from error
         return None if long is None else self.limit.problem(long[1])
 
     def _keeps_long_row(self, origin: str, problem: str) -> bool:
         """Returns whether a row with a response that is too long is used, as data.on_long_row says."""
         if self.data.on_long_row == "refuse":
             raise DataError(
-                f"{origin}: of the row {problem} ({self.key}; to leave such rows out: data.on_long_row=skip; to cut "
+                f"{origin}: in the row {problem} ({self.key}; to leave such rows out: data.on_long_row=skip; to cut "
                 "their responses: data.on_long_row=cut)"
             )
         cuts = self.data.on_long_row == "cut"

@@ -95,7 +95,7 @@ def test_rows_with_a_long_response_are_left_out_and_counted(tmp_path: Path) -> N
 
 def test_a_long_response_is_refused_with_its_place(tmp_path: Path) -> None:
     told = (
-        r"rows.jsonl:1: of the row the response has 4 tokens, its end token included; expected at most 3 \(data.max_r"
+        r"rows.jsonl:1: in the row the response has 4 tokens, its end token included; expected at most 3 \(data.max_r"
     )
     with pytest.raises(DataError, match=told):
         loaded(tmp_path, max_response_tokens=3, on_long_row="refuse")
@@ -110,7 +110,7 @@ def test_without_a_limit_the_models_positions_hold_prompt_and_response(
 
 
 def test_a_sample_without_a_position_for_each_token_is_refused(tmp_path: Path) -> None:
-    told = "rows.jsonl:1: of the row prompt and response have 6 tokens; expected at most 5, as many as the model"
+    told = "rows.jsonl:1: in the row prompt and response have 6 tokens; expected at most 5, as many as the model"
     with pytest.raises(DataError, match=told):
         loaded(tmp_path, model=ModelLimits(max_positions=5), on_long_row="refuse")
 
@@ -259,4 +259,7 @@ def test_a_template_without_a_place_for_the_rows_is_refused_at_the_start(tmp_pat
     settings = config(tmp_path).model_copy(update={"data": schema.Data(train=file)})
     with pytest.raises(DataError, match=r"talks.jsonl:1: the chat template asks the model to go on from"):
         Demonstrations(settings)
+    limited = settings.model_copy(update={"data": settings.data.model_copy(update={"max_response_tokens": 1})})
+    with pytest.raises(DataError, match=r"talks.jsonl:1: the row cannot be encoded: the chat template asks the model"):
+        Demonstrations(limited)
     assert len(dataset) == 1

@@ -82,7 +82,7 @@ def test_rows_with_long_responses_are_told_apart_as_in_held_files(tmp_path: Path
         found, held = (told(file, folder, max_response_tokens=limit, **limits) for folder in (tmp_path, None))
         assert found == held
         if what == "refuse":
-            assert f"rows.jsonl:{limit}: of the row the response has {limit + 1} tokens" in found
+            assert f"rows.jsonl:{limit}: in the row the response has {limit + 1} tokens" in found
         else:
             kept, (dropped,), _ = found
             assert (dropped.num_long, dropped.num_cut) == ((num_long, 0) if what == "skip" else (0, num_long))
