@@ -113,7 +113,7 @@ def prepare(make_config: Callable[[], Config], world: World) -> tuple[Job, Order
             logger.warning(doubt)
     leader = job_leader(grids)
     refuse_folders_apart(world, claim_folders(config, leader, job_store))
-    rows = JobRows(config, job_store)
+    rows = JobRows(config, job_store, architectures["actor"])
     inputs = agreed_inputs(rows, grids)
     order, resumed, memory = where_to_begin(config, placement, architectures, inputs, leader, job_store)
     start_process_groups(world)

@@ -6,16 +6,14 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/environment.sh"
 prepare_environment dev
-cd "$REPOSITORY"
-unset PYTHONDONTWRITEBYTECODE
+cd "$REPOSITORY" && unset PYTHONDONTWRITEBYTECODE
 export OMP_NUM_THREADS=1 RES_OPTIONS="timeout:1 attempts:1" # ranks share cores; stores ask resolvers that may be silent
 case ${1:-} in
   --lint) exec "$python" tests/lint.py ;;
   --sglang) prepare_sglang; export RLTRAIN_SGLANG_PYTHON=$sglang_python ;;
   --slurm) prepare_slurm ;;
 esac
-# Tests talk to this machine alone. A client that reads the certificates of all authorities takes 50 ms to start.
-export SSL_CERT_FILE="" SSL_CERT_DIR=/nonexistent
+export SSL_CERT_FILE="" SSL_CERT_DIR=/nonexistent # tests need no certificates, and a client takes 50 ms to read them
 if [[ ${1:-} == --s* ]]; then # what these start takes both cores
   folder=tests/${1#--} && shift
   set -- -n 0 $([[ " $*" == *" $folder"* ]] || echo "$folder") "$@"

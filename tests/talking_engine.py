@@ -38,14 +38,16 @@ CONTEXT_TOKENS = 4096
 
 
 @cache
-def byte_tokenizer() -> PreTrainedTokenizerFast:
+def byte_tokenizer(chat_template: str = CHATML) -> PreTrainedTokenizerFast:
     """A token for every byte."""
     vocabulary = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|im_start|>", END])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END, chat_template=CHATML)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END, pad_token=END, chat_template=chat_template
+    )
 
 
 class TalkingEngine:
@@ -177,14 +179,15 @@ def endpoint(
     context_tokens: int = CONTEXT_TOKENS,
     before_step: Callable[[int], None] = lambda number: None,
     drawn_by: Engine | None = None,
+    chat_template: str = CHATML,
     **limits: Any,
 ) -> Iterator[Endpoint]:
     """Its owner's token is OWNER. Another engine may draw in its place: `drawn_by`."""
-    tokenizer = byte_tokenizer()
+    tokenizer = byte_tokenizer(chat_template)
     engine = TalkingEngine(tokenizer, say, num_slots, context_tokens)
     engine.before_step = before_step
     own = sampling or SamplingParams(1.0, 1.0, 0, context_tokens, (tokenizer.eos_token_id,))
-    bounds = replace(Limits(context_tokens, repeat_within_s=5.0), **limits)
+    bounds = replace(Limits(context_tokens, len(tokenizer), repeat_within_s=5.0), **limits)
     settings = EndpointSettings(SamplingRules(own, policy), bounds, "model", OWNER, answers_passers_by=True)
     mailbox, ended = EngineMailbox(bounds.max_turns), []
     server = EndpointServer(mailbox, tokenizer, settings, ended.append)

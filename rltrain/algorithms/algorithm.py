@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rltrain.data.experience import Experience
     from rltrain.data.index_making import IndexFolder
     from rltrain.data.preferences import Preferences
+    from rltrain.data.tokenizer import ModelLimits
 
 
 def _of_one(values: "Tensor") -> "Tensor":
@@ -43,6 +44,8 @@ class Algorithm:
 
     name: ClassVar[str]
     generates: ClassVar[bool] = True
+    reads_responses: ClassVar[bool] = False
+    """Whether the responses that are trained on stand in the rows."""
     """Whether training is on responses of the rollout, which otherwise is there for evaluations alone."""
     from_pairs: ClassVar[bool] = False
     """Whether training and evaluations are on pairs of samples that are compared, which therefore stay together."""
@@ -130,8 +133,14 @@ class Algorithm:
         """That of the distribution whose log-probs the actor takes."""
         return self.config.rollout.sampling.temperature
 
-    def training_data(self, indexes: "IndexFolder | None" = None) -> "Demonstrations | Preferences | None":
-        """What training is on where nothing is generated; `indexes` as in load_prompts."""
+    def longest_response(self) -> int | None:
+        """Returns the most tokens of a response that is trained on. None: the model's positions alone limit it."""
+        return self.config.rollout.sampling.max_response_tokens
+
+    def training_data(
+        self, indexes: "IndexFolder | None", model: "ModelLimits"
+    ) -> "Demonstrations | Preferences | None":
+        """What training is on where nothing is generated; `indexes` and `model` as in load_prompts."""
         return None
 
     def compared_with_greedy(self, experience: "Experience") -> "Experience":

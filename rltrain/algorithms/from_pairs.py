@@ -8,12 +8,14 @@ from rltrain.algorithms.algorithm import Algorithm
 if TYPE_CHECKING:
     from rltrain.data.index_making import IndexFolder
     from rltrain.data.preferences import Preferences
+    from rltrain.data.tokenizer import ModelLimits
 
 
 class FromPairs(Algorithm):
     """Nothing is generated, also not for evaluations: data.eval has pairs too."""
 
     generates = False
+    reads_responses = True
     from_pairs = True
 
     has_no_use_for: ClassVar[frozenset[str]] = frozenset()
@@ -45,7 +47,10 @@ class FromPairs(Algorithm):
     def temperature(self) -> float:
         return 1.0
 
-    def training_data(self, indexes: "IndexFolder | None" = None) -> "Preferences":
+    def longest_response(self) -> int | None:
+        return self.config.data.max_response_tokens
+
+    def training_data(self, indexes: "IndexFolder | None", model: "ModelLimits") -> "Preferences":
         from rltrain.data.preferences import Preferences
 
-        return Preferences(self.config, indexes)
+        return Preferences(self.config, indexes, model)

@@ -10,11 +10,13 @@ if TYPE_CHECKING:
     from rltrain.algorithms.losses import LossFunction
     from rltrain.data.demonstrations import Demonstrations
     from rltrain.data.index_making import IndexFolder
+    from rltrain.data.tokenizer import ModelLimits
 
 
 class Sft(Algorithm):
     name = "sft"
     generates = False
+    reads_responses = True
 
     def needs(self) -> dict[str, str]:
         evaluating = ("evaluation",) if self.config.evaluates_apart else ("rollout", "reward")
@@ -38,10 +40,13 @@ class Sft(Algorithm):
     def temperature(self) -> float:
         return 1.0
 
-    def training_data(self, indexes: "IndexFolder | None" = None) -> "Demonstrations":
+    def longest_response(self) -> int | None:
+        return self.config.data.max_response_tokens
+
+    def training_data(self, indexes: "IndexFolder | None", model: "ModelLimits") -> "Demonstrations":
         from rltrain.data.demonstrations import Demonstrations
 
-        return Demonstrations(self.config, indexes)
+        return Demonstrations(self.config, indexes, model)
 
     def loss_function(self) -> "LossFunction":
         from rltrain.algorithms.likelihood import likelihood_loss

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rltrain.chat.assistant_turn import AssistantTurn, DrawnText, Reasoning, with_ids
-from rltrain.chat.continuability import Continuability, find_out
+from rltrain.chat.continuability import Continuability, find_out, require_tools
 from rltrain.chat.conversation import Conversation
 from rltrain.chat.increments import OPENING, Increments
 from rltrain.chat.recorded_messages import new_messages
@@ -58,6 +58,10 @@ class ChatFormat:
     def continuability(self) -> Continuability:
         """Whether conversations of this template can go on, and whether they stay what the template makes of them."""
         return find_out(self.template, self._increments)
+
+    def require_tools(self) -> None:
+        """Raises ConfigError where the template does not write the tools."""
+        require_tools(self.template)
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Ids up to where the model's turn begins. Raises DataError where the template refuses `messages`."""

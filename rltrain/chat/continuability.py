@@ -1,5 +1,6 @@
 """Whether a template can be continued, found out at the start by small conversations."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -23,20 +24,12 @@ class Continuability:
 
     user: Verdict
     tool: Verdict
-    shows_tools: bool
-    """Whether the template writes the tools that it was given; True where there are none."""
     differences: tuple[str, ...]
     """What the template would render otherwise in the whole conversation, in words."""
     refusals: tuple[str, ...]
 
     def require(self, *roles: Literal["user", "tool"]) -> None:
-        """Raises ConfigError where messages of `roles` cannot follow a turn of the model, or tools are not shown."""
-        if not self.shows_tools:
-            raise ConfigError(
-                "the checkpoint's chat template does not write the tools that it is given, so the model would not know "
-                "of them; expected a template with tools. Give none and describe them in the prompt, or use a "
-                "checkpoint whose template has them"
-            )
+        """Raises ConfigError where messages of `roles` cannot follow a turn of the model."""
         verdicts = {"user": self.user, "tool": self.tool}
         if refused := [role for role in roles if verdicts[role] == "refused"]:
             raise ConfigError(
@@ -62,11 +55,31 @@ def find_out(template: ChatTemplate, increments: Increments) -> Continuability:
     probe = _Probe(template, increments)
     user = [*probe.compare(_user_conversations(template, probe.opening))]
     tool = [*probe.compare(_tool_conversations(template, probe.opening))]
-    shown = not template.tools or all(name in probe.opening for name in tool_names(template.tools))
     refusals = tuple(result.words for result in (*user, *tool) if result.verdict == "refused")
     differences = {result.words: result.about for result in (*tool, *user) if result.verdict == "appended"}
     words = tuple(f"{about} ({words})" for words, about in differences.items())
-    return Continuability(_worst(user), _worst(tool), shown, words, refusals)
+    return Continuability(_worst(user), _worst(tool), words, refusals)
+
+
+def require_tools(template: ChatTemplate) -> None:
+    """Raises ConfigError where the template does not write the tools that it was given."""
+    names = Counter(tool_names(template.tools))
+    bare = _opening(ChatTemplate(template.tokenizer, (), template.options)) if names else ""
+    shown = _opening(template) if names else ""
+    if any(shown.count(name) < bare.count(name) + number for name, number in names.items()):
+        raise ConfigError(
+            "the checkpoint's chat template does not write the tools that it is given, so the model would not know "
+            "of them; expected a template with tools. Give none and describe them in the prompt, or use a "
+            "checkpoint whose template has them"
+        )
+
+
+def _opening(template: ChatTemplate) -> str:
+    """A short prompt; empty where the template refuses it."""
+    try:
+        return template.render([OPENING])
+    except RenderError:
+        return ""
 
 
 @dataclass(frozen=True)
@@ -127,10 +140,7 @@ class _Probe:
     def __init__(self, template: ChatTemplate, increments: Increments) -> None:
         self._template = template
         self._increments = increments
-        try:
-            self.opening = template.render([OPENING])
-        except RenderError:
-            self.opening = ""
+        self.opening = _opening(template)
 
     def compare(self, dialogues: Iterator[_Dialogue]) -> Iterator[_Result]:
         for dialogue in dialogues:

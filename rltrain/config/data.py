@@ -131,4 +131,10 @@ class Data(Section):
     min_prompt_tokens: NonNegativeInt = 0
     max_prompt_tokens: Count = 1024
     """Rows with a shorter or longer prompt are left out and counted."""
+    max_response_tokens: Count | None = None
+    """sft, dpo, reward_model: tokens that a response may have, its end token included. Of a conversation the response
+    is all after the first prompt. null: prompt and response may have as many tokens as the model has positions."""
+    on_long_row: Literal["skip", "cut", "refuse"] = "skip"
+    """Decides what happens to a row with a longer response. skip: it is left out and counted. cut: its response ends
+    there, without an end token, and is counted. refuse: the job ends with its place."""
     on_bad_row: Literal["refuse", "skip"] = "refuse"

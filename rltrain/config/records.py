@@ -55,7 +55,8 @@ class Logging(Section):
     trace: bool = False
     """Write <output_dir>/trace/: every rank's tasks, transfers and memory moves, for Perfetto and tools/report.py."""
     samples: NonNegativeInt = 4
-    """Responses per step written to <output_dir>/samples.jsonl with prompt and reward."""
+    """Responses per step written to <output_dir>/samples.jsonl with prompt and reward. `rendered_prompt` is what the
+    model was shown, where the chat template, the tokenizer or an environment makes another text of the prompt."""
     sample_ids: bool = False
     """Write the ids of all samples that each step trained on to <output_dir>/sample_ids/."""
     tensorboard: bool = False

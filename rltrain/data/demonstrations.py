@@ -5,37 +5,41 @@ from pathlib import Path
 
 import torch
 
-from rltrain.chat.demonstration import demonstrate
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.data.index_making import IndexFolder
-from rltrain.data.messages import Message
 from rltrain.data.prompt_stream import prompt_order
 from rltrain.data.prompts import PromptDataset, load_prompts
-from rltrain.data.tokenizer import PromptEncoder, eos_token_id, load_tokenizer
-from rltrain.errors import DataError
+from rltrain.data.tokenizer import UNKNOWN_MODEL, ModelLimits, PromptEncoder, eos_token_id, load_tokenizer
 
 
 class Demonstrations:
     """The demonstrations of data.train, step by step."""
 
-    def __init__(self, config: schema.Config, indexes: IndexFolder | None = None) -> None:
-        """`indexes` as in load_prompts."""
+    def __init__(
+        self, config: schema.Config, indexes: IndexFolder | None = None, model: ModelLimits = UNKNOWN_MODEL
+    ) -> None:
+        """`indexes` and `model` as in load_prompts."""
         tokenizer = load_tokenizer(Path(config.model.path))
         encoder = PromptEncoder(tokenizer, config.data)
+        eos_token_id(tokenizer)  # a tokenizer without one is refused now
         self.dataset = load_prompts(
-            config.data.train, config.data, encoder, needs="response", config_key="data.train", indexes=indexes
+            config.data.train,
+            config.data,
+            encoder,
+            needs="response",
+            config_key="data.train",
+            indexes=indexes,
+            model=model,
         )
-        self.eos_token_id = eos_token_id(tokenizer)
         self.datasets = {"data.train": self.dataset}
         for source in self.dataset.sources:
             # A template without a place for it is refused now.
-            encoded(self.dataset, source.first, self.dataset[source.first].response, self.eos_token_id)
+            self.dataset.samples(source.first)
         self.order = prompt_order(self.dataset, config)
         self.first_step = 0
         """The one that takes the first rows."""
         self.prompts_per_step = config.batch.prompts_per_step
-        self.max_response_tokens = config.rollout.sampling.max_response_tokens
 
     def for_step(self, step: int, *, part: int = 0, num_parts: int = 1) -> Experience:
         """Every num_parts-th demonstration of the step, from `part` on; the parts together are the step's batch."""
@@ -46,8 +50,6 @@ class Demonstrations:
             [rows[position] for position in positions],
             sample_ids=[step * self.prompts_per_step + position for position in positions],
             group_ids=positions,
-            eos_token_id=self.eos_token_id,
-            max_response_tokens=self.max_response_tokens,
         )
 
 
@@ -57,24 +59,22 @@ def load_sft_batch(
     *,
     sample_ids: Sequence[int],
     group_ids: Sequence[int],
-    eos_token_id: int,
-    max_response_tokens: int,
 ) -> Experience:
     """Samples of prompt, response and end-of-sequence token, with response_mask on the latter two; of a conversation
     the response is all behind its first prompt, and the mask is on the assistant's turns.
 
-    A response of more than `max_response_tokens`, its end-of-sequence token counted, is cut there and ends without
-    one. Log-probs and policy versions are 0: nothing drew these tokens.
+    A sample of more tokens than `dataset.limit` allows is cut there, and ends without an end-of-sequence token.
+    Log-probs and policy versions are 0: nothing drew these tokens.
     """
     tokens: list[int] = []
     mask: list[bool] = []
     lengths, truncated = [], []
     for row in rows:
-        whole, learnt = encoded(dataset, row, dataset[row].response, eos_token_id)
-        end = learnt.index(True) + max_response_tokens
+        [(whole, learnt)] = dataset.samples(row)
+        end = dataset.limit.kept(learnt)
         tokens += whole[:end]
         mask += learnt[:end]
-        lengths.append(min(len(whole), end))
+        lengths.append(end)
         truncated.append(len(whole) > end)
     return Experience(
         sample_ids=torch.tensor(list(sample_ids), dtype=torch.int64),
@@ -87,22 +87,3 @@ def load_sft_batch(
         policy_version=torch.zeros(len(tokens), dtype=torch.int32),
         rollout_logprobs=torch.zeros(len(tokens)),
     )
-
-
-def encoded(
-    dataset: PromptDataset, index: int, response: str | Sequence[Message], eos_token_id: int
-) -> tuple[Sequence[int], Sequence[bool]]:
-    """(ids of the row's prompt and `response`, which of them are learnt: its turns of the assistant)."""
-    row, encoder = dataset[index], dataset.encoder
-    if not isinstance(response, str):
-        prompt_messages = encoder.messages(row.prompt)
-        try:
-            record = demonstrate(encoder.format_with(row.tools), [*prompt_messages, *response])
-        except DataError as error:
-            raise DataError(f"{row.origin}: {error}") from error
-        num_asked = sum(message["role"] == "assistant" for message in prompt_messages)
-        begin = record.turns[num_asked][0]
-        return record.ids, [place >= begin and drawn for place, drawn in enumerate(record.drawn_mask)]
-    prompt, (ids,) = dataset.prompt_tokens(index), encoder.encode_responses([response])
-    ended = ids if ids[-1:] == [eos_token_id] else [*ids, eos_token_id]
-    return [*prompt, *ended], [False] * len(prompt) + [True] * len(ended)

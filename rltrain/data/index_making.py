@@ -5,7 +5,7 @@ import json
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -73,6 +73,7 @@ def fingerprint(parser: RowParser, data: schema.Data, slices: Sequence[FileSlice
         "needs": parser.needs,
         "difficulty": parser.difficulty_key,
         "lengths": (data.min_prompt_tokens, data.max_prompt_tokens, data.on_bad_row),
+        "samples": (data.max_response_tokens, data.on_long_row, *astuple(parser.model)),
         "encoder": parser.encoder.fingerprint(),
     }
     return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:24]

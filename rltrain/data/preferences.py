@@ -9,13 +9,12 @@ from torch import Tensor
 
 from rltrain.config import schema
 from rltrain.data.assignment import assign_groups
-from rltrain.data.demonstrations import encoded
 from rltrain.data.experience import Experience
 from rltrain.data.index_making import IndexFolder
 from rltrain.data.pair_rows import Response
 from rltrain.data.prompt_stream import prompt_order
 from rltrain.data.prompts import PromptDataset, load_prompts
-from rltrain.data.tokenizer import PromptEncoder, eos_token_id, load_tokenizer
+from rltrain.data.tokenizer import UNKNOWN_MODEL, ModelLimits, PromptEncoder, eos_token_id, load_tokenizer
 
 
 class Preferences:
@@ -25,25 +24,26 @@ class Preferences:
     them out, by the length of their texts, so that nobody encodes what others train on.
     """
 
-    def __init__(self, config: schema.Config, indexes: IndexFolder | None = None) -> None:
-        """`indexes` as in load_prompts."""
+    def __init__(
+        self, config: schema.Config, indexes: IndexFolder | None = None, model: ModelLimits = UNKNOWN_MODEL
+    ) -> None:
+        """`indexes` and `model` as in load_prompts."""
         tokenizer, data = load_tokenizer(Path(config.model.path)), config.data
         encoder = PromptEncoder(tokenizer, data)
+        eos_token_id(tokenizer)  # a tokenizer without one is refused now
         files = {"data.train": data.train, "data.eval": data.eval}
         self.datasets = {
-            key: load_prompts(file, data, encoder, needs="pair", config_key=key, indexes=indexes)
+            key: load_prompts(file, data, encoder, needs="pair", config_key=key, indexes=indexes, model=model)
             for key, file in files.items()
             if file is not None
         }
         self.train = self.datasets["data.train"]
-        self.eos_token_id = eos_token_id(tokenizer)
         for dataset in self.datasets.values():
             for source in dataset.sources:
-                self._samples(dataset, source.first)  # a template without a place for it is refused now
+                dataset.samples(source.first)  # a template without a place for it is refused now
         self.order = prompt_order(self.train, config)
         self.first_step = 0
         """The one that takes the first rows."""
-        self.max_response_tokens = config.rollout.sampling.max_response_tokens
         self.pairs_per_step, self.num_mini_batches = config.batch.prompts_per_step, config.batch.mini_batches
         # Roles that share ranks and replicas ask for the same.
         self._of_step = lru_cache(maxsize=1)(self._load_step)
@@ -83,8 +83,8 @@ class Preferences:
         """Log-probs and policy versions are 0: nothing drew these tokens."""
         groups = torch.nonzero(self.holders(_sizes(dataset, rows), num_parts) == part).flatten()
         mine = [rows[group] for group in groups.tolist()]
-        samples = [sample for row in mine for sample in self._samples(dataset, row)]
-        ends = [learnt.index(True) + self.max_response_tokens for _, learnt in samples]
+        samples = [sample for row in mine for sample in dataset.samples(row)]
+        ends = [dataset.limit.kept(learnt) for _, learnt in samples]
         tokens = [token for (ids, _), end in zip(samples, ends, strict=True) for token in ids[:end]]
         mask = [drawn for (_, learnt), end in zip(samples, ends, strict=True) for drawn in learnt[:end]]
         group_ids, side = groups.repeat_interleave(2), torch.tensor([0, 1]).repeat(len(mine))
@@ -92,7 +92,7 @@ class Preferences:
             sample_ids=first_sample + 2 * group_ids + side,
             group_ids=group_ids,
             prompt_ids=torch.tensor(mine, dtype=torch.int64).repeat_interleave(2),
-            lengths=torch.tensor([min(len(ids), end) for (ids, _), end in zip(samples, ends, strict=True)]).long(),
+            lengths=torch.tensor(ends).long(),
             truncated=torch.tensor([len(ids) > end for (ids, _), end in zip(samples, ends, strict=True)]).bool(),
             chosen=side == 0,
             margins=torch.tensor([dataset[row].margin for row in mine]).float().repeat_interleave(2),
@@ -101,11 +101,6 @@ class Preferences:
             policy_version=torch.zeros(len(tokens), dtype=torch.int32),
             rollout_logprobs=torch.zeros(len(tokens)),
         )
-
-    def _samples(self, dataset: PromptDataset, row: int) -> list[tuple[Sequence[int], Sequence[bool]]]:
-        """(ids, which of them the model would have drawn) of the chosen sample and of the rejected one."""
-        sides = dataset[row].response, dataset[row].rejected
-        return [encoded(dataset, row, response, self.eos_token_id) for response in sides]
 
 
 def _sizes(dataset: PromptDataset, rows: Sequence[int]) -> Tensor:

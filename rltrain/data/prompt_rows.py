@@ -12,7 +12,7 @@ from rltrain.config import schema
 from rltrain.data.messages import Message, parse_messages, parse_tools, shown
 from rltrain.data.pair_rows import parse_pair
 from rltrain.data.rows import BadRow, Row, look_up
-from rltrain.data.tokenizer import Prompt, PromptEncoder
+from rltrain.data.tokenizer import UNKNOWN_MODEL, ModelLimits, Prompt, PromptEncoder
 from rltrain.json_text import is_finite
 
 Needs = Literal["label", "plain label", "response", "pair"]
@@ -51,6 +51,8 @@ class RowParser:
     encoder: PromptEncoder
     needs: Needs
     difficulty_key: str | None = None
+    model: ModelLimits = UNKNOWN_MODEL
+    """Of the model that is trained or evaluated."""
 
     @property
     def keys(self) -> frozenset[str]:

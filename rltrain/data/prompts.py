@@ -18,7 +18,8 @@ from rltrain.data.prompt_rows import PromptRow as PromptRow
 from rltrain.data.prompt_rows import RowParser
 from rltrain.data.row_checks import DroppedRows, RowChecker, refuse_unusable_source
 from rltrain.data.row_files import rows_of, slices_of
-from rltrain.data.tokenizer import PromptEncoder, prompt_text
+from rltrain.data.row_samples import NO_LIMIT, Encoded, SampleLimit, encoded, responses_of
+from rltrain.data.tokenizer import UNKNOWN_MODEL, ModelLimits, PromptEncoder, prompt_text
 from rltrain.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -56,12 +57,14 @@ class PromptDataset:
         encoder: PromptEncoder,
         max_prompt_tokens: int,
         sources: Sequence[SourceRows],
+        limit: SampleLimit = NO_LIMIT,
     ) -> None:
         self.rows_of_sources = rows_of_sources
         self.rows = rows_of_sources[0] if len(rows_of_sources) == 1 else Chained(rows_of_sources)
         self.encoder = encoder
         self.max_prompt_tokens = max_prompt_tokens
         self.sources = sources
+        self.limit = limit
         self._firsts = [source.first for source in sources]
 
     def __len__(self) -> int:
@@ -92,6 +95,11 @@ class PromptDataset:
                 "(data.max_prompt_tokens)"
             )
         return tokens
+
+    def samples(self, index: int) -> list[Encoded]:
+        """The row's sample, or of a pair both, whole: `limit` says how much of them is kept."""
+        row = self.rows[index]
+        return [encoded(row, response, self.encoder) for response in responses_of(row)]
 
     def prompt_text(self, index: int) -> str:
         """The row's prompt as reward functions see it."""
@@ -151,12 +159,15 @@ def load_prompts(
     needs: Needs,
     config_key: str,
     indexes: IndexFolder | None = None,
+    model: ModelLimits = UNKNOWN_MODEL,
 ) -> PromptDataset:
     """Read the sources of `file`, which stands in the config as `config_key` ("data.train", "data.eval").
 
     `needs` says which column beside the prompt must be there, a label only where label_key names it; a plain label is
     no list and no object. A bad row raises DataError with its place, or is skipped and counted, as data.on_bad_row
     says. Prompts of other lengths than data.min_prompt_tokens and max_prompt_tokens allow are dropped and counted.
+    Rows with longer responses than data.max_response_tokens, or than `model` has positions for, are dropped, cut or
+    refused, as data.on_long_row says. A row with an id that `model` does not have is a bad one.
     max_rows counts usable rows. Raises DataError where none is left of a source. With `indexes` rows of large files
     are not held: an index of them is made or found there.
     """
@@ -164,11 +175,11 @@ def load_prompts(
     sources: list[SourceRows] = []
     difficulty_key = data.curriculum.key if data.curriculum is not None and file is data.train else None
     for key, source in keyed_sources(file, config_key):
-        parser = RowParser(source, encoder, needs, difficulty_key)
+        parser = RowParser(source, encoder, needs, difficulty_key, model)
         rows, found = load_source(parser, data, key, first=sum(map(len, parts)), indexes=indexes)
         parts.append(rows)
         sources.append(found)
-    return PromptDataset(parts, encoder, data.max_prompt_tokens, sources)
+    return PromptDataset(parts, encoder, data.max_prompt_tokens, sources, SampleLimit.of(data, model))
 
 
 def keyed_sources(file: schema.PromptFile, config_key: str) -> list[tuple[str, schema.PromptSource]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from rltrain.config import schema
 from rltrain.data.prompt_rows import PromptRow, RowParser
 from rltrain.data.row_files import FileRow, RowFile
+from rltrain.data.row_samples import SampleLimit, long_samples, refuse_unknown_ids
 from rltrain.data.rows import BadRow, Row
 from rltrain.data.tokenizer import PromptEncoder
 from rltrain.errors import DataError
@@ -24,6 +25,10 @@ class DroppedRows:
     """Prompts of more than data.max_prompt_tokens, whatever data.on_bad_row says."""
     num_too_short: int = 0
     """Prompts of fewer than data.min_prompt_tokens, likewise."""
+    num_long: int = 0
+    """Rows with a response that is too long, under data.on_long_row: skip."""
+    num_cut: int = 0
+    """Rows that are part of the dataset, with a response that is cut under data.on_long_row: cut."""
     problems: list[str] = field(default_factory=list)
     """What was wrong with the first few bad ones."""
 
@@ -32,7 +37,16 @@ class DroppedRows:
         return self.bad.total()
 
     def __bool__(self) -> bool:
-        return self.num_bad + self.num_too_long + self.num_too_short > 0
+        return self.num_left_out + self.num_cut > 0
+
+    @property
+    def num_left_out(self) -> int:
+        return self.num_bad + self.num_too_long + self.num_too_short + self.num_long
+
+    @property
+    def cut(self) -> str:
+        """The number of rows that stay with less."""
+        return f"{self.num_cut} of them with a response that is cut"
 
     def __str__(self) -> str:
         return "".join((self.counts, *(f"\n  {problem}" for problem in self.problems)))
@@ -43,13 +57,17 @@ class DroppedRows:
         reasons = ", ".join(f"{reason}: {number}" for reason, number in self.bad.most_common())
         bad = f"{self.num_bad} bad rows skipped{f' ({reasons})' if reasons else ''}"
         short = f", {self.num_too_short} prompts too short" if self.num_too_short else ""
-        return f"{bad}, {self.num_too_long} prompts too long{short}"
+        long = f", {self.num_long} responses too long" if self.num_long else ""
+        cut = f"; of the rows that stay {self.num_cut} have a response that is cut" if self.num_cut else ""
+        return f"{bad}, {self.num_too_long} prompts too long{short}{long}{cut}"
 
     def add(self, other: "DroppedRows") -> None:
         """Those of rows behind."""
         self.bad += other.bad
         self.num_too_long += other.num_too_long
         self.num_too_short += other.num_too_short
+        self.num_long += other.num_long
+        self.num_cut += other.num_cut
         self.problems = [*self.problems, *other.problems][:MAX_KEPT_PROBLEMS]
 
     def note_bad(self, problem: str, reason: str) -> None:
@@ -67,6 +85,7 @@ class RowChecker:
 
     def __init__(self, parser: RowParser, data: schema.Data, key: str) -> None:
         self.parser, self.data, self.key = parser, data, key
+        self.limit = SampleLimit.of(data, parser.model)
         self.dropped = DroppedRows()
         self.num_usable = 0
         self.has_tools = False
@@ -82,18 +101,41 @@ class RowChecker:
                 row = parser.parse(values, file.prefix, number)
                 difficulty = parser.difficulty(values)
                 length = _length_class(row, parser.encoder, self.data)
-            except BadRow as problem:
-                self._leave_out(f"{file.prefix}{number + num_before()}", problem)
+                problem = self._check_samples(row) if length == 0 else None
+            except BadRow as bad:
+                self._leave_out(f"{file.prefix}{number + num_before()}", bad)
                 continue
-            if length == 0:
+            if length > 0:
+                self.dropped.num_too_long += 1
+            elif length < 0:
+                self.dropped.num_too_short += 1
+            elif problem is None or self._keeps_long_row(f"{file.prefix}{number + num_before()}", problem):
                 assert not isinstance(values, BadRow), "it was parsed"
                 self.num_usable += 1
                 self.has_tools = self.has_tools or bool(row.tools)
                 yield file, place, row, difficulty, values
-            elif length > 0:
-                self.dropped.num_too_long += 1
-            else:
-                self.dropped.num_too_short += 1
+
+    def _check_samples(self, row: PromptRow) -> str | None:
+        """Returns why a sample of the row is too long, None where none is. Raises BadRow."""
+        encoder = self.parser.encoder
+        try:
+            refuse_unknown_ids(row, encoder, self.parser.model)
+            long = next(long_samples(row, encoder, self.limit, self.data.max_prompt_tokens), None)
+        except DataError as error:
+            raise BadRow(f"cannot be encoded: {str(error).removeprefix(f'{row.origin}: ')}") from error
+        return None if long is None else self.limit.problem(long[1])
+
+    def _keeps_long_row(self, origin: str, problem: str) -> bool:
+        """Returns whether a row with a response that is too long is used, as data.on_long_row says."""
+        if self.data.on_long_row == "refuse":
+            raise DataError(
+                f"{origin}: in the row {problem} ({self.key}; to leave such rows out: data.on_long_row=skip; to cut "
+                "their responses: data.on_long_row=cut)"
+            )
+        cuts = self.data.on_long_row == "cut"
+        self.dropped.num_cut += cuts
+        self.dropped.num_long += not cuts
+        return cuts
 
     def _leave_out(self, origin: str, problem: BadRow) -> None:
         if self.data.on_bad_row == "refuse":
@@ -116,6 +158,8 @@ def refuse_unusable_source(checker: RowChecker, *, num_usable: int, has_tools: b
         limits = f"data.max_prompt_tokens: {data.max_prompt_tokens}"
         if data.min_prompt_tokens:
             limits += f", data.min_prompt_tokens: {data.min_prompt_tokens}"
+        if dropped.num_long and data.max_response_tokens:
+            limits += f", data.max_response_tokens: {data.max_response_tokens}"
         raise DataError(f"{key}: {source.path!r} has no usable row ({limits}): {dropped}")
 
 

@@ -5,6 +5,8 @@ import importlib.metadata
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +22,17 @@ if TYPE_CHECKING:
 MAX_FORMATS = 64
 """Sets of tools whose formats are kept."""
 Prompt = str | Sequence[Message]
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """What a model has room for, by its config.json. None: its config.json is not known."""
+
+    vocab_size: int | None = None
+    max_positions: int | None = None
+
+
+UNKNOWN_MODEL = ModelLimits()
 
 
 def load_tokenizer(path: Path, config_key: str = "model.path") -> "PreTrainedTokenizerBase":
@@ -105,6 +118,11 @@ class PromptEncoder:
             return "the checkpoint's tokenizer has no chat template"
         return "data.chat_template is never"
 
+    @cached_property
+    def num_ids(self) -> int:
+        """The largest id of the tokenizer, and one."""
+        return max(self.tokenizer.get_vocab().values()) + 1
+
     def fingerprint(self) -> str:
         """Of all that decides how many tokens a prompt has."""
         tokenizer = self.tokenizer
@@ -141,8 +159,7 @@ class PromptEncoder:
             return self.chat
         if tools not in self._formats:
             chat = ChatFormat(self.tokenizer, tools=json.loads(tools), template_options=self.template_options)
-            if not self._formats:
-                chat.continuability.require()
+            chat.require_tools()
             if len(self._formats) == MAX_FORMATS:
                 self._formats.clear()
             self._formats[tools] = chat
@@ -160,6 +177,10 @@ class PromptEncoder:
         num_messages = 1 if isinstance(prompt, str) else len(prompt)
         return len(prompt_text(prompt).encode(errors="surrogatepass")) + num_messages * self._overhead_tokens
 
+    def response_bound(self, response: Prompt, tools: str = "") -> int:
+        """At least the tokens of `response` and of what ends it, as `length_bound`."""
+        return len(response.encode()) + 1 if isinstance(response, str) else self.length_bound(response, tools)
+
 
 class TextDecoder:
     """Turns response tokens into text without special tokens."""
@@ -169,3 +190,7 @@ class TextDecoder:
 
     def decode(self, tokens: Sequence[int], /) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def spelled(self, tokens: Sequence[int], /) -> str:
+        """Returns the text with its special tokens, as a model is shown it."""
+        return str(self.tokenizer.decode(list(tokens)))

@@ -11,6 +11,7 @@ from rltrain.cluster.placement import Placement, format_ranks
 from rltrain.cluster.rank_lists import group_lists
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
+from rltrain.data.tokenizer import UNKNOWN_MODEL, ModelLimits
 from rltrain.dry_run.evaluation import describe_evaluation, estimator_of_sets
 from rltrain.dry_run.fit import describe_fit, refuse_what_does_not_fit
 from rltrain.dry_run.legal import is_legal
@@ -79,13 +80,19 @@ def describe(config: Config, options: DryRunOptions) -> str:
         "Overlaps": describe_overlaps(steady, config, placement),
         "Memory": describe_memory(steady, config, placement, guests, sharing),
         **(estimates(job, options) if job else unknown(config, "rollout" in grids)),
-        "Rows": describe_rows(config),
+        "Rows": describe_rows(config, model_limits(architectures)),
         **({"Reward": reward} if (reward := describe_reward(config)) and "reward" in grids else {}),
     }
     of_models = doubts_about_models(config, architectures)
     if found := [*doubts(config, placement), *of_models, *doubts_about_variables(os.environ)]:
         sections["Warnings"] = found
     return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections.items())
+
+
+def model_limits(architectures: Mapping[str, Architecture]) -> ModelLimits:
+    """Returns what the policy has room for; nothing is known of it where its config.json was not read."""
+    policy = architectures.get("actor")
+    return ModelLimits(policy.vocab_size, policy.max_positions) if policy else UNKNOWN_MODEL
 
 
 def estimates(job: PlannedJob, options: DryRunOptions) -> Sections:

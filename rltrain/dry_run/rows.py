@@ -16,7 +16,7 @@ from rltrain.data.prompts import (
     same_tokens,
     shown_prompt,
 )
-from rltrain.data.tokenizer import PromptEncoder, load_tokenizer
+from rltrain.data.tokenizer import UNKNOWN_MODEL, ModelLimits, PromptEncoder, load_tokenizer
 from rltrain.dry_run.sizes import WIDTH, size
 from rltrain.errors import CheckpointError, DataError
 from rltrain.rewards.registry import labels_of
@@ -25,8 +25,9 @@ MOST_BYTES = 2 * 2**30
 """Of a source's files, that are read: a dry run is to take seconds."""
 
 
-def describe_rows(config: Config) -> list[str]:
-    """DataError where the job would be refused with it: a bad row without data.on_bad_row: skip, or no row left."""
+def describe_rows(config: Config, model: ModelLimits = UNKNOWN_MODEL) -> list[str]:
+    """`model` as in load_prompts. DataError where the job would be refused with it: a bad row without data.on_bad_row:
+    skip, or no row left."""
     named = [
         (key, source, needs)
         for file_key, file, needs in files_read(config)
@@ -46,7 +47,7 @@ def describe_rows(config: Config) -> list[str]:
         if isinstance(encoder, str):
             lines.append(f"{title}: rows unknown: {encoder}")
         else:
-            parsed, rows = load_source(RowParser(source, encoder, needs), config.data, key, first=0)
+            parsed, rows = load_source(RowParser(source, encoder, needs, model=model), config.data, key, first=0)
             lines += _counted(title, rows, source)
             if key.startswith("data.train") and num_trained_on == 0:
                 lines.append(f"  {shown_prompt(parsed[0], encoder)}")
@@ -100,4 +101,6 @@ def _counted(title: str, found: SourceRows, source: PromptSource) -> list[str]:
         rows += ", no more by max_rows"
     if not dropped:
         return [f"{rows}; none left out"]
+    if dropped.num_cut and dropped.num_left_out == 0:
+        return [f"{rows}; none left out; {dropped.cut}"]
     return [f"{rows}; left out: {dropped.counts}", *(f"  {problem}" for problem in dropped.problems)]

@@ -9,6 +9,8 @@ class Limits:
 
     max_context_tokens: int
     """Of an engine: prompt and response together."""
+    vocab_size: int
+    """A prompt may have the ids below it. These include ids that no token has, which the model may draw too."""
     max_sessions: int = 1024
     """Open at one time."""
     max_turns: int = 1024

@@ -14,7 +14,7 @@ from rltrain.endpoint.refused import invalid
 from rltrain.endpoint.sampling_rules import SamplingRules
 from rltrain.endpoint.sessions import Sessions
 from rltrain.endpoint.token_text import TokenText
-from rltrain.errors import DataError
+from rltrain.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,20 +61,23 @@ class Service:
         if messages[-1].get("role") == "assistant":
             raise invalid("messages: the last one is the assistant's; expected one that it is to answer", "messages")
         key = json.dumps([list(tools), dict(options)], sort_keys=True)
-        try:
-            made = self._formats.get(key) or ChatFormat(self.tokenizer, tools=tools, template_options=options)
-        except DataError as error:
-            raise invalid(str(error), "tools") from error
+        made = self._formats.get(key) or self._format(tools, options)
         self._formats[key] = made
         self._formats.move_to_end(key)
         if len(self._formats) > KEPT_FORMATS:
             self._formats.popitem(last=False)
         return ChatOpening(messages, (*tools, dict(options)), made)
 
+    def _format(self, tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> ChatFormat:
+        """Raises Refused where the checkpoint's template has no place for the tools."""
+        try:
+            made = ChatFormat(self.tokenizer, tools=tools, template_options=options)
+            made.require_tools()
+        except (ConfigError, DataError) as error:
+            raise invalid(f"tools: {error}", "tools") from error
+        return made
+
     def prompt(self, given: str | Sequence[int]) -> TextOpening | IdsOpening:
-        """Raises Refused for ids that are none of the tokenizer's."""
         if isinstance(given, str):
             return TextOpening(given, self.tokens)
-        if not all(0 <= token < self.tokens.num_tokens for token in given):
-            raise invalid(f"prompt: a token id is not one of the tokenizer's {self.tokens.num_tokens}", "prompt")
         return IdsOpening(tuple(given), self.tokens)

@@ -87,6 +87,7 @@ class Session:
             return known
         self._check_budget(asked)
         end, tokens = opening.begin(self._history)
+        self._refuse_unknown_ids(tokens)
         answer = Answer(
             opening,
             self._wanted(end, tokens, asked),
@@ -155,6 +156,16 @@ class Session:
                 HTTPStatus.TOO_MANY_REQUESTS,
                 f"{limits.max_session_tokens} tokens have been drawn in this session: it may have no more",
                 code="tokens",
+            )
+
+    def _refuse_unknown_ids(self, tokens: tuple[int, ...]) -> None:
+        vocab_size = self._limits.vocab_size
+        unknown = next((token for token in tokens if not 0 <= token < vocab_size), None)
+        if unknown is not None:
+            raise invalid(
+                f"prompt: got the token id {unknown}, as an id or by the tokenizer from a text; expected ids 0 to "
+                f"{vocab_size - 1}, which the model has embeddings for",
+                "prompt",
             )
 
     def _wanted(self, end: TurnEnd | None, tokens: tuple[int, ...], asked: Asked) -> list[Turn]:

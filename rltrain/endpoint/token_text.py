@@ -12,7 +12,6 @@ class TokenText:
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
-        self.num_tokens = len(tokenizer)
 
     def encode(self, text: str, *, begins: bool) -> tuple[int, ...]:
         """`begins`: with what the tokenizer puts before a text, if anything."""

@@ -10,6 +10,7 @@ from rltrain.cluster.placement import Placement, role_grids
 from rltrain.cluster.rank_lists import group_lists
 from rltrain.config.schema import Config
 from rltrain.estimate.shares import served_bytes
+from rltrain.estimate.workload import longest_response
 from rltrain.models import Architecture
 from rltrain.models.element_types import item_bytes
 from rltrain.models.mechanisms import local_mechanisms
@@ -136,7 +137,7 @@ class PlannedJob:
     @property
     def longest_tokens(self) -> int:
         """Of a prompt and its response."""
-        return self.config.data.max_prompt_tokens + self.config.rollout.sampling.max_response_tokens
+        return self.config.data.max_prompt_tokens + longest_response(self.config)
 
     @property
     def samples_per_step(self) -> int:

@@ -10,7 +10,7 @@ from rltrain.estimate.links import GridLinks
 from rltrain.estimate.memory import kv_bytes, state_bytes
 from rltrain.estimate.planned import PlannedJob
 from rltrain.estimate.shares import served_elements
-from rltrain.estimate.workload import MEAN_OF_LONGEST, Workload
+from rltrain.estimate.workload import MEAN_OF_LONGEST, Workload, longest_response
 from rltrain.models import Architecture
 from rltrain.models.flops import attention_flops, expert_flops, forward_flops, latent_reading_flops
 
@@ -74,7 +74,7 @@ def evaluating(
     much shorter than they may be as those of training are taken to be."""
     role = "evaluation" if job.config.evaluates_apart else "rollout"
     longest = plan.sampling.max_response_tokens
-    response = longest * workload.response / job.config.rollout.sampling.max_response_tokens
+    response = longest * workload.response / longest_response(job.config)
     of_set = Workload(prompt=workload.prompt, response=response, longest_response=longest)
     num = max(1.0, num_prompts * plan.samples_per_prompt / job.grids[role].dp)
     made = drawing(job, role, gpu, of_set, cache_bytes, num, plan.samples_per_prompt, longest - response)

@@ -4,9 +4,18 @@ from dataclasses import dataclass
 
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
+from rltrain.schedule.shape import RunShape
 
 MEAN_OF_LONGEST = 0.5
 """What a mean length is taken to be of the longest one allowed, where nobody says more."""
+
+
+def longest_response(config: Config) -> int:
+    """Returns how many tokens the longest response has that is trained on. Where the config has no limit these are what
+    a prompt, or a pair of them, leaves of a micro-batch."""
+    shape = RunShape.of(config)
+    at_once = config.actor.micro_batch_tokens // (2 if shape.from_pairs else 1)
+    return shape.longest_response or max(at_once - config.data.max_prompt_tokens, 1)
 
 
 @dataclass(frozen=True)
@@ -24,7 +33,7 @@ class Workload:
     @classmethod
     def of(cls, config: Config, prompt: float | None = None, response: float | None = None) -> "Workload":
         """What is given, and half of what the config allows where nothing is. ConfigError where that is exceeded."""
-        longest = config.rollout.sampling.max_response_tokens
+        longest = longest_response(config)
         return cls(
             prompt=_mean("--prompt-tokens", prompt, config.data.max_prompt_tokens),
             response=_mean("--response-tokens", response, longest),

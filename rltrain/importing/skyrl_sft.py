@@ -125,7 +125,7 @@ def _batch(keys: SourceKeys, out: Translation) -> None:
     if longest in NOTHING:
         raise UntranslatableError("max_length is not given: a longest conversation is expected here")
     out.set("data.max_prompt_tokens", count(longest), "max_length")
-    out.set("rollout.sampling.max_response_tokens", count(longest), "max_length")
+    out.set("data.max_response_tokens", count(longest), "max_length")
     out.set("data.on_bad_row", "skip", "max_length: longer conversations are left out")
     samples = count(keys.get("micro_train_batch_size_per_gpu", 2))
     packed = count(keys.get("max_tokens_per_microbatch") or longest)

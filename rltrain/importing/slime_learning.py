@@ -247,12 +247,12 @@ def set_supervised(keys: SourceKeys, out: Translation) -> None:
     function = keys.get("rollout-function-path", SFT_ROLLOUT)
     if function != SFT_ROLLOUT:
         out.differs("rollout-function-path", function, "conversations come from files here")
-    for path in ("rollout.max_context_tokens", "evaluation.interval"):
+    for path in ("rollout.max_context_tokens", "rollout.sampling.max_response_tokens", "evaluation.interval"):
         out.settings.pop(path, None)
     if "rollout-max-context-len" not in keys and "rollout-max-prompt-len" not in keys:
         most = out.get("actor.micro_batch_tokens") * out.get("actor.parallel.cp")
         out.set("data.max_prompt_tokens", most, "slime has no limit: as many as a micro-batch")
-        out.set("rollout.sampling.max_response_tokens", most, "slime has no limit: as many as a micro-batch")
+        out.set("data.max_response_tokens", most, "slime has no limit: as many as a micro-batch")
     for name in (
         "rollout-num-gpus",
         "colocate",

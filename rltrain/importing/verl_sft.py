@@ -71,7 +71,7 @@ def translate(keys: SourceKeys, out: Translation, rows: Rows) -> None:
     out.set("data.train.label_key", None, "conversations have no labels")
     longest = count(keys.get("data.max_length", 1024))
     out.set("data.max_prompt_tokens", longest, "data.max_length")
-    out.set("rollout.sampling.max_response_tokens", longest, "data.max_length")
+    out.set("data.max_response_tokens", longest, "data.max_length")
     out.set("data.on_bad_row", "skip", "longer conversations are left out")
     if truth(keys.get("data.use_dynamic_bsz", True)):
         out.set(

@@ -133,6 +133,8 @@ def _divisors(number: int) -> list[int]:
 
 
 def _length_problems(config: Config) -> Iterator[str]:
+    if algorithm_of(config).reads_responses:
+        return
     longest, sizes = longest_text(config)
     if "rollout" in config.placed_roles and config.rollout.max_context_tokens < longest:
         yield f"rollout.max_context_tokens: got {config.rollout.max_context_tokens}; expected at least {sizes}"

@@ -28,6 +28,12 @@ def data_problems(config: Config) -> Iterator[str]:
             f"data.min_prompt_tokens: got {data.min_prompt_tokens}; expected at most data.max_prompt_tokens "
             f"{data.max_prompt_tokens}"
         )
+    if not algorithm_of(config).reads_responses:
+        for name in sorted({"max_response_tokens", "on_long_row"} & data.model_fields_set):
+            yield (
+                f"data.{name}: got {getattr(data, name)} with algorithm {config.algorithm}, whose rows have no "
+                "responses; remove the key: rollout.sampling.max_response_tokens limits what is drawn"
+            )
     yield from _solved_rate_problems(config)
     if "env" in config.placed_roles:
         yield from _environment_problems(data.train)

@@ -84,6 +84,8 @@ def doubts(config: Config, placement: Placement, *, on_gpus: bool = True) -> Ite
             "every token is of older weights than those that it is compared under, and none is checked; expected "
             "in_flight_sync: true, or null"
         )
+    if "rollout" not in config.placed_roles:
+        return
     if config.model.residual != config.model.dtype and config.rollout.engine == "sglang":
         yield (
             f"model.residual_dtype: got {config.model.residual_dtype} with rollout.engine sglang, which rounds what "

@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from rltrain.algorithms.registry import algorithm_of
 from rltrain.cluster.placement import Placement, format_ranks
 from rltrain.config.evaluation import OF_SOURCES, SHORT_FORM, EvaluationPlan
 from rltrain.config.schema import Config
@@ -96,7 +97,8 @@ def _length_problems(config: Config, plans: Sequence[EvaluationPlan]) -> Iterato
     context = config.served(role).max_context_tokens
     for plan in plans:
         longest, sizes = evaluated_text(config, plan)
-        is_checked = role == "rollout" and longest <= longest_text(config)[0]  # with the run's
+        is_drawn = role == "rollout" and not algorithm_of(config).reads_responses
+        is_checked = is_drawn and longest <= longest_text(config)[0]  # with the run's
         if not is_checked and longest > context:
             yield f"{role}.max_context_tokens: got {context}; expected at least {sizes}"
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from rltrain.algorithms.registry import algorithm_of
 from rltrain.config.evaluation import SHORT_FORM, EvaluationPlan
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
@@ -19,8 +20,14 @@ def refuse(
 
 
 def longest_text(config: Config) -> tuple[int, str]:
-    """(tokens, the sum in words) of the longest prompt and response together."""
-    prompt, response = config.data.max_prompt_tokens, config.rollout.sampling.max_response_tokens
+    """(tokens, the sum in words) of the longest prompt and response together that are trained on."""
+    prompt = config.data.max_prompt_tokens
+    if algorithm_of(config).reads_responses:
+        limit = config.data.max_response_tokens
+        at_least = f"data.max_response_tokens {limit}" if limit else "1 token of a response"
+        total = prompt + (limit or 1)
+        return total, f"data.max_prompt_tokens {prompt} + {at_least} = {total}"
+    response = config.rollout.sampling.max_response_tokens
     words = f"data.max_prompt_tokens {prompt} + rollout.sampling.max_response_tokens {response} = {prompt + response}"
     return prompt + response, words
 

@@ -16,6 +16,7 @@ from rltrain.cluster.nodes import Spoken
 from rltrain.cluster.world import World
 from rltrain.config.schema import Config
 from rltrain.preflight.disks import problems_of_disks, problems_of_shared_memory
+from rltrain.tasks.roles import served_roles
 
 PACKAGE = Path(__file__).resolve().parents[1]
 COMPARED_PACKAGES = ("torch", "megatron-core", "transformers", "numpy")
@@ -43,7 +44,8 @@ def of_machine(config: Config, world: World, model_paths: Mapping[str, str]) -> 
     if config.checkpoint.memory:
         folders["checkpoint.memory.folder"] = os.path.expandvars(config.checkpoint.memory.folder)
     problems = [*problems_of_disks(folders)]
-    if (world.device.type == "cuda" and world.ranks_per_node > 1) or config.rollout.engine == "sglang":
+    engines = {config.served(role).engine for role in served_roles() if role in config.placed_roles}
+    if (world.device.type == "cuda" and world.ranks_per_node > 1) or "sglang" in engines:
         problems += problems_of_shared_memory()
     return Spoken(there, problems)
 

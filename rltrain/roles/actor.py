@@ -163,6 +163,8 @@ class Actor(TrainedRole):
             "perf/train_tokens_per_s": tokens_per_s,
             "perf/train_tokens_per_gpu_s": tokens_per_s / len(self.grid.ranks),
         }
+        if self.training_data is not None:
+            metrics |= self._row_metrics(experience)
         if self.algorithm.generates:
             metrics |= self._staleness_metrics()
             shaping = self.estimation.end_step(self._total)
@@ -198,6 +200,13 @@ class Actor(TrainedRole):
         longest = torch.tensor(self.staleness.longest)
         dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.job.groups.cpu[self.grid.ranks])
         return {f"train/{name}": value for name, value in StalenessCounts.metrics(totals, int(longest)).items()}
+
+    def _row_metrics(self, experience: Experience) -> Metrics:
+        """Of responses that stand in rows. Collective over: the actor's ranks."""
+        cut = self._total(torch.tensor([float(experience.truncated.sum()), experience.num_samples]))
+        dropped = self.job.rows.training_rows.dropped
+        long_rows = float(dropped.num_long + dropped.num_cut)
+        return {"train/truncated_ratio": float(cut[0] / cut[1]), "train/long_rows": long_rows}
 
     def _total(self, values: torch.Tensor) -> torch.Tensor:
         """Their sum over all replicas, in host memory. Collective over: the actor's ranks."""

@@ -139,6 +139,7 @@ class EpisodeSessions:
         config, endpoint = self.job.config, self.job.config.rollout.endpoint
         limits = Limits(
             max_context_tokens=config.rollout.max_context_tokens,
+            vocab_size=self.job.architecture.vocab_size,
             max_sessions=endpoint.max_sessions,
             max_session_turns=config.env.max_turns,
             session_timeout_s=config.env.episode_timeout_s,
@@ -179,6 +180,7 @@ class EpisodeSessions:
         end_tokens = end_token_ids(Path(job.config.model.path))
         options = encoder.template_options
         chat = ChatFormat(encoder.tokenizer, tools=tools, end_tokens=end_tokens, template_options=options)
+        chat.require_tools()
         chat.continuability.require(*(("user", "tool") if tools else ("user",)))
         if chat.continuability.notice and job.world.rank == job.leader_of("rollout"):
             logger.warning(chat.continuability.notice)
@@ -191,4 +193,5 @@ class EpisodeSessions:
             max_prompt_tokens=config.data.max_prompt_tokens,
             max_response_tokens=max_response_tokens,
             max_context_tokens=config.rollout.max_context_tokens,
+            vocab_size=self.job.architecture.vocab_size,
         )

@@ -17,7 +17,9 @@ from rltrain.data.index_making import IndexFolder
 from rltrain.data.preferences import Preferences
 from rltrain.data.prompt_rows import PromptRow
 from rltrain.data.prompts import PromptDataset, SourceRows
+from rltrain.data.tokenizer import ModelLimits
 from rltrain.liveness.job_store import JobStore
+from rltrain.models import Architecture
 from rltrain.rewards.locating import source_file
 from rltrain.roles.job_work import JobWork
 from rltrain.roles.prompts import Prompts, read_prompts
@@ -34,17 +36,18 @@ Inputs = Mapping[str, Any]
 class JobRows:
     """The rows of a job, read once per process, however many roles use them."""
 
-    def __init__(self, config: Config, job_store: JobStore) -> None:
+    def __init__(self, config: Config, job_store: JobStore, policy: Architecture) -> None:
         self.config, self.job_store = config, job_store
+        self.model = ModelLimits(policy.vocab_size, policy.max_positions)
 
     @cached_property
     def training_data(self) -> Demonstrations | Preferences | None:
         """The rows that training is on where nothing is generated."""
-        return algorithm_of(self.config).training_data(self.indexes)
+        return algorithm_of(self.config).training_data(self.indexes, self.model)
 
     @cached_property
     def prompts(self) -> Prompts:
-        return read_prompts(self.config, self.indexes)
+        return read_prompts(self.config, self.indexes, self.model)
 
     @cached_property
     def indexes(self) -> IndexFolder:

@@ -10,7 +10,7 @@ from rltrain.data.index_making import IndexFolder
 from rltrain.data.order import Order
 from rltrain.data.prompt_stream import prompt_order
 from rltrain.data.prompts import PromptDataset, load_prompts, repeated_within_a_step, report_dropped
-from rltrain.data.tokenizer import PromptEncoder, TextDecoder, load_tokenizer
+from rltrain.data.tokenizer import UNKNOWN_MODEL, ModelLimits, PromptEncoder, TextDecoder, load_tokenizer
 from rltrain.rewards.registry import labels_of
 
 logger = logging.getLogger(__name__)
@@ -51,15 +51,21 @@ class Prompts:
             logger.warning(repeated)
 
 
-def read_prompts(config: Config, indexes: IndexFolder | None = None) -> Prompts:
-    """Every rank that calls this numbers the prompts alike. `indexes` as in load_prompts."""
+def read_prompts(config: Config, indexes: IndexFolder | None = None, model: ModelLimits = UNKNOWN_MODEL) -> Prompts:
+    """Every rank that calls this numbers the prompts alike. `indexes` and `model` as in load_prompts."""
     data, plans = config.data, config.evaluations
     tokenizer = load_tokenizer(Path(config.model.path))
     encoder = PromptEncoder(tokenizer, data)
     training = None
     if algorithm_of(config).generates:
         train = load_prompts(
-            data.train, data, encoder, needs=labels_of(config.reward), config_key="data.train", indexes=indexes
+            data.train,
+            data,
+            encoder,
+            needs=labels_of(config.reward),
+            config_key="data.train",
+            indexes=indexes,
+            model=model,
         )
         training = train, prompt_order(train, config)
     evaluations = tuple(
@@ -70,6 +76,7 @@ def read_prompts(config: Config, indexes: IndexFolder | None = None) -> Prompts:
             needs=labels_of(plan.reward or config.reward),
             config_key=plan.config_key,
             indexes=indexes,
+            model=model,
         )
         for plan in plans
     )

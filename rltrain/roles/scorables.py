@@ -71,6 +71,14 @@ class Scorables:
         ends = turn_ends(mask).tolist()
         return [*self._turns(experience.tokens[first:end], mask, rewards, ends)] if len(ends) > 1 else []
 
+    def rendered_prompt(self, experience: Experience, sample: int) -> str | None:
+        """The text before the first token of a sample that is learnt; None where no token of it is."""
+        first, end = experience.offsets()[sample : sample + 2].tolist()
+        mask = experience.response_mask[first:end]
+        if not mask.any():
+            return None
+        return self.decoder.spelled(experience.tokens[first : first + int(mask.nonzero()[0])].tolist())
+
     def _from_environment(self, tokens: Tensor, mask: Tensor, rewards: Tensor) -> dict[str, Any]:
         """Turns are runs of drawn tokens: two with nothing observed between them are one."""
         ends = turn_ends(mask).tolist()

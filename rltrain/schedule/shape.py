@@ -42,6 +42,8 @@ class RunShape:
     """Optimizer steps of a role in a step in which it learns: one per mini-batch and pass over them."""
     num_actor_updates: int
     """Optimizer steps of the actor in the whole run."""
+    longest_response: int | None
+    """Tokens of a response that is trained on. None: the model's positions alone limit it."""
     needs_actor_logprobs: bool
     """Whether the actor evaluates the samples before its first update."""
     accumulates_critic: bool
@@ -79,6 +81,7 @@ class RunShape:
             first_actor_step=algorithm.first_actor_step(),
             updates_per_step=updates_per_step,
             num_actor_updates=max(config.steps - algorithm.first_actor_step(), 1) * updates_per_step,
+            longest_response=algorithm.longest_response(),
             needs_actor_logprobs=algorithm.needs_actor_logprobs(),
             accumulates_critic=accumulates,
             accumulates_actor=accumulates and not needs_whole_step,

@@ -64,7 +64,7 @@ def serve(arguments: argparse.Namespace, stopping: threading.Event) -> None:
     given = sampling_of(arguments)
     named = named_checkpoint(arguments.checkpoint, "--checkpoint")
     checkpoint = named if isinstance(named, Path) else named.copy()
-    read_architecture(checkpoint, "--checkpoint")  # before transformers reads its config.json, for the tokenizer
+    architecture = read_architecture(checkpoint, "--checkpoint")  # before transformers reads it for the tokenizer
     tokenizer = load_tokenizer(checkpoint, "--checkpoint")
     context = longest_context(checkpoint, arguments.max_context_tokens)
     engine_settings = EngineSettings(
@@ -80,7 +80,7 @@ def serve(arguments: argparse.Namespace, stopping: threading.Event) -> None:
     token = None if arguments.no_token else arguments.token or "sk-" + secrets.token_urlsafe(24)
     settings = EndpointSettings(
         SamplingRules(SamplingParams(given.temperature, given.top_p, given.top_k, context, stop), "request"),
-        Limits(context, max_turns=arguments.max_requests, max_sessions=arguments.max_requests),
+        Limits(context, architecture.vocab_size, max_turns=arguments.max_requests, max_sessions=arguments.max_requests),
         model=arguments.model_name or (named.resolve().name if isinstance(named, Path) else named.name),
         token=token,
         host=arguments.host,

@@ -54,16 +54,17 @@ def make_job(folder: Path, family: str, layout: str) -> Any:
     )
     placed = resolve_placement(placement, 2, 2)
     grids = role_grids(config, placed)
+    architectures = role_architectures(config, placed.roles)
     return Job(
         config=config,
         world=SimpleNamespace(rank=dist.get_rank(), device=torch.device("cpu"), ranks_per_node=2),
         placement=placed,
         grids=grids,
         groups=ProcessGroups(group_lists(grids), backend="gloo", timeout_s=60),
-        architectures=role_architectures(config, placed.roles),
+        architectures=architectures,
         job_store=SimpleNamespace(heartbeat=SimpleNamespace(advance=lambda: None)),
         waiter=SimpleNamespace(meanwhile=lambda: None),
-        rows=JobRows(config, None),
+        rows=JobRows(config, None, architectures["actor"]),
         inputs={},
     )
 

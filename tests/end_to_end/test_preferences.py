@@ -99,6 +99,7 @@ def margins_of(model: Any, tokenizer_folder: Path | str, quickstart_files: Path,
 @pytest.mark.slow
 def test_dpo_raises_the_margin_and_keeps_what_was_chosen(pairs: list[str], tmp_path: Path) -> None:
     records = train(DPO, *pairs, f"output_dir={tmp_path}", "steps=20")
+    assert column(records, "train/truncated_ratio") == column(records, "train/long_rows") == [0.0] * 20
     margins, chosen = column(records, "eval/margin"), column(records, "eval/chosen_logprob")
     assert margins[0] == pytest.approx(0, abs=1e-4), "actor and reference start as one"
     assert margins[-1] > 1 and column(records, "eval/accuracy")[-1] > 0.95

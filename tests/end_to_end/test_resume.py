@@ -111,7 +111,10 @@ CONFIGS = {
         ),
     ),
     "ppo": ("configs/quickstart_ppo.yaml", (FEW, "data.eval=null", "critic.critic_warmup_steps=1", EPS_OF_CRITIC)),
-    "sft": ("configs/quickstart_sft.yaml", (FEW_ROWS, "evaluation={interval: 2, stop_at: null}")),
+    "sft": (
+        "configs/quickstart_sft.yaml",
+        (FEW_ROWS, "evaluation={interval: 2, stop_at: null}", "data.max_response_tokens=16", "data.on_long_row=cut"),
+    ),
     "dpo": (
         "configs/quickstart_dpo.yaml",
         (
@@ -135,6 +138,9 @@ def test_a_resumed_run_equals_one_that_never_stopped(saved_and_resumed, name, tm
     assert rest == after(whole)
     assert rest_ids == after(whole_ids)
     assert column([*rest.values()], "train/grad_norm")
+    if "data.on_long_row=cut" in overrides:
+        assert min(column([*rest.values()], "train/truncated_ratio")) > 0
+        assert min(column([*rest.values()], "train/long_rows")) > 0
     assert [path.name for path in sorted(tmp_path.glob("first/hf_steps/*"))] == EXPORTS.get(name, [])
     assert_checkpoint_is_in_the_metrics(tmp_path / "first")
     for step in EXPORTS.get(name, []):

@@ -177,9 +177,15 @@ def test_a_template_that_cannot_go_on_is_refused_by_what_it_says() -> None:
 
 
 def test_tools_that_the_template_does_not_write_are_refused() -> None:
-    found = format_of("phi4", TOOLS).continuability
-    with pytest.raises(ConfigError, match="does not write the tools"):
-        found.require("user")
+    for tools in (TOOLS, [named("user")]):  # of which the template writes the word, but not the tool
+        with pytest.raises(ConfigError, match="does not write the tools"):
+            format_of("phi4", tools).require_tools()
+    format_of("phi4").require_tools()
+    format_of("qwen2_5", [*TOOLS, named("user")]).require_tools()
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
 
 
 @pytest.mark.parametrize("family", ["deepseek_r1", "smollm3"])

@@ -18,6 +18,7 @@ from rltrain.data.prompts import PromptDataset, load_prompts
 from rltrain.data.tokenizer import PromptEncoder, TextDecoder
 from rltrain.errors import ConfigError, DataError
 from rltrain.rewards.registry import load_rewards
+from rltrain.roles.sample_records import sample_records
 from rltrain.roles.scorables import Scorables
 from tests.unit.packed_experience import packed_experience
 from tests.unit.test_prompts import CHAT_TEMPLATE, byte_tokenizer, jsonl
@@ -124,6 +125,22 @@ def drawn(folder: Path, *functions: str, **kwargs: Any) -> Any:
         truncated=torch.tensor([False, True]),
     )
     return scorables(folder, *functions, **kwargs).of(experience, step=9)[1]
+
+
+def test_records_of_samples_have_what_the_model_was_shown(tmp_path: Path) -> None:
+    """The whole text with special tokens, where it differs from the row's; nothing of the response."""
+    source, tokenizer = scorables(tmp_path, "math"), byte_tokenizer()
+    texts = [("<eos>[user]a\n[bot]", "1"), ("b", "2"), ("", ""), ("c", "3")]
+    ids = [(tokenizer(prompt)["input_ids"], tokenizer(response)["input_ids"]) for prompt, response in texts]
+    ids[2] = [5, 6], []
+    shape = [(len(prompt), len(response)) for prompt, response in ids]
+    experience = packed_experience(shape).with_fields(
+        prompt_ids=torch.tensor([0, 1, 1, 0]),
+        tokens=torch.tensor([token for pair in ids for part in pair for token in part]),
+    )
+    records = [*sample_records(source, experience, 0, ())]
+    assert [record.get("rendered_prompt") for record in records] == ["<eos>[user]a\n[bot]", None, None, "c"]
+    assert [(record["prompt"], record["response"]) for record in records][:2] == [("a", "1"), ("b", "2")]
 
 
 def test_functions_that_ask_for_nothing_get_nothing(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ TAUGHT = {"algorithm": "distillation", "placement": {"actor": 0, "teacher": 1, "
 GRPO = {"actor,reference": "0-1", "rollout,reward": "2-3"}
 DPO = {"actor,reference": 0}
 PPO = {"algorithm": "ppo", "placement": {"actor,critic": "0-1", "rollout,reward": "2-3"}}
+SFT = {"algorithm": "sft", "placement": {"actor": 0}}
 ENVIRONMENT = {"placement": {**GRPO, "env": 0}, "env": {"function": "calculator"}}
 EVAL = {"train": {"path": "t"}, "eval": {"path": "e"}}
 SIZES = tiny_architecture(
@@ -239,6 +240,10 @@ def test_what_environments_give_is_the_reward_wherever_it_is_placed(placement, r
             "rollout.sampling.max_response_tokens 1024",
         ),
         (
+            {"data": {"train": {"path": "t"}, "max_response_tokens": 8}},
+            "data.max_response_tokens: got 8 with algorithm grpo, whose rows have no responses; remove the key",
+        ),
+        (
             {"loss": {"kl": {"coef": 0.1, "adaptive": {"target": 0.1}}}},
             "loss.kl.adaptive: got one with loss.kl.coef 0.1 and loss.kl.where loss; expected a coefficient above 0",
         ),
@@ -386,6 +391,14 @@ def test_grids_that_divide_the_model_are_accepted(sections):
             {"data": {"train": {"path": "t"}, "max_prompt_tokens": 4000}},
             "data.max_prompt_tokens 4000 + rollout.sampling.max_response_tokens 1024 = 5024, but the model in "
             "model.path (m) has 4096 positions",
+        ),
+        (
+            SFT | {"data": {"train": {"path": "t"}, "max_response_tokens": 4000}},
+            "data.max_prompt_tokens 1024 + data.max_response_tokens 4000 = 5024, but the model in model.path (m) has",
+        ),
+        (
+            SFT | {"data": {"train": {"path": "t"}, "max_prompt_tokens": 4096}},
+            "data.max_prompt_tokens 4096 + 1 token of a response = 4097, but the model in model.path (m) has",
         ),
     ],
 )

@@ -10,7 +10,7 @@ from rltrain.config import schema
 from rltrain.data.demonstrations import Demonstrations, load_sft_batch
 from rltrain.data.experience import Experience
 from rltrain.data.prompts import PromptDataset, load_prompts
-from rltrain.data.tokenizer import PromptEncoder
+from rltrain.data.tokenizer import UNKNOWN_MODEL, ModelLimits, PromptEncoder
 from rltrain.errors import CheckpointError, DataError
 from tests.unit.test_prompts import CHAT_TEMPLATE, byte_tokenizer
 
@@ -24,12 +24,16 @@ def write(folder: Path) -> Path:
     return path
 
 
+def loaded(folder: Path, *, model: ModelLimits = UNKNOWN_MODEL, **keys: object) -> PromptDataset:
+    file = schema.PromptFile(path=str(write(folder)))
+    data = schema.Data.model_validate({"train": file, **keys})
+    encoder = PromptEncoder(byte_tokenizer(), data)
+    return load_prompts(file, data, encoder, needs="response", config_key="data.train", model=model)
+
+
 @pytest.fixture
 def dataset(tmp_path: Path) -> PromptDataset:
-    file = schema.PromptFile(path=str(write(tmp_path)))
-    data = schema.Data(train=file)
-    encoder = PromptEncoder(byte_tokenizer(), data)
-    return load_prompts(file, data, encoder, needs="response", config_key="data.train")
+    return loaded(tmp_path)
 
 
 def config(folder: Path, *, prompts_per_step: int = 4) -> schema.Config:
@@ -43,18 +47,9 @@ def config(folder: Path, *, prompts_per_step: int = 4) -> schema.Config:
     )
 
 
-def demonstrate_rows(
-    dataset: PromptDataset, rows: list[int], *, sample_ids: list[int] | None = None, limit: int = 100
-) -> Experience:
+def demonstrate_rows(dataset: PromptDataset, rows: list[int], *, sample_ids: list[int] | None = None) -> Experience:
     numbers = range(len(rows))
-    return load_sft_batch(
-        dataset,
-        rows,
-        sample_ids=sample_ids or numbers,
-        group_ids=numbers,
-        eos_token_id=EOS,
-        max_response_tokens=limit,
-    )
+    return load_sft_batch(dataset, rows, sample_ids=sample_ids or numbers, group_ids=numbers)
 
 
 def texts(dataset: PromptDataset, tokens: torch.Tensor) -> str:
@@ -83,11 +78,56 @@ def test_an_end_of_sequence_in_the_text_is_not_doubled(dataset: PromptDataset) -
 @pytest.mark.parametrize(
     ("limit", "text", "truncated"), [(4, "abxyz<eos>", False), (3, "abxyz", True), (1, "abx", True)]
 )
-def test_long_responses_are_cut(dataset: PromptDataset, limit: int, text: str, truncated: bool) -> None:
-    experience = demonstrate_rows(dataset, [0], limit=limit)
+def test_long_responses_are_cut(tmp_path: Path, limit: int, text: str, truncated: bool) -> None:
+    dataset = loaded(tmp_path, max_response_tokens=limit, on_long_row="cut")
+    experience = demonstrate_rows(dataset, [0])
     assert texts(dataset, experience.tokens) == text
     assert experience.truncated.tolist() == [truncated]
     assert int(experience.response_mask.sum()) == limit
+    assert dataset.dropped.num_cut == {4: 0, 3: 2, 1: 4}[limit] and dataset.dropped.num_left_out == 0
+
+
+def test_rows_with_a_long_response_are_left_out_and_counted(tmp_path: Path) -> None:
+    dataset = loaded(tmp_path, max_response_tokens=3)
+    assert [dataset[row].response for row in range(len(dataset))] == ["w", "uv<eos>"]
+    assert dataset.dropped.counts == "0 bad rows skipped, 0 prompts too long, 2 responses too long"
+
+
+def test_a_long_response_is_refused_with_its_place(tmp_path: Path) -> None:
+    told = (
+        r"rows.jsonl:1: in the row the response has 4 tokens, its end token included; expected at most 3 \(data.max_r"
+    )
+    with pytest.raises(DataError, match=told):
+        loaded(tmp_path, max_response_tokens=3, on_long_row="refuse")
+
+
+@pytest.mark.parametrize(("positions", "kept"), [(7, 4), (6, 3), (5, 1)])
+def test_without_a_limit_the_models_positions_hold_prompt_and_response(
+    tmp_path: Path, positions: int, kept: int
+) -> None:
+    dataset = loaded(tmp_path, model=ModelLimits(max_positions=positions))
+    assert (len(dataset), dataset.dropped.num_long) == (kept, 4 - kept)
+
+
+def test_a_sample_without_a_position_for_each_token_is_refused(tmp_path: Path) -> None:
+    told = "rows.jsonl:1: in the row prompt and response have 6 tokens; expected at most 5, as many as the model"
+    with pytest.raises(DataError, match=told):
+        loaded(tmp_path, model=ModelLimits(max_positions=5), on_long_row="refuse")
+
+
+def test_what_the_rollout_may_draw_cuts_no_demonstration(tmp_path: Path) -> None:
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    drawing = schema.Rollout(sampling=schema.Sampling(max_response_tokens=1))
+    demonstrations = Demonstrations(config(tmp_path).model_copy(update={"rollout": drawing}))
+    assert not demonstrations.for_step(0).truncated.any()
+
+
+def test_an_id_that_the_model_does_not_have_is_refused_with_its_row(tmp_path: Path) -> None:
+    told = r"rows.jsonl:1: the row has the token '<eos>' of id 256, and the model in model.path has ids 0 to 255"
+    with pytest.raises(DataError, match=told):
+        loaded(tmp_path, model=ModelLimits(vocab_size=256))
+    left = loaded(tmp_path, model=ModelLimits(vocab_size=257))
+    assert len(left) == 4
 
 
 def test_no_rows(dataset: PromptDataset) -> None:
@@ -190,8 +230,8 @@ def test_a_column_may_have_the_systems_message(tmp_path: Path) -> None:
 
 
 def test_a_long_conversation_is_cut_behind_its_first_prompt(tmp_path: Path) -> None:
-    dataset = conversations(tmp_path, TALK, system_prompt="s")
-    experience = demonstrate_rows(dataset, [0], limit=5)
+    dataset = conversations(tmp_path, TALK, system_prompt="s", max_response_tokens=5, on_long_row="cut")
+    experience = demonstrate_rows(dataset, [0])
     assert texts(dataset, experience.tokens) == "[system]s[user]a[assistant]bc<eos>[u"
     assert experience.truncated.tolist() == [True] and int(experience.response_mask.sum()) == 3
 
@@ -219,4 +259,7 @@ def test_a_template_without_a_place_for_the_rows_is_refused_at_the_start(tmp_pat
     settings = config(tmp_path).model_copy(update={"data": schema.Data(train=file)})
     with pytest.raises(DataError, match=r"talks.jsonl:1: the chat template asks the model to go on from"):
         Demonstrations(settings)
+    limited = settings.model_copy(update={"data": settings.data.model_copy(update={"max_response_tokens": 1})})
+    with pytest.raises(DataError, match=r"talks.jsonl:1: the row cannot be encoded: the chat template asks the model"):
+        Demonstrations(limited)
     assert len(dataset) == 1

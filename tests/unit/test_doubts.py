@@ -81,6 +81,13 @@ def test_a_residual_stream_that_sglang_rounds_is_doubted() -> None:
     assert doubt.startswith("model.residual_dtype: got float32 with rollout.engine sglang, which rounds")
 
 
+def test_keys_of_a_rollout_that_is_not_placed_raise_no_doubt() -> None:
+    keys = ("model.dtype=bfloat16", "model.residual_dtype=float32", "rollout={engine: sglang, dtype: fp8}")
+    loss, supervised = "loss.old_logprobs=actor", ("algorithm=sft", "placement={actor: 0-3}", "data.eval=null")
+    assert len(doubts_about(*keys, loss)) == 2
+    assert doubts_about(*supervised, *keys, loss) == []
+
+
 def test_checks_that_find_no_token_are_doubted() -> None:
     asynchronous = ("schedule.mode=asynchronous", "schedule.max_staleness=1", "checks.max_kl=0.1")
     assert doubts_about(*asynchronous) == []

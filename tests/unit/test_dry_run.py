@@ -183,9 +183,9 @@ def test_a_run_of_one_step_can_be_described():
     assert any("update[0]" in line for line in lines) and any("save_hf[1]" in line for line in lines)
 
 
-def rows_of(*overrides: str, model: str = str(WARMED_UP)) -> str:
+def rows_of(*overrides: str, model: str = str(WARMED_UP), config: str = "quickstart") -> str:
     """What is said of rows, its lines joined."""
-    text = describe_job(CONFIGS / "quickstart.yaml", [f"model.path={model}", *overrides], DryRunOptions(4, 4))
+    text = describe_job(CONFIGS / f"{config}.yaml", [f"model.path={model}", *overrides], DryRunOptions(4, 4))
     return " ".join(text.partition("\nRows\n")[2].split())
 
 
@@ -204,6 +204,22 @@ def test_rows_are_counted_by_source_and_reason_where_files_are_at_hand(tmp_path)
     assert "data.eval (nowhere): rows unknown: there is no file 'nowhere.jsonl'" in said
     without_tokenizer = rows_of(f"data.train.path={tmp_path}/good.jsonl", model="nowhere")
     assert without_tokenizer.startswith("data.train (good): rows unknown: model.path: there is no folder 'nowhere'")
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("skip", "1 rows; left out: 0 bad rows skipped, 0 prompts too long, 1 responses too long"),
+        ("cut", "2 rows; none left out; 1 of them with a response that is cut"),
+    ],
+)
+def test_rows_with_long_responses_are_counted(tmp_path, what, told):
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(f'{{"prompt": "1+1=", "response": "{response}"}}\n' for response in ("2", "2" * 90))
+    )
+    of_rows = f"data.train.path={tmp_path}/rows.jsonl", "data.max_response_tokens=8", f"data.on_long_row={what}"
+    said = rows_of(*of_rows, "rollout.sampling.max_response_tokens=1", config="quickstart_sft")
+    assert said.startswith(f"data.train (rows): {told}")
 
 
 def test_a_row_that_would_end_the_job_ends_the_dry_run(tmp_path):

@@ -148,6 +148,31 @@ def test_known_fields_with_values_that_cannot_be_obeyed(
     assert is_named(post(served, path, {**REQUESTS[path][1], **asked}), path, param)
 
 
+WEATHER = {"name": "weather", "parameters": {"type": "object", "properties": {}}}
+WITH_TOOLS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [USER], "tools": [{"type": "function", "function": WEATHER}]},
+    "/v1/responses": {"input": "hi", "tools": [{"type": "function", **WEATHER}]},
+    "/v1/messages": {
+        "messages": [USER],
+        "max_tokens": 5,
+        "tools": [{"name": "weather", "input_schema": WEATHER["parameters"]}],
+    },
+}
+
+
+def test_tools_that_the_template_does_not_write_are_refused_in_sessions_too() -> None:
+    with endpoint(lambda text: "yes", chat_template="{% for m in messages %}{{ m.content }}{% endfor %}") as served:
+        session = served.server.open_session()
+        for path, asked in WITH_TOOLS.items():
+            for before in ("", f"/sessions/{session.id}"):
+                answer = post(served, f"{before}{path}", asked)
+                assert is_named(answer, path, "tools"), answer.text
+                assert "does not write the tools that it is given" in answer.text
+                assert post(served, f"{before}{path}", {**asked, "tools": []}).status_code == 200
+        counted = {key: value for key, value in WITH_TOOLS["/v1/messages"].items() if key != "max_tokens"}
+        assert is_named(post(served, "/v1/messages/count_tokens", counted), "/v1/messages", "tools")
+
+
 def test_threads_are_refused_in_the_words_that_anthropics_client_knows(served: Endpoint) -> None:
     client = anthropic.Anthropic(base_url=served.url, api_key=OWNER, max_retries=0)
     with pytest.raises(anthropic.BadRequestError) as refused:

@@ -260,6 +260,22 @@ def test_garbage_gets_an_answer_that_says_what_is_wrong() -> None:
         assert len(served.engine.log) == 1
 
 
+def test_ids_that_the_model_may_draw_are_taken_and_no_others() -> None:
+    """Models have more embeddings than their tokenizers have tokens, or fewer where tokens were added."""
+    for vocab_size, status in ((300, 200), (299, 400)):
+        with endpoint(lambda text: "yes", vocab_size=vocab_size) as served:
+            client = Client(served)
+            assert client.http.post("/v1/completions", json={"prompt": [1, 299]}).status_code == status
+            asked = {"input_ids": [1, 299], "sampling_params": {"max_new_tokens": 2}}
+            assert client.http.post("/generate", json=asked).status_code == status
+            assert client.http.post("/v1/completions", json={"prompt": [1, -1]}).status_code == 400
+    with endpoint(lambda text: "yes", vocab_size=256) as served:  # the template's own tokens are 256 and 257
+        client = Client(served)
+        refused = client.chat(user("a"))
+        assert refused.status_code == 400 and "the token id 256" in refused.json()["error"]["message"]
+        assert client.http.post("/v1/completions", json={"prompt": "a"}).status_code == 200
+
+
 def test_a_request_that_never_ends_holds_up_nobody() -> None:
     with endpoint(say) as served:
         client = Client(served)

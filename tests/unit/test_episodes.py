@@ -149,7 +149,7 @@ class Letters:
         return Action(" ".join(map(str, turn)), truncated=truncated)
 
 
-LIMITS = TurnLimits(max_turns=6, max_prompt_tokens=10, max_response_tokens=60, max_context_tokens=70)
+LIMITS = TurnLimits(max_turns=6, max_prompt_tokens=10, max_response_tokens=60, max_context_tokens=70, vocab_size=1000)
 
 
 def wait_for(come: Callable[[], bool | None], what: str) -> None:
@@ -314,6 +314,19 @@ def test_an_environment_may_ask_for_a_number_of_tokens_alone(wanted):
         return
     assert answer == Answer(0, Status.FAILED)
     with pytest.raises(EpisodeError, match="max_new_tokens = .*expected a whole number, at least 1"):
+        episodes.metrics()
+
+
+@pytest.mark.parametrize("shown", [TokenIds((1, 1000)), TokenIds((-1,)), "b"], ids=str)
+def test_an_observation_with_an_id_that_the_model_does_not_have_fails_its_episode(shown):
+    environments = SilentEnvironments()
+    limits = replace(LIMITS, vocab_size=11)  # "a" is token 10
+    episodes = EnvironmentEpisodes([environments], Letters(), limits, lambda row: {}, wait_for)
+    samples = [Sample(number, (), seed=0) for number in range(2)]
+    episodes.begin(SampleGroup(0, 7, (*samples,)), samples)
+    environments.pending = [Event(0, shown), Event(1, "a")]
+    assert episodes.answers(engine_is_idle=True) == [Answer(0, Status.FAILED), Answer(1, Status.PENDING, (10,))]
+    with pytest.raises(EpisodeError, match=r"the token id (1000|-1|11), and the model has ids 0 to 10"):
         episodes.metrics()
 
 

@@ -67,6 +67,8 @@ class LastToken:
     def decode(self, tokens: list[int]) -> str:
         return str(tokens[-1])
 
+    spelled = decode
+
 
 def config_of(**evaluation: Any) -> Config:
     return make_config(evaluation={"sets": [HARD], **evaluation}, placement={"actor": 0, "rollout,reward": "1-2"})

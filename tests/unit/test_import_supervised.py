@@ -38,6 +38,7 @@ def test_conversations_are_learnt_from_their_last_turn(tmp_path: Path) -> None:
     assert config.actor.micro_batch_tokens == 2 * 2048 and config.loss.normalization == "token_mean"
     assert (config.actor.parallel.tp, config.actor.parallel.pp) == (2, 2), "SkyRL's default"
     assert (config.actor.optimizer.beta2, config.actor.optimizer.warmup_steps) == (0.999, 3)
+    assert config.data.max_response_tokens == 2048 and "rollout" not in config.model_fields_set
     assert config.checkpoint.resume == "none" and config.placement == {"actor": "0-3"}
 
 
@@ -68,6 +69,7 @@ def test_verls_counts_epochs_by_their_steps(more: str, interval: int, tmp_path: 
     assert (config.algorithm, config.steps, config.checkpoint.save_interval) == ("sft", 3 * (1000 // 64), interval)
     assert config.placement == {"actor": "0-3"} and config.actor.parallel.tp == 2
     assert config.actor.micro_batch_tokens == 2048 and config.data.train.response_key is None
+    assert config.data.max_response_tokens == 1024 and "rollout" not in config.model_fields_set
 
 
 @pytest.mark.parametrize(

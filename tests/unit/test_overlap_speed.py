@@ -129,7 +129,7 @@ def seconds(shape: Shape, *, overlaps: bool) -> float:
     """Until all groups are done."""
     engine = SteppingEngine(shape)
     environments = SleepingEnvironments(engine)
-    limits = TurnLimits(1000, 10, 10**6, 10**6)
+    limits = TurnLimits(1000, 10, 10**6, 10**6, vocab_size=10**6)
     wait_for = None  # nobody saves these
     episodes = EnvironmentEpisodes([environments], Nothing(), limits, lambda row: {}, wait_for, overlaps=overlaps)
 

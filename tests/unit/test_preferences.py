@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -31,7 +31,13 @@ def said(*texts: str) -> list[dict[str, str]]:
 
 
 def preferences(
-    folder: Path, *rows: dict[str, Any], template: bool = False, limit: int = 100, num_eval: int = 0, **columns: Any
+    folder: Path,
+    *rows: dict[str, Any],
+    template: bool = False,
+    limit: int | None = None,
+    on_long_row: Literal["skip", "cut", "refuse"] = "cut",
+    num_eval: int = 0,
+    **columns: Any,
 ) -> Preferences:
     byte_tokenizer(TEMPLATE if template else None).save_pretrained(folder / "model")
     path = folder / "rows.jsonl"
@@ -44,8 +50,9 @@ def preferences(
             steps=1,
             placement={"actor,reference": 0},
             model=schema.Model(path=str(folder / "model")),
-            data=schema.Data(train=file, eval=held_out, shuffle=False),
-            rollout=schema.Rollout(sampling=schema.Sampling(max_response_tokens=limit)),
+            data=schema.Data(
+                train=file, eval=held_out, shuffle=False, max_response_tokens=limit, on_long_row=on_long_row
+            ),
             batch=schema.Batch(prompts_per_step=len(rows)),
         )
     )

@@ -57,6 +57,15 @@ def test_what_cannot_be_written_is_said_with_its_key(tmp_path: Path, monkeypatch
     assert "--shm-size" in next(disks.problems_of_shared_memory())
 
 
+def test_memory_for_servers_is_asked_for_where_their_role_is_placed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(statements, "problems_of_shared_memory", lambda: ["too little"])
+    served = load_config(REPOSITORY / "configs/quickstart.yaml", ["rollout.engine=sglang"])
+    trained = served.model_copy(update={"placement": {"actor": 0}})
+    with open_store() as store:
+        found = [statements.of_machine(config, world_of(0, store), {}).problems for config in (served, trained)]
+    assert found == [["too little"], []]
+
+
 def test_code_and_config_are_compared_key_by_key(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("x = 1")
     before = statements.digest_of_code(tmp_path)

@@ -433,6 +433,8 @@ class TestPage:
 
     def test_long_texts_are_cut_and_messages_are_shown_as_json(self) -> None:
         shown = page.shortened({"response": "x" * 9000, "prompt": [{"role": "user"}], "reward": None, "other": 1})
+        rendered = page.shortened({"prompt": "a", "rendered_prompt": "<user>" + "a" * 9000})["rendered_prompt"]
+        assert rendered.startswith("<user>aa") and len(rendered) < 9000
         assert shown == {"response": "x" * 8000 + "… (1000 more characters)", "prompt": '[{"role": "user"}]'}
 
     def test_a_conversation_is_shown_turn_by_turn(self) -> None:

@@ -25,7 +25,7 @@ from rltrain.data.index_making import IndexFolder
 from rltrain.data.indexed_rows import IndexedRows
 from rltrain.data.json_lines import count_lines
 from rltrain.data.prompt_stream import prompt_order
-from rltrain.data.prompts import PromptDataset, load_prompts
+from rltrain.data.prompts import Needs, PromptDataset, load_prompts
 from rltrain.data.shared_work import SharedWork, WorkAlone
 from rltrain.data.tokenizer import PromptEncoder
 from rltrain.errors import DataError
@@ -49,12 +49,17 @@ tokenizer = cache(byte_tokenizer)
 
 
 def load(
-    file: schema.PromptFile, folder: Path | None, work: SharedWork | None = None, template: Any = None, **data: Any
+    file: schema.PromptFile,
+    folder: Path | None,
+    work: SharedWork | None = None,
+    template: Any = None,
+    needs: Needs = "label",
+    **data: Any,
 ) -> PromptDataset:
     section = schema.Data(train=file, **data)
     encoder = PromptEncoder(tokenizer(template), section)
     indexes = None if folder is None else IndexFolder(folder, work or WorkAlone())
-    return load_prompts(file, section, encoder, needs="label", config_key="data.train", indexes=indexes)
+    return load_prompts(file, section, encoder, needs=needs, config_key="data.train", indexes=indexes)
 
 
 def told(file: schema.PromptFile, folder: Path | None, **data: Any) -> Any:
@@ -66,6 +71,22 @@ def told(file: schema.PromptFile, folder: Path | None, **data: Any) -> Any:
     assert all(isinstance(rows, IndexedRows) == (folder is not None) for rows in dataset.rows_of_sources)
     difficulties = [source.difficulties.tolist() for source in dataset.sources]
     return [*dataset.rows], [source.dropped for source in dataset.sources], difficulties
+
+
+@pytest.mark.parametrize("what", ["skip", "cut", "refuse"])
+def test_rows_with_long_responses_are_told_apart_as_in_held_files(tmp_path: Path, what: str) -> None:
+    rows = [{"prompt": "p", "response": "r" * number} for number in range(1, 12)]
+    file = schema.PromptFile(path=str(jsonl(tmp_path, *rows)))
+    limits: dict[str, Any] = {"needs": "response", "on_long_row": what}
+    for limit, num_long in ((6, 6), (7, 5)):  # another limit has an index of its own
+        found, held = (told(file, folder, max_response_tokens=limit, **limits) for folder in (tmp_path, None))
+        assert found == held
+        if what == "refuse":
+            assert f"rows.jsonl:{limit}: in the row the response has {limit + 1} tokens" in found
+        else:
+            kept, (dropped,), _ = found
+            assert (dropped.num_long, dropped.num_cut) == ((num_long, 0) if what == "skip" else (0, num_long))
+            assert len(kept) == 11 - dropped.num_long
 
 
 PROMPTS = st.one_of(st.text(max_size=12), st.just([{"role": "user", "content": "é"}]), st.none(), st.just("x" * 5000))

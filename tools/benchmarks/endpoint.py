@@ -111,9 +111,8 @@ def through_the_endpoint(server: EndpointServer, token: str) -> float:
 def serving(engine: EmbeddedEngine, sampling: SamplingParams, folder: Path) -> tuple[EndpointServer, Any]:
     tokenizer, mailbox = load_tokenizer(folder), EngineMailbox(1024)
     rules = SamplingRules(sampling, "override")
-    server = EndpointServer(
-        mailbox, tokenizer, EndpointSettings(rules, Limits(CONTEXT_TOKENS), "model", "sk-benchmark")
-    )
+    limits = Limits(CONTEXT_TOKENS, len(tokenizer))
+    server = EndpointServer(mailbox, tokenizer, EndpointSettings(rules, limits, "model", "sk-benchmark"))
     stopping = threading.Event()
     feed = EngineFeed(engine, TextDecoder(tokenizer), mailbox)
     steps = JobThread(target=draw_turns, args=(feed, stopping))

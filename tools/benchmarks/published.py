@@ -136,12 +136,12 @@ def tokens_per_s(run: PreTraining) -> float:
             "steps": 10,
             "placement": {"actor": "all"},
             "model": {"path": run.name},
-            "data": {"train": {"path": "-"}, "max_prompt_tokens": 1},
-            "actor": {"parallel": run.training, "micro_batch_tokens": run.micro_batch * SEQUENCE_TOKENS},
-            "rollout": {
-                "sampling": {"max_response_tokens": SEQUENCE_TOKENS - 1},
-                "max_context_tokens": SEQUENCE_TOKENS,
+            "data": {
+                "train": {"path": "-"},
+                "max_prompt_tokens": 1,
+                "max_response_tokens": SEQUENCE_TOKENS - 1,
             },
+            "actor": {"parallel": run.training, "micro_batch_tokens": run.micro_batch * SEQUENCE_TOKENS},
             "batch": {"prompts_per_step": run.samples, "samples_per_prompt": 1, "mini_batches": 1},
         }
     )

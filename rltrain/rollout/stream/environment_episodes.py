@@ -54,6 +54,8 @@ class TurnLimits:
     max_response_tokens: int
     """Of all turns together, with what was observed between them."""
     max_context_tokens: int
+    vocab_size: int
+    """Of the model, which has embeddings for the ids below it."""
 
     def has_room(self, sample: Sample, num_observed: int) -> bool:
         """Whether another token could be drawn after so many were observed."""
@@ -239,6 +241,8 @@ class EnvironmentEpisodes:
         if event.failure is not None:
             return Answer(sample.id, Status.FAILED)
         if event.trajectories:
+            for told in event.trajectories:
+                self._refuse_unknown_ids(told.ids)
             known = [*self._closed.get(event.episode, ()), sample]
             return told_trajectories(sample, known, event.trajectories)
         if event.done:
@@ -252,6 +256,7 @@ class EnvironmentEpisodes:
         return self._next_turn(sample, tokens, event.reward)
 
     def _next_turn(self, sample: Sample, tokens: tuple[int, ...], reward: float, limit: int | None = None) -> Answer:
+        self._refuse_unknown_ids(tokens)
         if len(sample.turns) >= self.limits.max_turns or not self.limits.has_room(sample, len(tokens)):
             return Answer(sample.id, Status.TRUNCATED, reward=reward)
         return Answer(sample.id, tokens=tokens, reward=reward, max_turn_tokens=limit)
@@ -270,7 +275,18 @@ class EnvironmentEpisodes:
                 f"it begins with {len(prompt)} tokens, with the tools that it is told of; expected 1 to "
                 f"{self.limits.max_prompt_tokens} (data.max_prompt_tokens)"
             )
+        self._refuse_unknown_ids(prompt)
         return Answer(sample.id, Status.PENDING, prompt, max_turn_tokens=limit)
+
+    def _refuse_unknown_ids(self, tokens: Sequence[int]) -> None:
+        """Raises Unusable for an id that the model has no embedding for."""
+        vocab_size = self.limits.vocab_size
+        unknown = next((token for token in tokens if not 0 <= token < vocab_size), None)
+        if unknown is not None:
+            raise Unusable(
+                f"its context has the token id {unknown}, and the model has ids 0 to {vocab_size - 1}; expected a "
+                "model whose embeddings were resized when tokens were added to its tokenizer"
+            )
 
     def _turn_limit(self, wanted: object) -> int | None:
         """Returns the limit of tokens that an environment asks for. Raises Unusable if it is no number of tokens."""
@@ -289,6 +305,7 @@ class EnvironmentEpisodes:
         context = sample.context
         if wanted.ids[: len(context)] == context:
             return self._next_turn(sample, wanted.ids[len(context) :], event.reward, limit)
+        self._refuse_unknown_ids(wanted.ids)
         self._closed.setdefault(event.episode, []).append(sample)
         if len(wanted.ids) >= self.limits.max_context_tokens:
             return Answer(sample.id, Status.TRUNCATED, reward=event.reward)

@@ -324,7 +324,8 @@ function startSamples(samples) {
     const [low, high] = [sample.policy_version_min, sample.policy_version_max];
     if (low !== undefined) element("span", top, low === high || high === undefined ? "policy " + low : `policy ${low} to ${high}`);
     const said = sample.turns ?? [["response", sample.response]];
-    for (const [who, text] of [["prompt", sample.prompt], ...said, ["label", sample.label]])
+    const prompts = [["prompt", sample.prompt], ["prompt as the model is shown it", sample.rendered_prompt]];
+    for (const [who, text] of [...prompts, ...said, ["label", sample.label]])
       if (text !== undefined) { element("h3", made, who); element("pre", made, text); }
   }
   let shown = PAGE;

@@ -26,7 +26,7 @@ OF_ALL = (
     "policy_version_min",
     "policy_version_max",
 )
-SAMPLE_KEYS = (*OF_ALL, "set")
+SAMPLE_KEYS = (*OF_ALL, "set", "rendered_prompt")
 
 _FOLDER = Path(__file__).parent
 _KIND_NUMBERS = {kind: i for i, kind in enumerate(COLOURS)}
@@ -90,7 +90,7 @@ def chosen_samples(samples: Sequence[Record], max_samples: int = MAX_SAMPLES) ->
 def shortened(sample: Record) -> Record:
     """What the page shows of a sample, its texts cut at MAX_CHARACTERS."""
     shown: Record = {key: sample[key] for key in SAMPLE_KEYS if sample.get(key) is not None}
-    for key in ("prompt", "response", "label"):
+    for key in ("prompt", "rendered_prompt", "response", "label"):
         if key in shown:
             shown[key] = _cut(shown[key] if isinstance(shown[key], str) else json.dumps(shown[key], ensure_ascii=False))
     if sample.get("turns"):
