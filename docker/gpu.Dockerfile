@@ -7,7 +7,7 @@
 # To pin the base: --build-arg BASE=nvidia/cuda@sha256:DIGEST
 ARG BASE=nvidia/cuda:13.0.2-cudnn-devel-ubuntu24.04
 FROM ${BASE}
-ARG TORCH=2.11.0
+ARG TORCH=2.14.1
 ARG CUDA_ARCHITECTURES="80;90a;100a"
 
 RUN apt-get update \

@@ -4,7 +4,7 @@
 #   prepare_environment dev     what the tests need as well
 #
 # It makes .venv and installs into it the versions of launch/constraints-cpu.txt; when that is done already it takes
-# no time. With RLTRAIN_PYTHON=/path/to/python (one with a CUDA build of torch, say) that interpreter is used as it is
+# no time. tests/versions.sh sets other folders, Pythons and versions ($environment, $base_python, $constraints). With RLTRAIN_PYTHON=/path/to/python (one with a CUDA build of torch, say) that interpreter is used as it is
 # and nothing is installed.
 #
 # `prepare_sglang` sets $sglang_python in the same way: the SGLang of launch/constraints-sglang.txt in .venv-sglang, or
@@ -25,12 +25,12 @@ prepare_environment() {
     _use_interpreter "$RLTRAIN_PYTHON"
     return
   fi
-  local venv=$REPOSITORY/.venv stamp
+  local venv=${environment:-$REPOSITORY/.venv} stamp
   python=$venv/bin/python
   stamp=$venv/.installed-${extra:-run}-$(_requirements_digest)
   if [[ -e $stamp && -x $python ]]; then return; fi
   if command -v nvidia-smi >/dev/null; then
-    echo "note: .venv gets the CPU build of torch; to train on this machine's GPUs set RLTRAIN_PYTHON"
+    echo "note: .venv may get a CPU build of torch; to train on this machine's GPUs set RLTRAIN_PYTHON"
   fi
   if ! "$python" -m pip --version >/dev/null 2>&1; then _step "create .venv" _create_venv "$venv"; fi
   _refuse_foreign_torch "$venv"
@@ -110,13 +110,20 @@ _requirements_digest() {
   echo "${digest%% *}"
 }
 
-_torch_pin() { grep '^torch==' "$REPOSITORY/launch/constraints-cpu.txt"; }
+# The version of torch for the Python in $python.
+_torch_pin() {
+  local which=">="
+  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 12))' || which="<"
+  sed -nE "s/^(torch==[^; ]*)(; python_version $which \"3\.12\")?$/\1/p" "$(_constraints)"
+}
 
-_pip() { "$python" -m pip install -qq --constraint "$REPOSITORY/launch/constraints-cpu.txt" "$@"; }
+_constraints() { echo "${constraints:-$REPOSITORY/launch/constraints-cpu.txt}"; }
+
+_pip() { "$python" -m pip install -qq --constraint "$(_constraints)" "$@"; }
 
 _create_venv() {
   local candidate
-  for candidate in python3 python3.13 python3.12 python3.11; do
+  for candidate in ${base_python:-python3 python3.13 python3.12 python3.11}; do
     if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
       "$candidate" -m venv "$1" || fail "$candidate -m venv failed; on Debian and Ubuntu install the package python3-venv"
       return
@@ -131,7 +138,7 @@ _refuse_foreign_torch() {
   found=$("$python" -c 'from importlib.metadata import distributions as d
 print(*(x.version for x in d() if x.name == "torch"))')
   if [[ -n $found && torch==${found%%+*} != "$(_torch_pin)" ]]; then
-    fail ".venv holds torch $found, not $(_torch_pin): set RLTRAIN_PYTHON=$python to use it as it is, or move .venv away"
+    fail "$1 holds torch $found, not $(_torch_pin): set RLTRAIN_PYTHON=$python to use it as it is, or move $1 away"
   fi
 }
 

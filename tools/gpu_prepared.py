@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-import re
 import shutil
 import signal
 import subprocess
@@ -51,7 +50,7 @@ def prepare(folder: Path, python: str, most_bytes: int = MOST_BYTES) -> int:
         return refuse(f"--prepare: {folder} is not empty; name a folder that is new")
     wheels = folder / "wheels"
     wheels.mkdir(parents=True)
-    versions = pinned(WHEELS)
+    versions = pinned(WHEELS, python)
     target = [*("--python-version", python), *("--implementation", "cp"), "--only-binary=:all:"]
     target += [word for name in PLATFORMS for word in ("--platform", name)]
     pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
@@ -81,16 +80,18 @@ def prepare(folder: Path, python: str, most_bytes: int = MOST_BYTES) -> int:
     return 0
 
 
-def pinned(names: Sequence[str]) -> list[str]:
-    """Returns NAME==VERSION as launch/constraints-cpu.txt has them."""
+def pinned(names: Sequence[str], python: str) -> list[str]:
+    """Returns NAME==VERSION as launch/constraints-cpu.txt has them for a version of Python."""
+    from packaging.requirements import Requirement  # not on every machine that only runs what was prepared
+    from packaging.utils import canonicalize_name
+
+    lines = (line.partition("#")[0].strip() for line in (REPOSITORY / "launch/constraints-cpu.txt").open())
     known = {
-        re.sub("[-_.]+", "-", name).lower(): f"{name}=={version}"
-        for name, _, version in (
-            line.strip().partition("==") for line in (REPOSITORY / "launch/constraints-cpu.txt").open()
-        )
-        if version
+        canonicalize_name(pin.name): f"{pin.name}{pin.specifier}"
+        for pin in (Requirement(line) for line in lines if line)
+        if pin.marker is None or pin.marker.evaluate({"python_version": python})
     }
-    return [known[re.sub("[-_.]+", "-", name).lower()] for name in names]
+    return [known[canonicalize_name(name)] for name in names]
 
 
 def fits(wheel: str, python: str) -> bool:

@@ -161,9 +161,11 @@ def test_wheels_are_those_of_the_other_python(wheel: str, fits: bool) -> None:
 def test_prepared_versions_are_the_pinned_ones_and_the_folder_is_new(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pinned = gpu_prepared.pinned(gpu_prepared.WHEELS)
-    constraints = (REPOSITORY / "launch/constraints-cpu.txt").read_text().splitlines()
-    assert len(pinned) == len(gpu_prepared.WHEELS) and set(pinned) <= set(constraints)
+    pinned = gpu_prepared.pinned(gpu_prepared.WHEELS, "3.12")
+    lines = (REPOSITORY / "launch/constraints-cpu.txt").read_text().splitlines()
+    constraints = {line.partition(";")[0] for line in lines}
+    assert len(pinned) == len(gpu_prepared.WHEELS) and set(pinned) <= constraints
+    assert set(pinned) != set(gpu_prepared.pinned(gpu_prepared.WHEELS, "3.11")), "newer Megatron for newer Python"
     (tmp_path / "old").touch()
     assert gpu_prepared.prepare(tmp_path, "3.12") == 2
     assert "is not empty" in capsys.readouterr().err
