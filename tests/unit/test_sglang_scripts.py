@@ -143,12 +143,18 @@ OF_CI_FILES = (
 )
 
 
-def run_ci(environment: dict[str, str], folder: Path) -> tuple[subprocess.CompletedProcess[str], list[list[str]]]:
-    """(.ci/run, what it gave to pytest each time). It runs in a copy of the repository, whose runs/ it writes to."""
+def run_ci(
+    environment: dict[str, str], folder: Path, versions: str = "exit 0"
+) -> tuple[subprocess.CompletedProcess[str], list[list[str]]]:
+    """Returns (.ci/run, what it gave to pytest each time). It runs in a copy of the repository, whose runs/ it writes to.
+
+    `versions` is what tests/versions.sh does there.
+    """
     for name in OF_CI_FILES:
         target = folder / "copy" / name
         target.parent.mkdir(parents=True, exist_ok=True)
         (shutil.copytree if (REPOSITORY / name).is_dir() else shutil.copy)(REPOSITORY / name, target)
+    (folder / "copy/tests/versions.sh").write_text(f"{versions}\n")
     done = run(environment, ".ci/run", cwd=folder / "copy")
     notes = [note["arguments"] for note in started(environment)]
     tested = [arguments[len(PYTEST) :] for arguments in notes if arguments[: len(PYTEST)] == PYTEST]
@@ -168,6 +174,22 @@ def test_ci_says_where_sglang_cannot_be_installed(environment: dict[str, str], t
     assert done.returncode == 0, done.stderr
     assert [arguments for arguments in tested if arguments != WITH_SLURM] == [[], *OF_CI]
     assert re.search(r"has no sglang.*\nthe tests with SGLang were not run", done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("versions", "status", "said"),
+    [
+        ("exit 3", 0, "the numeric tests with the newest Megatron were not run"),
+        ("[[ $2 == --prepare ]]", 1, "failed: numeric tests with the newest Megatron"),
+        ('echo "versions.sh $*"', 0, "versions.sh newest --numeric"),
+    ],
+)
+def test_ci_runs_numeric_tests_with_the_newest_megatron_where_it_can_be_had(
+    environment: dict[str, str], tmp_path: Path, versions: str, status: int, said: str
+) -> None:
+    done, _ = run_ci(with_sglang_python(environment, tmp_path, installed=True), tmp_path, versions)
+    assert done.returncode == status
+    assert said in done.stdout + done.stderr
 
 
 def test_ci_runs_everything_and_names_what_failed(environment: dict[str, str], tmp_path: Path) -> None:
