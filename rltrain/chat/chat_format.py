@@ -84,9 +84,7 @@ class ChatFormat:
         following = self.template.encode(self.following(messages))
         return tuple(self.end.missing(turn, following))
 
-    def message_of(
-        self, turn: Sequence[int], *, mark: int | str = 0, taken_ids: Collection[str] = ()
-    ) -> AssistantTurn:
+    def message_of(self, turn: Sequence[int], *, mark: int | str = 0, taken_ids: Collection[str] = ()) -> AssistantTurn:
         """What `turn` says. Never raises: what cannot be understood stays text.
 
         Calls of equal turns get other ids where their `mark` differs, such as the turn's position. No call gets one of

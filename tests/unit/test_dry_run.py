@@ -215,7 +215,10 @@ def test_a_row_that_would_end_the_job_ends_the_dry_run(tmp_path):
 def test_a_column_that_the_config_names_and_rows_lack_ends_the_dry_run(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "1+1=", "label": "2", "kind": "math", "level": 1}\n' * 2)
-    teachers = [f"teacher.path={{math: {WARMED_UP}, code: {WARMED_UP}}}", "placement={'actor, teacher': 0-1, 'rollout, reward': 2-3}"]
+    teachers = [
+        f"teacher.path={{math: {WARMED_UP}, code: {WARMED_UP}}}",
+        "placement={'actor, teacher': 0-1, 'rollout, reward': 2-3}",
+    ]
     given = [f"data.train.path={rows}", "data.eval=null", "algorithm=distillation", "loss.kl.coef=0", *teachers]
     with pytest.raises(DataError, match=r"has no column 'teacher', which role teacher \(teacher.column\) takes"):
         rows_of(*given)
