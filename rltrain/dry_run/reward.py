@@ -14,6 +14,14 @@ from rltrain.rewards.locating import FORMS, found_command
 from rltrain.rewards.registry import BUILT_IN
 
 
+def refuse_missing_functions(config: Config) -> None:
+    """Raises ConfigError where the file of a placed reward or environment is not there or lacks its function."""
+    if "reward" in config.placed_roles:
+        describe_reward(config)
+    if "env" in config.placed_roles:
+        describe_environment(config)
+
+
 def describe_reward(config: Config) -> list[str]:
     """Returns a line for each function. Raises ConfigError where its file is not there or has no such function."""
     rewards = {"reward": config.reward}
