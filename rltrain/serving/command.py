@@ -160,11 +160,11 @@ def _example_text(tokenizer: "PreTrainedTokenizerBase") -> str:
     """Returns a text that the tokenizer writes whole: a greeting, or the first letters and digits that it has."""
     special = set(tokenizer.all_special_ids)
     spellings = (
-        tokenizer.decode([token]) for token in range(min(len(tokenizer), EXAMPLE_TOKENS)) if token not in special
+        str(tokenizer.decode([token])) for token in range(min(len(tokenizer), EXAMPLE_TOKENS)) if token not in special
     )
     own = "".join(text for text in spellings if text.isalnum())[:EXAMPLE_LETTERS]
     for text in (GREETING, own):
-        if text and text in tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]):
+        if text and text in str(tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"])):
             return text
     return GREETING
 
