@@ -2,15 +2,19 @@
 
 import functools
 import re
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rltrain.config.schema import Config
 from tests.unit.documented_commands import PAGES, REPOSITORY
 
 BLOCK = re.compile(r"^```(\S*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 NAMED = re.compile(r"`([\w/.]+\.(?:py|jsonl|json|yaml|sh))`")
+SPAN = re.compile(r"`([^`]+)`")
+SETTING = re.compile(r"(\w+)(?:(?:\.\w+)+(?:: |=)|: \{)(?!\.\.\.)")
 Values = dict[str, Any]
 
 BASE: Values = {"steps": 10, "model": {"path": "model"}, "data": {"train": {"path": "rows.jsonl"}}}
@@ -59,6 +63,20 @@ def examples_of(page: Path) -> list[Example]:
 
 
 EXAMPLES = [example for page in PAGES for example in examples_of(page)]
+
+
+def settings_of(page: Path) -> list[tuple[str, str]]:
+    """Returns the settings that a page's sentences quote, each with the page: `a.b: value`, `a.b=value`, `a: {...}`."""
+    spans = [span.replace("\n", " ") for span in SPAN.findall(BLOCK.sub("", page.read_text()))]
+    sections = Config.model_fields.keys()
+    name = page.relative_to(REPOSITORY).as_posix()
+    return [(name, span) for span in spans if (found := SETTING.match(span)) and found[1] in sections]
+
+
+def overrides_of(setting: str) -> list[str]:
+    """Returns the setting as a command takes it."""
+    key, separator, value = setting.partition(": ")
+    return [f"{key}={value}"] if separator and "=" not in key else shlex.split(setting)
 
 
 def of_language(language: str) -> list[Example]:

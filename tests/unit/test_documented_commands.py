@@ -146,6 +146,8 @@ def check_config(values: argparse.Namespace, command: Command, folder: Path) -> 
     options: dict[str, Any] = {"world_size": world[0], "ranks_per_node": world[1]}
     if getattr(values, "dry_run", False):
         options = {name: value for name, value in vars(values).items() if name not in OF_EVERY_CALL}
+    if config == QUICKSTART:
+        options["world_size"] = max(options.get("world_size", 0), 4)
     with contextlib.chdir(folder):
         describe_job(REPOSITORY / config, overrides, DryRunOptions(**options))
 

@@ -1,6 +1,7 @@
 """Every example of README.md and docs/ works as it stands: configs are dry-run, programs are run, rows are read."""
 
 import asyncio
+import copy
 import json
 import runpy
 import sys
@@ -21,7 +22,17 @@ from rltrain.errors import UserError
 from rltrain.estimate.hardware import gpu_named
 from rltrain.sandbox.means import means
 from tests.talking_engine import byte_tokenizer, endpoint
-from tests.unit.documented_examples import EXAMPLES, Example, configs_of, of_language, write_files
+from tests.unit.documented_commands import PAGES
+from tests.unit.documented_examples import (
+    BASE,
+    EXAMPLES,
+    Example,
+    configs_of,
+    of_language,
+    overrides_of,
+    settings_of,
+    write_files,
+)
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 WORLDS = (8, 16)
@@ -103,6 +114,25 @@ def test_a_config_that_is_refused_is_found(text: str, expected: str, folder: Pat
         check(Example("README.md", 0, "yaml", text, ""))
 
 
+SETTINGS = [one for page in PAGES if page.parent.name != "coming_from" for one in settings_of(page)]
+"""The pages of coming_from/ quote settings of other trainers beside ours."""
+STANDS_FOR_VALUES = {
+    "checks: {max_logprob_diff: ..., max_kl: ...}": "leaves out numbers",
+    "advantages.overlong_penalty: {buffer_tokens: B, factor: f}": "letters for numbers",
+    "preference.center_coef: c": "a letter for a number",
+    "loss.kl.adaptive: {target, horizon}": "names of keys",
+    "reward.functions: [{function, weight, name}]": "names of keys",
+}
+
+
+@pytest.mark.parametrize(("page", "setting"), [one for one in SETTINGS if one[1] not in STANDS_FOR_VALUES])
+def test_a_setting_in_a_sentence_is_one(page: str, setting: str) -> None:
+    source = Source(copy.deepcopy({**BASE, "placement": {"actor": 0}}), page)
+    for override in overrides_of(setting):
+        source.override(override)
+    validated(source)
+
+
 @pytest.mark.parametrize("example", of_language("json"), ids=lambda example: example.title)
 def test_rows_are_json(example: Example) -> None:
     assert all(isinstance(json.loads(line), dict) for line in example.text.splitlines())
@@ -133,6 +163,10 @@ def test_the_agent_of_the_page_is_an_episode(folder: Path) -> None:
         (result,) = asyncio.run(agent.reset([{**ROW, SESSION: session}], [0]))
         assert isinstance(result, StepResult) and (result.reward, result.info["rewarded"]) == (1.0, 1.0)
         assert len(served.record(opened.id).trajectories) == 1
+
+
+def test_what_stands_for_values_is_on_a_page() -> None:
+    assert STANDS_FOR_VALUES.keys() <= {setting for _, setting in SETTINGS} and len(SETTINGS) > 50
 
 
 def test_every_block_is_of_a_known_kind() -> None:
