@@ -60,6 +60,7 @@ def check_job(path: Path, overrides: Sequence[str], worlds: Sequence[tuple[int, 
     """UserError for what a config can be in none of `worlds`, pairs of their ranks and those of a node. What needs
     weights, a GPU or the hub is left to the ranks."""
     from rltrain.config.loader import load_config
+    from rltrain.dry_run.reward import refuse_missing_functions
     from rltrain.hub import repositories_of
     from rltrain.legality.config import check_config
     from rltrain.legality.placed import place_config
@@ -67,6 +68,7 @@ def check_job(path: Path, overrides: Sequence[str], worlds: Sequence[tuple[int, 
 
     config = load_config(path, overrides)
     check_config(config)
+    refuse_missing_functions(config)
     reads_models = not repositories_of(config) and are_quickly_read(config)
     refusals: list[UserError] = []
     for world_size, ranks_per_node in worlds:

@@ -1,8 +1,9 @@
 """What a turn of the model says: its text, its reasoning and the tools that it calls."""
 
 import hashlib
+import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 REASONING_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 ID_LETTERS = 9
 """Mistral's templates take no other length."""
+ID_FORM = re.compile(rf"[A-Za-z0-9]{{{ID_LETTERS}}}")
 
 
 @dataclass(frozen=True)
@@ -113,8 +115,20 @@ class Reasoning:
         return text.strip().removeprefix(self.opening).removesuffix(self.closing).strip("\n")
 
 
-def with_ids(calls: Sequence[ToolCall], turn: Sequence[int], position: int) -> tuple[ToolCall, ...]:
-    """Calls whose ids are made of the turn and its position, where the model gave none. Equal turns get equal ids."""
-    digest = hashlib.sha256(repr((tuple(turn), position)).encode()).hexdigest()
-    made = [hashlib.sha256(f"{digest}{number}".encode()).hexdigest()[:ID_LETTERS] for number in range(len(calls))]
-    return tuple(call if call.id else replace(call, id=id) for call, id in zip(calls, made, strict=True))
+def with_ids(
+    calls: Sequence[ToolCall], turn: Sequence[int], mark: int | str, taken: Collection[str] = ()
+) -> tuple[ToolCall, ...]:
+    """Returns the calls, each with an id that no other has and that every template takes.
+
+    An id that the model wrote is kept where it is one of these. The others are made of the turn and its mark, so equal
+    turns with equal marks get equal ids. `taken` are ids of earlier calls.
+    """
+    digest = hashlib.sha256(repr((tuple(turn), mark)).encode()).hexdigest()
+    made = (hashlib.sha256(f"{digest}{number}".encode()).hexdigest()[:ID_LETTERS] for number in itertools.count())
+    used, named = set(taken), []
+    for call in calls:
+        is_usable = ID_FORM.fullmatch(call.id) is not None and call.id not in used
+        id = call.id if is_usable else next(id for id in made if id not in used)
+        used.add(id)
+        named.append(replace(call, id=id))
+    return tuple(named)

@@ -88,10 +88,11 @@ class ChatFormat:
         following = self.template.encode(self.following(messages))
         return tuple(self.end.missing(turn, following))
 
-    def message_of(self, turn: Sequence[int], *, position: int = 0) -> AssistantTurn:
+    def message_of(self, turn: Sequence[int], *, mark: int | str = 0, taken_ids: Collection[str] = ()) -> AssistantTurn:
         """What `turn` says. Never raises: what cannot be understood stays text.
 
-        `position` among the turns of its conversation keeps apart the ids that calls of equal turns are given.
+        Calls of equal turns get other ids where their `mark` differs, such as the turn's position. No call gets one of
+        `taken_ids`.
         """
         ended = self.end.ended(turn)
         tokens = list(turn[:-1] if ended else turn)
@@ -110,7 +111,7 @@ class ChatFormat:
         return AssistantTurn(
             text=text,
             content=text if thought is None else content.lstrip("\n"),
-            tool_calls=with_ids(calls.calls, turn, position),
+            tool_calls=with_ids(calls.calls, turn, mark, taken_ids),
             reasoning=reasoning.inside(drawn.text[:answer]) if reasoning and thought is not None else None,
             malformed=bool(calls.malformed),
             ended=ended,

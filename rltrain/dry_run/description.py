@@ -19,7 +19,7 @@ from rltrain.dry_run.memory import describe_memory
 from rltrain.dry_run.options import DryRunOptions
 from rltrain.dry_run.proposals import describe_proposals
 from rltrain.dry_run.ranks import describe_ranks, rank_map
-from rltrain.dry_run.reward import describe_reward
+from rltrain.dry_run.reward import describe_environment, describe_reward
 from rltrain.dry_run.rows import describe_rows
 from rltrain.dry_run.sizes import seconds, size
 from rltrain.dry_run.steps import describe_mode, describe_order, describe_overlaps
@@ -81,6 +81,7 @@ def describe(config: Config, options: DryRunOptions) -> str:
         "Memory": describe_memory(steady, config, placement, guests, sharing),
         **(estimates(job, options) if job else unknown(config, "rollout" in grids)),
         "Rows": describe_rows(config, model_limits(architectures)),
+        **({"Environment": answers} if "env" in grids and (answers := describe_environment(config)) else {}),
         **({"Reward": reward} if (reward := describe_reward(config)) and "reward" in grids else {}),
     }
     of_models = doubts_about_models(config, architectures)

@@ -36,8 +36,8 @@ class Opening(Protocol):
         """(the turn that it goes on from, the tokens that follow its end); (None, all tokens) where it is a new one."""
         ...
 
-    def read(self, tokens: Sequence[int], stop: Sequence[str], position: int) -> Reply:
-        """What the turn's tokens say so far. `position` tells turns of one conversation apart."""
+    def read(self, tokens: Sequence[int], stop: Sequence[str], mark: str) -> Reply:
+        """What the turn's tokens say so far. No two turns have one `mark`."""
         ...
 
     def remember(self, history: History, end: TurnEnd, reply: Reply) -> None:
@@ -57,6 +57,12 @@ class ChatOpening:
     def keys(self) -> list[ChatKey]:
         return chat_keys(self.tools, self.messages)
 
+    @cached_property
+    def call_ids(self) -> frozenset[str]:
+        """The ids of the calls in the messages."""
+        calls = (call for message in self.messages for call in message.get("tool_calls") or ())
+        return frozenset(id for call in calls if isinstance(id := call.get("id"), str))
+
     def begin(self, history: History) -> tuple[TurnEnd | None, tuple[int, ...]]:
         end, count = history.after_messages(self.keys)
         if end is not None:
@@ -67,8 +73,8 @@ class ChatOpening:
         except DataError as error:
             raise invalid(str(error), "messages") from error
 
-    def read(self, tokens: Sequence[int], stop: Sequence[str], position: int) -> Reply:
-        said = self.format.message_of(tokens, position=position)
+    def read(self, tokens: Sequence[int], stop: Sequence[str], mark: str) -> Reply:
+        said = self.format.message_of(tokens, mark=mark, taken_ids=self.call_ids)
         text, found = cut_at(said.content, stop)
         return Reply(text, said.tool_calls, said.reasoning or "", found)
 
@@ -89,7 +95,7 @@ class TextOpening:
         end, length = history.after_text(self.text)
         return end, self.tokens.encode(self.text[length:], begins=end is None)
 
-    def read(self, tokens: Sequence[int], stop: Sequence[str], position: int) -> Reply:
+    def read(self, tokens: Sequence[int], stop: Sequence[str], mark: str) -> Reply:
         text, found = cut_at(self.tokens.decode(tokens), stop)
         return Reply(text, stop=found)
 
@@ -108,7 +114,7 @@ class IdsOpening:
         end, length = history.after_ids(self.ids)
         return end, self.ids[length:]
 
-    def read(self, tokens: Sequence[int], stop: Sequence[str], position: int) -> Reply:
+    def read(self, tokens: Sequence[int], stop: Sequence[str], mark: str) -> Reply:
         text, found = cut_at(self.tokens.decode(tokens), stop)
         return Reply(text, stop=found)
 

@@ -1,5 +1,6 @@
 """An episode as the endpoint sees it: requests of one client that go on from each other."""
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -75,6 +76,8 @@ class Session:
         """Not settled yet."""
         self._answers: OrderedDict[bytes, Answer] = OrderedDict()
         self._keys: dict[str, bytes] = {}
+        self._numbers = itertools.count()
+        """Of the answers."""
         self._num_turns = 0
         self._num_drawn_tokens = 0
 
@@ -92,6 +95,7 @@ class Session:
             opening,
             self._wanted(end, tokens, asked),
             end,
+            mark=f"{self._seed}.{next(self._numbers)}",
             settle=self._settle,
             repeat_within_s=self._limits.repeat_within_s if self.is_recorded else 0.0,
         )

@@ -22,6 +22,7 @@ EXIT_USER_ERROR = 2
 UNKNOWN_ROWS = Rows()
 SUFFIXES = (".sh", ".yaml", ".yml", ".json")
 """The first word of a command has none of these."""
+SHELLS = ("bash", "sh", "source", ".")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -80,6 +81,18 @@ def imported(
     return out
 
 
+def _named_file(source: Sequence[str]) -> str | None:
+    """Returns the file that a source is read from; None where it is a command of its own."""
+    first, *words = source
+    if len(first.split()) != 1:
+        return None
+    if Path(first).suffix in SUFFIXES or not words:
+        return first
+    if first not in SHELLS or "-c" in words:
+        return None
+    return next((word for word in words if not word.startswith("-")), None)
+
+
 def parsed(argv: Sequence[str]) -> argparse.Namespace:
     """Returns the options and the words of the source. Options may also follow a file; what comes after "--" is the
     script's."""
@@ -100,8 +113,8 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     if not arguments.source:
         made.error("expected a script, a YAML file or a command to import")
     file, *words = arguments.source
-    if Path(file).suffix in SUFFIXES and len(file.split()) == 1 and not Path(file).is_file():
-        made.error(f"there is no file {file}")
+    if (named := _named_file(arguments.source)) is not None and not Path(named).is_file():
+        made.error(f"there is no file {named} (relative paths start at {Path.cwd()})")
     if Path(file).is_file():
         end = words.index("--") if "--" in words else len(words)
         _, own = options.parse_known_args(words[:end], arguments)

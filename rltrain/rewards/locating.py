@@ -1,16 +1,21 @@
-"""Finds a function by what a config calls it: "file.py:function", "module:function" or "module.function"."""
+"""Finds what a config names: functions ("file.py:function", "module:function", "module.function"), files of commands.
+
+Relative paths start at the folder that the job was started in.
+"""
 
 import importlib
 import importlib.util
 import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from rltrain.errors import ConfigError
 
+INTERPRETERS = re.compile(r"python[\d.]*|(ba|da|z)?sh")
 FORMS = '"file.py:function", "module:function" or "module.function"'
 
 
@@ -31,6 +36,28 @@ def locate(name: str, config_key: str, *, shown: str | None = None, known: str =
         raise ConfigError(f"{config_key}: {shown!r}: {place} has no function {function_name!r}")
     found: Callable[..., Any] = function
     return found
+
+
+def found_command(command: Sequence[str], config_key: str) -> list[str]:
+    """Returns a command for another working directory: its files in this one are named by their whole paths.
+
+    Raises ConfigError where the script is not there that Python or a shell is to run.
+    """
+    words = [_found_word(word, number) for number, word in enumerate(command)]
+    if INTERPRETERS.fullmatch(Path(words[0]).name):
+        script = next((word for word in words[1:] if not word.startswith("-") or word in ("-c", "-m")), "")
+        if script.endswith((".py", ".sh")) and not Path(script).is_file():
+            raise ConfigError(
+                f"{config_key}: got {list(command)}: there is no file {script!r} (relative paths start at {Path.cwd()})"
+            )
+    return words
+
+
+def _found_word(word: str, number: int) -> str:
+    """A bare first word is a program, which is looked for in PATH. A bare later one may name a file, but no folder."""
+    path = Path(word).expanduser()
+    is_named = path.exists() if "/" in word else number > 0 and path.is_file()
+    return os.path.abspath(path) if is_named and not word.startswith("-") else word
 
 
 def source_file(name: str) -> Path | None:

@@ -1,14 +1,16 @@
 """The command line of launch/serve.py."""
 
 import argparse
+import json
 import logging
 import secrets
+import shlex
 import signal
 import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import ValidationError
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXIT_USER_ERROR = 2
+GREETING = "Hello"
+EXAMPLE_LETTERS, EXAMPLE_TOKENS = 3, 1024
 LOOK_S = 0.5
 """An engine that has nothing to draw looks so often whether it is to stop."""
 
@@ -92,7 +96,7 @@ def serve(arguments: argparse.Namespace, stopping: threading.Event) -> None:
     reloads = Reloads(engine, checkpoint, dtype_of(engine_settings), mailbox.wake)
     server = EndpointServer(mailbox, tokenizer, settings, control=reloads)
     server.start()
-    print(_greeting(server.url, settings, has_chats=tokenizer.chat_template is not None), flush=True)
+    print(greeting(server.url, settings, tokenizer), flush=True)
     feed = EngineFeed(engine, TextDecoder(tokenizer), mailbox)
     try:
         draw_turns(feed, stopping, reloads)
@@ -138,15 +142,31 @@ def _stop_tokens(checkpoint: Path, tokenizer: "PreTrainedTokenizerBase") -> tupl
     return stop_tokens(checkpoint, tokenizer, frozenset(ends))
 
 
-def _greeting(url: str, settings: EndpointSettings, *, has_chats: bool) -> str:
+def greeting(url: str, settings: EndpointSettings, tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Returns where the checkpoint is served, and a command that the server answers."""
     header = "" if settings.token is None else f" -H 'Authorization: Bearer {settings.token}'"
-    if has_chats:
-        path, body = "chat/completions", '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64}'
-    else:
-        path, body = "completions", '{"prompt": "Hello", "max_tokens": 64}'
-    call = f"curl {url}/v1/{path}{header} -H 'Content-Type: application/json' -d '{body}'"
+    text = _example_text(tokenizer)
+    asked: dict[str, Any] = {"prompt": text}
+    if tokenizer.chat_template is not None:
+        asked = {"messages": [{"role": "user", "content": text}]}
+    path = "chat/completions" if "messages" in asked else "completions"
+    body = shlex.quote(json.dumps({**asked, "max_tokens": 64}))
+    call = f"curl {url}/v1/{path}{header} -H 'Content-Type: application/json' -d {body}"
     access = "no token is needed" if settings.token is None else f"token {settings.token}"
     return f"serving {settings.model} at {url}/v1 ({access})\n{call}"
+
+
+def _example_text(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Returns a text that the tokenizer writes whole: a greeting, or the first letters and digits that it has."""
+    special = set(tokenizer.all_special_ids)
+    spellings = (
+        str(tokenizer.decode([token])) for token in range(min(len(tokenizer), EXAMPLE_TOKENS)) if token not in special
+    )
+    own = "".join(text for text in spellings if text.isalnum())[:EXAMPLE_LETTERS]
+    for text in (GREETING, own):
+        if text and text in str(tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"])):
+            return text
+    return GREETING
 
 
 def parser() -> argparse.ArgumentParser:

@@ -98,6 +98,11 @@ REFUSED = {
     ),
     "a schedule": (["train", "--nproc-per-node=4", *QUICKSTART, "schedule.sync_every=2"], "schedule.sync_every: got 2"),
     "a model": (["train", "--nproc-per-node=4", *QUICKSTART, "model.path=/none"], "/none/config.json does not exist"),
+    "a reward": (["train", "--nproc-per-node=4", *QUICKSTART, "reward.function=no.py:f"], "there is no file 'no.py'"),
+    "an agent": (
+        ["train", "--nproc-per-node=4", *QUICKSTART, "placement.env=0", "env.agent={command: [python3, no.py]}"],
+        "env.agent.command: got ['python3', 'no.py']: there is no file 'no.py'",
+    ),
     "no node": (["train", "--nnodes=0", *QUICKSTART], "--nnodes: got 0; expected a number of at least 1"),
     "nodes backwards": (["train", "--nnodes=3:2", *QUICKSTART], "expected 2:3"),
     "ranks": (["train", "--nproc-per-node=four", *QUICKSTART], "got four; expected a number of at least 1, gpu, cpu"),

@@ -228,6 +228,26 @@ def test_a_row_that_would_end_the_job_ends_the_dry_run(tmp_path):
         rows_of(f"data.train.path={tmp_path}/rows.jsonl")
 
 
+def test_a_column_that_the_config_names_and_rows_lack_ends_the_dry_run(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1=", "label": "2", "kind": "math", "level": 1}\n' * 2)
+    teachers = [
+        f"teacher.path={{math: {WARMED_UP}, code: {WARMED_UP}}}",
+        "placement={'actor, teacher': 0-1, 'rollout, reward': 2-3}",
+    ]
+    given = [f"data.train.path={rows}", "data.eval=null", "algorithm=distillation", "loss.kl.coef=0", *teachers]
+    with pytest.raises(DataError, match=r"has no column 'teacher', which role teacher \(teacher.column\) takes"):
+        rows_of(*given)
+    assert "2 rows; none left out" in rows_of(*given, "teacher.column=kind")
+    with pytest.raises(DataError, match=r"rows.jsonl:1: 'level' is 1; expected one of math, code \(teacher.path\)"):
+        rows_of(*given, "teacher.column=level")
+    sources = f"data.train={{sources: [{{path: {rows}}}, {{path: {rows}, name: again}}]}}"
+    assert "again): 2 rows" in rows_of(*given[1:], sources, "teacher.column=kind")
+    assert "2 rows" in rows_of(given[0], "data.curriculum.key=level", "data.curriculum.steps=5")
+    with pytest.raises(DataError, match="the row has no key 'difficulty'"):
+        rows_of(given[0], "data.curriculum.key=difficulty", "data.curriculum.steps=5")
+
+
 def test_files_of_many_bytes_are_not_read(tmp_path):
     with (tmp_path / "rows.jsonl").open("wb") as file:
         file.truncate(3 * 2**30)

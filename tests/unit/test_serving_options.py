@@ -1,9 +1,21 @@
 """Options of the serve command that say how requests are drawn which say nothing themselves."""
 
+import json
+import shlex
+from pathlib import Path
+
 import pytest
 
+from rltrain.data.tokenizer import load_tokenizer
+from rltrain.endpoint.limits import Limits
+from rltrain.endpoint.sampling_rules import SamplingRules
+from rltrain.endpoint.server import EndpointSettings
 from rltrain.errors import ConfigError
-from rltrain.serving.command import parser, sampling_of
+from rltrain.rollout.engine import SamplingParams
+from rltrain.serving.command import greeting, parser, sampling_of
+from tests.talking_engine import byte_tokenizer
+
+WARMED_UP = Path(__file__).resolve().parents[1] / "warmed_up"
 
 
 @pytest.mark.parametrize(
@@ -26,3 +38,17 @@ def test_others_are_taken() -> None:
     given = ["--checkpoint", "x", "--temperature", "0", "--top-p", "0.5", "--top-k", "-1"]
     sampling = sampling_of(parser().parse_args(given))
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0, 0.5, 0)
+
+
+@pytest.mark.parametrize(("token", "has_chats"), [("sk-1", True), (None, True), (None, False)])
+def test_the_command_that_is_printed_asks_for_a_text_that_the_tokenizer_has(token: str | None, has_chats: bool) -> None:
+    tokenizer = byte_tokenizer() if has_chats else load_tokenizer(WARMED_UP)
+    rules = SamplingRules(SamplingParams(1.0, 1.0, 0, 64, (0,)), "request")
+    settings = EndpointSettings(rules, Limits(64), "model", token)
+    words = shlex.split(greeting("http://host:1", settings, tokenizer).splitlines()[1])
+    path, body = words[1], json.loads(words[-1])
+    assert path == ("http://host:1/v1/chat/completions" if has_chats else "http://host:1/v1/completions")
+    assert ("Authorization: Bearer sk-1" in words) == (token is not None)
+    text = body["messages"][0]["content"] if has_chats else body["prompt"]
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert text == "Hello" if has_chats else text.isdigit()
