@@ -147,7 +147,7 @@ def test_nested_keys_and_keys_that_hold_dots(tmp_path: Path) -> None:
         ('{"prompt": ["hello"], "label": "1"}', "has the chat message 'hello' under 'prompt'"),
         ("[" * 100_000, "cannot be read: it is nested too deeply"),
         ('{"a":' * 900 + "1" + "}" * 900, "cannot be read: it is nested too deeply"),
-        ('{"prompt": "a", "label": ' + "9" * 5000 + "}", "cannot be read: Exceeds the limit"),
+        ('{"prompt": "a", "label": ' + "9" * 5000 + "}", "cannot be read: it has a whole number of more than"),
     ],
 )
 def test_a_bad_row_is_refused_by_file_and_line_or_skipped_and_counted(tmp_path: Path, line: str, reason: str) -> None:
@@ -287,6 +287,34 @@ def test_parquet_equals_jsonl(tmp_path: Path) -> None:
     from_jsonl = load(jsonl(tmp_path, *rows), chat_template=CHAT_TEMPLATE, columns=columns)
     assert [(r.prompt, r.label) for r in from_parquet.rows] == [(r.prompt, r.label) for r in from_jsonl.rows]
     assert from_parquet[9].label == "9"
+
+
+def test_a_null_stays_where_somebody_wrote_it(tmp_path: Path) -> None:
+    def row(arguments: Any, parameters: Any) -> dict[str, Any]:
+        calls = [{"id": None, "function": {"name": "f", "arguments": arguments, "other": None}}]
+        messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": calls}]
+        return {"prompt": messages, "label": "1", "tools": [{"name": "f", "strict": None, "parameters": parameters}]}
+
+    def said(path: Path) -> Any:
+        template = "{{ tools[0].name if tools }}" + CHAT_TEMPLATE
+        loaded = load(path, chat_template=template, columns={"tools_key": "tools"})
+        return [
+            (row.prompt[1]["tool_calls"], json.loads(row.tools))
+            for row in loaded.rows
+            if not isinstance(row.prompt, str)
+        ]
+
+    written = row({"a": 1, "b": None, "c": [None, {"d": None}]}, {"x": {"default": None}})
+    arguments, parameters = written["prompt"][1]["tool_calls"][0]["function"]["arguments"], {"x": {"default": None}}
+    calls = [{"function": {"name": "f", "arguments": arguments}}]
+    assert said(jsonl(tmp_path, written)) == [(calls, [{"name": "f", "parameters": parameters}])]
+
+    columns = pa.Table.from_pylist([row({"a": 1}, {"x": 1}), row({"b": 2}, {"y": 2})])  # structs of a and b, of x and y
+    parquet.write_table(columns, tmp_path / "rows.parquet")
+    assert said(tmp_path / "rows.parquet") == [
+        ([{"function": {"name": "f", "arguments": {"a": 1}}}], [{"name": "f", "parameters": {"x": 1}}]),
+        ([{"function": {"name": "f", "arguments": {"b": 2}}}], [{"name": "f", "parameters": {"y": 2}}]),
+    ]
 
 
 def test_bad_parquet(tmp_path: Path) -> None:
