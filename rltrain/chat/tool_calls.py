@@ -90,6 +90,15 @@ PARSERS: dict[str, Parser] = {
     "deepseek": parse_deepseek,
 }
 
+OPENINGS: dict[str, tuple[str, ...]] = {
+    "hermes": ("<tool_call>",),
+    "qwen3_coder": ("<tool_call>", "<function="),
+    "llama3_json": ("{", "<|python_tag|>"),
+    "mistral": ("[TOOL_CALLS]",),
+    "deepseek": ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+}
+"""By parser, the marks of which every call begins with one."""
+
 _SIGNS = (
     ("<arg_key>", None),  # GLM-4.5 writes other calls between Hermes' marks
     ("<function=", "qwen3_coder"),
