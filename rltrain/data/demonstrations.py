@@ -1,7 +1,6 @@
 """Demonstrated responses as Experience, for algorithm: sft."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -12,7 +11,7 @@ from rltrain.data.index_making import IndexFolder
 from rltrain.data.messages import Message
 from rltrain.data.prompt_stream import prompt_order
 from rltrain.data.prompts import PromptDataset, load_prompts
-from rltrain.data.tokenizer import PromptEncoder, eos_token_id, load_tokenizer
+from rltrain.data.tokenizer import load_encoder
 from rltrain.errors import DataError
 
 
@@ -21,12 +20,11 @@ class Demonstrations:
 
     def __init__(self, config: schema.Config, indexes: IndexFolder | None = None) -> None:
         """`indexes` as in load_prompts."""
-        tokenizer = load_tokenizer(Path(config.model.path))
-        encoder = PromptEncoder(tokenizer, config.data)
+        encoder = load_encoder(config)
         self.dataset = load_prompts(
             config.data.train, config.data, encoder, needs="response", config_key="data.train", indexes=indexes
         )
-        self.eos_token_id = eos_token_id(tokenizer)
+        self.eos_token_id = encoder.response_end
         self.datasets = {"data.train": self.dataset}
         for source in self.dataset.sources:
             # A template without a place for it is refused now.

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from rltrain.data.index_making import IndexFolder
 from rltrain.data.pair_rows import Response
 from rltrain.data.prompt_stream import prompt_order
 from rltrain.data.prompts import PromptDataset, load_prompts
-from rltrain.data.tokenizer import PromptEncoder, eos_token_id, load_tokenizer
+from rltrain.data.tokenizer import eos_token_id, load_encoder
 
 
 class Preferences:
@@ -27,8 +26,7 @@ class Preferences:
 
     def __init__(self, config: schema.Config, indexes: IndexFolder | None = None) -> None:
         """`indexes` as in load_prompts."""
-        tokenizer, data = load_tokenizer(Path(config.model.path)), config.data
-        encoder = PromptEncoder(tokenizer, data)
+        encoder, data = load_encoder(config), config.data
         files = {"data.train": data.train, "data.eval": data.eval}
         self.datasets = {
             key: load_prompts(file, data, encoder, needs="pair", config_key=key, indexes=indexes)
@@ -36,7 +34,8 @@ class Preferences:
             if file is not None
         }
         self.train = self.datasets["data.train"]
-        self.eos_token_id = eos_token_id(tokenizer)
+        is_scored = config.algorithm == "reward_model"  # role reward_model looks for the tokenizer's own token
+        self.eos_token_id = eos_token_id(encoder.tokenizer) if is_scored else encoder.response_end
         for dataset in self.datasets.values():
             for source in dataset.sources:
                 self._samples(dataset, source.first)  # a template without a place for it is refused now

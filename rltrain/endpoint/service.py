@@ -2,7 +2,7 @@
 
 import json
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,8 @@ class Service:
     answers_passers_by: bool
     control: "EngineControl | None" = None
     """None: nobody may change what the engine serves."""
+    end_tokens: Collection[int] = ()
+    """What ends a turn in chats, beside what the tokenizer and its template say."""
 
     def __post_init__(self) -> None:
         self.tokens = TokenText(self.tokenizer)
@@ -62,7 +64,9 @@ class Service:
             raise invalid("messages: the last one is the assistant's; expected one that it is to answer", "messages")
         key = json.dumps([list(tools), dict(options)], sort_keys=True)
         try:
-            made = self._formats.get(key) or ChatFormat(self.tokenizer, tools=tools, template_options=options)
+            made = self._formats.get(key) or ChatFormat(
+                self.tokenizer, tools=tools, template_options=options, end_tokens=self.end_tokens
+            )
         except DataError as error:
             raise invalid(str(error), "tools") from error
         self._formats[key] = made

@@ -377,6 +377,10 @@ def test_a_checkpoint_may_name_more_tokens_that_end_a_turn(tmp_path: Path) -> No
     for text, tokens in (("{}", set()), ('{"eos_token_id": 3}', {3}), ('{"eos_token_id": [3, 5]}', {3, 5})):
         (tmp_path / "generation_config.json").write_text(text)
         assert end_token_ids(tmp_path) == tokens
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": null}')
+    for text, tokens in (('{"eos_token_id": 7}', {7}), ('{"text_config": {"eos_token_id": [8]}}', {8})):
+        (tmp_path / "config.json").write_text(text)
+        assert end_token_ids(tmp_path) == tokens
     for text in ("{", "[]", '{"eos_token_id": "</s>"}'):
         (tmp_path / "generation_config.json").write_text(text)
         with pytest.raises(CheckpointError, match="generation_config.json"):
