@@ -14,6 +14,8 @@ from rltrain.data.rows import Keys, PlacedRows, Row, Struct, is_column_of
 from rltrain.errors import DataError
 
 BATCH_ROWS = 4096
+EXACT = 2.0**53
+"""Python's floats have all whole numbers below it."""
 
 
 def read_table(path: Path, keys: Keys, config_key: str) -> PlacedRows:
@@ -54,15 +56,19 @@ def _reader_of(kind: Any) -> Reader | None:
     """Returns what makes JSON's value of one of pyarrow's that is not null; None where both are the same."""
     if types.is_float16(kind) or types.is_float32(kind):
         short = np.float16 if types.is_float16(kind) else np.float32
-        return lambda value: float(str(short(value)))
-    if types.is_dictionary(kind):
+        return lambda value: _widened(float(value), short)
+    if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
         return _reader_of(kind.value_type)
     if types.is_struct(kind):
         fields = {field.name: _or_null(_reader_of(field.type)) for field in kind}
         return lambda value: Struct((name, fields[name](part)) for name, part in value.items())
     if types.is_map(kind):
         part_of = _or_null(_reader_of(kind.item_type))
-        if types.is_string(kind.key_type) or types.is_large_string(kind.key_type):
+        if (
+            types.is_string(kind.key_type)
+            or types.is_large_string(kind.key_type)
+            or types.is_string_view(kind.key_type)
+        ):
             return lambda value: {key: part_of(part) for key, part in value}
         return lambda value: [(key, part_of(part)) for key, part in value]
     if isinstance(kind, pyarrow.BaseExtensionType):
@@ -70,6 +76,11 @@ def _reader_of(kind: Any) -> Reader | None:
     if hasattr(kind, "value_type") and (item := _reader_of(kind.value_type)):  # every kind of list
         return lambda value: [None if part is None else item(part) for part in value]
     return None
+
+
+def _widened(value: float, short: type[np.floating[Any]]) -> float:
+    """Returns the number of the fewest digits that a short float stands for; whole numbers are what they are."""
+    return value if value.is_integer() and abs(value) < EXACT else float(str(short(value)))
 
 
 def _or_null(reader: Reader | None) -> Reader:

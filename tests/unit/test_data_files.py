@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import lzma
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,8 @@ def test_a_number_with_too_many_digits_spoils_its_own_row(tmp_path: Path) -> Non
 CALL_TYPE = pa.struct({"name": pa.string(), "arguments": pa.map_(pa.string(), pa.float32())})
 TYPED_COLUMNS: dict[str, tuple[pa.DataType, list[Any], list[Any]]] = {
     "float32": (pa.float32(), [1.1, None, 3.0], [1.1, None, 3.0]),
-    "float16": (pa.float16(), [np.float16(1.1), None, np.float16(65504)], [1.1, None, 65500.0]),
+    "large": (pa.float32(), [1e30, 123456792.0, math.inf], [1e30, 123456792.0, math.inf]),
+    "float16": (pa.float16(), [np.float16(1.1), None, np.float16(65504)], [1.1, None, 65504.0]),
     "list": (pa.list_(pa.float32()), [[1.1, None], None, []], [[1.1, None], None, []]),
     "coded": (pa.dictionary(pa.int8(), pa.string()), ["a", None, "a"], ["a", None, "a"]),
     "map": (
