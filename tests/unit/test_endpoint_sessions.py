@@ -259,6 +259,10 @@ GARBAGE: list[tuple[str, bytes, int]] = [
     ("/v1/completions", b'{"prompt": ""}', 400),
     ("/generate", b'{"input_ids": [], "text": "x"}', 400),
     ("/v1/messages", b'{"messages": [{"role": "user", "content": "x"}]}', 400),
+    ("/v1/messages", b'{"messages": [{"role": "user", "content": []}], "max_tokens": 2}', 400),
+    ("/v1/messages", b'{"messages": [{"role": "assistant", "content": []}], "max_tokens": 2}', 400),
+    ("/v1/messages/count_tokens", b'{"messages": [{"role": "user", "content": []}]}', 400),
+    ("/v1/responses", b'{"input": []}', 400),
     ("/v1/nothing", b"{}", 404),
     (CHAT, b"x" * 3000, 413),
 ]
