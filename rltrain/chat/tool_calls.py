@@ -115,7 +115,7 @@ _BETWEEN_CALLS = "; \t\r\n"
 _SPACE = re.compile(r"\s+")
 _MISTRAL_NAME = re.compile(r"\s*([^\s\[\]{}]+?)\s*(?:\[CALL_ID\]\s*(\w+)\s*)?(?:\[ARGS\]\s*)?(?=\{)")
 _DEEPSEEK_HEAD = re.compile(r"((?:(?!<｜tool▁).)*)<｜tool▁sep｜>", re.DOTALL)
-_DEEPSEEK_FENCE = re.compile(r"\s*([^\n]*)\n```(?:json)?\n")
+_DEEPSEEK_FENCE = re.compile(r"\s*([^\n]{0,256})\n```(?:json)?\n")
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>")
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>")
 
