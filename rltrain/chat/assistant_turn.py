@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 REASONING_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+LEAD_TOKENS = 16
+"""Decoded before others, for tokenizers whose text depends on the tokens before."""
 ID_LETTERS = 9
 """Mistral's templates take no other length."""
 ID_FORM = re.compile(rf"[A-Za-z0-9]{{{ID_LETTERS}}}")
@@ -54,21 +56,39 @@ class AssistantTurn:
 
 
 class DrawnText:
-    """Text of drawn ids that knows which stretches of it are special tokens, and which only look like them."""
+    """Text of drawn ids that knows which stretches of it are special tokens, and which only look like them.
+
+    Without the special tokens it is what a tokenizer that skips these makes of all ids.
+    """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int], special: frozenset[int]) -> None:
+        said = [token for token in tokens if token not in special]
+        plain = _decoded(tokenizer, said)
         self.text = ""
         self._said: list[tuple[int, int]] = []
+        num_said = placed = 0
         for is_special, run in _runs(tokens, special):
-            begin = len(self.text)
-            self.text += str(tokenizer.decode(run, skip_special_tokens=False))
-            if not is_special:
-                self._said.append((begin, len(self.text)))
+            if is_special:
+                self.text += _decoded(tokenizer, run)
+                continue
+            lead, before, num_said = max(0, num_said - LEAD_TOKENS), num_said, num_said + len(run)
+            end = len(plain)
+            if num_said < len(said):
+                longer, shorter = said[lead:num_said], said[lead:before]
+                added = len(_decoded(tokenizer, longer)) - len(_decoded(tokenizer, shorter))
+                end = min(placed + max(added, 0), len(plain))
+            self._said.append((len(self.text), len(self.text) + end - placed))
+            self.text += plain[placed:end]
+            placed = end
 
     def said(self, begin: int, end: int) -> str:
         """The text from `begin` to `end` without special tokens."""
         stretches = ((max(first, begin), min(last, end)) for first, last in self._said)
         return "".join(self.text[first:last] for first, last in stretches if first < last)
+
+
+def _decoded(tokenizer: "PreTrainedTokenizerBase", tokens: list[int]) -> str:
+    return str(tokenizer.decode(tokens, skip_special_tokens=False)) if tokens else ""
 
 
 def _runs(tokens: Sequence[int], special: frozenset[int]) -> list[tuple[bool, list[int]]]:
@@ -99,16 +119,21 @@ class Reasoning:
         return None
 
     def end(self, text: str, *, ended: bool) -> int | None:
-        """Where in a turn's text the answer begins; None: the turn has no reasoning.
+        """Returns where in a turn's text the answer begins; None where the turn has no reasoning.
 
-        Where the mark that closes it is missing, a turn that the model ended is an answer all the same if only the
-        prompt began its reasoning: results of tools may be followed by no such prompt.
+        It has none where neither the prompt nor the turn begins with the mark that opens it. Where the mark that closes
+        it is missing, a turn that the model ended is an answer all the same if only the prompt began its reasoning:
+        results of tools may be followed by no such prompt.
         """
+        begins = text.lstrip().startswith(self.opening)
         place = text.find(self.closing)
-        if place >= 0:
+        if place >= 0 and (begins or self.begun):
             return place + len(self.closing)
-        begins = re.match(rf"\s*{re.escape(self.opening)}", text) is not None
         return len(text) if begins or (self.begun and not ended) else None
+
+    def begins_answer(self, text: str) -> bool:
+        """Returns whether an unfinished turn's text without reasoning so far will have none, whatever is drawn next."""
+        return not self.begun and not self.opening.startswith(text.lstrip()[: len(self.opening)])
 
     def inside(self, text: str) -> str:
         """The thought in `text`, which has its marks or was cut before them."""

@@ -1,7 +1,6 @@
 """Demonstrated responses as Experience, for algorithm: sft."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -10,7 +9,7 @@ from rltrain.data.experience import Experience
 from rltrain.data.index_making import IndexFolder
 from rltrain.data.prompt_stream import prompt_order
 from rltrain.data.prompts import PromptDataset, load_prompts
-from rltrain.data.tokenizer import UNKNOWN_MODEL, ModelLimits, PromptEncoder, eos_token_id, load_tokenizer
+from rltrain.data.tokenizer import UNKNOWN_MODEL, ModelLimits, load_encoder
 
 
 class Demonstrations:
@@ -20,9 +19,7 @@ class Demonstrations:
         self, config: schema.Config, indexes: IndexFolder | None = None, model: ModelLimits = UNKNOWN_MODEL
     ) -> None:
         """`indexes` and `model` as in load_prompts."""
-        tokenizer = load_tokenizer(Path(config.model.path))
-        encoder = PromptEncoder(tokenizer, config.data)
-        eos_token_id(tokenizer)  # a tokenizer without one is refused now
+        encoder = load_encoder(config)
         self.dataset = load_prompts(
             config.data.train,
             config.data,

@@ -20,7 +20,7 @@ from rltrain.data.prompts import (
     same_tokens,
     shown_prompt,
 )
-from rltrain.data.tokenizer import UNKNOWN_MODEL, ModelLimits, PromptEncoder, load_tokenizer
+from rltrain.data.tokenizer import UNKNOWN_MODEL, ModelLimits, PromptEncoder, load_encoder
 from rltrain.dry_run.sizes import WIDTH, size
 from rltrain.errors import CheckpointError, DataError
 from rltrain.rewards.registry import labels_of
@@ -113,7 +113,7 @@ def _files(source: PromptSource, key: str) -> list[Path] | str:
 def _encoder(config: Config) -> PromptEncoder | str:
     """By which prompts are measured; or why they cannot be."""
     try:
-        return PromptEncoder(load_tokenizer(Path(config.model.path)), config.data)
+        return load_encoder(config)
     except CheckpointError as error:
         return str(error)
 

@@ -54,6 +54,10 @@ class Choice:
         """What it says so far."""
         return opening.read(self.tokens, self.turn.stop, self.mark)
 
+    def standing(self, opening: Opening) -> str:
+        """Returns the text of it that stays, whatever is drawn next."""
+        return self.read(opening).text if self.is_done else opening.standing(self.tokens, self.turn.stop)
+
 
 class Answer:
     """`settle` is called once: with True when the answer is whole and has a client that is there, with False when it is

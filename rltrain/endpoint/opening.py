@@ -1,6 +1,5 @@
 """What a request gives the model to go on from, and what is read out of the turn that it draws."""
 
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -8,14 +7,13 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from rltrain.chat.chat_format import ChatFormat
+from rltrain.chat.standing_text import before_marks
 from rltrain.endpoint.history import ChatKey, History, chat_keys, next_key
 from rltrain.endpoint.refused import invalid
 from rltrain.endpoint.token_text import TokenText
 from rltrain.endpoint.trajectory import TurnEnd
 from rltrain.environments.interface import Message, ToolCall
 from rltrain.errors import DataError
-
-UNFINISHED_CHARACTER = "\ufffd"
 
 
 @dataclass(frozen=True)
@@ -38,6 +36,10 @@ class Opening(Protocol):
 
     def read(self, tokens: Sequence[int], stop: Sequence[str], mark: str) -> Reply:
         """What the turn's tokens say so far. No two turns have one `mark`."""
+        ...
+
+    def standing(self, tokens: Sequence[int], stop: Sequence[str]) -> str:
+        """Returns the beginning of an unfinished turn's text that `read` will begin with, whatever is drawn next."""
         ...
 
     def remember(self, history: History, end: TurnEnd, reply: Reply) -> None:
@@ -78,6 +80,9 @@ class ChatOpening:
         text, found = cut_at(said.content, stop)
         return Reply(text, said.tool_calls, said.reasoning or "", found)
 
+    def standing(self, tokens: Sequence[int], stop: Sequence[str]) -> str:
+        return before_marks(self.format.standing_content(tokens), stop).rstrip()
+
     def remember(self, history: History, end: TurnEnd, reply: Reply) -> None:
         calls = [{"name": call.name, "arguments": call.arguments} for call in reply.tool_calls]
         message = {"role": "assistant", "content": reply.text, "tool_calls": calls}
@@ -99,6 +104,9 @@ class TextOpening:
         text, found = cut_at(self.tokens.decode(tokens), stop)
         return Reply(text, stop=found)
 
+    def standing(self, tokens: Sequence[int], stop: Sequence[str]) -> str:
+        return before_marks(self.tokens.standing(tokens), stop).rstrip()
+
     def remember(self, history: History, end: TurnEnd, reply: Reply) -> None:
         history.add(end, text=self.text + reply.text)
 
@@ -118,6 +126,9 @@ class IdsOpening:
         text, found = cut_at(self.tokens.decode(tokens), stop)
         return Reply(text, stop=found)
 
+    def standing(self, tokens: Sequence[int], stop: Sequence[str]) -> str:
+        return before_marks(self.tokens.standing(tokens), stop).rstrip()
+
     def remember(self, history: History, end: TurnEnd, reply: Reply) -> None:
         history.add(end)
 
@@ -129,18 +140,3 @@ def cut_at(text: str, stop: Sequence[str]) -> tuple[str, str | None]:
         return text, None
     place, string = min(places)
     return text[:place], string
-
-
-def stable_text(text: str, stop: Sequence[str], *, may_call_tools: bool) -> str:
-    """As much of an unfinished turn's text as stands whatever follows: characters that are whole, nothing that may
-    begin a stop string, marks of reasoning or, where there are tools, a call; no white space that may end it."""
-    text = text.rstrip(UNFINISHED_CHARACTER)
-    if re.fullmatch(r"\s*[<\[]\w*", text):
-        return ""
-    if may_call_tools:
-        marks = [place for mark in "<[{`" if (place := text.find(mark)) >= 0]
-        text = text[: min(marks, default=len(text))]
-    for string in stop:
-        overlaps = (size for size in range(min(len(string) - 1, len(text)), 0, -1) if text.endswith(string[:size]))
-        text = text[: len(text) - next(overlaps, 0)]
-    return text.rstrip()

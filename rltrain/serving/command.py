@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from pydantic import ValidationError
 
-from rltrain.chat.chat_format import ChatFormat
+from rltrain.chat.template import ChatTemplate
+from rltrain.chat.turn_end import ends_of_turns
 from rltrain.config.engines import Sampling
 from rltrain.config.explain import expectation
-from rltrain.data.tokenizer import TextDecoder, load_tokenizer
+from rltrain.data.tokenizer import TextDecoder, end_token_ids, load_tokenizer
 from rltrain.endpoint.engine_feed import EngineFeed
 from rltrain.endpoint.limits import Limits
 from rltrain.endpoint.mailbox import EngineMailbox
@@ -29,7 +30,7 @@ from rltrain.hub import named_checkpoint
 from rltrain.models import read_architecture
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.stream.guests import Mail
-from rltrain.serving.engine import EngineSettings, dtype_of, load_engine, longest_context, stop_tokens
+from rltrain.serving.engine import EngineSettings, dtype_of, load_engine, longest_context
 from rltrain.serving.reloading import Reloads
 
 if TYPE_CHECKING:
@@ -80,10 +81,11 @@ def serve(arguments: argparse.Namespace, stopping: threading.Event) -> None:
         arguments.kv_cache_gb or "auto",
     )
     engine = load_engine(engine_settings, tokenizer)
-    stop = _stop_tokens(checkpoint, tokenizer)
+    template = None if tokenizer.chat_template is None else ChatTemplate(tokenizer, (), {})
+    ends = tuple(sorted(ends_of_turns(tokenizer, end_token_ids(checkpoint, "--checkpoint"), template)))
     token = None if arguments.no_token else arguments.token or "sk-" + secrets.token_urlsafe(24)
     settings = EndpointSettings(
-        SamplingRules(SamplingParams(given.temperature, given.top_p, given.top_k, context, stop), "request"),
+        SamplingRules(SamplingParams(given.temperature, given.top_p, given.top_k, context, ends), "request"),
         Limits(context, architecture.vocab_size, max_turns=arguments.max_requests, max_sessions=arguments.max_requests),
         model=arguments.model_name or (named.resolve().name if isinstance(named, Path) else named.name),
         token=token,
@@ -91,6 +93,7 @@ def serve(arguments: argparse.Namespace, stopping: threading.Event) -> None:
         port=arguments.port,
         answers_passers_by=True,
         seed=secrets.randbits(32) if arguments.seed is None else arguments.seed,
+        end_tokens=ends,
     )
     mailbox = EngineMailbox(arguments.max_requests)
     reloads = Reloads(engine, checkpoint, dtype_of(engine_settings), mailbox.wake)
@@ -135,11 +138,6 @@ def sampling_of(arguments: argparse.Namespace) -> Sampling:
         name = str(first["loc"][0])
         expected = expectation(("rollout", "sampling", name))
         raise ConfigError(f"--{name.replace('_', '-')}: got {first['input']}; expected {expected}") from error
-
-
-def _stop_tokens(checkpoint: Path, tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
-    ends = ChatFormat(tokenizer).end_tokens if tokenizer.chat_template is not None else frozenset[int]()
-    return stop_tokens(checkpoint, tokenizer, frozenset(ends))
 
 
 def greeting(url: str, settings: EndpointSettings, tokenizer: "PreTrainedTokenizerBase") -> str:

@@ -77,16 +77,6 @@ def longest_context(checkpoint: Path, asked: int | None) -> int:
 DEFAULT_CONTEXT_TOKENS = 8192
 
 
-def stop_tokens(checkpoint: Path, tokenizer: "PreTrainedTokenizerBase", also: frozenset[int]) -> tuple[int, ...]:
-    """What ends a response: the checkpoint's own, its tokenizer's, and `also`."""
-    ids = {*also, *([tokenizer.eos_token_id] if isinstance(tokenizer.eos_token_id, int) else [])}
-    file = checkpoint / "generation_config.json"
-    if file.exists():
-        named = ConfigReader(file, config_key="--checkpoint").values.get("eos_token_id")
-        ids |= {*named} if isinstance(named, list) else {named} if isinstance(named, int) else set()
-    return tuple(sorted(ids))
-
-
 def dtype_of(settings: EngineSettings) -> str:
     """Of the weights."""
     if settings.dtype != "auto":

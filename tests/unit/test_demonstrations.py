@@ -211,6 +211,17 @@ def test_of_a_conversation_the_assistants_turns_are_learnt(tmp_path: Path) -> No
     assert experience.truncated.tolist() == [False, False]
 
 
+def test_a_written_response_ends_as_the_template_ends_a_turn() -> None:
+    """The tokenizer's eos_token is another token than the one by which a chat's turn ends."""
+    tokenizer = byte_tokenizer("{% for m in messages %}[{{ m.role }}]{{ m.content }}<end>{% endfor %}[assistant]")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<end>"]})
+    end, data = tokenizer.convert_tokens_to_ids("<end>"), schema.Data(train=schema.PromptFile(path="x"))
+    encoder = PromptEncoder(tokenizer, data, named_ends=[7])
+    assert (encoder.response_end, encoder.end_tokens) == (end, {end, 7, tokenizer.eos_token_id})
+    plain = PromptEncoder(tokenizer, data.model_copy(update={"chat_template": "never"}), named_ends=[7])
+    assert (plain.response_end, plain.end_tokens) == (tokenizer.eos_token_id, {7, tokenizer.eos_token_id})
+
+
 def test_the_last_turn_alone_may_be_learnt(tmp_path: Path) -> None:
     dataset = conversations(tmp_path, TALK, learnt="last")
     experience = demonstrate_rows(dataset, [0])
