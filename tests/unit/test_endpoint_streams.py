@@ -50,7 +50,7 @@ class Drawn:
 
     def __init__(self, opening: Opening, tokens: Sequence[int], stop: tuple[str, ...], ends: Status) -> None:
         self.opening, self.tokens, self.ends = opening, tokens, ends
-        self.choices = [Choice(Turn(Sample(0, (1,), 0), SamplingParams(1.0, 1.0, 0, 10_000, ()), stop))]
+        self.choices = [Choice(Turn(Sample(0, (1,), 0), SamplingParams(1.0, 1.0, 0, 10_000, ()), stop), "1.0")]
 
     @property
     def is_whole(self) -> bool:
@@ -194,7 +194,7 @@ def test_a_stream_gives_what_the_whole_has(
 def test_text_is_given_before_the_turn_is_done() -> None:
     chat = chat_of("qwen3")
     tokens = ids_of(chat, ["If 1 < 2, then it is so."])
-    choice = Choice(Turn(Sample(0, (1,), 0), SamplingParams(1.0, 1.0, 0, 10_000, ())))
+    choice = Choice(Turn(Sample(0, (1,), 0), SamplingParams(1.0, 1.0, 0, 10_000, ())), "1.0")
     choice.sample = choice.sample.drawn(tokens, [-1.0] * len(tokens), [0] * len(tokens))
     assert choice.standing(ChatOpening(MESSAGES, (), chat)) == "If 1 < 2, then it is so."
 
@@ -203,7 +203,7 @@ def test_a_tokenizer_that_takes_text_back_ends_no_stream_in_silence() -> None:
     """The stream goes on from the place where the text changed."""
 
     class Joins:
-        def read(self, tokens: Sequence[int], stop: Any, position: int) -> Any:
+        def read(self, tokens: Sequence[int], stop: Any, mark: str) -> Any:
             return SimpleNamespace(text="I'm not", tool_calls=(), stop=None)
 
         def standing(self, tokens: Sequence[int], stop: Any) -> str:
