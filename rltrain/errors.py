@@ -1,5 +1,10 @@
 """Errors whose message is meant for the person who runs the job, printed without a traceback."""
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 
 class UserError(Exception):
     """A mistake the user can mend: says what was given, what was expected, and where to change it."""
@@ -17,6 +22,24 @@ def cannot_write(
         f"{config_key}: cannot write {path}: {error.strerror}; expected {folder_key} to be a folder that this user "
         "may write to"
     )
+
+
+_typed: list[str] = []
+
+
+@contextmanager
+def typed(command: str) -> Iterator[None]:
+    """Makes `command_name` give `command` for as long as the context lasts."""
+    _typed.append(command)
+    try:
+        yield
+    finally:
+        _typed.pop()
+
+
+def command_name() -> str:
+    """Returns what usage lines and refusals call this command: "rltrain train", or a script's file name."""
+    return _typed[-1] if _typed else Path(sys.argv[0]).name
 
 
 def named_by(key: str) -> str:

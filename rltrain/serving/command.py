@@ -22,7 +22,7 @@ from rltrain.endpoint.limits import Limits
 from rltrain.endpoint.mailbox import EngineMailbox
 from rltrain.endpoint.sampling_rules import SamplingRules
 from rltrain.endpoint.server import EndpointServer, EndpointSettings
-from rltrain.errors import ConfigError, DivergenceError, UserError
+from rltrain.errors import ConfigError, DivergenceError, UserError, command_name
 from rltrain.hub import named_checkpoint
 from rltrain.models import read_architecture
 from rltrain.rollout.engine import SamplingParams
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         serve(arguments, stopping)
     except UserError as error:
-        print(f"serve: refused: {error}", file=sys.stderr)
+        print(f"{command_name()}: refused: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
     return 0
 
@@ -151,7 +151,7 @@ def _greeting(url: str, settings: EndpointSettings, *, has_chats: bool) -> str:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
-        prog="serve.py", description="Serve a Hugging Face checkpoint by OpenAI's and Anthropic's HTTP APIs."
+        prog=command_name(), description="Serve a Hugging Face checkpoint by OpenAI's and Anthropic's HTTP APIs."
     )
     made.add_argument("--checkpoint", required=True, metavar="DIR", help="a folder, or a name on the hub")
     made.add_argument("--engine", choices=("embedded", "sglang"), default="embedded")
