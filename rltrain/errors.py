@@ -1,7 +1,8 @@
 """Errors whose message is meant for the person who runs the job, printed without a traceback."""
 
+import difflib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,6 +23,33 @@ def cannot_write(
         f"{config_key}: cannot write {path}: {error.strerror}; expected {folder_key} to be a folder that this user "
         "may write to"
     )
+
+
+MOST_LISTED = 24
+"""Allowed values that a message lists before it counts the rest."""
+
+
+def listed(names: Iterable[object], most: int = MOST_LISTED) -> str:
+    """Returns the first names of a list, and how many more there are."""
+    texts = [str(name) for name in names]
+    more = len(texts) - most
+    return ", ".join(texts[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def nearest(name: str, valid: Iterable[str]) -> str | None:
+    """Returns the valid name that `name` was probably meant to be."""
+    return next(iter(difflib.get_close_matches(name, list(valid), n=1)), None)
+
+
+def one_of(given: object, allowed: Iterable[object], *, where: str = "") -> str:
+    """Returns "one of a, b, c (the nearest is b)" for a message about `given`, which is none of them.
+
+    `where` names the page that lists all of them, for a list that may be too long for a message.
+    """
+    texts = [str(name) for name in allowed]
+    notes = [f"{where} has all"] if where and len(texts) > MOST_LISTED else []
+    notes += [f"the nearest is {near}"] if (near := nearest(str(given), texts)) else []
+    return f"one of {listed(texts)}" + (f" ({'; '.join(notes)})" if notes else "")
 
 
 _typed: list[str] = []

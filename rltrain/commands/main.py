@@ -16,7 +16,7 @@ from rltrain.commands.ranks import (
     wants_ranks,
 )
 from rltrain.doctor.installed import missing_packages, remedy
-from rltrain.errors import UserError, typed
+from rltrain.errors import UserError, one_of, typed
 
 EXIT_USER_ERROR = 2
 
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, rest = arguments[0], arguments[1:]
     subcommand = SUBCOMMANDS.get(name)
     if subcommand is None:
-        print(f"rltrain: got {name!r}; expected one of {', '.join(SUBCOMMANDS)}", file=sys.stderr)
+        print(f"rltrain: got {name!r}; expected {one_of(name, SUBCOMMANDS)}", file=sys.stderr)
         return EXIT_USER_ERROR
     try:
         with typed(f"rltrain {name}"):

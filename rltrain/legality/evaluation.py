@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from rltrain.cluster.placement import Placement, format_ranks
 from rltrain.config.evaluation import OF_SOURCES, SHORT_FORM, EvaluationPlan
 from rltrain.config.schema import Config
+from rltrain.errors import one_of
 from rltrain.evaluation.estimators import sizes_up_to
 from rltrain.legality.problems import evaluated_text, longest_text
 from rltrain.tasks.roles import rewarding_roles
@@ -115,8 +116,9 @@ def _metric_problems(config: Config, plans: Sequence[EvaluationPlan]) -> Iterato
         compared["evaluation.keep_best.metric"] = settings.keep_best.metric
     for key, metric in compared.items():
         if metric is not None and not any(_has(plan, metric) for plan in plans):
-            known = ", ".join(f"{plan.prefix}/{name}" for plan in plans for name in _metrics(plan)[:6])
-            yield f"{key}: got {metric!r}; expected a metric of an evaluation set: {known or 'there is no set'}"
+            known = [f"{plan.prefix}/{name}" for plan in plans for name in _metrics(plan)]
+            sets = one_of(metric, known, where="docs/evaluation.md") if known else "there is no set"
+            yield f"{key}: got {metric!r}; expected a metric of an evaluation set: {sets}"
 
 
 def _has(plan: EvaluationPlan, metric: str) -> bool:

@@ -6,7 +6,7 @@ from torch import Tensor
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.data.columns import read_columns
 from rltrain.data.experience import Experience
-from rltrain.errors import DataError
+from rltrain.errors import DataError, one_of
 from rltrain.residency.memory_parts import MemoryPart
 from rltrain.roles.role import Job, Role
 from rltrain.training.backend import Model, log_probs
@@ -73,8 +73,8 @@ class Teacher(Role):
             name = rows[row].get(column)
             if name not in names:
                 raise DataError(
-                    f"{self.job.prompts.train[row].origin}: {column!r} is {name!r}; expected one of "
-                    f"{', '.join(names)} (teacher.path), since role teacher has no other"
+                    f"{self.job.prompts.train[row].origin}: {column!r} is {name!r}; expected "
+                    f"{one_of(name, names)} (teacher.path), since role teacher has no other"
                 )
             numbers[row] = names.index(name)
         return numbers

@@ -96,7 +96,17 @@ def test_sets_that_work_are_accepted(evaluation: dict[str, Any]):
         (
             [HARD],
             {"evaluation": {"keep_best": {"metric": "eval/hard/pass@3"}}},
-            "evaluation.keep_best.metric: got 'eval/hard/pass@3'; expected a metric of an evaluation set: eval/score, ",
+            "evaluation.keep_best.metric: got 'eval/hard/pass@3'; expected a metric of an evaluation set: one of eval/score, ",
+        ),
+        (
+            [{**HARD, "name": "held"}],
+            {"evaluation": {"stop_at": 1, "stop_metric": "eval/held/bset@4"}},
+            r"eval/held/pass@4, eval/held/best@4 \(the nearest is eval/held/best@4\)",
+        ),
+        (
+            [{**HARD, "name": f"set{number}"} for number in range(9)],
+            {"evaluation": {"stop_at": 1, "stop_metric": "eval/set8/bset@4"}},
+            r" and 60 more \(docs/evaluation.md has all; the nearest is eval/set8/best@4\)",
         ),
         (
             [HARD],

@@ -300,6 +300,13 @@ def test_files_and_functions_are_short() -> None:
     assert not too_long, "\n".join(too_long)
 
 
+def test_allowed_values_are_listed_in_one_way() -> None:
+    """`errors.one_of` and `errors.listed` never cut a list without a count, and name the nearest."""
+    own = re.compile(r"one of \{\W*', '\.join|join\(.*\[:\d+\]\)")
+    for path in set((REPOSITORY / "rltrain").rglob("*.py")) - {REPOSITORY / "rltrain" / "errors.py"}:
+        assert not (found := own.search(path.read_text())), f"{relative(path)}: {found[0]}"
+
+
 def test_no_file_is_named_after_nothing() -> None:
     vague = {"utils.py", "util.py", "helpers.py", "helper.py", "common.py", "misc.py"}
     assert [relative(path) for path in SOURCES if path.name in vague] == []
