@@ -13,7 +13,7 @@ from rltrain.config.foreign import known_elsewhere
 from rltrain.config.renamed import RENAMED
 from rltrain.config.schema import Config
 from rltrain.config.source import KeyPath, Source, read_source
-from rltrain.errors import ConfigError, nearest
+from rltrain.errors import ConfigError, nearest, one_of
 
 MAX_VALUE_CHARS = 80
 TEXT = "text"
@@ -90,7 +90,7 @@ def _suggestion(path: KeyPath, value: Any) -> str:
         return f"the nearest valid key is {prefix}{sibling}"
     if elsewhere:
         return f"the nearest valid key is {nearest(prefix + name, elsewhere) or elsewhere[0]}"
-    return f"expected one of {', '.join(siblings)}"
+    return f"expected {one_of(name, siblings, where='docs/config.md')}"
 
 
 def _dotted(path: KeyPath) -> str:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from pydantic import ValidationError
 
 from rltrain.chat.chat_format import ChatFormat
@@ -29,6 +28,7 @@ from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.stream.guests import Mail
 from rltrain.serving.engine import EngineSettings, dtype_of, load_engine, longest_context, stop_tokens
 from rltrain.serving.reloading import Reloads
+from rltrain.system.devices import device_named
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,7 +61,7 @@ def serve(arguments: argparse.Namespace, stopping: threading.Event) -> None:
             "--engine sglang: SGLang has a server of its own, with the same API; expected embedded here, or: python -m "
             f"sglang.launch_server --model-path {arguments.checkpoint} --host {arguments.host} --port {arguments.port}"
         )
-    given = sampling_of(arguments)
+    given, device = sampling_of(arguments), device_named(arguments.device)
     named = named_checkpoint(arguments.checkpoint, "--checkpoint")
     checkpoint = named if isinstance(named, Path) else named.copy()
     read_architecture(checkpoint, "--checkpoint")  # before transformers reads its config.json, for the tokenizer
@@ -70,7 +70,7 @@ def serve(arguments: argparse.Namespace, stopping: threading.Event) -> None:
     engine_settings = EngineSettings(
         checkpoint,
         arguments.dtype,
-        arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        device,
         context,
         arguments.max_running_requests,
         arguments.kv_cache_gb or "auto",

@@ -92,7 +92,7 @@ def test_configs_that_work_are_accepted(sections):
         ),
         (
             {"placement": {**GRPO, "aktor": 0}},
-            "placement.aktor: unknown role 'aktor'; expected one of actor, reference,",
+            "placement.aktor: unknown role 'aktor'; expected one of actor, refer",
         ),
         (
             {"placement": {**GRPO, "qq": 0}},

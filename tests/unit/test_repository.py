@@ -59,7 +59,11 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "environments",
     ),
     "endpoint": (*BASE, "chat", "data", "environments", "rewards.reward_range", "rollout", "sandbox", "system"),
-    "serving": (*BASE, "endpoint", "chat", "data", "rollout", "checkpoint", "reshard", "models", "cluster.grid", "hub"),
+    "serving": (
+        *BASE,
+        *("endpoint", "chat", "data", "rollout", "checkpoint", "reshard", "models", "cluster.grid", "hub"),
+        "system.devices",
+    ),
     "observability": (*BASE, "system", "liveness.job_store"),
     "estimate": (
         *BASE,

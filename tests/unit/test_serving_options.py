@@ -1,9 +1,16 @@
 """Options of the serve command that say how requests are drawn which say nothing themselves."""
 
+import signal
+from pathlib import Path
+
 import pytest
+import torch
 
 from rltrain.errors import ConfigError
-from rltrain.serving.command import parser, sampling_of
+from rltrain.serving.command import main, parser, sampling_of
+from rltrain.system.devices import device_named
+
+WARMED_UP = Path(__file__).resolve().parents[1] / "warmed_up"
 
 
 @pytest.mark.parametrize(
@@ -26,3 +33,30 @@ def test_others_are_taken() -> None:
     given = ["--checkpoint", "x", "--temperature", "0", "--top-p", "0.5", "--top-k", "-1"]
     sampling = sampling_of(parser().parse_args(given))
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0, 0.5, 0)
+
+
+@pytest.mark.parametrize(
+    ("device", "num_gpus", "expected"),
+    [
+        ("cuda", 0, "--device: got 'cuda', but "),
+        ("cuda:2", 2, "--device: got 'cuda:2'; expected one of the 2 GPUs, from cuda:0"),
+        ("gpu", 0, '--device: got \'gpu\'; expected "cpu", "cuda" or "cuda:N"'),
+        ("meta", 0, "--device: got 'meta', a device that rltrain has no code for"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused_in_one_line(
+    device: str, num_gpus: int, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    assert main(["--checkpoint", str(WARMED_UP), "--device", device]) == 2
+    said = capsys.readouterr().err
+    assert expected in said and said.count("\n") == 1
+
+
+def test_the_first_gpu_is_taken_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert str(device_named(None)) == "cuda"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert str(device_named(None)) == str(device_named("cpu")) == "cpu"
