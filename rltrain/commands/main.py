@@ -84,8 +84,8 @@ def _run(name: str, subcommand: Subcommand, arguments: Sequence[str]) -> int:
     elif subcommand.starts_ranks == "if asked" and wants_ranks(arguments, only_if_asked=True) and has_torchrun():
         status = start_ranks(name, arguments)
     else:
-        given = [*subcommand.before, *arguments]
-        status = command.main(dry_run_options(given, os.environ) if "--dry-run" in given else given)
+        whole = [*subcommand.before, *arguments]
+        status = command.main(dry_run_options(whole, os.environ) if "--dry-run" in whole else whole)
     return status
 
 
