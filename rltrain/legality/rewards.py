@@ -98,7 +98,8 @@ def _label_problems(config: Config) -> Iterator[str]:
     """Files without labels, of which a function takes one."""
     scores_training = algorithm_of(config).generates
     files = [("data.train", config.data.train, config.reward)] if scores_training else []
-    files += [(plan.config_key, plan.file, plan.reward or config.reward) for plan in config.evaluations]
+    answered = [] if config.scores_held_out else config.evaluations
+    files += [(plan.config_key, plan.file, plan.reward or config.reward) for plan in answered]
     for key, file, reward in files:
         needing = [name for name in reward.names if name in NEEDS_LABEL]
         if needing and any(source.label_key is None for source in file.parts()):

@@ -124,6 +124,16 @@ def test_sets_that_work_are_accepted(evaluation: dict[str, Any]):
             {"algorithm": "evaluate", "data": {"train": {"path": "t"}}, "placement": {"rollout,reward": 0}},
             "evaluation.sets: got none, and no data.eval; expected either",
         ),
+        (
+            [HARD],
+            {"algorithm": "dpo", "placement": {"actor,reference": 0}},
+            "evaluation.sets: got 1 with algorithm dpo, which answers no prompts; expected none: held-out rows are",
+        ),
+        (
+            [],
+            {"algorithm": "sft", "placement": {"actor": 0}, "evaluation": {"stop_at": 1, "stop_metric": "eval/lss"}},
+            r"got 'eval/lss'; expected a metric of an evaluation set: one of eval/loss \(the nearest is eval/loss\)",
+        ),
         ([HARD], {"algorithm": "evaluate"}, "role actor has nothing to do in algorithm evaluate"),
     ],
 )
