@@ -29,10 +29,9 @@ def describe_evaluation(
     """Returns nothing where nothing is evaluated. `estimate` is what `estimator_of_sets` gives."""
     if config.scores_held_out:
         plans = [plan for plan in config.evaluations if plan.name == SHORT_FORM]
-        every = [f" and every {plan.interval} steps" if plan.interval else "" for plan in plans]
-        return [
-            f"the loss of data.eval under the actor, before the first and after the last step{one}" for one in every
-        ]
+        intervals = [f" and every {plan.interval} steps" if plan.interval else "" for plan in plans]
+        when = "before the first and after the last step"
+        return [f"the loss of data.eval under the actor, {when}{interval}" for interval in intervals]
     role = "evaluation" if "evaluation" in grids else "rollout"
     if not config.evaluations or role not in grids:
         return []
