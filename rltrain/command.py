@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rltrain.errors import PlacementError, UserError
+from rltrain.errors import PlacementError, UserError, command_name
 from rltrain.system.processes import launcher
 
 EXIT_USER_ERROR = 2
@@ -31,6 +31,7 @@ def main(argv: Sequence[str]) -> int:
     """Exit status: 0 done, 2 a mistake the user can mend, 1 anything else."""
     arguments = _parser().parse_intermixed_args(argv)
     try:
+        _refuse_options_of_torchrun(arguments)
         if arguments.dry_run:
             from rltrain.dry_run.description import describe_job
             from rltrain.dry_run.options import DryRunOptions
@@ -41,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         if "RANK" not in os.environ:
             raise UserError("start me with torchrun --nproc-per-node N, or with --dry-run --world-size W")
     except UserError as error:
-        print(f"rltrain: refused: {error}", file=sys.stderr)
+        print(f"{command_name()}: refused: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
     begin_as_rank()
     from rltrain.job import run_job
@@ -95,6 +96,27 @@ def _refuse_options_of_dry_run(arguments: argparse.Namespace) -> None:
         raise UserError(f"{named}: for --dry-run alone; add that, or leave it out")
 
 
+def _refuse_options_of_torchrun(arguments: argparse.Namespace) -> None:
+    """Raises UserError for those that `add_torchrun_options` describes, which the command `rltrain` takes away."""
+    if "nproc_per_node" in arguments or "nnodes" in arguments:
+        raise UserError(
+            "--nproc-per-node and --nnodes: the command `rltrain` alone takes them; expected torchrun "
+            f"--nproc-per-node N {command_name()}, or --dry-run --world-size W"
+        )
+
+
+def add_torchrun_options(parser: argparse.ArgumentParser) -> None:
+    """Adds torchrun's options to the help of a command whose ranks `rltrain` starts, which takes them from there."""
+    ranks = parser.add_argument_group(
+        "ranks",
+        "rltrain starts torchrun, and gives it these options and --node-rank, --master-addr, --master-port, "
+        "--max-restarts and --rdzv-*.",
+        argument_default=argparse.SUPPRESS,
+    )
+    ranks.add_argument("--nproc-per-node", metavar="N", help="ranks on each node (default 1)")
+    ranks.add_argument("--nnodes", metavar="N", help="nodes, or a range such as 2:4 (default 1)")
+
+
 def begin_as_rank() -> None:
     """Before the job's imports. The advice of dependencies repeats on every rank: missing optional packages,
     deprecations in each other's calls. A crash of a native library says on standard error where each thread was."""
@@ -108,15 +130,14 @@ def begin_as_rank() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = KeyParser(
-        prog="rltrain train",
+        prog=command_name(),
         description="Train a language model as one torchrun job.",
-        epilog="rltrain train starts torchrun, for one rank unless --nproc-per-node N says more. It takes torchrun's "
-        "--nnodes, --node-rank, --master-addr, --master-port, --max-restarts and --rdzv-* too.",
     )
     parser.add_argument("--config", type=Path, required=True, help="YAML file, see configs/")
     parser.add_argument(
         "--dry-run", action="store_true", help="print what the job would do; no torchrun, GPU or weights"
     )
+    add_torchrun_options(parser)
     # What is not given is not there: DryRunOptions has the defaults.
     dry = parser.add_argument_group("for --dry-run", argument_default=argparse.SUPPRESS)
     dry.add_argument("--world-size", type=int, help="number of ranks (default 1)")

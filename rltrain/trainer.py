@@ -162,7 +162,7 @@ class Trainer:
 
     def decide_to_stop(self, step: int, chunk: int) -> None:
         """Everybody learns whether the evaluation of the step reached its goal, once who scored it knows."""
-        leader = self.job.leader_of("actor" if self.job.shape.from_pairs else "reward")
+        leader = self.job.leader_of("actor" if self.job.config.scores_held_out else "reward")
         if self.job.job_store.get(end_verdict_of(step), waiting_for=f"the verdict of rank {leader} at step {step}"):
             self._end_here()
 

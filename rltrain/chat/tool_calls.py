@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rltrain.environments.interface import ToolCall
-from rltrain.errors import ConfigError
+from rltrain.errors import ConfigError, one_of
 from rltrain.json_text import is_finite, parse_json, parse_json_at, with_escapes
 
 Tools = Sequence[Mapping[str, Any]]
@@ -128,7 +128,7 @@ def parser_of(template: str) -> str | None:
 def parser_by_name(name: str) -> Parser:
     """Raises ConfigError for a name that is not in `PARSERS`."""
     if name not in PARSERS:
-        raise ConfigError(f"there is no parser of tool calls named {name!r}; expected one of {', '.join(PARSERS)}")
+        raise ConfigError(f"there is no parser of tool calls named {name!r}; expected {one_of(name, PARSERS)}")
     return PARSERS[name]
 
 

@@ -12,7 +12,7 @@ from rltrain.data.files import BadRow, Row, is_column_of, look_up, read_source
 from rltrain.data.indexed_rows import IndexedRows
 from rltrain.data.prompts import PromptDataset, PromptRow
 from rltrain.data.rows import Keys
-from rltrain.errors import DataError
+from rltrain.errors import DataError, one_of
 
 
 class RowColumns:
@@ -81,8 +81,8 @@ def teachers_of_rows(dataset: PromptDataset, train: schema.PromptFile, column: s
         name = rows[row].get(column)
         if not isinstance(name, str) or name not in numbers:
             raise DataError(
-                f"{dataset[row].origin}: {column!r} is {name!r}; expected one of {', '.join(names)} (teacher.path), "
-                "since role teacher has no other"
+                f"{dataset[row].origin}: {column!r} is {name!r}; expected {one_of(name, names)} (teacher.path), since "
+                "role teacher has no other"
             )
         found.append(numbers[name])
     return found

@@ -10,7 +10,7 @@ from rltrain.config.schema import Config
 from rltrain.dry_run.sizes import WIDTH
 from rltrain.errors import ConfigError
 from rltrain.rewards.judge import is_url
-from rltrain.rewards.locating import FORMS, found_command
+from rltrain.rewards.locating import found_command, unknown_function
 from rltrain.rewards.registry import BUILT_IN
 
 
@@ -60,8 +60,7 @@ def _where(name: str, config_key: str) -> str:
         raise ConfigError(f"{config_key}: {name!r} names no function of the file; expected {name}:FUNCTION")
     if not place.endswith(".py"):
         if not place and "." not in name:
-            known = ", ".join(BUILT_IN)
-            raise ConfigError(f"{config_key}: {name!r} is unknown; expected {known}, an URL, {FORMS}")
+            raise unknown_function(name, config_key, [*BUILT_IN, "an URL"])
         return ", imported when the job starts"
     return _in_file(place, function, name, config_key)
 

@@ -93,7 +93,9 @@ def files_read(config: Config) -> Iterator[tuple[str, PromptFile, Needs]]:
     elif algorithm.trains:
         yield "data.train", config.data.train, "response"
     for plan in config.evaluations:
-        yield plan.config_key, plan.file, "pair" if algorithm.from_pairs else labels_of(plan.reward or config.reward)
+        held_out: Needs = "pair" if algorithm.from_pairs else "response"
+        needed = held_out if config.scores_held_out else labels_of(plan.reward or config.reward)
+        yield plan.config_key, plan.file, needed
 
 
 def _files(source: PromptSource, key: str) -> list[Path] | str:

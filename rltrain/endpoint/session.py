@@ -13,6 +13,7 @@ from rltrain.endpoint.opening import Opening
 from rltrain.endpoint.refused import Refused, invalid
 from rltrain.endpoint.trajectory import RecordedSession, SampleIds, Trajectory, TurnEnd
 from rltrain.endpoint.turn import Turns
+from rltrain.errors import one_of
 from rltrain.rewards.reward_range import EXPECTED_REWARD, is_reward
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample, Status
@@ -127,7 +128,9 @@ class Session:
             return
         found = self.trajectories.get(trajectory if trajectory is not None else max(self.trajectories, default=-1))
         if found is None:
-            raise invalid(f"trajectory: got {trajectory}; expected one of {[*self.trajectories]}", "trajectory")
+            raise invalid(
+                f"trajectory: got {trajectory}; expected {one_of(trajectory, self.trajectories)}", "trajectory"
+            )
         num_turns, place = len(found.sample.turns), -1 if turn is None else turn
         if not -num_turns <= place < num_turns:
             raise invalid(f"turn: got {place}; trajectory {found.id} has {num_turns} turns", "turn")

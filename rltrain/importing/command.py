@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from rltrain.config.schema import Config
 from rltrain.config.source import Source
-from rltrain.errors import ConfigError, UserError
+from rltrain.errors import ConfigError, UserError, command_name
 from rltrain.importing.fitting import KEEP, USUAL, fit_memory
 from rltrain.importing.sources import FRAMEWORKS, framework_of, read, translated
 from rltrain.importing.steps import Rows
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
         else:
             arguments.output.write_text(text, encoding="utf-8")
     except UserError as error:
-        print(f"rltrain: refused: {error}", file=sys.stderr)
+        print(f"{command_name()}: refused: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
     return 0
 
@@ -98,7 +98,7 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     script's."""
     options = _options()
     made = argparse.ArgumentParser(
-        prog="rltrain import-config",
+        prog=command_name(),
         description="Print a config of rltrain that does what a config or a launch script of another trainer does.",
         parents=[options],
         allow_abbrev=False,
@@ -123,7 +123,7 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _options() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="rltrain import-config", add_help=False, allow_abbrev=False)
+    made = argparse.ArgumentParser(prog=command_name(), add_help=False, allow_abbrev=False)
     made.add_argument("--from", dest="framework", choices=[*FRAMEWORKS], help="by default what the source shows")
     made.add_argument("--rows", type=int, help="rows of the training files, where steps follow from epochs")
     made.add_argument("--steps", type=int, help="steps of the run, in the place of what the source says")

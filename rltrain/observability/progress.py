@@ -13,7 +13,7 @@ from rich.progress import Progress as RichProgress
 from rich.table import Column
 from rich.text import Text
 
-from rltrain.config.evaluation import SHORT_FORM
+from rltrain.config.evaluation import SHORT_FORM, has_reached
 from rltrain.config.schema import Config
 from rltrain.observability.names import waiting_task, working_task
 
@@ -23,6 +23,7 @@ SHOWN = (
     ("eval/score", "held-out", "{:.3f}"),
     ("train/accuracy", "accuracy", "{:.3f}"),
     ("eval/accuracy", "held-out accuracy", "{:.3f}"),
+    ("eval/loss", "held-out loss", "{:.4f}"),
     ("train/loss", "loss", "{:.4f}"),
     ("perf/rollout_tokens_per_s", "rollout tokens/s", "{:,.0f}"),
     ("perf/train_tokens_per_s", "train tokens/s", "{:,.0f}"),
@@ -58,7 +59,12 @@ class Progress:
         self.config, self.total_steps = config, config.steps
         self.stopped_early = False
         self.shown = shown_of(config)
-        self.scores = {"eval/score", "eval/accuracy", *(f"{plan.prefix}/score" for plan in config.evaluations)}
+        self.scores = {
+            "eval/score",
+            "eval/accuracy",
+            "eval/loss",
+            *(f"{plan.prefix}/score" for plan in config.evaluations),
+        }
         self.enabled = config.logging.progress
         self.console = console or Console()
         self.interval_s = interval_s
@@ -148,10 +154,10 @@ class Progress:
     def _reached(self) -> str | None:
         """Says which metric has reached evaluation.stop_at; None where none has."""
         goal = self.config.evaluation.stop_at
-        for metric in (self.config.stop_metric, "eval/accuracy"):
-            if goal is not None and metric in self.latest and self.latest[metric] >= goal:
-                return f"{metric} {self.latest[metric]:.4g} reached evaluation.stop_at {goal:g}"
-        return None
+        metric = self.config.stop_metric
+        if goal is None or metric not in self.latest or not has_reached(metric, self.latest[metric], goal):
+            return None
+        return f"{metric} {self.latest[metric]:.4g} reached evaluation.stop_at {goal:g}"
 
     def _print_products(self) -> None:
         """Names what the run has left in its folder, and the command that shows it."""

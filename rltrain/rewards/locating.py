@@ -13,13 +13,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rltrain.errors import ConfigError
+from rltrain.errors import ConfigError, nearest
 
 INTERPRETERS = re.compile(r"python[\d.]*|(ba|da|z)?sh")
 FORMS = '"file.py:function", "module:function" or "module.function"'
 
 
-def locate(name: str, config_key: str, *, shown: str | None = None, known: str = "") -> Callable[..., Any]:
+def locate(name: str, config_key: str, *, shown: str | None = None, known: Sequence[str] = ()) -> Callable[..., Any]:
     """The function `name`, which stands under `config_key` as `shown`.
 
     A file's folder, and the working directory for a module, are searched for imports as well. Raises ConfigError, which
@@ -28,7 +28,7 @@ def locate(name: str, config_key: str, *, shown: str | None = None, known: str =
     shown = shown or name
     place, separator, function_name = name.rpartition(":" if ":" in name else ".")
     if not (place and separator and function_name):
-        raise ConfigError(f"{config_key}: {shown!r} is unknown; expected {known}{FORMS}")
+        raise unknown_function(shown, config_key, known)
     is_file = place.endswith(".py") and separator == ":"
     module = _load_file(Path(place), shown, config_key) if is_file else _import(place, shown, config_key)
     function = getattr(module, function_name, None)
@@ -58,6 +58,12 @@ def _found_word(word: str, number: int) -> str:
     path = Path(word).expanduser()
     is_named = path.exists() if "/" in word else number > 0 and path.is_file()
     return os.path.abspath(path) if is_named and not word.startswith("-") else word
+
+
+def unknown_function(name: str, config_key: str, known: Sequence[str]) -> ConfigError:
+    """Returns the error for a name that has none of the `FORMS` and is none of those that are built in, `known`."""
+    near = f" (the nearest is {near})" if (near := nearest(name, known)) else ""
+    return ConfigError(f"{config_key}: {name!r} is unknown; expected {', '.join([*known, FORMS])}{near}")
 
 
 def source_file(name: str) -> Path | None:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from pydantic import ValidationError
 
 from rltrain.chat.template import ChatTemplate
@@ -25,13 +24,14 @@ from rltrain.endpoint.limits import Limits
 from rltrain.endpoint.mailbox import EngineMailbox
 from rltrain.endpoint.sampling_rules import SamplingRules
 from rltrain.endpoint.server import EndpointServer, EndpointSettings
-from rltrain.errors import ConfigError, DivergenceError, UserError
+from rltrain.errors import ConfigError, DivergenceError, UserError, command_name
 from rltrain.hub import named_checkpoint
 from rltrain.models import read_architecture
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.stream.guests import Mail
 from rltrain.serving.engine import EngineSettings, dtype_of, load_engine, longest_context
 from rltrain.serving.reloading import Reloads
+from rltrain.system.devices import device_named
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         serve(arguments, stopping)
     except UserError as error:
-        print(f"serve: refused: {error}", file=sys.stderr)
+        print(f"{command_name()}: refused: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
     return 0
 
@@ -66,7 +66,7 @@ def serve(arguments: argparse.Namespace, stopping: threading.Event) -> None:
             "--engine sglang: SGLang has a server of its own, with the same API; expected embedded here, or: python -m "
             f"sglang.launch_server --model-path {arguments.checkpoint} --host {arguments.host} --port {arguments.port}"
         )
-    given = sampling_of(arguments)
+    given, device = sampling_of(arguments), device_named(arguments.device)
     named = named_checkpoint(arguments.checkpoint, "--checkpoint")
     checkpoint = named if isinstance(named, Path) else named.copy()
     architecture = read_architecture(checkpoint, "--checkpoint")  # before transformers reads it for the tokenizer
@@ -75,7 +75,7 @@ def serve(arguments: argparse.Namespace, stopping: threading.Event) -> None:
     engine_settings = EngineSettings(
         checkpoint,
         arguments.dtype,
-        arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        device,
         context,
         arguments.max_running_requests,
         arguments.kv_cache_gb or "auto",
@@ -169,7 +169,7 @@ def _example_text(tokenizer: "PreTrainedTokenizerBase") -> str:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
-        prog="serve.py", description="Serve a Hugging Face checkpoint by OpenAI's and Anthropic's HTTP APIs."
+        prog=command_name(), description="Serve a Hugging Face checkpoint by OpenAI's and Anthropic's HTTP APIs."
     )
     made.add_argument("--checkpoint", required=True, metavar="DIR", help="a folder, or a name on the hub")
     made.add_argument("--engine", choices=("embedded", "sglang"), default="embedded")

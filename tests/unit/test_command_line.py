@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import rltrain.command
 from rltrain.commands.completion import script
 from rltrain.commands.main import SUBCOMMANDS, main
 from rltrain.commands.ranks import possible_worlds, torchrun_command, torchrun_options, wants_ranks
@@ -24,10 +25,12 @@ def test_every_subcommand_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     told = capsys.readouterr().out
     assert all(name in told for name in SUBCOMMANDS)
-    for name in ("train", "dry-run", "import-config", "convert", "report", "doctor", "make-quickstart", "completion"):
+    for name in set(SUBCOMMANDS) - {"schema"}:
         with pytest.raises(SystemExit) as stopped:
             main([name, "--help"])
-        assert stopped.value.code == 0 and "usage" in capsys.readouterr().out
+        helped = capsys.readouterr().out
+        assert stopped.value.code == 0 and f"usage: rltrain {name} " in helped
+        assert ("--nproc-per-node" in helped) == (name in ("train", "dry-run", "evaluate", "doctor"))
 
 
 def test_an_unknown_subcommand_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -40,6 +43,38 @@ def test_the_dry_run_is_that_of_launch_train(capsys: pytest.CaptureFixture[str])
     assert main(["dry-run", "--config", config, "--world-size", "4"]) == 0
     assert "no deadlock" in capsys.readouterr().out
     assert main(["train", "--config", config, "--dry-run", "--world-size", "3"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("ranks", "told"),
+    [
+        (["--nproc-per-node", "4"], "Ranks: 4, 4 per node"),
+        (["--nproc_per_node=2", "--nnodes=2", "--node-rank=0", "--max-restarts=3"], "Ranks: 4, 2 per node"),
+        (["--nproc-per-node=4", "--world-size=4"], "Ranks: 4, 4 per node"),
+        (["--nproc-per-node=4", "--world-size=8"], "--world-size: got 8, but --nproc-per-node and --nnodes make 4"),
+        (["--nproc-per-node=gpu"], "--nproc-per-node: got gpu with --dry-run"),
+    ],
+)
+def test_the_dry_run_takes_the_world_of_torchruns_options(
+    ranks: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(REPOSITORY / "configs" / "quickstart.yaml")
+    status = main(["train", "--config", config, "--dry-run", *ranks, "steps=2"])
+    said = capsys.readouterr()
+    assert told in said.out + said.err and status == (0 if told in said.out else 2)
+    assert not said.err or said.err.startswith("rltrain train: refused: ")
+
+
+def test_usage_and_refusals_name_the_script_that_was_typed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["launch/train.py"])
+    arguments = ["--config", str(REPOSITORY / "configs" / "quickstart.yaml"), "--dry-run"]
+    assert rltrain.command.main([*arguments, "--nproc-per-node=4"]) == 2
+    assert capsys.readouterr().err.startswith("train.py: refused: --nproc-per-node and --nnodes")
+    with pytest.raises(SystemExit):
+        rltrain.command.main([*arguments, "--stepz=4"])
+    assert "usage: train.py " in capsys.readouterr().err
 
 
 def test_plainly_started_training_is_one_rank_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

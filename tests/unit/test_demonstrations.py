@@ -274,3 +274,15 @@ def test_a_template_without_a_place_for_the_rows_is_refused_at_the_start(tmp_pat
     with pytest.raises(DataError, match=r"talks.jsonl:1: the row cannot be encoded: the chat template asks the model"):
         Demonstrations(limited)
     assert len(dataset) == 1
+
+
+def test_held_out_demonstrations_are_read_where_their_loss_is_asked_for(tmp_path: Path) -> None:
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    data = schema.Data(train=schema.PromptFile(path=str(write(tmp_path))))
+    asked = config(tmp_path).model_copy(update={"data": data.model_copy(update={"eval": data.train})})
+    demonstrations = Demonstrations(asked)
+    parts = [demonstrations.held_out(part=part, num_parts=3) for part in range(3)]
+    assert [part.prompt_ids.tolist() for part in parts] == [[0, 3], [1], [2]]
+    assert demonstrations.held_out(part=5, num_parts=6).num_samples == 0
+    answered = asked.model_copy(update={"placement": {"actor,rollout,reward": 0}})
+    assert [*Demonstrations(answered).datasets] == ["data.train"], "whose rows of data.eval need no response"

@@ -24,11 +24,11 @@ def config(steps: int = 4, progress: bool = True, output_dir: object = "nowhere"
         {
             "steps": steps,
             "output_dir": str(output_dir),
-            **sections,
             "placement": {"actor": 0},
             "model": {"path": "model"},
             "data": {"train": {"path": "train.jsonl"}},
             "logging": {"progress": progress},
+            **sections,
         }
     )
 
@@ -78,6 +78,22 @@ def test_a_run_that_stops_early_says_at_which_step_and_why() -> None:
     *_, last, stopped, seconds = output.getvalue().splitlines()
     assert last.startswith("step 186/400  ") and seconds.startswith("seconds by task")
     assert stopped == "stopped after step 186 of 400: eval/held/score 0.352 reached evaluation.stop_at 0.35"
+
+
+def test_a_run_that_stops_at_a_held_out_loss_says_so() -> None:
+    output = io.StringIO()
+    sft = config(
+        steps=9,
+        algorithm="sft",
+        data={"train": {"path": "t"}, "eval": {"path": "e"}},
+        evaluation={"stop_at": 0.5},
+    )
+    with Progress(sft, console=Console(file=output)) as progress:
+        progress.write(0, {"eval/loss": 0.75})
+        progress.write(1, {"eval/loss": 0.25})
+        progress.write(9, {"perf/save_hf_s": 1.0})
+    said = output.getvalue()
+    assert "held-out loss 0.7500" in said and "eval/loss 0.25 reached evaluation.stop_at 0.5" in said
 
 
 def test_a_run_names_what_it_has_left(tmp_path: Path) -> None:

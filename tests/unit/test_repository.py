@@ -59,7 +59,11 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "environments",
     ),
     "endpoint": (*BASE, "chat", "data", "environments", "rewards.reward_range", "rollout", "sandbox", "system"),
-    "serving": (*BASE, "endpoint", "chat", "data", "rollout", "checkpoint", "reshard", "models", "cluster.grid", "hub"),
+    "serving": (
+        *BASE,
+        *("endpoint", "chat", "data", "rollout", "checkpoint", "reshard", "models", "cluster.grid", "hub"),
+        "system.devices",
+    ),
     "observability": (*BASE, "system", "liveness.job_store"),
     "estimate": (
         *BASE,
@@ -298,6 +302,13 @@ def test_files_and_functions_are_short() -> None:
         lengths = [(node.name, (node.end_lineno or node.lineno) - node.lineno + 1) for node in functions]
         too_long += [f"{relative(path)}: {name}, {n} lines" for name, n in lengths if n > MAX_FUNCTION_LINES]
     assert not too_long, "\n".join(too_long)
+
+
+def test_allowed_values_are_listed_in_one_way() -> None:
+    """`errors.one_of` and `errors.listed` never cut a list without a count, and name the nearest."""
+    own = re.compile(r"one of \{\W*', '\.join|join\(.*\[:\d+\]\)")
+    for path in set((REPOSITORY / "rltrain").rglob("*.py")) - {REPOSITORY / "rltrain" / "errors.py"}:
+        assert not (found := own.search(path.read_text())), f"{relative(path)}: {found[0]}"
 
 
 def test_no_file_is_named_after_nothing() -> None:

@@ -2,9 +2,11 @@
 
 import json
 import shlex
+import signal
 from pathlib import Path
 
 import pytest
+import torch
 
 from rltrain.data.tokenizer import load_tokenizer
 from rltrain.endpoint.limits import Limits
@@ -12,7 +14,8 @@ from rltrain.endpoint.sampling_rules import SamplingRules
 from rltrain.endpoint.server import EndpointSettings
 from rltrain.errors import ConfigError
 from rltrain.rollout.engine import SamplingParams
-from rltrain.serving.command import greeting, parser, sampling_of
+from rltrain.serving.command import greeting, main, parser, sampling_of
+from rltrain.system.devices import device_named
 from tests.talking_engine import byte_tokenizer
 
 WARMED_UP = Path(__file__).resolve().parents[1] / "warmed_up"
@@ -52,3 +55,30 @@ def test_the_command_that_is_printed_asks_for_a_text_that_the_tokenizer_has(toke
     text = body["messages"][0]["content"] if has_chats else body["prompt"]
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     assert text == "Hello" if has_chats else text.isdigit()
+
+
+@pytest.mark.parametrize(
+    ("device", "num_gpus", "expected"),
+    [
+        ("cuda", 0, "--device: got 'cuda', but "),
+        ("cuda:2", 2, "--device: got 'cuda:2'; expected one of the 2 GPUs, from cuda:0"),
+        ("gpu", 0, '--device: got \'gpu\'; expected "cpu", "cuda" or "cuda:N"'),
+        ("meta", 0, "--device: got 'meta', a device that rltrain has no code for"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused_in_one_line(
+    device: str, num_gpus: int, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    assert main(["--checkpoint", str(WARMED_UP), "--device", device]) == 2
+    said = capsys.readouterr().err
+    assert expected in said and said.count("\n") == 1
+
+
+def test_the_first_gpu_is_taken_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert str(device_named(None)) == "cuda"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert str(device_named(None)) == str(device_named("cpu")) == "cpu"
