@@ -24,7 +24,26 @@ def test_there_are_recipes():
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_the_recipe_is_accepted_in_its_world(path: Path) -> None:
+def test_the_recipe_is_accepted_in_its_world(path: Path):
+    header = HEADER.search(path.read_text())
+    assert header, f"{path.name} needs a line '# world size: N'"
+    world_size = int(header[1])
+    config = load_config(path, [])
+    check_config(config)
+    placement = resolve_placement(config.placement, world_size, min(world_size, RANKS_PER_NODE))
+    grids = role_grids(config, placement)
+    assert {rank for grid in grids.values() for rank in grid.ranks} == set(range(world_size)), "no rank stays idle"
+    for role, grid in grids.items():
+        assert config.batch.prompts_per_step // config.batch.mini_batches >= grid.dp, role
+
+
+LARGE = ("qwen3_30b_a3b.yaml", "qwen3_30b_a3b_4_nodes.yaml", "deepseek_v3.yaml")
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_bytes_and_seconds_are_foretold_in_a_fresh_checkout(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)  # none of the models that recipes name is there
     header = HEADER.search(path.read_text())
     assert header
