@@ -162,7 +162,7 @@ def listen_for_stop(job_store: JobStore, config: Config) -> StopRequest:
         world.rank,
         world.background,
         job_store.observer,
-        saves=config.checkpoint.save_interval > 0,
+        saves=config.checkpoint.saves,
         within_s=config.checkpoint.stop_within_s,
         last_resort=CheckpointFolder(Path(config.checkpoint_dir)).last_good,
         looks_at=range(world.size) if world.rank == 0 else {0, *world.ranks_on_node},
