@@ -87,6 +87,13 @@ class Checkpointing:
             "the same command goes on from there, once its config says how"
         )
 
+    @property
+    def told_stop(self) -> str:
+        """What a user is told in the end of a run that a signal has stopped."""
+        step = self._boundary or 0
+        where = self.folder.path / name_of(step)
+        return f"{self.stopped_by}: stopped after step {step}, saved in {where}; the same command goes on from there"
+
     def at_boundary(self, step: int, chunk: int) -> None:
         """Save where it is due or the run is to stop here. Once per boundary, for all roles of this rank."""
         if step == self._boundary:
@@ -239,13 +246,7 @@ class Checkpointing:
         self.reporter.collect()  # of the steps before; whoever goes on from here does not report them again
         self.folder.complete(step, files, self._run(step), self.settings.keep)
         if self._stopped_by(step):
-            where = self.folder.path / name_of(step)
             self.store.set(STOPPED, "1")
-            if self.paused_by:
-                return  # which is said in the end
-            logger.warning(
-                "%s: stopped after step %d, saved in %s; the same command goes on", self.stopped_by, step, where
-            )
 
     def _stopped_by(self, step: int) -> str | None:
         """The signal because of which the run ends at the boundary of the step."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rltrain.errors import PlacementError, UserError
+from rltrain.system.launcher import leave_for_launcher
 from rltrain.system.processes import launcher
 
 EXIT_USER_ERROR = 2
@@ -23,13 +24,24 @@ class KeyParser(argparse.ArgumentParser):
     """A parser of a command that takes config keys, and says so where it is given an option that it does not know."""
 
     def error(self, message: str) -> NoReturn:
-        hint = "; config keys are given without dashes, such as steps=5"
-        super().error(message + (hint if message.startswith("unrecognized arguments") else ""))
+        is_unknown = message.startswith("unrecognized arguments")
+        hint = "config keys are given without dashes, such as steps=5" if is_unknown else f"see {self.prog} --help"
+        sys.exit(refuse(f"{self.prog}: error: {message}; {hint}"))
+
+
+def refuse(message: str) -> int:
+    """Prints `message`, of several ranks once for each node, and leaves it for torchrun's summary. Returns the exit
+    status."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(message, file=sys.stderr, flush=True)
+    leave_for_launcher(message)
+    return EXIT_USER_ERROR
 
 
 def main(argv: Sequence[str]) -> int:
     """Exit status: 0 done, 2 a mistake the user can mend, 1 anything else."""
-    arguments = _parser().parse_intermixed_args(argv)
+    command = "dry-run" if [*argv[:1]] == ["--dry-run"] else "train"
+    arguments = _parser(f"rltrain {command}").parse_intermixed_args(argv)
     try:
         if arguments.dry_run:
             from rltrain.dry_run.description import describe_job
@@ -41,12 +53,20 @@ def main(argv: Sequence[str]) -> int:
         if "RANK" not in os.environ:
             raise UserError("start me with torchrun --nproc-per-node N, or with --dry-run --world-size W")
     except UserError as error:
-        print(f"rltrain: refused: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+        return refuse(f"rltrain: refused: {error}")
     begin_as_rank()
     from rltrain.job import run_job
 
     return run_job(arguments.config, arguments.overrides)
+
+
+def way_on_of(argv: Sequence[str]) -> str:
+    """Returns in words how the run that `main` of the same arguments made goes on. UserError where that is unknown."""
+    from rltrain.checkpoint.run.folder import way_on
+    from rltrain.config.loader import load_config
+
+    arguments = _parser().parse_intermixed_args(argv)
+    return way_on(load_config(arguments.config, arguments.overrides))
 
 
 def check(argv: Sequence[str], worlds: Sequence[tuple[int, int]]) -> None:
@@ -104,9 +124,9 @@ def begin_as_rank() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(prog: str = "rltrain train") -> argparse.ArgumentParser:
     parser = KeyParser(
-        prog="rltrain train",
+        prog=prog,
         description="Train a language model as one torchrun job.",
         epilog="rltrain train starts torchrun, for one rank unless --nproc-per-node N says more. It takes torchrun's "
         "--nnodes, --node-rank, --master-addr, --master-port, --max-restarts and --rdzv-* too.",

@@ -39,17 +39,21 @@ def shown_of(config: Config) -> list[tuple[str, str, str]]:
 def checkpoints_of(config: Config) -> str:
     """Returns a line on what an interrupted run goes on from."""
     settings = config.checkpoint
-    every = [f"every {settings.save_interval} steps"] if settings.save_interval else []
+    every = [_each(settings.save_interval)] if settings.save_interval else []
     every += [f"every {settings.save_every_s:g} s"] if settings.save_every_s else []
     kept = [f"{', '.join([*every, 'and when the run is stopped'])}, in {config.checkpoint_dir}"] if every else []
     if settings.memory:
-        kept.append(f"every {settings.memory.interval} steps in the nodes' memory")
+        kept.append(f"{_each(settings.memory.interval)} in the nodes' memory")
     if kept:
         return f"checkpoints: {'; '.join(kept)}; the same command goes on from the newest"
     return (
         "checkpoints: none, as checkpoint.save_interval and checkpoint.save_every_s are 0; an interrupted run "
         "begins anew"
     )
+
+
+def _each(interval: int) -> str:
+    return "every step" if interval == 1 else f"every {interval} steps"
 
 
 PRODUCTS = {"hf": "the model", "metrics.jsonl": "metrics", "samples.jsonl": "samples"}
