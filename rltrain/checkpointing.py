@@ -71,6 +71,8 @@ class Checkpointing:
         """On the leader, as they were when this job began: it may have fewer ranks than the one before."""
         self._saved_at_s = time.monotonic()
         """When the last checkpoint on the disk was begun, or else this job."""
+        self.last_saved: int | None = None
+        """The step of the last checkpoint that this rank has taken part in, on the disk or in memory."""
         self._metrics: Metrics = {}
         self.memory = MemoryCheckpointing(job, job.memory, reporter.collect) if job.memory else None
         if self.memory:
@@ -193,6 +195,7 @@ class Checkpointing:
         if crossing := self.transfers.save(cut):
             files[f"transfers/rank_{rank:05d}.safetensors"] = Contents(crossing, {})
         files[f"ranks/rank_{rank:05d}.safetensors"] = self._of_rank(step)
+        self.last_saved = step
         self._metrics["perf/checkpoint_copy_s"] = time.perf_counter() - begin
         self.writer.start(files, *self._targets(step, durably))
 

@@ -214,7 +214,8 @@ class Trainer:
                 # A task's communication is over before the next task's begins.
                 torch.cuda.synchronize()
         self.work.add(self.hosted & set(entry.actors), spent.work_s, *self.job.operations.take())
-        metrics |= {f"perf/{entry.name}_s": spent.work_s, f"perf/{entry.name}_wait_s": spent.wait_s}
+        if entry.name != CHECKPOINT or self.checkpointing.last_saved == entry.step:
+            metrics |= {f"perf/{entry.name}_s": spent.work_s, f"perf/{entry.name}_wait_s": spent.wait_s}
         if self.rank == reporting_rank(self.job, entry):
             self.reporter.add(entry.step, metrics)
 
