@@ -8,11 +8,14 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rltrain.errors import PlacementError, UserError
 from rltrain.system.launcher import leave_for_launcher
 from rltrain.system.processes import launcher
+
+if TYPE_CHECKING:
+    from rltrain.config.schema import Config
 
 EXIT_USER_ERROR = 2
 OF_EVERY_CALL = ("config", "dry_run", "overrides")
@@ -60,13 +63,12 @@ def main(argv: Sequence[str]) -> int:
     return run_job(arguments.config, arguments.overrides)
 
 
-def way_on_of(argv: Sequence[str]) -> str:
-    """Returns in words how the run that `main` of the same arguments made goes on. UserError where that is unknown."""
-    from rltrain.checkpoint.run.folder import way_on
+def read_arguments(argv: Sequence[str]) -> "Config":
+    """Returns the config that the arguments of `main` name. UserError where it cannot be read."""
     from rltrain.config.loader import load_config
 
     arguments = _parser().parse_intermixed_args(argv)
-    return way_on(load_config(arguments.config, arguments.overrides))
+    return load_config(arguments.config, arguments.overrides)
 
 
 def check(argv: Sequence[str], worlds: Sequence[tuple[int, int]]) -> None:
@@ -77,15 +79,20 @@ def check(argv: Sequence[str], worlds: Sequence[tuple[int, int]]) -> None:
 
 
 def check_job(path: Path, overrides: Sequence[str], worlds: Sequence[tuple[int, int]]) -> None:
-    """UserError for what a config can be in none of `worlds`, pairs of their ranks and those of a node. What needs
-    weights, a GPU or the hub is left to the ranks."""
+    """`check_config_in` of a file with overrides."""
     from rltrain.config.loader import load_config
+
+    check_config_in(load_config(path, overrides), worlds, "More ranks are started by --nproc-per-node")
+
+
+def check_config_in(config: "Config", worlds: Sequence[tuple[int, int]], more_ranks: str) -> None:
+    """UserError for what a config can be in none of `worlds`, pairs of their ranks and those of a node. What needs
+    weights, a GPU or the hub is left to the ranks. `more_ranks` tells of a job of one rank how to start more."""
     from rltrain.hub import repositories_of
     from rltrain.legality.config import check_config
     from rltrain.legality.placed import place_config
     from rltrain.models.of_roles import are_quickly_read
 
-    config = load_config(path, overrides)
     check_config(config)
     reads_models = not repositories_of(config) and are_quickly_read(config)
     refusals: list[UserError] = []
@@ -97,7 +104,7 @@ def check_job(path: Path, overrides: Sequence[str], worlds: Sequence[tuple[int, 
         else:
             return
     if len(refusals) == 1 and isinstance(refusals[0], PlacementError) and worlds[0][0] == 1:
-        raise PlacementError(f"{refusals[0]}. More ranks are started by --nproc-per-node") from None
+        raise PlacementError(f"{refusals[0]}. {more_ranks}") from None
     if refusals:
         raise refusals[0]
 

@@ -15,6 +15,7 @@ USER_ERROR, FAILED = 2, 1
 SHUTDOWN_TIMEOUT_S = "310"
 """Seconds that ranks have to save after a signal. They end by themselves after checkpoint.stop_within_s."""
 RANK_MODULE = "rltrain.commands.main"
+"""What ranks run, but for those that rltrain.run starts: they run rltrain.interface."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,7 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     given = [*(sys.argv[1:] if arguments is None else arguments)]
-    name, *rest = given[given.index(RANK_MODULE) + 1 :]
+    module, *rest = given[given.index("-m") + 1 :]
+    name, *rest = rest if module == RANK_MODULE else ("run", *rest)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_TIMEOUT_S)
     try:
         torchrun.run(torchrun.parse_args(given))
@@ -59,12 +61,14 @@ def _reason(rank: int, failure: "ProcessFailure") -> str:
 
 def _way_on(name: str, arguments: Sequence[str]) -> str:
     """Returns how a run that was interrupted goes on."""
-    if name != "train":
+    if name not in ("train", "run"):
         return ""
-    from rltrain.command import way_on_of
+    from rltrain.checkpoint.run.folder import way_on
+    from rltrain.command import read_arguments
+    from rltrain.interface import read_config
 
     try:
-        return f"; {way_on_of(arguments)}"
+        return f"; {way_on(read_config(arguments[0]) if name == 'run' else read_arguments(arguments))}"
     except UserError as error:
         return f"; whether it can go on is unknown: {error}"
 
