@@ -68,6 +68,7 @@ def test_the_way_on_is_that_of_the_config(tmp_path: Path) -> None:
 
     assert way(memory={}).startswith("the same command goes on from the nodes' memory where that holds a later")
     assert way(memory={}).endswith("and else begins anew, as no checkpoint was saved")
+    assert way(resume="none") == "the same command begins anew, as no checkpoint was saved"
     (tmp_path / "checkpoints/step_0000012").mkdir(parents=True)
     assert way(resume="none") == "the same command with checkpoint.resume=auto goes on from step 12"
 

@@ -179,11 +179,11 @@ class CheckpointFolder:
 def way_on(config: Config) -> str:
     """Returns in words what the command of a job does when it is given again after the job was interrupted."""
     settings = config.checkpoint
-    command = "the same command" + ("" if settings.resume == "auto" else " with checkpoint.resume=auto")
     try:
         found = CheckpointFolder(Path(config.checkpoint_dir)).candidates()
     except CheckpointError as error:
         return str(error)
+    command = "the same command" + (" with checkpoint.resume=auto" if found and settings.resume != "auto" else "")
     way = f"goes on from step {found[0].step}" if found else "begins anew, as no checkpoint was saved"
     first = "goes on from the nodes' memory where that holds a later checkpoint, and else " if settings.memory else ""
     return f"{command} {first}{way}"
