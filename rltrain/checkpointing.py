@@ -153,13 +153,16 @@ class Checkpointing:
     def _is_time(self, step: int) -> bool:
         """Whether a checkpoint is due at the boundary of `step` by checkpoint.save_every_s, as far as this rank knows.
 
-        After the last step it is where the job has saved by time or has gone on from a checkpoint, so that the newest
-        checkpoint is of the end. None is due while the one before is being written.
+        After the last step it is where the job has saved by time or has gone on from a checkpoint on the disk, so that
+        the newest one is of the end. None is due while the one before is being written.
         """
         every_s = self.settings.save_every_s
         if not every_s or is_save_step(self.job.config, step):
             return False
-        if step == self.job.config.steps and (self.stop and self.stop.saved_by_time() or self.job.resumed):
+        resumed = self.job.resumed
+        if step == self.job.config.steps and (
+            (self.stop and self.stop.saved_by_time()) or (resumed and not resumed.in_memory)
+        ):
             return True
         return time.monotonic() - self._saved_at_s >= every_s and not self.writer.is_busy
 

@@ -220,11 +220,14 @@ def test_a_job_that_ends_before_it_is_time_saves_nothing(timed: list[TimedRank])
     assert steps_saved(timed) == []
 
 
-def test_a_job_that_has_gone_on_from_a_checkpoint_saves_after_its_last_step(timed: list[TimedRank]) -> None:
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_a_job_that_has_gone_on_from_a_checkpoint_on_the_disk_saves_after_its_last_step(
+    timed: list[TimedRank], in_memory: bool
+) -> None:
     for rank in timed:
-        rank.part.job.resumed = SimpleNamespace(logs={})  # type: ignore[misc, assignment]
+        rank.part.job.resumed = SimpleNamespace(logs={}, in_memory=in_memory)  # type: ignore[misc, assignment]
         rank.come_to(9, 50)
-    assert steps_saved(timed) == [9]
+    assert steps_saved(timed) == ([] if in_memory else [9])
 
 
 def test_no_checkpoint_by_time_is_begun_while_one_is_written(
