@@ -8,10 +8,14 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rltrain.errors import PlacementError, UserError, command_name
+from rltrain.system.launcher import leave_for_launcher
 from rltrain.system.processes import launcher
+
+if TYPE_CHECKING:
+    from rltrain.config.schema import Config
 
 EXIT_USER_ERROR = 2
 OF_EVERY_CALL = ("config", "dry_run", "overrides")
@@ -23,8 +27,18 @@ class KeyParser(argparse.ArgumentParser):
     """A parser of a command that takes config keys, and says so where it is given an option that it does not know."""
 
     def error(self, message: str) -> NoReturn:
-        hint = "; config keys are given without dashes, such as steps=5"
-        super().error(message + (hint if message.startswith("unrecognized arguments") else ""))
+        is_unknown = message.startswith("unrecognized arguments")
+        hint = "config keys are given without dashes, such as steps=5" if is_unknown else f"see {self.prog} --help"
+        sys.exit(refuse(f"{self.prog}: error: {message}; {hint}"))
+
+
+def refuse(message: str) -> int:
+    """Prints `message`, of several ranks once for each node, and leaves it for torchrun's summary. Returns the exit
+    status."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(message, file=sys.stderr, flush=True)
+    leave_for_launcher(message)
+    return EXIT_USER_ERROR
 
 
 def main(argv: Sequence[str]) -> int:
@@ -42,12 +56,19 @@ def main(argv: Sequence[str]) -> int:
         if "RANK" not in os.environ:
             raise UserError("start me with torchrun --nproc-per-node N, or with --dry-run --world-size W")
     except UserError as error:
-        print(f"{command_name()}: refused: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+        return refuse(f"{command_name()}: refused: {error}")
     begin_as_rank()
     from rltrain.job import run_job
 
     return run_job(arguments.config, arguments.overrides)
+
+
+def read_arguments(argv: Sequence[str]) -> "Config":
+    """Returns the config that the arguments of `main` name. UserError where it cannot be read."""
+    from rltrain.config.loader import load_config
+
+    arguments = _parser().parse_intermixed_args(argv)
+    return load_config(arguments.config, arguments.overrides)
 
 
 def check(argv: Sequence[str], worlds: Sequence[tuple[int, int]]) -> None:
@@ -58,16 +79,21 @@ def check(argv: Sequence[str], worlds: Sequence[tuple[int, int]]) -> None:
 
 
 def check_job(path: Path, overrides: Sequence[str], worlds: Sequence[tuple[int, int]]) -> None:
-    """UserError for what a config can be in none of `worlds`, pairs of their ranks and those of a node. What needs
-    weights, a GPU or the hub is left to the ranks."""
+    """`check_config_in` of a file with overrides."""
     from rltrain.config.loader import load_config
+
+    check_config_in(load_config(path, overrides), worlds, "More ranks are started by --nproc-per-node")
+
+
+def check_config_in(config: "Config", worlds: Sequence[tuple[int, int]], more_ranks: str) -> None:
+    """UserError for what a config can be in none of `worlds`, pairs of their ranks and those of a node. What needs
+    weights, a GPU or the hub is left to the ranks. `more_ranks` tells of a job of one rank how to start more."""
     from rltrain.dry_run.reward import refuse_missing_functions
     from rltrain.hub import repositories_of
     from rltrain.legality.config import check_config
     from rltrain.legality.placed import place_config
     from rltrain.models.of_roles import are_quickly_read
 
-    config = load_config(path, overrides)
     check_config(config)
     refuse_missing_functions(config)
     reads_models = not repositories_of(config) and are_quickly_read(config)
@@ -80,7 +106,7 @@ def check_job(path: Path, overrides: Sequence[str], worlds: Sequence[tuple[int, 
         else:
             return
     if len(refusals) == 1 and isinstance(refusals[0], PlacementError) and worlds[0][0] == 1:
-        raise PlacementError(f"{refusals[0]}. More ranks are started by --nproc-per-node") from None
+        raise PlacementError(f"{refusals[0]}. {more_ranks}") from None
     if refusals:
         raise refusals[0]
 

@@ -93,7 +93,7 @@ def torchrun_command(name: str, arguments: Sequence[str]) -> list[str]:
     options = {**given, "--nproc-per-node": given["--nproc-per-node"] or "1"}
     alone = all(given[option] is None for option in MEETING)
     spelled = [f"{option}={value}" for option, value in options.items() if value is not None]
-    agent = [sys.executable, "-m", "torch.distributed.run", *(["--standalone"] if alone else []), *spelled]
+    agent = [sys.executable, "-m", "rltrain.commands.agent", *(["--standalone"] if alone else []), *spelled]
     return [*agent, "-m", "rltrain.commands.main", name, *rest]
 
 

@@ -2,11 +2,10 @@
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rltrain.command import EXIT_USER_ERROR, KeyParser, add_torchrun_options, begin_as_rank, check_job
+from rltrain.command import KeyParser, add_torchrun_options, begin_as_rank, check_job, refuse
 from rltrain.errors import UserError, command_name
 
 
@@ -14,14 +13,12 @@ def main(argv: Sequence[str]) -> int:
     """Exit status: 0 done, 2 a mistake the user can mend, 1 anything else."""
     arguments = parser().parse_intermixed_args(argv)
     if "RANK" not in os.environ:
-        print(f"{command_name()}: start me with torchrun --nproc-per-node N, on one rank or more", file=sys.stderr)
-        return EXIT_USER_ERROR
+        return refuse(f"{command_name()}: start me with torchrun --nproc-per-node N, on one rank or more")
     begin_as_rank()
     try:
         overrides = _overrides(arguments)
     except UserError as error:
-        print(f"{command_name()}: refused: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+        return refuse(f"{command_name()}: refused: {error}")
     from rltrain.job import run_job
 
     return run_job(arguments.config, overrides)

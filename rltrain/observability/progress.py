@@ -37,6 +37,26 @@ def shown_of(config: Config) -> list[tuple[str, str, str]]:
     return [*SHOWN[:place], *sets, *SHOWN[place:]]
 
 
+def checkpoints_of(config: Config) -> str:
+    """Returns a line on what an interrupted run goes on from."""
+    settings = config.checkpoint
+    every = [_each(settings.save_interval)] if settings.save_interval else []
+    every += [f"every {settings.save_every_s:g} s"] if settings.save_every_s else []
+    kept = [f"{', '.join([*every, 'and when the run is stopped'])}, in {config.checkpoint_dir}"] if every else []
+    if settings.memory:
+        kept.append(f"{_each(settings.memory.interval)} in the nodes' memory")
+    if kept:
+        return f"checkpoints: {'; '.join(kept)}; the same command goes on from the newest"
+    return (
+        "checkpoints: none, as checkpoint.save_interval and checkpoint.save_every_s are 0; an interrupted run "
+        "begins anew"
+    )
+
+
+def _each(interval: int) -> str:
+    return "every step" if interval == 1 else f"every {interval} steps"
+
+
 PRODUCTS = {"hf": "the model", "metrics.jsonl": "metrics", "samples.jsonl": "samples"}
 """What a run leaves in its folder, and what it is."""
 
@@ -81,6 +101,11 @@ class Progress:
         self.bar: tuple[RichProgress, TaskID] | None = None
         if self.enabled and self.console.is_terminal:
             self.bar = self._start_bar()
+
+    def say(self, line: str) -> None:
+        """Prints `line`, above the bar where there is one."""
+        if self.enabled:
+            self._print(line)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """`metrics` of `step`, which counts from 0, or late ones of a step before; a last record may follow the last

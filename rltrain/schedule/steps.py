@@ -106,7 +106,7 @@ class Iteration:
         Not where the rollout would go on with weights that it got earlier: those are in no checkpoint.
         """
         config = self.config
-        saves = config.checkpoint.save_interval or config.checkpoint.memory
+        saves = config.checkpoint.saves or config.checkpoint.memory
         if saves and (step == config.steps or step % config.schedule.sync_every == 0):
             for role in self.roles:
                 self.order.task(CHECKPOINT, role, step=step)

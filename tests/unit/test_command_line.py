@@ -82,7 +82,7 @@ def test_plainly_started_training_is_one_rank_under_torchrun(monkeypatch: pytest
     arguments = ["--config", "c.yaml", "steps=3"]
     assert wants_ranks(arguments) and not wants_ranks([*arguments, "--dry-run"])
     started = torchrun_command("train", arguments)
-    assert started[:4] == [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    assert started[:4] == [sys.executable, "-m", "rltrain.commands.agent", "--standalone"]
     assert started[4:] == ["--nproc-per-node=1", "-m", "rltrain.commands.main", "train", *arguments]
     several = torchrun_command("evaluate", ["--nproc-per-node", "8", "--nnodes=2", "--node-rank", "1", "a.b=c"])
     assert several[3:6] == ["--nproc-per-node=8", "--nnodes=2", "--node-rank=1"] and several[-1] == "a.b=c"
@@ -163,15 +163,18 @@ def test_a_mistake_is_one_line_before_any_rank_is_started(
     [
         (["train"], "arguments are required: --config"),
         (["train", *QUICKSTART, "--steps=5"], "arguments: --steps=5; config keys are given without dashes"),
-        (["evaluate", *QUICKSTART], "arguments are required: --checkpoint"),
+        (["evaluate", *QUICKSTART], "arguments are required: --checkpoint; see rltrain evaluate --help"),
+        (["dry-run"], "arguments are required: --config; see rltrain dry-run --help"),
     ],
 )
-def test_a_wrong_call_ends_with_what_is_wrong(
+def test_a_wrong_call_is_one_line_too(
     arguments: list[str], told: str, became: list[list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
-    assert stopped.value.code == 2 and told in capsys.readouterr().err.splitlines()[-1] and not became
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2 and said.count("\n") == 1 and not became
+    assert said.startswith(f"rltrain {arguments[0]}: error: ") and told in said
 
 
 def test_what_is_refused_is_refused_without_torch() -> None:

@@ -134,10 +134,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("hub", "estimate", "schedule", "legality", "reshard", "models", "residency", "cluster", "algorithms"),
         *("data", "rewards"),
     ),
-    "command": (*BASE, "job", "dry_run", "system.processes", "hub", "legality", "models.of_roles"),
+    "command": (*BASE, "job", "dry_run", "system", "hub", "legality", "models.of_roles"),
     "interface": (*BASE, "command", "job", "dry_run", "cluster.placement"),
     "evaluating": (*BASE, "job", "command", "hub", "observability.run_logs"),
-    "commands": (*BASE, "doctor.installed"),
+    "commands": (*BASE, "checkpoint", "command", "interface", "doctor.installed"),
     "doctor": (
         *BASE,
         *("command", "preflight", "cluster", "liveness.ending", "reshard.kernels", "system", "training.megatron"),
