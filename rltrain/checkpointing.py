@@ -69,6 +69,10 @@ class Checkpointing:
         """Ranks that come to a boundary when others are long past it."""
         self._earlier_logs = job.resumed.logs if job.resumed else {}
         """On the leader, as they were when this job began: it may have fewer ranks than the one before."""
+        self._saved_at_s = time.monotonic()
+        """When the last checkpoint on the disk was begun, or else this job."""
+        self.last_saved: int | None = None
+        """The step of the last checkpoint that this rank has taken part in, on the disk or in memory."""
         self._metrics: Metrics = {}
         self.memory = MemoryCheckpointing(job, job.memory, reporter.collect) if job.memory else None
         if self.memory:
@@ -85,18 +89,34 @@ class Checkpointing:
             "the same command goes on from there, once its config says how"
         )
 
+    @property
+    def told_stop(self) -> str:
+        """What a user is told in the end of a run that a signal has stopped."""
+        step = self._boundary or 0
+        where = self.folder.path / name_of(step)
+        return f"{self.stopped_by}: stopped after step {step}, saved in {where}; the same command goes on from there"
+
     def at_boundary(self, step: int, chunk: int) -> None:
         """Save where it is due or the run is to stop here. Once per boundary, for all roles of this rank."""
         if step == self._boundary:
             return
         self._boundary = step
-        reason = self.stop.verdict(step) if self.stop and self.settings.save_interval else None
-        durably = bool(reason) or is_save_step(self.job.config, step)
+        reason, is_time = None, False
+        if self.stop and self.settings.saves:
+            reason = self.stop.verdict(step, is_time=self._is_time(step))
+            is_time = self.stop.saves_at(step)
+        durably = bool(reason) or is_time or is_save_step(self.job.config, step)
         if durably or is_memory_save_step(self.job.config, step):
             with self.job.heartbeat.task_clock.waiting("the checkpoint before to be written"):
                 self._make_way(durably)
             self.stopped_by = reason
             self._save(step, durably)
+
+    def may_join(self, position: int, sync: int) -> bool:
+        """Whether an engine whose rank is at `position` of the order may join the weight sync at position `sync`: no
+        checkpoint that is saved by time stands between them, which would hold newer responses than weights."""
+        saved = self.stop.saved_by_time() if self.stop and self.settings.save_every_s else ()
+        return not any(position < self.order.boundary(step) <= sync for step in saved)
 
     def metrics(self) -> Metrics:
         """perf/checkpoint_* since the last call; see observability.names."""
@@ -130,6 +150,22 @@ class Checkpointing:
         if self.memory:
             self.memory.close()
 
+    def _is_time(self, step: int) -> bool:
+        """Whether a checkpoint is due at the boundary of `step` by checkpoint.save_every_s, as far as this rank knows.
+
+        After the last step it is where the job has saved by time or has gone on from a checkpoint on the disk, so that
+        the newest one is of the end. None is due while the one before is being written.
+        """
+        every_s = self.settings.save_every_s
+        if not every_s or is_save_step(self.job.config, step):
+            return False
+        resumed = self.job.resumed
+        if step == self.job.config.steps and (
+            (self.stop and self.stop.saved_by_time()) or (resumed and not resumed.in_memory)
+        ):
+            return True
+        return time.monotonic() - self._saved_at_s >= every_s and not self.writer.is_busy
+
     def _make_way(self, durably: bool) -> None:
         """For another checkpoint: the one before is written but for what late ranks have yet to write, of which no more
         than MAX_INCOMPLETE may take room on the disk. One in memory alone does not wait for the disk."""
@@ -162,6 +198,7 @@ class Checkpointing:
         if crossing := self.transfers.save(cut):
             files[f"transfers/rank_{rank:05d}.safetensors"] = Contents(crossing, {})
         files[f"ranks/rank_{rank:05d}.safetensors"] = self._of_rank(step)
+        self.last_saved = step
         self._metrics["perf/checkpoint_copy_s"] = time.perf_counter() - begin
         self.writer.start(files, *self._targets(step, durably))
 
@@ -171,6 +208,7 @@ class Checkpointing:
         if self.memory and is_memory_save_step(self.job.config, step):
             targets.append(self.memory.begin(step, self._run(step) if is_leader else None))
         if durably:
+            self._saved_at_s = time.monotonic()
             if is_leader:
                 self._incomplete.append(step)
             targets.append(Target(self.folder.begin(step), self._report(step)))
@@ -214,13 +252,7 @@ class Checkpointing:
         self.reporter.collect()  # of the steps before; whoever goes on from here does not report them again
         self.folder.complete(step, files, self._run(step), self.settings.keep)
         if self._stopped_by(step):
-            where = self.folder.path / name_of(step)
             self.store.set(STOPPED, "1")
-            if self.paused_by:
-                return  # which is said in the end
-            logger.warning(
-                "%s: stopped after step %d, saved in %s; the same command goes on", self.stopped_by, step, where
-            )
 
     def _stopped_by(self, step: int) -> str | None:
         """The signal because of which the run ends at the boundary of the step."""

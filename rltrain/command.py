@@ -8,10 +8,14 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from rltrain.errors import PlacementError, UserError
+from rltrain.errors import PlacementError, UserError, command_name
+from rltrain.system.launcher import leave_for_launcher
 from rltrain.system.processes import launcher
+
+if TYPE_CHECKING:
+    from rltrain.config.schema import Config
 
 EXIT_USER_ERROR = 2
 OF_EVERY_CALL = ("config", "dry_run", "overrides")
@@ -23,14 +27,25 @@ class KeyParser(argparse.ArgumentParser):
     """A parser of a command that takes config keys, and says so where it is given an option that it does not know."""
 
     def error(self, message: str) -> NoReturn:
-        hint = "; config keys are given without dashes, such as steps=5"
-        super().error(message + (hint if message.startswith("unrecognized arguments") else ""))
+        is_unknown = message.startswith("unrecognized arguments")
+        hint = "config keys are given without dashes, such as steps=5" if is_unknown else f"see {self.prog} --help"
+        sys.exit(refuse(f"{self.prog}: error: {message}; {hint}"))
+
+
+def refuse(message: str) -> int:
+    """Prints `message`, of several ranks once for each node, and leaves it for torchrun's summary. Returns the exit
+    status."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(message, file=sys.stderr, flush=True)
+    leave_for_launcher(message)
+    return EXIT_USER_ERROR
 
 
 def main(argv: Sequence[str]) -> int:
     """Exit status: 0 done, 2 a mistake the user can mend, 1 anything else."""
     arguments = _parser().parse_intermixed_args(argv)
     try:
+        _refuse_options_of_torchrun(arguments)
         if arguments.dry_run:
             from rltrain.dry_run.description import describe_job
             from rltrain.dry_run.options import DryRunOptions
@@ -41,12 +56,19 @@ def main(argv: Sequence[str]) -> int:
         if "RANK" not in os.environ:
             raise UserError("start me with torchrun --nproc-per-node N, or with --dry-run --world-size W")
     except UserError as error:
-        print(f"rltrain: refused: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+        return refuse(f"{command_name()}: refused: {error}")
     begin_as_rank()
     from rltrain.job import run_job
 
     return run_job(arguments.config, arguments.overrides)
+
+
+def read_arguments(argv: Sequence[str]) -> "Config":
+    """Returns the config that the arguments of `main` name. UserError where it cannot be read."""
+    from rltrain.config.loader import load_config
+
+    arguments = _parser().parse_intermixed_args(argv)
+    return load_config(arguments.config, arguments.overrides)
 
 
 def check(argv: Sequence[str], worlds: Sequence[tuple[int, int]]) -> None:
@@ -57,16 +79,23 @@ def check(argv: Sequence[str], worlds: Sequence[tuple[int, int]]) -> None:
 
 
 def check_job(path: Path, overrides: Sequence[str], worlds: Sequence[tuple[int, int]]) -> None:
-    """UserError for what a config can be in none of `worlds`, pairs of their ranks and those of a node. What needs
-    weights, a GPU or the hub is left to the ranks."""
+    """`check_config_in` of a file with overrides."""
     from rltrain.config.loader import load_config
+
+    check_config_in(load_config(path, overrides), worlds, "More ranks are started by --nproc-per-node")
+
+
+def check_config_in(config: "Config", worlds: Sequence[tuple[int, int]], more_ranks: str) -> None:
+    """UserError for what a config can be in none of `worlds`, pairs of their ranks and those of a node. What needs
+    weights, a GPU or the hub is left to the ranks. `more_ranks` tells of a job of one rank how to start more."""
+    from rltrain.dry_run.reward import refuse_missing_functions
     from rltrain.hub import repositories_of
     from rltrain.legality.config import check_config
     from rltrain.legality.placed import place_config
     from rltrain.models.of_roles import are_quickly_read
 
-    config = load_config(path, overrides)
     check_config(config)
+    refuse_missing_functions(config)
     reads_models = not repositories_of(config) and are_quickly_read(config)
     refusals: list[UserError] = []
     for world_size, ranks_per_node in worlds:
@@ -77,7 +106,7 @@ def check_job(path: Path, overrides: Sequence[str], worlds: Sequence[tuple[int, 
         else:
             return
     if len(refusals) == 1 and isinstance(refusals[0], PlacementError) and worlds[0][0] == 1:
-        raise PlacementError(f"{refusals[0]}. More ranks are started by --nproc-per-node") from None
+        raise PlacementError(f"{refusals[0]}. {more_ranks}") from None
     if refusals:
         raise refusals[0]
 
@@ -93,6 +122,27 @@ def _refuse_options_of_dry_run(arguments: argparse.Namespace) -> None:
         raise UserError(f"{named}: for --dry-run alone; add that, or leave it out")
 
 
+def _refuse_options_of_torchrun(arguments: argparse.Namespace) -> None:
+    """Raises UserError for those that `add_torchrun_options` describes, which the command `rltrain` takes away."""
+    if "nproc_per_node" in arguments or "nnodes" in arguments:
+        raise UserError(
+            "--nproc-per-node and --nnodes: the command `rltrain` alone takes them; expected torchrun "
+            f"--nproc-per-node N {command_name()}, or --dry-run --world-size W"
+        )
+
+
+def add_torchrun_options(parser: argparse.ArgumentParser) -> None:
+    """Adds torchrun's options to the help of a command whose ranks `rltrain` starts, which takes them from there."""
+    ranks = parser.add_argument_group(
+        "ranks",
+        "rltrain starts torchrun, and gives it these options and --node-rank, --master-addr, --master-port, "
+        "--max-restarts and --rdzv-*.",
+        argument_default=argparse.SUPPRESS,
+    )
+    ranks.add_argument("--nproc-per-node", metavar="N", help="ranks on each node (default 1)")
+    ranks.add_argument("--nnodes", metavar="N", help="nodes, or a range such as 2:4 (default 1)")
+
+
 def begin_as_rank() -> None:
     """Before the job's imports. The advice of dependencies repeats on every rank: missing optional packages,
     deprecations in each other's calls. A crash of a native library says on standard error where each thread was."""
@@ -106,15 +156,14 @@ def begin_as_rank() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = KeyParser(
-        prog="rltrain train",
+        prog=command_name(),
         description="Train a language model as one torchrun job.",
-        epilog="rltrain train starts torchrun, for one rank unless --nproc-per-node N says more. It takes torchrun's "
-        "--nnodes, --node-rank, --master-addr, --master-port, --max-restarts and --rdzv-* too.",
     )
     parser.add_argument("--config", type=Path, required=True, help="YAML file, see configs/")
     parser.add_argument(
         "--dry-run", action="store_true", help="print what the job would do; no torchrun, GPU or weights"
     )
+    add_torchrun_options(parser)
     # What is not given is not there: DryRunOptions has the defaults.
     dry = parser.add_argument_group("for --dry-run", argument_default=argparse.SUPPRESS)
     dry.add_argument("--world-size", type=int, help="number of ranks (default 1)")

@@ -1,5 +1,11 @@
 """Errors whose message is meant for the person who runs the job, printed without a traceback."""
 
+import difflib
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 
 class UserError(Exception):
     """A mistake the user can mend: says what was given, what was expected, and where to change it."""
@@ -17,6 +23,51 @@ def cannot_write(
         f"{config_key}: cannot write {path}: {error.strerror}; expected {folder_key} to be a folder that this user "
         "may write to"
     )
+
+
+MOST_LISTED = 24
+"""Allowed values that a message lists before it counts the rest."""
+
+
+def listed(names: Iterable[object], most: int = MOST_LISTED) -> str:
+    """Returns the first names of a list, and how many more there are."""
+    texts = [str(name) for name in names]
+    more = len(texts) - most
+    return ", ".join(texts[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def nearest(name: str, valid: Iterable[str]) -> str | None:
+    """Returns the valid name that `name` was probably meant to be."""
+    return next(iter(difflib.get_close_matches(name, list(valid), n=1)), None)
+
+
+def one_of(given: object, allowed: Iterable[object], *, where: str = "") -> str:
+    """Returns "one of a, b, c (the nearest is b)" for a message about `given`, which is none of them.
+
+    `where` names the page that lists all of them, for a list that may be too long for a message.
+    """
+    texts = [str(name) for name in allowed]
+    notes = [f"{where} has all"] if where and len(texts) > MOST_LISTED else []
+    notes += [f"the nearest is {near}"] if (near := nearest(str(given), texts)) else []
+    return f"one of {listed(texts)}" + (f" ({'; '.join(notes)})" if notes else "")
+
+
+_typed: list[str] = []
+
+
+@contextmanager
+def typed(command: str) -> Iterator[None]:
+    """Makes `command_name` give `command` for as long as the context lasts."""
+    _typed.append(command)
+    try:
+        yield
+    finally:
+        _typed.pop()
+
+
+def command_name() -> str:
+    """Returns what usage lines and refusals call this command: "rltrain train", or a script's file name."""
+    return _typed[-1] if _typed else Path(sys.argv[0]).name
 
 
 def named_by(key: str) -> str:

@@ -4,7 +4,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -170,6 +170,11 @@ def checkpoint_paths(config: Config) -> dict[str, str]:
 
     _mapped(config, "", note)
     return found
+
+
+def with_checkpoint_paths(config: Config, folders: Mapping[str, str]) -> Config:
+    """Returns the config with other folders for checkpoints of models, by the paths that it has."""
+    return _mapped(config, "", lambda text, key, mark: folders.get(text, text) if mark.kind == "model" else text)
 
 
 def _replaced(config: Config, folders: dict[str, str]) -> Config:

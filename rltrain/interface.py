@@ -1,8 +1,12 @@
 """The commands `rltrain train` and `rltrain dry-run` as functions of a config that is made in Python."""
 
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rltrain.config import schema
@@ -11,6 +15,7 @@ from rltrain.config.python_values import plain
 from rltrain.config.source import Source, read_source
 from rltrain.errors import UserError
 
+MORE_RANKS = "run starts one rank; more are started by torchrun --nproc-per-node N FILE.py, where FILE.py calls run"
 RUNNING = "RLTRAIN_RUN"
 """Environment variable of the processes of a job that `run` has begun: what they load may not begin another."""
 
@@ -42,11 +47,13 @@ class Config(schema.Config):
 
 
 def run(config: schema.Config | Callable[[], schema.Config]) -> None:
-    """Train, as one rank of torchrun's: `rltrain train` from inside a program. Collective over: all ranks.
+    """Trains as `rltrain train` does, from inside a program. Collective over: all ranks.
 
-    A function that makes the config is called inside the job, so that what it refuses is said once for all ranks.
-    Returns when the job came to its end; a job that fails or is stopped ends this process with its exit status.
-    Raises UserError where torchrun has not started this process, or where a file that a worker loads calls this.
+    Where torchrun has started this process it is one rank. Anywhere else, as in a notebook, the job has one rank, which
+    runs in a process of its own. A function that makes the config is called inside the job, so that what it refuses is
+    said once for all ranks. Returns when the job came to its end. A job that fails or is stopped ends this process with
+    its exit status: by SystemExit where torchrun has not started it. Raises UserError where the config needs more than
+    one rank and torchrun has not started them, or where a file that a worker loads calls this.
     """
     if RUNNING in os.environ:
         raise UserError(
@@ -54,7 +61,8 @@ def run(config: schema.Config | Callable[[], schema.Config]) -> None:
             'or environment; expected the call under if __name__ == "__main__":'
         )
     if "RANK" not in os.environ:
-        raise UserError("run is called on every rank; expected torchrun --nproc-per-node N FILE.py to start them")
+        _run_on_one_rank(config() if callable(config) else config)
+        return
     from rltrain.command import begin_as_rank
 
     begin_as_rank()
@@ -67,6 +75,36 @@ def run(config: schema.Config | Callable[[], schema.Config]) -> None:
         del os.environ[RUNNING]
 
 
+def _run_on_one_rank(config: schema.Config) -> None:
+    """Starts torchrun with one rank, and waits for its end."""
+    from rltrain.command import check_config_in
+
+    check_config_in(config, [(1, 1)], MORE_RANKS)
+    command = [sys.executable, "-m", "rltrain.commands.agent", "--standalone", "--nproc-per-node=1"]
+    # The rank finds modules where this process does.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folder or os.getcwd() for folder in sys.path)}
+    with TemporaryDirectory(prefix="rltrain_") as folder:
+        path = Path(folder, "config.json")
+        path.write_text(json.dumps(config.model_dump(mode="json", exclude_unset=True)))
+        status = _status_of(subprocess.Popen([*command, "-m", "rltrain.interface", str(path)], env=environment))
+    if status:
+        sys.exit(status)
+
+
+def _status_of(process: subprocess.Popen[bytes]) -> int:
+    """Returns the exit status of `process`, which gets Ctrl-C as well as this one does, and saves first."""
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            continue
+
+
+def read_config(path: str | Path) -> Config:
+    """Returns the config that `run` has written for the rank that it starts."""
+    return Config(**json.loads(Path(path).read_text()))
+
+
 def dry_run(config: schema.Config, **options: Any) -> str:
     """What a job would do, in words: `rltrain dry-run`. Needs no torchrun, GPU or weights.
 
@@ -77,3 +115,7 @@ def dry_run(config: schema.Config, **options: Any) -> str:
     from rltrain.dry_run.options import DryRunOptions
 
     return describe(config, DryRunOptions(**options))
+
+
+if __name__ == "__main__":  # the rank that `run` starts
+    run(read_config(sys.argv[1]))

@@ -4,12 +4,13 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
 from rltrain.checkpoint.memory.node_memory import NodeMemory
-from rltrain.checkpoint.run.folder import CheckpointFolder, Resumed
+from rltrain.checkpoint.run.folder import CheckpointFolder, Resumed, way_on
 from rltrain.cluster.grid import job_leader
 from rltrain.cluster.placement import Placement
 from rltrain.cluster.process_groups import ProcessGroups
@@ -73,7 +74,7 @@ def run_config(make_config: Callable[[], Config]) -> int:
         native.logger.setLevel(logging.ERROR)  # what a machine lacks is said once per machine
     try:
         job, order, watchdog = prepare(make_config, world)
-        ending.doing = watchdog.doing
+        ending.doing, ending.way_on = watchdog.doing, watchdog.ending.way_on
         trainer = Trainer(job, order)
         came_to_its_end = trainer.run()
         if job.stop:
@@ -86,6 +87,8 @@ def run_config(make_config: Callable[[], Config]) -> int:
     if not came_to_its_end:
         if reason := trainer.checkpointing.paused_by:
             ending.by(ParityError(reason))
+        if job.world.rank == job.leader:
+            logger.warning("%s", trainer.checkpointing.told_stop)
         leave_store(job.job_store, ending)
         end_quietly()  # experience that nobody will receive is on its way, which teardown would wait for
     dist.destroy_process_group()
@@ -162,7 +165,7 @@ def listen_for_stop(job_store: JobStore, config: Config) -> StopRequest:
         world.rank,
         world.background,
         job_store.observer,
-        saves=config.checkpoint.save_interval > 0,
+        saves=config.checkpoint.saves,
         within_s=config.checkpoint.stop_within_s,
         last_resort=CheckpointFolder(Path(config.checkpoint_dir)).last_good,
         looks_at=range(world.size) if world.rank == 0 else {0, *world.ranks_on_node},
@@ -181,5 +184,6 @@ def start_watchdog(job_store: JobStore, config: Config) -> Watchdog:
         Path(config.output_dir),
         beats=job_store.beats,
     )
+    watchdog.ending.way_on = partial(way_on, config)
     watchdog.start()
     return watchdog

@@ -2,6 +2,8 @@
 
 import json
 import math
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,17 @@ TOO_DEEP = f"it is nested too deeply, in more than {MOST_NESTED} objects or list
 _DECODER = json.JSONDecoder()
 
 
-def parse_json(text: str | bytes) -> Any:
-    """Returns the value that a JSON text stands for. ValueError where it is no JSON, where a number has too many
-    digits, and where it is nested too deeply."""
+def parse_json(text: str | bytes, *, parse_int: Callable[[str], Any] | None = None) -> Any:
+    """Returns the value that a JSON text stands for, with whole numbers as `parse_int` reads their digits.
+
+    ValueError where it is no JSON, where a number has too many digits, and where it is nested too deeply.
+    """
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_int=parse_int)
     except RecursionError:
         raise ValueError(TOO_DEEP) from None
+    except ValueError as error:
+        raise (ValueError(too_many_digits()) if type(error) is ValueError else error) from None
     if isinstance(text, bytes):
         return _refuse_depth(value, text.count(b"{") + text.count(b"["))
     return _refuse_depth(value, text.count("{") + text.count("["))
@@ -29,7 +35,14 @@ def parse_json_at(text: str, begin: int = 0) -> tuple[Any, int]:
         value, end = _DECODER.raw_decode(text, begin)
     except RecursionError:
         raise ValueError(TOO_DEEP) from None
+    except ValueError as error:
+        raise (ValueError(too_many_digits()) if type(error) is ValueError else error) from None
     return _refuse_depth(value, text.count("{", begin, end) + text.count("[", begin, end)), end
+
+
+def too_many_digits() -> str:
+    """Returns what is wrong with a whole number that Python does not read."""
+    return f"it has a whole number of more than {sys.get_int_max_str_digits()} digits"
 
 
 def read_json(file: Path) -> Any:

@@ -77,8 +77,7 @@ def find_checkpoint(config: Config, job_store: JobStore, held: HeldCheckpoints |
             found_here = held.recover(candidate)
         if isinstance(found_here, Resumed):
             if world.rank == 0:
-                memory = ", in the nodes' memory" if found_here.in_memory else ""
-                logger.warning("going on after step %d, from %s%s", found_here.step, found_here.folder, memory)
+                _say_where_it_goes_on(config, found_here)
             return found_here
         if isinstance(candidate, Resumed) and candidate.folder.is_relative_to(config.checkpoint.resume):
             raise CheckpointError(f"checkpoint.resume: {found_here}")  # the one that was asked for
@@ -93,6 +92,17 @@ def find_checkpoint(config: Config, job_store: JobStore, held: HeldCheckpoints |
     return None
 
 
+def _say_where_it_goes_on(config: Config, checkpoint: Resumed) -> None:
+    memory = ", in the nodes' memory" if checkpoint.in_memory else ""
+    logger.warning("going on after step %d, from %s%s", checkpoint.step, checkpoint.folder, memory)
+    if checkpoint.step == config.steps:
+        logger.warning(
+            "the run in %s is finished: all of its %d steps are done, and only what follows the last one is done "
+            "again. To train on, give more steps (steps=%d); to begin another run, give another output_dir",
+            *(config.output_dir, config.steps, 2 * config.steps),
+        )
+
+
 def _candidates(config: Config, restarted: bool) -> list[Resumed]:
     """In the order in which they are tried. By one rank, before anything is written."""
     folder, resume = CheckpointFolder(Path(config.checkpoint_dir)), config.checkpoint.resume
@@ -100,13 +110,13 @@ def _candidates(config: Config, restarted: bool) -> list[Resumed]:
     if own and (latest := folder.latest()) != f"names '{own[0].folder.name}'":
         steps = ", ".join(str(checkpoint.step) for checkpoint in own)
         logger.warning("%s holds checkpoints of steps %s; its file %s %s", folder.path, steps, LATEST_FILE, latest)
-    if config.checkpoint.save_interval:
+    if config.checkpoint.saves:
         folder.clear_partial()
     if resume == "auto" or (restarted and own):
         return own
     if resume != "none":
         return [checkpoint_at(Path(resume))]
-    if own and config.checkpoint.save_interval:
+    if own and config.checkpoint.saves:
         raise CheckpointError(
             f"checkpoint.resume: none, but {folder.path} holds checkpoints, the newest of step {own[0].step}; expected "
             "a checkpoint.dir without any, or checkpoint.resume: auto to go on from it"
@@ -257,7 +267,7 @@ def claim_folders(config: Config, leader: int, job_store: JobStore) -> dict[str,
     if job_store.world.rank == leader:
         job_store.heartbeat.begin("locking its folders")
         folders = {"output_dir": Path(config.output_dir)}
-        if config.checkpoint.save_interval:
+        if config.checkpoint.saves:
             folders["checkpoint.dir"] = Path(config.checkpoint_dir)
         for key, folder in folders.items():
             lock_folder(folder, key, advance=job_store.heartbeat.advance)
@@ -283,7 +293,7 @@ def open_history(config: Config, checkpoint: Resumed | None) -> dict[str, int]:
         is_own = checkpoint.in_memory or checkpoint.folder.parent.resolve() == own.path.resolve()
         goes_on = is_own and history is not None and checkpoint.run.get("history") == history
         later = [found.folder for found in own.candidates() if not is_own or found.step > checkpoint.step]
-    if later and (goes_on or config.checkpoint.save_interval):
+    if later and (goes_on or config.checkpoint.saves):
         names = ", ".join(path.name for path in later)
         logger.warning("%s: now in %s, for the run goes on without", names, set_aside(later, "checkpoint.dir"))
     if checkpoint is None or history is None or not goes_on:

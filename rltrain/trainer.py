@@ -16,7 +16,7 @@ from rltrain.exchange.transport import Transport
 from rltrain.hosting import host_roles
 from rltrain.observability.evaluation_table import EvaluationTable
 from rltrain.observability.metrics import Sinks
-from rltrain.observability.progress import Progress
+from rltrain.observability.progress import Progress, checkpoints_of
 from rltrain.observability.reporter import Reporter, Sink
 from rltrain.observability.role_work import RoleWork, of_whole_job
 from rltrain.observability.run_logs import write_job
@@ -51,7 +51,10 @@ def build_reporter(job: Job, order: Order, at_publish: Callable[[], Metrics]) ->
     if is_logging:
         write_job(job.config, job.world.size, job.world.ranks_per_node)
         goes_on = job.resumed is not None
-        shown: Sink = Progress(job.config) if algorithm_of(job.config).trains else EvaluationTable(job.config)
+        shown: Sink = EvaluationTable(job.config)
+        if algorithm_of(job.config).trains:
+            shown = progress = Progress(job.config)
+            progress.say(checkpoints_of(job.config))
         sinks = [Sinks(job.config, goes_on=goes_on, first_step=job.first_step), shown]
     found = (reporting_rank(job, entry) for entry in order.distinct() if entry.kind == "task")
     ranks = {rank for rank in found if rank is not None}
@@ -162,7 +165,7 @@ class Trainer:
 
     def decide_to_stop(self, step: int, chunk: int) -> None:
         """Everybody learns whether the evaluation of the step reached its goal, once who scored it knows."""
-        leader = self.job.leader_of("actor" if self.job.shape.from_pairs else "reward")
+        leader = self.job.leader_of("actor" if self.job.config.scores_held_out else "reward")
         if self.job.job_store.get(end_verdict_of(step), waiting_for=f"the verdict of rank {leader} at step {step}"):
             self._end_here()
 
@@ -211,7 +214,8 @@ class Trainer:
                 # A task's communication is over before the next task's begins.
                 torch.cuda.synchronize()
         self.work.add(self.hosted & set(entry.actors), spent.work_s, *self.job.operations.take())
-        metrics |= {f"perf/{entry.name}_s": spent.work_s, f"perf/{entry.name}_wait_s": spent.wait_s}
+        if entry.name != CHECKPOINT or self.checkpointing.last_saved == entry.step:
+            metrics |= {f"perf/{entry.name}_s": spent.work_s, f"perf/{entry.name}_wait_s": spent.wait_s}
         if self.rank == reporting_rank(self.job, entry):
             self.reporter.add(entry.step, metrics)
 
@@ -266,10 +270,15 @@ class Trainer:
                 name=task,
                 has_room=drawing.has_room if isinstance(drawing, DrawingRole) else lambda: True,
                 num_engines=job.grids[SYNCED[task]].dp,
+                may_join=self._may_join if task == WEIGHT_SYNC else lambda position, sync: True,
             )
             if isinstance(drawing, DrawingRole):
                 drawing.take_in_flight(found[task])
         return found
+
+    def _may_join(self, position: int, sync: int) -> bool:
+        """Whether an engine may join a sync before its place, which is asked once the run has begun."""
+        return self.checkpointing.may_join(position, sync)
 
     def _agree_on_order(self) -> None:
         """Ranks with different orders would wait for each other forever: compare before anything else."""

@@ -23,7 +23,7 @@ from rltrain.rollout.refusals import check_samples, response_limit, served_versi
 from rltrain.rollout.sample import Sample, Status
 from rltrain.serving.command import draw_turns
 
-END = "<|im_end|>"
+END, OTHER_END = "<|im_end|>", "<|endoftext|>"
 CHATML = (
     "{% if tools %}<|im_start|>system\nTools:{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}\n"
     'Call one by <tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>\n{% endif %}'
@@ -44,7 +44,7 @@ def byte_tokenizer(chat_template: str = CHATML) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|im_start|>", END])
+    tokenizer.add_special_tokens(["<|im_start|>", END, OTHER_END])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=END, pad_token=END, chat_template=chat_template
     )
@@ -52,6 +52,8 @@ def byte_tokenizer(chat_template: str = CHATML) -> PreTrainedTokenizerFast:
 
 class TalkingEngine:
     """Implements `Engine`. A turn says `say(text of its context)`, a token per step, as far as its limit allows.
+
+    It ends with END, unless what it says ends with OTHER_END.
 
     `log` has every turn that was drawn to its end: the sample with all of its ids, as the engine knows them.
     """
@@ -100,7 +102,8 @@ class TalkingEngine:
         for sample in samples:
             if sample.id not in self._said:
                 said = self.say(self.tokenizer.decode(sample.context))
-                self._said[sample.id] = tuple(self.tokenizer(said + END)["input_ids"])
+                ended = said if said.endswith(OTHER_END) else said + END
+                self._said[sample.id] = tuple(self.tokenizer(ended)["input_ids"])
                 self.submitted.append(sample)
                 self.samplings.append(sampling)
             self._unfinished[sample.id] = sample
@@ -180,6 +183,7 @@ def endpoint(
     before_step: Callable[[int], None] = lambda number: None,
     drawn_by: Engine | None = None,
     chat_template: str = CHATML,
+    end_tokens: Collection[int] = (),
     **limits: Any,
 ) -> Iterator[Endpoint]:
     """Its owner's token is OWNER. Another engine may draw in its place: `drawn_by`."""
@@ -188,7 +192,9 @@ def endpoint(
     engine.before_step = before_step
     own = sampling or SamplingParams(1.0, 1.0, 0, context_tokens, (tokenizer.eos_token_id,))
     bounds = replace(Limits(context_tokens, len(tokenizer), repeat_within_s=5.0), **limits)
-    settings = EndpointSettings(SamplingRules(own, policy), bounds, "model", OWNER, answers_passers_by=True)
+    settings = EndpointSettings(
+        SamplingRules(own, policy), bounds, "model", OWNER, answers_passers_by=True, end_tokens=end_tokens
+    )
     mailbox, ended = EngineMailbox(bounds.max_turns), []
     server = EndpointServer(mailbox, tokenizer, settings, ended.append)
     stopping = threading.Event()

@@ -20,6 +20,7 @@ from rich.table import Table
 from rltrain.config import schema
 from rltrain.errors import UserError
 from rltrain.models import read_architecture
+from rltrain.system.devices import device_named
 from rltrain.tools.parity.comparison import (
     THRESHOLDS,
     Difference,
@@ -55,12 +56,13 @@ def parser() -> argparse.ArgumentParser:
 
 def compare(arguments: argparse.Namespace, console: Console) -> bool:
     """Print what was found; whether no stage is beyond the threshold. Raises UserError."""
+    device = str(device_named(arguments.device))
     types = {"residual_dtype": arguments.residual_dtype, "head_dtype": arguments.head_dtype}
     types = {key: value for key, value in types.items() if value not in (None, arguments.dtype)}
     if types and arguments.backend == "fsdp":
         raise UserError(f"--backend fsdp: its model is computed in --dtype alone; expected no {', '.join(types)}")
     trained, served = (
-        Checked(schema.Model(path=str(path), dtype=arguments.dtype, **types), arguments.device)
+        Checked(schema.Model(path=str(path), dtype=arguments.dtype, **types), device)
         for path in (arguments.checkpoint, arguments.engine_checkpoint or arguments.checkpoint)
     )
     architecture = read_architecture(trained.path, "CHECKPOINT")

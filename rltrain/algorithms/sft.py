@@ -1,4 +1,7 @@
-"""SFT: the actor learns demonstrations by heart; the rollout and the reward are there for evaluations."""
+"""SFT: the actor learns demonstrations by heart.
+
+With the actor alone an evaluation is the loss of held-out demonstrations. Other roles are there to answer prompts.
+"""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -20,7 +23,8 @@ class Sft(Algorithm):
 
     def needs(self) -> dict[str, str]:
         evaluating = ("evaluation",) if self.config.evaluates_apart else ("rollout", "reward")
-        needed = dict.fromkeys(evaluating, "data.eval") if self.config.evaluations else {}
+        are_answered = self.config.evaluations and not self.config.scores_held_out
+        needed = dict.fromkeys(evaluating, "data.eval") if are_answered else {}
         return {"actor": f"algorithm {self.name}", **needed}
 
     def usable_roles(self) -> frozenset[str]:

@@ -1,8 +1,9 @@
 """What a turn of the model says: its text, its reasoning and the tools that it calls."""
 
 import hashlib
+import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +14,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 REASONING_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+LEAD_TOKENS = 16
+"""Decoded before others, for tokenizers whose text depends on the tokens before."""
 ID_LETTERS = 9
 """Mistral's templates take no other length."""
+ID_FORM = re.compile(rf"[A-Za-z0-9]{{{ID_LETTERS}}}")
 
 
 @dataclass(frozen=True)
@@ -52,21 +56,39 @@ class AssistantTurn:
 
 
 class DrawnText:
-    """Text of drawn ids that knows which stretches of it are special tokens, and which only look like them."""
+    """Text of drawn ids that knows which stretches of it are special tokens, and which only look like them.
+
+    Without the special tokens it is what a tokenizer that skips these makes of all ids.
+    """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int], special: frozenset[int]) -> None:
+        said = [token for token in tokens if token not in special]
+        plain = _decoded(tokenizer, said)
         self.text = ""
         self._said: list[tuple[int, int]] = []
+        num_said = placed = 0
         for is_special, run in _runs(tokens, special):
-            begin = len(self.text)
-            self.text += str(tokenizer.decode(run, skip_special_tokens=False))
-            if not is_special:
-                self._said.append((begin, len(self.text)))
+            if is_special:
+                self.text += _decoded(tokenizer, run)
+                continue
+            lead, before, num_said = max(0, num_said - LEAD_TOKENS), num_said, num_said + len(run)
+            end = len(plain)
+            if num_said < len(said):
+                longer, shorter = said[lead:num_said], said[lead:before]
+                added = len(_decoded(tokenizer, longer)) - len(_decoded(tokenizer, shorter))
+                end = min(placed + max(added, 0), len(plain))
+            self._said.append((len(self.text), len(self.text) + end - placed))
+            self.text += plain[placed:end]
+            placed = end
 
     def said(self, begin: int, end: int) -> str:
         """The text from `begin` to `end` without special tokens."""
         stretches = ((max(first, begin), min(last, end)) for first, last in self._said)
         return "".join(self.text[first:last] for first, last in stretches if first < last)
+
+
+def _decoded(tokenizer: "PreTrainedTokenizerBase", tokens: list[int]) -> str:
+    return str(tokenizer.decode(tokens, skip_special_tokens=False)) if tokens else ""
 
 
 def _runs(tokens: Sequence[int], special: frozenset[int]) -> list[tuple[bool, list[int]]]:
@@ -97,24 +119,41 @@ class Reasoning:
         return None
 
     def end(self, text: str, *, ended: bool) -> int | None:
-        """Where in a turn's text the answer begins; None: the turn has no reasoning.
+        """Returns where in a turn's text the answer begins; None where the turn has no reasoning.
 
-        Where the mark that closes it is missing, a turn that the model ended is an answer all the same if only the
-        prompt began its reasoning: results of tools may be followed by no such prompt.
+        It has none where neither the prompt nor the turn begins with the mark that opens it. Where the mark that closes
+        it is missing, a turn that the model ended is an answer all the same if only the prompt began its reasoning:
+        results of tools may be followed by no such prompt.
         """
+        begins = text.lstrip().startswith(self.opening)
         place = text.find(self.closing)
-        if place >= 0:
+        if place >= 0 and (begins or self.begun):
             return place + len(self.closing)
-        begins = re.match(rf"\s*{re.escape(self.opening)}", text) is not None
         return len(text) if begins or (self.begun and not ended) else None
+
+    def begins_answer(self, text: str) -> bool:
+        """Returns whether an unfinished turn's text without reasoning so far will have none, whatever is drawn next."""
+        return not self.begun and not self.opening.startswith(text.lstrip()[: len(self.opening)])
 
     def inside(self, text: str) -> str:
         """The thought in `text`, which has its marks or was cut before them."""
         return text.strip().removeprefix(self.opening).removesuffix(self.closing).strip("\n")
 
 
-def with_ids(calls: Sequence[ToolCall], turn: Sequence[int], position: int) -> tuple[ToolCall, ...]:
-    """Calls whose ids are made of the turn and its position, where the model gave none. Equal turns get equal ids."""
-    digest = hashlib.sha256(repr((tuple(turn), position)).encode()).hexdigest()
-    made = [hashlib.sha256(f"{digest}{number}".encode()).hexdigest()[:ID_LETTERS] for number in range(len(calls))]
-    return tuple(call if call.id else replace(call, id=id) for call, id in zip(calls, made, strict=True))
+def with_ids(
+    calls: Sequence[ToolCall], turn: Sequence[int], mark: int | str, taken: Collection[str] = ()
+) -> tuple[ToolCall, ...]:
+    """Returns the calls, each with an id that no other has and that every template takes.
+
+    An id that the model wrote is kept where it is one of these. The others are made of the turn and its mark, so equal
+    turns with equal marks get equal ids. `taken` are ids of earlier calls.
+    """
+    digest = hashlib.sha256(repr((tuple(turn), mark)).encode()).hexdigest()
+    made = (hashlib.sha256(f"{digest}{number}".encode()).hexdigest()[:ID_LETTERS] for number in itertools.count())
+    used, named = set(taken), []
+    for call in calls:
+        is_usable = ID_FORM.fullmatch(call.id) is not None and call.id not in used
+        id = call.id if is_usable else next(id for id in made if id not in used)
+        used.add(id)
+        named.append(replace(call, id=id))
+    return tuple(named)

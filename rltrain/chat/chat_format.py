@@ -10,8 +10,9 @@ from rltrain.chat.continuability import Continuability, find_out, require_tools
 from rltrain.chat.conversation import Conversation
 from rltrain.chat.increments import OPENING, Increments
 from rltrain.chat.recorded_messages import new_messages
+from rltrain.chat.standing_text import UNFINISHED_CHARACTER, before_marks, settled, special_tokens
 from rltrain.chat.template import ChatTemplate, RenderError
-from rltrain.chat.tool_calls import ParsedCalls, parser_by_name, parser_of
+from rltrain.chat.tool_calls import OPENINGS, ParsedCalls, parser_by_name, parser_of
 from rltrain.chat.turn_end import TurnEnd
 from rltrain.environments.interface import Message
 from rltrain.errors import DataError
@@ -48,6 +49,7 @@ class ChatFormat:
             tool_parser = parser_of(self.template.source)
         self.tool_parser = tool_parser
         self._parse = None if tool_parser is None else parser_by_name(tool_parser)
+        self._openings = () if tool_parser is None else OPENINGS[tool_parser]
 
     @property
     def end_tokens(self) -> frozenset[int]:
@@ -88,10 +90,11 @@ class ChatFormat:
         following = self.template.encode(self.following(messages))
         return tuple(self.end.missing(turn, following))
 
-    def message_of(self, turn: Sequence[int], *, position: int = 0) -> AssistantTurn:
+    def message_of(self, turn: Sequence[int], *, mark: int | str = 0, taken_ids: Collection[str] = ()) -> AssistantTurn:
         """What `turn` says. Never raises: what cannot be understood stays text.
 
-        `position` among the turns of its conversation keeps apart the ids that calls of equal turns are given.
+        Calls of equal turns get other ids where their `mark` differs, such as the turn's position. No call gets one of
+        `taken_ids`.
         """
         ended = self.end.ended(turn)
         tokens = list(turn[:-1] if ended else turn)
@@ -105,16 +108,28 @@ class ChatFormat:
         stretches = [(0, calls.begin), *calls.malformed]
         content = "".join(drawn.said(answer + begin, answer + end) for begin, end in stretches)
         text = drawn.said(0, answer) + content
-        if not calls.calls and not calls.malformed:
-            text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
         return AssistantTurn(
             text=text,
             content=text if thought is None else content.lstrip("\n"),
-            tool_calls=with_ids(calls.calls, turn, position),
+            tool_calls=with_ids(calls.calls, turn, mark, taken_ids),
             reasoning=reasoning.inside(drawn.text[:answer]) if reasoning and thought is not None else None,
             malformed=bool(calls.malformed),
             ended=ended,
         )
+
+    def standing_content(self, turn: Sequence[int]) -> str:
+        """Returns the beginning of an unfinished turn's content that stays, whatever is drawn next: no tool call, and
+        no thought."""
+        drawn = DrawnText(self.tokenizer, settled(self.tokenizer, turn, self._special), self._special)
+        reasoning, answer = self._reasoning, 0
+        thought = reasoning.end(drawn.text, ended=False) if reasoning else None
+        if thought is not None:
+            answer = thought
+        elif reasoning and not reasoning.begins_answer(drawn.text):
+            return ""
+        end = answer + len(before_marks(drawn.text[answer:], self._openings))
+        content = drawn.said(answer, end).rstrip(UNFINISHED_CHARACTER)
+        return content if thought is None else content.lstrip("\n")
 
     def extends(self, seen: Conversation, messages: Sequence[Message]) -> tuple[Message, ...] | None:
         """The messages that are new where `messages`, as a client sends them whole, go on from `seen`; None: a branch.
@@ -130,9 +145,7 @@ class ChatFormat:
 
     @cached_property
     def _special(self) -> frozenset[int]:
-        added = self.tokenizer.added_tokens_decoder
-        named = self.tokenizer.all_special_ids
-        return frozenset([*named, *(token for token, of in added.items() if of.special)])
+        return special_tokens(self.tokenizer)
 
     @cached_property
     def _reasoning(self) -> Reasoning | None:

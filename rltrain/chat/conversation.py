@@ -55,7 +55,7 @@ class Conversation:
         """With a whole turn of the model; raises ValueError where it is not the model's turn, or `tokens` are none."""
         if not self.awaits_model or not tokens:
             raise ValueError("a turn needs tokens, and messages between it and the turn before")
-        said = self.format.message_of(tokens, position=len(self.turns)).message()
+        said = self.format.message_of(tokens, mark=len(self.turns)).message()
         turn = (len(self.ids), len(self.ids) + len(tokens))
         return Conversation(self.format, (*self.ids, *tokens), (*self.turns, turn), (*self.messages, said))
 
@@ -72,4 +72,4 @@ class Conversation:
     def said(self, turn: int) -> AssistantTurn:
         """What the model said in its `turn`-th turn."""
         begin, end = self.turns[turn]
-        return self.format.message_of(self.ids[begin:end], position=turn % len(self.turns))
+        return self.format.message_of(self.ids[begin:end], mark=turn % len(self.turns))

@@ -35,21 +35,49 @@ def _pieces(chat: ChatFormat, messages: Sequence[Message]) -> Iterator[tuple[str
     try:
         yield chat.template.render(messages[: places[0]]), False
         for place, following in pairwise([*places, len(messages)]):
-            yield _turn(chat, messages[: place + 1]), True
-            if following < len(messages):
-                yield _behind_the_end(chat, chat.following(messages[place + 1 : following])), False
+            answers = messages[place + 1 : following]
+            behind = chat.following(answers) if answers else ""
+            said, is_ended = _turn(chat, messages[: place + 1])
+            if is_ended:
+                yield said, True
+                behind = _behind_the_end(chat, behind)
+            else:
+                end, behind = _next_mark(chat, behind or _behind_last(chat, messages[place]))
+                yield said + end, True
+            if answers:
+                yield behind, False
     except RenderError as error:
         roles = ", ".join(str(message["role"]) for message in messages)
         raise DataError(f"the chat template refuses messages of roles {roles}: {error}") from error
 
 
-def _turn(chat: ChatFormat, messages: Sequence[Message]) -> str:
-    """The last of `messages`, through the token that ends it."""
+def _turn(chat: ChatFormat, messages: Sequence[Message]) -> tuple[str, bool]:
+    """(the last of `messages`, through the token that ends it, whether the template writes such a token)."""
     asked = chat.template.render(messages[:-1])
     whole = chat.template.render(messages, generation_prompt=False)
     said = whole.removeprefix(asked) if whole.startswith(asked) else _continued(chat, asked, messages[-1])
     ends = [said.rfind(end) + len(end) for end in _end_texts(chat) if end in said]
-    return said[: max(ends)] if ends else said + str(chat.tokenizer.eos_token or "")
+    return (said[: max(ends)], True) if ends else (said, False)
+
+
+def _behind_last(chat: ChatFormat, turn: Message) -> str:
+    """What the template would write behind a conversation's last turn."""
+    role = "tool" if turn.get("tool_calls") else "user"
+    try:
+        return chat.following([{"role": role, "content": "."}])
+    except DataError:
+        return ""
+
+
+def _next_mark(chat: ChatFormat, behind: str) -> tuple[str, str]:
+    """(what ends a turn that the template ends by no token, what then still stands behind it).
+
+    The mark of the next message ends it, if that is one of the model's end tokens; else the tokenizer's eos_token does.
+    """
+    for end in _end_texts(chat):
+        if behind.lstrip().startswith(end):
+            return end, behind.lstrip().removeprefix(end)
+    return str(chat.tokenizer.eos_token or ""), _behind_the_end(chat, behind)
 
 
 def _continued(chat: ChatFormat, asked: str, message: Message) -> str:

@@ -1,13 +1,12 @@
 """Tool calls as families of models write them. Nothing that a model wrote raises: what is no call stays text."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from rltrain.environments.interface import ToolCall
-from rltrain.errors import ConfigError
+from rltrain.errors import ConfigError, one_of
 from rltrain.json_text import is_finite, parse_json, parse_json_at, with_escapes
 
 Tools = Sequence[Mapping[str, Any]]
@@ -25,6 +24,8 @@ class ParsedCalls:
 
 
 Parser = Callable[[str, Tools], ParsedCalls]
+Reader = Callable[[str, int], tuple[list[ToolCall], int]]
+"""Reads the calls whose text begins at a place; returns them and the place behind. Raises _NotACall."""
 
 
 class _NotACall(Exception):  # noqa: N818 - a verdict; never leaves this file
@@ -33,40 +34,46 @@ class _NotACall(Exception):  # noqa: N818 - a verdict; never leaves this file
 
 def parse_hermes(text: str, tools: Tools) -> ParsedCalls:
     """Hermes, Qwen2.5, Qwen3, SmolLM3: <tool_call>{"name": .., "arguments": {..}}</tool_call>, any number of them."""
-    return _each(text, "<tool_call>", "</tool_call>", lambda body: [_call_of_json(body)])
+    return _each(text, "<tool_call>", "</tool_call>", _read_json_call)
 
 
 def parse_qwen3_coder(text: str, tools: Tools) -> ParsedCalls:
     """Qwen3-Coder: <tool_call><function=name><parameter=key>value</parameter></function></tool_call>."""
-    opening = "<tool_call>" if "<tool_call>" in text else "<function="
-    return _each(
-        text, opening, "</tool_call>", lambda body: [_call_of_tags(body, tools)], keeps=opening == "<function="
-    )
+    wrapped, bare = text.find("<tool_call>"), text.find("<function=")
+    is_bare = bare >= 0 and (wrapped < 0 or bare < wrapped)
+    opening = "<function=" if is_bare else "<tool_call>"
+
+    def read(text: str, begin: int) -> tuple[list[ToolCall], int]:
+        return _read_tags(text, begin - len(opening) if is_bare else begin, opening, tools)
+
+    return _each(text, opening, "</tool_call>", read)
 
 
 def parse_llama3_json(text: str, tools: Tools) -> ParsedCalls:
     """Llama-3.1 and later: the whole turn is {"name": .., "parameters": {..}}, several of them apart by semicolons."""
-    tag = "<|python_tag|>"
-    begin = text.find(tag)
-    stripped = len(text) - len(text.lstrip())
-    if begin < 0 and not text.startswith("{", stripped):
-        return ParsedCalls(len(text))
-    begin, body = (begin, begin + len(tag)) if begin >= 0 else (stripped, stripped)
-    try:
-        return ParsedCalls(begin, tuple(_calls_in_a_row(text[body:])))
-    except _NotACall:
-        looks_like_a_call = text.startswith(tag, begin) or re.match(r'\{\s*"name"\s*:', text[begin:]) is not None
-        return ParsedCalls(begin, malformed=((begin, len(text)),)) if looks_like_a_call else ParsedCalls(len(text))
+    tag, start = "<|python_tag|>", len(text) - len(text.lstrip())
+    tagged = [(match.start(), match.end()) for match in re.finditer(re.escape(tag), text)]
+    for begin, body in [(start, start), *tagged] if text.startswith("{", start) else tagged:
+        try:
+            calls = _calls_in_a_row(text[body:])
+        except _NotACall:
+            continue
+        first = tagged[0][0] if tagged and begin > start else begin
+        return ParsedCalls(first, tuple(calls), ((first, begin),) if first < begin else ())
+    if tagged or re.match(r'\{\s*"name"\s*:', text[start:]):
+        begin = tagged[0][0] if tagged else start
+        return ParsedCalls(begin, malformed=((begin, len(text)),))
+    return ParsedCalls(len(text))
 
 
 def parse_mistral(text: str, tools: Tools) -> ParsedCalls:
     """Mistral: [TOOL_CALLS][{"name": .., "arguments": {..}, "id": ..}], or later [TOOL_CALLS]name[ARGS]{..}."""
-    return _each(text, "[TOOL_CALLS]", None, _calls_of_mistral)
+    return _each(text, "[TOOL_CALLS]", None, _read_mistral)
 
 
 def parse_deepseek(text: str, tools: Tools) -> ParsedCalls:
     """DeepSeek-V3, R1 and V3.1: <｜tool▁call▁begin｜>..<｜tool▁sep｜>..<｜tool▁call▁end｜>, any number of them."""
-    parsed = _each(text, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", lambda body: [_call_of_deepseek(body)])
+    parsed = _each(text, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", _read_deepseek)
     frame = text.find("<｜tool▁calls▁begin｜>")
     if frame < 0 or frame > parsed.begin:
         return parsed
@@ -83,6 +90,15 @@ PARSERS: dict[str, Parser] = {
     "deepseek": parse_deepseek,
 }
 
+OPENINGS: dict[str, tuple[str, ...]] = {
+    "hermes": ("<tool_call>",),
+    "qwen3_coder": ("<tool_call>", "<function="),
+    "llama3_json": ("{", "<|python_tag|>"),
+    "mistral": ("[TOOL_CALLS]",),
+    "deepseek": ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+}
+"""By parser, the marks of which every call begins with one."""
+
 _SIGNS = (
     ("<arg_key>", None),  # GLM-4.5 writes other calls between Hermes' marks
     ("<function=", "qwen3_coder"),
@@ -96,6 +112,12 @@ _SIGNS = (
 
 
 _BETWEEN_CALLS = "; \t\r\n"
+_SPACE = re.compile(r"\s+")
+_MISTRAL_NAME = re.compile(r"\s*([^\s\[\]{}]+?)\s*(?:\[CALL_ID\]\s*(\w+)\s*)?(?:\[ARGS\]\s*)?(?=\{)")
+_DEEPSEEK_HEAD = re.compile(r"((?:(?!<｜tool▁).)*)<｜tool▁sep｜>", re.DOTALL)
+_DEEPSEEK_FENCE = re.compile(r"\s*([^\n]{0,256})\n```(?:json)?\n")
+_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>")
+_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>")
 
 
 def parser_of(template: str) -> str | None:
@@ -106,40 +128,64 @@ def parser_of(template: str) -> str | None:
 def parser_by_name(name: str) -> Parser:
     """Raises ConfigError for a name that is not in `PARSERS`."""
     if name not in PARSERS:
-        raise ConfigError(f"there is no parser of tool calls named {name!r}; expected one of {', '.join(PARSERS)}")
+        raise ConfigError(f"there is no parser of tool calls named {name!r}; expected {one_of(name, PARSERS)}")
     return PARSERS[name]
 
 
-def _each(
-    text: str, opening: str, closing: str | None, read: Callable[[str], list[ToolCall]], keeps: bool = False
-) -> ParsedCalls:
-    """What `read` makes of every stretch from `opening` to `closing`, to the next `opening` or to the text's end.
+def _each(text: str, opening: str, closing: str | None, read: Reader) -> ParsedCalls:
+    """Returns what `read` makes of the text behind each `opening` that is in no call before it.
 
-    `keeps`: `opening` is part of what is read.
+    Behind a call stands its `closing`, the next `opening` or the text's end. A malformed one goes to its last `closing`
+    before the next `opening`, or else to that.
     """
-    begins = [match.start() for match in re.finditer(re.escape(opening), text)]
+    first = place = text.find(opening)
     calls: list[ToolCall] = []
     malformed: list[tuple[int, int]] = []
-    for begin, limit in pairwise([*begins, len(text)]):
-        inside = begin if keeps else begin + len(opening)
-        end = text.rfind(closing, inside, limit) if closing else -1
+    while place >= 0:
+        inside = place + len(opening)
         try:
-            calls += read(text[inside : end if end >= 0 else limit])
+            made, end = read(text, inside)
+            end = _behind_call(text, end, opening, closing)
+            calls += made
         except _NotACall:
-            malformed.append((begin, limit if end < 0 or closing is None else end + len(closing)))
-    return ParsedCalls(begins[0] if begins else len(text), tuple(calls), tuple(malformed))
+            following = text.find(opening, inside)
+            limit = following if following >= 0 else len(text)
+            closed = text.rfind(closing, inside, limit) if closing else -1
+            end = limit if closed < 0 or closing is None else closed + len(closing)
+            malformed.append((place, end))
+        place = text.find(opening, end)
+    return ParsedCalls(first if first >= 0 else len(text), tuple(calls), tuple(malformed))
 
 
-def _json(text: str) -> Any:
+def _behind_call(text: str, end: int, opening: str, closing: str | None) -> int:
+    """Returns the place behind what closes a call that was read up to `end`."""
+    end = _skip_space(text, end)
+    if closing and text.startswith(closing, end):
+        return end + len(closing)
+    if end < len(text) and not text.startswith(opening, end):
+        raise _NotACall
+    return end
+
+
+def _skip_space(text: str, begin: int) -> int:
+    match = _SPACE.match(text, begin)
+    return match.end() if match else begin
+
+
+def _json_at(text: str, begin: int) -> tuple[Any, int]:
+    """Returns the JSON value at a place, which space may stand before, and the place behind it."""
     try:
-        return parse_json(text)
+        return parse_json_at(text, _skip_space(text, begin))
     except ValueError as error:
         raise _NotACall from error
 
 
 def _call(name: Any, arguments: Any, id: Any = None) -> ToolCall:
     if isinstance(arguments, str):
-        arguments = _json(arguments)
+        try:
+            arguments = parse_json(arguments)
+        except ValueError as error:
+            raise _NotACall from error
     if not isinstance(name, str) or not name or not isinstance(arguments, dict) or not is_finite(arguments):
         raise _NotACall
     return ToolCall(with_escapes(name), with_escapes(arguments), id if isinstance(id, str) else "")
@@ -151,17 +197,15 @@ def _call_of(value: Any) -> ToolCall:
     return _call(value.get("name"), value.get("arguments", value.get("parameters")), value.get("id"))
 
 
-def _call_of_json(body: str) -> ToolCall:
-    return _call_of(_json(body))
+def _read_json_call(text: str, begin: int) -> tuple[list[ToolCall], int]:
+    value, end = _json_at(text, begin)
+    return [_call_of(value)], end
 
 
 def _calls_in_a_row(text: str) -> list[ToolCall]:
     calls, rest = [], text.lstrip(_BETWEEN_CALLS)
     while rest:
-        try:
-            value, end = parse_json_at(rest)
-        except ValueError as error:
-            raise _NotACall from error
+        value, end = _json_at(rest, 0)
         calls.append(_call_of(value))
         rest = rest[end:].lstrip(_BETWEEN_CALLS)
     if not calls:
@@ -169,35 +213,61 @@ def _calls_in_a_row(text: str) -> list[ToolCall]:
     return calls
 
 
-def _calls_of_mistral(body: str) -> list[ToolCall]:
-    named = re.match(r"\s*([^\s\[\]{}]+?)\s*(?:\[CALL_ID\]\s*(\w+)\s*)?(?:\[ARGS\]\s*)?(\{.*)$", body, re.DOTALL)
-    if named:
-        return [_call(named[1], _json(named[3]), named[2])]
-    values = _json(body)
+def _read_mistral(text: str, begin: int) -> tuple[list[ToolCall], int]:
+    if named := _MISTRAL_NAME.match(text, begin):
+        arguments, end = _json_at(text, named.end())
+        return [_call(named[1], arguments, named[2])], end
+    values, end = _json_at(text, begin)
     if not isinstance(values, list) or not values:
         raise _NotACall
-    return [_call_of(value) for value in values]
+    return [_call_of(value) for value in values], end
 
 
-def _call_of_deepseek(body: str) -> ToolCall:
-    before, separator, after = body.partition("<｜tool▁sep｜>")
-    if not separator:
+def _read_deepseek(text: str, begin: int) -> tuple[list[ToolCall], int]:
+    """Reads one with its arguments fenced, behind the word "function", or bare behind the function's name."""
+    head = _DEEPSEEK_HEAD.match(text, begin)
+    if not head:
         raise _NotACall
-    fenced = re.match(r"\s*([^\n]*)\n```(?:json)?\n(.*)\n```\s*$", after, re.DOTALL)
-    return _call(fenced[1].strip(), _json(fenced[2])) if fenced else _call(before.strip(), _json(after))
+    fence = _DEEPSEEK_FENCE.match(text, head.end())
+    arguments, end = _json_at(text, fence.end() if fence else head.end())
+    if not fence:
+        return [_call(head[1].strip(), arguments)], end
+    end = _skip_space(text, end)
+    if not text.startswith("```", end):
+        raise _NotACall
+    return [_call(fence[1].strip(), arguments)], end + len("```")
 
 
-def _call_of_tags(body: str, tools: Tools) -> ToolCall:
-    function = re.match(r"\s*<function=([^>\n]+)>(.*?)(?:</function>\s*)?$", body, re.DOTALL)
+def _read_tags(text: str, begin: int, opening: str, tools: Tools) -> tuple[list[ToolCall], int]:
+    function = _FUNCTION.match(text, begin)
     if not function:
         raise _NotACall
-    name, inside = function[1].strip(), function[2]
-    parameter = r"<parameter=([^>\n]+)>(.*?)(?:</parameter>|(?=<parameter=)|$)"
-    if re.sub(parameter, "", inside, flags=re.DOTALL).strip():
-        raise _NotACall
-    types = _parameter_types(name, tools)
-    values = {key.strip(): value for key, value in re.findall(parameter, inside, re.DOTALL)}
-    return _call(name, {key: _typed(value, types.get(key)) for key, value in values.items()})
+    name, end = function[1].strip(), function.end()
+    types, values = _parameter_types(name, tools), {}
+    while parameter := _PARAMETER.match(text, end):
+        limit = _end_of_value(text, parameter.end(), opening, types)
+        key = parameter[1].strip()
+        values[key] = _typed(text[parameter.end() : limit], types.get(key))
+        end = limit + len("</parameter>") if text.startswith("</parameter>", limit) else limit
+    closed = re.compile(r"\s*</function>").match(text, end)
+    return [_call(name, values)], closed.end() if closed else end
+
+
+def _end_of_value(text: str, begin: int, opening: str, known: Collection[str]) -> int:
+    """Returns where the value of a parameter ends, which is written as it is and may hold any mark.
+
+    It ends at the first mark behind which the call goes on, or ends, as one does. A model may leave </parameter> out:
+    then a line that begins another parameter ends it, one of the `known` where the tool's schema names some.
+    """
+    names = "|".join(map(re.escape, known)) or r"[^>\n]+"
+    ends = (
+        r"</parameter>(?=\s*(?:<parameter=|</function>|</tool_call>|\Z))"
+        rf"|</function>(?=\s*(?:</tool_call>|{opening}|\Z))"
+        rf"|\n(?=[ \t]*<parameter=(?:{names})>)"
+        r"|</tool_call>(?=\s*<tool_call>\s*<function=)"
+    )
+    found = re.search(ends, text[begin:]) or re.search(r"</tool_call>|\Z", text[begin:])
+    return begin + found.start() if found else len(text)
 
 
 def _parameter_types(name: str, tools: Tools) -> dict[str, Any]:

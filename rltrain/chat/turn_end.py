@@ -3,8 +3,12 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import TYPE_CHECKING
 
 from rltrain.chat.template import ChatTemplate, RenderError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 PLACEHOLDER = "rltrainsturn"
 
@@ -24,17 +28,27 @@ class TurnEnd:
     """Every token that ends a turn when it is drawn."""
     added: frozenset[int]
     """Tokens that stand for themselves in a text: special ones, and others that were added to the vocabulary."""
+    last: int | None
+    """The token that ends a turn behind which nothing or a message of the user follows; None: none is known."""
 
     @classmethod
     def of(cls, template: ChatTemplate, end_tokens: Collection[int]) -> "TurnEnd":
-        """As the template closes a short conversation; `end_tokens` are others of the model's."""
+        """As the template closes a short conversation; `end_tokens` are others of the model's.
+
+        Some templates write no token that ends a turn. There the mark of the next message ends it, if the checkpoint
+        names that mark among its end tokens.
+        """
         added = frozenset(template.tokenizer.added_tokens_decoder) | frozenset(template.tokenizer.all_special_ids)
         eos = template.tokenizer.eos_token_id
         known = frozenset(end_tokens) | ({eos} if isinstance(eos, int) else frozenset())
-        closing = _closing(template)
+        ways = _behind_turns(template)
+        closing = _beginning_of_all(ways)
         ends = [place for place, token in enumerate(closing) if token in added]
         end = next((place for place in ends if closing[place] in known), ends[0] if ends else -1)
-        return cls(closing[: end + 1], known | set(closing[end : end + 1]), added)
+        closing = closing[: end + 1]
+        marks = [way[0] for way in ways if way and way[0] in known]
+        last = closing[-1] if closing else marks[-1] if marks else eos if isinstance(eos, int) else None
+        return cls(closing, known | set(closing[-1:]), added, last)
 
     def ended(self, turn: Sequence[int]) -> bool:
         """Whether the model ended `turn`; otherwise a limit cut it."""
@@ -53,8 +67,22 @@ class TurnEnd:
         return following[first + 1 :] if closes_otherwise else following
 
 
-def _closing(template: ChatTemplate) -> tuple[int, ...]:
-    """What stands after a turn whether or not another message follows."""
+def ends_of_turns(
+    tokenizer: "PreTrainedTokenizerBase", end_tokens: Collection[int], template: ChatTemplate | None
+) -> frozenset[int]:
+    """Returns every token that ends what a model says, for all who draw it or read it.
+
+    These are `end_tokens`, which its checkpoint names, the tokenizer's eos_token and, where chats are rendered, the
+    token by which the template closes a turn.
+    """
+    if template is not None:
+        return TurnEnd.of(template, end_tokens).tokens
+    eos = tokenizer.eos_token_id
+    return frozenset(end_tokens) | ({eos} if isinstance(eos, int) else frozenset())
+
+
+def _behind_turns(template: ChatTemplate) -> list[tuple[int, ...]]:
+    """Returns what the template writes behind a turn, first where nothing follows, then before a user's message."""
     asked = {"role": "user", "content": "."}
     said = {"role": "assistant", "content": PLACEHOLDER}
     ways = []
@@ -64,6 +92,9 @@ def _closing(template: ChatTemplate) -> tuple[int, ...]:
         except RenderError:
             continue
         ways.append(template.encode(text.rpartition(PLACEHOLDER)[2]))
-    if len(ways) < 2:
-        return ways[0] if ways else ()
-    return tuple(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*ways, strict=False)))
+    return ways
+
+
+def _beginning_of_all(ways: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    equal = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*ways, strict=False))
+    return tuple(tokens[0] for tokens in equal)

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rltrain.errors import CheckpointError, named_by
+from rltrain.errors import CheckpointError, listed, named_by
 from rltrain.json_text import read_json
 from rltrain.models.architecture import CONFIG_FILE
 from rltrain.models.canonical_tensors import Array, CanonicalTensors
@@ -182,10 +182,9 @@ class HfFolder:
                 )
             unused.remove(HEAD)
         if unused:
-            names = ", ".join(sorted(unused)[:8])
             raise self.error(
-                f"{self.path} holds {len(unused)} tensors that the model of its config.json does not have: {names}"
-                f"{', ...' if len(unused) > 8 else ''}"
+                f"{self.path} holds {len(unused)} tensors that the model of its config.json does not have: "
+                f"{listed(sorted(unused), 8)}"
             )
 
     def _equal(self, first: str, second: str) -> bool:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from rltrain.cluster.placement import format_ranks
 from rltrain.cluster.world import World
-from rltrain.errors import StallError
+from rltrain.errors import StallError, listed
 
 
 class NodeBoard:
@@ -84,9 +84,8 @@ class Compared:
     def name(self, nodes: Iterable[int]) -> str:
         """Such as "nodes 0, 2-3 (a1, a3, a4)"."""
         numbers = sorted(nodes)
-        hosts = [self.hosts[number] for number in numbers[:LISTED]]
-        more = f" and {len(numbers) - LISTED} more" if len(numbers) > LISTED else ""
-        return f"node{'s' * (len(numbers) > 1)} {format_ranks(numbers)} ({', '.join(hosts)}{more})"
+        hosts = listed((self.hosts[number] for number in numbers), LISTED)
+        return f"node{'s' * (len(numbers) > 1)} {format_ranks(numbers)} ({hosts})"
 
     def sentences(self) -> list[str]:
         """One for each difference and problem; none where all is well."""

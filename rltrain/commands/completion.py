@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rltrain.commands.main import SUBCOMMANDS
 from rltrain.config.explain import all_keys
+from rltrain.errors import command_name
 
 WITH_KEYS = ("train", "dry-run", "evaluate")
 """Commands that take config keys."""
@@ -29,6 +30,7 @@ complete -F _rltrain rltrain
 OPTIONS = (
     "--config",
     "--nproc-per-node",
+    "--nnodes",
     "--world-size",
     "--ranks-per-node",
     "--gpu",
@@ -44,7 +46,7 @@ OPTIONS = (
 
 def main(argv: Sequence[str]) -> int:
     """Exit status: 0 done."""
-    parser = argparse.ArgumentParser(prog="rltrain completion", description=__doc__)
+    parser = argparse.ArgumentParser(prog=command_name(), description=__doc__)
     parser.add_argument("shell", choices=("bash", "zsh", "fish"))
     sys.stdout.write(script(parser.parse_args(argv).shell))
     return 0

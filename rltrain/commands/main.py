@@ -7,9 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rltrain.commands.ranks import has_torchrun, possible_worlds, start_ranks, torchrun_options, wants_ranks
+from rltrain.commands.ranks import (
+    dry_run_options,
+    has_torchrun,
+    possible_worlds,
+    start_ranks,
+    torchrun_options,
+    wants_ranks,
+)
 from rltrain.doctor.installed import missing_packages, remedy
-from rltrain.errors import UserError
+from rltrain.errors import UserError, one_of, typed
 
 EXIT_USER_ERROR = 2
 
@@ -53,10 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, rest = arguments[0], arguments[1:]
     subcommand = SUBCOMMANDS.get(name)
     if subcommand is None:
-        print(f"rltrain: got {name!r}; expected one of {', '.join(SUBCOMMANDS)}", file=sys.stderr)
+        print(f"rltrain: got {name!r}; expected {one_of(name, SUBCOMMANDS)}", file=sys.stderr)
         return EXIT_USER_ERROR
     try:
-        return _run(name, subcommand, rest)
+        with typed(f"rltrain {name}"):
+            return _run(name, subcommand, rest)
     except ModuleNotFoundError as error:
         if not (missing := missing_packages()):
             raise
@@ -76,7 +84,8 @@ def _run(name: str, subcommand: Subcommand, arguments: Sequence[str]) -> int:
     elif subcommand.starts_ranks == "if asked" and wants_ranks(arguments, only_if_asked=True) and has_torchrun():
         status = start_ranks(name, arguments)
     else:
-        status = command.main([*subcommand.before, *arguments])
+        whole = [*subcommand.before, *arguments]
+        status = command.main(dry_run_options(whole, os.environ) if "--dry-run" in whole else whole)
     return status
 
 

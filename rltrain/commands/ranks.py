@@ -49,6 +49,31 @@ def possible_worlds(given: Given, environment: Mapping[str, str]) -> list[tuple[
     return [(nodes * ranks, ranks) for nodes in range(most, fewest - 1, -1)]
 
 
+def dry_run_options(arguments: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """Returns `arguments` with the dry run's options for the world that torchrun's options among them describe.
+
+    UserError where only torchrun can tell the world, or where --world-size names another one.
+    """
+    given, rest = torchrun_options(arguments)
+    if all(value is None for value in given.values()):
+        return [*arguments]
+    worlds = possible_worlds(given, environment)
+    if not worlds:
+        raise UserError(
+            f"--nproc-per-node: got {given['--nproc-per-node']} with --dry-run, which asks no machine; expected the "
+            "number of ranks on each node"
+        )
+    world_size, ranks_per_node = worlds[0]
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--world-size", type=int, default=world_size)
+    if (asked := parser.parse_known_args(rest)[0].world_size) != world_size:
+        raise UserError(
+            f"--world-size: got {asked}, but --nproc-per-node and --nnodes make {world_size} ranks; expected one "
+            "of the two"
+        )
+    return ["--world-size", str(world_size), "--ranks-per-node", str(ranks_per_node), *rest]
+
+
 def has_torchrun() -> bool:
     """Whether torch is installed, which is not imported for that."""
     return importlib.util.find_spec("torch") is not None
@@ -68,7 +93,7 @@ def torchrun_command(name: str, arguments: Sequence[str]) -> list[str]:
     options = {**given, "--nproc-per-node": given["--nproc-per-node"] or "1"}
     alone = all(given[option] is None for option in MEETING)
     spelled = [f"{option}={value}" for option, value in options.items() if value is not None]
-    agent = [sys.executable, "-m", "torch.distributed.run", *(["--standalone"] if alone else []), *spelled]
+    agent = [sys.executable, "-m", "rltrain.commands.agent", *(["--standalone"] if alone else []), *spelled]
     return [*agent, "-m", "rltrain.commands.main", name, *rest]
 
 

@@ -12,7 +12,8 @@ class Agent(Section):
     for every episode. See docs/endpoint.md."""
 
     command: tuple[str, ...] = Field(default=(), strict=False)
-    """The program and its arguments. OPENAI_BASE_URL and the like tell it where the endpoint is."""
+    """The program and its arguments. It runs in a folder of its own; relative paths of files here start at the folder
+    that the job was started in. OPENAI_BASE_URL and the like tell it where the endpoint is."""
     function: str | None = None
     """In its place "module:name" or "file.py:name" (row, base_url=..., api_key=...), which may be async."""
     sandbox: Literal["auto", "bubblewrap", "kernel", "none"] = "auto"

@@ -63,9 +63,10 @@ class Evaluation(Section):
     sets: tuple[EvaluationSet, ...] = Field(default=(), strict=False)
     """Beside data.eval, a list of {name, data, sampling, samples_per_prompt, interval, reward}."""
     stop_at: float | None = None
-    """End training early once stop_metric reaches this."""
+    """End training early once stop_metric reaches this: a loss by falling to it, any other metric by rising to it."""
     stop_metric: str | None = None
-    """null: the mean score of data.eval, or of the first of `sets` where that is absent."""
+    """null: the mean score of data.eval, or of the first of `sets` where that is absent. Of held-out rows that nobody
+    answers eval/loss with algorithm sft, and eval/accuracy with dpo and reward_model."""
     pass_threshold: float = 0.5
     """A sample counts as passed, in pass@k, where its reward is above this."""
     keep_best: KeepBest | None = None
@@ -124,6 +125,11 @@ class EvaluationPlan:
     def reports(self, metric: str) -> bool:
         """Whether `metric` has the form of one of this set's."""
         return self.own_name(metric) is not None
+
+
+def has_reached(metric: str, value: float, goal: float) -> bool:
+    """Returns whether a metric has come to evaluation.stop_at: a loss from above, any other one from below."""
+    return value <= goal if metric.endswith("/loss") else value >= goal
 
 
 def evaluation_plans(evaluation: Evaluation, short_form: PromptFile | None, of_run: Sampling) -> list[EvaluationPlan]:

@@ -20,6 +20,24 @@ BOUNDS = {Ge: "at least {}", Gt: "above {}", Le: "at most {}", Lt: "below {}"}
 
 def expectation(path: tuple[str | int, ...]) -> str:
     """What the key at `path` takes: "a whole number of at least 1". Keys inside free-form values take any value."""
+    return describe(_annotation(path))
+
+
+def choices(path: tuple[str | int, ...]) -> list[str]:
+    """Returns the texts among which the key at `path` chooses, if it does."""
+    return [text for text in _literals(_annotation(path)) if isinstance(text, str)]
+
+
+def _literals(annotation: Any) -> Iterator[Any]:
+    arguments = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        yield from arguments
+    elif get_origin(annotation) in (Annotated, types.UnionType, typing.Union):
+        for argument in arguments:
+            yield from _literals(argument)
+
+
+def _annotation(path: tuple[str | int, ...]) -> Any:
     annotation: Any = Config
     for key in path:
         section = section_of(annotation)
@@ -27,7 +45,7 @@ def expectation(path: tuple[str | int, ...]) -> str:
             annotation = _with_bounds(section.model_fields[key])
         else:
             annotation = _element(annotation)
-    return describe(annotation)
+    return annotation
 
 
 def describe(annotation: Any, bounds: tuple[Any, ...] = ()) -> str:

@@ -8,13 +8,12 @@ from typing import Any, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from rltrain.config.explain import all_keys, expectation, section_of
+from rltrain.config.explain import all_keys, choices, expectation, section_of
 from rltrain.config.foreign import known_elsewhere
 from rltrain.config.renamed import RENAMED
-from rltrain.config.roles import nearest
 from rltrain.config.schema import Config
 from rltrain.config.source import KeyPath, Source, read_source
-from rltrain.errors import ConfigError
+from rltrain.errors import ConfigError, nearest, one_of
 
 MAX_VALUE_CHARS = 80
 TEXT = "text"
@@ -66,6 +65,8 @@ def _describe(error: ErrorDetails, path: KeyPath, source: Source) -> str:
         return f"got {_show(value)}, which is now {new_value}"
     expected = expectation(path)
     hint = " in quotes" if expected == TEXT and isinstance(value, int | float) else ""
+    if isinstance(value, str) and (near := nearest(value, choices(path))):
+        hint = f" (the nearest is {near})"
     if value is None and _is_entry(path):
         hint = '. Inside braces a key with a comma needs quotes: {"actor, rollout": 0}'
     return f"got {_show(value)}; expected {expected}{hint}"
@@ -89,7 +90,7 @@ def _suggestion(path: KeyPath, value: Any) -> str:
         return f"the nearest valid key is {prefix}{sibling}"
     if elsewhere:
         return f"the nearest valid key is {nearest(prefix + name, elsewhere) or elsewhere[0]}"
-    return f"expected one of {', '.join(siblings)}"
+    return f"expected {one_of(name, siblings, where='docs/config.md')}"
 
 
 def _dotted(path: KeyPath) -> str:

@@ -286,6 +286,7 @@ class Teacher(Evaluating):
     """A Hugging Face checkpoint whose vocabulary is the actor's. Or several of one architecture, by name: each row of
     data.train then says in `column` whose it is."""
     column: str = "teacher"
+    """The column of data.train that names a row's teacher, where `path` has several."""
     coef: Positive = 1.0
     """Of the distance from the teacher."""
     where: Literal["advantage", "loss"] = "advantage"

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from rltrain.config.section import Count, NonNegativeInt, Positive, Section, Words
+from rltrain.config.section import Count, NonNegative, NonNegativeInt, Positive, Section, Words
 
 
 class MemoryCheckpoints(Section):
@@ -22,8 +22,12 @@ class Checkpoint(Section):
     save_hf_interval: NonNegativeInt = 0
     """Steps between further exports of the actor, to <output_dir>/hf_steps/step_<number>; 0: none."""
     save_interval: NonNegativeInt = 0
-    """Steps between checkpoints of the whole run, from which it goes on as if it had never stopped. They are saved
-    after the last step too, and on SIGTERM and SIGUSR1. 0: none at all."""
+    """Steps between checkpoints of the whole run, from which it goes on as if it had never stopped. One is saved after
+    the last step too. 0: none by steps."""
+    save_every_s: NonNegative | None = 600.0
+    """Seconds between checkpoints of the whole run, which are saved at the end of a step, beside those of
+    save_interval. A run that has saved one saves after its last step too. 0 or null: none by time. Where either key
+    asks for checkpoints, SIGTERM, SIGUSR1 and Ctrl-C save one as well."""
     dir: str | None = None
     """A folder that all nodes see. None: <output_dir>/checkpoints."""
     keep: NonNegativeInt = 2
@@ -41,6 +45,11 @@ class Checkpoint(Section):
     """Checkpoints in the nodes' memory too, such as {interval: 1}: a job that torchrun has restarted, or that is
     started again, goes on from the newest one, as long as no two neighbouring nodes were lost. They are removed at the
     end of the run."""
+
+    @property
+    def saves(self) -> bool:
+        """Whether checkpoints of the whole run go to the disk, by steps or by time."""
+        return bool(self.save_interval or self.save_every_s)
 
 
 class Wandb(Section):

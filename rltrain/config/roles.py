@@ -1,7 +1,4 @@
-"""The roles of a run: their names, and the nearest name to a misspelt one."""
-
-import difflib
-from collections.abc import Iterable
+"""The names of the roles of a run."""
 
 from rltrain.tasks.roles import DECLARED
 
@@ -14,8 +11,3 @@ def role_names() -> tuple[str, ...]:
 def split_roles(key: str) -> tuple[str, ...]:
     """The roles that a key of `placement` names: "actor, reference" -> ("actor", "reference")."""
     return tuple(role.strip() for role in key.split(","))
-
-
-def nearest(name: str, valid: Iterable[str]) -> str | None:
-    """The valid name that `name` was probably meant to be."""
-    return next(iter(difflib.get_close_matches(name, list(valid), n=1)), None)

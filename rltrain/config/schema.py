@@ -324,7 +324,14 @@ class Config(Section):
         """The metric that evaluation.stop_at is about; None where nothing is to end the run early."""
         if self.evaluation.stop_at is None or not self.evaluations:
             return None
-        return self.evaluation.stop_metric or f"{self.evaluations[0].prefix}/score"
+        by_default = ("loss" if self.algorithm == "sft" else "accuracy") if self.scores_held_out else "score"
+        return self.evaluation.stop_metric or f"{self.evaluations[0].prefix}/{by_default}"
+
+    @property
+    def scores_held_out(self) -> bool:
+        """Whether an evaluation is the loss of the rows of data.eval under the actor, which nobody answers."""
+        actor_alone = self.placed_roles <= {"actor"} and not self.evaluation.sets
+        return self.algorithm in ("dpo", "reward_model") or (self.algorithm == "sft" and actor_alone)
 
     @property
     def checkpoint_dir(self) -> str:

@@ -12,7 +12,7 @@ from rltrain.data.files import BadRow, Row, is_column_of, look_up, read_source
 from rltrain.data.indexed_rows import IndexedRows
 from rltrain.data.prompts import PromptDataset, PromptRow
 from rltrain.data.rows import Keys
-from rltrain.errors import DataError
+from rltrain.errors import DataError, one_of
 
 
 class RowColumns:
@@ -66,6 +66,26 @@ def read_columns(
                 f"are {', '.join(_columns_of(file, config_key))}"
             )
     return RowColumns(Chained(parts), label_keys)
+
+
+def teachers_of_rows(dataset: PromptDataset, train: schema.PromptFile, column: str, names: Sequence[str]) -> list[int]:
+    """Returns the number in `names` of each row's teacher, which data.train names in `column`.
+
+    Raises DataError for a row that names none of them.
+    """
+    wanted = {column: "role teacher (teacher.column)"}
+    rows = read_columns(dataset, train, config_key="data.train", required=wanted)
+    numbers = {name: number for number, name in enumerate(names)}
+    found = []
+    for row in range(len(rows)):
+        name = rows[row].get(column)
+        if not isinstance(name, str) or name not in numbers:
+            raise DataError(
+                f"{dataset[row].origin}: {column!r} is {name!r}; expected {one_of(name, names)} (teacher.path), since "
+                "role teacher has no other"
+            )
+        found.append(numbers[name])
+    return found
 
 
 @dataclass(frozen=True)

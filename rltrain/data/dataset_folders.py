@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from rltrain.data.file_kinds import has_rows
-from rltrain.errors import DataError
+from rltrain.errors import DataError, one_of
 from rltrain.json_text import read_json
 
 NOT_ROWS = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
@@ -57,7 +57,7 @@ class _Asked:
         if asked is None or asked not in present:
             raise DataError(
                 f"{self.section}.{kind}: got {'nothing' if asked is None else repr(asked)}; expected one of those that "
-                f"{str(self.folder)!r} has: {', '.join(present) or 'none'}"
+                f"{str(self.folder)!r} has: {one_of(asked, present).removeprefix('one of ') or 'none'}"
             )
         return asked
 

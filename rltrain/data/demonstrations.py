@@ -1,7 +1,7 @@
 """Demonstrated responses as Experience, for algorithm: sft."""
 
 from collections.abc import Sequence
-from pathlib import Path
+from functools import lru_cache
 
 import torch
 
@@ -10,36 +10,32 @@ from rltrain.data.experience import Experience
 from rltrain.data.index_making import IndexFolder
 from rltrain.data.prompt_stream import prompt_order
 from rltrain.data.prompts import PromptDataset, load_prompts
-from rltrain.data.tokenizer import UNKNOWN_MODEL, ModelLimits, PromptEncoder, eos_token_id, load_tokenizer
+from rltrain.data.tokenizer import UNKNOWN_MODEL, ModelLimits, load_encoder
 
 
 class Demonstrations:
-    """The demonstrations of data.train, step by step."""
+    """The demonstrations of data.train, step by step, and those of data.eval where an evaluation is their loss."""
 
     def __init__(
         self, config: schema.Config, indexes: IndexFolder | None = None, model: ModelLimits = UNKNOWN_MODEL
     ) -> None:
         """`indexes` and `model` as in load_prompts."""
-        tokenizer = load_tokenizer(Path(config.model.path))
-        encoder = PromptEncoder(tokenizer, config.data)
-        eos_token_id(tokenizer)  # a tokenizer without one is refused now
-        self.dataset = load_prompts(
-            config.data.train,
-            config.data,
-            encoder,
-            needs="response",
-            config_key="data.train",
-            indexes=indexes,
-            model=model,
-        )
-        self.datasets = {"data.train": self.dataset}
-        for source in self.dataset.sources:
-            # A template without a place for it is refused now.
-            self.dataset.samples(source.first)
+        encoder, data = load_encoder(config), config.data
+        files = {"data.train": data.train, "data.eval": data.eval if config.scores_held_out else None}
+        self.datasets = {
+            key: load_prompts(file, data, encoder, needs="response", config_key=key, indexes=indexes, model=model)
+            for key, file in files.items()
+            if file is not None
+        }
+        self.dataset = self.datasets["data.train"]
+        for dataset in self.datasets.values():
+            for source in dataset.sources:
+                dataset.samples(source.first)  # a template without a place for it is refused now
         self.order = prompt_order(self.dataset, config)
         self.first_step = 0
         """The one that takes the first rows."""
         self.prompts_per_step = config.batch.prompts_per_step
+        self._held_out = lru_cache(maxsize=1)(self._load_held_out)
 
     def for_step(self, step: int, *, part: int = 0, num_parts: int = 1) -> Experience:
         """Every num_parts-th demonstration of the step, from `part` on; the parts together are the step's batch."""
@@ -51,6 +47,15 @@ class Demonstrations:
             sample_ids=[step * self.prompts_per_step + position for position in positions],
             group_ids=positions,
         )
+
+    def held_out(self, *, part: int = 0, num_parts: int = 1) -> Experience:
+        """Every num_parts-th demonstration of data.eval, from `part` on."""
+        return self._held_out(part, num_parts)
+
+    def _load_held_out(self, part: int, num_parts: int) -> Experience:
+        held_out = self.datasets["data.eval"]
+        rows = range(part, len(held_out), num_parts)
+        return load_sft_batch(held_out, rows, sample_ids=rows, group_ids=rows)
 
 
 def load_sft_batch(

@@ -16,7 +16,7 @@ import pyarrow
 
 from rltrain.data.rows import BadRow, PlacedRows, Row
 from rltrain.errors import DataError
-from rltrain.json_text import parse_json
+from rltrain.json_text import parse_json, too_many_digits
 
 BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError)
 NO_OBJECT = "no JSON object"
@@ -63,13 +63,34 @@ def read_list(path: Path, config_key: str) -> PlacedRows:
     """Raises DataError for a file that cannot be read or unpacked, or is no list."""
     with _opened(path, config_key) as file:
         try:
-            items = parse_json(file.read().decode("utf-8-sig"))
+            items = parse_json(file.read().decode("utf-8-sig"), parse_int=_whole_number)
         except ValueError as error:
             raise DataError(f"{config_key}: {str(path)!r} begins as a JSON list and is none: {error}") from error
     for number, item in enumerate(items, start=1):
-        is_row = isinstance(item, dict)
-        values = item if is_row else BadRow(f"is a JSON {type(item).__name__}; expected an object", NO_OBJECT)
-        yield number, number - 1, values
+        yield number, number - 1, _row_of(item)
+
+
+class _TooLong:
+    """Stands for a whole number that has too many digits, so that it spoils its own item alone."""
+
+
+def _whole_number(digits: str) -> int | _TooLong:
+    try:
+        return int(digits)
+    except ValueError:
+        return _TooLong()
+
+
+def _row_of(item: Any) -> Row | BadRow:
+    if not isinstance(item, dict):
+        return BadRow(f"is a JSON {type(item).__name__}; expected an object", NO_OBJECT)
+    return BadRow(f"cannot be read: {too_many_digits()}", NO_OBJECT) if _has_too_long(item) else item
+
+
+def _has_too_long(value: Any) -> bool:
+    if isinstance(value, dict | list):
+        return any(map(_has_too_long, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, _TooLong)
 
 
 def count_lines(path: Path, begin: int, end: int) -> int:

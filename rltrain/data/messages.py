@@ -5,12 +5,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rltrain.chat.template import text_of
-from rltrain.data.rows import BadRow
+from rltrain.data.rows import BadRow, Struct
 from rltrain.errors import DataError
 from rltrain.json_text import parse_json
 
 Message = dict[str, Any]
 """One chat message: "role", "content" as a text and, where they apply, KEPT."""
+AS_GIVEN = ("arguments", "parameters")
+"""In an object under one of these a null is a value like others, unless the object is a Struct."""
 KEPT = ("name", "tool_calls", "tool_call_id", "reasoning_content")
 
 
@@ -45,8 +47,8 @@ def _are_calls(calls: Any) -> bool:
 
 
 def parse_tools(value: Any, key: str) -> str:
-    """JSON text of a list of tools; empty where the row has none. In a list of objects nulls are left out: columns of
-    Parquet and Arrow have a null for every field of another row's tool."""
+    """Returns the JSON text of a list of tools; empty where the row has none. Of a list of objects fields that are null
+    are left out, except for those within `parameters` that no Struct has."""
     tools = value
     if isinstance(value, str) and value.strip():
         try:
@@ -67,10 +69,16 @@ def _is_named(tool: Mapping[str, Any]) -> bool:
     return isinstance(function, Mapping) and isinstance(function.get("name"), str)
 
 
-def _without_nulls(value: Any) -> Any:
+def _without_nulls(value: Any, *, as_given: bool = False) -> Any:
+    """Returns a value without fields that are null. `as_given`: it stands under one of AS_GIVEN."""
     if isinstance(value, Mapping):
-        return {name: _without_nulls(part) for name, part in value.items() if part is not None}
-    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
+        keeps_nulls = as_given and not isinstance(value, Struct)
+        return {
+            name: _without_nulls(part, as_given=as_given or name in AS_GIVEN)
+            for name, part in value.items()
+            if keeps_nulls or part is not None
+        }
+    return [_without_nulls(part, as_given=as_given) for part in value] if isinstance(value, list) else value
 
 
 def shown(value: Any) -> str:

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rltrain.chat.template import ChatTemplate, RenderError
-from rltrain.chat.turn_end import TurnEnd
-from rltrain.data.tokenizer import load_tokenizer
+from rltrain.chat.turn_end import ends_of_turns
+from rltrain.data.tokenizer import end_token_ids, load_tokenizer
 from rltrain.errors import CheckpointError
 
 Message = Mapping[str, Any]
@@ -24,7 +24,7 @@ class OwnText:
     ) -> None:
         """CheckpointError where the checkpoint's folder has no usable tokenizer."""
         self.tokenizer, self.vocab_size = load_tokenizer(path, config_key), vocab_size
-        self.config_key = config_key
+        self.config_key, self.named_ends = config_key, end_token_ids(path, config_key)
         uses_template = chat_template == "auto" and self.tokenizer.chat_template is not None
         self.template = ChatTemplate(self.tokenizer, (), {}) if uses_template else None
 
@@ -67,10 +67,8 @@ class OwnText:
 
     @property
     def end_tokens(self) -> frozenset[int]:
-        """Those that end an answer, by the tokenizer and its template."""
-        eos = self.tokenizer.eos_token_id
-        named = {eos} if isinstance(eos, int) else set()
-        return frozenset(named | (TurnEnd.of(self.template, named).tokens if self.template else set()))
+        """The tokens that end an answer."""
+        return ends_of_turns(self.tokenizer, self.named_ends, self.template)
 
     def _usable(self, ids: Sequence[int]) -> list[int]:
         if not ids:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from rltrain.data.index_making import IndexFolder
 from rltrain.data.pair_rows import Response
 from rltrain.data.prompt_stream import prompt_order
 from rltrain.data.prompts import PromptDataset, load_prompts
-from rltrain.data.tokenizer import UNKNOWN_MODEL, ModelLimits, PromptEncoder, eos_token_id, load_tokenizer
+from rltrain.data.tokenizer import UNKNOWN_MODEL, ModelLimits, load_encoder
 
 
 class Preferences:
@@ -28,9 +27,7 @@ class Preferences:
         self, config: schema.Config, indexes: IndexFolder | None = None, model: ModelLimits = UNKNOWN_MODEL
     ) -> None:
         """`indexes` and `model` as in load_prompts."""
-        tokenizer, data = load_tokenizer(Path(config.model.path)), config.data
-        encoder = PromptEncoder(tokenizer, data)
-        eos_token_id(tokenizer)  # a tokenizer without one is refused now
+        encoder, data = load_encoder(config), config.data
         files = {"data.train": data.train, "data.eval": data.eval}
         self.datasets = {
             key: load_prompts(file, data, encoder, needs="pair", config_key=key, indexes=indexes, model=model)

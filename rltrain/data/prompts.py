@@ -173,13 +173,17 @@ def load_prompts(
     """
     parts: list[Sequence[PromptRow]] = []
     sources: list[SourceRows] = []
-    difficulty_key = data.curriculum.key if data.curriculum is not None and file is data.train else None
     for key, source in keyed_sources(file, config_key):
-        parser = RowParser(source, encoder, needs, difficulty_key, model)
+        parser = RowParser(source, encoder, needs, difficulty_key(data, file), model)
         rows, found = load_source(parser, data, key, first=sum(map(len, parts)), indexes=indexes)
         parts.append(rows)
         sources.append(found)
     return PromptDataset(parts, encoder, data.max_prompt_tokens, sources, SampleLimit.of(data, model))
+
+
+def difficulty_key(data: schema.Data, file: schema.PromptFile) -> str | None:
+    """Returns the column that a curriculum sorts the rows of `file` by; None where none does."""
+    return data.curriculum.key if data.curriculum is not None and file is data.train else None
 
 
 def keyed_sources(file: schema.PromptFile, config_key: str) -> list[tuple[str, schema.PromptSource]]:

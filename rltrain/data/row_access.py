@@ -14,6 +14,7 @@ from pyarrow import ipc, parquet
 from rltrain.data.json_lines import parse_line
 from rltrain.data.row_index import IndexedFile
 from rltrain.data.rows import BadRow, Keys, Row, is_column_of
+from rltrain.data.tables import rows_of
 from rltrain.errors import DataError
 
 READ_BYTES = 4096
@@ -91,8 +92,7 @@ class TableAccess:
             group = self._group(number, None if keys is None else frozenset(keys))
             names = group.schema.names
             chosen = [name for name in names if keys is None or any(is_column_of(name, key) for key in keys)]
-            row: Row = group.select(chosen).slice(place - self._firsts[number], 1).to_pylist()[0]
-            return row
+            return rows_of(group.select(chosen).slice(place - self._firsts[number], 1))[0]
 
     def _read_group(self, number: int, keys: Keys) -> Any:
         names = self._parquet.schema_arrow.names

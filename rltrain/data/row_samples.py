@@ -8,7 +8,7 @@ from rltrain.config import schema
 from rltrain.data.messages import Message
 from rltrain.data.prompt_rows import PromptRow
 from rltrain.data.rows import BadRow
-from rltrain.data.tokenizer import ModelLimits, PromptEncoder, eos_token_id
+from rltrain.data.tokenizer import ModelLimits, PromptEncoder
 from rltrain.errors import DataError
 
 Encoded = tuple[Sequence[int], Sequence[bool]]
@@ -75,8 +75,8 @@ def encoded(row: PromptRow, response: str | Sequence[Message], encoder: PromptEn
         begin = record.turns[num_asked][0]
         return record.ids, [place >= begin and drawn for place, drawn in enumerate(record.drawn_mask)]
     prompt, (ids,) = encoder.encode(row.prompt, row.tools), encoder.encode_responses([response])
-    eos = eos_token_id(encoder.tokenizer)
-    ended = ids if ids[-1:] == [eos] else [*ids, eos]
+    end = encoder.response_end
+    ended = ids if ids[-1:] == [end] else [*ids, end]
     return [*prompt, *ended], [False] * len(prompt) + [True] * len(ended)
 
 

@@ -8,6 +8,10 @@ from rltrain.json_text import lone_surrogate
 Row = Mapping[str, Any]
 
 
+class Struct(dict[str, Any]):
+    """An object of a column of Parquet or Arrow: it has a null for every field that another row's object has."""
+
+
 class BadRow(Exception):  # noqa: N818 - a finding about data, which on_bad_row may turn into an error
     """What is wrong with one row, and by which `reason` it is counted."""
 

@@ -4,13 +4,14 @@ import hashlib
 import importlib.metadata
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rltrain.chat.chat_format import ChatFormat
+from rltrain.chat.turn_end import ends_of_turns
 from rltrain.config import schema
 from rltrain.data.messages import Message
 from rltrain.errors import CheckpointError, ConfigError, DataError
@@ -60,23 +61,30 @@ def eos_token_id(tokenizer: "PreTrainedTokenizerBase") -> int:
     return token_id
 
 
-def end_token_ids(path: Path) -> frozenset[int]:
-    """The tokens that end a turn by the checkpoint's generation_config.json; none where it has no such file.
+def end_token_ids(path: Path, config_key: str = "model.path") -> frozenset[int]:
+    """Returns the tokens that end a turn by the checkpoint's generation_config.json, or, where that names none, by its
+    config.json.
 
     Chat checkpoints name more than their tokenizer's eos_token there. Raises CheckpointError for a file that cannot be
     read.
     """
-    file = path / "generation_config.json"
-    if not file.is_file():
-        return frozenset()
-    try:
-        value = read_json(file).get("eos_token_id")
-    except (OSError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"model.path: cannot read {file}: {error}; expected a JSON object") from error
-    values = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(token) is int for token in values):
-        raise CheckpointError(f"model.path: {file} has eos_token_id {value!r}; expected a token id or a list of them")
-    return frozenset(values)
+    for file in (path / "generation_config.json", path / "config.json"):
+        if not file.is_file():
+            continue
+        try:
+            values = read_json(file)
+            value = values.get("eos_token_id", (values.get("text_config") or {}).get("eos_token_id"))
+        except (OSError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{config_key}: cannot read {file}: {error}; expected a JSON object") from error
+        if value is None:
+            continue
+        named = value if isinstance(value, list) else [value]
+        if not all(type(token) is int for token in named):
+            raise CheckpointError(
+                f"{config_key}: {file} has eos_token_id {value!r}; expected a token id or a list of them"
+            )
+        return frozenset(named)
+    return frozenset()
 
 
 def prompt_text(prompt: Prompt) -> str:
@@ -86,17 +94,35 @@ def prompt_text(prompt: Prompt) -> str:
     return "\n\n".join(message["content"] for message in prompt if message["content"] or "tool_calls" not in message)
 
 
+def load_encoder(config: schema.Config) -> "PromptEncoder":
+    """Returns the encoder of the model's prompts. Raises CheckpointError for files that cannot be read."""
+    path = Path(config.model.path)
+    is_scored = config.algorithm == "reward_model"  # role reward_model looks for the tokenizer's own token
+    return PromptEncoder(load_tokenizer(path), config.data, end_token_ids(path), ends_with_eos=is_scored)
+
+
 class PromptEncoder:
     """Turns prompts into token ids, by the tokenizer's chat template where data.chat_template says so."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", data: schema.Data) -> None:
-        self.tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        data: schema.Data,
+        named_ends: Collection[int] = (),
+        *,
+        ends_with_eos: bool = False,
+    ) -> None:
+        """`named_ends` are the end tokens that the checkpoint's files name.
+
+        With `ends_with_eos` a written response ends with the tokenizer's eos_token, whatever the chat template has.
+        """
+        self.tokenizer, self.named_ends, self.ends_with_eos = tokenizer, named_ends, ends_with_eos
         self.system_prompt = data.system_prompt
         self.uses_template = data.chat_template == "auto" and tokenizer.chat_template is not None
         if self.system_prompt is not None and not self.uses_template:
             raise ConfigError(f"data.system_prompt is set, but {self.without_template}; remove data.system_prompt")
         self.template_options = data.chat_template_args
-        self.chat = ChatFormat(tokenizer, template_options=self.template_options) if self.uses_template else None
+        self.chat = self._format(()) if self.uses_template else None
         self._refuse_unknown_options()
         self._formats: dict[str, ChatFormat] = {}
         self._overhead_tokens = len(self.encode([{"role": "user", "content": ""}] if self.uses_template else ""))
@@ -133,6 +159,7 @@ class PromptEncoder:
             sorted(tokenizer.get_vocab().items()) if fast is None else fast.to_str(),
             repr(sorted(tokenizer.init_kwargs.items(), key=lambda item: item[0])),
             *(self.uses_template, tokenizer.chat_template, self.system_prompt, self.template_options),
+            *(sorted(self.named_ends), self.ends_with_eos),
         )
         return hashlib.sha256(json.dumps(decisive, default=str).encode(errors="surrogatepass")).hexdigest()
 
@@ -158,12 +185,27 @@ class PromptEncoder:
         if not tools:
             return self.chat
         if tools not in self._formats:
-            chat = ChatFormat(self.tokenizer, tools=json.loads(tools), template_options=self.template_options)
+            chat = self._format(json.loads(tools))
             chat.require_tools()
             if len(self._formats) == MAX_FORMATS:
                 self._formats.clear()
             self._formats[tools] = chat
         return self._formats[tools]
+
+    def _format(self, tools: Sequence[Mapping[str, Any]]) -> ChatFormat:
+        options = self.template_options
+        return ChatFormat(self.tokenizer, tools=tools, template_options=options, end_tokens=self.named_ends)
+
+    @cached_property
+    def end_tokens(self) -> frozenset[int]:
+        """The tokens that end what the model says."""
+        return ends_of_turns(self.tokenizer, self.named_ends, self.chat.template if self.chat else None)
+
+    @property
+    def response_end(self) -> int:
+        """The token that ends a response which somebody wrote down. Raises CheckpointError where there is none."""
+        last = self.chat.end.last if self.chat and not self.ends_with_eos else None
+        return eos_token_id(self.tokenizer) if last is None else last
 
     def encode_responses(self, responses: Sequence[str]) -> list[list[int]]:
         """Token ids of each response, as they would continue a prompt."""

@@ -12,6 +12,7 @@ from rltrain.command import begin_as_rank
 from rltrain.doctor.finding import has_fault, lines_of
 from rltrain.doctor.installed import missing_packages, remedy, what_is_installed
 from rltrain.doctor.limits import what_is_allowed
+from rltrain.errors import command_name
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="rltrain doctor", description=__doc__)
+    parser = argparse.ArgumentParser(prog=command_name(), description=__doc__)
     parser.add_argument("--sglang-python", type=Path, help="rollout.sglang.python, to ask whether it has SGLang")
     parser.add_argument(
         "--shared",

@@ -19,8 +19,9 @@ from rltrain.dry_run.memory import describe_memory
 from rltrain.dry_run.options import DryRunOptions
 from rltrain.dry_run.proposals import describe_proposals
 from rltrain.dry_run.ranks import describe_ranks, rank_map
-from rltrain.dry_run.reward import describe_reward
+from rltrain.dry_run.reward import describe_environment, describe_reward
 from rltrain.dry_run.rows import describe_rows
+from rltrain.dry_run.shapes import with_shipped_shapes
 from rltrain.dry_run.sizes import seconds, size
 from rltrain.dry_run.steps import describe_mode, describe_order, describe_overlaps
 from rltrain.dry_run.table import table
@@ -58,18 +59,20 @@ def describe(config: Config, options: DryRunOptions) -> str:
     config = with_cached_copies(config)
     check_config(config)
     world_size, ranks_per_node = options.world_size, min(options.ranks_per_node, options.world_size)
+    shaped, not_there = with_shipped_shapes(config)
     placed = place_config(
-        config, world_size, ranks_per_node, reads_models=Path(config.model.path, CONFIG_FILE).exists()
+        shaped, world_size, ranks_per_node, reads_models=Path(shaped.model.path, CONFIG_FILE).exists()
     )
     placement, grids, architectures, order = placed.placement, placed.grids, placed.architectures, placed.order
     job: PlannedJob | None = None
     if architectures and algorithm_of(config).trains:
-        job = PlannedJob(config, placement, grids, architectures, ranks_per_node)
+        job = PlannedJob(shaped, placement, grids, architectures, ranks_per_node)
     steady = steady_order(config, placement)
     guests, sharing = (job.guests, job.sharing) if job else ((), ())
     of_ranks = rank_map(placement, grids, ranks_per_node) if options.every_rank else []
     evaluation = describe_evaluation(config, grids, estimator_of_sets(job, options) if job else None)
     sections = {
+        **({"Models": not_there} if not_there else {}),
         f"Ranks: {world_size}, {ranks_per_node} per node": [*describe_ranks(placement, ranks_per_node), *of_ranks],
         "Pairs of roles": pair_modes(placement),
         "Parallel grids": [describe_grid(role, grid, architectures.get(role)) for role, grid in grids.items()],
@@ -81,6 +84,7 @@ def describe(config: Config, options: DryRunOptions) -> str:
         "Memory": describe_memory(steady, config, placement, guests, sharing),
         **(estimates(job, options) if job else unknown(config, "rollout" in grids)),
         "Rows": describe_rows(config, model_limits(architectures)),
+        **({"Environment": answers} if "env" in grids and (answers := describe_environment(config)) else {}),
         **({"Reward": reward} if (reward := describe_reward(config)) and "reward" in grids else {}),
     }
     of_models = doubts_about_models(config, architectures)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.placement import format_ranks
+from rltrain.config.evaluation import SHORT_FORM
 from rltrain.config.schema import Config, EvaluationPlan
 from rltrain.dry_run.options import DryRunOptions
 from rltrain.dry_run.sizes import seconds, size
@@ -25,7 +26,12 @@ SecondsOfSet = Callable[[EvaluationPlan], float]
 def describe_evaluation(
     config: Config, grids: Mapping[str, Grid], estimate: tuple[str, SecondsOfSet] | None
 ) -> list[str]:
-    """Nothing where nothing is answered. `estimate` is what `estimator_of_sets` gives."""
+    """Returns nothing where nothing is evaluated. `estimate` is what `estimator_of_sets` gives."""
+    if config.scores_held_out:
+        plans = [plan for plan in config.evaluations if plan.name == SHORT_FORM]
+        intervals = [f" and every {plan.interval} steps" if plan.interval else "" for plan in plans]
+        when = "before the first and after the last step"
+        return [f"the loss of data.eval under the actor, {when}{interval}" for interval in intervals]
     role = "evaluation" if "evaluation" in grids else "rollout"
     if not config.evaluations or role not in grids:
         return []

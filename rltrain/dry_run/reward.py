@@ -1,6 +1,7 @@
-"""Which functions the reward is, and where they stand, found without running a line of them."""
+"""Where the functions and programs stand that a config names, found without running a line of them."""
 
 import ast
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import wrap
@@ -9,8 +10,16 @@ from rltrain.config.schema import Config
 from rltrain.dry_run.sizes import WIDTH
 from rltrain.errors import ConfigError
 from rltrain.rewards.judge import is_url
-from rltrain.rewards.locating import FORMS
+from rltrain.rewards.locating import found_command, unknown_function
 from rltrain.rewards.registry import BUILT_IN
+
+
+def refuse_missing_functions(config: Config) -> None:
+    """Raises ConfigError where the file of a placed reward or environment is not there or lacks its function."""
+    if "reward" in config.placed_roles:
+        describe_reward(config)
+    if "env" in config.placed_roles:
+        describe_environment(config)
 
 
 def describe_reward(config: Config) -> list[str]:
@@ -29,6 +38,18 @@ def describe_reward(config: Config) -> list[str]:
     return [part for line in lines for part in wrap(line, WIDTH, subsequent_indent="    ", break_on_hyphens=False)]
 
 
+def describe_environment(config: Config) -> list[str]:
+    """Returns what answers the model. Raises ConfigError where its file is not there or has no such function."""
+    env, agent = config.env, config.env.agent
+    if agent is not None and agent.command:
+        return [f"env.agent.command: {shlex.join(found_command(agent.command, 'env.agent.command'))}"]
+    key, name = ("env.function", env.function) if agent is None else ("env.agent.function", agent.function)
+    if name is None:
+        return []
+    place, _, function = name.rpartition(":")
+    return [f"{key}: {name}{_in_file(place, function, name, key) if place.endswith('.py') else ''}"]
+
+
 def _where(name: str, config_key: str) -> str:
     if name in BUILT_IN:
         return ", built in"
@@ -39,9 +60,12 @@ def _where(name: str, config_key: str) -> str:
         raise ConfigError(f"{config_key}: {name!r} names no function of the file; expected {name}:FUNCTION")
     if not place.endswith(".py"):
         if not place and "." not in name:
-            known = ", ".join(BUILT_IN)
-            raise ConfigError(f"{config_key}: {name!r} is unknown; expected {known}, an URL, {FORMS}")
+            raise unknown_function(name, config_key, [*BUILT_IN, "an URL"])
         return ", imported when the job starts"
+    return _in_file(place, function, name, config_key)
+
+
+def _in_file(place: str, function: str, name: str, config_key: str) -> str:
     path = Path(place).expanduser()
     if not path.is_file():
         raise ConfigError(f"{config_key}: {name!r}: there is no file {place!r} (relative paths start at {Path.cwd()})")

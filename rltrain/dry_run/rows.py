@@ -1,22 +1,26 @@
 """How many rows the job would use of each source, and how many it would leave out, for which reason."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from textwrap import wrap
 
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.config.schema import Config, PromptFile, PromptSource
+from rltrain.data.columns import teachers_of_rows
 from rltrain.data.locations import Location
 from rltrain.data.prompt_rows import Needs, RowParser
 from rltrain.data.prompts import (
+    PromptDataset,
+    PromptRow,
     SourceRows,
+    difficulty_key,
     keyed_sources,
     load_source,
     repeated_within_a_step,
     same_tokens,
     shown_prompt,
 )
-from rltrain.data.tokenizer import UNKNOWN_MODEL, ModelLimits, PromptEncoder, load_tokenizer
+from rltrain.data.tokenizer import UNKNOWN_MODEL, ModelLimits, PromptEncoder, load_encoder
 from rltrain.dry_run.sizes import WIDTH, size
 from rltrain.errors import CheckpointError, DataError
 from rltrain.rewards.registry import labels_of
@@ -26,17 +30,18 @@ MOST_BYTES = 2 * 2**30
 
 
 def describe_rows(config: Config, model: ModelLimits = UNKNOWN_MODEL) -> list[str]:
-    """`model` as in load_prompts. DataError where the job would be refused with it: a bad row without data.on_bad_row:
-    skip, or no row left."""
+    """Returns a line for each source. `model` is as in load_prompts. Raises the DataError that the job would be refused
+    with: for a bad row without data.on_bad_row: skip, where no row is left, and for a row that names no teacher."""
     named = [
-        (key, source, needs)
+        (key, source, needs, difficulty_key(config.data, file))
         for file_key, file, needs in files_read(config)
         for key, source in keyed_sources(file, file_key)
     ]
-    files = {key: _files(source, key) for key, source, _ in named}
+    files = {key: _files(source, key) for key, source, *_ in named}
     lines: list[str] = []
-    encoder, num_trained_on = None, 0
-    for key, source, needs in named:
+    trained_on: list[tuple[Sequence[PromptRow], SourceRows]] = []
+    encoder = None
+    for key, source, needs, difficulty in named:
         found = files[key]
         title = f"{key} ({source.title})"
         if isinstance(found, str):
@@ -47,17 +52,35 @@ def describe_rows(config: Config, model: ModelLimits = UNKNOWN_MODEL) -> list[st
         if isinstance(encoder, str):
             lines.append(f"{title}: rows unknown: {encoder}")
         else:
-            parsed, rows = load_source(RowParser(source, encoder, needs, model=model), config.data, key, first=0)
+            is_trained_on = key.startswith("data.train")
+            first = sum(len(part) for part, _ in trained_on) if is_trained_on else 0
+            parser = RowParser(source, encoder, needs, difficulty, model)
+            parsed, rows = load_source(parser, config.data, key, first=first)
             lines += _counted(title, rows, source)
-            if key.startswith("data.train") and num_trained_on == 0:
+            if is_trained_on and not trained_on:
                 lines.append(f"  {shown_prompt(parsed[0], encoder)}")
             if (same := same_tokens(parsed, encoder)) is not None:
                 lines.append(f"  {same}")
-            num_trained_on += rows.num_rows if key.startswith("data.train") else 0
+            trained_on += [(parsed, rows)] if is_trained_on else []
+    _refuse_unknown_teachers(config, trained_on, encoder)
+    num_trained_on = sum(rows.num_rows for _, rows in trained_on)
     if num_trained_on and algorithm_of(config).generates:
         repeated = repeated_within_a_step(num_trained_on, config.batch.prompts_per_step)
         lines += [repeated] if repeated else []
     return [part for line in lines for part in wrap(line, WIDTH, subsequent_indent="    ", break_on_hyphens=False)]
+
+
+def _refuse_unknown_teachers(
+    config: Config, trained_on: Sequence[tuple[Sequence[PromptRow], SourceRows]], encoder: PromptEncoder | str | None
+) -> None:
+    """Raises DataError as role teacher does. Rows that were not read are not looked at."""
+    train, names = config.data.train, [*config.teacher.checkpoints]
+    if "teacher" not in config.placed_roles or len(names) < 2:
+        return
+    if isinstance(encoder, PromptEncoder) and len(trained_on) == len(train.parts()):
+        parts, sources = zip(*trained_on, strict=True)
+        dataset = PromptDataset(parts, encoder, config.data.max_prompt_tokens, sources)
+        teachers_of_rows(dataset, train, config.teacher.column, names)
 
 
 def files_read(config: Config) -> Iterator[tuple[str, PromptFile, Needs]]:
@@ -70,7 +93,9 @@ def files_read(config: Config) -> Iterator[tuple[str, PromptFile, Needs]]:
     elif algorithm.trains:
         yield "data.train", config.data.train, "response"
     for plan in config.evaluations:
-        yield plan.config_key, plan.file, "pair" if algorithm.from_pairs else labels_of(plan.reward or config.reward)
+        held_out: Needs = "pair" if algorithm.from_pairs else "response"
+        needed = held_out if config.scores_held_out else labels_of(plan.reward or config.reward)
+        yield plan.config_key, plan.file, needed
 
 
 def _files(source: PromptSource, key: str) -> list[Path] | str:
@@ -90,7 +115,7 @@ def _files(source: PromptSource, key: str) -> list[Path] | str:
 def _encoder(config: Config) -> PromptEncoder | str:
     """By which prompts are measured; or why they cannot be."""
     try:
-        return PromptEncoder(load_tokenizer(Path(config.model.path)), config.data)
+        return load_encoder(config)
     except CheckpointError as error:
         return str(error)
 

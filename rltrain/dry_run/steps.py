@@ -7,7 +7,7 @@ from textwrap import wrap
 from rltrain.cluster.placement import Placement
 from rltrain.config.schema import Config
 from rltrain.dry_run.sizes import WIDTH
-from rltrain.schedule.order import Entry, Order
+from rltrain.schedule.order import CHECKPOINT, Entry, Order
 from rltrain.schedule.overlaps import overlapping_tasks
 from rltrain.schedule.shape import RunShape
 from rltrain.schedule.steady import fullest_step
@@ -47,8 +47,9 @@ def _alike(entry: Entry) -> tuple[str, str, tuple[str, ...]]:
 
 
 def describe_overlaps(order: Order, config: Config, placement: Placement) -> list[str]:
-    """Tasks with those that they may run beside."""
-    pairs = overlapping_tasks(order, placement, syncs_in_flight=RunShape.of(config).syncs_in_flight)
+    """Tasks with those that they may run beside, without checkpoints, whose files are written beside all tasks."""
+    found = overlapping_tasks(order, placement, syncs_in_flight=RunShape.of(config).syncs_in_flight)
+    pairs = [pair for pair in found if not any(task.startswith(f"{CHECKPOINT} ") for task in pair)]
     if not pairs:
         return ["none: every task needs what the one before it made, or its ranks"]
     lines = (f"{task} beside {', '.join(sorted(others))}" for task, others in by_task(pairs))

@@ -21,10 +21,10 @@ FIRST_CLIENT_S = 5.0
 
 
 class Choice:
-    """One of the turns that are drawn for a request."""
+    """One of the turns that are drawn for a request. No other turn has its `mark`."""
 
-    def __init__(self, turn: Turn) -> None:
-        self.turn, self.sample = turn, turn.sample
+    def __init__(self, turn: Turn, mark: str) -> None:
+        self.turn, self.sample, self.mark = turn, turn.sample, mark
         self.start = len(turn.sample.tokens)
         """Response tokens before the turn."""
 
@@ -52,14 +52,18 @@ class Choice:
 
     def read(self, opening: Opening) -> Reply:
         """What it says so far."""
-        return opening.read(self.tokens, self.turn.stop, self.start)
+        return opening.read(self.tokens, self.turn.stop, self.mark)
+
+    def standing(self, opening: Opening) -> str:
+        """Returns the text of it that stays, whatever is drawn next."""
+        return self.read(opening).text if self.is_done else opening.standing(self.tokens, self.turn.stop)
 
 
 class Answer:
     """`settle` is called once: with True when the answer is whole and has a client that is there, with False when it is
     given up. Without a client it is drawn on for `repeat_within_s`, so that one may come back for it.
 
-    `end` is the turn that it goes on from.
+    `end` is the turn that it goes on from. No other answer has its `mark`.
     """
 
     def __init__(
@@ -68,11 +72,12 @@ class Answer:
         wanted: Sequence[Turn],
         end: TurnEnd | None,
         *,
+        mark: str,
         settle: Callable[["Answer", bool], None],
         repeat_within_s: float,
     ) -> None:
         self.opening, self.end = opening, end
-        self.choices = [Choice(turn) for turn in wanted]
+        self.choices = [Choice(turn, f"{mark}.{number}") for number, turn in enumerate(wanted)]
         self.error: Refused | None = None
         self.is_settled = False
         self.is_followed = False

@@ -199,7 +199,7 @@ def _blocks(reply: Reply) -> list[dict[str, Any]]:
 
 async def _events(answer: Answer, asked: MessagesRequest, shell: Mapping[str, Any]) -> AsyncIterator[Event]:
     yield {"type": "message_start", "message": shell}
-    deltas = Deltas(answer, answer.choices[0], may_call_tools=bool(asked.tools))
+    deltas = Deltas(answer, answer.choices[0])
     begun = False
     async for _ in answer.changes():
         text = deltas.text()

@@ -1,32 +1,35 @@
 """A turn in pieces of text as it is drawn; and its log-probs in OpenAI's form."""
 
+from os.path import commonprefix
 from typing import Any
 
 from rltrain.endpoint.answer import Answer, Choice
-from rltrain.endpoint.opening import Reply, stable_text
+from rltrain.endpoint.opening import Reply
 from rltrain.endpoint.token_text import TokenText
 
 
 class Deltas:
     """Of one choice. What is given out is never taken back: together it is the text of the whole."""
 
-    def __init__(self, answer: Answer, choice: Choice, *, may_call_tools: bool) -> None:
-        self._answer, self._choice, self._may_call_tools = answer, choice, may_call_tools
+    def __init__(self, answer: Answer, choice: Choice) -> None:
+        self._answer, self._choice = answer, choice
         self._sent = ""
         self._num_tokens = 0
         self._num_tokens_told = 0
 
     def text(self) -> str:
-        """What has been added since the last call."""
+        """Returns what has been added since the last call.
+
+        A tokenizer may change text of tokens before, where a new one follows. Then nothing is given until the turn is
+        done, and then what follows the place where the text changed.
+        """
         if not self._choice.is_done and len(self._choice.tokens) == self._num_tokens:
             return ""
         self._num_tokens = len(self._choice.tokens)
-        whole = self.reply().text
-        if not self._choice.is_done:
-            whole = stable_text(whole, self._choice.turn.stop, may_call_tools=self._may_call_tools)
-        if not whole.startswith(self._sent):
+        whole = self._choice.standing(self._answer.opening)
+        if not whole.startswith(self._sent) and not self._choice.is_done:
             return ""
-        new = whole[len(self._sent) :]
+        new = whole[len(commonprefix([whole, self._sent])) :]
         self._sent += new
         return new
 

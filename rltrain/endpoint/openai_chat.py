@@ -111,7 +111,7 @@ def _logprobs(choice: Choice, which: slice, asked: ChatRequest, service: Service
 
 async def _chunks(answer: Answer, asked: ChatRequest, service: Service) -> AsyncIterator[Event]:
     beginning = head("chatcmpl", "chat.completion.chunk", service)
-    deltas = [Deltas(answer, choice, may_call_tools=bool(asked.tools)) for choice in answer.choices]
+    deltas = [Deltas(answer, choice) for choice in answer.choices]
     finished = [False] * len(deltas)
     prompt = {"prompt_token_ids": answer.choices[0].context} if asked.return_token_ids else {}
     for index in range(len(deltas)):

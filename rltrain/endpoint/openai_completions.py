@@ -99,7 +99,7 @@ def _logprobs(choice: Choice, which: slice, asked: CompletionRequest, service: S
 
 async def _chunks(answer: Answer, asked: CompletionRequest, service: Service) -> AsyncIterator[Event]:
     beginning = head("cmpl", "text_completion", service)
-    deltas = [Deltas(answer, choice, may_call_tools=False) for choice in answer.choices]
+    deltas = [Deltas(answer, choice) for choice in answer.choices]
     finished = [False] * len(deltas)
     async for _ in answer.changes():
         for index, (choice, delta) in enumerate(zip(answer.choices, deltas, strict=True)):

@@ -232,7 +232,7 @@ async def _unnumbered(
 ) -> AsyncIterator[dict[str, Any]]:
     yield {"type": "response.created", "response": shell}
     yield {"type": "response.in_progress", "response": shell}
-    deltas = Deltas(answer, answer.choices[0], may_call_tools=bool(asked.tools))
+    deltas = Deltas(answer, answer.choices[0])
     item = _message_item(shell, Reply(""), status="in_progress")[0]
     place = {"item_id": item["id"], "output_index": 0, "content_index": 0}
     begun = False

@@ -1,6 +1,5 @@
 """What a request gives the model to go on from, and what is read out of the turn that it draws."""
 
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -8,14 +7,13 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from rltrain.chat.chat_format import ChatFormat
+from rltrain.chat.standing_text import before_marks
 from rltrain.endpoint.history import ChatKey, History, chat_keys, next_key
 from rltrain.endpoint.refused import invalid
 from rltrain.endpoint.token_text import TokenText
 from rltrain.endpoint.trajectory import TurnEnd
 from rltrain.environments.interface import Message, ToolCall
 from rltrain.errors import DataError
-
-UNFINISHED_CHARACTER = "\ufffd"
 
 
 @dataclass(frozen=True)
@@ -36,8 +34,12 @@ class Opening(Protocol):
         """(the turn that it goes on from, the tokens that follow its end); (None, all tokens) where it is a new one."""
         ...
 
-    def read(self, tokens: Sequence[int], stop: Sequence[str], position: int) -> Reply:
-        """What the turn's tokens say so far. `position` tells turns of one conversation apart."""
+    def read(self, tokens: Sequence[int], stop: Sequence[str], mark: str) -> Reply:
+        """What the turn's tokens say so far. No two turns have one `mark`."""
+        ...
+
+    def standing(self, tokens: Sequence[int], stop: Sequence[str]) -> str:
+        """Returns the beginning of an unfinished turn's text that `read` will begin with, whatever is drawn next."""
         ...
 
     def remember(self, history: History, end: TurnEnd, reply: Reply) -> None:
@@ -57,6 +59,12 @@ class ChatOpening:
     def keys(self) -> list[ChatKey]:
         return chat_keys(self.tools, self.messages)
 
+    @cached_property
+    def call_ids(self) -> frozenset[str]:
+        """The ids of the calls in the messages."""
+        calls = (call for message in self.messages for call in message.get("tool_calls") or ())
+        return frozenset(id for call in calls if isinstance(id := call.get("id"), str))
+
     def begin(self, history: History) -> tuple[TurnEnd | None, tuple[int, ...]]:
         end, count = history.after_messages(self.keys)
         if end is not None:
@@ -67,10 +75,13 @@ class ChatOpening:
         except DataError as error:
             raise invalid(str(error), "messages") from error
 
-    def read(self, tokens: Sequence[int], stop: Sequence[str], position: int) -> Reply:
-        said = self.format.message_of(tokens, position=position)
+    def read(self, tokens: Sequence[int], stop: Sequence[str], mark: str) -> Reply:
+        said = self.format.message_of(tokens, mark=mark, taken_ids=self.call_ids)
         text, found = cut_at(said.content, stop)
         return Reply(text, said.tool_calls, said.reasoning or "", found)
+
+    def standing(self, tokens: Sequence[int], stop: Sequence[str]) -> str:
+        return before_marks(self.format.standing_content(tokens), stop).rstrip()
 
     def remember(self, history: History, end: TurnEnd, reply: Reply) -> None:
         calls = [{"name": call.name, "arguments": call.arguments} for call in reply.tool_calls]
@@ -89,9 +100,12 @@ class TextOpening:
         end, length = history.after_text(self.text)
         return end, self.tokens.encode(self.text[length:], begins=end is None)
 
-    def read(self, tokens: Sequence[int], stop: Sequence[str], position: int) -> Reply:
+    def read(self, tokens: Sequence[int], stop: Sequence[str], mark: str) -> Reply:
         text, found = cut_at(self.tokens.decode(tokens), stop)
         return Reply(text, stop=found)
+
+    def standing(self, tokens: Sequence[int], stop: Sequence[str]) -> str:
+        return before_marks(self.tokens.standing(tokens), stop).rstrip()
 
     def remember(self, history: History, end: TurnEnd, reply: Reply) -> None:
         history.add(end, text=self.text + reply.text)
@@ -108,9 +122,12 @@ class IdsOpening:
         end, length = history.after_ids(self.ids)
         return end, self.ids[length:]
 
-    def read(self, tokens: Sequence[int], stop: Sequence[str], position: int) -> Reply:
+    def read(self, tokens: Sequence[int], stop: Sequence[str], mark: str) -> Reply:
         text, found = cut_at(self.tokens.decode(tokens), stop)
         return Reply(text, stop=found)
+
+    def standing(self, tokens: Sequence[int], stop: Sequence[str]) -> str:
+        return before_marks(self.tokens.standing(tokens), stop).rstrip()
 
     def remember(self, history: History, end: TurnEnd, reply: Reply) -> None:
         history.add(end)
@@ -123,18 +140,3 @@ def cut_at(text: str, stop: Sequence[str]) -> tuple[str, str | None]:
         return text, None
     place, string = min(places)
     return text[:place], string
-
-
-def stable_text(text: str, stop: Sequence[str], *, may_call_tools: bool) -> str:
-    """As much of an unfinished turn's text as stands whatever follows: characters that are whole, nothing that may
-    begin a stop string, marks of reasoning or, where there are tools, a call; no white space that may end it."""
-    text = text.rstrip(UNFINISHED_CHARACTER)
-    if re.fullmatch(r"\s*[<\[]\w*", text):
-        return ""
-    if may_call_tools:
-        marks = [place for mark in "<[{`" if (place := text.find(mark)) >= 0]
-        text = text[: min(marks, default=len(text))]
-    for string in stop:
-        overlaps = (size for size in range(min(len(string) - 1, len(text)), 0, -1) if text.endswith(string[:size]))
-        text = text[: len(text) - next(overlaps, 0)]
-    return text.rstrip()

@@ -3,7 +3,7 @@
 import asyncio
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -48,6 +48,8 @@ class EndpointSettings:
     """Whether requests outside of a session are answered, from whoever may open sessions."""
     seed: int = 0
     first_sample_id: int = 0
+    end_tokens: Collection[int] = ()
+    """What ends a turn in chats, beside what the tokenizer and its template say."""
 
 
 class EndpointServer:
@@ -81,6 +83,7 @@ class EndpointServer:
             settings.model,
             settings.answers_passers_by,
             control,
+            settings.end_tokens,
         )
         self._socket = _listen(settings.host, settings.port)
         self._host = settings.host

@@ -2,7 +2,7 @@
 
 import json
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,8 @@ class Service:
     answers_passers_by: bool
     control: "EngineControl | None" = None
     """None: nobody may change what the engine serves."""
+    end_tokens: Collection[int] = ()
+    """What ends a turn in chats, beside what the tokenizer and its template say."""
 
     def __post_init__(self) -> None:
         self.tokens = TokenText(self.tokenizer)
@@ -71,7 +73,7 @@ class Service:
     def _format(self, tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> ChatFormat:
         """Raises Refused where the checkpoint's template has no place for the tools."""
         try:
-            made = ChatFormat(self.tokenizer, tools=tools, template_options=options)
+            made = ChatFormat(self.tokenizer, tools=tools, template_options=options, end_tokens=self.end_tokens)
             made.require_tools()
         except (ConfigError, DataError) as error:
             raise invalid(f"tools: {error}", "tools") from error

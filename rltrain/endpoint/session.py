@@ -1,5 +1,6 @@
 """An episode as the endpoint sees it: requests of one client that go on from each other."""
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from rltrain.endpoint.opening import Opening
 from rltrain.endpoint.refused import Refused, invalid
 from rltrain.endpoint.trajectory import RecordedSession, SampleIds, Trajectory, TurnEnd
 from rltrain.endpoint.turn import Turns
+from rltrain.errors import one_of
 from rltrain.rewards.reward_range import EXPECTED_REWARD, is_reward
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample, Status
@@ -75,6 +77,8 @@ class Session:
         """Not settled yet."""
         self._answers: OrderedDict[bytes, Answer] = OrderedDict()
         self._keys: dict[str, bytes] = {}
+        self._numbers = itertools.count()
+        """Of the answers."""
         self._num_turns = 0
         self._num_drawn_tokens = 0
 
@@ -92,6 +96,7 @@ class Session:
             opening,
             self._wanted(end, tokens, asked),
             end,
+            mark=f"{self._seed}.{next(self._numbers)}",
             settle=self._settle,
             repeat_within_s=self._limits.repeat_within_s if self.is_recorded else 0.0,
         )
@@ -123,7 +128,9 @@ class Session:
             return
         found = self.trajectories.get(trajectory if trajectory is not None else max(self.trajectories, default=-1))
         if found is None:
-            raise invalid(f"trajectory: got {trajectory}; expected one of {[*self.trajectories]}", "trajectory")
+            raise invalid(
+                f"trajectory: got {trajectory}; expected {one_of(trajectory, self.trajectories)}", "trajectory"
+            )
         num_turns, place = len(found.sample.turns), -1 if turn is None else turn
         if not -num_turns <= place < num_turns:
             raise invalid(f"turn: got {place}; trajectory {found.id} has {num_turns} turns", "turn")

@@ -13,9 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
+from rltrain.environments.encoding import BadAnswer
 from rltrain.environments.interface import Action, Opening, Row, StepResult
 from rltrain.json_text import parse_json
-from rltrain.rewards.locating import locate
+from rltrain.rewards.locating import found_command, locate
 from rltrain.rewards.reward_range import is_reward
 from rltrain.sandbox.limits import Limits, Outcome
 from rltrain.sandbox.means import require
@@ -30,7 +31,7 @@ LAST_OUTPUT_CHARS = 2000
 """Of what a program that failed has printed."""
 
 
-class AgentFailed(Exception):  # noqa: N818 - a finding about a user's program
+class AgentFailed(BadAnswer):
     """It ended otherwise than it should."""
 
 
@@ -41,6 +42,9 @@ class Agent:
     as a plain process), or `function` is awaited in this process with the row and, by keyword, what it names of
     base_url, api_key and session_url. The reward is a function's result, or the last line that a program prints, if it
     is a JSON object with a number under "reward"; what was sent to the session's own place counts besides.
+
+    A program runs in a folder of its own. It finds the files that the command names, and may import the modules that
+    lie in the folder in which the job was started.
     """
 
     def __init__(
@@ -53,7 +57,8 @@ class Agent:
         environment: Mapping[str, str] | None = None,
         limits: Mapping[str, Any] | None = None,
     ) -> None:
-        self.command, self.environment = list(command), dict(environment or {})
+        self.command = found_command(command, "env.agent.command") if command else []
+        self.environment = {"PYTHONPATH": os.getcwd(), **(environment or {})}
         self.limits = Limits(**(limits or {}))
         self.function = locate(function, "env.agent.function") if function else None
         self.sandbox = None

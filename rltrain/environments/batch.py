@@ -1,5 +1,6 @@
 """Episodes that go on together in one environment, as the rank that owns them sees them; and what it learns of each."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -28,6 +29,10 @@ class EpisodeLimits:
     a process, which import what they need. Half of it after each of them in a row that does not return."""
 
 
+DIFFERING = re.compile(r"[\d/\\_]")
+"""What a word has that differs between failures of one kind."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """Why an episode could not go on."""
@@ -38,6 +43,12 @@ class Failure:
 
     def __str__(self) -> str:
         return self.traceback or self.description
+
+    @property
+    def alike(self) -> str:
+        """Equal for failures that differ in numbers, paths and names of temporary files alone."""
+        words = self.description.split()
+        return " ".join([self.kind, *(word for word in words if not DIFFERING.search(word))])
 
 
 @dataclass(frozen=True)

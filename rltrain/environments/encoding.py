@@ -12,7 +12,7 @@ from rltrain.rewards.reward_range import EXPECTED_REWARD, is_reward
 Json = Any
 
 
-class BadAnswer(Exception):  # noqa: N818 - a finding about what a user's environment returned
+class BadAnswer(Exception):  # noqa: N818 - a finding about a user's environment, whose words say all
     """An environment returned something else than it should."""
 
 

@@ -9,7 +9,7 @@ from rltrain.environments.gymnasium_text import action_help, default_parse, obse
 from rltrain.environments.interface import Action, Environment, Message, Opening, Row, StepResult
 from rltrain.environments.one_by_one import one_by_one
 from rltrain.environments.signatures import parameters_of
-from rltrain.errors import ConfigError
+from rltrain.errors import ConfigError, one_of
 from rltrain.rewards.locating import locate
 
 PREFIX = "gymnasium:"
@@ -70,7 +70,7 @@ class Texts:
         options = dict(factory.options)
         unknown = sorted(options.keys() - {*OPTIONS})
         if unknown:
-            raise ConfigError(f"env.options: {', '.join(unknown)} unknown; expected {', '.join(OPTIONS)}")
+            raise ConfigError(f"env.options: {', '.join(unknown)} unknown; expected {one_of(unknown[0], OPTIONS)}")
         self.make: Mapping[str, Any] = options.get("make") or {}
         self.names: Sequence[str] = options.get("action_names") or ()
         self.render = _function(options, "render")

@@ -62,7 +62,7 @@ class EnvironmentHost:
         self._events: list[Event] = []
         self._controls: dict[int, Json] = {}
         self._numbers = count()
-        self._num_failures = 0
+        self._logged_failures: set[str] = set()
         for worker in self._workers:
             worker.start()
 
@@ -357,7 +357,11 @@ class EnvironmentHost:
         self.on_event()
 
     def _log(self, episodes: Sequence[int], failure: Failure) -> None:
-        self._num_failures += 1
-        if self._num_failures <= MAX_LOGGED_FAILURES:
-            last = " (further failures are only counted)" if self._num_failures == MAX_LOGGED_FAILURES else ""
-            logger.warning("environment %s, episodes %s: %s%s", self.factory.function, episodes, failure, last)
+        """A failure like an earlier one is not said again."""
+        num_said = len(self._logged_failures)
+        self._logged_failures.add(failure.alike)
+        if num_said < len(self._logged_failures) <= MAX_LOGGED_FAILURES:
+            last = len(self._logged_failures) == MAX_LOGGED_FAILURES
+            more = "further failures" if last else "further ones like it"
+            function = self.factory.function
+            logger.warning("environment %s, episodes %s: %s (%s are only counted)", function, episodes, failure, more)

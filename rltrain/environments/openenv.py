@@ -12,7 +12,7 @@ from rltrain.environments.factory import EnvironmentFactory
 from rltrain.environments.interface import Action, Environment, Message, Opening, Row, StepResult
 from rltrain.environments.one_by_one import one_by_one
 from rltrain.environments.signatures import parameters_of
-from rltrain.errors import ConfigError
+from rltrain.errors import ConfigError, one_of
 from rltrain.json_text import parse_json
 from rltrain.rewards.locating import locate
 
@@ -77,7 +77,7 @@ class OpenEnvEpisode:
         options = factory.options
         unknown = sorted(options.keys() - {*OPTIONS})
         if unknown:
-            raise ConfigError(f"env.options: {', '.join(unknown)} unknown; expected {', '.join(OPTIONS)}")
+            raise ConfigError(f"env.options: {', '.join(unknown)} unknown; expected {one_of(unknown[0], OPTIONS)}")
         self.session = session
         self.prompt_key = factory.prompt_key
         self.action_key = options.get("action_key", "message")

@@ -53,8 +53,7 @@ def load_environment(factory: EnvironmentFactory) -> Callable[[], Environment]:
     if function.startswith(openenv.SCHEMES):
         return openenv.served(factory)
     slime_modules.provide()
-    known = "".join(f"{name}, " for name in BUILT_IN)
-    named = locate(BUILT_IN.get(function, function), "env.function", shown=function, known=known)
+    named = locate(BUILT_IN.get(function, function), "env.function", shown=function, known=[*BUILT_IN])
     convention = _convention_of(named, factory)
     return lambda: convention.adapt(named, factory)
 

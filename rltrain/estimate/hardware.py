@@ -13,7 +13,7 @@ import yaml
 from pydantic import Field, ValidationError
 
 from rltrain.config.section import Fraction, NonNegative, Positive, Section
-from rltrain.errors import ConfigError
+from rltrain.errors import ConfigError, one_of
 
 GB = 1e9
 
@@ -156,7 +156,7 @@ def gpu_named(name: str) -> Gpu:
     if name in GPUS:
         return GPUS[name]
     path = Path(name)
-    expected = f"expected one of {', '.join(GPUS)}, or a YAML file with the keys {', '.join(Gpu.model_fields)}"
+    expected = f"expected {one_of(name, GPUS)}, or a YAML file with the keys {', '.join(Gpu.model_fields)}"
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:

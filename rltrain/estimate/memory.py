@@ -304,7 +304,7 @@ def host_bytes(job: PlannedJob, stages: Mapping[str, int], leaving: frozenset[Ke
     at_once = [Activations(job, role, stages[role]).offloaded(job.micro_batch_rows(role)) for role in trained]
     found["activations"] = max(at_once, default=0)
     saved = sum(_saved_bytes(job, role, stages[role]) for role in trained)
-    if job.config.checkpoint.save_interval or job.config.checkpoint.memory:
+    if job.config.checkpoint.saves or job.config.checkpoint.memory:
         found["checkpoint"] = saved
     if job.config.checkpoint.memory:
         nodes = {rank // job.ranks_per_node for rank in job.placement.hosting}

@@ -2,26 +2,23 @@
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rltrain.command import EXIT_USER_ERROR, KeyParser, begin_as_rank, check_job
-from rltrain.errors import UserError
+from rltrain.command import KeyParser, add_torchrun_options, begin_as_rank, check_job, refuse
+from rltrain.errors import UserError, command_name
 
 
 def main(argv: Sequence[str]) -> int:
     """Exit status: 0 done, 2 a mistake the user can mend, 1 anything else."""
     arguments = parser().parse_intermixed_args(argv)
     if "RANK" not in os.environ:
-        print("evaluate: start me with torchrun --nproc-per-node N, on one rank or more", file=sys.stderr)
-        return EXIT_USER_ERROR
+        return refuse(f"{command_name()}: start me with torchrun --nproc-per-node N, on one rank or more")
     begin_as_rank()
     try:
         overrides = _overrides(arguments)
     except UserError as error:
-        print(f"evaluate: refused: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+        return refuse(f"{command_name()}: refused: {error}")
     from rltrain.job import run_job
 
     return run_job(arguments.config, overrides)
@@ -43,7 +40,7 @@ def _overrides(arguments: argparse.Namespace) -> list[str]:
 
 def parser() -> argparse.ArgumentParser:
     made = KeyParser(
-        prog="rltrain evaluate",
+        prog=command_name(),
         description="Evaluate a Hugging Face checkpoint by data.eval and evaluation.sets of a config.",
     )
     made.add_argument("--checkpoint", required=True, metavar="DIR", help="a folder, or a name on the hub")
@@ -54,5 +51,6 @@ def parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="for evaluation.json, metrics and samples; by default <output_dir>/evaluations/<name of the checkpoint>",
     )
+    add_torchrun_options(made)
     made.add_argument("overrides", nargs="*", metavar="key=value", help="config keys to override, dotted")
     return made

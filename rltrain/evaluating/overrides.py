@@ -54,7 +54,7 @@ def evaluation_overrides(path: Path, given: Sequence[str], *, checkpoint: str, o
         "model.path": checkpoint,
         "weight_sync.adapters": "merged",
         "output_dir": str(output),
-        "checkpoint": {"resume": "none", "save_hf": False},
+        "checkpoint": {"resume": "none", "save_hf": False, "save_every_s": 0},
         "evaluation.stop_at": None,
         "evaluation.stop_metric": None,
         "evaluation.keep_best": None,

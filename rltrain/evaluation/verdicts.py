@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from rltrain.errors import ConfigError
+from rltrain.errors import ConfigError, one_of
 
 
 def best_verdict_of(step: int) -> str:
@@ -27,5 +27,5 @@ def stop_verdict_of(step: int) -> str:
 def reported(metrics: Mapping[str, float], name: str, config_key: str) -> float:
     """ConfigError where an evaluation does not report what the config key names."""
     if name not in metrics:
-        raise ConfigError(f"{config_key}: got {name!r}, which no evaluation reported; expected one of {[*metrics]}")
+        raise ConfigError(f"{config_key}: got {name!r}, which no evaluation reported; expected {one_of(name, metrics)}")
     return metrics[name]

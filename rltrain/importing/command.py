@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from rltrain.config.schema import Config
 from rltrain.config.source import Source
-from rltrain.errors import ConfigError, UserError
+from rltrain.errors import ConfigError, UserError, command_name
 from rltrain.importing.fitting import KEEP, USUAL, fit_memory
 from rltrain.importing.sources import FRAMEWORKS, framework_of, read, translated
 from rltrain.importing.steps import Rows
@@ -22,6 +22,7 @@ EXIT_USER_ERROR = 2
 UNKNOWN_ROWS = Rows()
 SUFFIXES = (".sh", ".yaml", ".yml", ".json")
 """The first word of a command has none of these."""
+SHELLS = ("bash", "sh", "source", ".")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -42,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
         else:
             arguments.output.write_text(text, encoding="utf-8")
     except UserError as error:
-        print(f"rltrain: refused: {error}", file=sys.stderr)
+        print(f"{command_name()}: refused: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
     return 0
 
@@ -80,12 +81,24 @@ def imported(
     return out
 
 
+def _named_file(source: Sequence[str]) -> str | None:
+    """Returns the file that a source is read from; None where it is a command of its own."""
+    first, *words = source
+    if len(first.split()) != 1:
+        return None
+    if Path(first).suffix in SUFFIXES or not words:
+        return first
+    if first not in SHELLS or "-c" in words:
+        return None
+    return next((word for word in words if not word.startswith("-")), None)
+
+
 def parsed(argv: Sequence[str]) -> argparse.Namespace:
     """Returns the options and the words of the source. Options may also follow a file; what comes after "--" is the
     script's."""
     options = _options()
     made = argparse.ArgumentParser(
-        prog="rltrain import-config",
+        prog=command_name(),
         description="Print a config of rltrain that does what a config or a launch script of another trainer does.",
         parents=[options],
         allow_abbrev=False,
@@ -100,8 +113,8 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     if not arguments.source:
         made.error("expected a script, a YAML file or a command to import")
     file, *words = arguments.source
-    if Path(file).suffix in SUFFIXES and len(file.split()) == 1 and not Path(file).is_file():
-        made.error(f"there is no file {file}")
+    if (named := _named_file(arguments.source)) is not None and not Path(named).is_file():
+        made.error(f"there is no file {named} (relative paths start at {Path.cwd()})")
     if Path(file).is_file():
         end = words.index("--") if "--" in words else len(words)
         _, own = options.parse_known_args(words[:end], arguments)
@@ -110,7 +123,7 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _options() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="rltrain import-config", add_help=False, allow_abbrev=False)
+    made = argparse.ArgumentParser(prog=command_name(), add_help=False, allow_abbrev=False)
     made.add_argument("--from", dest="framework", choices=[*FRAMEWORKS], help="by default what the source shows")
     made.add_argument("--rows", type=int, help="rows of the training files, where steps follow from epochs")
     made.add_argument("--steps", type=int, help="steps of the run, in the place of what the source says")

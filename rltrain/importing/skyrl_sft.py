@@ -41,7 +41,7 @@ HARMLESS = {
     "torch_profiler_config.*": "of logs alone",
     "enable_ray_*": "of logs alone",
     "export_path": "of checkpoint files",
-    "eval_*": "a loss on held-out conversations is not measured",
+    "eval_*": "held-out conversations are not taken over: data.eval names them here",
     "*num_workers": "of speed alone",
     "dataloader_*": "of speed alone",
     "async_batch_collation": "of speed alone",

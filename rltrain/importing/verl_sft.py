@@ -54,7 +54,7 @@ HARMLESS = {
     "data.truncation": "longer conversations are left out",
     "data.num_workers": "of speed alone",
     "data.*": "of reading rows",
-    "trainer.test_freq": "a loss on held-out conversations is not measured",
+    "trainer.test_freq": "without data.val_files nothing is held out",
     "trainer.*": "of logs and checkpoint files",
     "global_profiler.*": "of logs alone",
     "profiler.*": "of logs alone",
@@ -88,14 +88,19 @@ def translate(keys: SourceKeys, out: Translation, rows: Rows) -> None:
     _backend(keys, out)
     if truth(keys.get("model.enable_gradient_checkpointing", True)):
         out.set("model.recompute", "full", "model.enable_gradient_checkpointing")
-    if keys.get("data.val_files") not in NOTHING:
-        out.leave("data.val_files", keys.get("data.val_files"), "a loss on held-out conversations is not measured")
     _optimizer(keys, out)
     named = ("trainer.total_training_steps", "trainer.total_epochs")
     set_steps(out, rows, keys.get(named[0]), keys.get(named[1], 4), named, name=named[0])
     saved = keys.get("trainer.save_freq", -1)
     each_epoch = max(out.get("steps") // count(keys.get(named[1], 4)), 1)
     out.set("checkpoint.save_interval", each_epoch if saved == EACH_EPOCH else interval(saved), "trainer.save_freq")
+    if (held_out := keys.get("data.val_files")) not in NOTHING:
+        out.set("data.eval.path", paths(held_out), "data.val_files")
+        out.set("data.eval.prompt_key", out.get("data.train.prompt_key"), "data.messages_key")
+        out.set("data.eval.response_key", None, "messages are whole conversations")
+        out.set("data.eval.label_key", None, "conversations have no labels")
+        tested = keys.get("trainer.test_freq", -1)
+        out.set("evaluation.interval", each_epoch if tested == EACH_EPOCH else interval(tested), "trainer.test_freq")
     ratio = real(keys.get("optim.lr_warmup_steps_ratio", 0) or 0)
     warmup = keys.get("optim.lr_warmup_steps")
     steps = count(warmup) if warmup not in NOTHING and count(warmup) >= 0 else round(ratio * out.get("steps"))

@@ -16,8 +16,8 @@ def check_problems(config: Config) -> Iterator[str]:
                 f"checks.{key}: got {limit} with algorithm {algorithm.name}, which trains on what no engine of the run "
                 "drew; expected null"
             )
-    if config.checks.action == "pause" and not config.checkpoint.save_interval:
+    if config.checks.action == "pause" and not config.checkpoint.saves:
         yield (
-            "checks.action: got pause with checkpoint.save_interval 0, by which nothing is saved to go on from; "
-            "expected a save_interval, or stop or warn"
+            "checks.action: got pause with checkpoint.save_interval 0 and checkpoint.save_every_s 0, by which nothing "
+            "is saved to go on from; expected either above 0, or stop or warn"
         )

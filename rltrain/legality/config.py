@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from rltrain.algorithms.registry import algorithm_of
-from rltrain.config.roles import nearest, role_names, split_roles
+from rltrain.config.roles import role_names, split_roles
 from rltrain.config.schema import Config, Parallel
-from rltrain.errors import ConfigError, PlacementError
+from rltrain.errors import ConfigError, PlacementError, one_of
 from rltrain.legality.backends import backend_problems
 from rltrain.legality.checks import check_problems
 from rltrain.legality.data import data_problems
@@ -63,9 +63,7 @@ def _role_problems(config: Config) -> Iterator[str]:
     without = "" if settled else " without data.eval"
     for key, role in placed:
         if role not in role_names():
-            closest = nearest(role, usable)
-            hint = f"the nearest valid role is {closest}" if closest else f"expected one of {', '.join(usable)}"
-            yield f"placement.{key}: unknown role {role!r}; {hint}"
+            yield f"placement.{key}: unknown role {role!r}; expected {one_of(role, usable)}"
         elif role not in usable:
             yield (
                 f"placement.{key}: role {role} has nothing to do in algorithm {algorithm.name}{without}; "

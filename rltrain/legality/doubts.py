@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.cluster.placement import Placement, format_ranks
 from rltrain.config.schema import Config
+from rltrain.errors import one_of
 from rltrain.models import Architecture
 from rltrain.residency.memory_plan import ranks_left_by_engines
 
@@ -32,7 +33,7 @@ def doubts_about_variables(environment: Iterable[str]) -> Iterator[str]:
     """Variables that are meant for rltrain by their names, and that nothing reads."""
     for name in sorted(environment):
         if name.startswith("RLTRAIN_") and not name.startswith(OF_TESTS) and name not in VARIABLES:
-            yield f"the environment variable {name} is read by nobody; expected one of {', '.join(VARIABLES)}"
+            yield f"the environment variable {name} is read by nobody; expected {one_of(name, VARIABLES)}"
 
 
 def doubts_about_models(config: Config, architectures: Mapping[str, Architecture]) -> Iterator[str]:

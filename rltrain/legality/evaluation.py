@@ -8,8 +8,10 @@ from rltrain.algorithms.registry import algorithm_of
 from rltrain.cluster.placement import Placement, format_ranks
 from rltrain.config.evaluation import OF_SOURCES, SHORT_FORM, EvaluationPlan
 from rltrain.config.schema import Config
+from rltrain.errors import one_of
 from rltrain.evaluation.estimators import sizes_up_to
 from rltrain.legality.problems import evaluated_text, longest_text
+from rltrain.tasks.metrics import SCORE_HELD_OUT
 from rltrain.tasks.roles import rewarding_roles
 
 OF_EVERY_SET = ("score", "response_length_mean", "truncated_ratio")
@@ -112,21 +114,31 @@ def _metric_problems(config: Config, plans: Sequence[EvaluationPlan]) -> Iterato
         )
     if settings.stop_metric is not None and settings.stop_at is None:
         yield f"evaluation.stop_metric: got {settings.stop_metric!r} without evaluation.stop_at; expected both or none"
+    if config.scores_held_out and settings.sets:
+        yield (
+            f"evaluation.sets: got {len(settings.sets)} with algorithm {config.algorithm}, which answers no prompts; "
+            "expected none: held-out rows are those of data.eval"
+        )
     compared = {"evaluation.stop_metric": settings.stop_metric}
     if settings.keep_best is not None:
         compared["evaluation.keep_best.metric"] = settings.keep_best.metric
     for key, metric in compared.items():
-        if metric is not None and not any(_has(plan, metric) for plan in plans):
-            known = ", ".join(f"{plan.prefix}/{name}" for plan in plans for name in _metrics(plan)[:6])
-            yield f"{key}: got {metric!r}; expected a metric of an evaluation set: {known or 'there is no set'}"
+        if metric is not None and not any(_has(config, plan, metric) for plan in plans):
+            known = [f"{plan.prefix}/{name}" for plan in plans for name in _metrics(config, plan)]
+            sets = one_of(metric, known, where="docs/evaluation.md") if known else "there is no set"
+            yield f"{key}: got {metric!r}; expected a metric of an evaluation set: {sets}"
 
 
-def _has(plan: EvaluationPlan, metric: str) -> bool:
+def _has(config: Config, plan: EvaluationPlan, metric: str) -> bool:
     name = plan.own_name(metric)
-    return name is not None and (name in _metrics(plan) or name.startswith("reward_"))
+    is_reward = name is not None and name.startswith("reward_") and not config.scores_held_out
+    return is_reward or name in _metrics(config, plan)
 
 
-def _metrics(plan: EvaluationPlan) -> list[str]:
+def _metrics(config: Config, plan: EvaluationPlan) -> list[str]:
+    if config.scores_held_out:
+        names = [metric.name.removeprefix("eval/") for metric in SCORE_HELD_OUT]
+        return names[:1] if config.algorithm == "sft" else names
     n = plan.samples_per_prompt
     if n == 1:
         return [*OF_EVERY_SET]

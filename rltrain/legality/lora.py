@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from rltrain.config.lora import Lora
 from rltrain.config.schema import Config
+from rltrain.errors import listed
 from rltrain.models import Architecture
 from rltrain.models.canonical import adaptable_table
 from rltrain.models.lora import adapters_of, targets_in
@@ -69,7 +70,7 @@ def _problems_of_model(key: str, lora: Lora, model: Architecture) -> Iterator[st
         return
     known = targets_in(adaptable_table(model))
     if lora.targets is not None and (not lora.targets or set(lora.targets) - set(known)):
-        yield f"{key}.targets: got {[*lora.targets]}; expected null, or some of {', '.join(known)}"
+        yield f"{key}.targets: got {[*lora.targets]}; expected null, or some of {listed(known)}"
 
 
 def _served_expert_problems(config: Config, lora: Lora, model: Architecture) -> Iterator[str]:

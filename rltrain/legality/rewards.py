@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.config.schema import Config, Reward
+from rltrain.errors import listed
 from rltrain.tasks.metrics import OF_ALL_REWARDS
 from rltrain.tasks.roles import rewarding_roles
 
@@ -53,7 +54,7 @@ def _name_problems(section: str, reward: Reward, config: Config, models: list[st
         taken = title in OF_ALL_REWARDS or title.endswith(("_errors", "_timeouts"))
         if taken or not re.fullmatch(r"[A-Za-z0-9_]+", title):
             yield (
-                f"{key}: got {title!r}; expected letters, digits and underscores, none of {', '.join(OF_ALL_REWARDS)} "
+                f"{key}: got {title!r}; expected letters, digits and underscores, none of {listed(OF_ALL_REWARDS)} "
                 "and nothing that ends in _errors or _timeouts: the metric is rollout/reward_<name>"
             )
     for title, count in Counter(titles.values()).items():
@@ -97,7 +98,8 @@ def _label_problems(config: Config) -> Iterator[str]:
     """Files without labels, of which a function takes one."""
     scores_training = algorithm_of(config).generates
     files = [("data.train", config.data.train, config.reward)] if scores_training else []
-    files += [(plan.config_key, plan.file, plan.reward or config.reward) for plan in config.evaluations]
+    answered = [] if config.scores_held_out else config.evaluations
+    files += [(plan.config_key, plan.file, plan.reward or config.reward) for plan in answered]
     for key, file, reward in files:
         needing = [name for name in reward.names if name in NEEDS_LABEL]
         if needing and any(source.label_key is None for source in file.parts()):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from rltrain.errors import UserError
 from rltrain.liveness.heartbeat import INTERVAL_S, Beat, Board
 from rltrain.liveness.store_waits import wait_briefly
+from rltrain.system.launcher import leave_for_launcher
 from rltrain.system.processes import has_ended, host_of
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,11 @@ class Ending:
     def __init__(
         self, store: dist.Store, rank: int, num_ranks: int, doing: Callable[[], str] = lambda: "is at its start"
     ) -> None:
-        """`store` is for calls from any thread: World.background. `doing` says what this rank does, in words."""
+        """`store` is for calls from any thread: World.background. `doing` says what this rank does, in words.
+
+        `way_on`, which may be set later, says how the run goes on where ranks are lost.
+        """
+        self.way_on: Callable[[], str] | None = None
         self.store = store
         self.rank = rank
         self.num_ranks = num_ranks
@@ -92,6 +97,10 @@ class Ending:
         """This rank is about to end the job."""
         self.store.set(NEAR, "1")
 
+    def told_way_on(self) -> str:
+        """Returns the end of a message on how the run goes on; empty where nobody knows."""
+        return f"; {self.way_on()}" if self.way_on else ""
+
     @property
     def has_begun(self) -> bool:
         """Whether a rank ends the job."""
@@ -105,7 +114,7 @@ class Ending:
         if not lost and BROKEN_CONNECTION.search(message):
             lost = self._not_heard_of(others)
         if lost:
-            summary = _name(lost)
+            summary = f"{_name(lost)}{self.told_way_on()}"
             message = f"{summary}. What rank {self.rank} saw of it:\n{message}"
         mine = {
             "rank": self.rank,
@@ -118,7 +127,7 @@ class Ending:
             self._follow(failure)
         before_printing()
         print(f"\nrltrain: {message}", file=sys.stderr, flush=True)
-        _leave_for_launcher(summary)
+        leave_for_launcher(summary)
         _close_mouth()  # this rank's other threads run on
         self.store.set(PRINTED, "1")
         wait_briefly(self.store, [_quiet(beat.rank) for beat in others if beat not in lost], QUIET_GRACE_S)
@@ -137,7 +146,7 @@ class Ending:
             _exit(failure["status"])
         if failure["launcher"] == _launcher():
             _exit(0)
-        _leave_for_launcher(failure["summary"])
+        leave_for_launcher(failure["summary"])
         _exit(failure["status"])
 
     def _running(self) -> list[Beat]:
@@ -174,7 +183,7 @@ def end_alone(message: str) -> NoReturn:
     _this_thread_ends_the_process()
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"\nrltrain: {message}", file=sys.stderr, flush=True)
-    _leave_for_launcher(message)
+    leave_for_launcher(message)
     _exit(FAILED)
 
 
@@ -204,24 +213,6 @@ def _close_mouth() -> None:
     nobody = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(nobody, stream)
-
-
-def _leave_for_launcher(summary: str) -> None:
-    """In the file from which torchrun takes what it shows as a failed rank's traceback, at the end of its summary.
-
-    At once, for torchrun may kill this rank meanwhile: half a file makes it fail itself, and start nothing anew.
-    """
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
-        return
-    beside = f"{path}.{os.getpid()}"
-    content = {"message": summary, "extraInfo": {"py_callstack": summary, "timestamp": str(int(time.time()))}}
-    try:
-        with open(beside, "w") as file:
-            json.dump({"message": content}, file)
-        os.replace(beside, path)
-    except OSError as error:
-        logger.warning("cannot write %s, so torchrun's summary has no message: %s", path, error)
 
 
 def _launcher() -> str:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
 
@@ -27,7 +27,30 @@ torchrun, which at the second one sends SIGTERM."""
 PAUSE = "paused: "
 """What reasons begin with that a rank has to stop at, without a signal."""
 
+NONE_SAVED = "checkpoint.save_interval and checkpoint.save_every_s are 0"
+
 LOOK_S = 0.5
+SAVES_KEPT = 8
+"""Boundaries at which the job saved by time that the store remembers. A rank that is further behind has waited for
+checkpoints to be complete."""
+
+
+class Decided(NamedTuple):
+    """What ranks have decided: the last boundary that any of them has asked about, the latest boundaries at which the
+    job saves by time, and why it ends at the last one. The reason is empty where the job goes on."""
+
+    boundary: int = -1
+    saves: tuple[int, ...] = ()
+    reason: str = ""
+
+    @classmethod
+    def read(cls, text: str) -> "Decided":
+        boundary, _, rest = text.partition(" ")
+        saves, _, reason = rest.partition(" ")
+        return cls(int(boundary or -1), tuple(map(int, filter(None, saves.split(",")))), reason)
+
+    def __str__(self) -> str:
+        return f"{self.boundary} {','.join(map(str, self.saves))} {self.reason}"
 
 
 class StopRequest:
@@ -61,7 +84,7 @@ class StopRequest:
         self.within_s = within_s
         self._last_resort = last_resort
         self._decided = ""
-        """As this rank has seen it last: the last boundary that has been asked about, and why the job ends there."""
+        """The text of `Decided`, as this rank has seen it last."""
         self._replaced: dict[signal.Signals, Any] = {}
         # Python runs handlers on the main thread, which a collective may hold; the number arrives here all the same.
         self._arrivals, self._arrive = socket.socketpair()
@@ -90,17 +113,30 @@ class StopRequest:
             signal.signal(number, handler)
         signal.set_wakeup_fd(-1)
 
-    def verdict(self, boundary: int) -> str | None:
+    def verdict(self, boundary: int, *, is_time: bool = False) -> str | None:
         """Why the job ends at `boundary`, or None where it goes on: what the first rank to ask found, for all ranks.
 
-        What is kept is the last boundary that a rank has asked about, not each of them.
+        That rank also decides whether the job saves there because it `is_time`, which `saves_at` tells. What is kept is
+        the last boundary that a rank has asked about, not each of them.
         """
         found = self._store.get("requested").decode() if self._store.check(["requested"]) else ""
         while True:
-            asked, reason = _read(self._decided)
-            if reason or boundary <= asked:
-                return reason or None if boundary >= asked else None
-            self._decided = self._store.compare_set("decided", self._decided, f"{boundary} {found}").decode()
+            last = Decided.read(self._decided)
+            if last.reason or boundary <= last.boundary:
+                return last.reason or None if boundary >= last.boundary else None
+            saves = (*last.saves, boundary)[-SAVES_KEPT:] if is_time else last.saves
+            mine = Decided(boundary, saves, found)
+            self._decided = self._store.compare_set("decided", self._decided, str(mine)).decode()
+
+    def saves_at(self, boundary: int) -> bool:
+        """Whether all ranks save at `boundary` because it was time. For a rank that has asked for its verdict."""
+        return boundary in Decided.read(self._decided).saves
+
+    def saved_by_time(self) -> tuple[int, ...]:
+        """Returns the latest boundaries at which the job saves by time, whether or not this rank has come to them."""
+        if self._store.check(["decided"]):
+            return Decided.read(self._store.get("decided").decode()).saves
+        return ()
 
     def pause(self, reason: str) -> None:
         """Have all ranks save and end at the next boundary that none of them has come to. By any rank, and by as many
@@ -115,7 +151,7 @@ class StopRequest:
         deadline = time.monotonic() + self.within_s
         self._end_if_others_are_gone(requested)
         if not self.saves:
-            self._end(requested, "the job ends and saves nothing, as checkpoint.save_interval is 0")
+            self._end(requested, f"the job ends and saves nothing, as {NONE_SAVED}")
         self._announce(requested)
         while True:
             also = self._next_signal(LOOK_S)
@@ -163,9 +199,3 @@ class StopRequest:
 
 def _leave_to_thread(number: int, frame: FrameType | None) -> None:
     """The thread that follows the signals has got the number already."""
-
-
-def _read(decided: str) -> tuple[int, str]:
-    """A boundary, and why the job ends there; empty where it goes on."""
-    boundary, _, reason = decided.partition(" ")
-    return int(boundary or -1), reason

@@ -112,14 +112,15 @@ class Watchdog:
     def _end(self, verdict: str) -> None:
         self._write_stacks(verdict)
         self.store.set(f"{STALL}/written/{self.rank}", "1")
-        message = f"{verdict}. What every rank was doing, with Python stacks: {self.folder}/rank*.txt"
+        stacks = f"What every rank was doing, with Python stacks: {self.folder}/rank*.txt"
+        message = f"{verdict}{self.ending.told_way_on()}. {stacks}"
         self.ending.with_message(message, USER_ERROR, before_printing=self._wait_for_stacks)
 
     def _end_without_launcher(self) -> None:
         """Nobody would start this rank anew, and the other nodes' agents would wait for its own at the end."""
         self.ending.with_message(
             f"rank {self.rank} on {platform.node()} {self.doing()}: torchrun, which started it, "
-            "was killed on that host",
+            f"was killed on that host{self.ending.told_way_on()}",
             FAILED,
         )
 

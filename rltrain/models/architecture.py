@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from rltrain.errors import listed, one_of
 from rltrain.json_text import read_json
 from rltrain.models.canonical_tensors import CanonicalTensors
 from rltrain.models.config_file import ConfigReader
@@ -250,9 +251,9 @@ def read_config(path: Path, config_key: str = "model.path") -> Architecture:
     reader = ConfigReader(path / CONFIG_FILE, config_key=config_key)
     family = str(reader.values.get("model_type"))
     if family in REFUSED_FAMILIES:
-        raise reader.error("model_type", f"one of {', '.join(FAMILIES)}: {REFUSED_FAMILIES[family]}")
+        raise reader.error("model_type", f"one of {listed(FAMILIES)}: {REFUSED_FAMILIES[family]}")
     if family not in FAMILIES:
-        raise reader.error("model_type", f"one of {', '.join(FAMILIES)}")
+        raise reader.error("model_type", one_of(family, FAMILIES))
     reader = language_model(reader)
     refuse_unsupported(reader, family)
     attention_bias = reader.take("attention_bias", bool, default=ATTENTION_BIAS.get(family, False))

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rltrain.errors import listed
 from rltrain.models.config_file import ConfigReader
 from rltrain.models.dense import ATTENTION_OUTPUT, INPUT_NORM, LLAMA, QKV
 from rltrain.models.moe import QWEN2_MOE
@@ -107,7 +108,7 @@ def _read_layers(config: ConfigReader, num_layers: int) -> tuple[bool, ...]:
             raise config.error("full_attention_interval", f"at most num_hidden_layers = {num_layers}")
         return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
     if not config.are_all("layer_types", LAYER_TYPES, num_layers):
-        raise config.error("layer_types", f"one of {', '.join(LAYER_TYPES)} for each of {num_layers} layers")
+        raise config.error("layer_types", f"one of {listed(LAYER_TYPES)} for each of {num_layers} layers")
     if set(kinds) == {"linear_attention"}:
         raise config.error("layer_types", "at least one layer of full_attention")
     return tuple(LAYER_TYPES[kind] for kind in kinds)

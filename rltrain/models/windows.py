@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rltrain.errors import listed
 from rltrain.models.config_file import ConfigReader
 from rltrain.models.delta_net import DELTA_FAMILIES
 from rltrain.models.rope_scaling import LAYER_TYPES
@@ -96,7 +97,7 @@ def _named_layers(config: ConfigReader, num_layers: int) -> tuple[bool, ...] | N
     if kinds is None:
         return None
     if not config.are_all("layer_types", LAYER_TYPES.values(), num_layers):
-        raise config.error("layer_types", f"one of {', '.join(LAYER_TYPES.values())} for each of {num_layers} layers")
+        raise config.error("layer_types", f"one of {listed(LAYER_TYPES.values())} for each of {num_layers} layers")
     return tuple(kind == LAYER_TYPES["sliding"] for kind in kinds)
 
 

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -22,14 +23,14 @@ logger = logging.getLogger(__name__)
 class MetricsWriter:
     """Appends one line per step to <output_dir>/metrics.jsonl: {"step": ..., "time_s": ..., metric name: value, ...}.
 
-    `time_s` is seconds since the writer was made. For one rank of the job. Errors: ConfigError when output_dir cannot
-    be written.
+    `time_s` is seconds since the writer was made, and goes on from the last record that the file has. For one rank of
+    the job. Errors: ConfigError when output_dir cannot be written.
     """
 
     def __init__(self, config: Config) -> None:
         self.path = Path(config.output_dir, METRICS_FILE)
         self._append("")
-        self._start = time.monotonic()
+        self._start = time.monotonic() - self._last_time_s()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """One record, on disk when this returns. Values that are not finite are written as null, with a warning.
@@ -43,6 +44,18 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Nothing is left to write."""
+
+    def _last_time_s(self) -> float:
+        """Returns time_s of the last record; 0 where there is none."""
+        try:
+            with self.path.open(encoding="utf-8", errors="replace") as lines:
+                last = deque(lines, maxlen=1)
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
+        try:
+            return float(json.loads(last[0])["time_s"]) if last else 0.0
+        except (ValueError, KeyError, TypeError):
+            return 0.0
 
     def _append(self, text: str) -> None:
         try:

@@ -128,8 +128,9 @@ def document() -> str:
     lines = [
         "# Metrics",
         "",
-        "`<output_dir>/metrics.jsonl` has one JSON object per step: `step` (from 0), `time_s` (seconds since the",
-        "start) and the metrics below. Weights & Biases shows the same names when `logging.wandb.project` is set.",
+        "`<output_dir>/metrics.jsonl` has one JSON object per step: `step` (from 0), `time_s` (seconds of the run,",
+        "which go on where it does) and the metrics below. Weights & Biases shows the same names when",
+        "`logging.wandb.project` is set.",
         "A value that is not finite is written as `null`. A metric appears in the steps, and for the algorithms, that",
         "have it. An evaluation counts to the step before whose training it ran, so the record after the last training",
         "step holds the final one. With several optimizer steps per step, `train/*` are means over those that were not",

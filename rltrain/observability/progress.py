@@ -13,7 +13,7 @@ from rich.progress import Progress as RichProgress
 from rich.table import Column
 from rich.text import Text
 
-from rltrain.config.evaluation import SHORT_FORM
+from rltrain.config.evaluation import SHORT_FORM, has_reached
 from rltrain.config.schema import Config
 from rltrain.observability.names import waiting_task, working_task
 
@@ -23,6 +23,7 @@ SHOWN = (
     ("eval/score", "held-out", "{:.3f}"),
     ("train/accuracy", "accuracy", "{:.3f}"),
     ("eval/accuracy", "held-out accuracy", "{:.3f}"),
+    ("eval/loss", "held-out loss", "{:.4f}"),
     ("train/loss", "loss", "{:.4f}"),
     ("perf/rollout_tokens_per_s", "rollout tokens/s", "{:,.0f}"),
     ("perf/train_tokens_per_s", "train tokens/s", "{:,.0f}"),
@@ -34,6 +35,26 @@ def shown_of(config: Config) -> list[tuple[str, str, str]]:
     sets = [(f"{plan.prefix}/score", plan.name, "{:.3f}") for plan in config.evaluations if plan.name != SHORT_FORM]
     place = [name for name, *_ in SHOWN].index("eval/score") + 1
     return [*SHOWN[:place], *sets, *SHOWN[place:]]
+
+
+def checkpoints_of(config: Config) -> str:
+    """Returns a line on what an interrupted run goes on from."""
+    settings = config.checkpoint
+    every = [_each(settings.save_interval)] if settings.save_interval else []
+    every += [f"every {settings.save_every_s:g} s"] if settings.save_every_s else []
+    kept = [f"{', '.join([*every, 'and when the run is stopped'])}, in {config.checkpoint_dir}"] if every else []
+    if settings.memory:
+        kept.append(f"{_each(settings.memory.interval)} in the nodes' memory")
+    if kept:
+        return f"checkpoints: {'; '.join(kept)}; the same command goes on from the newest"
+    return (
+        "checkpoints: none, as checkpoint.save_interval and checkpoint.save_every_s are 0; an interrupted run "
+        "begins anew"
+    )
+
+
+def _each(interval: int) -> str:
+    return "every step" if interval == 1 else f"every {interval} steps"
 
 
 PRODUCTS = {"hf": "the model", "metrics.jsonl": "metrics", "samples.jsonl": "samples"}
@@ -58,7 +79,12 @@ class Progress:
         self.config, self.total_steps = config, config.steps
         self.stopped_early = False
         self.shown = shown_of(config)
-        self.scores = {"eval/score", "eval/accuracy", *(f"{plan.prefix}/score" for plan in config.evaluations)}
+        self.scores = {
+            "eval/score",
+            "eval/accuracy",
+            "eval/loss",
+            *(f"{plan.prefix}/score" for plan in config.evaluations),
+        }
         self.enabled = config.logging.progress
         self.console = console or Console()
         self.interval_s = interval_s
@@ -75,6 +101,11 @@ class Progress:
         self.bar: tuple[RichProgress, TaskID] | None = None
         if self.enabled and self.console.is_terminal:
             self.bar = self._start_bar()
+
+    def say(self, line: str) -> None:
+        """Prints `line`, above the bar where there is one."""
+        if self.enabled:
+            self._print(line)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """`metrics` of `step`, which counts from 0, or late ones of a step before; a last record may follow the last
@@ -148,10 +179,10 @@ class Progress:
     def _reached(self) -> str | None:
         """Says which metric has reached evaluation.stop_at; None where none has."""
         goal = self.config.evaluation.stop_at
-        for metric in (self.config.stop_metric, "eval/accuracy"):
-            if goal is not None and metric in self.latest and self.latest[metric] >= goal:
-                return f"{metric} {self.latest[metric]:.4g} reached evaluation.stop_at {goal:g}"
-        return None
+        metric = self.config.stop_metric
+        if goal is None or metric not in self.latest or not has_reached(metric, self.latest[metric], goal):
+            return None
+        return f"{metric} {self.latest[metric]:.4g} reached evaluation.stop_at {goal:g}"
 
     def _print_products(self) -> None:
         """Names what the run has left in its folder, and the command that shows it."""

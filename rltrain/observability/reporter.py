@@ -109,9 +109,11 @@ class Reporter:
             sink.close()
 
     def _publish(self, step: int) -> None:
-        metrics = self.pending.pop(step) | self.at_publish()
+        metrics = self.pending.pop(step)
         self.num_added.pop(step, None)
-        if self.rank == self.logging_rank:
+        if metrics:  # of a boundary at which nothing was saved there is nothing to tell
+            metrics |= self.at_publish()
+        if metrics and self.rank == self.logging_rank:
             now = time.perf_counter()
             metrics["perf/step_time_s"] = now - self.previous_step_end
             self.previous_step_end = now

@@ -39,7 +39,7 @@ def of_machine(config: Config, world: World, model_paths: Mapping[str, str]) -> 
     """Folders and memory. `model_paths`: config key -> where a checkpoint is to be read, on this node."""
     there = {f"{key}: {path}": "there" if Path(path).exists() else "missing" for key, path in model_paths.items()}
     folders = {"output_dir": config.output_dir}
-    if config.checkpoint.save_interval:
+    if config.checkpoint.saves:
         folders["checkpoint.dir"] = config.checkpoint_dir
     if config.checkpoint.memory:
         folders["checkpoint.memory.folder"] = os.path.expandvars(config.checkpoint.memory.folder)

@@ -23,7 +23,7 @@ def load_group_filter(settings: schema.DynamicSampling) -> GroupFilter:
     """The filter that the section names. ConfigError where a user's cannot be imported."""
     if settings.filter == REWARDS_DIFFER:
         return without_spread
-    function = locate(settings.filter, CONFIG_KEY, known=f"{REWARDS_DIFFER}, ")
+    function = locate(settings.filter, CONFIG_KEY, known=[REWARDS_DIFFER])
 
     def dropped_for(samples: Sequence[Scorable], scores: CombinedScores) -> str | None:
         try:

@@ -82,7 +82,7 @@ def verdict_parser(settings: Judge) -> Callable[[str], float]:
     if "(" in settings.verdict:
         pattern = _pattern(settings.verdict)
         return lambda answer: _number(_last(pattern, answer))
-    function = locate(settings.verdict, "judge.verdict", known="a regular expression with one group, ")
+    function = locate(settings.verdict, "judge.verdict", known=["a regular expression with one group"])
     return lambda answer: _number(_returned(function, answer))
 
 

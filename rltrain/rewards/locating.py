@@ -1,20 +1,25 @@
-"""Finds a function by what a config calls it: "file.py:function", "module:function" or "module.function"."""
+"""Finds what a config names: functions ("file.py:function", "module:function", "module.function"), files of commands.
+
+Relative paths start at the folder that the job was started in.
+"""
 
 import importlib
 import importlib.util
 import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rltrain.errors import ConfigError
+from rltrain.errors import ConfigError, nearest
 
+INTERPRETERS = re.compile(r"python[\d.]*|(ba|da|z)?sh")
 FORMS = '"file.py:function", "module:function" or "module.function"'
 
 
-def locate(name: str, config_key: str, *, shown: str | None = None, known: str = "") -> Callable[..., Any]:
+def locate(name: str, config_key: str, *, shown: str | None = None, known: Sequence[str] = ()) -> Callable[..., Any]:
     """The function `name`, which stands under `config_key` as `shown`.
 
     A file's folder, and the working directory for a module, are searched for imports as well. Raises ConfigError, which
@@ -23,7 +28,7 @@ def locate(name: str, config_key: str, *, shown: str | None = None, known: str =
     shown = shown or name
     place, separator, function_name = name.rpartition(":" if ":" in name else ".")
     if not (place and separator and function_name):
-        raise ConfigError(f"{config_key}: {shown!r} is unknown; expected {known}{FORMS}")
+        raise unknown_function(shown, config_key, known)
     is_file = place.endswith(".py") and separator == ":"
     module = _load_file(Path(place), shown, config_key) if is_file else _import(place, shown, config_key)
     function = getattr(module, function_name, None)
@@ -31,6 +36,34 @@ def locate(name: str, config_key: str, *, shown: str | None = None, known: str =
         raise ConfigError(f"{config_key}: {shown!r}: {place} has no function {function_name!r}")
     found: Callable[..., Any] = function
     return found
+
+
+def found_command(command: Sequence[str], config_key: str) -> list[str]:
+    """Returns a command for another working directory: its files in this one are named by their whole paths.
+
+    Raises ConfigError where the script is not there that Python or a shell is to run.
+    """
+    words = [_found_word(word, number) for number, word in enumerate(command)]
+    if INTERPRETERS.fullmatch(Path(words[0]).name):
+        script = next((word for word in words[1:] if not word.startswith("-") or word in ("-c", "-m")), "")
+        if script.endswith((".py", ".sh")) and not Path(script).is_file():
+            raise ConfigError(
+                f"{config_key}: got {list(command)}: there is no file {script!r} (relative paths start at {Path.cwd()})"
+            )
+    return words
+
+
+def _found_word(word: str, number: int) -> str:
+    """A bare first word is a program, which is looked for in PATH. A bare later one may name a file, but no folder."""
+    path = Path(word).expanduser()
+    is_named = path.exists() if "/" in word else number > 0 and path.is_file()
+    return os.path.abspath(path) if is_named and not word.startswith("-") else word
+
+
+def unknown_function(name: str, config_key: str, known: Sequence[str]) -> ConfigError:
+    """Returns the error for a name that has none of the `FORMS` and is none of those that are built in, `known`."""
+    near = f" (the nearest is {near})" if (near := nearest(name, known)) else ""
+    return ConfigError(f"{config_key}: {name!r} is unknown; expected {', '.join([*known, FORMS])}{near}")
 
 
 def source_file(name: str) -> Path | None:

@@ -2,6 +2,7 @@
 
 import logging
 import re
+from decimal import Decimal
 from fractions import Fraction
 
 from math_verify import parse, verify
@@ -106,4 +107,4 @@ def _plain_number(answer: str) -> Fraction | None:
     if not PLAIN_NUMBER.fullmatch(answer):
         return None
     numerator, _, denominator = answer.replace(",", "").partition("/")
-    return Fraction(numerator) / Fraction(denominator or 1)
+    return Fraction(Decimal(numerator)) / Fraction(Decimal(denominator or 1))  # Decimal reads any number of digits

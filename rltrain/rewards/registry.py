@@ -154,8 +154,7 @@ def load_reward(
     if is_url(name):
         judge = _judge(settings, config_key)
         return RewardFunction(name, judge, options, Own(Signature.of(judge), {}), *of_config)
-    known = "".join(f"{built_in}, " for built_in in BUILT_IN) + "an URL, "
-    function = locate(BUILT_IN.get(name, name), f"{config_key}.function", shown=name, known=known)
+    function = locate(BUILT_IN.get(name, name), f"{config_key}.function", shown=name, known=[*BUILT_IN, "an URL"])
     return RewardFunction(name, function, options, _convention(function, settings, config_key), *of_config)
 
 

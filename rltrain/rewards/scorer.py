@@ -14,7 +14,7 @@ from rltrain.rewards.answers import Answer
 from rltrain.rewards.calling import call
 from rltrain.rewards.registry import RewardFunction
 from rltrain.rewards.scorable import Scorable
-from rltrain.rewards.worker_process import Longest, Request, WorkerProcess
+from rltrain.rewards.worker_process import Longest, Request, Silence, WorkerProcess
 
 logger = logging.getLogger(__name__)
 
@@ -101,14 +101,16 @@ class Scorer:
             "timeout_s": timeout_s,
             "retries": retries,
         }
-        longest = Longest()
-        self._workers = [WorkerProcess(function, start, longest) for _ in range(num_workers)]
+        longest, self._silence = Longest(), Silence(function)
+        self._workers = [WorkerProcess(function, start, longest, self._silence) for _ in range(num_workers)]
         self._idle: queue.SimpleQueue[WorkerProcess] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
         # Linux ends a worker with the thread that started it, so these threads live as long as the scorer.
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
         self._num_failures = 0
+        self._pending = PendingScores(lambda: self._scores((), ()))
+        """What was begun last."""
 
     @classmethod
     def of(cls, function: RewardFunction, settings: schema.Reward, on_scored: Callable[[], None]) -> "Scorer":
@@ -130,8 +132,11 @@ class Scorer:
         if self.function.trusted:
             answers = [call(self.function, [sample])[0] for sample in samples]
             return PendingScores(lambda: self._scores(samples, answers))
+        if self._pending.is_done:
+            self._silence.end()
         futures = [self._threads.submit(self._ask, request) for request in self._requests(samples)]
-        return PendingScores(lambda: self._scores(samples, self._gathered(futures)), futures)
+        self._pending = PendingScores(lambda: self._scores(samples, self._gathered(futures)), futures)
+        return self._pending
 
     def close(self) -> None:
         """End the workers. Nothing can be scored afterwards."""

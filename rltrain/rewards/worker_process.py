@@ -1,12 +1,14 @@
 """A worker process as the scorer sees it: started when it is needed, killed where it takes too long."""
 
 import json
+import logging
 import os
 import selectors
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rltrain.errors import ConfigError
@@ -15,8 +17,14 @@ from rltrain.rewards.registry import RewardFunction
 from rltrain.rewards.scorable import Scorable
 from rltrain.system.worker_process import kill_worker, start_worker
 
+logger = logging.getLogger(__name__)
+
 START_TIMEOUT_S = 120.0
 """For a worker to import the function's module, and again for the first call, which imports what it still lacks."""
+LESS_AFTER_A_HANG = 8
+"""A first call may take so many times less after each one in a row that does not return."""
+SAY_AFTER_S = 10.0
+"""A wait of this length is reported."""
 READ_BYTES = 65536
 
 
@@ -38,6 +46,12 @@ class Request:
     def patience_s(self) -> float:
         """Until the process has to answer. One that awaits keeps the limit itself, and has as long again to say so."""
         return 2 * self.limit_s if self.function.asynchronous else self.limit_s
+
+    @property
+    def described(self) -> str:
+        """Returns how many samples it is about: "1 sample"."""
+        count = sum(map(len, self.calls))
+        return f"{count} sample{'s' * (count > 1)}"
 
     @property
     def alone(self) -> list["Request"]:
@@ -77,17 +91,43 @@ class Longest:
             self.request, self.seconds = None, -1.0
 
 
+class Silence:
+    """Reports that a reward function does not answer, once until `end`, whichever process waits for it."""
+
+    def __init__(self, function: RewardFunction) -> None:
+        self.function = function
+        self._is_told = False
+
+    def tell(self, what: str, limit_s: float, why: str) -> None:
+        """Called after SAY_AFTER_S of a wait for `what`, which ends after `limit_s` in all; `why` names that limit."""
+        if self._is_told:
+            return
+        self._is_told = True
+        logger.warning(
+            "reward %s has not answered for %g s: waiting for %s, at most %g s (%s). Further waits of this scoring are "
+            "not reported",
+            *(self.function.name, SAY_AFTER_S, what, limit_s, why),
+        )
+
+    def end(self) -> None:
+        """Lets the next wait be reported."""
+        self._is_told = False
+
+
 class WorkerProcess:
     """One worker process, started when it is first needed and again after it ended, and the pipes to it.
 
     The first call in a process imports what the function's module does not, torch for one. It may take START_TIMEOUT_S,
-    and half as long after each in a row that does not return. It is made with the request that took longest so far: one
-    that met those imports. As long as there is none it is made with the request at hand, which is asked once more where
-    it took longer than it may. So no sample has more or less than its time.
+    and an eighth of that after each in a row that does not return. It is made with the request that took longest so
+    far: one that met those imports. As long as there is none it is made with the request at hand, which is asked once
+    more where it took longer than it may. So no sample has more or less than its time.
     """
 
-    def __init__(self, function: RewardFunction, start_message: dict[str, Any], longest: Longest) -> None:
+    def __init__(
+        self, function: RewardFunction, start_message: dict[str, Any], longest: Longest, silence: Silence
+    ) -> None:
         self.function = function
+        self.silence = silence
         self.start_message = start_message
         self.longest = longest
         self.num_hung_starts = 0
@@ -102,24 +142,26 @@ class WorkerProcess:
             if first is request and reply.get("seconds", 0.0) <= request.limit_s:
                 return reply
         each = " for each sample of its batch" if self.function.convention.batched else ""
-        otherwise = f"took longer than reward.timeout_s = {request.sample_limit_s:g}{each}"
-        return self._call(request, request.patience_s, otherwise)
+        limit = f"reward.timeout_s = {request.sample_limit_s:g}{each}"
+        why = "reward.timeout_s and reward.retries" if self.function.remote else limit
+        return self._call(request, request.patience_s, why, f"took longer than {limit}")
 
     def _first_call(self, request: Request) -> dict[str, Any]:
-        limit_s = max(START_TIMEOUT_S / 2**self.num_hung_starts, request.patience_s)
-        otherwise = f"took longer than {limit_s:g} s in the first call of its process"
-        reply = self._call(request, limit_s, otherwise)
+        limit_s = max(START_TIMEOUT_S / LESS_AFTER_A_HANG**self.num_hung_starts, request.patience_s)
+        why = "the first call of its process, which may import more than its file does"
+        reply = self._call(request, limit_s, why, f"took longer than {limit_s:g} s in the first call of its process")
         if "timeout" in reply:
             self.num_hung_starts += 1
         elif "seconds" in reply:
             self.num_hung_starts = 0
         return reply
 
-    def _call(self, request: Request, limit_s: float, otherwise: str) -> dict[str, Any]:
+    def _call(self, request: Request, limit_s: float, why: str, otherwise: str) -> dict[str, Any]:
         """The reply of the process, which is gone where there is none: {"timeout": `otherwise`} or an error."""
         assert self.process is not None
         try:
-            reply = _ask(self.process, request.message(limit_s), limit_s)
+            tell = partial(self.silence.tell, request.described, limit_s, why)
+            reply = _ask(self.process, request.message(limit_s), limit_s, tell)
         except (EOFError, OSError) as error:
             self.kill()
             self.longest.forget(request)
@@ -139,7 +181,8 @@ class WorkerProcess:
     def _start(self) -> None:
         self.process = process = start_worker("rltrain.rewards.worker")
         try:
-            _ask(process, self.start_message, START_TIMEOUT_S)
+            tell = partial(self.silence.tell, "its process to start", START_TIMEOUT_S, "it imports its file")
+            _ask(process, self.start_message, START_TIMEOUT_S, tell)
         except (EOFError, OSError) as error:
             self.kill()
             raise ConfigError(
@@ -148,18 +191,29 @@ class WorkerProcess:
             ) from error
 
 
-def _ask(process: "subprocess.Popen[bytes]", message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    """The worker's reply to one message. Raises TimeoutError, or EOFError / OSError if the process is gone."""
+def _ask(
+    process: "subprocess.Popen[bytes]", message: dict[str, Any], timeout_s: float, on_silence: Callable[[], None]
+) -> dict[str, Any]:
+    """Returns the worker's reply to one message, and calls `on_silence` where there is none after SAY_AFTER_S.
+
+    Raises TimeoutError, or EOFError / OSError if the process is gone.
+    """
     assert process.stdin is not None and process.stdout is not None
     unsent = memoryview(json.dumps(message).encode() + b"\n")
     while unsent:  # a signal may interrupt a write
         unsent = unsent[process.stdin.write(unsent) :]
-    deadline, received = time.monotonic() + timeout_s, bytearray()
+    start, received, is_told = time.monotonic(), bytearray(), False
+    deadline, say_at = start + timeout_s, start + SAY_AFTER_S
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
         while not received.endswith(b"\n"):
-            if not selector.select(max(deadline - time.monotonic(), 0)):
-                raise TimeoutError
+            until = deadline if is_told else min(deadline, say_at)
+            if not selector.select(max(until - time.monotonic(), 0)):
+                if until == deadline:
+                    raise TimeoutError
+                is_told = True
+                on_silence()
+                continue
             chunk = os.read(process.stdout.fileno(), READ_BYTES)
             if not chunk:
                 raise EOFError

@@ -18,11 +18,11 @@ from rltrain.algorithms.staleness import apply_staleness_limit
 from rltrain.checkpoint.hf import NO_NOTES, replace_checkpoint, save_checkpoint
 from rltrain.checkpoint.run.files import Contents, read_texts
 from rltrain.checkpoint.run.folder import name_of
+from rltrain.config.evaluation import has_reached
 from rltrain.data.experience import Experience
-from rltrain.data.preferences import Preferences
 from rltrain.data.prompts import report_dropped
-from rltrain.evaluation.best import BEST_FILE, BEST_FOLDER, Best
-from rltrain.evaluation.verdicts import best_verdict_of, end_verdict_of
+from rltrain.evaluation.best import BEST_FILE, BEST_FOLDER, Best, BestSoFar
+from rltrain.evaluation.verdicts import best_verdict_of, end_verdict_of, reported
 from rltrain.reshard.tensor_groups import MADE_BYTES
 from rltrain.roles.adapter_export import adapters_folder, export_adapters, keep_exported_adapters
 from rltrain.roles.advantage_estimation import AdvantageEstimation
@@ -46,6 +46,8 @@ ON_POLICY_METRICS = parity.METRICS | {
 
 KL_COEF = "kl_coef"
 """In the metadata of what the actor saves."""
+HELD_OUT_BEST = "held_out_best"
+"""There too."""
 
 
 class Actor(TrainedRole):
@@ -68,6 +70,7 @@ class Actor(TrainedRole):
         self.sample_ids = SampleLog(config.output_dir, f"sample_ids/rank{job.world.rank}.jsonl")
         self.logs.append(self.sample_ids)
         self.accumulate_s = 0.0
+        self.held_out_best = self._saved_best()
 
     def load_batch(self, step: int, chunk: int) -> None:
         """Take this replica's share of what the step trains on, and what other roles said of it."""
@@ -119,9 +122,9 @@ class Actor(TrainedRole):
                 experience = experience.with_fields_of(self.shipments.pop((name, step, chunk)).experience)
         return experience
 
-    def score_evaluation_pairs(self, step: int, chunk: int) -> Metrics:
-        """What the loss and its metrics are of the held-out pairs. Collective over: the actor's ranks."""
-        assert isinstance(self.training_data, Preferences), "only an algorithm that learns from pairs has this task"
+    def score_held_out(self, step: int, chunk: int) -> Metrics:
+        """What the loss and its metrics are of the held-out rows. Collective over: the actor's ranks."""
+        assert self.training_data is not None, "only an algorithm that generates nothing has this task"
         experience = self.training_data.held_out(part=self.dp, num_parts=self.grid.dp)
         if ("evaluation_logprobs", step, chunk) in self.shipments:
             said = self.shipments.pop(("evaluation_logprobs", step, chunk))
@@ -130,9 +133,12 @@ class Actor(TrainedRole):
         totals = self._total(torch.stack([output.divisor, output.loss, *output.sums.values()]))
         means = (totals[1:] / totals[0]).tolist()
         metrics = {f"eval/{name}": mean for name, mean in zip(["loss", *output.sums], means, strict=True)}
-        goal = self.config.evaluation.stop_at
-        if goal is not None and self.job.world.rank == self.leader:
-            self.job.job_store.put(end_verdict_of(step), metrics["eval/accuracy"] >= goal)
+        goal, metric = self.config.evaluation.stop_at, self.config.stop_metric
+        if goal is not None and metric is not None and self.job.world.rank == self.leader:
+            is_reached = has_reached(metric, reported(metrics, metric, "evaluation.stop_metric"), goal)
+            self.job.job_store.put(end_verdict_of(step), is_reached)
+        if self.held_out_best is not None:
+            self.held_out_best.verdict(step, metrics)
         return metrics
 
     def accumulate(self, step: int, chunk: int) -> None:
@@ -223,9 +229,22 @@ class Actor(TrainedRole):
             self.sample_ids.append({"step": step, "chunk": chunk, "sample_ids": experience.sample_ids.tolist()})
 
     def save_state(self) -> Mapping[str, Contents]:
-        """As of every role that learns, with an adaptive coefficient of the reward's KL penalty beside it."""
+        """As of every role that learns. Beside it stand an adaptive coefficient of the reward's KL penalty, and which
+        evaluation of held-out rows was the best."""
         text = {KL_COEF: repr(self.estimation.kl.coef)} if self.config.loss.kl.adaptive else {}
+        text |= {HELD_OUT_BEST: self.held_out_best.state()} if self.held_out_best else {}
         return {name: Contents(c.tensors, {**c.metadata, **text}) for name, c in super().save_state().items()}
+
+    def _saved_best(self) -> BestSoFar | None:
+        """Which evaluation of held-out rows was the best, where the run keeps that policy: every rank knows it."""
+        settings = self.config.evaluation.keep_best
+        if settings is None or not self.config.scores_held_out:
+            return None
+        best = BestSoFar(settings)
+        saved = read_texts(self.job.resumed.files(self.name)[0]).get(HELD_OUT_BEST) if self.job.resumed else None
+        if saved is not None:
+            best.restore(saved)
+        return best
 
     def _saved_kl_coef(self) -> float | None:
         """Where an adaptive one was in the run that goes on; all ranks have saved the same."""
@@ -268,6 +287,9 @@ class Actor(TrainedRole):
 
     def _best_of(self, step: int) -> Best | None:
         """The evaluation of the step, if it is the best so far: the same on all ranks."""
+        if self.held_out_best is not None:
+            best = self.held_out_best.best
+            return best if best and best.step == step else None
         awaited = f"the verdict of rank {self.job.leader_of('reward')} at step {step}"
         verdict = self.job.job_store.get(best_verdict_of(step), waiting_for=awaited)
         return Best(**verdict) if verdict else None

@@ -141,7 +141,8 @@ class DrawingRole(Role):
 
     def sampling_params(self, sampling: Sampling) -> SamplingParams:
         eos = self.job.architecture.eos_token_ids
-        others = self.sessions.end_tokens.union(sampling.stop_token_ids).difference(eos)
+        ends = self.job.prompts.encoder.end_tokens | self.sessions.end_tokens
+        others = ends.union(sampling.stop_token_ids).difference(eos)
         return SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,

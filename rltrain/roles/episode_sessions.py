@@ -10,7 +10,6 @@ from rltrain.chat.chat_format import ChatFormat
 from rltrain.config.evaluation import EvaluationPlan
 from rltrain.data.columns import RowColumns, read_columns
 from rltrain.data.prompts import PromptDataset
-from rltrain.data.tokenizer import end_token_ids
 from rltrain.environments.remote import RemoteEnvironments
 from rltrain.liveness.polling import poll
 from rltrain.roles.env import DRAWN, place_of
@@ -158,6 +157,7 @@ class EpisodeSessions:
                 host=endpoint.host,
                 port=endpoint.port + engine_number if endpoint.port and not is_evaluation else 0,
                 first_sample_id=FIRST_TURN_ID,
+                end_tokens=dataset.encoder.end_tokens,
             ),
             on_end=lambda session: recorded.update({session.id: session}),
         )
@@ -177,9 +177,8 @@ class EpisodeSessions:
         if not encoder.uses_template:
             return None
         tools = self._tools
-        end_tokens = end_token_ids(Path(job.config.model.path))
-        options = encoder.template_options
-        chat = ChatFormat(encoder.tokenizer, tools=tools, end_tokens=end_tokens, template_options=options)
+        ends, options = encoder.named_ends, encoder.template_options
+        chat = ChatFormat(encoder.tokenizer, tools=tools, end_tokens=ends, template_options=options)
         chat.require_tools()
         chat.continuability.require(*(("user", "tool") if tools else ("user",)))
         if chat.continuability.notice and job.world.rank == job.leader_of("rollout"):

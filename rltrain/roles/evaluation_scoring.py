@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from rltrain.checkpoint.run.files import Contents, read_texts
-from rltrain.config.evaluation import SHORT_FORM, EvaluationPlan
+from rltrain.config.evaluation import SHORT_FORM, EvaluationPlan, has_reached
 from rltrain.data.experience import Experience
 from rltrain.evaluation.best import BEST_STATE_FILE, BestSoFar
 from rltrain.evaluation.outcomes import record_of
@@ -100,7 +100,7 @@ class EvaluationScoring:
         if self.best is not None and plan.reports(self.best.settings.metric):
             job_store.put(best_verdict_of(step), self.best.verdict(step, metrics))
         if goal is not None and metric is not None and plan.reports(metric):
-            is_reached = reported(metrics, metric, "evaluation.stop_metric") >= goal
+            is_reached = has_reached(metric, reported(metrics, metric, "evaluation.stop_metric"), goal)
             job_store.put(end_verdict_of(step), is_reached)
             if is_reached:
                 job_store.put(REACHED, step)

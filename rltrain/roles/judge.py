@@ -60,13 +60,13 @@ class Judge(TellingRole):
         )
 
     def _sampling(self) -> SamplingParams:
-        sampling, own = self.settings.sampling, self.job.architectures[self.name].eos_token_ids
+        sampling = self.settings.sampling
         return SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             max_response_tokens=sampling.max_response_tokens,
-            stop_token_ids=tuple(sorted({*own, *self.text.end_tokens, *sampling.stop_token_ids})),
+            stop_token_ids=tuple(sorted({*self.text.end_tokens, *sampling.stop_token_ids})),
             stop=sampling.stop,
         )
 

@@ -2,7 +2,6 @@
 
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.config.schema import Config
@@ -10,7 +9,7 @@ from rltrain.data.index_making import IndexFolder
 from rltrain.data.order import Order
 from rltrain.data.prompt_stream import prompt_order
 from rltrain.data.prompts import PromptDataset, load_prompts, repeated_within_a_step, report_dropped
-from rltrain.data.tokenizer import UNKNOWN_MODEL, ModelLimits, PromptEncoder, TextDecoder, load_tokenizer
+from rltrain.data.tokenizer import UNKNOWN_MODEL, ModelLimits, PromptEncoder, TextDecoder, load_encoder
 from rltrain.rewards.registry import labels_of
 
 logger = logging.getLogger(__name__)
@@ -54,8 +53,7 @@ class Prompts:
 def read_prompts(config: Config, indexes: IndexFolder | None = None, model: ModelLimits = UNKNOWN_MODEL) -> Prompts:
     """Every rank that calls this numbers the prompts alike. `indexes` and `model` as in load_prompts."""
     data, plans = config.data, config.evaluations
-    tokenizer = load_tokenizer(Path(config.model.path))
-    encoder = PromptEncoder(tokenizer, data)
+    encoder = load_encoder(config)
     training = None
     if algorithm_of(config).generates:
         train = load_prompts(
@@ -81,4 +79,4 @@ def read_prompts(config: Config, indexes: IndexFolder | None = None, model: Mode
         for plan in plans
     )
     keys = tuple(plan.config_key for plan in plans)
-    return Prompts(TextDecoder(tokenizer), encoder, training, evaluations, keys)
+    return Prompts(TextDecoder(encoder.tokenizer), encoder, training, evaluations, keys)

@@ -4,9 +4,8 @@ import torch
 from torch import Tensor
 
 from rltrain.algorithms.registry import algorithm_of
-from rltrain.data.columns import read_columns
+from rltrain.data.columns import teachers_of_rows
 from rltrain.data.experience import Experience
-from rltrain.errors import DataError
 from rltrain.residency.memory_parts import MemoryPart
 from rltrain.roles.role import Job, Role
 from rltrain.training.backend import Model, log_probs
@@ -26,8 +25,12 @@ class Teacher(Role):
         sites = [job.model_site(self.name, checkpoint) for checkpoint in checkpoints.values()]
         self.models: list[Model] = [training_backend(job.config, self.name).frozen_model(site) for site in sites]
         self.parts = {"weights": MemoryPart(self._weights)}
-        self.teacher_of_row = self._assigned([*checkpoints]) if len(checkpoints) > 1 else None
+        self.teacher_of_row: Tensor | None = None
         """[rows of data.train] the number of each one's teacher; None where all have the same."""
+        if len(checkpoints) > 1:
+            train, column = job.config.data.train, self.settings.column
+            assigned = teachers_of_rows(job.prompts.train, train, column, [*checkpoints])
+            self.teacher_of_row = torch.tensor(assigned, dtype=torch.int16)
         vocabulary = job.architectures[self.name].vocab_size
         self.count = vocabulary if self.settings.top_k == "full" else self.settings.top_k
 
@@ -62,22 +65,6 @@ class Teacher(Role):
         if self.teacher_of_row is None:
             return torch.ones(experience.num_samples, dtype=torch.bool)
         return self.teacher_of_row[experience.prompt_ids] == number
-
-    def _assigned(self, names: list[str]) -> Tensor:
-        """DataError for a row that names none of them."""
-        column, data = self.settings.column, self.config.data
-        wanted = {column: "role teacher (teacher.column)"}
-        rows = read_columns(self.job.prompts.train, data.train, config_key="data.train", required=wanted)
-        numbers = torch.empty(len(rows), dtype=torch.int16)
-        for row in range(len(rows)):
-            name = rows[row].get(column)
-            if name not in names:
-                raise DataError(
-                    f"{self.job.prompts.train[row].origin}: {column!r} is {name!r}; expected one of "
-                    f"{', '.join(names)} (teacher.path), since role teacher has no other"
-                )
-            numbers[row] = names.index(name)
-        return numbers
 
     def _weights(self) -> list[Tensor]:
         return [parameter for model in self.models for parameter in model.parameters.values()]

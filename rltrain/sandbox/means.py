@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from rltrain.errors import ConfigError, SandboxError
+from rltrain.errors import ConfigError, SandboxError, one_of
 from rltrain.sandbox.limits import Limits
 from rltrain.sandbox.program import counts_processes_per_sandbox
 from rltrain.sandbox.sandbox import Sandbox
@@ -42,7 +42,7 @@ def require(setting: str, key: str = "env.sandbox") -> str:
     Raises ConfigError, which names `key`, where this machine cannot keep a program in a sandbox so.
     """
     if setting not in SETTINGS:
-        raise ConfigError(f"{key}: {setting!r} is unknown; expected one of {', '.join(SETTINGS)}")
+        raise ConfigError(f"{key}: {setting!r} is unknown; expected {one_of(setting, SETTINGS)}")
     if setting == "none":
         return setting
     wanted = PROTECTING if setting == "auto" else (setting,)

@@ -106,7 +106,7 @@ class Iteration:
         Not where the rollout would go on with weights that it got earlier: those are in no checkpoint.
         """
         config = self.config
-        saves = config.checkpoint.save_interval or config.checkpoint.memory
+        saves = config.checkpoint.saves or config.checkpoint.memory
         if saves and (step == config.steps or step % config.schedule.sync_every == 0):
             for role in self.roles:
                 self.order.task(CHECKPOINT, role, step=step)
@@ -127,9 +127,9 @@ class Iteration:
         """Weights of this step to the rollout where they are about to be used, and the held-out evaluation if due."""
         config, order = self.config, self.order
         due, apart = bool(self.due.sets(step)), self.participants.evaluates_apart
-        if self.shape.from_pairs:
+        if config.scores_held_out:
             if due:
-                self._evaluate_pairs(step)
+                self._score_held_out(step)
             return
         next_generated = step if is_first else step + self.lead
         is_used = self._has_rollout and next_generated < config.steps
@@ -191,9 +191,11 @@ class Iteration:
         if self.due.may_end(step):
             self.order.task("decide_to_stop", *self.roles, step=step)
 
-    def _evaluate_pairs(self, step: int) -> None:
+    def _score_held_out(self, step: int) -> None:
         self._ask_reference("evaluation_logprobs", step)
-        self.order.task("score_evaluation_pairs", "actor", step=step)
+        self.order.task("score_held_out", "actor", step=step)
+        if self.due.finds_best(step):
+            self.order.task("save_best", "actor", step=step)
         if self.config.evaluation.stop_at is not None:
             self.order.task("decide_to_stop", *self.roles, step=step)
 

@@ -1,34 +1,37 @@
 """The command line of launch/serve.py."""
 
 import argparse
+import json
 import logging
 import secrets
+import shlex
 import signal
 import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import torch
 from pydantic import ValidationError
 
-from rltrain.chat.chat_format import ChatFormat
+from rltrain.chat.template import ChatTemplate
+from rltrain.chat.turn_end import ends_of_turns
 from rltrain.config.engines import Sampling
 from rltrain.config.explain import expectation
-from rltrain.data.tokenizer import TextDecoder, load_tokenizer
+from rltrain.data.tokenizer import TextDecoder, end_token_ids, load_tokenizer
 from rltrain.endpoint.engine_feed import EngineFeed
 from rltrain.endpoint.limits import Limits
 from rltrain.endpoint.mailbox import EngineMailbox
 from rltrain.endpoint.sampling_rules import SamplingRules
 from rltrain.endpoint.server import EndpointServer, EndpointSettings
-from rltrain.errors import ConfigError, DivergenceError, UserError
+from rltrain.errors import ConfigError, DivergenceError, UserError, command_name
 from rltrain.hub import named_checkpoint
 from rltrain.models import read_architecture
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.stream.guests import Mail
-from rltrain.serving.engine import EngineSettings, dtype_of, load_engine, longest_context, stop_tokens
+from rltrain.serving.engine import EngineSettings, dtype_of, load_engine, longest_context
 from rltrain.serving.reloading import Reloads
+from rltrain.system.devices import device_named
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,6 +39,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXIT_USER_ERROR = 2
+GREETING = "Hello"
+EXAMPLE_LETTERS, EXAMPLE_TOKENS = 3, 1024
 LOOK_S = 0.5
 """An engine that has nothing to draw looks so often whether it is to stop."""
 
@@ -49,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         serve(arguments, stopping)
     except UserError as error:
-        print(f"serve: refused: {error}", file=sys.stderr)
+        print(f"{command_name()}: refused: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
     return 0
 
@@ -61,7 +66,7 @@ def serve(arguments: argparse.Namespace, stopping: threading.Event) -> None:
             "--engine sglang: SGLang has a server of its own, with the same API; expected embedded here, or: python -m "
             f"sglang.launch_server --model-path {arguments.checkpoint} --host {arguments.host} --port {arguments.port}"
         )
-    given = sampling_of(arguments)
+    given, device = sampling_of(arguments), device_named(arguments.device)
     named = named_checkpoint(arguments.checkpoint, "--checkpoint")
     checkpoint = named if isinstance(named, Path) else named.copy()
     architecture = read_architecture(checkpoint, "--checkpoint")  # before transformers reads it for the tokenizer
@@ -70,16 +75,17 @@ def serve(arguments: argparse.Namespace, stopping: threading.Event) -> None:
     engine_settings = EngineSettings(
         checkpoint,
         arguments.dtype,
-        arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        device,
         context,
         arguments.max_running_requests,
         arguments.kv_cache_gb or "auto",
     )
     engine = load_engine(engine_settings, tokenizer)
-    stop = _stop_tokens(checkpoint, tokenizer)
+    template = None if tokenizer.chat_template is None else ChatTemplate(tokenizer, (), {})
+    ends = tuple(sorted(ends_of_turns(tokenizer, end_token_ids(checkpoint, "--checkpoint"), template)))
     token = None if arguments.no_token else arguments.token or "sk-" + secrets.token_urlsafe(24)
     settings = EndpointSettings(
-        SamplingRules(SamplingParams(given.temperature, given.top_p, given.top_k, context, stop), "request"),
+        SamplingRules(SamplingParams(given.temperature, given.top_p, given.top_k, context, ends), "request"),
         Limits(context, architecture.vocab_size, max_turns=arguments.max_requests, max_sessions=arguments.max_requests),
         model=arguments.model_name or (named.resolve().name if isinstance(named, Path) else named.name),
         token=token,
@@ -87,12 +93,13 @@ def serve(arguments: argparse.Namespace, stopping: threading.Event) -> None:
         port=arguments.port,
         answers_passers_by=True,
         seed=secrets.randbits(32) if arguments.seed is None else arguments.seed,
+        end_tokens=ends,
     )
     mailbox = EngineMailbox(arguments.max_requests)
     reloads = Reloads(engine, checkpoint, dtype_of(engine_settings), mailbox.wake)
     server = EndpointServer(mailbox, tokenizer, settings, control=reloads)
     server.start()
-    print(_greeting(server.url, settings, has_chats=tokenizer.chat_template is not None), flush=True)
+    print(greeting(server.url, settings, tokenizer), flush=True)
     feed = EngineFeed(engine, TextDecoder(tokenizer), mailbox)
     try:
         draw_turns(feed, stopping, reloads)
@@ -133,25 +140,36 @@ def sampling_of(arguments: argparse.Namespace) -> Sampling:
         raise ConfigError(f"--{name.replace('_', '-')}: got {first['input']}; expected {expected}") from error
 
 
-def _stop_tokens(checkpoint: Path, tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
-    ends = ChatFormat(tokenizer).end_tokens if tokenizer.chat_template is not None else frozenset[int]()
-    return stop_tokens(checkpoint, tokenizer, frozenset(ends))
-
-
-def _greeting(url: str, settings: EndpointSettings, *, has_chats: bool) -> str:
+def greeting(url: str, settings: EndpointSettings, tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Returns where the checkpoint is served, and a command that the server answers."""
     header = "" if settings.token is None else f" -H 'Authorization: Bearer {settings.token}'"
-    if has_chats:
-        path, body = "chat/completions", '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64}'
-    else:
-        path, body = "completions", '{"prompt": "Hello", "max_tokens": 64}'
-    call = f"curl {url}/v1/{path}{header} -H 'Content-Type: application/json' -d '{body}'"
+    text = _example_text(tokenizer)
+    asked: dict[str, Any] = {"prompt": text}
+    if tokenizer.chat_template is not None:
+        asked = {"messages": [{"role": "user", "content": text}]}
+    path = "chat/completions" if "messages" in asked else "completions"
+    body = shlex.quote(json.dumps({**asked, "max_tokens": 64}))
+    call = f"curl {url}/v1/{path}{header} -H 'Content-Type: application/json' -d {body}"
     access = "no token is needed" if settings.token is None else f"token {settings.token}"
     return f"serving {settings.model} at {url}/v1 ({access})\n{call}"
 
 
+def _example_text(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Returns a text that the tokenizer writes whole: a greeting, or the first letters and digits that it has."""
+    special = set(tokenizer.all_special_ids)
+    spellings = (
+        str(tokenizer.decode([token])) for token in range(min(len(tokenizer), EXAMPLE_TOKENS)) if token not in special
+    )
+    own = "".join(text for text in spellings if text.isalnum())[:EXAMPLE_LETTERS]
+    for text in (GREETING, own):
+        if text and text in str(tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"])):
+            return text
+    return GREETING
+
+
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
-        prog="serve.py", description="Serve a Hugging Face checkpoint by OpenAI's and Anthropic's HTTP APIs."
+        prog=command_name(), description="Serve a Hugging Face checkpoint by OpenAI's and Anthropic's HTTP APIs."
     )
     made.add_argument("--checkpoint", required=True, metavar="DIR", help="a folder, or a name on the hub")
     made.add_argument("--engine", choices=("embedded", "sglang"), default="embedded")

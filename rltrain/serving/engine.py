@@ -28,7 +28,7 @@ class EngineSettings:
     checkpoint: Path
     dtype: str
     """float32, bfloat16, float16; auto: the checkpoint's."""
-    device: str
+    device: torch.device
     max_context_tokens: int
     max_running_requests: int
     kv_cache_gb: float | str = "auto"
@@ -40,8 +40,7 @@ def load_engine(settings: EngineSettings, tokenizer: "PreTrainedTokenizerBase") 
     dtype = dtype_of(settings)
     grid = Grid((0,))
     layout = engine_layout(architecture, grid, dtype=dtype)
-    device = torch.device(settings.device)
-    parameters = allocate_parameters(layout, 0, device=device)
+    parameters = allocate_parameters(layout, 0, device=settings.device)
     load_parameters(settings.checkpoint, layout, 0, parameters, config_key="--checkpoint")
     needed = workspace(
         architecture,
@@ -57,9 +56,9 @@ def load_engine(settings: EngineSettings, tokenizer: "PreTrainedTokenizerBase") 
         max_running_requests=settings.max_running_requests,
         max_context_tokens=settings.max_context_tokens,
         dtype=getattr(torch, dtype),
-        device=device,
+        device=settings.device,
         tokenizer=TextDecoder(tokenizer),
-        kv_budget=budget_of(settings.kv_cache_gb, device, needed.generating),
+        kv_budget=budget_of(settings.kv_cache_gb, settings.device, needed.generating),
     )
 
 
@@ -75,16 +74,6 @@ def longest_context(checkpoint: Path, asked: int | None) -> int:
 
 
 DEFAULT_CONTEXT_TOKENS = 8192
-
-
-def stop_tokens(checkpoint: Path, tokenizer: "PreTrainedTokenizerBase", also: frozenset[int]) -> tuple[int, ...]:
-    """What ends a response: the checkpoint's own, its tokenizer's, and `also`."""
-    ids = {*also, *([tokenizer.eos_token_id] if isinstance(tokenizer.eos_token_id, int) else [])}
-    file = checkpoint / "generation_config.json"
-    if file.exists():
-        named = ConfigReader(file, config_key="--checkpoint").values.get("eos_token_id")
-        ids |= {*named} if isinstance(named, list) else {named} if isinstance(named, int) else set()
-    return tuple(sorted(ids))
 
 
 def dtype_of(settings: EngineSettings) -> str:

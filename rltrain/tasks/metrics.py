@@ -95,8 +95,13 @@ UPDATE = (
     ),
     *(Metric(f"train/{name}", unit, meaning) for name, unit, meaning in (*OF_EXPERTS, *OF_PAIRS)),
 )
-SCORE_EVALUATION_PAIRS = (
-    Metric("eval/loss", "", "the loss of the held-out pairs, of algorithms that learn from pairs"),
+SCORE_HELD_OUT = (
+    Metric(
+        "eval/loss",
+        "",
+        "the loss of held-out rows: of sft with the actor alone the mean over all response tokens, of algorithms that "
+        "learn from pairs the mean over pairs",
+    ),
     *(
         Metric(f"eval/{name}", unit, f"as train/{name}, of the held-out pairs")
         for name, unit, _ in OF_PAIRS

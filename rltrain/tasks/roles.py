@@ -74,11 +74,11 @@ ACTOR = RoleTasks(
         Task("update", _updates("actor"), reports=metrics.UPDATE, kind="actor update"),
         Task("save_hf", Needs(reads=_weights("actor")), kind=OTHER),
         Task(
-            "score_evaluation_pairs",
+            "score_held_out",
             Needs(reads=_weights("actor")),
             takes=("evaluation_logprobs",),
             forward=True,
-            reports=metrics.SCORE_EVALUATION_PAIRS,
+            reports=metrics.SCORE_HELD_OUT,
             kind="score",
         ),
         Task("save_best", Needs(reads=_weights("actor")), kind=OTHER),

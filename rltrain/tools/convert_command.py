@@ -15,7 +15,7 @@ from rltrain.checkpoint.conversion.run_source import RunSource
 from rltrain.checkpoint.conversion.sources import HfSource, Source
 from rltrain.checkpoint.conversion.to_hf import convert_to_hf
 from rltrain.checkpoint.conversion.to_megatron import convert_to_megatron, writers_grid
-from rltrain.errors import CheckpointError, UserError
+from rltrain.errors import CheckpointError, UserError, command_name
 
 EXIT_DIFFERENT = 1
 EXIT_USER_ERROR = 2
@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         status: int = arguments.run(arguments, processes)
     except UserError as error:
-        print(f"convert_checkpoint: refused: {error}", file=sys.stderr)
+        print(f"{command_name()}: refused: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
     return status
 
@@ -108,7 +108,7 @@ def _refuse_other_format(path: Path, wanted: str) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="tools/convert_checkpoint.py",
+        prog=command_name(),
         description="Convert checkpoints between Hugging Face and Megatron, export those of runs, and compare them. "
         "Under torchrun the work is split over its processes.",
     )

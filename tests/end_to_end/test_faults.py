@@ -83,7 +83,7 @@ class Stand:
             record["step"]: {name: value for name, value in record.items() if name.split("/")[0] in COMPARED}
             for record in records
         }
-        return values, sample_ids(self.folder)
+        return {step: found for step, found in values.items() if found}, sample_ids(self.folder)
 
     def steps_done(self) -> int:
         path = self.folder / "metrics.jsonl"

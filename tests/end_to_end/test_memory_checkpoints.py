@@ -101,7 +101,7 @@ def test_a_killed_rank_of_one_node_needs_no_disk(
 ) -> None:
     stand = Stand(tmp_path / "run", [f"model.path={warmed_up}", *data_overrides])
     stand.folder.mkdir()
-    memory = f"checkpoint={{save_hf: false, save_interval: 0, memory: {{folder: {tmp_path}/memory}}}}"
+    memory = f"checkpoint={{save_hf: false, save_interval: 0, save_every_s: 0, memory: {{folder: {tmp_path}/memory}}}}"
     kills = [{"moment": "update", "step": 3, "rank": 0, "delay_s": 0.1}]
     told = stand.run(memory, kills=kills)
     assert re.search(rf"going on after step [23], from {tmp_path}/memory/.*, in the nodes' memory", told), told

@@ -4,6 +4,8 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.end_to_end.jobs import run
 
 EXAMPLE = "examples/own_functions.py"
@@ -33,3 +35,29 @@ def test_what_the_config_is_refused_for_is_said_once_for_all_ranks(tmp_path: Pat
     assert done.returncode != 0
     assert done.stderr.count("rltrain: override 'stepps=2': stepps: unknown key") == 1, done.stderr
     assert "rltrain/interface.py" not in done.stderr, "no traceback"
+
+
+ON_ONE_RANK = """\
+import sys
+from rltrain import Config, run
+
+if __name__ == "__main__":
+    one = {"placement": {"actor, reference, rollout, reward": 0}, "actor.parallel.tp": 1}
+    run(Config.from_file("configs/quickstart.yaml", one, *sys.argv[1:]))
+    print("the program goes on")
+"""
+
+
+@pytest.mark.slow
+def test_without_torchrun_a_script_trains_on_one_rank(
+    tmp_path: Path, warmed_up: Path, data_overrides: list[str]
+) -> None:
+    (tmp_path / "script.py").write_text(ON_ONE_RANK)
+    settings = ["steps=1", "data.eval=null", "data.train.max_rows=64", "checkpoint.save_hf=false"]
+    settings += ["batch={prompts_per_step: 2, samples_per_prompt: 2, mini_batches: 1}", *data_overrides[:1]]
+    settings += [f"model.path={warmed_up}", f"output_dir={tmp_path}/run"]
+    done = run([sys.executable, str(tmp_path / "script.py"), *settings], 200)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-8000:]}"
+    assert done.stdout.splitlines()[-1] == "the program goes on"
+    (record,) = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    assert "train/loss" in record and "perf/checkpoint_s" not in record, "nothing was saved, so nothing is told of it"

@@ -6,6 +6,7 @@ import sys
 
 import httpx
 import pytest
+import torch
 
 from rltrain.data.tokenizer import load_tokenizer
 from rltrain.rollout.engine import SamplingParams
@@ -19,7 +20,7 @@ PROMPTS = ["347+285=", "123+456=", "999+1=", "20+22="]
 
 def drawn_in_process() -> list[str]:
     tokenizer = load_tokenizer(CHECKPOINT)
-    engine = load_engine(EngineSettings(CHECKPOINT, "auto", "cpu", 128, 8), tokenizer)
+    engine = load_engine(EngineSettings(CHECKPOINT, "auto", torch.device("cpu"), 128, 8), tokenizer)
     sampling = SamplingParams(0.0, 1.0, 0, 40, (tokenizer.eos_token_id,))
     samples = [Sample(i, tuple(tokenizer(prompt)["input_ids"]), 0) for i, prompt in enumerate(PROMPTS)]
     return [tokenizer.decode(done.tokens, skip_special_tokens=True) for done in engine.generate(samples, sampling)]

@@ -8,7 +8,7 @@ from tests.forked.popen import REPOSITORY
 from tests.tolerances import EPS_OF_ACTOR, EPS_OF_CRITIC
 
 WARMED_UP = REPOSITORY / "tests/warmed_up"
-COMMON = ("steps=3", "data.eval=null", "checkpoint.save_hf=false", "checkpoint.save_interval=0", EPS_OF_ACTOR)
+COMMON = ("steps=3", "data.eval=null", "checkpoint.save_hf=false", "checkpoint.save_every_s=0", EPS_OF_ACTOR)
 ONE_RANK = "actor.parallel.tp=1"
 ALL = "placement={'actor, reference, rollout, reward': 0}"
 

@@ -2,7 +2,7 @@
 
     python -m tests.unit.documented_commands     # prints the first commands of the README, one a line
 
-A command is a line of a block that starts one of PROGRAMS.
+A command is a line of a block that starts one of PROGRAMS, or is quoted whole in a sentence.
 """
 
 import re
@@ -19,6 +19,9 @@ BEFORE = re.compile(r"^(\$ |# or: )?([A-Z_]+=\S+ )*")
 """What a line may begin with in front of its program."""
 
 FENCE = re.compile(r"^```(\S*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+SPAN = re.compile(r"`([^`]+)`")
+WHOLE = re.compile(r"--config |--checkpoint |=|^(?:python|rltrain) .*\b[A-Z]{3,}$")
+"""What a quoted command has that is to be typed; others are mentioned."""
 INDENTED = re.compile(r"(?<=\n\n)((?: {4}\S.*\n)+)")
 SHELLS = {"", "bash", "sh", "shell", "console"}
 
@@ -56,6 +59,9 @@ def program_of(line: str) -> str | None:
 def commands(page: Path) -> Iterator[Command]:
     for block in blocks(page):
         yield from commands_of(block, page)
+    for span in SPAN.findall(FENCE.sub("", page.read_text())):
+        if WHOLE.search(span):
+            yield from commands_of(span.replace("\n", " "), page)
 
 
 def commands_of(block: str, page: Path) -> Iterator[Command]:

@@ -17,12 +17,13 @@ EVALUATED_APART = {"actor": 0, "rollout": 1, "reward": 2, "evaluation": 3}
 
 
 def make_config(**sections: Any) -> Config:
-    """Three steps of grpo with held-out prompts, changed by `sections`."""
+    """Three steps of grpo with held-out prompts and without checkpoints, changed by `sections`."""
     values = {
         "steps": 3,
         "placement": GRPO,
         "model": {"path": "m"},
         "data": {"train": {"path": "t"}, "eval": {"path": "e"}},
+        "checkpoint": {"save_every_s": 0},
     }
     return Config.model_validate(values | sections)
 

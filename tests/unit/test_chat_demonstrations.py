@@ -1,5 +1,6 @@
 """Written conversations of every family: what is learnt of them, and that it is what a rollout would have recorded."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from rltrain.chat.chat_format import ChatFormat
 from rltrain.chat.conversation import Conversation
 from rltrain.chat.demonstration import demonstrate
 from rltrain.errors import DataError
-from tests.chat_families import ADD, FAMILIES, format_of
+from tests.chat_families import ADD, FAMILIES, format_of, tokenizer_of
 
 WHOLE_IS_EXACT = ("qwen2_5", "qwen3_coder", "llama3_1", "gemma3", "phi4", "smollm3")
 """Families whose templates never change what stands before."""
@@ -78,6 +79,43 @@ def test_a_demonstration_is_what_a_rollout_would_have_recorded(family: str) -> N
         assert (record.ids, record.turns) == (again.ids, again.turns)
     assert "add" in said[0] or len(talks) == 1, "a turn that calls a tool is learnt with its call"
     assert not any("3</" in text for text in said), "results are not"
+
+
+GLM_MARKS = ("<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
+GLM_TEMPLATE = (
+    "{% for m in messages %}<|{{ 'observation' if m.role == 'tool' else m.role }}|>\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+def glm_format(*end_tokens: str) -> ChatFormat:
+    """A template whose turns end with the mark of the next message, as GLM-4's do."""
+    tokenizer = copy.deepcopy(tokenizer_of("phi4"))
+    tokenizer.add_special_tokens({"eos_token": GLM_MARKS[0], "additional_special_tokens": [*GLM_MARKS[1:]]})
+    tokenizer.chat_template = GLM_TEMPLATE
+    return ChatFormat(tokenizer, end_tokens=[tokenizer.convert_tokens_to_ids(token) for token in end_tokens])
+
+
+def test_the_mark_of_the_next_message_ends_a_turn_that_the_template_does_not_end() -> None:
+    chat = glm_format("<|endoftext|>", "<|user|>", "<|observation|>")
+    messages = [TALK[0], {**TOOL_TALK[1], "content": "So "}, *TOOL_TALK[2:], *TALK[2:]]
+    record = demonstrate(chat, messages)
+    said = learnt(record)
+    assert said == ["So add<|observation|>", "It is 3.<|user|>", "So 4, é 𝄞.<|user|>"]
+    whole = chat.template.render(messages, generation_prompt=False)
+    assert chat.tokenizer.decode(record.ids) == whole + "<|user|>"
+    again = drawn(chat, messages, said)
+    assert (record.ids, record.turns) == (again.ids, again.turns)
+    assert chat.tokenizer.convert_ids_to_tokens([chat.end.last]) == ["<|user|>"]
+    called = demonstrate(chat, messages[:2])
+    assert learnt(called) == ["So add<|observation|>"]
+
+
+def test_without_end_tokens_among_the_marks_the_tokenizers_ends_a_turn() -> None:
+    record = demonstrate(glm_format(), TALK)
+    assert learnt(record) == ["The answer is 3.<|endoftext|>", "So 4, é 𝄞.<|endoftext|>"]
+    assert "3.<|endoftext|><|user|>\nAnd" in record.format.tokenizer.decode(record.ids)
 
 
 def test_reasoning_of_every_turn_is_learnt_though_the_template_drops_it() -> None:

@@ -85,10 +85,21 @@ def test_without_tools_nothing_is_a_call() -> None:
 def test_calls_get_ids_that_every_template_takes() -> None:
     chat = format_of("qwen3", TOOLS)
     tokens = turn(chat, '<tool_call>{"name": "add", "arguments": {}}</tool_call>' * 2 + "<|im_end|>")
-    first, second = chat.message_of(tokens, position=0), chat.message_of(tokens, position=1)
+    first, second = chat.message_of(tokens, mark=0), chat.message_of(tokens, mark=1)
     made = [call.id for call in (*first.tool_calls, *second.tool_calls)]
     assert len(set(made)) == 4 and all(len(id) == 9 and id.isalnum() for id in made)
-    assert chat.message_of(tokens, position=0) == first
+    assert chat.message_of(tokens, mark=0) == first
+    again = chat.message_of(tokens, mark=0, taken_ids=made[:1]).tool_calls
+    assert again[0].id == made[1] and again[1].id not in made
+
+
+def test_an_id_that_the_model_wrote_is_kept_where_templates_take_it_and_no_other_call_has_it() -> None:
+    chat = format_of("mistral_nemo", TOOLS)
+    ids = ("abcdefgh1", "abcdefgh1", "short", "abcdefgh2")
+    calls = ", ".join(f'{{"name": "add", "arguments": {{}}, "id": "{id}"}}' for id in ids)
+    said = chat.message_of(turn(chat, f"[TOOL_CALLS][{calls}]</s>"), taken_ids=["abcdefgh2"]).tool_calls
+    assert said[0].id == "abcdefgh1" and not {said[1].id, said[2].id, said[3].id} & {*ids}
+    assert len({call.id for call in said}) == 4 and all(len(call.id) == 9 for call in said)
 
 
 def seen(family: str = "qwen3") -> Conversation:

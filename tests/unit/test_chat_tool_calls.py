@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rltrain.chat.tool_calls import PARSERS, ParsedCalls, parser_by_name, parser_of
@@ -44,16 +44,32 @@ values = st.recursive(
 )
 
 
+MARKS = (
+    *("<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=p>", "</parameter>", "[TOOL_CALLS]"),
+    *(
+        "<|python_tag|>",
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜>",
+        "```",
+    ),
+)
+marked_texts = st.lists(st.sampled_from(MARKS), max_size=4).map(" and ".join)
+"""Texts that speak of calls."""
+
+
 @pytest.mark.parametrize("family", WRITES)
 @settings(max_examples=15, derandomize=True, deadline=None)
 @given(data=st.data())
 def test_what_a_template_writes_of_calls_is_read_back(family: str, data: st.DataObject) -> None:
     """A model that writes as its template does is understood, with special tokens as ids."""
     chat = format_of(family, TOOLS)
+    queries = st.text("abc \n\"{}'é") | marked_texts
     one = st.builds(
         ToolCall,
         name=st.sampled_from(["add", "search"]),
-        arguments=st.fixed_dictionaries({"a": st.integers(), "query": st.text("abc \n\"{}'é"), "other": values}),
+        arguments=st.fixed_dictionaries({"a": st.integers(), "query": queries, "other": values}),
         id=st.text("abcdefghi0", min_size=9, max_size=9),
     )
     calls = data.draw(st.lists(one, min_size=1, max_size=3 if FAMILIES[family].parallel_calls else 1))
@@ -74,6 +90,39 @@ def test_what_a_template_writes_of_calls_is_read_back(family: str, data: st.Data
 def as_openai(call: ToolCall) -> dict[str, Any]:
     function = {"name": call.name, "arguments": json.dumps(call.arguments)}
     return {"id": call.id, "type": "function", "function": function}
+
+
+def written(parser: str, query: str) -> str:
+    """A call of search as models of a parser write it."""
+    arguments = json.dumps({"query": query}, ensure_ascii=False)
+    return {
+        "hermes": f'<tool_call>\n{{"name": "search", "arguments": {arguments}}}\n</tool_call>',
+        "llama3_json": f'{{"name": "search", "parameters": {arguments}}}',
+        "mistral": f'[TOOL_CALLS][{{"name": "search", "arguments": {arguments}}}]',
+        "deepseek": (
+            f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>search\n```json\n{arguments}\n```"
+            "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+        ),
+        "qwen3_coder": (
+            f"<tool_call>\n<function=search>\n<parameter=query>\n{query}\n</parameter>\n</function>\n</tool_call>"
+        ),
+    }[parser]
+
+
+@pytest.mark.parametrize("parser", PARSERS)
+@settings(max_examples=40, derandomize=True, deadline=None)
+@given(queries=st.lists(marked_texts, min_size=1, max_size=2), after=st.sampled_from(["", "I wrote %s."]))
+@example(queries=["what is <tool_call>?"], after="")
+@example(queries=["x"], after="I wrote %s.")
+def test_marks_in_arguments_and_behind_calls_begin_and_end_nothing(parser: str, queries: list[str], after: str) -> None:
+    """Behind calls of formats that close them there may be prose, which may name the mark that closes them."""
+    closing = {"hermes": "</tool_call>", "qwen3_coder": "</tool_call>", "deepseek": "<｜tool▁call▁end｜>"}.get(parser)
+    text = ("; " if parser == "llama3_json" else "\n").join(written(parser, query) for query in queries)
+    if closing and after:
+        text += after % closing
+    found = parse(parser, text)
+    assert [call.arguments for call in found.calls] == [{"query": query} for query in queries]
+    assert {call.name for call in found.calls} == {"search"} and not found.malformed and found.begin == 0
 
 
 ONE = (ToolCall("add", {"a": 1}),)
@@ -115,6 +164,18 @@ FENCED = 'function<｜tool▁sep｜>add\n```json\n{"a": 1}\n```'
             (ToolCall("search", {"query": "1\n2"}),),
         ),
         ("qwen3_coder", "<tool_call><function=add></function></tool_call>", (ToolCall("add", {}),)),
+        ("qwen3_coder", "<tool_call><function=add><parameter=a>1</function></tool_call>", ONE),
+        ("qwen3_coder", "<tool_call><function=add><parameter=a>1</tool_call>", ONE),
+        (
+            "qwen3_coder",
+            "<tool_call><function=add><parameter=a>\n1\n<parameter=b>\n2\n</function></tool_call>" * 2,
+            (ToolCall("add", {"a": 1, "b": 2}),) * 2,
+        ),
+        (
+            "qwen3_coder",
+            "<tool_call><function=search><parameter=query>\n1\n<parameter=b>\n</parameter></function></tool_call>",
+            (ToolCall("search", {"query": "1\n<parameter=b>"}),),
+        ),
     ],
 )
 def test_variants_that_models_write(parser: str, text: str, calls: tuple[ToolCall, ...]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +15,13 @@ import torch.distributed as dist
 from rltrain.checkpoint.run.files import Contents, read_manifest, write_files
 from rltrain.checkpoint.run.folder import Resumed, name_of
 from rltrain.checkpoint.run.random_states import random_states
-from rltrain.checkpoint.run.writer import Target
+from rltrain.checkpoint.run.writer import FilesWriter, Target
 from rltrain.checkpointing import MAX_INCOMPLETE, Checkpointing
 from rltrain.cluster.placement import resolve_placement
+from rltrain.cluster.world import World
 from rltrain.config.schema import Config
+from rltrain.liveness.job_store import JobStore
+from rltrain.liveness.stopping import StopRequest
 from rltrain.liveness.task_clock import TaskClock
 from rltrain.resuming import restore
 from rltrain.schedule.steps import build_order
@@ -157,6 +161,94 @@ def test_a_save_in_memory_alone_does_not_wait_for_the_disk_and_one_on_the_disk_d
     part.finish()
     timer.join()
     assert copied == [part.folder.partial(2), part.folder.partial(4)]
+
+
+class TimedRank:
+    """A rank of a job that saves every 600 s, with a clock of its own."""
+
+    def __init__(self, output: Path, rank: int, store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.monkeypatch = 100.0 * rank, monkeypatch
+        self._set_clock()
+        self.part = checkpointing(output, rank, store, {"keep": 0})
+        observer = JobStore(World(rank, NUM_RANKS, rank, NUM_RANKS, CPU, store, timeout_s=10)).observer
+        limits: Any = {"saves": True, "within_s": 60, "last_resort": lambda: ""}
+        self.part.stop = StopRequest(rank, store, observer, **limits)
+
+    def come_to(self, step: int, after_s: float) -> None:
+        self.part.writer.join()
+        self.now += after_s
+        self._set_clock()
+        self.part.at_boundary(step, 0)
+
+    def _set_clock(self) -> None:
+        clock = SimpleNamespace(monotonic=lambda: self.now, perf_counter=time.perf_counter)
+        self.monkeypatch.setattr("rltrain.checkpointing.time", clock)
+
+
+@pytest.fixture
+def timed(jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[TimedRank]:
+    """The job's leader, and the other rank that hosts a role."""
+    stores = jobs.start(NUM_RANKS)
+    return [TimedRank(tmp_path, rank, stores[rank], monkeypatch) for rank in (1, 3)]
+
+
+def steps_saved(ranks: Sequence[TimedRank]) -> list[int]:
+    for rank in reversed(ranks):
+        rank.part.finish()
+    return [found.step for found in reversed(ranks[0].part.folder.candidates())]
+
+
+def test_all_ranks_save_where_the_first_one_to_come_finds_that_it_is_time(timed: list[TimedRank]) -> None:
+    """And after the last step, since the run has saved before."""
+    leader, other = timed
+    for step, first, of_first_s, of_second_s in (
+        (1, other, 599, 700),
+        (2, leader, 1, 2),
+        (3, other, 599, 1),
+        (4, leader, 700, 1),
+        (9, leader, 1, 1),
+    ):
+        first.come_to(step, of_first_s)
+        (other if first is leader else leader).come_to(step, of_second_s)
+    assert steps_saved(timed) == [2, 4, 9]
+
+
+def test_a_job_that_ends_before_it_is_time_saves_nothing(timed: list[TimedRank]) -> None:
+    for step in range(1, 10):
+        for rank in timed:
+            rank.come_to(step, 50)
+    assert steps_saved(timed) == []
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_a_job_that_has_gone_on_from_a_checkpoint_on_the_disk_saves_after_its_last_step(
+    timed: list[TimedRank], in_memory: bool
+) -> None:
+    for rank in timed:
+        rank.part.job.resumed = SimpleNamespace(logs={}, in_memory=in_memory)  # type: ignore[misc, assignment]
+        rank.come_to(9, 50)
+    assert steps_saved(timed) == ([] if in_memory else [9])
+
+
+def test_no_checkpoint_by_time_is_begun_while_one_is_written(
+    timed: list[TimedRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leader, other = timed
+    leader.come_to(1, 600)
+    other.come_to(1, 0)
+    monkeypatch.setattr(FilesWriter, "is_busy", True)
+    leader.come_to(2, 600)
+    other.come_to(2, 600)
+    assert steps_saved(timed) == [1]
+
+
+def test_no_weight_sync_is_joined_before_a_checkpoint_by_time_that_stands_before_it(timed: list[TimedRank]) -> None:
+    leader, other = timed
+    leader.come_to(1, 600)
+    boundary = other.part.order.boundary(1)
+    assert not other.part.may_join(boundary - 1, boundary)
+    assert other.part.may_join(boundary, boundary + 1), "the rank has saved"
+    assert other.part.may_join(boundary - 2, boundary - 1), "the sync comes before the checkpoint"
 
 
 def test_who_waits_for_files_names_the_ranks_that_have_not_written_them(jobs: Jobs, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import rltrain.command
 from rltrain.commands.completion import script
 from rltrain.commands.main import SUBCOMMANDS, main
 from rltrain.commands.ranks import possible_worlds, torchrun_command, torchrun_options, wants_ranks
@@ -24,10 +25,12 @@ def test_every_subcommand_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     told = capsys.readouterr().out
     assert all(name in told for name in SUBCOMMANDS)
-    for name in ("train", "dry-run", "import-config", "convert", "report", "doctor", "make-quickstart", "completion"):
+    for name in set(SUBCOMMANDS) - {"schema"}:
         with pytest.raises(SystemExit) as stopped:
             main([name, "--help"])
-        assert stopped.value.code == 0 and "usage" in capsys.readouterr().out
+        helped = capsys.readouterr().out
+        assert stopped.value.code == 0 and f"usage: rltrain {name} " in helped
+        assert ("--nproc-per-node" in helped) == (name in ("train", "dry-run", "evaluate", "doctor"))
 
 
 def test_an_unknown_subcommand_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,12 +45,44 @@ def test_the_dry_run_is_that_of_launch_train(capsys: pytest.CaptureFixture[str])
     assert main(["train", "--config", config, "--dry-run", "--world-size", "3"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("ranks", "told"),
+    [
+        (["--nproc-per-node", "4"], "Ranks: 4, 4 per node"),
+        (["--nproc_per_node=2", "--nnodes=2", "--node-rank=0", "--max-restarts=3"], "Ranks: 4, 2 per node"),
+        (["--nproc-per-node=4", "--world-size=4"], "Ranks: 4, 4 per node"),
+        (["--nproc-per-node=4", "--world-size=8"], "--world-size: got 8, but --nproc-per-node and --nnodes make 4"),
+        (["--nproc-per-node=gpu"], "--nproc-per-node: got gpu with --dry-run"),
+    ],
+)
+def test_the_dry_run_takes_the_world_of_torchruns_options(
+    ranks: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(REPOSITORY / "configs" / "quickstart.yaml")
+    status = main(["train", "--config", config, "--dry-run", *ranks, "steps=2"])
+    said = capsys.readouterr()
+    assert told in said.out + said.err and status == (0 if told in said.out else 2)
+    assert not said.err or said.err.startswith("rltrain train: refused: ")
+
+
+def test_usage_and_refusals_name_the_script_that_was_typed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["launch/train.py"])
+    arguments = ["--config", str(REPOSITORY / "configs" / "quickstart.yaml"), "--dry-run"]
+    assert rltrain.command.main([*arguments, "--nproc-per-node=4"]) == 2
+    assert capsys.readouterr().err.startswith("train.py: refused: --nproc-per-node and --nnodes")
+    with pytest.raises(SystemExit):
+        rltrain.command.main([*arguments, "--stepz=4"])
+    assert "usage: train.py " in capsys.readouterr().err
+
+
 def test_plainly_started_training_is_one_rank_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     arguments = ["--config", "c.yaml", "steps=3"]
     assert wants_ranks(arguments) and not wants_ranks([*arguments, "--dry-run"])
     started = torchrun_command("train", arguments)
-    assert started[:4] == [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    assert started[:4] == [sys.executable, "-m", "rltrain.commands.agent", "--standalone"]
     assert started[4:] == ["--nproc-per-node=1", "-m", "rltrain.commands.main", "train", *arguments]
     several = torchrun_command("evaluate", ["--nproc-per-node", "8", "--nnodes=2", "--node-rank", "1", "a.b=c"])
     assert several[3:6] == ["--nproc-per-node=8", "--nnodes=2", "--node-rank=1"] and several[-1] == "a.b=c"
@@ -98,6 +133,11 @@ REFUSED = {
     ),
     "a schedule": (["train", "--nproc-per-node=4", *QUICKSTART, "schedule.sync_every=2"], "schedule.sync_every: got 2"),
     "a model": (["train", "--nproc-per-node=4", *QUICKSTART, "model.path=/none"], "/none/config.json does not exist"),
+    "a reward": (["train", "--nproc-per-node=4", *QUICKSTART, "reward.function=no.py:f"], "there is no file 'no.py'"),
+    "an agent": (
+        ["train", "--nproc-per-node=4", *QUICKSTART, "placement.env=0", "env.agent={command: [python3, no.py]}"],
+        "env.agent.command: got ['python3', 'no.py']: there is no file 'no.py'",
+    ),
     "no node": (["train", "--nnodes=0", *QUICKSTART], "--nnodes: got 0; expected a number of at least 1"),
     "nodes backwards": (["train", "--nnodes=3:2", *QUICKSTART], "expected 2:3"),
     "ranks": (["train", "--nproc-per-node=four", *QUICKSTART], "got four; expected a number of at least 1, gpu, cpu"),
@@ -123,15 +163,18 @@ def test_a_mistake_is_one_line_before_any_rank_is_started(
     [
         (["train"], "arguments are required: --config"),
         (["train", *QUICKSTART, "--steps=5"], "arguments: --steps=5; config keys are given without dashes"),
-        (["evaluate", *QUICKSTART], "arguments are required: --checkpoint"),
+        (["evaluate", *QUICKSTART], "arguments are required: --checkpoint; see rltrain evaluate --help"),
+        (["dry-run"], "arguments are required: --config; see rltrain dry-run --help"),
     ],
 )
-def test_a_wrong_call_ends_with_what_is_wrong(
+def test_a_wrong_call_is_one_line_too(
     arguments: list[str], told: str, became: list[list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
-    assert stopped.value.code == 2 and told in capsys.readouterr().err.splitlines()[-1] and not became
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2 and said.count("\n") == 1 and not became
+    assert said.startswith(f"rltrain {arguments[0]}: error: ") and told in said
 
 
 def test_what_is_refused_is_refused_without_torch() -> None:

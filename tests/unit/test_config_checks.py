@@ -19,6 +19,9 @@ PPO = {"algorithm": "ppo", "placement": {"actor,critic": "0-1", "rollout,reward"
 SFT = {"algorithm": "sft", "placement": {"actor": 0}}
 ENVIRONMENT = {"placement": {**GRPO, "env": 0}, "env": {"function": "calculator"}}
 EVAL = {"train": {"path": "t"}, "eval": {"path": "e"}}
+LOSS = {"stop_at": 0.5, "keep_best": {"metric": "eval/loss", "mode": "min"}}
+HELD = {"name": "held", "data": {"path": "h"}}
+UNLABELLED = {"train": {"path": "t"}, "eval": {"path": "e", "label_key": None}}
 SIZES = tiny_architecture(
     "llama", num_layers=4, num_heads=8, num_kv_heads=2, ffn_hidden_size=48, max_positions=4096, vocab_size=100
 )
@@ -44,6 +47,9 @@ def check_in_world_of_8(sizes=SIZES, own=None, **sections) -> None:
         {"placement": {"actor": 0, "rollout": 0, "reward": 0}},
         {"algorithm": "sft", "placement": {"actor": "all"}},
         {"algorithm": "sft", "placement": {"actor": "all", "rollout , reward": 0}, "data": EVAL},
+        {"algorithm": "sft", "placement": {"actor": "all"}, "data": EVAL},
+        {"algorithm": "sft", "placement": {"actor": "all"}, "data": UNLABELLED, "evaluation": LOSS},
+        {"algorithm": "dpo", "placement": {"actor,reference": 0}, "data": UNLABELLED, "evaluation": LOSS},
         {"algorithm": "sft", "placement": {"actor": "all"}, "batch": {"samples_per_prompt": 1}},
         {"algorithm": "dpo", "placement": {"actor": "0-1", "reference": "2-3"}, "data": EVAL},
         {"algorithm": "reward_model", "placement": {"actor": 0}, "batch": {"prompts_per_step": 9, "mini_batches": 3}},
@@ -74,6 +80,10 @@ def test_configs_that_work_are_accepted(sections):
             "placement.reward: the role is not placed, but data.eval needs it",
         ),
         (
+            {"algorithm": "sft", "placement": {"actor": 0}, "data": EVAL, "evaluation": {"sets": [HELD]}},
+            "placement.rollout: the role is not placed, but data.eval needs it",
+        ),
+        (
             {"algorithm": "sft", "placement": {"actor": 0, "rollout": 0}},
             "role rollout has nothing to do in algorithm sft without data.eval; expected only actor",
         ),
@@ -91,7 +101,10 @@ def test_configs_that_work_are_accepted(sections):
             {"algorithm": "ppo"},
             "placement.critic: the role is not placed, but algorithm ppo needs it; expected critic: ranks",
         ),
-        ({"placement": {**GRPO, "aktor": 0}}, "placement.aktor: unknown role 'aktor'; the nearest valid role is actor"),
+        (
+            {"placement": {**GRPO, "aktor": 0}},
+            "placement.aktor: unknown role 'aktor'; expected one of actor, refer",
+        ),
         (
             {"placement": {**GRPO, "qq": 0}},
             "unknown role 'qq'; expected one of actor, reference, teacher, inference, reward_model, judge, evaluation, "

@@ -125,6 +125,7 @@ def test_the_line_of_a_split_key_is_kept(refusal):
         ("seed: true", ":8: seed: got true; expected a whole number"),
         ("output_dir: 3", "output_dir: got 3; expected text in quotes"),
         ("output_dir: no", "output_dir: got false; expected text in quotes"),
+        ("algorithm: grop", "evaluate (the nearest is grpo)"),
         ("algorithm: a2c", 'algorithm: got "a2c"; expected one of grpo, rloo, '),
         ("preference: {label_smoothing: 0.5}", "preference.label_smoothing: got 0.5; expected a number"),
         ("actor: 3", "actor: got 3; expected a section with the keys backend, fsdp, optimizer, micro_batch_tokens"),

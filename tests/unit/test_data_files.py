@@ -4,16 +4,20 @@ import bz2
 import gzip
 import json
 import lzma
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import feather, ipc, parquet
 
 from rltrain.config import schema
 from rltrain.data.files import BadRow, read_rows, read_source
+from rltrain.data.row_access import TableAccess
+from rltrain.data.row_index import IndexedFile
 from rltrain.errors import DataError
 
 ROWS = [{"prompt": f"{number}+1=", "meta": {"level": number}} for number in range(5)]
@@ -84,6 +88,57 @@ def test_items_of_a_list_that_are_no_rows(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text('[{"prompt": "a"}, 3]')
     good, bad = rows_of(tmp_path / "list.json")
     assert good == {"prompt": "a"} and isinstance(bad, BadRow) and "is a JSON int" in str(bad)
+
+
+def test_a_number_with_too_many_digits_spoils_its_own_row(tmp_path: Path) -> None:
+    rows = ['{"prompt": "a", "label": [' + "9" * 5000 + "]}", '{"prompt": "b", "label": 7}']
+    lines, items = tmp_path / "rows.jsonl", tmp_path / "rows.json"
+    lines.write_text("\n".join(rows))
+    items.write_text(f"[{', '.join(rows)}]")
+    for path in (lines, items):
+        first, second = rows_of(path)
+        assert isinstance(first, BadRow)
+        assert str(first) == "cannot be read: it has a whole number of more than 4300 digits"
+        assert second == {"prompt": "b", "label": 7}
+
+
+CALL_TYPE = pa.struct({"name": pa.string(), "arguments": pa.map_(pa.string(), pa.float32())})
+TYPED_COLUMNS: dict[str, tuple[pa.DataType, list[Any], list[Any]]] = {
+    "float32": (pa.float32(), [1.1, None, 3.0], [1.1, None, 3.0]),
+    "large": (pa.float32(), [1e30, 123456792.0, math.inf], [1e30, 123456792.0, math.inf]),
+    "float16": (pa.float16(), [np.float16(1.1), None, np.float16(65504)], [1.1, None, 65504.0]),
+    "list": (pa.list_(pa.float32()), [[1.1, None], None, []], [[1.1, None], None, []]),
+    "coded": (pa.dictionary(pa.int8(), pa.string()), ["a", None, "a"], ["a", None, "a"]),
+    "map": (
+        pa.map_(pa.string(), pa.float32()),
+        [[("a", 1.1), ("b", None)], None, []],
+        [{"a": 1.1, "b": None}, None, {}],
+    ),
+    "numbered": (pa.map_(pa.int8(), pa.float32()), [[(1, 1.1)], None, []], [[(1, 1.1)], None, []]),
+    "calls": (
+        pa.list_(CALL_TYPE),
+        [[{"name": "f", "arguments": [("x", 0.1)]}], None, [{"name": "g", "arguments": None}]],
+        [[{"name": "f", "arguments": {"x": 0.1}}], None, [{"name": "g", "arguments": None}]],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow"])
+def test_values_of_a_table_are_those_that_json_would_have(tmp_path: Path, name: str) -> None:
+    table = pa.table({column: pa.array(given, kind) for column, (kind, given, _) in TYPED_COLUMNS.items()})
+    if name == "rows.parquet":
+        parquet.write_table(table, tmp_path / name)
+    else:
+        with ipc.new_stream(tmp_path / name, table.schema) as writer:
+            writer.write_table(table)
+    rows = rows_of(tmp_path / name)
+    assert {column: [row[column] for row in rows] for column in TYPED_COLUMNS} == {
+        column: expected for column, (*_, expected) in TYPED_COLUMNS.items()
+    }
+    stat = (tmp_path / name).stat()
+    reads = "parquet" if name == "rows.parquet" else "arrow"
+    file = IndexedFile(str(tmp_path / name), "", reads, 3, stat.st_size, stat.st_mtime_ns)
+    assert [TableAccess(file).at(place, None) for place in range(3)] == rows
 
 
 @pytest.mark.parametrize(

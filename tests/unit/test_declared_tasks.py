@@ -62,7 +62,7 @@ def test_where_models_compute_follows_from_what_is_declared(monkeypatch: pytest.
         "update_critic": ("critic", True),
         "reference_logprobs": ("reference", False),
         "evaluation_logprobs": ("reference", False),
-        "score_evaluation_pairs": ("actor", False),
+        "score_held_out": ("actor", False),
         "teacher_logprobs": ("teacher", False),
         "inference_logprobs": ("inference", False),
         "model_scores": ("reward_model", False),

@@ -211,6 +211,17 @@ def test_of_a_conversation_the_assistants_turns_are_learnt(tmp_path: Path) -> No
     assert experience.truncated.tolist() == [False, False]
 
 
+def test_a_written_response_ends_as_the_template_ends_a_turn() -> None:
+    """The tokenizer's eos_token is another token than the one by which a chat's turn ends."""
+    tokenizer = byte_tokenizer("{% for m in messages %}[{{ m.role }}]{{ m.content }}<end>{% endfor %}[assistant]")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<end>"]})
+    end, data = tokenizer.convert_tokens_to_ids("<end>"), schema.Data(train=schema.PromptFile(path="x"))
+    encoder = PromptEncoder(tokenizer, data, named_ends=[7])
+    assert (encoder.response_end, encoder.end_tokens) == (end, {end, 7, tokenizer.eos_token_id})
+    plain = PromptEncoder(tokenizer, data.model_copy(update={"chat_template": "never"}), named_ends=[7])
+    assert (plain.response_end, plain.end_tokens) == (tokenizer.eos_token_id, {7, tokenizer.eos_token_id})
+
+
 def test_the_last_turn_alone_may_be_learnt(tmp_path: Path) -> None:
     dataset = conversations(tmp_path, TALK, learnt="last")
     experience = demonstrate_rows(dataset, [0])
@@ -263,3 +274,15 @@ def test_a_template_without_a_place_for_the_rows_is_refused_at_the_start(tmp_pat
     with pytest.raises(DataError, match=r"talks.jsonl:1: the row cannot be encoded: the chat template asks the model"):
         Demonstrations(limited)
     assert len(dataset) == 1
+
+
+def test_held_out_demonstrations_are_read_where_their_loss_is_asked_for(tmp_path: Path) -> None:
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    data = schema.Data(train=schema.PromptFile(path=str(write(tmp_path))))
+    asked = config(tmp_path).model_copy(update={"data": data.model_copy(update={"eval": data.train})})
+    demonstrations = Demonstrations(asked)
+    parts = [demonstrations.held_out(part=part, num_parts=3) for part in range(3)]
+    assert [part.prompt_ids.tolist() for part in parts] == [[0, 3], [1], [2]]
+    assert demonstrations.held_out(part=5, num_parts=6).num_samples == 0
+    answered = asked.model_copy(update={"placement": {"actor,rollout,reward": 0}})
+    assert [*Demonstrations(answered).datasets] == ["data.train"], "whose rows of data.eval need no response"

@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from rltrain.config.explain import all_keys
-from rltrain.config.loader import load_config
 from rltrain.config.reference import COMMAND, docstrings, document
 from rltrain.config.schema import Schedule
 
@@ -62,14 +61,6 @@ def quoted_messages() -> list[str]:
 @pytest.mark.parametrize("words", quoted_messages())
 def test_troubleshooting_quotes_what_the_code_says(words: str) -> None:
     assert words in texts_of_the_code()
-
-
-def test_the_first_config_that_one_reads_is_one(tmp_path: Path) -> None:
-    [block] = re.findall(r"```yaml\n(.*?)```", (DOCS / "index.md").read_text(), flags=re.DOTALL)
-    file = tmp_path / "config.yaml"
-    file.write_text(block)
-    config = load_config(file, [])
-    assert config.placed_roles == {"actor", "reference", "rollout", "reward"}
 
 
 def test_every_benchmark_stands_on_the_page_of_their_commands() -> None:

@@ -1,7 +1,9 @@
 """Every command that the pages quote: its file or entry point exists, its options are known to the parser that reads
-them, its overrides load on its config, and its files exist or are made by a command before it."""
+them, the job of its config and overrides is one in its world, and its files exist or are made by a command before it.
+Dry runs are made, and what needs neither a GPU nor minutes is run."""
 
 import argparse
+import contextlib
 import importlib
 import importlib.util
 import inspect
@@ -13,10 +15,14 @@ from typing import Any
 
 import pytest
 
+from rltrain.command import OF_EVERY_CALL
 from rltrain.commands.main import SUBCOMMANDS
 from rltrain.commands.ranks import torchrun_command
 from rltrain.config.loader import load_config
-from rltrain.errors import ConfigError
+from rltrain.dry_run.description import describe_job
+from rltrain.dry_run.options import DryRunOptions
+from rltrain.errors import UserError
+from tests.forked.popen import run
 from tests.unit.documented_commands import (
     PAGES,
     REPOSITORY,
@@ -40,6 +46,19 @@ RUN_ELSEWHERE = {
 NEEDS_GPUS = {"configs/gsm8k_qwen3_0.6b.yaml": "Qwen3-0.6B at full batch; test_gsm8k.py runs gsm8k_tiny.yaml"}
 """Configs that commands name and that nothing here runs whole: their commands are checked as all others are."""
 
+RUN = (
+    "rltrain doctor",
+    "python -m rltrain.sandbox.means",
+    "python examples/",
+    "python tools/make_",
+    *(
+        f"python tools/convert_checkpoint.py {what}"
+        for what in ("hf-to-megatron", "megatron-to-hf", "inspect", "verify")
+    ),
+)
+"""How commands begin that need neither a GPU nor minutes; `run-to-hf` needs a run, as in test_convert_checkpoint.py."""
+
+QUICKSTART = "configs/quickstart.yaml"
 NO_COMMANDS = ("    ", " ", "ranks 0-7: peak", "launch/  ", "sequential ", "ids  ", "{")
 """How blocks begin that show something else."""
 
@@ -105,13 +124,32 @@ def main_of(path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     return main
 
 
-def check_config(values: argparse.Namespace, made: set[str]) -> None:
+def world_of(text: str) -> tuple[int, int]:
+    """Returns the ranks that a command starts, and those of a node: of a range of nodes the largest."""
+    per_node = re.search(r"--nproc-per-node[ =](\d+)", text)
+    nodes = re.search(r"--(?:nnodes|nodes)[ =](?:\d+:)?(\d+)", text)
+    ranks = int(per_node[1]) if per_node else 8 if nodes else 1
+    return ranks * int(nodes[1] if nodes else 1), ranks
+
+
+def check_config(values: argparse.Namespace, command: Command, folder: Path) -> None:
+    """Makes the dry run in `folder`, which is empty. A reader's own config is the quickstart's.
+
+    Raises the UserError that the job is refused with.
+    """
     config, overrides = getattr(values, "config", None), getattr(values, "overrides", [])
     if config is None:
         return
-    if is_placeholder(str(config)) or str(config) in made:
-        config = REPOSITORY / "configs/quickstart.yaml"
-    load_config(REPOSITORY / config, overrides)
+    world = world_of(command.text)
+    if is_placeholder(str(config)) or str(config) in made_before(command):
+        config, world = QUICKSTART, (4, 4)
+    options: dict[str, Any] = {"world_size": world[0], "ranks_per_node": world[1]}
+    if getattr(values, "dry_run", False):
+        options = {name: value for name, value in vars(values).items() if name not in OF_EVERY_CALL}
+    if config == QUICKSTART:
+        options["world_size"] = max(options.get("world_size", 0), 4)
+    with contextlib.chdir(folder):
+        describe_job(REPOSITORY / config, overrides, DryRunOptions(**options))
 
 
 def script_and_rest(words: list[str]) -> tuple[Path, list[str]]:
@@ -151,8 +189,8 @@ def test_the_readme_begins_with_the_main_job_and_the_tests_and_ci_runs_both() ->
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{command.page}:{command.text[:60]}")
-def test_a_command_is_one(command: Command, parse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    check(command, parse, monkeypatch)
+def test_a_command_is_one(command: Command, parse: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    check(command, parse, monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -161,6 +199,9 @@ def test_a_command_is_one(command: Command, parse: Any, monkeypatch: pytest.Monk
         "rltrain dry-run --config configs/quickstart.yaml --world-sizes 4",
         "rltrain train --config configs/quickstart.yaml stepps=2",
         "rltrain train --config configs/none.yaml",
+        "rltrain train --nproc-per-node 3 --config configs/quickstart.yaml",
+        "torchrun --nproc-per-node 4 launch/train.py --config configs/quickstart.yaml env.function=calculator",
+        "rltrain dry-run --config FILE --world-size 4 reward.function=missing.py:score",
         "torchrun --standalone --nprocs 2 launch/train.py --config configs/quickstart.yaml",
         "torchrun --nproc-per-node 2 launch/trian.py --config configs/quickstart.yaml",
         "bash tests/run.sh --fast",
@@ -168,9 +209,36 @@ def test_a_command_is_one(command: Command, parse: Any, monkeypatch: pytest.Monk
         "python -m rltrain.sandbox.meens",
     ],
 )
-def test_a_command_that_is_none_is_found(wrong: str, parse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises((AssertionError, ConfigError, SystemExit)):
-        check(Command("README.md", wrong), parse, monkeypatch)
+def test_a_command_that_is_none_is_found(
+    wrong: str, parse: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises((AssertionError, UserError, SystemExit)):
+        check(Command("README.md", wrong), parse, monkeypatch, tmp_path)
+
+
+def pages_that_run() -> list[str]:
+    return list(dict.fromkeys(command.page for command in COMMANDS if command.text.startswith(RUN)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", pages_that_run())
+def test_the_commands_of_a_page_run_one_after_the_other(page: str, tmp_path: Path) -> None:
+    for name in ("configs", "examples", "launch", "tools"):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    programs = {"rltrain": [sys.executable, "-m", "rltrain"], "python": [sys.executable]}
+    for command in COMMANDS:
+        if command.page == page and command.text.startswith(RUN):
+            program, *rest = with_numbers(command.words())
+            done = run([*programs[program], *with_folders(rest)], 600, folder=tmp_path)
+            assert done.returncode == 0, f"{command.text}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+def with_folders(words: list[str]) -> list[str]:
+    """Returns the words with a checkpoint for HF_DIR, and a folder for what a command makes."""
+    given = {"HF_DIR": str(REPOSITORY / "tests/warmed_up"), "DIR": "made"}
+    made = {"HF_DIR": "made_hf", "DIR": "made"}
+    pairs = zip(["", *words], words, strict=False)
+    return [(made if before == "--output" else given).get(word, word) for before, word in pairs]
 
 
 def of_module(program: str, rest: list[str]) -> tuple[str, list[str]]:
@@ -180,10 +248,9 @@ def of_module(program: str, rest: list[str]) -> tuple[str, list[str]]:
     return program, rest
 
 
-def check(command: Command, parse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def check(command: Command, parse: Any, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """AssertionError, or the error of what reads it, where the command is wrong."""
     words = command.words()
-    made = made_before(command)
     if " ".join(words) in RUN_ELSEWHERE:
         return
     for program, *rest in alternatives(words):
@@ -196,11 +263,12 @@ def check(command: Command, parse: Any, monkeypatch: pytest.MonkeyPatch) -> None
                 started = torchrun_command(rest[0], arguments)
                 arguments = started[started.index(rest[0]) + 1 :]
             main = importlib.import_module(subcommand.module).main
-            check_config(parse(main, [*subcommand.before, *arguments]), made)
+            check_config(parse(main, [*subcommand.before, *arguments]), command, folder)
         elif program == "python" and rest[0] == "-m":
             assert importlib.util.find_spec(rest[1]), rest[1]
         elif program == "sbatch":
-            check_config(parse(importlib.import_module("rltrain.command").main, script_and_rest(rest)[1]), made)
+            main = importlib.import_module("rltrain.command").main
+            check_config(parse(main, script_and_rest(rest)[1]), command, folder)
         elif program == "bash":
             check_shell_script(*script_and_rest(rest), parse, monkeypatch)
         else:
@@ -210,7 +278,7 @@ def check(command: Command, parse: Any, monkeypatch: pytest.MonkeyPatch) -> None
             if script.parent.name == "examples":
                 load_config(REPOSITORY / "configs/quickstart.yaml", arguments)
                 continue
-            check_config(parse(main_of(script, monkeypatch), arguments), made)
+            check_config(parse(main_of(script, monkeypatch), arguments), command, folder)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

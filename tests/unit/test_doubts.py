@@ -38,7 +38,8 @@ def test_ranks_without_a_role_are_named(world_size: int, who: str) -> None:
 def test_variables_that_nobody_reads_are_doubted() -> None:
     (doubt,) = doubts_about_variables(["PATH", "RLTRAIN_NATVE", "RLTRAIN_NATIVE", "RLTRAIN_TEST_ANYTHING"])
     assert doubt == (
-        f"the environment variable RLTRAIN_NATVE is read by nobody; expected one of {', '.join(VARIABLES)}"
+        f"the environment variable RLTRAIN_NATVE is read by nobody; expected one of {', '.join(VARIABLES)} "
+        "(the nearest is RLTRAIN_NATIVE)"
     )
 
 

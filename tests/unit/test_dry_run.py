@@ -228,6 +228,26 @@ def test_a_row_that_would_end_the_job_ends_the_dry_run(tmp_path):
         rows_of(f"data.train.path={tmp_path}/rows.jsonl")
 
 
+def test_a_column_that_the_config_names_and_rows_lack_ends_the_dry_run(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1=", "label": "2", "kind": "math", "level": 1}\n' * 2)
+    teachers = [
+        f"teacher.path={{math: {WARMED_UP}, code: {WARMED_UP}}}",
+        "placement={'actor, teacher': 0-1, 'rollout, reward': 2-3}",
+    ]
+    given = [f"data.train.path={rows}", "data.eval=null", "algorithm=distillation", "loss.kl.coef=0", *teachers]
+    with pytest.raises(DataError, match=r"has no column 'teacher', which role teacher \(teacher.column\) takes"):
+        rows_of(*given)
+    assert "2 rows; none left out" in rows_of(*given, "teacher.column=kind")
+    with pytest.raises(DataError, match=r"rows.jsonl:1: 'level' is 1; expected one of math, code \(teacher.path\)"):
+        rows_of(*given, "teacher.column=level")
+    sources = f"data.train={{sources: [{{path: {rows}}}, {{path: {rows}, name: again}}]}}"
+    assert "again): 2 rows" in rows_of(*given[1:], sources, "teacher.column=kind")
+    assert "2 rows" in rows_of(given[0], "data.curriculum.key=level", "data.curriculum.steps=5")
+    with pytest.raises(DataError, match="the row has no key 'difficulty'"):
+        rows_of(given[0], "data.curriculum.key=difficulty", "data.curriculum.steps=5")
+
+
 def test_files_of_many_bytes_are_not_read(tmp_path):
     with (tmp_path / "rows.jsonl").open("wb") as file:
         file.truncate(3 * 2**30)
@@ -236,10 +256,11 @@ def test_files_of_many_bytes_are_not_read(tmp_path):
 
 @pytest.mark.parametrize("name", [path.stem for path in CONFIGS.glob("quickstart*.yaml")])
 def test_every_shipped_run_can_be_described(name):
-    text = describe_job(CONFIGS / f"{name}.yaml", ["model.path=nowhere"], DryRunOptions(4, 4))
+    absent = ["model.path=nowhere", *(["teacher.path=nowhere"] if name == "quickstart_distillation" else [])]
+    text = describe_job(CONFIGS / f"{name}.yaml", absent, DryRunOptions(4, 4))
     titles = [line.split(":")[0] for line in text.splitlines() if line and not line.startswith(" ")]
-    unanswered = name in ("quickstart_dpo", "quickstart_reward_model", "quickstart_moe_sft")
-    answered, scored = ([], []) if unanswered else (["Evaluation"], ["Reward"])
+    answered = [] if name == "quickstart_moe_sft" else ["Evaluation"]
+    scored = [] if name in ("quickstart_dpo", "quickstart_reward_model", "quickstart_moe_sft") else ["Reward"]
     assert titles == [
         "Ranks", "Pairs of roles", "Parallel grids", "Process groups", "Schedule", *answered, "Repeats", "Overlaps",
         "Memory", "Weight sync", "Rows", *scored,

@@ -7,7 +7,7 @@ import pytest
 
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
-from rltrain.dry_run.reward import describe_reward
+from rltrain.dry_run.reward import describe_environment, describe_reward
 from rltrain.errors import ConfigError
 
 SHIPPED = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
@@ -72,3 +72,23 @@ def test_a_file_that_is_no_python_is_refused(tmp_path: Path, monkeypatch: pytest
 )
 def test_what_only_the_job_reaches(name: str, where: str) -> None:
     assert describe_reward(config(f"reward.function={name}")) == [f"reward.function: {name}, {where}"]
+
+
+def test_what_answers_the_model_is_found_in_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("class Task:\n    pass\n")
+    script = tmp_path / "mine.py"
+    for given, said in (
+        ("{function: 'mine.py:Task'}", "env.function: mine.py:Task, line 1"),
+        ("{function: calculator}", "env.function: calculator"),
+        ("{agent: {function: 'mine.py:Task'}}", "env.agent.function: mine.py:Task, line 1"),
+        ("{agent: {command: [python3, mine.py]}}", f"env.agent.command: python3 {script}"),
+    ):
+        assert describe_environment(config(f"env={given}")) == [said]
+    for given, said in (
+        ("{function: 'mine.py:Tusk'}", "env.function: 'mine.py:Tusk': mine.py has no function 'Tusk'"),
+        ("{agent: {function: 'no.py:Task'}}", "env.agent.function: 'no.py:Task': there is no file 'no.py'"),
+        ("{agent: {command: [python3, no.py]}}", "env.agent.command: got ['python3', 'no.py']: there is no file"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            describe_environment(config(f"env={given}"))

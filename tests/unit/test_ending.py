@@ -17,6 +17,7 @@ from rltrain.errors import ConfigError
 from rltrain.liveness import ending
 from rltrain.liveness.ending import FAILED, USER_ERROR, Ending
 from rltrain.liveness.heartbeat import Beat, Board
+from rltrain.system import launcher
 from rltrain.system.processes import process_here, this_process
 from tests.unit.shared_store import open_store
 
@@ -101,7 +102,7 @@ def test_torchrun_finds_no_half_of_a_message(
         file.flush()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ending.json, "dump", is_killed_amid)
+    monkeypatch.setattr(launcher.json, "dump", is_killed_amid)
     with pytest.raises(KeyboardInterrupt):
         ranks[0].by(ConfigError("no"))
     assert not (tmp_path / "error.json").exists()
@@ -144,10 +145,11 @@ def test_a_killed_rank_is_named_before_what_others_saw_of_it(
     gone = subprocess.Popen(["true"])
     gone.wait()
     Board(store).put(Beat(1, "generate", "rollout", step=3, alive=4, process=process_here(gone.pid)))
+    ranks[0].way_on = lambda: "the same command goes on from step 2"
     status_of(lambda: ranks[0].by(RuntimeError("Connection closed by peer")))
     lost = (
         "killed, as for want of memory, or crashed without a message: "
-        f"rank 1 on {platform.node()}, last known to be at generate[3] (rollout)"
+        f"rank 1 on {platform.node()}, last known to be at generate[3] (rollout); the same command goes on from step 2"
     )
     assert f"rltrain: {lost}. What rank 0 saw of it:\nrank 0 failed:\nRuntimeError: Conn" in capsys.readouterr().err
     assert summary_of(tmp_path / "error.json", FAILED).splitlines()[-2] == f"  traceback : {lost}"

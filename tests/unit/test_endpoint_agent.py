@@ -4,6 +4,7 @@ import asyncio
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import pytest
 from rltrain.endpoint.trajectory import RecordedSession
 from rltrain.environments.agent import SESSION, Agent, AgentFailed, printed_reward
 from rltrain.environments.interface import Row, StepResult
+from rltrain.errors import ConfigError
+from rltrain.rewards.locating import found_command
 from rltrain.rollout.sample import Status
 from rltrain.sandbox.means import means
 from tests.talking_engine import Endpoint, endpoint
@@ -114,3 +117,39 @@ def test_a_function_is_awaited(served: Endpoint) -> None:
     assert len(session.trajectories) == 1
     result, _ = run(served, "", function=f"{__name__}:says_nothing")
     assert isinstance(result, StepResult) and result.info["rewarded"] == 0.0
+
+
+@pytest.mark.parametrize("sandbox", ["none", *AVAILABLE[:1]])
+def test_a_program_is_found_where_the_job_was_started_and_may_import_from_there(
+    served: Endpoint, sandbox: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs in another folder, to which it may write."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "agent.py").write_text(
+        "import json, os, sys, beside\n"
+        "assert json.load(open(os.environ['RLTRAIN_ROW']))['question'] == 'Why?'\n"
+        "open('written', 'w').close()\n"
+        "print(json.dumps({'reward': float(os.getcwd() != os.path.dirname(sys.argv[1]))}))\n"
+    )
+    (tmp_path / "beside.py").write_text("")
+    for command in ([sys.executable, "agent.py", "agent.py"], [sys.executable, "-m", "agent", "./agent.py"]):
+        result, _ = run(served, "", command=command, sandbox=sandbox)
+        assert isinstance(result, StepResult) and result.reward == 1.0, result
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == ["agent.py", "beside.py"]
+
+
+def test_words_of_a_command_that_name_no_file_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "math").mkdir()
+    (tmp_path / "python3").touch()
+    command = ["python3", "-c", "pass", "math", "--task", "-", "no/such", ""]
+    assert found_command(command, "env.agent.command") == command
+    assert found_command(["./python3", "./math"], "")[1] == str(tmp_path / "math")
+
+
+def test_a_script_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    expected = re.escape(f"there is no file 'agent.py' (relative paths start at {tmp_path})")
+    for command in (["python3", "-u", "agent.py"], ["/usr/bin/python3.11", "agent.py", "x"], ["bash", "agent.py"]):
+        with pytest.raises(ConfigError, match=r"env\.agent\.command: .*" + expected):
+            Agent(command=command)

@@ -4,8 +4,9 @@ import json
 import re
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 
 from rltrain.endpoint.trajectory import RecordedTrajectory
@@ -300,3 +301,48 @@ def test_what_is_refused_is_an_error_that_clients_understand(
         wrong = anthropic.Anthropic(base_url=served.url, api_key="sk-wrong", max_retries=0)
         wrong.messages.create(model="any", max_tokens=9, messages=[user("x")])
     assert [model.id for model in client.models.list()] == ["model"]
+
+
+def call_ids(answer: dict[str, Any]) -> list[str]:
+    """The ids of the tool calls in an answer of any of the APIs."""
+    calls = answer["choices"][0]["message"]["tool_calls"] if "choices" in answer else answer.get("content") or []
+    calls = calls + answer.get("output", [])
+    return [call.get("call_id") or call["id"] for call in calls if call.get("type") != "text" and "content" not in call]
+
+
+TOOLS = {
+    "chat/completions": {"type": "function", "function": WEATHER},
+    "responses": {"type": "function", **WEATHER},
+    "messages": {"name": "weather", "input_schema": WEATHER["parameters"]},
+}
+
+
+@pytest.mark.parametrize("path", TOOLS)
+@pytest.mark.parametrize("in_session", [False, True])
+def test_equal_calls_of_several_turns_and_requests_have_ids_of_their_own_that_templates_take(
+    served: Endpoint, path: str, in_session: bool
+) -> None:
+    token = served.server.open_session().token if in_session else OWNER
+    made: list[str] = []
+    for key in ("a", "b", "c"):
+        body = {"input" if path == "responses" else "messages": [user("How is Bonn?")], "tools": [TOOLS[path]]}
+        limits = {"max_tokens": 200} if path == "messages" else {}
+        headers = {"Authorization": f"Bearer {token}", "Idempotency-Key": key}
+        answer = httpx.post(f"{served.url}/v1/{path}", json={**body, **limits}, headers=headers)
+        assert answer.status_code == 200, answer.text
+        made += call_ids(answer.json())
+    assert len(made) == len(set(made)) == 3
+    assert all(len(id) == 9 and id.isalnum() for id in made)
+
+
+def test_equal_calls_of_turns_that_go_on_from_each_other_have_ids_of_their_own() -> None:
+    with endpoint(lambda context: CALL) as served:
+        for token in (OWNER, served.server.open_session().token):
+            messages: list[dict[str, Any]] = [user("How is Bonn?")]
+            for _ in range(3):
+                body = {"messages": messages, "tools": [TOOLS["chat/completions"]]}
+                headers = {"Authorization": f"Bearer {token}"}
+                answer = httpx.post(f"{served.url}/v1/chat/completions", json=body, headers=headers).json()
+                (id,) = call_ids(answer)
+                assert id not in [message.get("tool_call_id") for message in messages]
+                messages += [answer["choices"][0]["message"], {"role": "tool", "tool_call_id": id, "content": "rain"}]

@@ -15,7 +15,7 @@ from rltrain.endpoint.refused import Refused
 from rltrain.endpoint.trajectory import RecordedSession
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Status
-from tests.talking_engine import CONTEXT_TOKENS, OWNER, Endpoint, byte_tokenizer, endpoint
+from tests.talking_engine import CONTEXT_TOKENS, OTHER_END, OWNER, Endpoint, byte_tokenizer, endpoint
 
 CHAT = "/v1/chat/completions"
 
@@ -54,6 +54,22 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+@pytest.mark.parametrize("policy", ["request", "override"])
+def test_a_turn_may_end_with_any_of_the_models_end_tokens(policy: Any) -> None:
+    """What is drawn stands for what the template writes: the next prompt has one of them."""
+    call = '<tool_call>{"name": "look", "arguments": {"at": "x"}}</tool_call>'
+    ends = byte_tokenizer().convert_tokens_to_ids([OTHER_END])
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    with endpoint(lambda context: call + OTHER_END, policy=policy, end_tokens=ends) as served:
+        client = Client(served)
+        said = client.said(user("a"), tools=[tool])
+        assert said["tool_calls"][0]["function"] == {"name": "look", "arguments": '{"at": "x"}'}
+        result = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "found"}
+        client.said(user("a"), said, result, tools=[tool])
+        context = served.engine.tokenizer.decode(served.engine.log[-1].context)
+    assert f"{call}{OTHER_END}\n<|im_start|>user\n<tool_response>" in context
 
 
 class Gate:
@@ -243,6 +259,10 @@ GARBAGE: list[tuple[str, bytes, int]] = [
     ("/v1/completions", b'{"prompt": ""}', 400),
     ("/generate", b'{"input_ids": [], "text": "x"}', 400),
     ("/v1/messages", b'{"messages": [{"role": "user", "content": "x"}]}', 400),
+    ("/v1/messages", b'{"messages": [{"role": "user", "content": []}], "max_tokens": 2}', 400),
+    ("/v1/messages", b'{"messages": [{"role": "assistant", "content": []}], "max_tokens": 2}', 400),
+    ("/v1/messages/count_tokens", b'{"messages": [{"role": "user", "content": []}]}', 400),
+    ("/v1/responses", b'{"input": []}', 400),
     ("/v1/nothing", b"{}", 404),
     (CHAT, b"x" * 3000, 413),
 ]

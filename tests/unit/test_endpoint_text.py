@@ -3,25 +3,25 @@
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
+from rltrain.chat.standing_text import before_marks
 from rltrain.endpoint.history import chat_keys
-from rltrain.endpoint.opening import cut_at, stable_text
+from rltrain.endpoint.opening import cut_at
 from rltrain.endpoint.trajectory import Trajectory, TurnEnd
 from rltrain.rollout.sample import Sample, Status
 
-texts = st.text(alphabet="ab <[é\n", max_size=20)
-
 
 @settings(max_examples=60, derandomize=True)
-@given(text=texts, stop=st.lists(st.text(alphabet="ab é", min_size=1, max_size=3), max_size=3), tools=st.booleans())
-def test_what_was_given_out_stays_the_beginning_of_the_whole(text: str, stop: list[str], tools: bool) -> None:
-    whole, _ = cut_at(text, stop)
-    encoded = text.encode()
+@given(
+    text=st.text(alphabet="ab <[é\n", max_size=20),
+    marks=st.lists(st.text(alphabet="ab é", min_size=1, max_size=3), max_size=3),
+)
+def test_what_stands_before_marks_stays_the_beginning_of_the_whole(text: str, marks: list[str]) -> None:
+    whole, _ = cut_at(text, marks)
     sent = ""
-    for size in range(len(encoded) + 1):
-        so_far, _ = cut_at(encoded[:size].decode(errors="replace"), stop)
-        stable = stable_text(so_far, stop, may_call_tools=tools)
-        assert whole.startswith(stable) and stable.startswith(sent)
-        sent = stable if len(stable) > len(sent) else sent
+    for size in range(len(text) + 1):
+        stands = before_marks(text[:size], marks)
+        assert whole.startswith(stands) and stands.startswith(sent)
+        sent = stands
 
 
 def test_messages_that_clients_write_anew_are_the_same() -> None:

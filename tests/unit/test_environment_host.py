@@ -1,5 +1,6 @@
 """Episodes run in worker processes, in batches or alone, and what an environment does costs its episodes at most."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rltrain.environments.batch import EpisodeLimits, Event
+from rltrain.environments.batch import EpisodeLimits, Event, Failure
 from rltrain.environments.factory import EnvironmentFactory
 from rltrain.environments.host import EnvironmentHost
 from rltrain.environments.interface import Action, TokenIds, ToolCall, Trajectory
@@ -156,6 +157,21 @@ def test_a_traceback_tells_where(misbehaving: EnvironmentHost) -> None:
     (event,) = act(misbehaving, e1="raises")
     assert event.failure is not None
     assert "user_environments.py" in event.failure.traceback and "worker.py" not in event.failure.traceback
+
+
+def test_equal_failures_are_said_once(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    host = start("Misbehaving")
+    with caplog.at_level(logging.WARNING):
+        for episode in range(12):
+            begin(host, episode)
+            act(host, **{f"e{episode}": "raises"})
+        begin(host, 20)
+        act(host, e20="returns nothing")
+    assert [message.count("Traceback") for message in caplog.messages] == [1, 0]
+    assert caplog.messages[0].endswith("(further ones like it are only counted)")
+    other = Failure("error", "the program ended with status 2. can't open '/tmp/sandbox-8f3/a.py'")
+    assert other.alike == Failure("error", other.description.replace("8f3", "77a")).alike
+    assert other.alike != Failure("error", other.description.replace("open", "read")).alike
 
 
 def test_a_hang_is_killed_with_what_it_started_and_costs_its_neighbours_too(start: Start) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from rltrain.algorithms.registry import algorithm_of
 from rltrain.checkpoint.run.files import write_files
 from rltrain.checkpoint.run.folder import Resumed
 from rltrain.cluster.grid import Grid
@@ -221,13 +222,14 @@ def test_the_mode_says_what_is_better(mode: Any, values: list[float], kept: list
 
 def test_a_metric_that_no_evaluation_reports_ends_the_run_with_its_key():
     best = BestSoFar(config_of(keep_best={"metric": "eval/reward_form"}).evaluation.keep_best)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"evaluation.keep_best.metric: got 'eval/reward_form', .*\['eval/score'\]"):
+    with pytest.raises(ConfigError, match=r"evaluation.keep_best.metric: got 'eval/reward_form', .*one of eval/score"):
         best.verdict(0, {"eval/score": 1.0})
 
 
 def actor_of(config: Config, rank: int, shared: dict[str, str], saved: list[str]) -> Actor:
     actor = Actor.__new__(Actor)
     actor.job, actor.config, actor.grid = job_of(config, rank, shared), config, Grid((0, 3))
+    actor.held_out_best = None
     actor._save = lambda folder, notes={}: saved.append(folder)  # type: ignore[method-assign]
     return actor
 
@@ -240,6 +242,31 @@ def test_step_by_step_only_the_best_is_saved(tmp_path: Path):
     for step in (2, 4):
         actor.save_best(step, 0)
     assert saved == ["hf_best"]
+
+
+def test_a_held_out_loss_ends_training_and_keeps_the_best(tmp_path: Path):
+    """The mean over all response tokens: 3 of them here, of two demonstrations."""
+    saved: list[str] = []
+    shared: dict[str, str] = {}
+    config = make_config(
+        algorithm="sft",
+        placement={"actor": 0},
+        output_dir=str(tmp_path),
+        evaluation={"stop_at": 0.5, "keep_best": {"metric": "eval/loss", "mode": "min"}},
+    )
+    actor = actor_of(config, 0, shared, saved)
+    rows = packed_experience([(1, 1), (1, 2)])
+    actor.training_data = SimpleNamespace(held_out=lambda part, num_parts: rows)  # type: ignore[assignment]
+    actor.algorithm = algorithm_of(config)
+    actor.loss_function, actor.grid, actor.shipments = actor.algorithm.loss_function(), Grid((0,)), {}
+    actor.held_out_best, actor._total = BestSoFar(config.evaluation.keep_best), torch.Tensor.double  # type: ignore
+    for step, loss in enumerate([0.75, 0.5, 0.625]):
+        logprobs = torch.tensor([9.0, -loss - 0.25, 9.0, -loss, -loss + 0.25])
+        actor.logprobs = lambda experience, given=logprobs: given  # type: ignore[method-assign,misc]
+        assert actor.score_held_out(step, 0) == {"eval/loss": pytest.approx(loss)}
+        actor.save_best(step, 0)
+    assert [json.loads(shared[end_verdict_of(step)]) for step in range(3)] == [False, True, False]
+    assert saved == ["hf_best", "hf_best"] and actor.held_out_best.best == Best(1, "eval/loss", 0.5)  # type: ignore
 
 
 def test_a_candidate_is_kept_or_removed_by_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -96,7 +96,17 @@ def test_sets_that_work_are_accepted(evaluation: dict[str, Any]):
         (
             [HARD],
             {"evaluation": {"keep_best": {"metric": "eval/hard/pass@3"}}},
-            "evaluation.keep_best.metric: got 'eval/hard/pass@3'; expected a metric of an evaluation set: eval/score, ",
+            "evaluation.keep_best.metric: got 'eval/hard/pass@3'; expected a metric of an evaluation set: one of eval/",
+        ),
+        (
+            [{**HARD, "name": "held"}],
+            {"evaluation": {"stop_at": 1, "stop_metric": "eval/held/bset@4"}},
+            r"eval/held/pass@4, eval/held/best@4 \(the nearest is eval/held/best@4\)",
+        ),
+        (
+            [{**HARD, "name": f"set{number}"} for number in range(9)],
+            {"evaluation": {"stop_at": 1, "stop_metric": "eval/set8/bset@4"}},
+            r" and 60 more \(docs/evaluation.md has all; the nearest is eval/set8/best@4\)",
         ),
         (
             [HARD],
@@ -113,6 +123,16 @@ def test_sets_that_work_are_accepted(evaluation: dict[str, Any]):
             [],
             {"algorithm": "evaluate", "data": {"train": {"path": "t"}}, "placement": {"rollout,reward": 0}},
             "evaluation.sets: got none, and no data.eval; expected either",
+        ),
+        (
+            [HARD],
+            {"algorithm": "dpo", "placement": {"actor,reference": 0}},
+            "evaluation.sets: got 1 with algorithm dpo, which answers no prompts; expected none: held-out rows are",
+        ),
+        (
+            [],
+            {"algorithm": "sft", "placement": {"actor": 0}, "evaluation": {"stop_at": 1, "stop_metric": "eval/lss"}},
+            r"got 'eval/lss'; expected a metric of an evaluation set: one of eval/loss \(the nearest is eval/loss\)",
         ),
         ([HARD], {"algorithm": "evaluate"}, "role actor has nothing to do in algorithm evaluate"),
     ],

@@ -131,7 +131,7 @@ def test_a_users_class_with_functions_of_the_user() -> None:
     ("function", "options", "expected"),
     [
         ("gymnasium:NoSuchThing-v1", {}, "env.function: 'gymnasium:NoSuchThing-v1': Environment `NoSuchThing`"),
-        ("gymnasium:CartPole-v1", {"colour": 1}, "env.options: colour unknown; expected make, vectorization"),
+        ("gymnasium:CartPole-v1", {"colour": 1}, "env.options: colour unknown; expected one of make, vectorization"),
         ("gymnasium:CartPole-v1", {"parse": "nowhere:f"}, "env.options.parse: 'nowhere:f': cannot import nowhere"),
     ],
 )

@@ -314,9 +314,11 @@ def test_what_is_said_of_the_trainer_counts(tmp_path: Path, capsys: pytest.Captu
     assert capsys.readouterr().out == inferred
     assert main(["--from", "slime", str(script)]) == 2
     assert "starts nothing that is known as slime" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["missing.sh"])
-    assert "there is no file missing.sh" in capsys.readouterr().err
+    for source in (["missing.sh"], ["missing"], ["--from", "verl", "a/missing"], ["bash", "-x", "missing"]):
+        with pytest.raises(SystemExit):
+            main(source)
+        assert f"there is no file {source[-1]} (relative paths start at" in capsys.readouterr().err
+    assert main(["bash", "-c", "true"]) == 2 and "it has nothing that shows it" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([])
     assert "expected a script, a YAML file or a command" in capsys.readouterr().err

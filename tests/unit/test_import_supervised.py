@@ -72,6 +72,18 @@ def test_verls_counts_epochs_by_their_steps(more: str, interval: int, tmp_path: 
     assert config.data.max_response_tokens == 1024 and "rollout" not in config.model_fields_set
 
 
+def test_verls_held_out_conversations_are_those_of_the_loss(tmp_path: Path) -> None:
+    more = "data.val_files=/data/held.parquet trainer.test_freq=after_each_epoch data.messages_key=talk"
+    found = imported("verl", [VERL.replace("MORE", more).replace("\n", " ")], rows=Rows(rows=1000))
+    path = tmp_path / "imported.yaml"
+    path.write_text(written(found, "a test"))
+    config = load_config(path)
+    assert config.scores_held_out and config.data.eval is not None and config.evaluation.interval == 15
+    train, held_out = config.data.train, config.data.eval
+    assert held_out.path == "/data/held.parquet" and held_out.prompt_key == train.prompt_key == "talk"
+    assert held_out.response_key is None and held_out.label_key is None
+
+
 @pytest.mark.parametrize(
     ("more", "told"),
     [

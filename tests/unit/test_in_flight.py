@@ -87,6 +87,17 @@ def test_no_sync_is_joined_before_its_earliest_position(actor, leader):
         assert leader.joined == joined
 
 
+def test_a_sync_that_a_rank_may_not_join_yet_waits(actor, leader):
+    saved_at = 3
+    leader.sync.may_join = lambda position, sync: not position < saved_at <= sync
+    for _ in range(2):
+        actor.announce()
+    for position, joined in [(2, [0]), (3, [0]), (4, [0, 10])]:
+        leader.sync.position = position
+        leader.sync.join_if_due()
+        assert leader.joined == joined
+
+
 def test_a_sync_not_joined_before_is_joined_at_its_place(leader):
     """There the engine waits for the actor, announced or not."""
     for position in (0, 10, 20):

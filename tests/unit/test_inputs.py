@@ -205,7 +205,7 @@ def test_streams_begin_with_the_step_that_takes_the_first_rows(tmp_path: Path, m
         data={"train": {"path": str(jsonl(tmp_path, *rows))}},
         batch={"prompts_per_step": 2},
     )
-    monkeypatch.setattr("rltrain.data.demonstrations.load_tokenizer", lambda path: byte_tokenizer())
+    monkeypatch.setattr("rltrain.data.tokenizer.load_tokenizer", lambda path: byte_tokenizer())
     data = Demonstrations(config)
     first = data.for_step(0).prompt_ids.tolist()
     data.first_step = 3

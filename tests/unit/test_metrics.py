@@ -52,6 +52,13 @@ def test_one_line_per_step_is_on_disk_at_once(tmp_path: Path) -> None:
     assert 0 <= both[0]["time_s"] <= both[1]["time_s"]
 
 
+def test_time_goes_on_after_the_last_record_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "time_s": 100.0}\n{"step": 1, "time_s": 345.5}\n')
+    with Sinks(config(tmp_path)) as writer:
+        writer.write(2, {"train/loss": 1.0})
+    assert 345.5 <= records(tmp_path)[-1]["time_s"] < 400
+
+
 def test_a_second_writer_appends(tmp_path: Path) -> None:
     for step in (0, 1):
         with Sinks(config(tmp_path)) as writer:

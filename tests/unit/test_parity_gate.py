@@ -110,9 +110,10 @@ def test_every_rank_of_the_actor_asks_for_the_pause(speaks: bool) -> None:
 
 def test_a_pause_needs_checkpoints() -> None:
     checks = {"max_kl": 0.1, "action": "pause"}
-    with pytest.raises(ConfigError, match=r"checks\.action: got pause with checkpoint\.save_interval 0"):
+    with pytest.raises(ConfigError, match=r"checks\.action: got pause with checkpoint\.save_interval 0 and"):
         check_config(make_config(checks=checks))
-    check_config(make_config(checks=checks, checkpoint={"save_interval": 10}))
+    for key in ("save_interval", "save_every_s"):
+        check_config(make_config(checks=checks, checkpoint={"save_every_s": 0, key: 10}))
 
 
 def test_limits_on_what_no_engine_drew_are_refused() -> None:

@@ -37,16 +37,18 @@ def preferences(
     limit: int | None = None,
     on_long_row: Literal["skip", "cut", "refuse"] = "cut",
     num_eval: int = 0,
+    algorithm: str = "dpo",
+    tokenizer: Any = None,
     **columns: Any,
 ) -> Preferences:
-    byte_tokenizer(TEMPLATE if template else None).save_pretrained(folder / "model")
+    (tokenizer or byte_tokenizer(TEMPLATE if template else None)).save_pretrained(folder / "model")
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     file = schema.PromptFile(path=str(path), **columns)
     held_out = schema.PromptFile(path=str(path), max_rows=num_eval, **columns) if num_eval else None
     return Preferences(
         schema.Config(
-            algorithm="dpo",
+            algorithm=algorithm,
             steps=1,
             placement={"actor,reference": 0},
             model=schema.Model(path=str(folder / "model")),
@@ -80,6 +82,16 @@ def test_a_pair_is_a_group_of_the_chosen_sample_and_the_rejected_one(tmp_path: P
     assert experience.group_ids.tolist() == experience.prompt_ids.tolist() == [0, 0, 1, 1]
     assert experience.sample_ids.tolist() == [12, 13, 14, 15]
     assert experience.margins.tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize(("algorithm", "end"), [("dpo", "<end>"), ("reward_model", "<eos>")])
+def test_a_response_ends_as_the_template_ends_turns_but_for_scores(tmp_path: Path, algorithm: str, end: str) -> None:
+    """Role reward_model looks for the tokenizer's eos_token in texts that others wrote."""
+    tokenizer = byte_tokenizer(TEMPLATE.replace("<eos>", "<end>"))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<end>"]})
+    experience = preferences(tmp_path, PAIR, algorithm=algorithm, tokenizer=tokenizer).for_step(0)
+    lasts = experience.lengths.cumsum(0) - 1
+    assert tokenizer.convert_ids_to_tokens(experience.tokens[lasts].tolist()) == [end, end]
 
 
 def test_responses_are_cut_and_margins_and_keys_are_the_configs(tmp_path: Path) -> None:

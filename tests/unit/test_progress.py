@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from rltrain.config.schema import Config
-from rltrain.observability.progress import Progress, format_duration
+from rltrain.observability.progress import Progress, checkpoints_of, format_duration
 
 
 class Clock:
@@ -24,11 +24,11 @@ def config(steps: int = 4, progress: bool = True, output_dir: object = "nowhere"
         {
             "steps": steps,
             "output_dir": str(output_dir),
-            **sections,
             "placement": {"actor": 0},
             "model": {"path": "model"},
             "data": {"train": {"path": "train.jsonl"}},
             "logging": {"progress": progress},
+            **sections,
         }
     )
 
@@ -51,6 +51,23 @@ def test_plain_lines_come_at_intervals_and_at_the_end() -> None:
     assert [line.split("  ")[0] for line in lines[:-1]] == ["step 10/30", "step 20/30", "step 30/30"]
     assert lines[0] == "step 10/30  reward 0.900  rollout tokens/s 12,346  left 0:20"
     assert lines[-1] == "seconds by task: generate 15.0; waiting in them 0.0; whole run 30.0"
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "said"),
+    [
+        ({}, "every 600 s, and when the run is stopped, in nowhere/checkpoints; the same command goes on"),
+        ({"save_interval": 2, "dir": "there"}, "every 2 steps, every 600 s, and when the run is stopped, in there;"),
+        ({"save_interval": 2, "save_every_s": None}, "every 2 steps, and when the run is stopped,"),
+        ({"save_every_s": 0, "memory": {"interval": 3}}, "checkpoints: every 3 steps in the nodes' memory; the same"),
+        ({"save_every_s": 0}, "checkpoint.save_interval and checkpoint.save_every_s are 0; an interrupted run begins"),
+    ],
+)
+def test_the_first_line_says_what_an_interrupted_run_goes_on_from(checkpoint: dict[str, object], said: str) -> None:
+    output = io.StringIO()
+    with Progress(config(checkpoint=checkpoint), console=Console(file=output)) as progress:
+        progress.say(checkpoints_of(progress.config))
+    assert said in output.getvalue()
 
 
 def test_an_evaluation_is_always_shown_and_stays() -> None:
@@ -78,6 +95,22 @@ def test_a_run_that_stops_early_says_at_which_step_and_why() -> None:
     *_, last, stopped, seconds = output.getvalue().splitlines()
     assert last.startswith("step 186/400  ") and seconds.startswith("seconds by task")
     assert stopped == "stopped after step 186 of 400: eval/held/score 0.352 reached evaluation.stop_at 0.35"
+
+
+def test_a_run_that_stops_at_a_held_out_loss_says_so() -> None:
+    output = io.StringIO()
+    sft = config(
+        steps=9,
+        algorithm="sft",
+        data={"train": {"path": "t"}, "eval": {"path": "e"}},
+        evaluation={"stop_at": 0.5},
+    )
+    with Progress(sft, console=Console(file=output)) as progress:
+        progress.write(0, {"eval/loss": 0.75})
+        progress.write(1, {"eval/loss": 0.25})
+        progress.write(9, {"perf/save_hf_s": 1.0})
+    said = output.getvalue()
+    assert "held-out loss 0.7500" in said and "eval/loss 0.25 reached evaluation.stop_at 0.5" in said
 
 
 def test_a_run_names_what_it_has_left(tmp_path: Path) -> None:

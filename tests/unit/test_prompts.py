@@ -147,7 +147,7 @@ def test_nested_keys_and_keys_that_hold_dots(tmp_path: Path) -> None:
         ('{"prompt": ["hello"], "label": "1"}', "has the chat message 'hello' under 'prompt'"),
         ("[" * 100_000, "cannot be read: it is nested too deeply"),
         ('{"a":' * 900 + "1" + "}" * 900, "cannot be read: it is nested too deeply"),
-        ('{"prompt": "a", "label": ' + "9" * 5000 + "}", "cannot be read: Exceeds the limit"),
+        ('{"prompt": "a", "label": ' + "9" * 5000 + "}", "cannot be read: it has a whole number of more than"),
     ],
 )
 def test_a_bad_row_is_refused_by_file_and_line_or_skipped_and_counted(tmp_path: Path, line: str, reason: str) -> None:
@@ -289,6 +289,34 @@ def test_parquet_equals_jsonl(tmp_path: Path) -> None:
     assert from_parquet[9].label == "9"
 
 
+def test_a_null_stays_where_somebody_wrote_it(tmp_path: Path) -> None:
+    def row(arguments: Any, parameters: Any) -> dict[str, Any]:
+        calls = [{"id": None, "function": {"name": "f", "arguments": arguments, "other": None}}]
+        messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": calls}]
+        return {"prompt": messages, "label": "1", "tools": [{"name": "f", "strict": None, "parameters": parameters}]}
+
+    def said(path: Path) -> Any:
+        template = "{{ tools[0].name if tools }}" + CHAT_TEMPLATE
+        loaded = load(path, chat_template=template, columns={"tools_key": "tools"})
+        return [
+            (row.prompt[1]["tool_calls"], json.loads(row.tools))
+            for row in loaded.rows
+            if not isinstance(row.prompt, str)
+        ]
+
+    written = row({"a": 1, "b": None, "c": [None, {"d": None}]}, {"x": {"default": None}})
+    arguments, parameters = written["prompt"][1]["tool_calls"][0]["function"]["arguments"], {"x": {"default": None}}
+    calls = [{"function": {"name": "f", "arguments": arguments}}]
+    assert said(jsonl(tmp_path, written)) == [(calls, [{"name": "f", "parameters": parameters}])]
+
+    columns = pa.Table.from_pylist([row({"a": 1}, {"x": 1}), row({"b": 2}, {"y": 2})])  # structs of a and b, of x and y
+    parquet.write_table(columns, tmp_path / "rows.parquet")
+    assert said(tmp_path / "rows.parquet") == [
+        ([{"function": {"name": "f", "arguments": {"a": 1}}}], [{"name": "f", "parameters": {"x": 1}}]),
+        ([{"function": {"name": "f", "arguments": {"b": 2}}}], [{"name": "f", "parameters": {"y": 2}}]),
+    ]
+
+
 def test_bad_parquet(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     parquet.write_table(pa.table({"prompt": ["a", None, "c"], "label": ["1", "2", "3"]}), path)
@@ -348,6 +376,10 @@ def test_a_checkpoint_may_name_more_tokens_that_end_a_turn(tmp_path: Path) -> No
     assert end_token_ids(tmp_path) == frozenset()
     for text, tokens in (("{}", set()), ('{"eos_token_id": 3}', {3}), ('{"eos_token_id": [3, 5]}', {3, 5})):
         (tmp_path / "generation_config.json").write_text(text)
+        assert end_token_ids(tmp_path) == tokens
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": null}')
+    for text, tokens in (('{"eos_token_id": 7}', {7}), ('{"text_config": {"eos_token_id": [8]}}', {8})):
+        (tmp_path / "config.json").write_text(text)
         assert end_token_ids(tmp_path) == tokens
     for text in ("{", "[]", '{"eos_token_id": "</s>"}'):
         (tmp_path / "generation_config.json").write_text(text)

@@ -15,6 +15,7 @@ import rltrain
 from rltrain import Config, Placement, UserError, dry_run, run
 from rltrain.config.loader import load_config
 from rltrain.errors import ConfigError, PlacementError
+from rltrain.interface import read_config
 from rltrain.rewards.locating import locate
 from tests.unit import user_rewards
 
@@ -116,10 +117,53 @@ def test_a_dry_run_refuses_what_the_job_would() -> None:
         dry_run(Config.from_file(QUICKSTART), world_size=3)
 
 
-def test_run_is_for_the_ranks_of_torchrun_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+ONE_RANK = {
+    "placement": {"actor, reference, rollout, reward": 0},
+    "model.path": REPOSITORY / "tests/warmed_up",
+    "actor.parallel.tp": 1,
+}
+
+
+@pytest.mark.parametrize("status", [0, 2, 130])
+def test_run_without_torchrun_starts_one_rank_and_ends_with_its_status(
+    status: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(UserError, match="torchrun --nproc-per-node N"):
+    monkeypatch.syspath_prepend(tmp_path)
+    config = Config.from_file(QUICKSTART, ONE_RANK)
+    started: list[Config] = []
+
+    class Started:
+        """A job that gets Ctrl-C, and ends after that."""
+
+        def __init__(self, command: list[str], env: dict[str, str]) -> None:
+            assert command[1:3] == ["-m", "rltrain.commands.agent"] and "--nproc-per-node=1" in command
+            assert env["PYTHONPATH"].split(os.pathsep)[0] == str(tmp_path)
+            started.append(read_config(command[-1]))
+            self.waits = iter((KeyboardInterrupt, status))
+
+        def wait(self) -> int:
+            if (found := next(self.waits)) is KeyboardInterrupt:
+                raise KeyboardInterrupt
+            return found  # type: ignore[return-value]
+
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    if status:
+        with pytest.raises(SystemExit) as ended:
+            run(config)
+        assert ended.value.code == status
+    else:
+        run(lambda: config)
+    assert started == [config] and started[0].model_fields_set == config.model_fields_set
+
+
+def test_run_without_torchrun_says_how_to_start_more_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(UserError, match=r"rank 1 does not exist.*more are started by torchrun --nproc-per-node N"):
         run(Config.from_file(QUICKSTART))
+
+
+def test_run_is_refused_inside_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLTRAIN_RUN", "1")
     with pytest.raises(UserError, match="if __name__ == "):
         run(Config.from_file(QUICKSTART))

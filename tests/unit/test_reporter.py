@@ -154,3 +154,17 @@ def test_of_a_task_that_several_ranks_time_the_longest_counts(reporters):
     first.add(1, {"perf/checkpoint_s": 0.0, "reward": 2.0})
     first.add(1, {})
     assert (written[1][1]["perf/checkpoint_s"], written[1][1]["reward"]) == (8.0, 1.0)
+
+
+def test_of_a_step_in_which_no_task_had_anything_to_tell_there_is_no_record():
+    """Such as the boundary after the last step of a run that saves nothing there."""
+    shared: dict[str, str] = {}
+    written: list[tuple[int, dict]] = []
+    tells, is_empty = [{"loss": 1.0}, {}], Counter({0: 1})
+    reporter = Reporter(
+        FakeBulletin(shared, 0), lambda step: is_empty, range(2), [0], 0, [FakeSink(written)], lambda: {"memory": 1.0}
+    )
+    for step, metrics in enumerate(tells):
+        reporter.add(step, metrics)
+    reporter.close()
+    assert [record[0] for record in written[:-1]] == [0] and written[-1] == "closed"

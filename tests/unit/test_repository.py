@@ -59,7 +59,11 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "environments",
     ),
     "endpoint": (*BASE, "chat", "data", "environments", "rewards.reward_range", "rollout", "sandbox", "system"),
-    "serving": (*BASE, "endpoint", "chat", "data", "rollout", "checkpoint", "reshard", "models", "cluster.grid", "hub"),
+    "serving": (
+        *BASE,
+        *("endpoint", "chat", "data", "rollout", "checkpoint", "reshard", "models", "cluster.grid", "hub"),
+        "system.devices",
+    ),
     "observability": (*BASE, "system", "liveness.job_store"),
     "estimate": (
         *BASE,
@@ -130,10 +134,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("hub", "estimate", "schedule", "legality", "reshard", "models", "residency", "cluster", "algorithms"),
         *("data", "rewards"),
     ),
-    "command": (*BASE, "job", "dry_run", "system.processes", "hub", "legality", "models.of_roles"),
+    "command": (*BASE, "job", "dry_run", "system", "hub", "legality", "models.of_roles"),
     "interface": (*BASE, "command", "job", "dry_run", "cluster.placement"),
     "evaluating": (*BASE, "job", "command", "hub", "observability.run_logs"),
-    "commands": (*BASE, "doctor.installed"),
+    "commands": (*BASE, "checkpoint", "command", "interface", "doctor.installed"),
     "doctor": (
         *BASE,
         *("command", "preflight", "cluster", "liveness.ending", "reshard.kernels", "system", "training.megatron"),
@@ -298,6 +302,13 @@ def test_files_and_functions_are_short() -> None:
         lengths = [(node.name, (node.end_lineno or node.lineno) - node.lineno + 1) for node in functions]
         too_long += [f"{relative(path)}: {name}, {n} lines" for name, n in lengths if n > MAX_FUNCTION_LINES]
     assert not too_long, "\n".join(too_long)
+
+
+def test_allowed_values_are_listed_in_one_way() -> None:
+    """`errors.one_of` and `errors.listed` never cut a list without a count, and name the nearest."""
+    own = re.compile(r"one of \{\W*', '\.join|join\(.*\[:\d+\]\)")
+    for path in set((REPOSITORY / "rltrain").rglob("*.py")) - {REPOSITORY / "rltrain" / "errors.py"}:
+        assert not (found := own.search(path.read_text())), f"{relative(path)}: {found[0]}"
 
 
 def test_no_file_is_named_after_nothing() -> None:

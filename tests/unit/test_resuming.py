@@ -98,6 +98,14 @@ def test_the_newest_checkpoint_is_taken(find, config, saved) -> None:
     assert (found.step, found.folder) == (6, saved.path / name_of(6))
 
 
+def test_a_finished_run_that_is_started_again_says_how_to_go_on(find, config, saved, caplog) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert find(config("steps=7")).step == 6 and "is finished" not in caplog.text
+        assert find(config("steps=6")).step == 6
+    assert f"{config().output_dir} is finished: all of its 6 steps are done" in caplog.messages[-1]
+    assert "(steps=12)" in caplog.messages[-1] and "another output_dir" in caplog.messages[-1]
+
+
 def test_a_run_without_checkpoints_starts_at_its_first_step(find, config) -> None:
     assert find(config()) is None
 
@@ -344,7 +352,7 @@ def test_a_run_that_goes_on_from_anothers_checkpoint_begins_logs_and_checkpoints
 
 
 def test_a_run_that_saves_nothing_leaves_the_checkpoints_of_others_where_they_are(history, config) -> None:
-    settings = f"checkpoint={{save_interval: 0, dir: {history.checkpoints.path}}}"
+    settings = f"checkpoint={{save_every_s: 0, dir: {history.checkpoints.path}}}"
     branch = History(config(f"output_dir={history.output}_branch", settings))
     branch.begin(history.checkpoints.candidates()[-1])
     assert history.saved == [6, 4, 2]
@@ -377,7 +385,9 @@ def claim(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Callable[[Config], Non
 
 def test_a_job_locks_the_folders_that_it_writes_to(claim, config, tmp_path) -> None:
     with locked(tmp_path / "checkpoints"):
-        claim(config("checkpoint.save_interval=0", f"checkpoint.dir={tmp_path}/checkpoints"))
+        claim(
+            config("checkpoint.save_interval=0", "checkpoint.save_every_s=0", f"checkpoint.dir={tmp_path}/checkpoints")
+        )
         with pytest.raises(ConfigError, match=f"checkpoint.dir: {tmp_path}/checkpoints is in use by another job"):
             claim(config(f"checkpoint.dir={tmp_path}/checkpoints", f"output_dir={tmp_path}/other"))
     with locked(tmp_path / "used"), pytest.raises(ConfigError, match=f"output_dir: {tmp_path}/used is in use by"):

@@ -15,6 +15,7 @@ import pytest
 
 from rltrain.config import schema
 from rltrain.errors import ConfigError
+from rltrain.rewards import worker_process
 from rltrain.rewards.exact_match import exact_match
 from rltrain.rewards.registry import RewardFunction, load_reward
 from rltrain.rewards.scorable import Scorable
@@ -148,6 +149,19 @@ def test_a_hang_costs_its_sample_and_the_time_limit(
     assert misbehaving.score(samples(response, "half")) == Scores([0.0, 0.5], num_errors=0, num_timeouts=1)
     assert time.monotonic() - start >= 1
     assert caplog.messages[-1].endswith("took longer than reward.timeout_s = 1")
+
+
+def test_a_hang_is_said_once_with_what_is_awaited_and_until_when(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Scorer(reward(f"{MODULE}:misbehave"), timeout_s=0.5, num_workers=1) as scorer:
+        scorer.score(samples("half"))
+        monkeypatch.setattr(worker_process, "SAY_AFTER_S", 0.1)
+        for awaited in ("1 sample, at most 0.5 s (reward.timeout_s = 0.5)", "its process to start, at most 120 s"):
+            caplog.clear()
+            scorer.score(samples("sleep", "sleep"))
+            (said,) = [message for message in caplog.messages if "has not answered for 0.1 s" in message]
+            assert f"{MODULE}:misbehave" in said and f"waiting for {awaited}" in said
 
 
 def test_workers_run_beside_each_other() -> None:

@@ -101,11 +101,20 @@ def test_sft_needs_the_rollout_only_for_evaluations():
     assert steps_of(order, "weight_sync") == steps_of(order, "generate_evaluation") == [0, 3]
 
 
+def test_held_out_demonstrations_are_scored_by_the_actor_alone():
+    loss = {"interval": 2, "stop_at": 0.5, "keep_best": {"metric": "eval/loss", "mode": "min"}}
+    order = order_of(algorithm="sft", placement={"actor": 0}, evaluation=loss)
+    assert {entry.roles for entry in order} == {("actor",)}
+    for name in ("score_held_out", "save_best", "decide_to_stop"):
+        assert steps_of(order, name) == [0, 2, 3]
+    check(order, place({"actor": 0}))
+
+
 @pytest.mark.parametrize("placement", [{"actor,reference": 0}, {"actor": 0, "reference": 1}])
 def test_pairs_are_trained_on_and_evaluated_beside_a_reference(placement):
     order = order_of(algorithm="dpo", placement=placement)
     assert tasks(entry for entry in order if entry.step == 1) == ["reference_logprobs 1", "load_batch 1", "update 1"]
-    evaluations = {"evaluation_logprobs", "score_evaluation_pairs"}
+    evaluations = {"evaluation_logprobs", "score_held_out"}
     for name in evaluations:
         assert steps_of(order, name) == [0, 3]
     assert {entry.name for entry in order if entry.kind != "task"} == {"reference_logprobs", "evaluation_logprobs"}
@@ -123,7 +132,7 @@ def test_a_reward_model_needs_the_actor_alone():
     order = order_of(algorithm="reward_model", placement={"actor": 0}, evaluation={"stop_at": 0.9})
     assert {entry.roles for entry in order} == {("actor",)}
     assert tasks(entry for entry in order if entry.step == 0) == [
-        "score_evaluation_pairs 0",
+        "score_held_out 0",
         "decide_to_stop 0",
         "load_batch 0",
         "update 0",

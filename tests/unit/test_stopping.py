@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from rltrain.cluster.world import World
 from rltrain.liveness.ending import Ending
 from rltrain.liveness.job_store import JobStore
-from rltrain.liveness.stopping import PAUSE, SIGNALS, StopRequest
+from rltrain.liveness.stopping import PAUSE, SAVES_KEPT, SIGNALS, StopRequest
 from rltrain.system.processes import has_ended, this_machine, this_process
 from tests.unit.shared_store import open_store
 
@@ -61,6 +61,25 @@ def test_the_first_rank_at_a_boundary_decides_for_all(requests: list[StopRequest
     assert boundary > 0, "it is not there at once"
     assert [second.verdict(step) for step in range(boundary)] == [None] * boundary
     assert first.verdict(boundary) == second.verdict(boundary) == first.verdict(boundary + 1) == number.name
+
+
+@given(moves=st.lists(st.tuples(st.sampled_from(("first", "second", "third")), st.booleans()), max_size=60))
+def test_the_first_rank_at_a_boundary_decides_whether_all_save_as_it_is_time(moves: list[tuple[str, bool]]) -> None:
+    """No rank is more than SAVES_KEPT saves behind."""
+    store = dist.HashStore()
+    ranks = {name: request_of(rank, store) for rank, name in enumerate(("first", "second", "third"))}
+    come_to = dict.fromkeys(ranks, 0)
+    expected: list[bool] = []
+    for name, is_time in moves:
+        boundary = come_to[name]
+        if boundary == len(expected):
+            is_time &= sum(expected[min(come_to.values()) :]) < SAVES_KEPT
+            expected.append(is_time)
+        assert ranks[name].verdict(boundary, is_time=is_time) is None
+        assert ranks[name].saves_at(boundary) == expected[boundary]
+        come_to[name] += 1
+        saved = [number for number, saves in enumerate(expected) if saves]
+        assert [*ranks["third"].saved_by_time()] == saved[-SAVES_KEPT:]
 
 
 @given(moves=st.lists(st.sampled_from(("first", "second", "third", "stop")), max_size=60))
@@ -121,7 +140,9 @@ def test_ctrl_c_ends_a_job_that_saves_nothing_with_one_line(
     try:
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
         os.kill(os.getpid(), signal.SIGINT)
-        message = "SIGINT: the job ends and saves nothing, as checkpoint.save_interval is 0"
+        message = (
+            "SIGINT: the job ends and saves nothing, as checkpoint.save_interval and checkpoint.save_every_s are 0"
+        )
         assert messages.get(timeout=20) == (message, 128 + signal.SIGINT)
     finally:
         stop.close()

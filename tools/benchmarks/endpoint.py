@@ -134,7 +134,7 @@ def measure(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
     tokenizer = byte_level_tokenizer(iter(CORPUS), 320)
     special = SpecialTokens(eos=TURN_END, pad=PAD)
     write_checkpoint(folder, size, tokenizer, special, seed=0, chat_template=CHAT_TEMPLATE)
-    settings = EngineSettings(folder, "float32", asked.device, CONTEXT_TOKENS, asked.conversations)
+    settings = EngineSettings(folder, "float32", torch.device(asked.device), CONTEXT_TOKENS, asked.conversations)
     engine = load_engine(settings, load_tokenizer(folder))
     sampling = SamplingParams(0.0, 1.0, 0, CONTEXT_TOKENS, ())
     form = ChatFormat(load_tokenizer(folder))

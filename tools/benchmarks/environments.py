@@ -34,6 +34,7 @@ COMMON = [
     "loss={kl: {coef: 0}, old_logprobs: rollout}",
     "data.eval=null",
     "checkpoint.save_hf=false",
+    "checkpoint.save_every_s=0",
     "logging={progress: false}",
     "batch={prompts_per_step: 32, samples_per_prompt: 8, mini_batches: 1}",
     "rollout={max_running_requests: 32, max_context_tokens: 128, sampling: {max_response_tokens: 112}}",

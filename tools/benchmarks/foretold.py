@@ -59,6 +59,7 @@ COMMON = [
     "evaluation.interval=0",
     "data.eval=null",
     "checkpoint.save_hf=false",
+    "checkpoint.save_every_s=0",
     "logging.progress=false",
     "batch={prompts_per_step: 32, samples_per_prompt: 8, mini_batches: 2}",
 ]

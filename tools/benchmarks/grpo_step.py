@@ -51,6 +51,7 @@ def rltrain_steps(model: str, start: str, num_steps: int) -> list[dict[str, floa
             "steps": num_steps,
             "output_dir": folder,
             "checkpoint.save_hf": "false",
+            "checkpoint.save_every_s": "0",
             "reward.num_workers": 1,
         }
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]

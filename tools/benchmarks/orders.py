@@ -46,6 +46,7 @@ COMMON = [
     "loss.kl.coef=0",
     "data.eval=null",
     "checkpoint.save_hf=false",
+    "checkpoint.save_every_s=0",
     "logging={progress: false, trace: true}",
     "rollout.sampling.max_response_tokens=108",
     "rollout.max_context_tokens=124",

@@ -63,6 +63,7 @@ COMMON = [
     "actor.micro_batch_tokens=128",
     "loss.kl.coef=0",
     "checkpoint.save_hf=false",
+    "checkpoint.save_every_s=0",
     "logging={progress: false, samples: 0}",
     "reward={function: 'tools.benchmarks.slow_reward:slow', options: {seconds: 0.0}, num_workers: 1}",
 ]

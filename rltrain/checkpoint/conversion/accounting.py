@@ -6,9 +6,9 @@ import numpy as np
 from torch import Tensor
 
 from rltrain.checkpoint.conversion.processes import Processes
-from rltrain.checkpoint.conversion.sources import Source, listed
+from rltrain.checkpoint.conversion.sources import Source
 from rltrain.checkpoint.hf_reader import Box
-from rltrain.errors import CheckpointError
+from rltrain.errors import CheckpointError, listed
 from rltrain.system.file_pages import populate
 
 BLOCK_BYTES = 8 * 2**20
@@ -44,8 +44,8 @@ class CountedSource:
         ]
         if wrong:
             raise CheckpointError(
-                f"{self.source.path}: {len(wrong)} tensors were not taken exactly once: {listed(wrong)}. Nothing was "
-                "written; this is a mistake of the converter, which its authors want to know"
+                f"{self.source.path}: {len(wrong)} tensors were not taken exactly once: {listed(wrong, 8)}. Nothing "
+                "was written; this is a mistake of the converter, which its authors want to know"
             )
 
 

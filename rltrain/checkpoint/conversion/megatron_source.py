@@ -7,12 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rltrain.checkpoint.conversion.sources import TYPES_BY_NAME, listed
+from rltrain.checkpoint.conversion.sources import TYPES_BY_NAME
 from rltrain.checkpoint.hf_reader import Box
 from rltrain.checkpoint.megatron.arguments import compare_arguments
 from rltrain.checkpoint.megatron.keys import GlobalTensors
 from rltrain.checkpoint.megatron.reader import MegatronReader
-from rltrain.errors import CheckpointError, named_by
+from rltrain.errors import CheckpointError, named_by, one_of
 from rltrain.models import canonical_tensors, read_architecture
 from rltrain.models.architecture import CONFIG_FILE
 from rltrain.models.canonical_tensors import Array
@@ -66,9 +66,7 @@ class MegatronSource:
         key = self.keys.keys[self.keys.location(tensor)[0]["key"]]
         dtype = self.reader.tensors[key][1]
         if dtype not in TYPES_BY_NAME.values():
-            raise self.error(
-                f"{self.path}: tensor {key} is of type {dtype}; expected one of {listed(list(TYPES_BY_NAME))}"
-            )
+            raise self.error(f"{self.path}: tensor {key} is of type {dtype}; expected {one_of(dtype, TYPES_BY_NAME)}")
         return dtype
 
     def _own_settings(self) -> Path:

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from rltrain.checkpoint.hf_reader import VALUE_HEAD, Box, HfFolder
 from rltrain.checkpoint.safetensors_file import WEIGHT_TYPE_NAMES
+from rltrain.errors import listed, one_of
 from rltrain.models import Architecture, canonical_tensors, read_architecture
 from rltrain.models.canonical_tensors import CanonicalTensors
 
-LISTED_NAMES = 8
 TYPES_BY_NAME = {name: dtype for dtype, name in WEIGHT_TYPE_NAMES.items()}
 
 
@@ -69,7 +69,7 @@ class HfSource:
     def _refuse_missing(self) -> None:
         if missing := [name for name in self.tensors.names if name not in self.folder.file_of]:
             raise self.folder.error(
-                f"{self.path} lacks {len(missing)} tensors that the model of its config.json has: {listed(missing)}"
+                f"{self.path} lacks {len(missing)} tensors that the model of its config.json has: {listed(missing, 8)}"
             )
 
     def _open(self, file: str) -> Any:
@@ -79,7 +79,7 @@ class HfSource:
         if unlisted:
             raise self.folder.error(
                 f"{self.path / file} holds {len(unlisted)} tensors that the index does not place there: "
-                f"{listed(unlisted)}"
+                f"{listed(unlisted, 8)}"
             )
         return opened
 
@@ -88,8 +88,8 @@ class HfSource:
         stored = self.folder.stored_tensor(self._files[file], file, name, shape)
         if stored.get_dtype() not in TYPES_BY_NAME:
             raise self.folder.error(
-                f"{self.path / file}: tensor {name} is of type {stored.get_dtype()}; expected one of "
-                f"{', '.join(TYPES_BY_NAME)}"
+                f"{self.path / file}: tensor {name} is of type {stored.get_dtype()}; expected "
+                f"{one_of(stored.get_dtype(), TYPES_BY_NAME)}"
             )
         return TYPES_BY_NAME[stored.get_dtype()]
 
@@ -98,8 +98,3 @@ def num_bytes(source: Source) -> int:
     """Of all its tensors, without what a format adds."""
     elements = source.tensors.matrix_shapes.prod(axis=1).tolist()
     return sum(count * dtype.itemsize for count, dtype in zip(elements, source.dtypes, strict=True))
-
-
-def listed(names: Sequence[str]) -> str:
-    """The first names of a list that may be long."""
-    return ", ".join(names[:LISTED_NAMES]) + (", ..." if len(names) > LISTED_NAMES else "")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rltrain.cluster.grid import Grid
-from rltrain.errors import CheckpointError
+from rltrain.errors import CheckpointError, listed
 from rltrain.models import Architecture, Row, element_types, layer_of, table_of
 from rltrain.models.canonical_tensors import Array
 from rltrain.models.element_types import ElementType
@@ -133,11 +133,7 @@ class GlobalTensors:
                 f"{key} {list(shapes[key])} instead of {list(self.shapes[key])}" for key in differing
             ],
         }
-        told = [
-            f"{what} {', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}"
-            for what, names in problems.items()
-            if names
-        ]
+        told = [f"{what} {listed(names, 8)}" for what, names in problems.items() if names]
         if told:
             raise CheckpointError(
                 f"the Megatron checkpoint does not hold the tensors of the model of config.json; {'; '.join(told)}"

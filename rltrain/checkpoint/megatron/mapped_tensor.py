@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rltrain.checkpoint.megatron.unpickling import Record, unpickle
-from rltrain.errors import CheckpointError
+from rltrain.errors import CheckpointError, one_of
 
 REBUILD = "torch._utils._rebuild_tensor_v2"
 """The function that a pickled tensor names where it is nothing but a tensor."""
@@ -51,7 +51,7 @@ def saved_tensor(saved: memoryview, where: str) -> Tensor:
     storage, offset, shape, strides, *_ = found.arguments
     _, kind, key, _, num_elements = storage.arguments[0]
     if kind.name not in STORAGES:
-        raise CheckpointError(f"{where} holds a {kind.name}; expected one of {', '.join(STORAGES)}")
+        raise CheckpointError(f"{where} holds a {kind.name}; expected {one_of(kind.name, STORAGES)}")
     values, dtype = records[f"data/{key}"], STORAGES[kind.name]
     if len(values) != num_elements * dtype.itemsize:
         raise ValueError(f"{num_elements} elements of {dtype} lie in {len(values)} bytes")

@@ -24,7 +24,7 @@ from rltrain.checkpoint.megatron.metadata import (
     read_metadata,
 )
 from rltrain.checkpoint.megatron.unpickling import plain, read_torch_pickle
-from rltrain.errors import CheckpointError, named_by
+from rltrain.errors import CheckpointError, listed, named_by
 from rltrain.models.canonical_tensors import IntArray
 
 TRAINING_STATE = ("optimizer", "chained_", "rng_state", "rerun_state_machine", "opt_param_scheduler", "lr_scheduler")
@@ -60,7 +60,7 @@ class MegatronReader:
         unknown = sorted(key for key in objects if not _is_state(key) and key != COMMON_OBJECT)
         if unknown:
             raise self._error(
-                f"{self.folder} holds what is neither a tensor nor known as state of training: {', '.join(unknown[:8])}"
+                f"{self.folder} holds what is neither a tensor nor known as state of training: {listed(unknown, 8)}"
             )
         self.ignored = sorted(filter(_is_state, (*objects, *self._stored)))
         self.tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = {

@@ -30,6 +30,7 @@ from rltrain.checkpoint.run.files import (
     write_durably,
 )
 from rltrain.checkpoint.run.saved_file import SavedFile
+from rltrain.config.schema import Config
 from rltrain.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -173,6 +174,19 @@ class CheckpointFolder:
 
     def _cannot(self, what: str, path: Path, error: OSError) -> CheckpointError:
         return CheckpointError(f"checkpoint.dir: cannot {what} {path}: {error.strerror or error}")
+
+
+def way_on(config: Config) -> str:
+    """Returns in words what the command of a job does when it is given again after the job was interrupted."""
+    settings = config.checkpoint
+    try:
+        found = CheckpointFolder(Path(config.checkpoint_dir)).candidates()
+    except CheckpointError as error:
+        return str(error)
+    command = "the same command" + (" with checkpoint.resume=auto" if found and settings.resume != "auto" else "")
+    way = f"goes on from step {found[0].step}" if found else "begins anew, as no checkpoint was saved"
+    first = "goes on from the nodes' memory where that holds a later checkpoint, and else " if settings.memory else ""
+    return f"{command} {first}{way}"
 
 
 def name_of(step: int) -> str:

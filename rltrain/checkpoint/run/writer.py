@@ -65,6 +65,11 @@ class FilesWriter:
         self._thread = JobThread(target=self._write, args=(files, targets), name="checkpoint writer")
         self._thread.start()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is being written."""
+        return any(thread is not None and thread.is_alive() for thread in (self._thread, self._copier))
+
     def release(self) -> None:
         """Wait until what was given to `start` is not read any more."""
         if self._thread is not None:

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from rltrain.errors import UserError
+from rltrain.errors import UserError, one_of
 from rltrain.reshard.kernels.slices import SLICE
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ def mode() -> str:
     """The value of RLTRAIN_NATIVE. Raises UserError where it is none of MODES."""
     value = os.environ.get(VARIABLE) or "auto"
     if value not in MODES:
-        raise UserError(f"{VARIABLE} is {value!r}; expected one of {', '.join(MODES)}")
+        raise UserError(f"{VARIABLE} is {value!r}; expected {one_of(value, MODES)}")
     return value
 
 

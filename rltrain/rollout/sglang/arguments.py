@@ -7,8 +7,7 @@ import subprocess
 from collections.abc import Mapping
 from typing import Any
 
-from rltrain.config.roles import nearest
-from rltrain.errors import ConfigError
+from rltrain.errors import ConfigError, nearest
 from rltrain.reshard.kernels.slices import BLOCK
 from rltrain.rollout.sglang.spec import SERVER_FOLDER, AdapterSpec, ServerSpec, clean_environment
 

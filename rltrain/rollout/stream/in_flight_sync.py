@@ -42,18 +42,20 @@ class InFlightSync:
         name: str = "weight_sync",
         has_room: Callable[[], bool] = lambda: True,
         num_engines: int = 1,
+        may_join: Callable[[int, int], bool] = lambda position, sync: True,
     ) -> None:
         """`syncs` are (position in the order, first position from which it may be joined), looked at one by one; `run`
         executes the entry at a position. `leader` is that of this rank's engine, `followers` are its other ranks; or
         `leader` is the rank that speaks for the actor. `name` is what the syncs are called in the order. Before their
         place there an engine joins them only where it `has_room`, which its leader asks. Of `num_engines` the leaders
-        look into the store while they decode, and all ranks where they wait."""
+        look into the store while they decode, and all ranks where they wait. `may_join` tells of this rank's position
+        and that of a sync whether all that has to be done before that sync is done."""
         self.store = dist.PrefixStore(f"in_flight/{name}", store)
         self._syncs = iter(syncs)
         self._next = next(self._syncs, None)
         self._joined_last = -1
         """The position of the sync that was joined last."""
-        self.run, self.has_room = run, has_room
+        self.run, self.has_room, self.may_join = run, has_room, may_join
         self.leader, self.followers = leader, followers
         self.joined_key, self.entered_key, self.come_key = f"joined/{leader}", f"entered/{leader}", f"come/{leader}"
         self.is_leader = rank == leader
@@ -76,7 +78,8 @@ class InFlightSync:
         self._last_poll = now
         if self.position < self._next[1] or (self.is_leader and not self.has_room()):
             return False
-        return bool(self.store.add("announced" if self.is_leader else self.joined_key, 0) > self.num_joined)
+        is_announced = self.store.add("announced" if self.is_leader else self.joined_key, 0) > self.num_joined
+        return bool(is_announced and self.may_join(self.position, self._next[0]))
 
     def join_if_due(self) -> None:
         """To be called while this rank waits for others outside of a generate task."""

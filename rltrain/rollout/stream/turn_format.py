@@ -58,7 +58,7 @@ class ChatTurns:
         return self.chat_format.continuation(turn, _messages_of(observation))
 
     def action(self, turn: Sequence[int], *, truncated: bool, position: int) -> Action:
-        said = self.chat_format.message_of(turn, position=position)
+        said = self.chat_format.message_of(turn, mark=position)
         return Action(said.text, tuple(said.tool_calls), truncated)
 
 

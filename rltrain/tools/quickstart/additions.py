@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models
 
+from rltrain.errors import command_name
 from rltrain.tools.quickstart.tiny_model import Size, SpecialTokens, write_checkpoint
 
 SMALLEST, LARGEST = 100, 999
@@ -104,7 +105,9 @@ def write_pairs(path: Path, pairs: Iterable[Pair], random: np.random.Generator) 
 
 def main(argv: Sequence[str]) -> int:
     """Exit status: 0 done."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog=command_name(), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, required=True, help="folder for model/ and the data")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the choice of problems")
     parser.add_argument("--train-rows", type=int, default=NUM_TRAIN)

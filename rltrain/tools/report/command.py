@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rltrain.errors import DataError, UserError
+from rltrain.errors import DataError, UserError, command_name
 from rltrain.tools.report.curves import sections
 from rltrain.tools.report.facts import facts
 from rltrain.tools.report.occupation import occupations, task_seconds
@@ -44,7 +44,7 @@ def report(path: Path, output: Path, console: Console) -> list[Path]:
 def main(argv: Sequence[str]) -> int:
     """Exit status: 0 done, 1 where the run cannot be read."""
     parser = argparse.ArgumentParser(
-        prog="rltrain report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=command_name(), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="output_dir of the run")
     parser.add_argument("--output", type=Path, metavar="DIR", help="where the files go (default: RUN/report)")
