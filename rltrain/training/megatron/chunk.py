@@ -133,7 +133,8 @@ class ModelChunk(LanguageModule):
         if told is not None:  # after the head, so that the head's weights have arrived
             assert self.mtp_settings is not None, "of a model that learns to predict"
             inputs = hidden_states, self.embedding(input_ids=told.following[None], position_ids=None)
-            told.states = self.mtp.only(
+            layers = cast(PredictionLayers, self.mtp)
+            told.states = layers.only(
                 *(inputs if self.mtp_settings.trains == "model" else (one.detach() for one in inputs)), **settings
             )
         by_sample: Tensor = outputs.transpose(0, 1).contiguous()
