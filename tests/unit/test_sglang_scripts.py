@@ -146,7 +146,7 @@ OF_CI_FILES = (
 def run_ci(
     environment: dict[str, str], folder: Path, versions: str = "exit 0"
 ) -> tuple[subprocess.CompletedProcess[str], list[list[str]]]:
-    """Returns (.ci/run, what it gave to pytest each time). It runs in a copy of the repository, with a runs/ of its own.
+    """Returns (.ci/run, what it gave to pytest each time). It runs in a copy with a runs/ of its own.
 
     `versions` is what tests/versions.sh does there.
     """

@@ -133,8 +133,7 @@ class ModelChunk(LanguageModule):
         if told is not None:  # after the head, so that the head's weights have arrived
             assert self.mtp_settings is not None, "of a model that learns to predict"
             inputs = hidden_states, self.embedding(input_ids=told.following[None], position_ids=None)
-            layers = cast(PredictionLayers, self.mtp)
-            told.states = layers.only(
+            told.states = self.mtp.only(
                 *(inputs if self.mtp_settings.trains == "model" else (one.detach() for one in inputs)), **settings
             )
         by_sample: Tensor = outputs.transpose(0, 1).contiguous()
@@ -144,10 +143,9 @@ class ModelChunk(LanguageModule):
         """Returns the angles of rotary embeddings. Layers with latent attention make their own."""
         if self.config.multi_latent_attention:
             return None
-        length = self.rotary_pos_emb.get_rotary_seq_len(None, self.decoder, embedded, self.config, sequences)
-        angles: Tensor = self.rotary_pos_emb(
-            length, packed_seq=sequences.qkv_format == "thd", cp_group=sequences.cp_group
-        )
+        rotary = cast(PositionRotaryEmbedding | RotaryEmbedding, self.rotary_pos_emb)
+        length = rotary.get_rotary_seq_len(None, self.decoder, embedded, self.config, sequences)
+        angles: Tensor = rotary(length, packed_seq=sequences.qkv_format == "thd", cp_group=sequences.cp_group)
         return angles
 
     @property
