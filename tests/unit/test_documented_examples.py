@@ -38,7 +38,15 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 WORLDS = (8, 16)
 GPU_KEYS = ("memory_gb", "tflops")
 ROW = {
-    **{"prompt": "1+1=", "label": "2", "question": "Why?", "answer": "So.", "level": 1, "teacher": "math"},
+    **{
+        "prompt": "1+1=",
+        "label": "2",
+        "response": "2",
+        "question": "Why?",
+        "answer": "So.",
+        "level": 1,
+        "teacher": "math",
+    },
     "messages": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}],
     "tools": [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}],
 }

@@ -76,7 +76,7 @@ def config_of(**evaluation: Any) -> Config:
 
 
 def job_of(config: Config, rank: int, shared: dict[str, str], **more: Any) -> Any:
-    rows = (Rows(3), Rows(5))
+    rows, encoder = (Rows(3), Rows(5)), SimpleNamespace(end_tokens=frozenset({1}))
     return SimpleNamespace(
         config=config,
         shape=RunShape.of(config),
@@ -84,7 +84,9 @@ def job_of(config: Config, rank: int, shared: dict[str, str], **more: Any) -> An
         placement=SimpleNamespace(roles=("rollout", "reward")),
         grids={"rollout": Grid((1,)), "reward": Grid((1, 2)), "actor": Grid((0,))},
         leader_of=lambda role: {"actor": 0}.get(role, 1),
-        prompts=SimpleNamespace(training=None, order=None, train=rows[0], evaluations=rows, decoder=LastToken()),
+        prompts=SimpleNamespace(
+            training=None, order=None, train=rows[0], evaluations=rows, decoder=LastToken(), encoder=encoder
+        ),
         job_store=FakeBulletin(shared, rank),
         waiter=ShortPatience(),
         heartbeat=SimpleNamespace(advance=lambda: None),

@@ -70,7 +70,11 @@ def rollout_of(config: Config, rank: int, num_engines: int, store: dist.Store, r
     """One of `num_engines` engines of one rank each."""
     rows, order = SimpleNamespace(prompt_tokens=lambda row: (row, row + 1)), PromptOrder(100, seed=0, shuffle=True)
     prompts = SimpleNamespace(
-        train=rows, order=order, training=(rows, order), report_rows=lambda prompts_per_step: None
+        train=rows,
+        order=order,
+        training=(rows, order),
+        report_rows=lambda prompts_per_step: None,
+        encoder=SimpleNamespace(end_tokens=frozenset({1})),
     )
     job: Any = SimpleNamespace(
         config=config,
