@@ -65,7 +65,8 @@ def left_on_the_host(family: str, folder: str) -> str:
 def _groups_of_a_stand_in_device() -> ProcessGroups:
     adapt_to_platform()
     torch.cuda.current_device = lambda: META  # type: ignore[assignment, return-value]
-    torch.meta = types.SimpleNamespace(current_device=lambda: 0)  # type: ignore[attr-defined]  # as fully_shard asks
+    asked = {"current_device": lambda: 0, "device_count": lambda: 1}  # by fully_shard
+    torch.meta = types.SimpleNamespace(**asked)  # type: ignore[attr-defined]
     lists = {ranks for grid in GRIDS.values() for ranks in group_lists({"actor": grid})}
     return ProcessGroups(sorted(lists), backend="gloo", timeout_s=60)
 

@@ -3,6 +3,8 @@
 import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,7 +22,7 @@ from rltrain.training.megatron.model import LanguageModel, build_model, local_pa
 
 
 class Refit:
-    """Between real GPTModels on the case's grids. Its plan is made in the first call, and kept by it."""
+    """Reshards between real models of Megatron on the case's grids. The first call makes its plan and keeps it."""
 
     def __init__(self, case: Case, timeout_s: float) -> None:
         """Collective over: all ranks."""
@@ -77,11 +79,14 @@ def _name_as_grouped(model: LanguageModel) -> None:
 
 @contextlib.contextmanager
 def _no_cuda_streams() -> Iterator[None]:
-    """Its copy service makes a CUDA stream and waits for it, on machines without CUDA too."""
-    stream = SimpleNamespace(wait_stream=lambda other: None)
-    kept = torch.cuda.Stream, torch.cuda.current_stream
-    torch.cuda.Stream = torch.cuda.current_stream = lambda *arguments: stream  # type: ignore[assignment, misc]
-    try:
+    """Its copy service makes CUDA streams and pinned memory, on machines without CUDA too."""
+    stream = SimpleNamespace(wait_stream=lambda other: None, synchronize=lambda: None)
+    streams = dict.fromkeys(("Stream", "current_stream"), lambda *arguments: stream)
+    empty = torch.empty
+
+    def unpinned(*arguments: Any, pin_memory: bool = False, **settings: Any) -> torch.Tensor:
+        return empty(*arguments, **settings)
+
+    nothing = {"stream": contextlib.nullcontext, "synchronize": lambda *arguments: None}
+    with mock.patch.multiple(torch.cuda, **streams, **nothing), mock.patch.object(torch, "empty", unpinned):
         yield
-    finally:
-        torch.cuda.Stream, torch.cuda.current_stream = kept  # type: ignore[misc]
