@@ -1,6 +1,7 @@
 """The SGLang engine on two ranks: the first has the server, a stand-in, and the second follows."""
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -32,7 +33,9 @@ class Rig:
         first = dist.get_rank() == 0
         self.server = FakeServer(pace_s=0.005) if first else None
         self.client = Client(limit_s=2.0) if first else None
-        self.num_advances = 0
+        self.num_advances = self.num_drawn = 0
+        if self.server is not None:
+            self.server.draw = self._counted(self.server.draw)
         self.engine = SGLangEngine(
             self.server,
             self.client,
@@ -48,6 +51,13 @@ class Rig:
         self.engine.start()
         self.sync(0)
 
+    def _counted(self, draw: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any) -> Any:
+            self.num_drawn += 1
+            return draw(*arguments)
+
+        return counted
+
     def _advance(self) -> None:
         self.num_advances += 1
 
@@ -59,11 +69,11 @@ class Rig:
         if self.server is not None:
             self.server.die()
 
-    def steps(self, seconds: float) -> list[Sample]:
-        """For about as long as the first rank says, equally often on all."""
-        done, start = [], time.monotonic()
+    def steps(self, seconds: float, least_drawn: int = 0) -> list[Sample]:
+        """Makes steps for about as long as the first rank says, equally many on all, until so many tokens are drawn."""
+        done, start, least = [], time.monotonic(), self.num_drawn + least_drawn
         while self.engine.num_unfinished:
-            going_on = torch.tensor([time.monotonic() - start < seconds])
+            going_on = torch.tensor([time.monotonic() - start < seconds or self.num_drawn < least])
             dist.broadcast(going_on, 0)
             if not going_on:
                 break
@@ -79,7 +89,7 @@ def follow_the_first_rank() -> dict[str, Any]:
     engine.submit(ragged_requests(), LONG)
     done = rig.steps(0.1)
     rig.sync(1)
-    done += rig.steps(0.1)
+    done += rig.steps(0.1, least_drawn=1)
     suspended = [replace(sample, loss_mask=(False,) * len(sample.tokens)) for sample in engine.suspend()]
     seen["suspended"] = suspended
     engine.release_cache()

@@ -81,12 +81,15 @@ def _name_as_grouped(model: LanguageModel) -> None:
 def _no_cuda_streams() -> Iterator[None]:
     """Its copy service makes CUDA streams and pinned memory, on machines without CUDA too."""
     stream = SimpleNamespace(wait_stream=lambda other: None, synchronize=lambda: None)
-    streams = dict.fromkeys(("Stream", "current_stream"), lambda *arguments: stream)
     empty = torch.empty
+
+    def made(*arguments: Any) -> Any:
+        return stream
 
     def unpinned(*arguments: Any, pin_memory: bool = False, **settings: Any) -> torch.Tensor:
         return empty(*arguments, **settings)
 
-    nothing = {"stream": contextlib.nullcontext, "synchronize": lambda *arguments: None}
-    with mock.patch.multiple(torch.cuda, **streams, **nothing), mock.patch.object(torch, "empty", unpinned):
+    context = contextlib.nullcontext
+    cuda = mock.patch.multiple(torch.cuda, Stream=made, current_stream=made, stream=context, synchronize=made)
+    with cuda, mock.patch.object(torch, "empty", unpinned):
         yield

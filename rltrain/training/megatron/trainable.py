@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
 from rltrain.algorithms.losses import LossFunction, sample_shares
@@ -32,6 +32,7 @@ from rltrain.training.megatron.prediction import with_loss
 from rltrain.training.megatron.routing import Routers
 from rltrain.training.megatron.state import load_state, save_state
 from rltrain.training.megatron.stepping import is_replaced, replace_steps
+from rltrain.training.megatron.versions import data_parallel
 from rltrain.training.mini_batch import DIVISOR, NUM_SAMPLES, Pending, SkippedSteps
 from rltrain.training.trainable import Trainable
 
@@ -57,9 +58,7 @@ class TrainableModel(EvaluableModel, Trainable):
         self.predicts = model.architecture.predicts
         self.groups = model.pg_collection
         parallel = data_parallel_config(settings, self.groups.dp_cp.size(), model.device)
-        self.chunks = [
-            DistributedDataParallel(model.config, parallel, chunk, pg_collection=self.groups) for chunk in model.chunks
-        ]
+        self.chunks = [data_parallel(model.config, parallel, chunk, self.groups) for chunk in model.chunks]
         architecture = model.architecture
         self.routers = Routers(model, architecture, model.moe, self.groups) if architecture.moe else None
         self.reduction, self.gather = GradientReduction(self.chunks), ParameterGather(self.chunks)

@@ -3,14 +3,19 @@
 Each entry names the release that brought the difference. It can go when no older release is supported.
 """
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer import optimizer as optimizers
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 LATENT_MODULES = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
 
@@ -35,6 +40,25 @@ class ModulesOfSpec:
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         return {name: getattr(submodules, name) for name in LATENT_MODULES}
+
+
+def data_parallel(
+    config: TransformerConfig,
+    settings: DistributedDataParallelConfig,
+    chunk: torch.nn.Module,
+    groups: ProcessGroupCollection,
+) -> DistributedDataParallel:
+    """Returns `chunk` with its gradient buffers. Since 0.19 Megatron warns where it lays these out by itself."""
+    logger = logging.getLogger(DistributedDataParallel.__module__)
+    logger.addFilter(_is_no_advice)
+    try:
+        return DistributedDataParallel(config, settings, chunk, pg_collection=groups)
+    finally:
+        logger.removeFilter(_is_no_advice)
+
+
+def _is_no_advice(record: logging.LogRecord) -> bool:
+    return "full_param_layout not provided" not in record.getMessage()
 
 
 def dense_mlp(submodules: MLPSubmodules) -> Any:
