@@ -413,6 +413,11 @@ def test_an_installation_has_every_file() -> None:
     assert files - installed == set()
 
 
+def test_nothing_stands_on_the_models_that_megatron_deprecates() -> None:
+    """GPTModel and what is beside it may be deleted in any release after 0.19."""
+    assert [relative(path) for path in SOURCES if "megatron.core.models.gpt" in path.read_text()] == []
+
+
 def test_apex_is_never_a_requirement() -> None:
     folders = [path for path in REPOSITORY.iterdir() if path.is_dir() and not path.name.startswith(".")]
     files = [file for folder in folders for file in folder.rglob("*requirements*.txt")]
