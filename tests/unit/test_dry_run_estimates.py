@@ -13,7 +13,7 @@ from rltrain.estimate.hardware import GPUS
 from rltrain.tools.quickstart.tiny_model import Size, qwen3_config
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-MOST_LINES = 125
+MOST_LINES = 135
 APART = "placement={'actor, reference': 0-2047, 'rollout, reward': 2048-4095}"
 
 
