@@ -162,62 +162,64 @@ def word_embedding(
 
 def _transformer_engine_layer(architecture: Architecture, config: TransformerConfig, experts: bool) -> ModuleSpec:
     """Returns a layer of Transformer Engine's modules, in which norms are part of the matrix that follows them."""
-    from megatron.core.extensions import transformer_engine as te
+    from megatron.core.extensions import transformer_engine as engine
 
     latent = architecture.mla is not None
-    attention = _fused_latent_attention(te) if latent else _fused_attention(te, config.qk_layernorm)
+    attention = _fused_latent_attention(engine) if latent else _fused_attention(engine, config.qk_layernorm)
     if architecture.output_bias:
         attention.submodules.linear_proj = _with_bias(attention.submodules.linear_proj)
-    dense = MLPSubmodules(linear_fc1=te.TELayerNormColumnParallelLinear, linear_fc2=te.TERowParallelLinear)
+    dense = MLPSubmodules(linear_fc1=engine.TELayerNormColumnParallelLinear, linear_fc2=engine.TERowParallelLinear)
     return ModuleSpec(
         module=SparseLayer if experts else TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=te.TENorm if latent else IdentityOp,
+            input_layernorm=engine.TENorm if latent else IdentityOp,
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=te.TENorm if experts else IdentityOp,
-            mlp=_fused_experts(te) if experts else dense_mlp(dense),
+            pre_mlp_layernorm=engine.TENorm if experts else IdentityOp,
+            mlp=_fused_experts(engine) if experts else dense_mlp(dense),
             mlp_bda=get_bias_dropout_add,
         ),
     )
 
 
-def _fused_attention(te: ModuleType, norms_heads: bool) -> ModuleSpec:
-    head_norm = te.TENorm if norms_heads else IdentityOp
+def _fused_attention(engine: ModuleType, norms_heads: bool) -> ModuleSpec:
+    head_norm = engine.TENorm if norms_heads else IdentityOp
     return ModuleSpec(
         module=GroupedSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=te.TELayerNormColumnParallelLinear,
-            core_attention=te.TEDotProductAttention,
-            linear_proj=te.TERowParallelLinear,
+            linear_qkv=engine.TELayerNormColumnParallelLinear,
+            core_attention=engine.TEDotProductAttention,
+            linear_proj=engine.TERowParallelLinear,
             q_layernorm=head_norm,
             k_layernorm=head_norm,
         ),
     )
 
 
-def _fused_latent_attention(te: ModuleType) -> ModuleSpec:
+def _fused_latent_attention(engine: ModuleType) -> ModuleSpec:
     return ModuleSpec(
         module=ExplicitLatentAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=MLASelfAttentionSubmodules(
-            linear_q_proj=te.TEColumnParallelLinear,
-            linear_q_down_proj=te.TELinear,
-            linear_q_up_proj=te.TELayerNormColumnParallelLinear,
-            linear_kv_down_proj=te.TELinear,
-            linear_kv_up_proj=te.TELayerNormColumnParallelLinear,
-            core_attention=te.TEDotProductAttention,
-            linear_proj=te.TERowParallelLinear,
+            linear_q_proj=engine.TEColumnParallelLinear,
+            linear_q_down_proj=engine.TELinear,
+            linear_q_up_proj=engine.TELayerNormColumnParallelLinear,
+            linear_kv_down_proj=engine.TELinear,
+            linear_kv_up_proj=engine.TELayerNormColumnParallelLinear,
+            core_attention=engine.TEDotProductAttention,
+            linear_proj=engine.TERowParallelLinear,
             q_layernorm=IdentityOp,
             kv_layernorm=IdentityOp,
         ),
     )
 
 
-def _fused_experts(te: ModuleType) -> ModuleSpec:
-    expert = MLPSubmodules(linear_fc1=te.TEColumnParallelGroupedLinear, linear_fc2=te.TERowParallelGroupedLinear)
-    shared = MLPSubmodules(linear_fc1=te.TEColumnParallelLinear, linear_fc2=te.TERowParallelLinear)
+def _fused_experts(engine: ModuleType) -> ModuleSpec:
+    expert = MLPSubmodules(
+        linear_fc1=engine.TEColumnParallelGroupedLinear, linear_fc2=engine.TERowParallelGroupedLinear
+    )
+    shared = MLPSubmodules(linear_fc1=engine.TEColumnParallelLinear, linear_fc2=engine.TERowParallelLinear)
     return ModuleSpec(
         module=MoELayer,
         submodules=MoESubmodules(
