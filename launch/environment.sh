@@ -4,7 +4,8 @@
 #   prepare_environment dev     what the tests need as well
 #
 # It makes .venv and installs into it the versions of launch/constraints-cpu.txt; when that is done already it takes
-# no time. tests/versions.sh sets other folders, Pythons and versions ($environment, $base_python, $constraints). With RLTRAIN_PYTHON=/path/to/python (one with a CUDA build of torch, say) that interpreter is used as it is
+# no time. tests/versions.sh sets other folders, Pythons and versions ($environment, $base_python, $constraints).
+# With RLTRAIN_PYTHON=/path/to/python (one with a CUDA build of torch, say) that interpreter is used as it is
 # and nothing is installed.
 #
 # `prepare_sglang` sets $sglang_python in the same way: the SGLang of launch/constraints-sglang.txt in .venv-sglang, or

@@ -9,7 +9,7 @@ from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.data.index_making import IndexFolder
 from rltrain.data.prompt_stream import prompt_order
-from rltrain.data.prompts import PromptDataset, load_prompts
+from rltrain.data.prompts import PromptDataset, load_sampled
 from rltrain.data.tokenizer import UNKNOWN_MODEL, ModelLimits, load_encoder
 
 
@@ -22,15 +22,8 @@ class Demonstrations:
         """`indexes` and `model` as in load_prompts."""
         encoder, data = load_encoder(config), config.data
         files = {"data.train": data.train, "data.eval": data.eval if config.scores_held_out else None}
-        self.datasets = {
-            key: load_prompts(file, data, encoder, needs="response", config_key=key, indexes=indexes, model=model)
-            for key, file in files.items()
-            if file is not None
-        }
+        self.datasets = load_sampled(config, files, "response", encoder, indexes, model)
         self.dataset = self.datasets["data.train"]
-        for dataset in self.datasets.values():
-            for source in dataset.sources:
-                dataset.samples(source.first)  # a template without a place for it is refused now
         self.order = prompt_order(self.dataset, config)
         self.first_step = 0
         """The one that takes the first rows."""

@@ -12,7 +12,7 @@ from rltrain.data.experience import Experience
 from rltrain.data.index_making import IndexFolder
 from rltrain.data.pair_rows import Response
 from rltrain.data.prompt_stream import prompt_order
-from rltrain.data.prompts import PromptDataset, load_prompts
+from rltrain.data.prompts import PromptDataset, load_sampled
 from rltrain.data.tokenizer import UNKNOWN_MODEL, ModelLimits, load_encoder
 
 
@@ -29,15 +29,8 @@ class Preferences:
         """`indexes` and `model` as in load_prompts."""
         encoder, data = load_encoder(config), config.data
         files = {"data.train": data.train, "data.eval": data.eval}
-        self.datasets = {
-            key: load_prompts(file, data, encoder, needs="pair", config_key=key, indexes=indexes, model=model)
-            for key, file in files.items()
-            if file is not None
-        }
+        self.datasets = load_sampled(config, files, "pair", encoder, indexes, model)
         self.train = self.datasets["data.train"]
-        for dataset in self.datasets.values():
-            for source in dataset.sources:
-                dataset.samples(source.first)  # a template without a place for it is refused now
         self.order = prompt_order(self.train, config)
         self.first_step = 0
         """The one that takes the first rows."""

@@ -3,7 +3,7 @@
 import logging
 from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -179,6 +179,26 @@ def load_prompts(
         parts.append(rows)
         sources.append(found)
     return PromptDataset(parts, encoder, data.max_prompt_tokens, sources, SampleLimit.of(data, model))
+
+
+def load_sampled(
+    config: schema.Config,
+    files: Mapping[str, schema.PromptFile | None],
+    needs: Needs,
+    encoder: PromptEncoder,
+    indexes: IndexFolder | None,
+    model: ModelLimits,
+) -> dict[str, PromptDataset]:
+    """Returns the rows of `files` that have responses, by config key. A template without a place for one is refused."""
+    datasets = {
+        key: load_prompts(file, config.data, encoder, needs=needs, config_key=key, indexes=indexes, model=model)
+        for key, file in files.items()
+        if file is not None
+    }
+    for dataset in datasets.values():
+        for source in dataset.sources:
+            dataset.samples(source.first)
+    return datasets
 
 
 def difficulty_key(data: schema.Data, file: schema.PromptFile) -> str | None:

@@ -116,8 +116,10 @@ class ModelChunk(LanguageModule):
         *,
         packed_seq_params: PackedSeqParams,
     ) -> Tensor:
-        """Returns what the class says. The two values that are always None stand here because Megatron's callers give
-        them. Collective over: the tensor- and context-parallel groups."""
+        """Returns hidden states, logits or values, as the class describes. Positions and masks come with the sequences.
+
+        Collective over: the tensor- and context-parallel groups.
+        """
         embedded = self.embedding(input_ids=input_ids, position_ids=None) if self.pre_process else None
         settings: dict[str, Any] = {
             "attention_mask": None,
