@@ -5,9 +5,9 @@
 #   docker run --rm --gpus all --ipc host --ulimit memlock=-1 rltrain:gpu rltrain doctor
 #
 # To pin the base: --build-arg BASE=nvidia/cuda@sha256:DIGEST
-ARG BASE=nvidia/cuda:13.0.2-cudnn-devel-ubuntu24.04
+ARG BASE=nvidia/cuda:13.2.0-cudnn-devel-ubuntu24.04
 FROM ${BASE}
-ARG TORCH=2.14.1
+ARG TORCH=2.15.0
 ARG CUDA_ARCHITECTURES="80;90a;100a"
 
 RUN apt-get update \

@@ -48,8 +48,8 @@ fi
 if [[ $kind == lowest ]]; then
   constraints=$folder/lowest.txt
   { # the bounds as pyproject.toml has them, and every other package as always
-    sed -nE 's/^ *"(torch|megatron-core)>=([0-9.]+).*/\1==\2/p' "$REPOSITORY/pyproject.toml"
-    grep -vE '^(torch|megatron-core)==' "$REPOSITORY/launch/constraints-cpu.txt"
+    sed -nE 's/^ *"(torch|megatron-core|transformers)>=([0-9.]+).*/\1==\2/p' "$REPOSITORY/pyproject.toml"
+    grep -vE '^(torch|megatron-core|transformers)==' "$REPOSITORY/launch/constraints-cpu.txt"
   } >"$constraints"
 fi
 prepare_environment dev

@@ -50,6 +50,7 @@ class Layout:
 LAYOUTS = {
     "one_rank": Layout(Grid((0,)), distributed=False),
     "tp2": Layout(Grid((0, 1), tp=2)),
+    "tp2_plain": Layout(Grid((0, 1), tp=2), distributed=False),
     "ep2_allgather": Layout(Grid((0, 1), ep=2), dispatcher="allgather"),
     "tp2_etp1": Layout(Grid((0, 1), tp=2, etp=1)),
     "etp2": Layout(Grid((0, 1), etp=2)),

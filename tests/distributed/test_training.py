@@ -78,6 +78,7 @@ def test_first_loss_and_gradient_norm_equal_those_of_transformers(ranks: list[di
     assert report["steps"][0]["grad_norm"] == pytest.approx(report["expected_grad_norm"], rel=OF_TRANSFORMERS)
 
 
+# pp3_vpp2 has a stage without layers in its middle, where Megatron's HybridStack has wrong gradients (0.19).
 @pytest.mark.parametrize("layout", slow_but(["tp2_pp2", "pp3_vpp2"], "pp3_vpp2"))
 def test_tied_embeddings_train_alike_on_both_ends_of_a_pipeline(ranks: list[dict[str, Any]], layout: str) -> None:
     assert_same_training(ranks, f"qwen2_tied/{layout}/{SEVERAL_MICRO_BATCHES}", f"qwen2_tied/tp1/{ONE_MICRO_BATCH}")

@@ -1,0 +1,105 @@
+"""Models of Transformer Engine's modules train on one GPU as those of Megatron's own modules do."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rltrain.algorithms.likelihood import likelihood_loss
+from rltrain.checkpoint.hf import load_parameters
+from rltrain.cluster.grid import Grid
+from rltrain.cluster.process_groups import ProcessGroups
+from rltrain.cluster.rank_lists import group_lists
+from rltrain.config import schema
+from rltrain.models import Architecture
+from rltrain.models.latent import MLA
+from rltrain.training.megatron.model import build_model, local_parameters
+from rltrain.training.megatron.trainable import TrainableModel
+from tests.distributed.cases_context_parallel import experience, write_weights
+from tests.forked.popen import PYTHON_PATH, REPOSITORY
+from tests.model_shards import tiny_architecture
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        importlib.util.find_spec("transformer_engine") is None, reason="transformer-engine is not installed"
+    ),
+]
+
+GRID = Grid((0,))
+NUM_STEPS, MAX_TOKENS = 3, 64
+LATENT = MLA(q_rank=16, kv_rank=32, plain_head_dim=32, rope_head_dim=16, value_head_dim=32)
+SIZES: dict[str, Any] = {"hidden_size": 128, "vocab_size": 61, "num_layers": 2}
+MODELS: dict[str, Architecture] = {
+    "dense": tiny_architecture("qwen3", num_heads=4, num_kv_heads=2, head_dim=32, **SIZES),
+    "experts": tiny_architecture("qwen3_moe", num_heads=4, num_kv_heads=2, head_dim=32, **SIZES),
+    "latent": replace(tiny_architecture("deepseek_v3", head_dim=48, mla=LATENT, **SIZES), moe=None),
+}
+RELATIVE, OF_LOGPROBS = 2e-2, 0.1
+"""By how much two orders of bfloat16 operations may differ: metrics relatively, log-probs in nats."""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_steps_and_log_probs_are_those_of_megatrons_own_modules(name: str, tmp_path: Path) -> None:
+    local, fused = (reports(name, kind, tmp_path) for kind in ("local", "transformer_engine"))
+    assert fused["modules"] and not local["modules"]
+    for found, expected in zip(fused["steps"], local["steps"], strict=True):
+        for metric in ("loss", "entropy", "grad_norm"):
+            assert found[metric] == pytest.approx(expected[metric], rel=RELATIVE), metric
+    assert fused["logprobs"] == pytest.approx(local["logprobs"], abs=OF_LOGPROBS)
+
+
+def reports(name: str, implementation: str, folder: Path) -> dict[str, Any]:
+    """Returns what a process of its own prints, for its communicators and Megatron's state end with it."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.gpu.test_transformer_engine", name, implementation, str(folder), "cuda"],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": PYTHON_PATH},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def trained(architecture: Architecture, implementation: Any, folder: Path, device: torch.device) -> dict[str, Any]:
+    """Returns the metrics of some steps, log-probs after them, and which modules are Transformer Engine's."""
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    groups = ProcessGroups(sorted(group_lists({"actor": GRID})), backend=backend[-4:], timeout_s=60)
+    checkpoint = folder / f"{architecture.family}_{implementation}"
+    write_weights(architecture, checkpoint)
+    model = build_model(
+        architecture,
+        GRID,
+        groups,
+        model=schema.Model(path=str(checkpoint), transformer_impl=implementation),
+        parallel=schema.Parallel(),
+        device=device,
+    )
+    load_parameters(checkpoint, model.layout, 0, local_parameters(model))
+    settings = schema.Actor(optimizer=schema.Optimizer(lr=1e-4), micro_batch_tokens=MAX_TOKENS)
+    trainable, samples = TrainableModel(model, settings, total_updates=NUM_STEPS), experience("grpo")
+    return {
+        "steps": [trainable.train_batch(samples, likelihood_loss()) for _ in range(NUM_STEPS)],
+        "logprobs": trainable.evaluate(samples, max_tokens=MAX_TOKENS).tolist(),
+        "modules": sorted({type(one).__name__ for one in model.modules() if "engine" in type(one).__module__}),
+    }
+
+
+if __name__ == "__main__":
+    name, implementation, folder, device = sys.argv[1:]
+    print(json.dumps(trained(MODELS[name], implementation, Path(folder), torch.device(device))))
+    dist.destroy_process_group()
