@@ -3,7 +3,7 @@
 #
 #   bash tests/versions.sh lowest|newest|py313 [--prepare | --numeric] [pytest arguments]
 #
-# lowest is Python 3.11 with the lower bounds of torch and Megatron in pyproject.toml; newest is Python 3.12 and py313 is
+# lowest is Python 3.11 with the lower bound of every dependency in pyproject.toml; newest is Python 3.12 and py313 is
 # Python 3.13, with the versions that launch/constraints-cpu.txt has for them. The environment is made once, in
 # $RLTRAIN_VERSIONS (~/.cache/rltrain-versions), where it takes up to 8 GB. --prepare makes it and runs nothing; --numeric
 # runs tests/distributed alone. The status is 3 where this machine lacks that Python or the room.
@@ -47,10 +47,10 @@ if [[ ! -d $environment ]]; then
 fi
 if [[ $kind == lowest ]]; then
   constraints=$folder/lowest.txt
-  { # the bounds as pyproject.toml has them, and every other package as always
-    sed -nE 's/^ *"(torch|megatron-core|transformers)>=([0-9.]+).*/\1==\2/p' "$REPOSITORY/pyproject.toml"
-    grep -vE '^(torch|megatron-core|transformers)==' "$REPOSITORY/launch/constraints-cpu.txt"
-  } >"$constraints"
+  bounds=$(sed -nE '/^dependencies = /,/^\]/ s/^ *"([a-z-]+)>=([0-9.]+).*/\1==\2/p' "$REPOSITORY/pyproject.toml")
+  bounded=$(sed -E 's/==.*//; s/-/[-_]/g' <<<"$bounds" | paste -sd '|')
+  # Every other package is as always, but for one that pydantic pins itself.
+  { echo "$bounds" && grep -viE "^($bounded|pydantic_core)==" "$REPOSITORY/launch/constraints-cpu.txt"; } >"$constraints"
 fi
 prepare_environment dev
 export RLTRAIN_PYTHON=$python
