@@ -133,8 +133,9 @@ def test_a_curriculum_sorts_by_a_column_of_each_source(tmp_path: Path) -> None:
 
 def test_tools_are_written_into_the_prompt(tmp_path: Path) -> None:
     """Given as objects or as JSON text; columns of Parquet fill up what other rows' tools have."""
+    add, search = (json.loads(json.dumps(tool, sort_keys=True)) for tool in (ADD, SEARCH))  # some pyarrow sort them
     rows = [
-        {"prompt": [{"role": "user", "content": "1+1"}], "tools": tools} for tools in ([ADD], [ADD, SEARCH], None, [])
+        {"prompt": [{"role": "user", "content": "1+1"}], "tools": tools} for tools in ([add], [add, search], None, [])
     ]
     tokenizer = tokenizer_of("qwen2_5")
     as_text = [row | {"tools": row["tools"] and json.dumps(row["tools"])} for row in rows]

@@ -38,4 +38,5 @@ class ConversionProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.bar.stop()
+        if not self.bar.disable:  # rich 14 and earlier would print an empty line
+            self.bar.stop()
