@@ -59,7 +59,9 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args(given)
     with tempfile.TemporaryDirectory() as folder:
-        trees = [check_out(commit, Path(folder, name)) for name, commit in (("old", arguments.old), ("new", arguments.new))]
+        trees = [
+            check_out(commit, Path(folder, name)) for name, commit in (("old", arguments.old), ("new", arguments.new))
+        ]
         differences = compare_definitions(*map(definitions, trees))
         if not arguments.definitions:
             differences += compare_texts("dry run", *map(dry_runs, trees))
@@ -159,7 +161,10 @@ class Plain(ast.NodeTransformer):
 
 def compare_definitions(old: Counter[tuple[str, str]], new: Counter[tuple[str, str]]) -> list[str]:
     """Returns a line for each name whose definitions differ."""
-    gone, come = Counter(name for name, _ in (old - new).elements()), Counter(name for name, _ in (new - old).elements())
+    gone, come = (
+        Counter(name for name, _ in (old - new).elements()),
+        Counter(name for name, _ in (new - old).elements()),
+    )
     told = []
     for name in sorted(gone | come):
         changed = min(gone[name], come[name])
@@ -176,11 +181,14 @@ def compare_texts(what: str, old: dict[str, str], new: dict[str, str]) -> list[s
 
 def dry_runs(tree: Path) -> dict[str, str]:
     """Returns by config the output of its dry run, and the digests of the orders that it makes."""
-    (home,) = (path for path in (tree / "rltrain").rglob("*.py") if re.search(r"^class Order\b", path.read_text(), re.M))
+    (home,) = (
+        path for path in (tree / "rltrain").rglob("*.py") if re.search(r"^class Order\b", path.read_text(), re.M)
+    )
     module = ".".join(home.relative_to(tree).with_suffix("").parts)
     found = {}
     for config in sorted((tree / "configs").glob("*.yaml")):
-        size = (WORLD_SIZE.search(config.read_text()) or [0, "1"])[1]
+        told = WORLD_SIZE.search(config.read_text())
+        size = told[1] if told else "1"
         name = f"configs/{config.name}"
         command = ["-m", "rltrain", "dry-run", "--config", name, "--world-size", size]
         found[f"{name}, output"] = run(tree, *command).replace(str(tree), "")
@@ -216,7 +224,13 @@ def run(tree: Path, *arguments: str) -> str:
     """Returns what Python prints, and its status if that is not 0."""
     environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=tree, env=environment, capture_output=True, text=True, timeout=900, check=False
+        [sys.executable, *arguments],
+        cwd=tree,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
     )
     return done.stdout if done.returncode == 0 else f"{done.stdout}\n{done.stderr}\nstatus {done.returncode}"
 

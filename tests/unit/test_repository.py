@@ -364,8 +364,8 @@ def test_nothing_that_is_read_is_evaluated() -> None:
                 assert keywords.get("Loader") == "PlainLoader", f"{relative(path)}: yaml.load"
 
 
-OWN_PATH = {"tests/unit/test_native_build.py"}
-"""A tree of its own is all that its processes are to find."""
+OWN_PATH = {"tests/unit/test_native_build.py", "tools/compare_commits.py"}
+"""A tree of their own is all that their processes are to find."""
 
 
 def test_child_processes_find_the_packages_that_this_one_was_given() -> None:
