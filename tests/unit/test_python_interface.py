@@ -1,6 +1,7 @@
 """`from rltrain import Config, Placement, dry_run, run`: what it loads, what it takes and what it refuses."""
 
 import functools
+import json
 import math
 import os
 import subprocess
@@ -89,7 +90,7 @@ def test_a_function_of_a_script_has_the_file_in_its_name(tmp_path: Path) -> None
         (lambda prompt: 1.0, "a lambda has no name"),
         (functools.partial(math.pow, 2), "without a name"),
         ([].append, "without a name|not this object"),
-        (Path.exists, "has not this object under the name Path.exists"),
+        (json.JSONEncoder.encode, "has not this object under the name JSONEncoder.encode"),
     ],
 )
 def test_what_other_processes_could_not_find_is_refused(function: Callable[..., Any], reason: str) -> None:
