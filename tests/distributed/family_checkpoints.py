@@ -204,7 +204,7 @@ SPARSE |= {
             "num_local_experts": 8,
             "num_experts_per_tok": 2,
             "rotary_dim": 12,
-            # transformers before 5.18 reads this alone and rotates whole heads; published checkpoints have what is above.
+            # transformers before 5.18 reads this alone; published checkpoints have the line above and rotate half.
             "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
         },
     ),
