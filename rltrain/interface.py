@@ -10,9 +10,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from rltrain.config import schema
-from rltrain.config.loader import validated
+from rltrain.config.loader import Source, read_source, validated
 from rltrain.config.python_values import plain
-from rltrain.config.source import Source, read_source
 from rltrain.errors import UserError
 
 MORE_RANKS = "run starts one rank; more are started by torchrun --nproc-per-node N FILE.py, where FILE.py calls run"

@@ -33,7 +33,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.rank_lists import model_group_lists
-from rltrain.config.lora import Lora
+from rltrain.config.models import Lora
 from rltrain.models import Architecture
 from rltrain.reshard.megatron_layout import megatron_layout, padded_vocab_size
 from rltrain.training.megatron.context_parallel import RING

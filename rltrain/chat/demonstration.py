@@ -7,7 +7,7 @@ from rltrain.chat.assistant_turn import REASONING_MARKS
 from rltrain.chat.chat_format import ChatFormat
 from rltrain.chat.conversation import Conversation
 from rltrain.chat.template import RenderError
-from rltrain.environments.interface import Message
+from rltrain.data.messages import Message
 from rltrain.errors import DataError
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rltrain.checkpoint.hf_layout import hf_layout
 from rltrain.checkpoint.hf_reader import within, write_piece
-from rltrain.config.lora import Lora
+from rltrain.config.models import Lora
 from rltrain.errors import CheckpointError
 from rltrain.models import Architecture
 from rltrain.models.canonical_tensors import CanonicalTensors

@@ -7,8 +7,8 @@ from functools import cached_property
 from typing import Literal
 
 from rltrain.cluster.grid import Grid
-from rltrain.config.roles import role_names, split_roles
 from rltrain.config.schema import Config
+from rltrain.config.section import role_names, split_roles
 from rltrain.errors import PlacementError
 from rltrain.tasks.roles import model_roles, served_roles
 
@@ -24,7 +24,7 @@ GRAMMAR = (
 
 @dataclass(frozen=True)
 class Placement:
-    """The ranks of every role, sorted. Roles come in the order of `rltrain.config.roles.role_names`."""
+    """The ranks of every role, sorted. Roles come in the order of `rltrain.config.section.role_names`."""
 
     ranks_by_role: Mapping[str, tuple[int, ...]]
     given: Mapping[str, str]

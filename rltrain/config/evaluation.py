@@ -6,9 +6,9 @@ from typing import Any, Literal
 from pydantic import Field
 
 from rltrain.config.data import PromptFile
-from rltrain.config.engines import Rollout, Sampling
 from rltrain.config.models import Offload, Parallel
 from rltrain.config.rewards import Reward
+from rltrain.config.rollout import Rollout, Sampling
 from rltrain.config.section import Count, NonNegativeInt, Positive, Section, Temperature, TopK, TopP
 
 SHORT_FORM = "eval"

@@ -1,19 +1,214 @@
 """Reads a config file with overrides into the schema, or says what is wrong with it, where, and what to write."""
 
 import json
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_origin
 
+import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from rltrain.config.explain import all_keys, choices, expectation, section_of
 from rltrain.config.foreign import known_elsewhere
-from rltrain.config.renamed import RENAMED
 from rltrain.config.schema import Config
-from rltrain.config.source import KeyPath, Source, read_source
+from rltrain.config.section import split_roles
 from rltrain.errors import ConfigError, nearest, one_of
+
+KeyPath = tuple[str | int, ...]
+"""Keys (and list indices) from the top of the config down to a value."""
+
+MERGE_KEY = "<<"
+PLACEMENT = "placement"
+OVERRIDE = "override"
+PLAIN_COLLECTIONS = (yaml.resolver.Resolver.DEFAULT_MAPPING_TAG, yaml.resolver.Resolver.DEFAULT_SEQUENCE_TAG)
+
+
+class PlainLoader(yaml.SafeLoader):
+    """Safe YAML whose numbers are those that people write: 1e-3 is one, while 1:30, 010 and 2026-11-21 are text."""
+
+
+PlainLoader.yaml_implicit_resolvers = {
+    first: [(tag, regexp) for tag, regexp in resolvers if not tag.endswith((":int", ":float", ":timestamp"))]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+PlainLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:int", re.compile(r"[-+]?(?:0|[1-9][0-9_]*)$"), list("-+0123456789")
+)
+PlainLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|[0-9][0-9_]*(?=[eE]))(?:[eE][-+]?[0-9]+)?$"),
+    list("-+.0123456789"),
+)
+
+
+@dataclass
+class Source:
+    """Plain config data, and for each path what to blame: "FILE:LINE" or the override's text."""
+
+    data: dict[str, Any]
+    name: str
+    origins: dict[KeyPath, str] = field(default_factory=dict)
+
+    def origin(self, path: KeyPath) -> str:
+        """The origin of the value at `path`, or of the nearest section around it."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.origins:
+                return self.origins[path[:length]]
+        return self.name
+
+    def override(self, text: str) -> None:
+        """Apply `a.b.c=value`; ConfigError if it has no such form or leads through a value that is no section.
+
+        `placement.ROLE` reassigns that role only, also one that shares a comma-joined key; null takes it out.
+        """
+        origin = f"{OVERRIDE} {text!r}"
+        key, separator, value_text = text.partition("=")
+        keys = tuple(part.strip() for part in key.split("."))
+        if not separator or not all(keys):
+            raise ConfigError(f"{origin}: expected key=value with a dotted key, such as actor.parallel.tp=2")
+        value, _ = _read_yaml(value_text, origin)
+        self.assign(".".join(keys), value, origin)
+
+    def assign(self, key: str, value: Any, origin: str) -> None:
+        """Put `value` at a dotted key, as `override` does with a text."""
+        keys = tuple(key.split("."))
+        section = self._section(keys[:-1], origin)
+        if keys[:-1] == (PLACEMENT,):
+            self._unplace(section, split_roles(keys[-1]))
+            if value is None:
+                return
+        for path in [path for path in self.origins if path[: len(keys)] == keys]:
+            del self.origins[path]
+        section[keys[-1]] = value
+        self.origins[keys] = origin
+
+    def _section(self, keys: tuple[str, ...], origin: str) -> dict[str, Any]:
+        """The mapping at `keys`, made where the file has none."""
+        section = self.data
+        for depth, key in enumerate(keys, start=1):
+            if section.get(key) is None:
+                section[key] = {}
+                self.origins[keys[:depth]] = origin
+            if not isinstance(section[key], dict):
+                raise ConfigError(f"{origin}: {'.'.join(keys[:depth])} is a value, not a section with keys")
+            section = section[key]
+        return section
+
+    def _unplace(self, section: dict[str, Any], roles: Sequence[str]) -> None:
+        """Take `roles` out of the keys that place them, leaving the other roles of such a key where they are."""
+        for key in list(section):
+            remaining = ",".join(role for role in split_roles(key) if role not in roles)
+            if remaining == ",".join(split_roles(key)) or (remaining != key and remaining in section):
+                continue
+            value, origin = section.pop(key), self.origins.pop((PLACEMENT, key), self.name)
+            if remaining:
+                section[remaining], self.origins[PLACEMENT, remaining] = value, origin
+
+
+def read_source(path: Path) -> Source:
+    """The data of a YAML file; ConfigError with file and line if it cannot be read or names a key twice."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}: the config file does not exist; expected a YAML file (--config)") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: the config file cannot be read as text: {error}") from error
+    data, origins = _read_yaml(text, str(path))
+    if not isinstance(data, dict):
+        given = "an empty file" if data is None else type(data).__name__
+        raise ConfigError(f"{path}: got {given}; expected keys with values at the top level, such as steps: 100")
+    return Source(data, str(path), origins)
+
+
+def _read_yaml(text: str, name: str) -> tuple[Any, dict[KeyPath, str]]:
+    try:
+        reader = _Reader(text, name)
+        data = reader.read()
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(_describe_yaml_error(error, name)) from error
+    except RecursionError as error:
+        raise ConfigError(f"{name}: values are nested too deeply; expected a config") from error
+    if reader.problems:
+        raise ConfigError("\n".join(reader.problems))
+    return data, reader.origins
+
+
+class _Reader:
+    """Turns the YAML node tree into plain data, noting the line of every value and every repeated key."""
+
+    def __init__(self, text: str, name: str) -> None:
+        self.loader = PlainLoader(text)
+        self.name = name
+        self.origins: dict[KeyPath, str] = {}
+        self.problems: list[str] = []
+        self.open_nodes: list[yaml.Node] = []
+        self.flattened: set[int] = set()
+
+    def read(self) -> Any:
+        node = self.loader.get_single_node()
+        return None if node is None else self._value(node, ())
+
+    def _value(self, node: yaml.Node, path: KeyPath) -> Any:
+        if any(node is parent for parent in self.open_nodes):
+            raise yaml.MarkedYAMLError(problem="an alias that contains itself", problem_mark=node.start_mark)
+        if isinstance(node, yaml.CollectionNode) and node.tag not in PLAIN_COLLECTIONS:
+            raise yaml.MarkedYAMLError(problem=f"the tag {node.tag}", problem_mark=node.start_mark)
+        self.open_nodes.append(node)
+        if isinstance(node, yaml.MappingNode):
+            value: Any = self._mapping(node, path)
+        elif isinstance(node, yaml.SequenceNode):
+            value = [self._value(item, (*path, index)) for index, item in enumerate(node.value)]
+        else:
+            value = self.loader.construct_object(node)
+        self.open_nodes.pop()
+        return value
+
+    def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
+        if id(node) not in self.flattened:
+            self._note_repeated_keys(node, path)
+            self.loader.flatten_mapping(node)
+            self.flattened.add(id(node))
+        data: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            key = self._key(key_node)
+            self.origins[*path, key] = f"{self.name}:{key_node.start_mark.line + 1}"
+            data[key] = self._value(value_node, (*path, key))
+        return data
+
+    def _note_repeated_keys(self, node: yaml.MappingNode, path: KeyPath) -> None:
+        first_lines: dict[str, int] = {}
+        for key_node, _ in node.value:
+            key, line = self._key(key_node), key_node.start_mark.line + 1
+            if key in first_lines and key != MERGE_KEY:
+                dotted = ".".join(map(str, (*path, key)))
+                self.problems.append(
+                    f"{self.name}:{line}: {dotted}: the key is given twice, first in line {first_lines[key]}"
+                )
+            first_lines.setdefault(key, line)
+
+    def _key(self, node: yaml.Node) -> str:
+        if not isinstance(node, yaml.ScalarNode):
+            raise yaml.MarkedYAMLError(problem="a key must be text", problem_mark=node.start_mark)
+        return str(node.value)
+
+
+def _describe_yaml_error(error: yaml.YAMLError | ValueError, name: str) -> str:
+    mark = getattr(error, "problem_mark", None)
+    where = f"{name}:{mark.line + 1}" if mark and not name.startswith(OVERRIDE) else name
+    parts = [getattr(error, part, None) for part in ("context", "problem")]
+    return f"{where}: not valid YAML: {', '.join(filter(None, parts)) or str(error).splitlines()[0]}"
+
+
+RENAMED = {
+    "loss.importance_cap": "loss.correction.high",
+    "loss.tis_clip": "loss.correction.high",
+    "critic.critic_only_steps": "critic.critic_warmup_steps",
+    "weight_sync.transport=golden": "full_gather",
+}
+
 
 MAX_VALUE_CHARS = 80
 TEXT = "text"

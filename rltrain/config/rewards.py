@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rltrain.config.engines import Sampling, Served
+from rltrain.config.rollout import Sampling, Served
 from rltrain.config.section import Count, HubName, NonNegativeInt, Positive, Section, Share, Temperature
 
 

@@ -1,21 +1,14 @@
 """Every key a config file may hold: type, default and meaning. Objects are frozen; unknown keys are refused."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from rltrain.config.checks import Checks as Checks
 from rltrain.config.data import Curriculum as Curriculum
 from rltrain.config.data import Data as Data
 from rltrain.config.data import PromptFile as PromptFile
 from rltrain.config.data import PromptSource as PromptSource
 from rltrain.config.data import SolvedRate as SolvedRate
-from rltrain.config.delta import WeightDelta as WeightDelta
-from rltrain.config.engines import Rollout as Rollout
-from rltrain.config.engines import Sampling as Sampling
-from rltrain.config.engines import Served as Served
-from rltrain.config.engines import SGLang as SGLang
-from rltrain.config.episodes import Env
 from rltrain.config.evaluation import Evaluation as Evaluation
 from rltrain.config.evaluation import EvaluationPlan as EvaluationPlan
 from rltrain.config.evaluation import EvaluationSampling as EvaluationSampling
@@ -37,8 +30,7 @@ from rltrain.config.learning import OverlongPenalty as OverlongPenalty
 from rltrain.config.learning import PolicyLoss as PolicyLoss
 from rltrain.config.learning import RatioMask as RatioMask
 from rltrain.config.learning import Sapo as Sapo
-from rltrain.config.lora import Lora
-from rltrain.config.models import OF_POLICY
+from rltrain.config.models import OF_POLICY, Lora
 from rltrain.config.models import Actor as Actor
 from rltrain.config.models import Backend as Backend
 from rltrain.config.models import Critic as Critic
@@ -57,15 +49,137 @@ from rltrain.config.models import Reference as Reference
 from rltrain.config.models import RewardModel as RewardModel
 from rltrain.config.models import Teacher as Teacher
 from rltrain.config.models import Trained as Trained
-from rltrain.config.preference import Preference as Preference
-from rltrain.config.records import Checkpoint, Logging
-from rltrain.config.records import MemoryCheckpoints as MemoryCheckpoints
 from rltrain.config.rewards import Judge as Judge
 from rltrain.config.rewards import Reward as Reward
 from rltrain.config.rewards import RewardPart as RewardPart
-from rltrain.config.roles import split_roles
-from rltrain.config.section import Count, NonNegativeInt, Positive, Section
+from rltrain.config.rollout import Env
+from rltrain.config.rollout import Rollout as Rollout
+from rltrain.config.rollout import Sampling as Sampling
+from rltrain.config.rollout import Served as Served
+from rltrain.config.rollout import SGLang as SGLang
+from rltrain.config.section import Count, NonNegative, NonNegativeInt, Positive, Section, Words, split_roles
 from rltrain.tasks.roles import rewarding_roles
+
+
+class Checks(Section):
+    """Trainer and engine, compared after every step on response tokens that were drawn by the weights which the step
+    began with: of older ones they differ by right. null: no limit. And replicas of models that learn, with each
+    other and with what engines have."""
+
+    max_logprob_diff: Positive | None = None
+    """Of train/fresh_logprob_abs_diff, the mean difference of log-probs."""
+    max_kl: Positive | None = None
+    """Of train/fresh_kl, the KL of the trainer from the engine."""
+    action: Literal["stop", "pause", "warn"] = "stop"
+    """Beyond a limit. stop: the run ends, and the last checkpoint stays the last: none is saved of weights that were
+    trained on such tokens. pause: it is saved at the end of its step and ends with an error, to go on from there when
+    it is started again."""
+    replicas: NonNegativeInt = 0
+    """Every so many steps (0: never) ranks with the same part of the actor or the critic compare checksums of all their
+    weights, and the run ends where one differs, whose rank and parameter are named: a processor that computes wrong
+    numbers, or a memory that does not keep them. With the weights of such a step engines' are compared too, as
+    weight_sync.verify has it done with every sync."""
+
+
+class Preference(Section):
+    loss: Literal["sigmoid", "ipo"] = "sigmoid"
+    """dpo: sigmoid is its own, ipo the squared distance from 1 / (2 beta)."""
+    beta: Positive = 0.1
+    """dpo: how near the actor stays to the reference; the larger, the nearer."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """dpo with loss sigmoid: the share of pairs that are taken to be the wrong way round."""
+    sft_coef: NonNegative = 0.0
+    """dpo: weight of the chosen responses' negative log-prob per token beside the loss."""
+    center_coef: NonNegative = 0.0
+    """reward_model: weight of the square of the sum of a pair's scores, which keeps scores around 0."""
+
+
+class WeightDelta(Section):
+    """The weight sync sends what changed since the last one, bit for bit what it would have sent otherwise. With
+    rollout.engine http it sends everything to the rollout's ranks, and these write what changed to
+    rollout.http.weights_dir, for servers that take it: launch/serve.py, and SGLang with rltrain's plugin."""
+
+    full_every: Count = 50
+    """Syncs from one that sends everything to the next. So do the first of a job, every one that finds an engine
+    without the weights of the last, and some behind one that saved nothing because nearly all had changed. Of files,
+    whole ones are written as well once those of what changed have as many bytes."""
+    check_every: NonNegativeInt = 0
+    """Syncs of what changed from one behind which checksums of both sides are compared, as weight_sync.verify does
+    after every sync, to the next; 0: the first of a job alone. Where they differ everything is sent at once, and later
+    ones are all compared. Not for files: those who apply them check what comes of it every time."""
+    keep_on: Literal["device", "host"] = "device"
+    """Where a rank keeps what it sent or wrote last: as many bytes as when that is everything."""
+    in_shared_memory: bool = False
+    """Compare what passes through memory that ranks of a node share on CPUs as well. To copy all of it takes no longer,
+    so this is for measuring and for tests."""
+
+
+class MemoryCheckpoints(Section):
+    """Checkpoints of the whole run in the nodes' memory, each node's on the next node too."""
+
+    interval: Count = 1
+    """Steps between them."""
+    folder: str = "/dev/shm"
+    """A folder of every node's own, in memory (a tmpfs); $NAME stands for a variable of the node's environment. Up to
+    four checkpoints are in it: of each the files of the node's ranks, and those of the node before. A job whose
+    node has no room for three is refused."""
+
+
+class Checkpoint(Section):
+    save_hf: bool = True
+    """Write the trained actor in Hugging Face format to <output_dir>/hf at the end."""
+    save_hf_interval: NonNegativeInt = 0
+    """Steps between further exports of the actor, to <output_dir>/hf_steps/step_<number>; 0: none."""
+    save_interval: NonNegativeInt = 0
+    """Steps between checkpoints of the whole run, from which it goes on as if it had never stopped. One is saved after
+    the last step too. 0: none by steps."""
+    save_every_s: NonNegative | None = 600.0
+    """Seconds between checkpoints of the whole run, which are saved at the end of a step, beside those of
+    save_interval. A run that has saved one saves after its last step too. 0 or null: none by time. Where either key
+    asks for checkpoints, SIGTERM, SIGUSR1 and Ctrl-C save one as well."""
+    dir: str | None = None
+    """A folder that all nodes see. None: <output_dir>/checkpoints."""
+    keep: NonNegativeInt = 2
+    """How many of the newest checkpoints stay; 0: all."""
+    resume: Annotated[str, Words("auto, none, or the folder of a checkpoint")] = "auto"
+    """auto: go on from the newest intact checkpoint in checkpoint.dir, and start anew where there is none; none: start
+    anew; or the folder of a checkpoint: later ones in checkpoint.dir are then set aside. A job that torchrun has
+    restarted goes on from what it saved itself."""
+    asynchronous: bool = True
+    """Write while training goes on, from a copy on the host; false: training waits until all is durable."""
+    stop_within_s: Positive = 300.0
+    """After SIGTERM or SIGUSR1 the job saves at the end of its step and ends. Where that takes longer it ends without
+    having saved."""
+    memory: MemoryCheckpoints | None = None
+    """Checkpoints in the nodes' memory too, such as {interval: 1}: a job that torchrun has restarted, or that is
+    started again, goes on from the newest one, as long as no two neighbouring nodes were lost. They are removed at the
+    end of the run."""
+
+    @property
+    def saves(self) -> bool:
+        """Whether checkpoints of the whole run go to the disk, by steps or by time."""
+        return bool(self.save_interval or self.save_every_s)
+
+
+class Wandb(Section):
+    project: str | None = None
+    name: str | None = None
+    mode: Literal["online", "offline"] | None = None
+    """None: online with a key, offline without."""
+
+
+class Logging(Section):
+    progress: bool = True
+    trace: bool = False
+    """Write <output_dir>/trace/: every rank's tasks, transfers and memory moves, for Perfetto and tools/report.py."""
+    samples: NonNegativeInt = 4
+    """Responses per step written to <output_dir>/samples.jsonl with prompt and reward. `rendered_prompt` is what the
+    model was shown, where the chat template, the tokenizer or an environment makes another text of the prompt."""
+    sample_ids: bool = False
+    """Write the ids of all samples that each step trained on to <output_dir>/sample_ids/."""
+    tensorboard: bool = False
+    """Write all metrics to <output_dir>/tensorboard; needs the package tensorboard."""
+    wandb: Wandb = Wandb()
 
 
 class WeightSync(Section):

@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from rltrain.tasks.roles import DECLARED
+
 Count = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
@@ -53,3 +55,13 @@ class HubName:
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def role_names() -> tuple[str, ...]:
+    """Every role name, in the order in which roles are listed."""
+    return tuple(DECLARED)
+
+
+def split_roles(key: str) -> tuple[str, ...]:
+    """The roles that a key of `placement` names: "actor, reference" -> ("actor", "reference")."""
+    return tuple(role.strip() for role in key.split(","))

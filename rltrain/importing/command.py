@@ -8,8 +8,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from rltrain.config.loader import Source
 from rltrain.config.schema import Config
-from rltrain.config.source import Source
 from rltrain.errors import ConfigError, UserError, command_name
 from rltrain.importing.fitting import KEEP, USUAL, fit_memory
 from rltrain.importing.sources import FRAMEWORKS, framework_of, read, translated

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from rltrain.config.source import PlainLoader
+from rltrain.config.loader import PlainLoader
 from rltrain.errors import ConfigError
 
 INTERPOLATION = re.compile(r"\$\{([^${}]*)\}")

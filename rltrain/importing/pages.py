@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-import rltrain.importing
+from rltrain import importing
 from rltrain.importing.translation import Rule
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "coming_from"
@@ -37,17 +37,18 @@ def left_over(framework: str) -> str:
     """Patterns of keys that change nothing of what is computed, by the reason."""
     by_reason: dict[str, list[str]] = {}
     for module in modules_of(framework):
-        for pattern, reason in getattr(module, "HARMLESS", {}).items():
-            by_reason.setdefault(reason, []).append(f"`{pattern}`")
+        for name in (name for name in vars(module) if name.endswith("HARMLESS")):
+            for pattern, reason in getattr(module, name).items():
+                by_reason.setdefault(reason, []).append(f"`{pattern}`")
     rows = (f"| {reason} | {', '.join(dict.fromkeys(patterns))} |" for reason, patterns in by_reason.items())
     return "\n".join(["| reason | keys |", "| --- | --- |", *rows])
 
 
 def modules_of(framework: str) -> Iterator[ModuleType]:
     """Its file, and those beside it that are named after it."""
-    for module in pkgutil.iter_modules(rltrain.importing.__path__):
+    for module in pkgutil.iter_modules(importing.__path__):
         if module.name == framework or module.name.startswith(f"{framework}_"):
-            yield importlib.import_module(f"{rltrain.importing.__name__}.{module.name}")
+            yield importlib.import_module(f"{importing.__name__}.{module.name}")
 
 
 def _rules_in(module: ModuleType) -> Iterator[Rule]:

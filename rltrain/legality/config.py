@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from rltrain.algorithms.registry import algorithm_of
-from rltrain.config.roles import role_names, split_roles
 from rltrain.config.schema import Config, Parallel
+from rltrain.config.section import role_names, split_roles
 from rltrain.errors import ConfigError, PlacementError, one_of
 from rltrain.legality.backends import backend_problems
 from rltrain.legality.checks import check_problems

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from rltrain.config.engines import Served
+from rltrain.config.rollout import Served
 from rltrain.config.schema import Config
 from rltrain.tasks.roles import served_roles
 

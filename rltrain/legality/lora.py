@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from rltrain.config.lora import Lora
+from rltrain.config.models import Lora
 from rltrain.config.schema import Config
 from rltrain.errors import listed
 from rltrain.models import Architecture

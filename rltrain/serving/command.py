@@ -16,8 +16,8 @@ from pydantic import ValidationError
 
 from rltrain.chat.template import ChatTemplate
 from rltrain.chat.turn_end import ends_of_turns
-from rltrain.config.engines import Sampling
 from rltrain.config.explain import expectation
+from rltrain.config.rollout import Sampling
 from rltrain.data.tokenizer import TextDecoder, end_token_ids, load_tokenizer
 from rltrain.endpoint.engine_feed import EngineFeed
 from rltrain.endpoint.limits import Limits

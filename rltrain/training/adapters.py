@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rltrain.checkpoint.hf_reader import within, write_piece
 from rltrain.checkpoint.peft_files import load_adapters
-from rltrain.config.lora import Lora
+from rltrain.config.models import Lora
 from rltrain.models.lora import A, B, target_of
 from rltrain.reshard.layout import Layout
 

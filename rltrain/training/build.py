@@ -14,9 +14,9 @@ def _megatron() -> TrainingBackend:
 
 
 def _fsdp() -> TrainingBackend:
-    from rltrain.training.fsdp import backend
+    from rltrain.training.fsdp import backend as fsdp_backend
 
-    return backend
+    return fsdp_backend
 
 
 BACKENDS: dict[str, Callable[[], TrainingBackend]] = {"megatron": _megatron, "fsdp": _fsdp}

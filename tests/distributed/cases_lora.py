@@ -18,7 +18,7 @@ from rltrain.checkpoint.peft_files import save_adapters
 from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.rank_lists import group_lists
 from rltrain.config import schema
-from rltrain.config.lora import Lora
+from rltrain.config.models import Lora
 from rltrain.data.experience import Experience
 from rltrain.training.adapters import begin_adapters
 from rltrain.training.megatron.model import LanguageModel, add_adapters

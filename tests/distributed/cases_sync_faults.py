@@ -18,8 +18,7 @@ from torch import Tensor
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.rank_lists import group_lists
-from rltrain.config.checks import Checks
-from rltrain.config.schema import Rollout
+from rltrain.config.schema import Checks, Rollout
 from rltrain.config.schema import WeightSync as Settings
 from rltrain.errors import SyncError
 from rltrain.liveness.task_clock import TaskClock

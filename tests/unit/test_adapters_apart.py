@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.checkpoint.peft_files import load_adapters
 from rltrain.cluster.grid import Grid
-from rltrain.config.lora import Lora
+from rltrain.config.models import Lora
 from rltrain.models import canonical_tensors, read_architecture
 from rltrain.models.lora import A, B
 from rltrain.reshard.execute.resharding import Resharding

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import rltrain.command
+import rltrain.cli.train
 from rltrain.commands.completion import script
 from rltrain.commands.main import SUBCOMMANDS, main
 from rltrain.commands.ranks import possible_worlds, torchrun_command, torchrun_options, wants_ranks
@@ -70,10 +70,10 @@ def test_usage_and_refusals_name_the_script_that_was_typed(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["launch/train.py"])
     arguments = ["--config", str(REPOSITORY / "configs" / "quickstart.yaml"), "--dry-run"]
-    assert rltrain.command.main([*arguments, "--nproc-per-node=4"]) == 2
+    assert rltrain.cli.train.main([*arguments, "--nproc-per-node=4"]) == 2
     assert capsys.readouterr().err.startswith("train.py: refused: --nproc-per-node and --nnodes")
     with pytest.raises(SystemExit):
-        rltrain.command.main([*arguments, "--stepz=4"])
+        rltrain.cli.train.main([*arguments, "--stepz=4"])
     assert capsys.readouterr().err.startswith("train.py: error: unrecognized arguments: --stepz=4")
 
 

@@ -6,8 +6,7 @@ import pytest
 
 from rltrain.config.explain import all_keys, expectation
 from rltrain.config.foreign import FOREIGN
-from rltrain.config.loader import load_config
-from rltrain.config.renamed import RENAMED
+from rltrain.config.loader import RENAMED, load_config
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
 

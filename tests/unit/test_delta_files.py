@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rltrain.checkpoint.hf_layout import hf_layout
-from rltrain.config.delta import WeightDelta
+from rltrain.config.schema import WeightDelta
 from rltrain.models import read_architecture
 from rltrain.reshard.kernels.checksums import checksum_of
 from rltrain.reshard.layout import Layout

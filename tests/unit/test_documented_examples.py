@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rltrain.config.loader import validated
-from rltrain.config.source import Source, read_source
+from rltrain.config.loader import Source, read_source, validated
 from rltrain.dry_run.description import describe
 from rltrain.dry_run.options import DryRunOptions
 from rltrain.environments.agent import SESSION, Agent

@@ -19,7 +19,7 @@ from rltrain.checkpoint.conversion.sources import HfSource
 from rltrain.checkpoint.hf_reader import HfFolder, further_layers
 from rltrain.checkpoint.peft_files import load_adapters
 from rltrain.cluster.grid import Grid
-from rltrain.config.lora import Lora
+from rltrain.config.models import Lora
 from rltrain.data.tokenizer import end_token_ids
 from rltrain.errors import CheckpointError, UserError
 from rltrain.json_text import MOST_NESTED, parse_json, parse_json_at

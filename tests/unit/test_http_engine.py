@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rltrain.config.engines import Http
+from rltrain.config.rollout import Http
 from rltrain.errors import EngineError
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.http.addresses import Addresses, dealt_out

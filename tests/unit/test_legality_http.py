@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rltrain.config.engines import Http
+from rltrain.config.rollout import Http
 from rltrain.errors import ConfigError
 from rltrain.estimate.hardware import GPUS
 from rltrain.estimate.memory import working_bytes

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from rltrain.checkpoint.peft_files import load_adapters
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.placement import resolve_placement, role_grids
-from rltrain.config.lora import Lora
+from rltrain.config.models import Lora
 from rltrain.config.schema import Config
 from rltrain.errors import CheckpointError, ConfigError
 from rltrain.estimate.memory import resident_bytes, working_bytes

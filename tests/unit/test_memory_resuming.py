@@ -24,8 +24,7 @@ from rltrain.checkpoint.run.folder import CheckpointFolder, Resumed, name_of
 from rltrain.cluster.placement import placement_of
 from rltrain.cluster.world import World
 from rltrain.config.loader import load_config
-from rltrain.config.records import MemoryCheckpoints
-from rltrain.config.schema import Config, Timeouts
+from rltrain.config.schema import Config, MemoryCheckpoints, Timeouts
 from rltrain.errors import CheckpointError
 from rltrain.job import where_to_begin
 from rltrain.liveness.job_store import JobStore

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from rltrain.config.engines import Http
+from rltrain.config.rollout import Http
 from rltrain.errors import ConfigError
 from rltrain.residency.remote_part import RemotePart
 from rltrain.rollout.http.addresses import Addresses

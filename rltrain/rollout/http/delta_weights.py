@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rltrain.config.delta import WeightDelta
+from rltrain.config.schema import WeightDelta
 from rltrain.reshard.delta.turns import Turn, Turns
 from rltrain.reshard.kernels.changes import changes_on
 from rltrain.rollout.delta_form import form

@@ -10,7 +10,7 @@ from contextlib import suppress
 from itertools import count
 from queue import SimpleQueue
 
-from rltrain.config.engines import Http
+from rltrain.config.rollout import Http
 from rltrain.errors import EngineError
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.http.addresses import Addresses

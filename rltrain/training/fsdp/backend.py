@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rltrain.checkpoint.run.saved_file import AnyFile
-from rltrain.config.lora import Lora
+from rltrain.config.models import Lora
 from rltrain.config.schema import Trained
 from rltrain.reshard.fsdp_layout import fsdp_layout
 from rltrain.reshard.layout import Layout

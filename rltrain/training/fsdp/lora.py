@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from rltrain.config.lora import Lora
+from rltrain.config.models import Lora
 from rltrain.models import Architecture
 from rltrain.models.lora import ADAPTER_A, ADAPTER_B, PEFT_PREFIX, WEIGHT, A, B
 from rltrain.reshard.fsdp_layout import whole_parameters

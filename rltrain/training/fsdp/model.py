@@ -22,7 +22,7 @@ from rltrain.cluster.grid import Grid
 from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.rank_lists import model_group_lists
 from rltrain.config import schema
-from rltrain.config.lora import Lora
+from rltrain.config.models import Lora
 from rltrain.errors import ConfigError
 from rltrain.models import Architecture
 from rltrain.reshard.fsdp_layout import fsdp_layout, whole_parameters

@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
-from rltrain.config.lora import Lora
+from rltrain.config.models import Lora
 from rltrain.models.experts import is_expert
 from rltrain.models.lora import WEIGHT
 from rltrain.reshard.adapter_pairs import AdapterPair, adapter_pairs

@@ -16,7 +16,7 @@ from torch import Tensor
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.config import schema
-from rltrain.config.lora import Lora
+from rltrain.config.models import Lora
 from rltrain.models import Architecture
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import chunks_of, megatron_layout
