@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 from rltrain.errors import UserError
 
 if TYPE_CHECKING:
-    from rltrain.cluster.placement import Placement
     from rltrain.interface import Config, dry_run, run
+    from rltrain.runtime.placement import Placement
 
 __all__ = ["Config", "Placement", "UserError", "dry_run", "run"]
 
 _WHERE = {
     "Config": "rltrain.interface",
-    "Placement": "rltrain.cluster.placement",
+    "Placement": "rltrain.runtime.placement",
     "run": "rltrain.interface",
 }
 """Names that are imported when they are asked for. `dry_run` is the package of that name, which can be called."""

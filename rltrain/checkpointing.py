@@ -16,12 +16,12 @@ from rltrain.checkpoint.run.folder import CheckpointFolder, name_of
 from rltrain.checkpoint.run.random_states import random_states
 from rltrain.checkpoint.run.writer import FilesWriter, Target, Written
 from rltrain.errors import CheckpointError
-from rltrain.liveness.polling import poll, poll_s
-from rltrain.liveness.stopping import PAUSE
 from rltrain.memory_checkpointing import MemoryCheckpointing
 from rltrain.observability.reporter import Reporter
 from rltrain.observability.run_logs import ID_FILE, read_id
 from rltrain.roles.role import Job, Metrics, Role
+from rltrain.runtime.job_store import poll, poll_s
+from rltrain.runtime.stopping import PAUSE
 from rltrain.schedule.order import Order
 from rltrain.schedule.steps import is_memory_save_step, is_save_step
 from rltrain.tasks.roles import roles_beside_steps

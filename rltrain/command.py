@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rltrain.errors import PlacementError, UserError, command_name
-from rltrain.system.launcher import leave_for_launcher
-from rltrain.system.processes import launcher
+from rltrain.runtime.machine import launcher, leave_for_launcher
 
 if TYPE_CHECKING:
     from rltrain.config.schema import Config

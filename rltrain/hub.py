@@ -17,7 +17,7 @@ from rltrain.data.file_kinds import kind_of
 from rltrain.errors import CheckpointError, DataError, StallError, UserError
 
 if TYPE_CHECKING:
-    from rltrain.cluster.world import World
+    from rltrain.runtime.world import World
 
 logger = logging.getLogger(__name__)
 

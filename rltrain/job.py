@@ -11,11 +11,6 @@ import torch.distributed as dist
 
 from rltrain.checkpoint.memory.node_memory import NodeMemory
 from rltrain.checkpoint.run.folder import CheckpointFolder, Resumed, way_on
-from rltrain.cluster.grid import job_leader
-from rltrain.cluster.placement import Placement
-from rltrain.cluster.process_groups import ProcessGroups
-from rltrain.cluster.rank_lists import group_lists
-from rltrain.cluster.world import TRANSPORT_TIMEOUT_S, World, start_process_groups
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
 from rltrain.errors import ParityError
@@ -25,16 +20,8 @@ from rltrain.hub import checkpoint_paths, with_local_copies
 from rltrain.legality.config import check_config
 from rltrain.legality.doubts import doubts, doubts_about_models, doubts_about_variables
 from rltrain.legality.placed import place_config
-from rltrain.liveness.ending import Ending, end_quietly
-from rltrain.liveness.job_store import JobStore
-from rltrain.liveness.joining import join_within
-from rltrain.liveness.leaving import await_signal_of_launcher, leave_store
-from rltrain.liveness.stopping import StopRequest
-from rltrain.liveness.waiting import Waiter
-from rltrain.liveness.watchdog import Watchdog
 from rltrain.memory_resuming import HeldCheckpoints
 from rltrain.models import Architecture
-from rltrain.preflight.agreement import refuse_folders_apart, refuse_machines, refuse_other_programs
 from rltrain.reshard.kernels import native
 from rltrain.resuming import (
     check_resumed,
@@ -46,10 +33,18 @@ from rltrain.resuming import (
 )
 from rltrain.roles.inputs import Inputs, JobRows, agreed_inputs
 from rltrain.roles.role import Job
+from rltrain.runtime.ending import Ending, end_quietly
+from rltrain.runtime.grid import job_leader
+from rltrain.runtime.job_store import JobStore, Waiter
+from rltrain.runtime.machine import end_job_by_threads, keep_freed_memory
+from rltrain.runtime.nodes import refuse_folders_apart, refuse_machines, refuse_other_programs
+from rltrain.runtime.placement import Placement, group_lists
+from rltrain.runtime.process_groups import ProcessGroups
+from rltrain.runtime.stopping import StopRequest, await_signal_of_launcher, leave_store
+from rltrain.runtime.watchdog import Watchdog, join_within
+from rltrain.runtime.world import TRANSPORT_TIMEOUT_S, World, start_process_groups
 from rltrain.schedule.order import Order
 from rltrain.schedule.steps import build_order
-from rltrain.system.allocator import keep_freed_memory
-from rltrain.system.threads import end_job_by_threads
 from rltrain.trainer import Trainer
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from rltrain.checkpoint.memory.node_memory import NodeMemory
 from rltrain.checkpoint.run.files import RUN_FILE, FileRecord, record_of
 from rltrain.checkpoint.run.writer import NICENESS, Target, Written
 from rltrain.roles.role import Job, Metrics
-from rltrain.system.threads import JobThread
+from rltrain.runtime.machine import JobThread
 
 logger = logging.getLogger(__name__)
 

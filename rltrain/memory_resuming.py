@@ -16,8 +16,8 @@ from rltrain.checkpoint.run.files import RUN_FILE, FileRecord, find_damage, reco
 from rltrain.checkpoint.run.folder import Resumed
 from rltrain.config.schema import Config
 from rltrain.errors import CheckpointError
-from rltrain.liveness.job_store import JobStore
 from rltrain.observability.run_logs import ID_FILE, read_id
+from rltrain.runtime.job_store import JobStore
 
 logger = logging.getLogger(__name__)
 

@@ -12,12 +12,9 @@ from rltrain.checkpoint.memory.holdings import Key
 from rltrain.checkpoint.run.files import find_damage, read_contents, read_manifest, read_texts
 from rltrain.checkpoint.run.folder import LATEST_FILE, CheckpointFolder, Resumed, checkpoint_at
 from rltrain.checkpoint.run.random_states import set_random_states
-from rltrain.cluster.placement import Placement
 from rltrain.config.schema import Config
 from rltrain.errors import CheckpointError, ParityError
 from rltrain.folders import LOCK_FILE, lock_folder, set_aside
-from rltrain.liveness.job_store import JobStore
-from rltrain.liveness.stopping import PAUSE
 from rltrain.memory_resuming import HeldCheckpoints
 from rltrain.models import Architecture
 from rltrain.observability.reporter import Reporter
@@ -34,6 +31,9 @@ from rltrain.observability.run_logs import (
 )
 from rltrain.roles.inputs import Inputs, data_changes, other_changes
 from rltrain.roles.role import Job
+from rltrain.runtime.job_store import JobStore
+from rltrain.runtime.placement import Placement
+from rltrain.runtime.stopping import PAUSE
 from rltrain.schedule.check import check
 from rltrain.schedule.order import Order
 from rltrain.schedule.steps import build_order

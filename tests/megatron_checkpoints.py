@@ -11,8 +11,8 @@ from rltrain.checkpoint.megatron.arguments import megatron_arguments
 from rltrain.checkpoint.megatron.keys import GlobalTensors
 from rltrain.checkpoint.megatron.reader import MegatronReader
 from rltrain.checkpoint.megatron.writer import finish_checkpoint, write_checkpoint
-from rltrain.cluster.grid import Grid
 from rltrain.models import Architecture, canonical_tensors
+from rltrain.runtime.grid import Grid
 from tests.model_shards import LATENT, tiny_architecture
 
 ITERATION = 7

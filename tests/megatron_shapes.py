@@ -31,11 +31,11 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.rank_lists import model_group_lists
 from rltrain.config.models import Lora
 from rltrain.models import Architecture
 from rltrain.reshard.megatron_layout import megatron_layout, padded_vocab_size
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.placement import model_group_lists
 from rltrain.training.megatron.context_parallel import RING
 from rltrain.training.megatron.implementation import HAVE_TE
 from rltrain.training.megatron.layers import block_spec, mark_parallel_weights

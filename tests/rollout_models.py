@@ -9,7 +9,6 @@ import torch.distributed as dist
 import transformers
 
 from rltrain.checkpoint.hf import load_parameters
-from rltrain.cluster.grid import Grid
 from rltrain.estimate.memory import kv_bytes, state_bytes
 from rltrain.models import Architecture, read_architecture
 from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters
@@ -17,6 +16,7 @@ from rltrain.rollout.embedded.kv_budget import GB, KvBudget
 from rltrain.rollout.embedded.recording import Record
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sample import Sample
+from rltrain.runtime.grid import Grid
 from tests.distributed.family_checkpoints import CHECKPOINTS, remember, tiny_config
 
 VOCAB_SIZE = 50

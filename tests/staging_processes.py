@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from rltrain.cluster.grid import Grid
 from rltrain.errors import EngineError
 from rltrain.reshard.parts import split
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sglang.server import rltrain_weight_loader as loader
 from rltrain.rollout.sglang.weights.delivery import Delivery
 from rltrain.rollout.sglang.weights.staging import DEVICE_PAGE_BYTES, DeviceSegment, fields_of
+from rltrain.runtime.grid import Grid
 from tests.cuda_driver import install
 from tests.loading_server import LoadingServer, Model, model_of
 from tests.model_shards import tiny_architecture

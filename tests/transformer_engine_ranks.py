@@ -23,13 +23,13 @@ from transformer_engine.pytorch import attention_rules
 
 from rltrain.algorithms.likelihood import likelihood_loss
 from rltrain.checkpoint.hf import load_parameters
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.process_groups import ProcessGroups
-from rltrain.cluster.rank_lists import group_lists
 from rltrain.config import schema
 from rltrain.errors import ConfigError
 from rltrain.models import Architecture, LinearScaling, YarnScaling
 from rltrain.models.latent import MLA
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.placement import group_lists
+from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.megatron import model as model_module
 from rltrain.training.megatron.architecture_settings import activation_settings
 from rltrain.training.megatron.implementation import uses_transformer_engine

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rltrain.environments.interface import Message
 from rltrain.errors import DataError
-from rltrain.json_text import parse_json
+from rltrain.runtime.json_text import parse_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -7,7 +7,7 @@ from typing import Any
 
 from rltrain.environments.interface import ToolCall
 from rltrain.errors import ConfigError, one_of
-from rltrain.json_text import is_finite, parse_json, parse_json_at, with_escapes
+from rltrain.runtime.json_text import is_finite, parse_json, parse_json_at, with_escapes
 
 Tools = Sequence[Mapping[str, Any]]
 

@@ -10,11 +10,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rltrain.errors import CheckpointError, listed, named_by
-from rltrain.json_text import read_json
 from rltrain.models.architecture import CONFIG_FILE
 from rltrain.models.canonical_tensors import Array, CanonicalTensors
 from rltrain.models.stored_names import INDEX_FILE, SINGLE_FILE, read_weight_map
 from rltrain.reshard.layout import BOX_FIELDS, Layout
+from rltrain.runtime.json_text import read_json
 
 EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"

@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from rltrain.system.threads import JobThread
+from rltrain.runtime.machine import JobThread
 
 
 class WriteBehind:

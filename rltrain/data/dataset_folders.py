@@ -10,7 +10,7 @@ import yaml
 
 from rltrain.data.file_kinds import has_rows
 from rltrain.errors import DataError, one_of
-from rltrain.json_text import read_json
+from rltrain.runtime.json_text import read_json
 
 NOT_ROWS = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
 SPLIT_WORDS = ("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation")

@@ -16,7 +16,7 @@ import pyarrow
 
 from rltrain.data.rows import BadRow, PlacedRows, Row
 from rltrain.errors import DataError
-from rltrain.json_text import parse_json, too_many_digits
+from rltrain.runtime.json_text import parse_json, too_many_digits
 
 BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError)
 NO_OBJECT = "no JSON object"

@@ -7,7 +7,7 @@ from typing import Any
 from rltrain.chat.template import text_of
 from rltrain.data.rows import BadRow, Struct
 from rltrain.errors import DataError
-from rltrain.json_text import parse_json
+from rltrain.runtime.json_text import parse_json
 
 Message = dict[str, Any]
 """One chat message: "role", "content" as a text and, where they apply, KEPT."""

@@ -13,7 +13,7 @@ from rltrain.data.messages import Message, parse_messages, parse_tools, shown
 from rltrain.data.pair_rows import parse_pair
 from rltrain.data.rows import BadRow, Row, look_up
 from rltrain.data.tokenizer import UNKNOWN_MODEL, ModelLimits, Prompt, PromptEncoder
-from rltrain.json_text import is_finite
+from rltrain.runtime.json_text import is_finite
 
 Needs = Literal["label", "plain label", "response", "pair"]
 

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from rltrain.json_text import lone_surrogate
+from rltrain.runtime.json_text import lone_surrogate
 
 Row = Mapping[str, Any]
 

@@ -15,7 +15,7 @@ from rltrain.chat.turn_end import ends_of_turns
 from rltrain.config import schema
 from rltrain.data.messages import Message
 from rltrain.errors import CheckpointError, ConfigError, DataError
-from rltrain.json_text import read_json
+from rltrain.runtime.json_text import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -5,7 +5,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from rltrain.cluster.world import World
+from rltrain.runtime.world import World
 
 NUM_QUESTIONS = 8
 LARGEST_SKEW_S = 1.0

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rltrain.cluster.nodes import NodeBoard, Spoken, compare_nodes
-from rltrain.cluster.world import World, join_world, start_process_groups
 from rltrain.doctor.clocks import skew_s
 from rltrain.doctor.finding import MISSING, Finding, has_fault, lines_of
 from rltrain.doctor.installed import what_is_installed
@@ -17,7 +15,9 @@ from rltrain.doctor.links import measure_links
 from rltrain.doctor.paths import paths_taken
 from rltrain.doctor.report import merged, of_clocks, of_links, of_storage
 from rltrain.doctor.storage import try_storage
-from rltrain.liveness.ending import Ending
+from rltrain.runtime.ending import Ending
+from rltrain.runtime.nodes import NodeBoard, Spoken, compare_nodes
+from rltrain.runtime.world import World, join_world, start_process_groups
 
 WAIT_S = 60.0
 """For ranks to start, and for any answer of another node."""

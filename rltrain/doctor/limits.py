@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rltrain.doctor.finding import FINE, LACKING, WRONG, Finding
-from rltrain.preflight.disks import SHARED_MEMORY, free_bytes
+from rltrain.runtime.machine import SHARED_MEMORY, free_bytes
 
 FEWEST_FILES = 4096
 """A rank has a connection to every other rank of its groups, a file per checkpoint share, pipes of its workers."""

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.distributed as dist
 
-from rltrain.cluster.nodes import NodeBoard
-from rltrain.cluster.process_groups import ProcessGroups
-from rltrain.cluster.world import World
+from rltrain.runtime.nodes import NodeBoard
+from rltrain.runtime.process_groups import ProcessGroups
+from rltrain.runtime.world import World
 
 NUM_REPETITIONS = 3
 SLOW_SHARE = 0.5

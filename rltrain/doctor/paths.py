@@ -7,7 +7,7 @@ import torch
 from rltrain.config.schema import Model
 from rltrain.doctor.finding import FINE, LACKING, Finding
 from rltrain.reshard.kernels import native
-from rltrain.system import shared_memory
+from rltrain.runtime import shared_memory
 
 
 def paths_taken() -> Iterator[Finding]:

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 
-from rltrain.cluster.nodes import Compared
 from rltrain.doctor.clocks import LARGEST_SKEW_S
 from rltrain.doctor.finding import FINE, WRONG, Finding
 from rltrain.doctor.links import Link, slow_links
 from rltrain.doctor.storage import Storage
+from rltrain.runtime.nodes import Compared
 
 MOST_LINKS = 28
 """That are listed one by one: all of 8 nodes. Of more, so many of the slowest."""

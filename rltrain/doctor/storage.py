@@ -6,8 +6,8 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from rltrain.cluster.nodes import NodeBoard
-from rltrain.cluster.world import World
+from rltrain.runtime.nodes import NodeBoard
+from rltrain.runtime.world import World
 
 BLOCK_BYTES = 1 << 20
 VISIBLE_WITHIN_S = 10.0

@@ -6,9 +6,6 @@ from itertools import combinations
 from pathlib import Path
 
 from rltrain.algorithms.registry import algorithm_of
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.placement import Placement, format_ranks
-from rltrain.cluster.rank_lists import group_lists
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
 from rltrain.data.tokenizer import UNKNOWN_MODEL, ModelLimits
@@ -43,6 +40,8 @@ from rltrain.legality.repeating import obstacle_to_repeating
 from rltrain.models import Architecture
 from rltrain.reshard.plan.planner import traffic
 from rltrain.residency.memory_plan import ranks_left_by_engines
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.placement import Placement, format_ranks, group_lists
 from rltrain.schedule.steady import steady_order
 
 CONFIG_FILE = "config.json"

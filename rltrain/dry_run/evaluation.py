@@ -2,8 +2,6 @@
 
 from collections.abc import Callable, Mapping
 
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.placement import format_ranks
 from rltrain.config.evaluation import SHORT_FORM
 from rltrain.config.schema import Config, EvaluationPlan
 from rltrain.dry_run.options import DryRunOptions
@@ -15,6 +13,8 @@ from rltrain.estimate.planned import PlannedJob
 from rltrain.estimate.rollout_time import evaluating
 from rltrain.estimate.sync_time import PlannedSync
 from rltrain.estimate.workload import Workload
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.placement import format_ranks
 from rltrain.schedule.shape import RunShape
 
 PROMPTS = 100

@@ -3,10 +3,10 @@
 from collections import defaultdict
 from collections.abc import Mapping
 
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.placement import Placement
 from rltrain.dry_run.sizes import numbered
 from rltrain.dry_run.table import table
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.placement import Placement
 
 
 def describe_ranks(placement: Placement, ranks_per_node: int) -> list[str]:

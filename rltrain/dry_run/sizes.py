@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping
 
-from rltrain.cluster.placement import format_ranks
+from rltrain.runtime.placement import format_ranks
 
 WIDTH = 110
 """Of a line that is wrapped."""

@@ -4,9 +4,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from textwrap import wrap
 
-from rltrain.cluster.placement import Placement
 from rltrain.config.schema import Config
 from rltrain.dry_run.sizes import WIDTH
+from rltrain.runtime.placement import Placement
 from rltrain.schedule.order import CHECKPOINT, Entry, Order
 from rltrain.schedule.overlaps import overlapping_tasks
 from rltrain.schedule.shape import RunShape

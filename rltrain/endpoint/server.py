@@ -20,8 +20,8 @@ from rltrain.endpoint.trajectory import RecordedSession
 from rltrain.endpoint.turn import Turns
 from rltrain.errors import ConfigError
 from rltrain.rollout.sample import Status
-from rltrain.system.sockets import family_of
-from rltrain.system.threads import JobThread
+from rltrain.runtime.machine import JobThread
+from rltrain.runtime.messages import family_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

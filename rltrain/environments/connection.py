@@ -13,7 +13,7 @@ from rltrain.environments.batch import Batch, EpisodeLimits, Failure
 from rltrain.environments.encoding import Json, to_line
 from rltrain.environments.factory import EnvironmentFactory
 from rltrain.errors import ConfigError
-from rltrain.system.worker_process import kill_worker, start_worker
+from rltrain.runtime.machine import kill_worker, start_worker
 
 WORKER_MODULE = "rltrain.environments.worker"
 READ_BYTES = 1 << 16

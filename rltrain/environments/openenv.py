@@ -13,8 +13,8 @@ from rltrain.environments.interface import Action, Environment, Message, Opening
 from rltrain.environments.one_by_one import one_by_one
 from rltrain.environments.signatures import parameters_of
 from rltrain.errors import ConfigError, one_of
-from rltrain.json_text import parse_json
 from rltrain.rewards.locating import locate
+from rltrain.runtime.json_text import parse_json
 
 HTTP, WEB_SOCKET = ("http://", "https://"), ("ws://", "wss://")
 SCHEMES = (*HTTP, *WEB_SOCKET)

@@ -7,7 +7,7 @@ from rltrain.environments.batch import Event, Failure
 from rltrain.environments.encoding import decode_observation, decode_trajectory, encode_action
 from rltrain.environments.interface import Action, Row
 from rltrain.errors import EpisodeError
-from rltrain.system.messages import Message, PeerLost, connect
+from rltrain.runtime.messages import Message, PeerLost, connect
 
 
 class RemoteEnvironments:

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from rltrain.environments.batch import Event, SavedBatch
 from rltrain.environments.encoding import decode_action, encode_observation
 from rltrain.environments.host import EnvironmentHost
-from rltrain.system.messages import Message, MessageServer
-from rltrain.system.threads import JobThread
+from rltrain.runtime.machine import JobThread
+from rltrain.runtime.messages import Message, MessageServer
 
 LOOK_S = 0.002
 """Between two looks for what engines want, while episodes are under way."""

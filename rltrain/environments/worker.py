@@ -22,8 +22,7 @@ from rltrain.environments.encoding import BadAnswer, Json, decode_action, encode
 from rltrain.environments.factory import EnvironmentFactory
 from rltrain.environments.registry import CONVENTIONS, load_environment
 from rltrain.errors import UserError
-from rltrain.system.tracebacks import describe_raised
-from rltrain.system.worker_process import become_worker
+from rltrain.runtime.machine import become_worker, describe_raised
 
 OWN_FILES = {__file__, registry.__file__, *(inspect.getfile(convention.adapt) for convention in CONVENTIONS)}
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rltrain.cluster.placement import placement_of
 from rltrain.config.schema import Config
 from rltrain.errors import DataError
 from rltrain.estimate.hardware import Gpu
@@ -18,6 +17,7 @@ from rltrain.estimate.step_time import Calibration, Clock
 from rltrain.estimate.workload import Workload
 from rltrain.models.of_roles import role_architectures
 from rltrain.observability.run_logs import JOB_FILE, METRICS_FILE
+from rltrain.runtime.placement import placement_of
 from rltrain.schedule.steady import fullest_step
 
 WARM_UP_STEPS = 2

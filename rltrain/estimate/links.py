@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rltrain.cluster.grid import Grid
 from rltrain.estimate.hardware import Gpu
+from rltrain.runtime.grid import Grid
 
 
 @dataclass(frozen=True)

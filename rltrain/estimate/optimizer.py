@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
-from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Trained
 from rltrain.estimate.hardware import Gpu
 from rltrain.estimate.planned import PlannedJob
@@ -19,6 +18,7 @@ from rltrain.models import Architecture
 from rltrain.models.experts import is_expert
 from rltrain.models.hidden_matrices import is_hidden_matrix
 from rltrain.reshard.megatron_layout import megatron_layout
+from rltrain.runtime.grid import Grid
 
 FP32 = 4
 MOMENTS = 2

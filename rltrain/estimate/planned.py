@@ -5,9 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.placement import Placement, role_grids
-from rltrain.cluster.rank_lists import group_lists
 from rltrain.config.schema import Config
 from rltrain.estimate.shares import served_bytes
 from rltrain.estimate.workload import longest_response
@@ -15,6 +12,8 @@ from rltrain.models import Architecture
 from rltrain.models.element_types import item_bytes
 from rltrain.models.mechanisms import local_mechanisms
 from rltrain.models.of_roles import reference_is_actors_base, reference_uses_actor_modules
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.placement import Placement, group_lists, role_grids
 from rltrain.schedule.order import Order
 from rltrain.schedule.shape import RunShape
 from rltrain.schedule.steady import steady_order

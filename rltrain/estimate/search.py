@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from rltrain.cluster.placement import format_ranks, placement_of
 from rltrain.config.schema import Config
 from rltrain.errors import UserError
 from rltrain.estimate.changes import with_keys
@@ -12,6 +11,7 @@ from rltrain.estimate.peak import RankMemory, largest, rank_memories
 from rltrain.estimate.planned import PlannedJob, plan_job
 from rltrain.estimate.step_time import Calibration, Clock, StepTime
 from rltrain.estimate.workload import Workload
+from rltrain.runtime.placement import format_ranks, placement_of
 from rltrain.tasks.roles import DECLARED, model_roles
 
 TENSOR_SIZES = (1, 2, 4, 8)

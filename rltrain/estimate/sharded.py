@@ -5,12 +5,12 @@ from collections import Counter
 from functools import lru_cache
 from math import prod
 
-from rltrain.cluster.grid import Grid
 from rltrain.estimate.links import GridLinks
 from rltrain.estimate.planned import PlannedJob
 from rltrain.models import Architecture, canonical_tensors
 from rltrain.models.lora import A
 from rltrain.reshard.fsdp_layout import fsdp_layout, whole_parameters
+from rltrain.runtime.grid import Grid
 from rltrain.tasks.roles import trained_roles
 
 FP32 = 4

@@ -4,11 +4,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import lcm, prod
 
-from rltrain.cluster.grid import Grid
 from rltrain.models import Architecture
 from rltrain.models.experts import is_expert
 from rltrain.reshard.megatron_layout import chunks_of, megatron_layout
 from rltrain.rollout.layout import engine_layout, engine_of
+from rltrain.runtime.grid import Grid
 
 PARAMETER_ALIGNMENT = 64
 """Elements: where Megatron's distributed optimizer lets a parameter begin in its buffers."""

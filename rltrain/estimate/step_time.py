@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import mean
 
-from rltrain.cluster.placement import Placement
 from rltrain.estimate.hardware import Gpu
 from rltrain.estimate.memory import resident_bytes
 from rltrain.estimate.peak import cache_bytes, places_along, rank_memories
@@ -14,6 +13,7 @@ from rltrain.estimate.rollout_time import generation, judging
 from rltrain.estimate.sync_time import PlannedSync, least_sync_s
 from rltrain.estimate.training_time import TrainingTime
 from rltrain.estimate.workload import Workload
+from rltrain.runtime.placement import Placement
 from rltrain.schedule.bound import timetable
 from rltrain.schedule.order import WEIGHT_SYNC, Entry
 from rltrain.schedule.steady import fullest_step, steady_order

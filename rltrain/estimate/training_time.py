@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 
-from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Trained
 from rltrain.estimate.activations import Activations
 from rltrain.estimate.hardware import Gpu
@@ -16,6 +15,7 @@ from rltrain.estimate.shares import layers_of_chunks, layers_of_stage
 from rltrain.estimate.workload import Workload
 from rltrain.models import Architecture
 from rltrain.models.flops import BACKWARD, expert_flops, forward_flops, layer_flops, mlp_flops
+from rltrain.runtime.grid import Grid
 
 FP32 = 4
 EXPERT_TILE = 128

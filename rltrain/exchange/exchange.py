@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from rltrain.cluster.grid import Grid
 from rltrain.data.assignment import assign_groups
 from rltrain.errors import ExchangeError
 from rltrain.exchange.fan_out import Intake, intake, receivers
 from rltrain.exchange.shipment import Message, Shipment, decode, encode, joined, opened, together
 from rltrain.exchange.transport import Delivery, Transport
-from rltrain.liveness.waiting import Waiter
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.job_store import Waiter
 
 OWN, RELAYED = 0, 1
 """Of messages from an owner, and of those from who passes on what owners on other nodes have sent."""

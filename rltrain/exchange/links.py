@@ -14,7 +14,7 @@ from zlib import crc32
 
 import numpy as np
 
-from rltrain.system.sockets import family_of
+from rltrain.runtime.messages import family_of
 
 HELLO = struct.Struct("<32sQ")
 HEADER = struct.Struct("<QQI")

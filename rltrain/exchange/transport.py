@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.exchange.links import Bytes, Called, Caller, LinkLost
-from rltrain.system.sockets import family_of
-from rltrain.system.threads import JobThread
+from rltrain.runtime.machine import JobThread
+from rltrain.runtime.messages import family_of
 
 LOOK_UP_S, LONGEST_LOOK_UP_S = 0.01, 1.0
 """Between two looks for the addresses of ranks that have not come yet: twice as long after each."""

@@ -7,7 +7,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rltrain.cluster.placement import placement_of
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError, UserError
 from rltrain.estimate.hardware import Gpu, gpu_named
@@ -18,6 +17,7 @@ from rltrain.legality.architecture import check_against_architecture
 from rltrain.legality.config import check_config
 from rltrain.legality.schedule import check_schedule
 from rltrain.models.of_roles import role_architectures
+from rltrain.runtime.placement import placement_of
 from rltrain.tasks.roles import model_roles, trained_roles
 
 LEAST_TOKENS = 2048

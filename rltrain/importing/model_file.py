@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from rltrain.json_text import read_json
+from rltrain.runtime.json_text import read_json
 
 SHAPE_KEYS = ("rope_scaling", "rope_parameters", "rope_theta", "max_position_embeddings")
 """Keys of config.json that frameworks let a run override."""

@@ -3,8 +3,6 @@
 from collections.abc import Iterator, Mapping
 
 from rltrain.algorithms.registry import algorithm_of
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.stages import planned_layers
 from rltrain.config.schema import Config
 from rltrain.legality.fake_quantization import fake_quantization_problems_of_models
 from rltrain.legality.http_engines import url_problems
@@ -17,6 +15,7 @@ from rltrain.legality.router_replay import replay_problems_of_models
 from rltrain.legality.served_models import served_model_problems
 from rltrain.models import Architecture
 from rltrain.models.mechanisms import positions_of
+from rltrain.runtime.grid import Grid, planned_layers
 from rltrain.schedule.shape import RunShape
 from rltrain.tasks.roles import DECLARED, device_roles, model_roles, served_roles, trained_roles
 

@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Iterator, Mapping
 
 from rltrain.algorithms.registry import algorithm_of
-from rltrain.cluster.placement import Placement, format_ranks
 from rltrain.config.schema import Config
 from rltrain.errors import one_of
 from rltrain.models import Architecture
 from rltrain.residency.memory_plan import ranks_left_by_engines
+from rltrain.runtime.placement import Placement, format_ranks
 
 OF_SEQUENCES = ("gspo", "geometric_mean")
 """Policy losses that are a mean over sequences."""

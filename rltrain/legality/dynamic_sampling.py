@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Mapping
 
 from rltrain.algorithms.registry import algorithm_of
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.placement import Placement, format_ranks
 from rltrain.config.schema import Config
 from rltrain.rewards.group_filter import REWARDS_DIFFER
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.placement import Placement, format_ranks
 from rltrain.schedule.shape import RunShape
 from rltrain.tasks.roles import informing
 

@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Mapping
 
 from rltrain.algorithms.registry import algorithm_of
-from rltrain.cluster.grid import Grid
 from rltrain.config.models import OF_POLICY, FakeQuantization
 from rltrain.config.schema import Config
 from rltrain.models import Architecture
+from rltrain.runtime.grid import Grid
 from rltrain.tasks.roles import served_roles
 
 KEY = "model.fake_quantization"

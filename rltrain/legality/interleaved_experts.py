@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Mapping
 
-from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Config
 from rltrain.models import Architecture
+from rltrain.runtime.grid import Grid
 from rltrain.tasks.roles import served_roles, trained_roles
 
 KEPT = "whose experts' matrices are kept as its files have them"

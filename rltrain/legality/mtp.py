@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rltrain.algorithms.registry import algorithm_of
-from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Config
 from rltrain.models import Architecture
 from rltrain.models.prediction import PREDICTIONS, num_predicting
+from rltrain.runtime.grid import Grid
 
 KEY = "model.mtp"
 GIVEN = f"{KEY}: got a section"

@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.placement import Placement, placement_of, role_grids
 from rltrain.config.schema import Config
 from rltrain.legality.architecture import check_against_architecture
 from rltrain.legality.schedule import check_schedule
 from rltrain.models import Architecture
 from rltrain.models.of_roles import role_architectures
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.placement import Placement, placement_of, role_grids
 from rltrain.schedule.check import check
 from rltrain.schedule.order import Order
 from rltrain.schedule.steps import build_order

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
-from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Config
 from rltrain.rewards.registry import TRUSTED
+from rltrain.runtime.grid import Grid
 from rltrain.schedule.shape import RunShape
 from rltrain.tasks.roles import served_roles
 

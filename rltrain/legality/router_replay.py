@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping
 
 from rltrain.algorithms.registry import algorithm_of
-from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Config
 from rltrain.models import Architecture
+from rltrain.runtime.grid import Grid
 
 
 def replay_problems(config: Config) -> Iterator[str]:

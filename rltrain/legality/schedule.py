@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Mapping
 
 from rltrain.algorithms.registry import algorithm_of
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.placement import Placement, format_ranks
 from rltrain.config.schema import Config
 from rltrain.legality.dynamic_sampling import dynamic_sampling_problems
 from rltrain.legality.evaluation import apart_problems
 from rltrain.legality.problems import refuse
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.placement import Placement, format_ranks
 from rltrain.schedule.shape import RunShape
 from rltrain.tasks.roles import DECLARED, device_roles, roles_of_samples, served_roles
 

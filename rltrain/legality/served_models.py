@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
-from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Config
 from rltrain.legality.mechanisms import served_mechanism_problems
 from rltrain.models import Architecture
 from rltrain.models.architecture import FAMILIES
+from rltrain.runtime.grid import Grid
 
 
 def served_model_problems(config: Config, role: str, grid: Grid, architecture: Architecture) -> Iterator[str]:

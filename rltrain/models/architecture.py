@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Literal
 
 from rltrain.errors import listed, one_of
-from rltrain.json_text import read_json
 from rltrain.models.canonical_tensors import CanonicalTensors
 from rltrain.models.config_file import ConfigReader
 from rltrain.models.delta_net import (
@@ -32,6 +31,7 @@ from rltrain.models.unsupported_keys import (
     refuse_unsupported,
 )
 from rltrain.models.windows import Windows, read_windows
+from rltrain.runtime.json_text import read_json
 
 FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "phi3", "glm4", "gemma", "gemma2", "gemma3_text", "seed_oss", "mimo",

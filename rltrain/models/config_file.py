@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rltrain.errors import CheckpointError, named_by
-from rltrain.json_text import parse_json
+from rltrain.runtime.json_text import parse_json
 
 Value = TypeVar("Value", int, float, bool)
 

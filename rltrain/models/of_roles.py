@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
 from rltrain.models.architecture import Architecture, is_unlisted
 from rltrain.models.checkpoint_model import read_architecture
 from rltrain.models.classifier import require_classifier
 from rltrain.models.prediction import num_predicting
+from rltrain.runtime.grid import Grid
 from rltrain.tasks.roles import DECLARED
 
 

@@ -9,11 +9,11 @@ logits of the token behind that one.
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rltrain.json_text import read_json
 from rltrain.models.architecture import CONFIG_FILE
 from rltrain.models.delta_net import DELTA_FAMILIES, NESTED
 from rltrain.models.stored_names import stored_names
 from rltrain.models.table import CHECKPOINT_LAYER, MEGATRON_LAYER, Layer, Part, Row
+from rltrain.runtime.json_text import read_json
 
 MEGATRON_PREDICTION = "mtp.layers.0."
 """What Megatron's names of its parameters begin with."""

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from pathlib import Path, PurePosixPath
 
 from rltrain.errors import CheckpointError, named_by
-from rltrain.json_text import parse_json, read_json
+from rltrain.runtime.json_text import parse_json, read_json
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 LENGTH_BYTES = 8

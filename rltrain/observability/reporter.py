@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import lru_cache
 from typing import Protocol
 
-from rltrain.liveness.job_store import JobStore
 from rltrain.observability.names import times_a_task
+from rltrain.runtime.job_store import JobStore
 
 Metrics = dict[str, float]
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from rltrain.config.schema import Config
 from rltrain.errors import cannot_write
-from rltrain.system.threads import JobThread
+from rltrain.runtime.machine import JobThread
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from math import prod
 
 import numpy as np
 
-from rltrain.cluster.grid import Grid
 from rltrain.models import Architecture, canonical_tensors, element_types
 from rltrain.models.canonical_tensors import CanonicalTensors, IntArray
 from rltrain.reshard.layout import PIECE, Layout, Parameters, RankLayout
+from rltrain.runtime.grid import Grid
 
 EXPERT = re.compile(
     r"(?P<block>.*)\.experts\.\d+\.(?P<matrix>gate_proj|w1|up_proj|w3|down_proj|w2)"

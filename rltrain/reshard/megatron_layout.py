@@ -3,10 +3,10 @@
 from functools import cache
 from itertools import accumulate
 
-from rltrain.cluster.grid import Grid
 from rltrain.models import Architecture, Row, Split, canonical_tensors, element_types
 from rltrain.reshard.layout import Layout, RankLayout, Segment, window
 from rltrain.reshard.model_layout import Chunk, ModelCutter, Side, TensorShare, even_share, expert_share, round_up
+from rltrain.runtime.grid import Grid
 
 VOCAB_ROWS_MULTIPLE = 16
 """A rank's rows of the vocabulary are a multiple of this: what tensor cores want for any dtype."""

@@ -4,10 +4,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.placement import Placement
-from rltrain.cluster.process_groups import ProcessGroups
-from rltrain.cluster.rank_lists import RankList, lists_of_task, role_group_lists
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.placement import Placement, RankList, lists_of_task, role_group_lists
+from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.schedule.order import Entry, Order
 from rltrain.tasks.roles import needs_of
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from rltrain.residency.host_memory import aligned
-from rltrain.system.processes import this_machine
-from rltrain.system.shared_memory import SharedMemory
+from rltrain.runtime.machine import this_machine
+from rltrain.runtime.shared_memory import SharedMemory
 
 PORTABLE = 1
 """For cudaHostRegister: pinned for whatever device copies from it."""

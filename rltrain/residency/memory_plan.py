@@ -3,8 +3,8 @@
 from collections.abc import Collection, Iterator, Mapping
 from typing import Literal
 
-from rltrain.cluster.placement import Placement
 from rltrain.config.schema import Config
+from rltrain.runtime.placement import Placement
 from rltrain.schedule.order import Order
 from rltrain.tasks.declaration import Key, Needs
 from rltrain.tasks.roles import OF_ONE_STEP, device_roles, needs_of

@@ -7,8 +7,8 @@ from typing import Self
 
 from torch import Tensor
 
-from rltrain.liveness.job_store import JobStore
 from rltrain.residency.host_tensors import HostTensors
+from rltrain.runtime.job_store import JobStore
 
 logger = logging.getLogger(__name__)
 

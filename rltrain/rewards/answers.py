@@ -6,7 +6,7 @@ from math import isfinite
 from typing import Any
 
 from rltrain.rewards.reward_range import EXPECTED_REWARD, is_reward
-from rltrain.system.tracebacks import describe_raised
+from rltrain.runtime.machine import describe_raised
 
 SCORE, TURNS = "score", "turns"
 EXPECTED = "expected a number, or a dict whose 'score' is one"

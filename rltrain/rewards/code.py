@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from rltrain.errors import DataError
-from rltrain.json_text import parse_json
+from rltrain.runtime.json_text import parse_json
 from rltrain.sandbox.limits import MIB, Limits
 from rltrain.sandbox.means import require
 from rltrain.sandbox.sandbox import Sandbox

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rltrain.errors import ConfigError
-from rltrain.json_text import parse_json
 from rltrain.rewards.answers import PlainError, TookTooLongError
 from rltrain.rewards.scorable import Message
+from rltrain.runtime.json_text import parse_json
 
 if TYPE_CHECKING:
     import httpx  # which takes as long to import as all else that a worker of another function needs

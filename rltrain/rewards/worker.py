@@ -19,7 +19,7 @@ from rltrain.rewards.answers import Answer
 from rltrain.rewards.calling import await_calls, call
 from rltrain.rewards.registry import RewardFunction, load_reward
 from rltrain.rewards.scorable import Scorable
-from rltrain.system.worker_process import become_worker
+from rltrain.runtime.machine import become_worker
 
 
 def answers_to(requests: Iterable[bytes]) -> Iterator[dict[str, Any]]:

@@ -15,7 +15,7 @@ from rltrain.errors import ConfigError
 from rltrain.rewards.answers import Answer
 from rltrain.rewards.registry import RewardFunction
 from rltrain.rewards.scorable import Scorable
-from rltrain.system.worker_process import kill_worker, start_worker
+from rltrain.runtime.machine import kill_worker, start_worker
 
 logger = logging.getLogger(__name__)
 

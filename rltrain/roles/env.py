@@ -12,9 +12,9 @@ from rltrain.environments.factory import EnvironmentFactory
 from rltrain.environments.host import EnvironmentHost
 from rltrain.environments.service import EnvironmentService
 from rltrain.errors import ConfigError
-from rltrain.liveness.polling import poll, poll_s
 from rltrain.residency.memory_parts import MemoryPart
 from rltrain.roles.role import Job, Role
+from rltrain.runtime.job_store import poll, poll_s
 from rltrain.tasks.roles import trained_roles
 
 DRAWN = "environments/drawn"

@@ -11,7 +11,6 @@ from rltrain.config.evaluation import EvaluationPlan
 from rltrain.data.columns import RowColumns, read_columns
 from rltrain.data.prompts import PromptDataset
 from rltrain.environments.remote import RemoteEnvironments
-from rltrain.liveness.polling import poll
 from rltrain.roles.env import DRAWN, place_of
 from rltrain.roles.role import Job
 from rltrain.rollout.engine import Engine, SamplingParams
@@ -19,6 +18,7 @@ from rltrain.rollout.stream.environment_episodes import EnvironmentEpisodes, Tur
 from rltrain.rollout.stream.episodes import Episodes, FollowedEpisodes
 from rltrain.rollout.stream.guests import Guests
 from rltrain.rollout.stream.turn_format import ChatTurns, PlainText
+from rltrain.runtime.job_store import poll
 
 if TYPE_CHECKING:
     from rltrain.endpoint.mailbox import EngineMailbox

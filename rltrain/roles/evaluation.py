@@ -10,7 +10,6 @@ from rltrain.checkpoint.hf import save_checkpoint
 from rltrain.checkpoint.run.files import Contents
 from rltrain.evaluation.best import BEST_FILE, BEST_FOLDER, Best
 from rltrain.evaluation.verdicts import best_verdict_of
-from rltrain.liveness.polling import poll, poll_s
 from rltrain.rewards.combined import CombinedScorer
 from rltrain.roles.drawing import DrawingRole
 from rltrain.roles.evaluation_scoring import EvaluationScoring
@@ -20,6 +19,7 @@ from rltrain.roles.role import Job, Metrics
 from rltrain.rollout.layout import engine_parts, whole_engine
 from rltrain.rollout.stream.in_flight_sync import InFlightSync, NoInFlightSync
 from rltrain.rollout.stream.packing import pack_groups
+from rltrain.runtime.job_store import poll, poll_s
 
 
 class Evaluation(DrawingRole):

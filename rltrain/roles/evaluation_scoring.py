@@ -9,7 +9,6 @@ from rltrain.data.experience import Experience
 from rltrain.evaluation.best import BEST_STATE_FILE, BestSoFar
 from rltrain.evaluation.outcomes import record_of
 from rltrain.evaluation.verdicts import REACHED, best_verdict_of, end_verdict_of, reported
-from rltrain.liveness.polling import POLL_S
 from rltrain.rewards.combined import CombinedScorer, CombinedScores
 from rltrain.rewards.scorer import Scores
 from rltrain.roles.evaluated_set import EvaluatedSet, Judges
@@ -20,6 +19,7 @@ from rltrain.roles.role import Job, Metrics
 from rltrain.roles.sample_log import SampleLog
 from rltrain.roles.sample_records import sample_records
 from rltrain.roles.scored_samples import with_scores
+from rltrain.runtime.job_store import POLL_S
 
 SCORING_ROLES = ("reward", "evaluation")
 """Those that may have scored the evaluations of a run that goes on."""

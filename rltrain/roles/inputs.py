@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from rltrain.algorithms.registry import algorithm_of
-from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Config
 from rltrain.data.demonstrations import Demonstrations
 from rltrain.data.index_making import IndexFolder
@@ -18,11 +17,12 @@ from rltrain.data.preferences import Preferences
 from rltrain.data.prompt_rows import PromptRow
 from rltrain.data.prompts import PromptDataset, SourceRows
 from rltrain.data.tokenizer import ModelLimits
-from rltrain.liveness.job_store import JobStore
 from rltrain.models import Architecture
 from rltrain.rewards.locating import source_file
 from rltrain.roles.job_work import JobWork
 from rltrain.roles.prompts import Prompts, read_prompts
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.job_store import JobStore
 
 INDEX_FOLDER = "row_index"
 """In output_dir."""

@@ -1,6 +1,6 @@
 """Work that the ranks of a job divide, by the job's store."""
 
-from rltrain.liveness.job_store import JobStore
+from rltrain.runtime.job_store import JobStore
 
 
 class JobWork:

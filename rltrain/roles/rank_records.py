@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rltrain.liveness.polling import poll, poll_s
 from rltrain.roles.role import Job
+from rltrain.runtime.job_store import poll, poll_s
 
 
 class RankRecords:

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.checkpoint.run.files import Contents
-from rltrain.cluster.world import TRANSPORT_TIMEOUT_S
 from rltrain.data.preferences import Preferences
 from rltrain.exchange.shipment import Shipment
 from rltrain.models.of_roles import reference_is_actors_base, reference_uses_actor_modules
@@ -18,6 +17,7 @@ from rltrain.residency.memory_parts import MemoryPart, Overlay
 from rltrain.residency.node_copy import NodeCopy
 from rltrain.roles.actor import Actor
 from rltrain.roles.role import Job, Role
+from rltrain.runtime.world import TRANSPORT_TIMEOUT_S
 from rltrain.training.backend import AdaptedModel, Model, log_probs
 from rltrain.training.build import training_backend
 from rltrain.training.saved_weights import load_weights, save_weights

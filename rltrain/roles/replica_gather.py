@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.cluster.grid import Grid
+from rltrain.runtime.grid import Grid
 
 
 def gathered(values: Tensor, grid: Grid, group: dist.ProcessGroup) -> Tensor:

@@ -8,18 +8,10 @@ from typing import ClassVar
 from rltrain.checkpoint.memory.node_memory import NodeMemory
 from rltrain.checkpoint.run.files import Contents
 from rltrain.checkpoint.run.folder import Resumed
-from rltrain.cluster.grid import Grid, job_leader
-from rltrain.cluster.placement import Placement
-from rltrain.cluster.process_groups import ProcessGroups
-from rltrain.cluster.world import World
 from rltrain.config.schema import Config, Offload
 from rltrain.data.demonstrations import Demonstrations
 from rltrain.data.preferences import Preferences
 from rltrain.exchange.shipment import Shipment
-from rltrain.liveness.heartbeat import Heartbeat
-from rltrain.liveness.job_store import JobStore
-from rltrain.liveness.stopping import StopRequest
-from rltrain.liveness.waiting import Waiter
 from rltrain.models import Architecture
 from rltrain.reshard.layout import Layout
 from rltrain.residency.memory_parts import MemoryPart
@@ -27,6 +19,13 @@ from rltrain.roles.inputs import Inputs, JobRows
 from rltrain.roles.operations import Operations
 from rltrain.roles.prompts import Prompts
 from rltrain.roles.sample_log import SampleLog
+from rltrain.runtime.grid import Grid, job_leader
+from rltrain.runtime.heartbeat import Heartbeat
+from rltrain.runtime.job_store import JobStore, Waiter
+from rltrain.runtime.placement import Placement
+from rltrain.runtime.process_groups import ProcessGroups
+from rltrain.runtime.stopping import StopRequest
+from rltrain.runtime.world import World
 from rltrain.schedule.shape import RunShape
 from rltrain.tasks.roles import device_roles, device_roles_if_offloaded
 from rltrain.training.backend import ModelSite

@@ -8,7 +8,6 @@ from functools import cached_property
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.cluster.world import TRANSPORT_TIMEOUT_S
 from rltrain.config.schema import WeightDelta
 from rltrain.reshard.check.full_gather import full_gather_sync
 from rltrain.reshard.check.verify import verify
@@ -21,6 +20,7 @@ from rltrain.reshard.fp8.blocks import QuantizedLayouts
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.plan.planner import plan
 from rltrain.roles.role import Job
+from rltrain.runtime.world import TRANSPORT_TIMEOUT_S
 
 Tensors = Mapping[str, Tensor] | None
 

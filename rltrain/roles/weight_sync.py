@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from rltrain.cluster.world import TRANSPORT_TIMEOUT_S
 from rltrain.config.schema import WeightDelta
 from rltrain.errors import SyncMismatchError
 from rltrain.reshard.delta.turns import Turn, Turns
@@ -18,6 +17,7 @@ from rltrain.roles.role import Job, Metrics
 from rltrain.roles.role_resharding import RoleResharding
 from rltrain.roles.rollout import Rollout
 from rltrain.rollout.layout import EnginePart, engine_parts
+from rltrain.runtime.world import TRANSPORT_TIMEOUT_S
 from rltrain.training.backend import AdaptedModel, Model, served_weights
 
 logger = logging.getLogger(__name__)

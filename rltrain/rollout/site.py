@@ -3,15 +3,15 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.process_groups import ProcessGroups
-from rltrain.cluster.world import World
 from rltrain.config.schema import Config, Served
-from rltrain.liveness.job_store import JobStore
 from rltrain.models import Architecture
 from rltrain.residency.memory_parts import MemoryPart
 from rltrain.rollout.engine import Engine
 from rltrain.rollout.stop_strings import Tokenizer
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.job_store import JobStore
+from rltrain.runtime.process_groups import ProcessGroups
+from rltrain.runtime.world import World
 
 
 @dataclass(frozen=True)

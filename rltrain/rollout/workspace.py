@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Config
 from rltrain.models import Architecture
 from rltrain.models.delta_net import CHUNK_TOKENS
 from rltrain.models.element_types import item_bytes
 from rltrain.rollout.layout import ARRIVING_BYTES, engine_layout
+from rltrain.runtime.grid import Grid
 
 FP32 = 4
 MIB = 2**20

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import NamedTuple
 
-from rltrain.cluster.placement import Placement
+from rltrain.runtime.placement import Placement
 from rltrain.schedule.order import SYNC_EVALUATION, WEIGHT_SYNC, Entry, Order
 
 Seconds = Callable[[Entry, int], float]

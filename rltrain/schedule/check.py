@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
-from rltrain.cluster.placement import Placement
 from rltrain.errors import ConfigError
+from rltrain.runtime.placement import Placement
 from rltrain.schedule.order import Entry, program
 
 

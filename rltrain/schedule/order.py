@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Literal
 
-from rltrain.cluster.placement import Placement
+from rltrain.runtime.placement import Placement
 from rltrain.schedule.recurrence import count_of_each_kind, first_of_each_kind
 
 WEIGHT_SYNC = "weight_sync"

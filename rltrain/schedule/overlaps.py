@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 
-from rltrain.cluster.placement import Placement
+from rltrain.runtime.placement import Placement
 from rltrain.schedule.order import SYNC_EVALUATION, WEIGHT_SYNC, Entry, Order
 
 

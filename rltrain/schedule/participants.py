@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from rltrain.cluster.placement import Placement
+from rltrain.runtime.placement import Placement
 from rltrain.schedule.shape import RunShape
 from rltrain.tasks.declaration import Task
 from rltrain.tasks.roles import informing, takers, trained_roles

@@ -2,8 +2,8 @@
 
 from collections import Counter
 
-from rltrain.cluster.placement import Placement
 from rltrain.config.schema import Config
+from rltrain.runtime.placement import Placement
 from rltrain.schedule.order import SYNC_EVALUATION, Order
 from rltrain.schedule.shape import RunShape
 from rltrain.schedule.steps import build_order

@@ -3,8 +3,8 @@
 from functools import cached_property, partial
 
 from rltrain.algorithms.registry import algorithm_of
-from rltrain.cluster.placement import Placement
 from rltrain.config.schema import Config
+from rltrain.runtime.placement import Placement
 from rltrain.schedule.due_evaluations import DueEvaluations
 from rltrain.schedule.order import CHECKPOINT, LOAD_WEIGHTS, SYNC_EVALUATION, Entries, Iterations, Order
 from rltrain.schedule.participants import Informants, Participants

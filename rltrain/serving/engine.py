@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from rltrain.checkpoint.hf import load_parameters
-from rltrain.cluster.grid import Grid
 from rltrain.data.tokenizer import TextDecoder
 from rltrain.errors import ConfigError
 from rltrain.models import read_architecture
@@ -18,6 +17,7 @@ from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters
 from rltrain.rollout.embedded.kv_budget import budget_of
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.workspace import PASS_TOKENS, workspace
+from rltrain.runtime.grid import Grid
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,14 +12,14 @@ from rltrain.algorithms.losses import LossFunction
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.checkpoint.run.files import Contents
 from rltrain.checkpoint.run.saved_file import AnyFile
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.process_groups import ProcessGroups
-from rltrain.cluster.world import World
 from rltrain.config.schema import Config, Trained
 from rltrain.data.experience import Experience
 from rltrain.models import Architecture
 from rltrain.reshard.layout import Layout
 from rltrain.residency.memory_parts import MemoryPart
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.process_groups import ProcessGroups
+from rltrain.runtime.world import World
 
 SKIPPED = "skipped_updates"
 """The metric of an optimizer step that is 1 where it changed nothing because its loss or gradient norm was not finite,

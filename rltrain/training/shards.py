@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.rank_lists import RankList, model_group_lists
 from rltrain.models.canonical_tensors import Array, IntArray
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.plan.match import elements, fragments_of
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.placement import RankList, model_group_lists
 
 
 def within(pieces: Array, starts: IntArray, stops: IntArray) -> Array:

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from rltrain.algorithms import value
 from rltrain.checkpoint.hf import load_parameters
-from rltrain.cluster.process_groups import ProcessGroups
-from rltrain.cluster.rank_lists import group_lists
 from rltrain.config import schema
 from rltrain.data.experience import FIELDS, Experience
 from rltrain.errors import ConfigError, DivergenceError
 from rltrain.models import read_architecture
 from rltrain.reshard.megatron_layout import megatron_layout
+from rltrain.runtime.placement import group_lists
+from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
 from rltrain.training.megatron.trainable import TrainableModel
 from tests.distributed.cases_training import (

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.placement import Placement
-from rltrain.cluster.process_groups import ProcessGroups
-from rltrain.cluster.rank_lists import RankList, group_lists, lists_of_task
 from rltrain.residency.communicator_plan import CommunicatorPlan, Communicators
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.placement import Placement, RankList, group_lists, lists_of_task
+from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.schedule.order import Order
 
 WORLD_SIZE = 4

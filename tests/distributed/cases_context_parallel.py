@@ -17,13 +17,13 @@ from rltrain.algorithms.preference import direct_preference_loss
 from rltrain.algorithms.ranking import ranking_loss
 from rltrain.algorithms.value import of_states, value_loss
 from rltrain.checkpoint.hf import load_parameters
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.process_groups import ProcessGroups
-from rltrain.cluster.rank_lists import group_lists
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.models import Architecture, LongRopeScaling
 from rltrain.reshard.megatron_layout import megatron_layout
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.placement import group_lists
+from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
 from rltrain.training.megatron.trainable import TrainableModel
 from tests.model_shards import tiny_architecture

@@ -5,11 +5,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rltrain.cluster.grid import Grid
 from rltrain.errors import EngineError, EngineLost
 from rltrain.reshard.parts import split
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sglang.weights.delivery import Delivery
+from rltrain.runtime.grid import Grid
 from tests.loading_server import LoadingServer, Model, model_of
 from tests.model_shards import PADDING, Place, engine_shard, full_tensors, tiny_architecture
 

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.cluster.grid import Grid
 from rltrain.reshard.check.full_gather import converted
 from rltrain.reshard.check.verify import verify
 from rltrain.reshard.delta.coder import DeltaSettings
@@ -19,6 +18,7 @@ from rltrain.reshard.execute.report import SyncReport
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.planner import plan
 from rltrain.rollout.layout import engine_layout
+from rltrain.runtime.grid import Grid
 from tests.distributed.cases_reshard import ARCHITECTURES, PLACEMENTS, Settings, groups_of_unions, shards, union_of
 from tests.model_shards import PADDING, Tensors, full_tensors
 

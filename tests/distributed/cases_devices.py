@@ -13,9 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.process_groups import ProcessGroups
-from rltrain.cluster.rank_lists import group_lists
 from rltrain.config import schema
 from rltrain.config.models import Lora
 from rltrain.errors import ConfigError
@@ -23,6 +20,9 @@ from rltrain.models import Architecture, read_architecture
 from rltrain.models.prediction import PREDICTIONS
 from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters
 from rltrain.rollout.layout import engine_layout
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.placement import group_lists
+from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.fsdp.model import ShardedModel
 from rltrain.training.megatron import model as megatron
 from rltrain.training.megatron.platform import adapt_to_platform

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rltrain.cluster.grid import Grid
 from rltrain.endpoint.engine_feed import EngineFeed
 from rltrain.endpoint.mailbox import EngineMailbox
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample
 from rltrain.rollout.stream.guests import Mail, Turn
 from rltrain.rollout.stream.leader_decision import LeaderDecision, LeaderDecisions
-from rltrain.system.threads import JobThread
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.machine import JobThread
 from tests.rollout_models import load_engine
 
 SAMPLINGS = (SamplingParams(1.0, 1.0, 0, 60, (3,)), SamplingParams(0.7, 0.9, 10, 60, (3,)))

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rltrain.cluster.grid import Grid
 from rltrain.models import read_architecture
 from rltrain.rollout.embedded import EmbeddedEngine
 from rltrain.rollout.embedded.block_attention import GatheredBlocks
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample
+from rltrain.runtime.grid import Grid
 from tests.rollout_models import load_engine, ragged_requests
 
 SAMPLINGS = (

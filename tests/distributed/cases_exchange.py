@@ -6,15 +6,14 @@ import time
 import torch
 import torch.distributed as dist
 
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.world import LOOPBACK, join_world
 from rltrain.data.assignment import assign_groups
 from rltrain.errors import StallError
 from rltrain.exchange.exchange import Exchange, Route
 from rltrain.exchange.shipment import Shipment
 from rltrain.exchange.transport import Transport
-from rltrain.liveness.job_store import JobStore
-from rltrain.liveness.waiting import Waiter
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.job_store import JobStore, Waiter
+from rltrain.runtime.world import LOOPBACK, join_world
 from tests.unit.test_experience import make_experience
 
 FIELDS = ("group_ids", "prompt_ids", "lengths", "tokens", "response_mask", "rollout_logprobs", "reward_parts")
@@ -106,7 +105,7 @@ def late_source() -> dict:
         reports: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record: reports.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("rltrain.liveness.waiting").addHandler(handler)
+        logging.getLogger("rltrain.runtime.job_store").addHandler(handler)
         received = exchange.wait(route)
         return {"reports": reports, "tokens": received.experience.tokens.tolist()}
     return {"tokens": shipment.experience.tokens.tolist()}

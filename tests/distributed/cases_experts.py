@@ -15,12 +15,12 @@ from torch import Tensor
 from rltrain.algorithms.likelihood import likelihood_loss
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.checkpoint.hf_writer import save_checkpoint
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.process_groups import ProcessGroups
-from rltrain.cluster.rank_lists import group_lists
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.models import read_architecture
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.placement import group_lists
+from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.megatron.model import ROUTER_BIAS, LanguageModel, build_model, local_parameters
 from rltrain.training.megatron.trainable import TrainableModel
 from tests.distributed.family_checkpoints import LENGTHS

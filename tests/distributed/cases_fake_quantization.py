@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 
 from rltrain.algorithms.likelihood import likelihood_loss
 from rltrain.checkpoint.hf_writer import save_checkpoint
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.process_groups import ProcessGroups
-from rltrain.cluster.rank_lists import group_lists
 from rltrain.config import schema
 from rltrain.models import read_architecture
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.placement import group_lists
+from rltrain.runtime.process_groups import ProcessGroups
 from tests.distributed import cases_fsdp
 from tests.distributed.cases_experts import ALL, MAX_TOKENS, Layout, make_trained, relative_differences, share_of
 from tests.distributed.cases_lora import kept_bytes

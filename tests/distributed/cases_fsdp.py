@@ -14,15 +14,15 @@ from safetensors.torch import load_file, save_file
 
 from rltrain.algorithms.value import of_states, value_loss
 from rltrain.checkpoint.run.saved_state import PIECES
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.process_groups import ProcessGroups
-from rltrain.cluster.rank_lists import group_lists
-from rltrain.cluster.world import World
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.models import read_architecture
 from rltrain.models.architecture import is_unlisted
 from rltrain.models.unlisted import read_unlisted
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.placement import group_lists
+from rltrain.runtime.process_groups import ProcessGroups
+from rltrain.runtime.world import World
 from rltrain.training.backend import ModelSite, TrainedModel
 from rltrain.training.build import BACKENDS
 from tests.distributed.cases_training import load_experience, negative_log_likelihood

@@ -6,10 +6,7 @@ from types import SimpleNamespace
 
 import torch.distributed as dist
 
-from rltrain.cluster.placement import resolve_placement
-from rltrain.cluster.world import join_world
 from rltrain.config.schema import Config
-from rltrain.liveness.polling import poll
 from rltrain.rollout.sample import SampleGroup
 from rltrain.rollout.stream.completion_log import CompletionLog
 from rltrain.rollout.stream.generation_loop import GenerationLoop
@@ -17,6 +14,9 @@ from rltrain.rollout.stream.in_flight_sync import InFlightSync
 from rltrain.rollout.stream.leader_decision import LeaderDecisions
 from rltrain.rollout.stream.prompt_assignment import SharedAssignment
 from rltrain.rollout.stream.stream_rules import StreamRules
+from rltrain.runtime.job_store import poll
+from rltrain.runtime.placement import resolve_placement
+from rltrain.runtime.world import join_world
 from rltrain.schedule.order import WEIGHT_SYNC, Entry
 from rltrain.schedule.steps import build_order
 from tests.unit.shared_store import ShortPatience

@@ -9,20 +9,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.interfaces import own_address
-from rltrain.cluster.world import GLOO_INTERFACE, join_world
 from rltrain.data.assignment import assign_groups
 from rltrain.data.experience import Experience
 from rltrain.exchange.exchange import Exchange, Route
 from rltrain.exchange.shipment import Shipment
 from rltrain.exchange.transport import Transport
-from rltrain.liveness.job_store import JobStore
-from rltrain.liveness.waiting import Waiter
 from rltrain.reshard.execute.resharding import Resharding
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.planner import plan, traffic
 from rltrain.rollout.layout import engine_layout
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.job_store import JobStore, Waiter
+from rltrain.runtime.world import GLOO_INTERFACE, join_world, own_address
 from tests.distributed.cases_reshard import shards
 from tests.hosts import NETWORK
 from tests.model_shards import full_tensors, tiny_architecture

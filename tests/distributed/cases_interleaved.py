@@ -10,9 +10,9 @@ import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads
 import torch.distributed as dist
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.process_groups import ProcessGroups
-from rltrain.cluster.rank_lists import group_lists
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.placement import group_lists
+from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.megatron.forward import make_micro_batches
 from tests.distributed import cases_training
 

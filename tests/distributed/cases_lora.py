@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 from rltrain.algorithms.likelihood import likelihood_loss
 from rltrain.checkpoint.hf_writer import save_checkpoint
 from rltrain.checkpoint.peft_files import save_adapters
-from rltrain.cluster.process_groups import ProcessGroups
-from rltrain.cluster.rank_lists import group_lists
 from rltrain.config import schema
 from rltrain.config.models import Lora
 from rltrain.data.experience import Experience
+from rltrain.runtime.placement import group_lists
+from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.adapters import begin_adapters
 from rltrain.training.megatron.model import LanguageModel, add_adapters
 from rltrain.training.megatron.trainable import AdaptedModel

@@ -16,12 +16,12 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedState
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from rltrain.checkpoint.hf import load_parameters
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.process_groups import ProcessGroups
-from rltrain.cluster.rank_lists import group_lists
 from rltrain.config import schema
 from rltrain.models import Architecture
 from rltrain.reshard.megatron_layout import megatron_layout
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.placement import group_lists
+from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
 from tests.megatron_checkpoints import ARCHITECTURES, ITERATION
 

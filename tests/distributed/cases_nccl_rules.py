@@ -8,13 +8,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.process_groups import ProcessGroups
-from rltrain.cluster.rank_lists import group_lists
-from rltrain.cluster.reopenable_group import plain_group
 from rltrain.reshard.execute import resharding
 from rltrain.reshard.execute.resharding import Resharding
-from rltrain.system.threads import end_job_by_threads
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.machine import end_job_by_threads
+from rltrain.runtime.placement import group_lists
+from rltrain.runtime.process_groups import ProcessGroups, plain_group
 from tests.distributed import cases_communicators, cases_delta, cases_training
 from tests.distributed.cases_reshard import ARCHITECTURES, PLACEMENTS, Settings, pairs_of, reshard_twice, union_of
 from tests.stand_ins import nccl_rules

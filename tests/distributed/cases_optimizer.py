@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rltrain.checkpoint.run.saved_state import Destination, SavedState
-from rltrain.cluster.process_groups import ProcessGroups
-from rltrain.cluster.rank_lists import group_lists
 from rltrain.errors import CheckpointError
+from rltrain.runtime.placement import group_lists
+from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training import activation_offload
 from rltrain.training.megatron.state import MASTER
 from rltrain.training.optimization.orthogonal import COEFFICIENTS

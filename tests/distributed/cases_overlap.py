@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from rltrain.algorithms.policy import policy_loss
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.process_groups import ProcessGroups
-from rltrain.cluster.rank_lists import group_lists
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.errors import DivergenceError
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.placement import group_lists
+from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.backend import SKIPPED
 from rltrain.training.megatron.overlap import GradientReduction
 from rltrain.training.megatron.trainable import TrainableModel

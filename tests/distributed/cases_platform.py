@@ -17,12 +17,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.process_groups import ProcessGroups
-from rltrain.cluster.rank_lists import group_lists
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.models import MLA, Architecture, MoE, YarnScaling
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.placement import group_lists
+from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.megatron import platform
 from rltrain.training.megatron.evaluable import EvaluableModel
 from rltrain.training.megatron.model import LanguageModel, build_model

@@ -9,14 +9,14 @@ FAULT, NODE = os.environ["FAULT"], os.environ["GROUP_RANK"]
 
 def disturb() -> None:
     """This node, before the job begins."""
-    from rltrain.preflight import disks, statements
+    from rltrain.runtime import machine, nodes
 
     if NODE != "1":
         return
     if FAULT == "code":
-        statements.digest_of_code = lambda _: "another"  # type: ignore[assignment]
+        nodes.digest_of_code = lambda _: "another"  # type: ignore[assignment]
     if FAULT == "full disk":
-        disks.LEAST_FREE_BYTES = 1 << 60
+        machine.LEAST_FREE_BYTES = 1 << 60
     if FAULT == "folder":
         os.chdir(os.environ["OTHER_FOLDER"])
 

@@ -3,9 +3,9 @@
 import torch
 import torch.distributed as dist
 
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.process_groups import ProcessGroups
-from rltrain.cluster.rank_lists import RankList, group_lists
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.placement import RankList, group_lists
+from rltrain.runtime.process_groups import ProcessGroups
 
 WORLD_SIZE = 6
 GRIDS = {

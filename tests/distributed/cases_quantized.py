@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.cluster.grid import Grid
 from rltrain.models import Architecture, MoE
 from rltrain.reshard.check.full_gather import full_gather_sync
 from rltrain.reshard.check.verify import verify
@@ -21,6 +20,7 @@ from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.planner import plan
 from rltrain.reshard.plan.rank_plan import RankPlan
 from rltrain.rollout.layout import engine_layout
+from rltrain.runtime.grid import Grid
 from tests.model_shards import PADDING, Place, Tensors, engine_shard, full_tensors, megatron_shard, tiny_architecture
 
 # name -> actor (ranks, tp, pp), rollout (ranks, tp), ranks per node

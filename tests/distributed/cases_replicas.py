@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from rltrain.cluster.grid import Grid
 from rltrain.errors import ReplicaError
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.roles.replica_check import ReplicaCheck
 from rltrain.roles.replica_gather import gathered
+from rltrain.runtime.grid import Grid
 from tests.model_shards import tiny_architecture
 
 EVERY = 3

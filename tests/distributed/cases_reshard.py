@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rltrain.checkpoint.hf import load_parameters, save_checkpoint
-from rltrain.cluster.grid import Grid
 from rltrain.models import Architecture, read_architecture
 from rltrain.models.canonical_tensors import Array
 from rltrain.models.element_types import ITEM_BYTES
@@ -30,7 +29,8 @@ from rltrain.reshard.kernels.copy_table import CopyTable
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.planner import plan, traffic
 from rltrain.rollout.layout import engine_layout
-from rltrain.system.shared_memory import SharedMemory
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.shared_memory import SharedMemory
 from tests.converted_checkpoints import loads_alike
 from tests.model_shards import PADDING, Place, Tensors, engine_shard, full_tensors, megatron_shard, tiny_architecture
 

@@ -13,9 +13,6 @@ from torch import Tensor
 
 from rltrain.algorithms.likelihood import likelihood_loss
 from rltrain.checkpoint.hf import load_parameters
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.process_groups import ProcessGroups
-from rltrain.cluster.rank_lists import group_lists
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.models import read_architecture
@@ -23,6 +20,9 @@ from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.residency.device_memory import DeviceMemory
 from rltrain.residency.memory_parts import MemoryPart, Overlay
 from rltrain.residency.residency import Residency
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.placement import group_lists
+from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.schedule.order import Order
 from rltrain.tasks.roles import needs_of
 from rltrain.training.megatron.evaluable import EvaluableModel

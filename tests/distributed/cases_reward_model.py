@@ -9,9 +9,6 @@ import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads
 import torch
 import torch.distributed as dist
 
-from rltrain.cluster.placement import resolve_placement, role_grids
-from rltrain.cluster.process_groups import ProcessGroups
-from rltrain.cluster.rank_lists import group_lists
 from rltrain.config.schema import Config
 from rltrain.data.experience import Experience
 from rltrain.exchange.shipment import Shipment
@@ -19,6 +16,8 @@ from rltrain.models.of_roles import role_architectures
 from rltrain.roles.inputs import JobRows
 from rltrain.roles.reward_model import RewardModel
 from rltrain.roles.role import Job
+from rltrain.runtime.placement import group_lists, resolve_placement, role_grids
+from rltrain.runtime.process_groups import ProcessGroups
 from tests.end_to_end.jobs import REPOSITORY
 
 POLICY = REPOSITORY / "tests/warmed_up"

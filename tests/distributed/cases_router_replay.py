@@ -13,9 +13,6 @@ from torch import Tensor
 
 from rltrain.algorithms.likelihood import likelihood_loss
 from rltrain.checkpoint.hf import load_parameters
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.process_groups import ProcessGroups
-from rltrain.cluster.rank_lists import group_lists
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.models import read_architecture
@@ -23,6 +20,9 @@ from rltrain.models.routing_shape import RoutingShape
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import SampleGroup
 from rltrain.rollout.stream.packing import pack_groups
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.placement import group_lists
+from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.megatron.model import build_model, local_parameters
 from rltrain.training.megatron.trainable import TrainableModel
 from tests.distributed.cases_experts import ALL, MAX_TOKENS, Layout, make_trained, relative_differences, share_of

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rltrain.cluster.world import join_world
 from rltrain.errors import ConfigError
-from rltrain.liveness.job_store import JobStore
-from rltrain.liveness.stopping import StopRequest
-from rltrain.liveness.watchdog import Watchdog
+from rltrain.runtime.job_store import JobStore
+from rltrain.runtime.stopping import StopRequest
+from rltrain.runtime.watchdog import Watchdog
+from rltrain.runtime.world import join_world
 
 NUM_RANKS = 3
 FAULT_FILE = "fault"

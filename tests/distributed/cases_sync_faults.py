@@ -15,13 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.process_groups import ProcessGroups
-from rltrain.cluster.rank_lists import group_lists
 from rltrain.config.schema import Checks, Rollout
 from rltrain.config.schema import WeightSync as Settings
 from rltrain.errors import SyncError
-from rltrain.liveness.task_clock import TaskClock
 from rltrain.reshard.execute.resharding import Resharding
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
@@ -34,6 +30,10 @@ from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sample import Sample
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.heartbeat import TaskClock
+from rltrain.runtime.placement import group_lists
+from rltrain.runtime.process_groups import ProcessGroups
 from tests.model_shards import tiny_architecture
 
 NUM_RANKS = 4

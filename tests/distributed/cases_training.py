@@ -17,14 +17,14 @@ from torch import Tensor
 
 from rltrain.algorithms.losses import LossOutput, masked_max, masked_sum, token_weights
 from rltrain.checkpoint.hf import load_parameters
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.process_groups import ProcessGroups
-from rltrain.cluster.rank_lists import group_lists
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.errors import ConfigError, DivergenceError
 from rltrain.models import read_architecture
 from rltrain.reshard.megatron_layout import megatron_layout
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.placement import group_lists
+from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.megatron import fused, fused_attention, linear, norms
 from rltrain.training.megatron.evaluable import EvaluableModel
 from rltrain.training.megatron.forward import make_micro_batches, run_schedule

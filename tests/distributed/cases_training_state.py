@@ -17,14 +17,14 @@ from rltrain.algorithms.losses import LossFunction
 from rltrain.algorithms.value import of_states, value_loss
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.checkpoint.run.saved_state import PIECES, Destination, SavedState
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.process_groups import ProcessGroups
-from rltrain.cluster.rank_lists import group_lists
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.models import Architecture, read_architecture
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.placement import group_lists
+from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.megatron.model import ROUTER_BIAS, build_model, local_parameters
 from rltrain.training.megatron.optimizer_state import MOMENTS, optimized_parameters, step_count
 from rltrain.training.megatron.state import MASTER

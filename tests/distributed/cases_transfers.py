@@ -9,15 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.placement import resolve_placement
-from rltrain.cluster.world import LOOPBACK, join_world
 from rltrain.config.schema import Config
 from rltrain.exchange.exchange import Exchange
 from rltrain.exchange.shipment import Shipment
 from rltrain.exchange.transport import Transport
-from rltrain.liveness.job_store import JobStore
-from rltrain.liveness.waiting import Waiter
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.job_store import JobStore, Waiter
+from rltrain.runtime.placement import resolve_placement
+from rltrain.runtime.world import LOOPBACK, join_world
 from rltrain.schedule.order import Order
 from rltrain.schedule.shape import RunShape
 from rltrain.schedule.steps import build_order

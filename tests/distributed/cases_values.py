@@ -15,14 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rltrain.algorithms.ranking import sample_scores
 from rltrain.algorithms.value import before_tokens
 from rltrain.checkpoint.hf import load_parameters
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.process_groups import ProcessGroups
-from rltrain.cluster.rank_lists import group_lists
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.models import read_architecture
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.placement import group_lists
+from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.megatron.evaluable import EvaluableModel
 from rltrain.training.megatron.forward import make_micro_batches, run_schedule
 from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters

@@ -11,12 +11,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rltrain.cluster.world import LOOPBACK, join_world
 from rltrain.config.schema import Timeouts
 from rltrain.exchange.transport import Delivery, Transport
-from rltrain.liveness.job_store import JobStore
-from rltrain.liveness.waiting import Waiter
-from rltrain.liveness.watchdog import Watchdog
+from rltrain.runtime.job_store import JobStore, Waiter
+from rltrain.runtime.watchdog import Watchdog
+from rltrain.runtime.world import LOOPBACK, join_world
 
 NUM_RANKS = 3
 MEMBERS = {"actor": (0, 1), "rollout": (2,)}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.cluster.grid import Grid
+from rltrain.runtime.grid import Grid
 from tests.distributed.cases_engine import engine_completions
 from tests.distributed.family_checkpoints import OTHER_DENSE
 from tests.distributed.torchrun import run_distributed

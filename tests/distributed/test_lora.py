@@ -312,9 +312,9 @@ def test_adapters_of_experts_train_alike_in_every_layout(ranks: list[dict[str, A
 
 def test_adapters_of_another_shape_are_refused(by_peft: dict[str, Any], folder: Path, tmp_path: Path) -> None:
     from rltrain.checkpoint.peft_files import load_adapters
-    from rltrain.cluster.grid import Grid
     from rltrain.errors import CheckpointError
     from rltrain.reshard.megatron_layout import megatron_layout
+    from rltrain.runtime.grid import Grid
 
     architecture = read_architecture(folder / "qwen3")
 

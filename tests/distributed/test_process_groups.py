@@ -2,7 +2,7 @@
 
 import pytest
 
-from rltrain.cluster.rank_lists import group_lists
+from rltrain.runtime.placement import group_lists
 from tests.distributed.cases_process_groups import GRIDS, WORLD_SIZE
 from tests.distributed.torchrun import run_distributed
 

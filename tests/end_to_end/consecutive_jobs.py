@@ -12,7 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from rltrain import job
-from rltrain.cluster.world import World, join_world
+from rltrain.runtime.world import World, join_world
 from tests.uneven_products import uneven_products
 
 

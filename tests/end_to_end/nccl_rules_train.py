@@ -12,12 +12,12 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from rltrain.cluster.reopenable_group import plain_group
-from rltrain.cluster.world import World
 from rltrain.command import main
 from rltrain.reshard.execute import resharding
 from rltrain.rollout.embedded import engine
 from rltrain.rollout.embedded.recording import Record
+from rltrain.runtime.process_groups import plain_group
+from rltrain.runtime.world import World
 from tests.stand_ins import nccl_rules
 
 

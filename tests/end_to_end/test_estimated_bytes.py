@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.cluster.placement import resolve_placement
 from rltrain.config.loader import load_config
 from rltrain.estimate.memory import resident_bytes
 from rltrain.estimate.planned import plan_job
 from rltrain.models.of_roles import role_architectures
+from rltrain.runtime.placement import resolve_placement
 from tests.end_to_end.jobs import REPOSITORY, train
 
 GRPO, PPO = REPOSITORY / "configs/quickstart.yaml", REPOSITORY / "configs/quickstart_ppo.yaml"

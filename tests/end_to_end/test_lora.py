@@ -8,14 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.placement import resolve_placement
 from rltrain.config.loader import load_config
 from rltrain.estimate.memory import resident_bytes
 from rltrain.estimate.planned import plan_job
 from rltrain.models import read_architecture
 from rltrain.models.of_roles import role_architectures
 from rltrain.rollout.layout import engine_layout
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.placement import resolve_placement
 from rltrain.tools.convert_command import main as convert
 from tests.converted_checkpoints import stored_tensors
 from tests.end_to_end.jobs import REPOSITORY, column, run, train

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rltrain.system.processes import has_ended, process_here
+from rltrain.runtime.machine import has_ended, process_here
 from tests.forked.namespaces import NAMESPACES, enter
 
 PRELOADED = (

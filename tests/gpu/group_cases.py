@@ -3,8 +3,8 @@
 import torch
 import torch.distributed as dist
 
-from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.rollout.embedded.recording import CudaGraphs, Recordings
+from rltrain.runtime.process_groups import ProcessGroups
 
 RANKS = (0,)
 NUM_GENERATIONS = 3

@@ -5,11 +5,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rltrain.cluster.grid import Grid
 from rltrain.reshard.execute.resharding import Resharding
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.planner import plan
 from rltrain.rollout.layout import engine_layout
+from rltrain.runtime.grid import Grid
 from tests.distributed.cases_reshard import tensors
 from tests.model_shards import PADDING, Place, engine_shard, full_tensors, megatron_shard, tiny_architecture
 

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.checkpoint.hf import load_parameters
-from rltrain.cluster.grid import Grid
 from rltrain.config.schema import SGLang
 from rltrain.models import read_architecture
 from rltrain.reshard.execute.resharding import Resharding
@@ -32,6 +31,7 @@ from rltrain.rollout.sglang.client import Client
 from rltrain.rollout.sglang.engine import SGLangEngine
 from rltrain.rollout.sglang.process import Server
 from rltrain.rollout.sglang.weights.delivery import Delivery
+from rltrain.runtime.grid import Grid
 from tests.gpu.residency_cases import used_bytes
 from tests.sglang.servers import CALL_TIMEOUT_S, FROM_DISK, START_TIMEOUT_S, call, checksums, greedy, server_spec
 

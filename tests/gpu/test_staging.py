@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from rltrain.cluster.grid import Grid
 from rltrain.reshard.parts import split
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sglang.server import rltrain_weight_loader as loader
 from rltrain.rollout.sglang.weights.delivery import checksum_of
 from rltrain.rollout.sglang.weights.host_copy import HostCopy
 from rltrain.rollout.sglang.weights.staging import Staging
+from rltrain.runtime.grid import Grid
 from tests.model_shards import tiny_architecture
 
 pytestmark = pytest.mark.gpu

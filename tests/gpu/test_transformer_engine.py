@@ -17,12 +17,12 @@ import torch.distributed as dist
 
 from rltrain.algorithms.likelihood import likelihood_loss
 from rltrain.checkpoint.hf import load_parameters
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.process_groups import ProcessGroups
-from rltrain.cluster.rank_lists import group_lists
 from rltrain.config import schema
 from rltrain.models import Architecture
 from rltrain.models.latent import MLA
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.placement import group_lists
+from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.megatron.model import build_model, local_parameters
 from rltrain.training.megatron.trainable import TrainableModel
 from tests.distributed.cases_context_parallel import experience, write_weights

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rltrain.cluster.grid import Grid
 from rltrain.models import read_architecture
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.parts import split
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sglang.process import Server, ServerSpec
 from rltrain.rollout.sglang.server.rltrain_supervise import descendants
+from rltrain.runtime.grid import Grid
 from tests.sglang.forked_python import forks_of
 
 START_TIMEOUT_S = 600.0

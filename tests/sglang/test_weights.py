@@ -10,7 +10,6 @@ import torch
 import transformers
 
 from rltrain.checkpoint.hf import load_parameters
-from rltrain.cluster.grid import Grid
 from rltrain.errors import EngineError, EngineLost
 from rltrain.models import read_architecture
 from rltrain.reshard.parts import split
@@ -18,6 +17,7 @@ from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sglang.client import Client
 from rltrain.rollout.sglang.process import Server
 from rltrain.rollout.sglang.weights.delivery import Delivery
+from rltrain.runtime.grid import Grid
 from tests.rollout_models import write_checkpoint
 from tests.sglang.servers import CALL_TIMEOUT_S, PART_BYTES, call, greedy, parts_of, running
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from rltrain.cluster.placement import Placement, resolve_placement
 from rltrain.config.schema import Config
+from rltrain.runtime.placement import Placement, resolve_placement
 from rltrain.schedule.order import Order
 from rltrain.schedule.steps import build_order
 

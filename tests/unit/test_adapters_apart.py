@@ -9,7 +9,6 @@ from safetensors.torch import load_file, save_file
 
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.checkpoint.peft_files import load_adapters
-from rltrain.cluster.grid import Grid
 from rltrain.config.models import Lora
 from rltrain.models import canonical_tensors, read_architecture
 from rltrain.models.lora import A, B
@@ -20,6 +19,7 @@ from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters
 from rltrain.rollout.embedded.parameters import adapted_matrices
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.layout import engine_layout
+from rltrain.runtime.grid import Grid
 from tests.rollout_models import load_engine, ragged_requests
 from tests.unit.conftest import SPARSE_FAMILIES
 

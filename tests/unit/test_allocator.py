@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from rltrain.system.allocator import VARIABLES
+from rltrain.runtime.machine import VARIABLES
 
 PROGRAM = """
 import ctypes, resource, sys
-from rltrain.system.allocator import keep_freed_memory
+from rltrain.runtime.machine import keep_freed_memory
 
 kept = sys.argv[1] == "keep" and keep_freed_memory()
 libc, size = ctypes.CDLL(None), 8 << 20

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from rltrain.cluster.attempts import join_attempt
 from rltrain.errors import StallError
+from rltrain.runtime.world import join_attempt
 from tests.unit.shared_store import Jobs, at_the_same_time, open_store
 
 NUM_RANKS = 3

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from rltrain.cluster.placement import role_grids
 from rltrain.errors import ConfigError, PlacementError
 from rltrain.estimate.memory import host_bytes, resident_bytes, working_bytes
 from rltrain.estimate.planned import PlannedJob
@@ -16,6 +15,7 @@ from rltrain.models.architecture import Unlisted
 from rltrain.models.canonical_tensors import CanonicalTensors
 from rltrain.models.flops import forward_flops
 from rltrain.models.of_roles import reference_uses_actor_modules
+from rltrain.runtime.placement import role_grids
 from tests.model_shards import tiny_architecture
 from tests.unit.schedule_configs import make_config, place
 

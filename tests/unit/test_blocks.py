@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.cluster.grid import Grid
 from rltrain.models import Architecture
 from rltrain.models.canonical_tensors import Array, CanonicalTensors
 from rltrain.models.element_types import ElementType, uniform
@@ -25,6 +24,7 @@ from rltrain.reshard.kernels.quantize import (
 from rltrain.reshard.layout import PIECE, Layout, RankLayout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.rollout.layout import engine_layout
+from rltrain.runtime.grid import Grid
 from tests.model_shards import tiny_architecture
 
 CPU = torch.device("cpu")

@@ -11,7 +11,6 @@ from safetensors.numpy import save_file
 
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.checkpoint.hf_quantized import load_quantized
-from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Config
 from rltrain.errors import CheckpointError
 from rltrain.models import read_architecture
@@ -20,6 +19,7 @@ from rltrain.models.int4 import int4_rounded
 from rltrain.rollout.checkpoint_weights import serve_checkpoint
 from rltrain.rollout.embedded import allocate_parameters
 from rltrain.rollout.layout import engine_of, engine_parts, whole_engine
+from rltrain.runtime.grid import Grid
 from tests.distributed.cases_quantized import ARCHITECTURES, model, quantised_shard
 from tests.model_shards import PADDING, Place, engine_shard
 from tests.unit.schedule_configs import make_config

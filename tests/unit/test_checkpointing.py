@@ -17,13 +17,13 @@ from rltrain.checkpoint.run.folder import Resumed, name_of
 from rltrain.checkpoint.run.random_states import random_states
 from rltrain.checkpoint.run.writer import FilesWriter, Target
 from rltrain.checkpointing import MAX_INCOMPLETE, Checkpointing
-from rltrain.cluster.placement import resolve_placement
-from rltrain.cluster.world import World
 from rltrain.config.schema import Config
-from rltrain.liveness.job_store import JobStore
-from rltrain.liveness.stopping import StopRequest
-from rltrain.liveness.task_clock import TaskClock
 from rltrain.resuming import restore
+from rltrain.runtime.heartbeat import TaskClock
+from rltrain.runtime.job_store import JobStore
+from rltrain.runtime.placement import resolve_placement
+from rltrain.runtime.stopping import StopRequest
+from rltrain.runtime.world import World
 from rltrain.schedule.steps import build_order
 from tests.unit.shared_store import Jobs, ShortPatience, open_store
 

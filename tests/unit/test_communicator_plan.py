@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.placement import Placement
-from rltrain.cluster.rank_lists import group_lists, lists_of_task, role_group_lists
 from rltrain.residency.communicator_plan import CommunicatorPlan
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.placement import Placement, group_lists, lists_of_task, role_group_lists
 from rltrain.schedule.order import Order
 from rltrain.tasks.roles import needs_of
 

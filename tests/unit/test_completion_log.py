@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from rltrain.liveness.polling import POLL_S, poll
 from rltrain.rollout.stream import completion_log as tickets_module
 from rltrain.rollout.stream.completion_log import CompletionLog, Finished
+from rltrain.runtime.job_store import POLL_S, poll
 from tests.unit.shared_store import ShortPatience, on_ranks, open_store
 
 

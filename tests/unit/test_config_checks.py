@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from rltrain.cluster.placement import resolve_placement, role_grids
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError, PlacementError
 from rltrain.legality.architecture import check_against_architecture
 from rltrain.legality.config import check_config
+from rltrain.runtime.placement import resolve_placement, role_grids
 from tests.model_shards import MOE, tiny_architecture
 
 TAUGHT = {"algorithm": "distillation", "placement": {"actor": 0, "teacher": 1, "rollout,reward": "2-3"}}

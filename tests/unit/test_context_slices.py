@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rltrain.cluster.grid import Grid
 from rltrain.config import schema
 from rltrain.errors import ConfigError
 from rltrain.models import attention
 from rltrain.models.flops import positions_read
+from rltrain.runtime.grid import Grid
 from rltrain.training.context_slices import ContextShare, inverse, places_of, places_of_all
 from rltrain.training.megatron import context_parallel
 from rltrain.training.megatron.context_parallel import sequences_of_share, thd_slices

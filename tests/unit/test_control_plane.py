@@ -5,7 +5,7 @@ from types import ModuleType
 
 import pytest
 
-from rltrain.liveness.node_beats import GATHERED_FROM
+from rltrain.runtime.job_store import GATHERED_FROM
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "tools/benchmarks"
 SIZES = (64, 256)

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rltrain.cluster.grid import Grid
 from rltrain.errors import SyncError
 from rltrain.reshard.delta.coder import Coder, DeltaSettings, headers_of
 from rltrain.reshard.delta.messages import CHANGES, HEADER_BYTES, WHOLE
@@ -20,6 +19,7 @@ from rltrain.reshard.plan.steps import Steps, make_steps
 from rltrain.residency.memory_parts import MemoryPart
 from rltrain.roles.weight_sync import WeightSync
 from rltrain.rollout.layout import engine_layout
+from rltrain.runtime.grid import Grid
 from tests.model_shards import tiny_architecture
 
 CPU = torch.device("cpu")

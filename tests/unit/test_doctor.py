@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packaging.requirements import Requirement
 
-from rltrain.cluster.nodes import Compared, Difference, NodeBoard, Spoken, compare_nodes
-from rltrain.cluster.world import World
 from rltrain.doctor import command, installed, limits, storage
 from rltrain.doctor.finding import FINE, WRONG, Finding, has_fault
 from rltrain.doctor.links import Link, rounds_of_pairs
 from rltrain.doctor.report import merged, of_clocks, of_links, of_storage
 from rltrain.doctor.storage import Storage, try_storage
+from rltrain.runtime.nodes import Compared, Difference, NodeBoard, Spoken, compare_nodes
+from rltrain.runtime.world import World
 from tests.unit.shared_store import on_ranks, open_store
 
 REPOSITORY = Path(__file__).resolve().parents[2]

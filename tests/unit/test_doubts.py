@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.cluster.placement import resolve_placement
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
 from rltrain.dry_run.description import describe_job
 from rltrain.dry_run.options import DryRunOptions
 from rltrain.legality.doubts import VARIABLES, doubts, doubts_about_variables
+from rltrain.runtime.placement import resolve_placement
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SOURCES = (".py", ".sh", ".sbatch", ".cpp", ".cu", ".h")

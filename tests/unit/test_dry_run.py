@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rltrain.cluster.placement import resolve_placement
 from rltrain.config.schema import Config
 from rltrain.dry_run.description import describe_job
 from rltrain.dry_run.memory import describe_memory
 from rltrain.dry_run.options import DryRunOptions
 from rltrain.dry_run.steps import by_task, describe_mode, describe_order, describe_overlaps
 from rltrain.errors import DataError
+from rltrain.runtime.placement import resolve_placement
 from rltrain.schedule.order import Order
 from rltrain.schedule.steady import fullest_step, steady_order
 from rltrain.schedule.steps import build_order

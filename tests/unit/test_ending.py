@@ -14,11 +14,10 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from rltrain.errors import ConfigError
-from rltrain.liveness import ending
-from rltrain.liveness.ending import FAILED, USER_ERROR, Ending
-from rltrain.liveness.heartbeat import Beat, Board
-from rltrain.system import launcher
-from rltrain.system.processes import process_here, this_process
+from rltrain.runtime import ending, machine
+from rltrain.runtime.ending import FAILED, USER_ERROR, Ending
+from rltrain.runtime.heartbeat import Beat, Board
+from rltrain.runtime.machine import process_here, this_process
 from tests.unit.shared_store import open_store
 
 NUM_RANKS = 3
@@ -102,7 +101,7 @@ def test_torchrun_finds_no_half_of_a_message(
         file.flush()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(launcher.json, "dump", is_killed_amid)
+    monkeypatch.setattr(machine.json, "dump", is_killed_amid)
     with pytest.raises(KeyboardInterrupt):
         ranks[0].by(ConfigError("no"))
     assert not (tmp_path / "error.json").exists()

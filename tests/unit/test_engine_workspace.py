@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rltrain.cluster.grid import Grid
 from rltrain.estimate.hardware import GB, GPUS
 from rltrain.estimate.memory import cache_on_gpu, working_bytes
 from rltrain.estimate.peak import largest, rank_memories
@@ -20,6 +19,7 @@ from rltrain.rollout.embedded import build
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample
 from rltrain.rollout.workspace import workspace
+from rltrain.runtime.grid import Grid
 from tests.rollout_models import load_engine, write_checkpoint
 from tests.unit.test_estimated_memory import job_of
 from tools.benchmarks.model_shapes import deepseek_v3, qwen3_8b, qwen3_30b_a3b

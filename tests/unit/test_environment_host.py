@@ -16,7 +16,7 @@ from rltrain.environments.factory import EnvironmentFactory
 from rltrain.environments.host import EnvironmentHost
 from rltrain.environments.interface import Action, TokenIds, ToolCall, Trajectory
 from rltrain.errors import ConfigError
-from rltrain.system.processes import has_ended, process_here
+from rltrain.runtime.machine import has_ended, process_here
 
 MODULE = "tests.unit.user_environments"
 LONG_S = 60.0

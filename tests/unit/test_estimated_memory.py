@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from rltrain.cluster.placement import resolve_placement
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
 from rltrain.estimate.activations import Activations
@@ -17,6 +16,7 @@ from rltrain.estimate.peak import largest, rank_memories
 from rltrain.estimate.planned import plan_job
 from rltrain.estimate.shares import served_bytes
 from rltrain.models import canonical_tensors, quantizable_tensors
+from rltrain.runtime.placement import resolve_placement
 from rltrain.tasks.roles import DECLARED
 from tests.model_shards import tiny_architecture
 from tools.benchmarks.model_shapes import deepseek_v3, qwen3_8b, qwen3_30b_a3b

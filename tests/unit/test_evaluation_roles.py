@@ -11,7 +11,6 @@ import torch
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.checkpoint.run.files import write_files
 from rltrain.checkpoint.run.folder import Resumed
-from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Config
 from rltrain.data.experience import SIBLINGS_APART, Experience
 from rltrain.errors import ConfigError
@@ -25,6 +24,7 @@ from rltrain.roles.actor import Actor
 from rltrain.roles.reward import Reward
 from rltrain.roles.rollout import Rollout
 from rltrain.rollout.engine import SamplingParams
+from rltrain.runtime.grid import Grid
 from rltrain.schedule.shape import RunShape
 from tests.unit.packed_experience import packed_experience
 from tests.unit.schedule_configs import make_config

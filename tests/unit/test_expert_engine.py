@@ -8,7 +8,6 @@ import transformers
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from rltrain.checkpoint.hf import load_parameters
-from rltrain.cluster.grid import Grid
 from rltrain.models import read_architecture
 from rltrain.models.clamped_swiglu import LIMIT, clamped_swiglu
 from rltrain.reshard.execute.resharding import Resharding
@@ -20,6 +19,7 @@ from rltrain.rollout.embedded.routing import route
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sample import Sample
+from rltrain.runtime.grid import Grid
 from tests.distributed.family_checkpoints import OTHER_DENSE, QUICK_DENSE, QUICK_SPARSE, VARIANTS
 from tests.marks import slow_but
 from tests.rollout_models import load_engine, ragged_requests

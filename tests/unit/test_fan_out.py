@@ -6,8 +6,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rltrain.cluster.grid import Grid
 from rltrain.exchange.fan_out import intake, receivers
+from rltrain.runtime.grid import Grid
 
 
 @st.composite

@@ -25,11 +25,11 @@ from rltrain.checkpoint.memory.spans import Span, merged, spans_of, without
 from rltrain.checkpoint.run.files import Contents, read_contents, write_files
 from rltrain.checkpoint.run.saved_file import AnyFile, Rows
 from rltrain.checkpoint.run.saved_state import MASTER, Destination, SavedState, contents, flat_name
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.world import LOOPBACK
 from rltrain.errors import CheckpointError
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.world import LOOPBACK
 from rltrain.training.shards import answered_for, within
 from tests.model_shards import tiny_architecture
 from tests.state_files import COUNTS, PADDING, flats_of, places, ranges_of

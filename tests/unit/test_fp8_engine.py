@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Config
 from rltrain.models import Architecture, read_architecture
 from rltrain.models.element_types import ElementType
@@ -20,6 +19,7 @@ from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters
 from rltrain.rollout.embedded.parameters import quantized_matrices
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.layout import engine_parts, whole_engine
+from rltrain.runtime.grid import Grid
 from tests.distributed.cases_quantized import ARCHITECTURES, in_layer, model, quantised_shard
 from tests.model_shards import Place, engine_shard
 from tests.rollout_models import load_engine, ragged_requests, write_checkpoint

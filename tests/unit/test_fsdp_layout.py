@@ -8,12 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rltrain.cluster.grid import Grid
 from rltrain.models import Architecture, canonical_tensors
 from rltrain.models.architecture import Unlisted
 from rltrain.models.canonical_tensors import CanonicalTensors
 from rltrain.reshard.fsdp_layout import fsdp_layout
 from rltrain.reshard.megatron_layout import megatron_layout
+from rltrain.runtime.grid import Grid
 from tests.model_shards import Tensors, full_tensors, tiny_architecture
 from tests.unit.test_layouts import assert_equal, filled
 

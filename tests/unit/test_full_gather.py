@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from rltrain.cluster.grid import Grid
 from rltrain.errors import SyncMismatchError
 from rltrain.reshard.check.full_gather import converted, full_gather_sync
 from rltrain.reshard.check.verify import verify
@@ -13,6 +12,7 @@ from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.planner import plan
 from rltrain.rollout.layout import engine_layout
+from rltrain.runtime.grid import Grid
 from tests.model_shards import PADDING, Place, engine_shard, full_tensors, megatron_shard, tiny_architecture
 
 ARCHITECTURE = tiny_architecture("qwen2")

@@ -20,7 +20,7 @@ from rltrain.data.experience import Experience
 from rltrain.errors import UserError
 from rltrain.exchange.shipment import Shipment, body_bytes, decode, encode
 from rltrain.rollout.sglang.server import rltrain_weight_loader
-from rltrain.system.messages import Connection, MessageServer, PeerLost
+from rltrain.runtime.messages import Connection, MessageServer, PeerLost
 from tests.mutations import mutated_bytes, mutated_json
 from tests.talking_engine import OWNER, Endpoint, endpoint
 

@@ -11,14 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rltrain.cluster.world import World
 from rltrain.config.schema import Timeouts
 from rltrain.errors import StallError
-from rltrain.liveness.heartbeat import Beat, Board, Heartbeat, Wait
-from rltrain.liveness.job_store import JobStore
-from rltrain.liveness.observer import MOST_BETWEEN_LOOKS_S, Observer
-from rltrain.liveness.stacks import communicates, describe_threads
-from rltrain.liveness.waiting import Waiter
+from rltrain.runtime.heartbeat import Beat, Board, Heartbeat, Wait, communicates, describe_threads
+from rltrain.runtime.job_store import MOST_BETWEEN_LOOKS_S, JobStore, Observer, Waiter
+from rltrain.runtime.world import World
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +124,7 @@ def test_time_in_which_the_observer_did_not_run_is_not_silence_of_others(store):
 
 def test_time_in_which_a_process_did_not_run_is_not_stillness(store, monkeypatch):
     heartbeat, clock = Heartbeat(0, store), [100.0]
-    monkeypatch.setattr("rltrain.liveness.heartbeat.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("rltrain.runtime.heartbeat.time.monotonic", lambda: clock[0])
     heartbeat.advance()
     seen = []
 

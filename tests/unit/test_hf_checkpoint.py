@@ -17,7 +17,6 @@ from torch import Tensor
 from rltrain.checkpoint.durable_file import DurableFile
 from rltrain.checkpoint.hf import hf_layout, load_parameters, save_checkpoint
 from rltrain.checkpoint.share_writer import WRITTEN_BYTES
-from rltrain.cluster.grid import Grid
 from rltrain.errors import CheckpointError
 from rltrain.models import Architecture, read_architecture
 from rltrain.reshard.execute.resharding import execute
@@ -25,6 +24,7 @@ from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.planner import plan
 from rltrain.rollout.layout import engine_layout
+from rltrain.runtime.grid import Grid
 from tests.converted_checkpoints import loads_alike
 from tests.model_shards import Place, engine_shard, megatron_shard, tiny_architecture
 from tests.unit.test_families import MODELS

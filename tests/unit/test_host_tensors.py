@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.cluster.world import World
-from rltrain.liveness.job_store import JobStore
 from rltrain.residency import host_tensors
 from rltrain.residency.host_memory import ALIGNMENT_BYTES
 from rltrain.residency.host_tensors import HostTensors
 from rltrain.residency.node_copy import equals_on_node
 from rltrain.roles.reference import Reference
+from rltrain.runtime.job_store import JobStore
+from rltrain.runtime.world import World
 from tests.unit.shared_store import on_ranks, open_store
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

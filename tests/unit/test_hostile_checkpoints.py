@@ -18,16 +18,16 @@ from safetensors.torch import save_file
 from rltrain.checkpoint.conversion.sources import HfSource
 from rltrain.checkpoint.hf_reader import HfFolder, further_layers
 from rltrain.checkpoint.peft_files import load_adapters
-from rltrain.cluster.grid import Grid
 from rltrain.config.models import Lora
 from rltrain.data.tokenizer import end_token_ids
 from rltrain.errors import CheckpointError, UserError
-from rltrain.json_text import MOST_NESTED, parse_json, parse_json_at
 from rltrain.models import canonical_tensors, read_architecture
 from rltrain.models.prediction import num_predicting
 from rltrain.models.stored_names import read_weight_map, stored_names
 from rltrain.models.unlisted import read_unlisted
 from rltrain.reshard.fsdp_layout import fsdp_layout
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.json_text import MOST_NESTED, parse_json, parse_json_at
 from rltrain.serving.command import parser, serve
 from tests.mutations import mutated_json
 

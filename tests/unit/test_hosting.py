@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Config
 from rltrain.roles.reference import uses_actor_modules
 from rltrain.roles.role import Job
+from rltrain.runtime.grid import Grid
 
 ROLES = ("actor", "reference", "rollout")
 GRID = Grid((0,))

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from rltrain.checkpoint.hf_layout import hf_layout
-from rltrain.cluster.grid import Grid
 from rltrain.reshard.layout import Layout
 from rltrain.rollout.http.engine import HttpEngine
 from rltrain.rollout.http.group_weights import GroupWeights
 from rltrain.rollout.layout import engine_parts
+from rltrain.runtime.grid import Grid
 from tests.model_shards import tiny_architecture
 from tests.unit.http_servers import LIMIT_S, StandInServer
 from tests.unit.schedule_configs import make_config

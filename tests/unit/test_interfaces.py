@@ -9,10 +9,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rltrain.cluster import interfaces, world
-from rltrain.cluster.interfaces import address_among_nodes, address_of, interface_with, own_address
-from rltrain.cluster.world import World, join_world, start_process_groups
 from rltrain.errors import StallError
+from rltrain.runtime import world
+from rltrain.runtime.world import (
+    World,
+    address_among_nodes,
+    address_of,
+    interface_with,
+    join_world,
+    own_address,
+    start_process_groups,
+)
 from tests.unit.shared_store import on_ranks, open_store
 
 ROUTES = {
@@ -36,15 +43,15 @@ def test_interfaces_with_addresses_of_the_newer_kind(tmp_path: Path, monkeypatch
         "00000000000000000000000000000001 01 80 10 80       lo\n"
         "fd000000000000000000000000000002 02 40 00 80   ib0\n"
     )  # fmt: skip
-    monkeypatch.setattr(interfaces, "IPV6_ADDRESSES", table)
+    monkeypatch.setattr(world, "IPV6_ADDRESSES", table)
     assert [interface_with(address) for address in ("::1", "fd00::2", "fd00::3")] == ["lo", "ib0", None]
-    monkeypatch.setattr(interfaces, "IPV6_ADDRESSES", tmp_path / "none")
+    monkeypatch.setattr(world, "IPV6_ADDRESSES", tmp_path / "none")
     assert interface_with("::1") is None
 
 
 def test_every_node_is_found_by_its_route_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     here = threading.local()
-    monkeypatch.setattr(interfaces, "own_address", lambda peer: ROUTES[here.node][peer])
+    monkeypatch.setattr(world, "own_address", lambda peer: ROUTES[here.node][peer])
 
     def address(rank: int, store: dist.Store) -> str:
         here.node = [*ROUTES][rank // 2]

@@ -5,8 +5,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from rltrain.cluster.world import World
-from rltrain.liveness.job_store import JobStore
+from rltrain.runtime.job_store import JobStore
+from rltrain.runtime.world import World
 from tests.unit.shared_store import on_ranks, open_store
 
 NUM_RANKS = 3

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.cluster.grid import Grid
 from rltrain.errors import ConfigError
 from rltrain.models import read_architecture
 from rltrain.residency.device_memory import DeviceMemory
@@ -24,6 +23,7 @@ from rltrain.rollout.embedded.kv_budget import KvBudget, num_blocks
 from rltrain.rollout.embedded.model import EngineModel
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample
+from rltrain.runtime.grid import Grid
 from rltrain.schedule.order import Order
 from rltrain.tasks.roles import TRAINED_PARTS
 from tests.model_shards import tiny_architecture

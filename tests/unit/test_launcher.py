@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.system.processes import has_lost_launcher
+from rltrain.runtime.machine import has_lost_launcher
 from tests.forked.popen import PYTHON_PATH
 
 CHILD = """
 import os, sys, time
-from rltrain.system.processes import has_lost_launcher, launcher
+from rltrain.runtime.machine import has_lost_launcher, launcher
 launcher()
 first = os.getppid()
 print("has begun", has_lost_launcher(), flush=True)

@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.cluster.grid import Grid
 from rltrain.models.element_types import ITEM_BYTES, ElementType
 from rltrain.reshard.layout import BOX_FIELDS, Layout
 from rltrain.reshard.parts import parameter_types, split
 from rltrain.reshard.plan.planner import Planner
 from rltrain.rollout.layout import engine_layout
+from rltrain.runtime.grid import Grid
 from tests.model_shards import Tensors, tiny_architecture
 from tests.unit.plan_simulation import Side, execute_all, reshard, side, simulated_rank
 from tests.unit.test_plan import KINDS, architectures, grids

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rltrain.cluster.grid import Grid
 from rltrain.models import Architecture, canonical_tensors
 from rltrain.models.element_types import ElementType
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.rollout.layout import engine_layout
+from rltrain.runtime.grid import Grid
 from tests.model_shards import (
     MOE,
     PADDING,

@@ -13,14 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rltrain.cluster.world import World
-from rltrain.liveness import leaving
-from rltrain.liveness.ending import Ending
-from rltrain.liveness.heartbeat import Beat
-from rltrain.liveness.job_store import JobStore
-from rltrain.liveness.leaving import await_signal_of_launcher, leave_store
-from rltrain.liveness.stopping import StopRequest
-from rltrain.system.processes import process_here
+from rltrain.runtime import stopping
+from rltrain.runtime.ending import Ending
+from rltrain.runtime.heartbeat import Beat
+from rltrain.runtime.job_store import JobStore
+from rltrain.runtime.machine import process_here
+from rltrain.runtime.stopping import StopRequest, await_signal_of_launcher, leave_store
+from rltrain.runtime.world import World
 from tests.unit.shared_store import Jobs, open_store
 
 NUM_RANKS = 3
@@ -55,13 +54,13 @@ def ends(jobs: Jobs, *, never: int | None = None) -> list[float]:
 
 def test_rank_0_leaves_after_all_others_where_it_has_the_store(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
     """However late they come to their end."""
-    monkeypatch.setattr(leaving, "LEAVES_WITHIN_S", LATE_S / 10)
+    monkeypatch.setattr(stopping, "LEAVES_WITHIN_S", LATE_S / 10)
     first, early, late = ends(jobs)
     assert first > late > early
 
 
 def test_it_does_not_wait_for_ever_for_one_that_is_done(jobs: Jobs, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
-    monkeypatch.setattr(leaving, "LEAVES_WITHIN_S", 0.2)
+    monkeypatch.setattr(stopping, "LEAVES_WITHIN_S", 0.2)
     ends(jobs, never=1)
     assert "1 ranks that are done have not left" in caplog.text
 
@@ -100,4 +99,4 @@ def test_a_rank_of_several_nodes_stays_until_it_gets_the_signal_that_has_stopped
     os.kill(os.getpid(), signal.SIGTERM)
     await_signal_of_launcher(stop, noticed, "SIGTERM")
     stop.close()
-    assert stop.heard.is_set() and time.monotonic() - begin < leaving.NOTICED_WITHIN_S
+    assert stop.heard.is_set() and time.monotonic() - begin < stopping.NOTICED_WITHIN_S

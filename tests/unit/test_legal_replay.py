@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from rltrain.cluster.grid import Grid
 from rltrain.errors import ConfigError
 from rltrain.estimate.memory import host_bytes, kv_bytes, resident_bytes, working_bytes
 from rltrain.legality.config import check_config
 from rltrain.legality.router_replay import replay_problems, replay_problems_of_models
+from rltrain.runtime.grid import Grid
 from tests.model_shards import tiny_architecture
 from tests.unit.schedule_configs import make_config
 from tests.unit.test_estimated_memory import job_of

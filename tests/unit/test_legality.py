@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from rltrain.cluster.placement import role_grids
 from rltrain.errors import ConfigError
 from rltrain.legality.schedule import check_schedule
+from rltrain.runtime.placement import role_grids
 from tests.unit.schedule_configs import GRPO, PPO, make_config, place
 
 CAP = {"correction": {"high": 2.0}}

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
 from rltrain.estimate.activations import Activations
@@ -12,6 +11,7 @@ from rltrain.estimate.memory import working_bytes
 from rltrain.legality.config import check_config
 from rltrain.legality.fake_quantization import fake_quantization_problems, fake_quantization_problems_of_models
 from rltrain.models import Architecture
+from rltrain.runtime.grid import Grid
 from tests.model_shards import tiny_architecture
 from tests.unit.schedule_configs import make_config
 from tests.unit.test_estimated_memory import job_of

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from rltrain.cluster.placement import resolve_placement, role_grids
 from rltrain.errors import ConfigError
 from rltrain.legality.architecture import check_against_architecture
 from rltrain.models import Architecture, DynamicScaling, LongRopeScaling, YarnScaling
+from rltrain.runtime.placement import resolve_placement, role_grids
 from tests.model_shards import tiny_architecture
 from tests.unit.schedule_configs import make_config
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from rltrain.cluster.placement import resolve_placement, role_grids
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
 from rltrain.legality.schedule import check_schedule
+from rltrain.runtime.placement import resolve_placement, role_grids
 
 ASYNCHRONOUS = {"mode": "asynchronous", "max_staleness": 1}
 

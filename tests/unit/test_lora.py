@@ -10,8 +10,6 @@ import torch
 from safetensors.torch import save_file
 
 from rltrain.checkpoint.peft_files import load_adapters
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.placement import resolve_placement, role_grids
 from rltrain.config.models import Lora
 from rltrain.config.schema import Config
 from rltrain.errors import CheckpointError, ConfigError
@@ -28,6 +26,8 @@ from rltrain.models.lora import target_of, targets_in
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.rollout.layout import engine_layout
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.placement import resolve_placement, role_grids
 from rltrain.training.adapters import draw_adapters
 from tests.model_shards import tiny_architecture
 

@@ -23,8 +23,8 @@ from rltrain.checkpoint.megatron.mapped_tensor import map_file, saved_tensor
 from rltrain.checkpoint.megatron.metadata import COMMON_OBJECT
 from rltrain.checkpoint.megatron.reader import MegatronReader
 from rltrain.checkpoint.megatron.unpickling import plain, read_pickle, read_torch_pickle
-from rltrain.cluster.grid import Grid
 from rltrain.errors import CheckpointError
+from rltrain.runtime.grid import Grid
 from tests.megatron_checkpoints import ARCHITECTURES, ITERATION, canonical_values, read_megatron, write_megatron
 
 QWEN3 = ARCHITECTURES["qwen3"]

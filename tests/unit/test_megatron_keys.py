@@ -8,9 +8,9 @@ from torch import Tensor
 
 from rltrain.checkpoint.megatron.keys import GlobalTensors, extra_state_keys
 from rltrain.checkpoint.megatron.shares import chunks_of_writer
-from rltrain.cluster.grid import Grid
 from rltrain.errors import CheckpointError
 from rltrain.models import Architecture, canonical_tensors
+from rltrain.runtime.grid import Grid
 from tests.megatron_checkpoints import ARCHITECTURES, canonical_values
 
 LAYERS = "decoder.layers."

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from rltrain.cluster.grid import Grid
 from rltrain.reshard.megatron_layout import chunks_of, megatron_layout
+from rltrain.runtime.grid import Grid
 from tests.forked.popen import run
 from tests.model_shards import tiny_architecture
 

@@ -17,9 +17,9 @@ from rltrain.checkpoint.memory.node_folder import KEPT, NodeFolder
 from rltrain.checkpoint.memory.node_memory import NodeMemory
 from rltrain.checkpoint.run.files import Contents, find_damage, read_manifest, record_of
 from rltrain.checkpoint.run.writer import FilesWriter
-from rltrain.cluster.world import LOOPBACK, World
-from rltrain.liveness.job_store import JobStore
 from rltrain.memory_checkpointing import MemoryCheckpointing
+from rltrain.runtime.job_store import JobStore
+from rltrain.runtime.world import LOOPBACK, World
 from tests.unit.shared_store import Jobs, at_the_same_time, open_store
 
 NODES, LIMIT_S = 2, 20.0

@@ -21,17 +21,17 @@ from rltrain.checkpoint.memory.holdings import Key, offered, origins, sources
 from rltrain.checkpoint.memory.node_folder import OWNER_FILE, NodeFolder
 from rltrain.checkpoint.run.files import RUN_FILE, Contents, read_contents, record_of, write_files
 from rltrain.checkpoint.run.folder import CheckpointFolder, Resumed, name_of
-from rltrain.cluster.placement import placement_of
-from rltrain.cluster.world import World
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config, MemoryCheckpoints, Timeouts
 from rltrain.errors import CheckpointError
 from rltrain.job import where_to_begin
-from rltrain.liveness.job_store import JobStore
 from rltrain.memory_resuming import HeldCheckpoints
 from rltrain.observability.run_logs import ID_FILE
 from rltrain.resuming import find_checkpoint
-from rltrain.system.processes import launcher, process_here, this_process
+from rltrain.runtime.job_store import JobStore
+from rltrain.runtime.machine import launcher, process_here, this_process
+from rltrain.runtime.placement import placement_of
+from rltrain.runtime.world import World
 from tests.model_shards import tiny_architecture
 from tests.unit.shared_store import Jobs, open_store
 

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rltrain.cluster.grid import Grid
 from rltrain.config.models import Lora
 from rltrain.reshard.delta.turns import Turn
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.roles.merged_resharding import MergedResharding, _groups_of
+from rltrain.runtime.grid import Grid
 from tests.model_shards import tiny_architecture
 
 ATTENTION = {"q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight"}

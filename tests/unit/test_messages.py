@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from rltrain.errors import StallError
-from rltrain.system.messages import Connection, Message, MessageServer, PeerLost, connect
+from rltrain.runtime.messages import Connection, Message, MessageServer, PeerLost, connect
 
 LIMIT_S = 20.0
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rltrain.cluster.world import LOOPBACK, World
-from rltrain.liveness.ending import NEAR
-from rltrain.liveness.heartbeat import Beat, Board
-from rltrain.liveness.node_beats import CONFIRMED_FOR_S, GATHERED_FROM, Gathered, Gatherer, OwnBeats, beats_of
+from rltrain.runtime.ending import NEAR
+from rltrain.runtime.heartbeat import Beat, Board
+from rltrain.runtime.job_store import CONFIRMED_FOR_S, GATHERED_FROM, Gathered, Gatherer, OwnBeats, beats_of
+from rltrain.runtime.world import LOOPBACK, World
 
 FIRST, OTHER = 8, 9
 NODE = 1

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.placement import role_grids
 from rltrain.config.schema import Config
 from rltrain.dry_run.evaluation import describe_evaluation, estimator_of_sets
 from rltrain.dry_run.options import DryRunOptions
@@ -24,6 +22,8 @@ from rltrain.legality.repeating import obstacle_to_repeating
 from rltrain.legality.schedule import check_schedule
 from rltrain.roles import evaluation as evaluation_module
 from rltrain.roles.evaluation import Evaluation
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.placement import role_grids
 from tests.unit.schedule_configs import make_config, place
 from tests.unit.shared_store import ShortPatience
 from tests.unit.test_estimated_memory import anything, job_of

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from rltrain.cluster.grid import Grid
 from rltrain.config import schema
 from rltrain.errors import ConfigError
 from rltrain.models import Architecture, attention
+from rltrain.runtime.grid import Grid
 from rltrain.training import packed_attention
 from rltrain.training.megatron import implementation
 from rltrain.training.megatron.attention import PackedAttention, packed_sequences, thd_sequences

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rltrain.cluster.placement import format_ranks, parse_ranks, placement_of, resolve_placement, role_grids
 from rltrain.config.schema import Config
 from rltrain.errors import PlacementError
+from rltrain.runtime.placement import format_ranks, parse_ranks, placement_of, resolve_placement, role_grids
 
 WORLD = 16
 rank_sets = st.sets(st.integers(0, WORLD - 1), min_size=1)

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.cluster.grid import Grid
 from rltrain.models import Architecture
 from rltrain.models.canonical_tensors import CanonicalTensors
 from rltrain.models.element_types import uniform
@@ -21,6 +20,7 @@ from rltrain.reshard.plan.match import elements
 from rltrain.reshard.plan.planner import plan, traffic
 from rltrain.reshard.plan.rank_plan import Traffic
 from rltrain.rollout.layout import engine_layout
+from rltrain.runtime.grid import Grid
 from tests.model_shards import PADDING, Tensors, tiny_architecture
 from tests.unit.plan_simulation import ELEMENT_BYTES, WORLD_SIZE, Side, check_traffic, reshard, side
 

@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 from rltrain.checkpoint.hf_layout import hf_layout
 from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.checkpoint.hf_writer import save_checkpoint
-from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
 from rltrain.estimate.activations import Activations
@@ -27,6 +26,7 @@ from rltrain.models.prediction import PREDICTIONS, num_predicting
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.resuming import _architecture_problems
 from rltrain.rollout.layout import engine_layout
+from rltrain.runtime.grid import Grid
 from rltrain.training.megatron.prediction import AHEAD, weights_of_rows
 from rltrain.training.packing import pack
 from tests.converted_checkpoints import stored_tensors

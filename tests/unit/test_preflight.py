@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rltrain.cluster.world import World
 from rltrain.config.loader import load_config
 from rltrain.errors import ConfigError
-from rltrain.preflight import agreement, disks, statements
-from rltrain.preflight.agreement import refuse_folders_apart
+from rltrain.runtime import machine, nodes
+from rltrain.runtime.nodes import refuse_folders_apart
+from rltrain.runtime.world import World
 from tests.unit.script_stand_ins import REPOSITORY
 from tests.unit.shared_store import on_ranks, open_store
 
@@ -23,7 +23,7 @@ def world_of(node: int, store: dist.Store) -> World:
 def test_a_folder_that_another_node_has_by_the_same_name_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agreement, "VISIBLE_WITHIN_S", 0.3)
+    monkeypatch.setattr(nodes, "VISIBLE_WITHIN_S", 0.3)
     (tmp_path / "lock").write_text("held by the leader")
 
     def refusal(node: int, store: dist.Store, theirs: str) -> str:
@@ -45,35 +45,35 @@ def test_a_folder_that_another_node_has_by_the_same_name_is_refused(
 def test_a_file_that_comes_to_be_seen_late_is_seen(tmp_path: Path) -> None:
     late = threading.Timer(0.2, lambda: (tmp_path / "lock").write_text("text"))
     late.start()
-    assert agreement._unseen({"checkpoint.dir": (str(tmp_path / "lock"), "text")}) == []
+    assert nodes._unseen({"checkpoint.dir": (str(tmp_path / "lock"), "text")}) == []
 
 
 def test_what_cannot_be_written_is_said_with_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [*disks.problems_of_disks({"output_dir": str(tmp_path / "not/yet/there")})] == []
-    assert "is read-only" in next(disks.problems_of_disks({"output_dir": "/proc/sys"}))
-    monkeypatch.setattr(disks, "LEAST_FREE_BYTES", 1 << 60)
-    assert f"checkpoint.dir: {tmp_path} is full" in next(disks.problems_of_disks({"checkpoint.dir": str(tmp_path)}))
-    monkeypatch.setattr(disks, "SHARED_MEMORY", tmp_path / "none")
-    assert "--shm-size" in next(disks.problems_of_shared_memory())
+    assert [*machine.problems_of_disks({"output_dir": str(tmp_path / "not/yet/there")})] == []
+    assert "is read-only" in next(machine.problems_of_disks({"output_dir": "/proc/sys"}))
+    monkeypatch.setattr(machine, "LEAST_FREE_BYTES", 1 << 60)
+    assert f"checkpoint.dir: {tmp_path} is full" in next(machine.problems_of_disks({"checkpoint.dir": str(tmp_path)}))
+    monkeypatch.setattr(machine, "SHARED_MEMORY", tmp_path / "none")
+    assert "--shm-size" in next(machine.problems_of_shared_memory())
 
 
 def test_memory_for_servers_is_asked_for_where_their_role_is_placed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(statements, "problems_of_shared_memory", lambda: ["too little"])
+    monkeypatch.setattr(nodes, "problems_of_shared_memory", lambda: ["too little"])
     served = load_config(REPOSITORY / "configs/quickstart.yaml", ["rollout.engine=sglang"])
     trained = served.model_copy(update={"placement": {"actor": 0}})
     with open_store() as store:
-        found = [statements.of_machine(config, world_of(0, store), {}).problems for config in (served, trained)]
+        found = [nodes.of_machine(config, world_of(0, store), {}).problems for config in (served, trained)]
     assert found == [["too little"], []]
 
 
 def test_code_and_config_are_compared_key_by_key(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("x = 1")
-    before = statements.digest_of_code(tmp_path)
+    before = nodes.digest_of_code(tmp_path)
     (tmp_path / "a.py").write_text("x = 2")
-    statements.digest_of_code.cache_clear()
-    assert before != statements.digest_of_code(tmp_path)
+    nodes.digest_of_code.cache_clear()
+    assert before != nodes.digest_of_code(tmp_path)
     config = load_config(REPOSITORY / "configs/quickstart.yaml", ["steps=7"])
     with open_store() as store:
-        said = statements.of_program(config, world_of(0, store)).compared
+        said = nodes.of_program(config, world_of(0, store)).compared
     assert said["config key steps"] == "7" and said["version of torch"].startswith(torch.__version__.partition("+")[0])
     assert "config key batch.prompts_per_step" in said

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.rank_lists import group_lists, model_group_lists
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.placement import group_lists, model_group_lists
 
 EMBEDDING_FIELDS = ("embd", "pos_embd")
 # Set by rltrain.training.megatron.groups from other fields, or to None.

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from rltrain.checkpoint.hf import load_parameters
-from rltrain.cluster.grid import Grid
 from rltrain.models import read_architecture
 from rltrain.models.routing_shape import NOT_RECORDED, RoutingShape
 from rltrain.rollout.embedded import EmbeddedEngine, grouped_product
@@ -17,6 +16,7 @@ from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.routing import RecordedRouting
 from rltrain.rollout.sample import Sample, SampleGroup
 from rltrain.rollout.stream.packing import pack_groups
+from rltrain.runtime.grid import Grid
 from tests.expected_routing import check
 from tests.rollout_models import load_engine, ragged_requests, write_checkpoint
 from tests.unit.recorded_steps import Recorder

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from rltrain.cluster.placement import role_grids
 from rltrain.dry_run.description import describe_repeating
 from rltrain.legality.repeating import obstacle_to_repeating
 from rltrain.legality.schedule import check_schedule
+from rltrain.runtime.placement import role_grids
 from tests.unit.schedule_configs import make_config, place
 
 ONE_ENGINE = {"actor": 0, "rollout": 1, "reward": 2}

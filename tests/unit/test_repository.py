@@ -323,14 +323,14 @@ def calls(path: Path) -> list[tuple[str, ast.Call]]:
 
 def test_only_one_module_makes_process_groups() -> None:
     callers = {relative(path) for path in SOURCES for name, _ in calls(path) if name.split(".")[-1] == "new_group"}
-    assert callers <= {"rltrain/cluster/process_groups.py"}
+    assert callers <= {"rltrain/runtime/process_groups.py"}
 
 
 def test_every_thread_ends_the_job_by_its_error() -> None:
     """A ThreadPoolExecutor hands errors to whoever asked."""
     starters = {"Thread", "Timer", "start_new_thread", "to_thread", "run_in_executor"}
     callers = {relative(path) for path in SOURCES for name, _ in calls(path) if name.split(".")[-1] in starters}
-    assert callers == set(), "JobThread of rltrain/system/threads.py is there for that"
+    assert callers == set(), "JobThread of rltrain/runtime/machine.py is there for that"
 
 
 def test_megatrons_global_parallel_state_is_never_initialised() -> None:

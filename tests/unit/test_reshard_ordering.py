@@ -14,7 +14,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rltrain.cluster.grid import Grid
 from rltrain.models.canonical_tensors import Array, IntArray
 from rltrain.models.element_types import ITEM_BYTES
 from rltrain.reshard.execute import resharding, staging
@@ -26,6 +25,7 @@ from rltrain.reshard.plan.rank_plan import RankPlan
 from rltrain.reshard.plan.rounds import Rounds, choose_rounds
 from rltrain.reshard.plan.stages import stage_streams
 from rltrain.rollout.layout import engine_layout
+from rltrain.runtime.grid import Grid
 from tests.model_shards import tiny_architecture
 from tests.stand_ins.cuda_streams import Actor, Device, RaceError, Region, Stream, region
 

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from rltrain import folders
 from rltrain.checkpoint.run.files import MANIFEST_FILE, Contents, write_files
 from rltrain.checkpoint.run.folder import CheckpointFolder, Resumed, name_of
-from rltrain.cluster.world import World
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config, Timeouts
 from rltrain.errors import CheckpointError, ConfigError
-from rltrain.liveness.job_store import JobStore
 from rltrain.observability.run_logs import ID_FILE, read_id
 from rltrain.resuming import check_resumed, claim_folders, find_checkpoint, open_history
 from rltrain.roles.sample_log import SampleLog
+from rltrain.runtime.job_store import JobStore
+from rltrain.runtime.world import World
 from rltrain.tools.report.run_folder import read_run
 from tests.unit.held_lock import locked
 from tests.unit.shared_store import Jobs, open_store

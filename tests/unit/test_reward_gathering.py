@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from rltrain.cluster.grid import Grid
 from rltrain.config import schema
 from rltrain.errors import RewardError
 from rltrain.rewards.combined import CombinedScores
@@ -18,6 +17,7 @@ from rltrain.roles.failure_limit import FailureLimit
 from rltrain.roles.rank_records import RankRecords
 from rltrain.roles.reward import Reward
 from rltrain.roles.reward_statistics import RewardStatistics
+from rltrain.runtime.grid import Grid
 from tests.unit.shared_store import LIMIT_S, ShortPatience
 from tests.unit.test_reporter import FakeBulletin
 from tests.unit.test_reward_statistics import scored

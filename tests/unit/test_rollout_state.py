@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from rltrain.checkpoint.run.files import RUN_FILE, write_files
 from rltrain.checkpoint.run.folder import Resumed
-from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Config
 from rltrain.data.experience import Experience
 from rltrain.data.order import PromptOrder
@@ -26,6 +25,7 @@ from rltrain.resuming import remaining_order
 from rltrain.roles import drawing
 from rltrain.roles.rollout import Rollout
 from rltrain.rollout.stream.rollout_state import Consumed, RolloutState
+from rltrain.runtime.grid import Grid
 from rltrain.schedule.shape import RunShape
 from rltrain.schedule.steps import build_order
 from tests.unit.schedule_configs import make_config, place

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.cluster.grid import Grid
 from rltrain.models.element_types import ITEM_BYTES, ElementType
 from rltrain.reshard.kernels.slices import SLICE
 from rltrain.reshard.megatron_layout import megatron_layout
@@ -28,6 +27,7 @@ from rltrain.reshard.plan.rounds import (
 from rltrain.reshard.plan.stages import ReadPlaces, shared_places, stage_streams
 from rltrain.reshard.plan.steps import Steps, make_steps
 from rltrain.rollout.layout import engine_layout
+from rltrain.runtime.grid import Grid
 from tests.model_shards import tiny_architecture
 
 TYPES = np.array([0, 1, 3, 2, 0], dtype=np.uint8)

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rltrain.cluster.grid import Grid
 from rltrain.data.experience import join
 from rltrain.models.architecture import MoE
 from rltrain.models.routing_shape import NOT_RECORDED, RoutingShape
 from rltrain.rollout.sample import Sample, SampleGroup, Status
 from rltrain.rollout.stream.packing import pack_groups
+from rltrain.runtime.grid import Grid
 from rltrain.training.context_slices import ContextShare
 from rltrain.training.megatron.replayed_batch import given_choices
 from rltrain.training.megatron.router_replay import Choices

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from rltrain.algorithms.losses import SharedLoss, divisor_shares, sample_shares, token_weights
 from rltrain.algorithms.pairs import num_pairs, pair_shares
-from rltrain.cluster.grid import Grid
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.errors import ConfigError
+from rltrain.runtime.grid import Grid
 from rltrain.training.megatron.implementation import check_dispatcher
 from rltrain.training.megatron.model import transformer_config
 from rltrain.training.megatron.options import ModelOptions

@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from rltrain.cluster.world import World
 from rltrain.config import schema
 from rltrain.data import index_making, index_parts, prompts
 from rltrain.data.columns import read_columns
@@ -29,8 +28,9 @@ from rltrain.data.prompts import Needs, PromptDataset, load_prompts
 from rltrain.data.shared_work import SharedWork, WorkAlone
 from rltrain.data.tokenizer import PromptEncoder
 from rltrain.errors import DataError
-from rltrain.liveness.job_store import JobStore
 from rltrain.roles.job_work import JobWork
+from rltrain.runtime.job_store import JobStore
+from rltrain.runtime.world import World
 from tests.unit.shared_store import on_ranks, open_store
 from tests.unit.test_prompts import CHAT_TEMPLATE, byte_tokenizer, jsonl
 

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from rltrain.checkpoint.run.files import checksum
 from rltrain.checkpoint.run.folder import CheckpointFolder, name_of
-from rltrain.cluster.grid import Grid
 from rltrain.config.loader import load_config
 from rltrain.models import read_architecture
 from rltrain.models.lora import PEFT_PREFIX, WEIGHT, A, B
 from rltrain.reshard.megatron_layout import megatron_layout
+from rltrain.runtime.grid import Grid
 from rltrain.tools.convert_command import main
 from tests.converted_checkpoints import make_checkpoint, stored_tensors
 from tests.state_files import save, whole_tensors

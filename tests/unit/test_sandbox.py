@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from rltrain.errors import SandboxError
+from rltrain.runtime.machine import JobThread
 from rltrain.sandbox.limits import MIB, Limits
 from rltrain.sandbox.sandbox import Sandbox
-from rltrain.system.threads import JobThread
 from tests.unit.sandboxes import PROTECTING, new_mark, processes_with, sandbox_by, wait_for_ends
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -6,8 +6,8 @@ from contextlib import closing
 
 import pytest
 
+from rltrain.runtime.machine import JobThread
 from rltrain.sandbox.limits import Limits
-from rltrain.system.threads import JobThread
 from tests.unit.sandboxes import PROTECTING, sandbox_by
 
 

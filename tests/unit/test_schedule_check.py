@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.cluster.placement import Placement
 from rltrain.errors import ConfigError
+from rltrain.runtime.placement import Placement
 from rltrain.schedule.check import check
 from rltrain.schedule.order import Entries, Entry
 from rltrain.schedule.steps import build_order

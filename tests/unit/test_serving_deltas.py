@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rltrain.cluster.grid import Grid
 from rltrain.errors import CheckpointError
 from rltrain.models import read_architecture
 from rltrain.rollout.embedded import allocate_parameters
 from rltrain.rollout.layout import engine_layout
+from rltrain.runtime.grid import Grid
 from rltrain.serving import deltas
 from rltrain.serving.reloading import NO_VERSION, Reloads
 from tests.delta_folders import changed_somewhat, damage, tensors_of, write_delta, write_version

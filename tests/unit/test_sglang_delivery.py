@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from rltrain.cluster.grid import Grid
 from rltrain.errors import EngineError, EngineLost
 from rltrain.reshard.parts import split
 from rltrain.rollout.layout import engine_layout
@@ -22,6 +21,7 @@ from rltrain.rollout.sglang.server import rltrain_weight_loader as loader
 from rltrain.rollout.sglang.weights.delivery import Delivery, checksum_of
 from rltrain.rollout.sglang.weights.payload import payload
 from rltrain.rollout.sglang.weights.staging import Staging, fields_of
+from rltrain.runtime.grid import Grid
 from tests.loading_server import NOISE, LoadingServer, Model, model_of, unpickled
 from tests.model_shards import tiny_architecture
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from rltrain.cluster.grid import Grid
 from rltrain.config.schema import SGLang
 from rltrain.errors import EngineLost
 from rltrain.reshard.parts import split
@@ -18,6 +17,7 @@ from rltrain.rollout.sglang.client import Client
 from rltrain.rollout.sglang.engine import SGLangEngine
 from rltrain.rollout.sglang.weights.delivery import Delivery
 from rltrain.rollout.sglang.weights.staging import fields_of
+from rltrain.runtime.grid import Grid
 from tests.loading_server import NOISE, LoadingServer, model_of
 from tests.model_shards import tiny_architecture
 from tests.sglang_rules import TAGS, Refused, SchedulerDied, ServerRules

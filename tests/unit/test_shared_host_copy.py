@@ -7,15 +7,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.world import World
 from rltrain.errors import EngineLost
-from rltrain.liveness.job_store import JobStore
 from rltrain.reshard.parts import split
 from rltrain.residency import host_tensors
 from rltrain.residency.node_copy import NodeCopy
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sglang.weights.delivery import Delivery
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.job_store import JobStore
+from rltrain.runtime.world import World
 from tests.loading_server import LoadingServer, model_of
 from tests.model_shards import tiny_architecture
 from tests.unit.shared_store import on_ranks, open_store

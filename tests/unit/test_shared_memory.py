@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from rltrain.reshard.kernels.signals import Signal
-from rltrain.system.shared_memory import SharedMemory
+from rltrain.runtime.shared_memory import SharedMemory
 
 CHILD = """
 import sys
 import numpy as np
-from rltrain.system.shared_memory import SharedMemory
+from rltrain.runtime.shared_memory import SharedMemory
 from rltrain.reshard.kernels.signals import Signal
 
 memory = SharedMemory.open(int(sys.argv[1]), int(sys.argv[2]))

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.cluster.placement import resolve_placement, role_grids
 from rltrain.config.loader import load_config
 from rltrain.dry_run.description import describe_job
 from rltrain.dry_run.options import DryRunOptions
 from rltrain.dry_run.shapes import SHIPPED, shipped_folder
 from rltrain.legality.config import check_config
+from rltrain.runtime.placement import resolve_placement, role_grids
 from rltrain.tools.quickstart import additions
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").rglob("*.yaml"))

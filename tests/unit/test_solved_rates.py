@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rltrain.checkpoint.run.folder import Resumed
-from rltrain.cluster.grid import Grid
 from rltrain.config.data import SolvedRate
 from rltrain.data.experience import SIBLINGS_APART
 from rltrain.data.mixing import Mix
@@ -26,6 +25,7 @@ from rltrain.roles.outcomes import OutcomeTeller, training_rows
 from rltrain.rollout.stream.outcome_log import OutcomeLog
 from rltrain.rollout.stream.rollout_state import Consumed
 from rltrain.rollout.stream.row_stream import SolvedRateRows
+from rltrain.runtime.grid import Grid
 from tests.unit.packed_experience import packed_experience
 from tests.unit.shared_store import ShortPatience
 

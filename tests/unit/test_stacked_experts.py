@@ -8,11 +8,11 @@ import transformers
 from safetensors.torch import save_file
 
 from rltrain.checkpoint.hf import load_parameters
-from rltrain.cluster.grid import Grid
 from rltrain.models import canonical_tensors, read_architecture
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.rollout.layout import engine_layout
+from rltrain.runtime.grid import Grid
 from tests.converted_checkpoints import stored_tensors
 from tests.unit.test_conversion import difference, to_hf, to_megatron
 

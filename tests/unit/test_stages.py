@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.stages import planned_layers
+from rltrain.runtime.grid import Grid, planned_layers
 
 
 @given(st.integers(1, 16), st.integers(0, 100))

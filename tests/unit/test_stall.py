@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rltrain.config.schema import Timeouts
-from rltrain.liveness.heartbeat import Beat, Wait
-from rltrain.liveness.stall import SILENT_S, RankStatus, Stall, find_stall, forbids_a_stall
+from rltrain.runtime.heartbeat import Beat, Wait
+from rltrain.runtime.job_store import SILENT_S, RankStatus, Stall, find_stall, forbids_a_stall
 
 LIMITS = Timeouts(no_progress_s=100.0)
 STILL_S, MOVING_S = 101.0, 99.0

@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rltrain.checkpoint.run.saved_state import MASTER, Counts, Destination, SavedState, contents, flat_name
-from rltrain.cluster.grid import Grid
 from rltrain.errors import CheckpointError
 from rltrain.models import canonical_tensors
 from rltrain.models.canonical_tensors import Array
 from rltrain.reshard.layout import PIECE, Layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.match import elements
+from rltrain.runtime.grid import Grid
 from rltrain.training.shards import answered_for, sharing_groups, within
 from tests.model_shards import tiny_architecture
 from tests.state_files import COUNTS, PADDING, flats_of, places, random_cuts, ranges_of, save

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rltrain.cluster.world import World
-from rltrain.liveness.ending import Ending
-from rltrain.liveness.job_store import JobStore
-from rltrain.liveness.stopping import PAUSE, SAVES_KEPT, SIGNALS, StopRequest
-from rltrain.system.processes import has_ended, this_machine, this_process
+from rltrain.runtime.ending import Ending
+from rltrain.runtime.job_store import JobStore
+from rltrain.runtime.machine import has_ended, this_machine, this_process
+from rltrain.runtime.stopping import PAUSE, SAVES_KEPT, SIGNALS, StopRequest
+from rltrain.runtime.world import World
 from tests.unit.shared_store import open_store
 
 NUM_RANKS = 2
@@ -171,5 +171,5 @@ def test_it_is_seen_when_a_process_of_this_machine_has_ended() -> None:
 
 def test_nothing_is_said_of_processes_of_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not has_ended("node9 pid:[1] 999999") and not has_ended("")
-    monkeypatch.setattr("rltrain.system.processes.this_machine", lambda: "")
+    monkeypatch.setattr("rltrain.runtime.machine.this_machine", lambda: "")
     assert not has_ended(" 999999")

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from rltrain.liveness.store_watch import StoreWatch
+from rltrain.runtime.watchdog import StoreWatch
 
 
 @pytest.mark.parametrize("local_rank", ["0", "1"])

@@ -9,13 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rltrain.cluster.world import World
-from rltrain.liveness.job_store import JobStore
-from rltrain.liveness.task_clock import TaskClock, TaskTime
-from rltrain.liveness.waiting import Waiter
 from rltrain.observability.role_work import RoleWork
 from rltrain.observability.trace import NullTrace, Trace
 from rltrain.roles.operations import Operations
+from rltrain.runtime.heartbeat import TaskClock, TaskTime
+from rltrain.runtime.job_store import JobStore, Waiter
+from rltrain.runtime.world import World
 from rltrain.schedule.order import Entry
 from rltrain.tools.report.run_folder import read_run
 from rltrain.trainer import Trainer

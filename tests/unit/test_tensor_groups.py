@@ -6,12 +6,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.cluster.grid import Grid
 from rltrain.models.element_types import ITEM_BYTES
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.tensor_groups import holding, tensor_groups
 from rltrain.rollout.layout import engine_layout
+from rltrain.runtime.grid import Grid
 from tests.model_shards import MOE, tiny_architecture
 
 GRIDS = (Grid((0,)), Grid((0, 1), tp=2), Grid((0, 1), pp=2), Grid((0, 1, 2, 3), tp=2, pp=2))

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rltrain.cluster.world import World
-from rltrain.liveness.job_store import JobStore
-from rltrain.liveness.watchdog import Watchdog
-from rltrain.system.threads import JobThread, end_job_by_threads
+from rltrain.runtime.job_store import JobStore
+from rltrain.runtime.machine import JobThread, end_job_by_threads
+from rltrain.runtime.watchdog import Watchdog
+from rltrain.runtime.world import World
 from tests.unit.shared_store import open_store
 
 LIMIT_S = 20.0

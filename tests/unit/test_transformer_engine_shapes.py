@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from rltrain.cluster.grid import Grid
 from rltrain.models.deepseek import LATENT_NORM_EPS
 from rltrain.reshard.megatron_layout import megatron_layout
+from rltrain.runtime.grid import Grid
 from tests.forked.popen import PYTHON_PATH, REPOSITORY
 from tests.model_shards import MOE, VARIANTS, tiny_architecture
 

@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rltrain.checkpoint.hf import load_parameters, save_checkpoint
-from rltrain.cluster.grid import Grid
 from rltrain.errors import CheckpointError
 from rltrain.models import read_architecture
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
+from rltrain.runtime.grid import Grid
 from tests.unit.test_families import MODELS, SPARSE_MODELS
 from tests.unit.test_hf_checkpoint import SIZES
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rltrain.cluster.world import World
 from rltrain.config.schema import Timeouts
-from rltrain.liveness.heartbeat import Beat, Board
-from rltrain.liveness.job_store import JobStore
-from rltrain.liveness.watchdog import Watchdog
+from rltrain.runtime.heartbeat import Beat, Board
+from rltrain.runtime.job_store import JobStore
+from rltrain.runtime.watchdog import Watchdog
+from rltrain.runtime.world import World
 from tests.unit.shared_store import open_store
 
 NUM_RANKS = 9

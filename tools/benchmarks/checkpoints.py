@@ -55,11 +55,11 @@ from rltrain.checkpoint.hf import load_parameters, save_checkpoint
 from rltrain.checkpoint.run.files import checksum, find_damage, read_manifest, write_files
 from rltrain.checkpoint.run.folder import CheckpointFolder, checkpoint_at
 from rltrain.checkpoint.run.saved_state import Counts, Destination, SavedState, contents, flat_name
-from rltrain.cluster.grid import Grid
 from rltrain.config.loader import load_config
 from rltrain.models import read_architecture
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
+from rltrain.runtime.grid import Grid
 
 FILE = "actor/rank_00000.safetensors"
 SUFFIXES = (".safetensors", ".distcp")

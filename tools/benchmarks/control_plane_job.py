@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from counted_store import SharedStore, Traffic
 
-from rltrain.cluster.placement import placement_of, role_grids
-from rltrain.cluster.world import World
 from rltrain.config.schema import Config
-from rltrain.liveness.job_store import JobStore
-from rltrain.liveness.watchdog import Watchdog
+from rltrain.runtime.job_store import JobStore
+from rltrain.runtime.placement import placement_of, role_grids
+from rltrain.runtime.watchdog import Watchdog
+from rltrain.runtime.world import World
 from rltrain.schedule.steps import build_order
 
 RANKS_PER_NODE = 8

@@ -20,28 +20,25 @@ from counted_store import Traffic
 from rltrain.checkpoint.run.files import FileRecord
 from rltrain.checkpoint.run.writer import Written
 from rltrain.checkpointing import Checkpointing
-from rltrain.cluster.attempts import join_attempt
-from rltrain.cluster.grid import job_leader
-from rltrain.cluster.placement import placement_of, role_grids
-from rltrain.cluster.process_groups import ProcessGroups
-from rltrain.cluster.rank_lists import group_lists
-from rltrain.cluster.world import start_process_groups
 from rltrain.data.experience import Experience
 from rltrain.exchange.exchange import Exchange, Route
 from rltrain.exchange.shipment import Shipment
 from rltrain.exchange.transport import Transport
 from rltrain.job import listen_for_stop
 from rltrain.legality.schedule import check_schedule
-from rltrain.liveness.ending import Ending
-from rltrain.liveness.job_store import JobStore
-from rltrain.liveness.waiting import Waiter
-from rltrain.liveness.watchdog import Watchdog
 from rltrain.reshard.execute.agreement import Agreement
 from rltrain.reshard.plan.rank_plan import TRANSFER
 from rltrain.reshard.plan.rounds import streams
 from rltrain.reshard.plan.stages import STAGES, StageStreams
 from rltrain.resuming import claim_folders, find_checkpoint
 from rltrain.rollout.stream.in_flight_sync import InFlightSync
+from rltrain.runtime.ending import Ending
+from rltrain.runtime.grid import job_leader
+from rltrain.runtime.job_store import JobStore, Waiter
+from rltrain.runtime.placement import group_lists, placement_of, role_grids
+from rltrain.runtime.process_groups import ProcessGroups
+from rltrain.runtime.watchdog import Watchdog
+from rltrain.runtime.world import join_attempt, start_process_groups
 from rltrain.schedule.check import check
 from rltrain.schedule.order import WEIGHT_SYNC
 from rltrain.schedule.steps import build_order

@@ -19,12 +19,12 @@ import torch
 import transformers
 
 from rltrain.checkpoint.hf import load_parameters
-from rltrain.cluster.grid import Grid
 from rltrain.models import read_architecture
 from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sample import Sample
+from rltrain.runtime.grid import Grid
 
 NUM_CONVERSATIONS, PROMPT_TOKENS, TURN_TOKENS, VOCAB_SIZE = 16, 256, 16, 1000
 

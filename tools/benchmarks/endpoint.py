@@ -33,9 +33,9 @@ from rltrain.endpoint.server import EndpointServer, EndpointSettings
 from rltrain.rollout.embedded import EmbeddedEngine
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample
+from rltrain.runtime.machine import JobThread
 from rltrain.serving.command import draw_turns
 from rltrain.serving.engine import EngineSettings, load_engine
-from rltrain.system.threads import JobThread
 from rltrain.tools.quickstart.tiny_model import (
     CHAT_TEMPLATE,
     PAD,

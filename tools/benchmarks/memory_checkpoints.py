@@ -29,11 +29,8 @@ from rltrain.checkpoint.run.files import Contents, FileRecord, write_files
 from rltrain.checkpoint.run.folder import CheckpointFolder, Resumed, name_of
 from rltrain.checkpoint.run.saved_state import MASTER, Counts, Destination, SavedState, contents, flat_name
 from rltrain.checkpoint.run.writer import FilesWriter
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.world import LOOPBACK, World
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
-from rltrain.liveness.job_store import JobStore
 from rltrain.memory_checkpointing import MemoryCheckpointing
 from rltrain.memory_resuming import HeldCheckpoints
 from rltrain.models import read_architecture
@@ -41,6 +38,9 @@ from rltrain.observability.run_logs import ID_FILE
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.resuming import find_checkpoint
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.job_store import JobStore
+from rltrain.runtime.world import LOOPBACK, World
 from rltrain.training.shards import answered_for, within
 
 TIMEOUT_S = 600.0

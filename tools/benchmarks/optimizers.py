@@ -23,10 +23,10 @@ import train_step
 from weight_sync_timing import describe_machine
 
 from rltrain.algorithms.likelihood import likelihood_loss
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.process_groups import ProcessGroups
-from rltrain.cluster.rank_lists import group_lists
 from rltrain.config import schema
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.placement import group_lists
+from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.megatron.model import build_model
 from rltrain.training.megatron.optimizer import members
 from rltrain.training.megatron.trainable import TrainableModel

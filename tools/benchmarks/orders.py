@@ -23,8 +23,8 @@ from typing import NamedTuple
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
 
-from rltrain.cluster.placement import resolve_placement  # noqa: E402
 from rltrain.config.loader import load_config  # noqa: E402
+from rltrain.runtime.placement import resolve_placement  # noqa: E402
 from rltrain.schedule.bound import timetable  # noqa: E402
 from rltrain.schedule.order import WEIGHT_SYNC, Entry, Order  # noqa: E402
 from rltrain.schedule.steps import build_order  # noqa: E402

@@ -24,7 +24,6 @@ sys.path.insert(0, str(REPOSITORY))
 
 from model_shapes import deepseek_v3, qwen3_30b_a3b, qwen3_32b, qwen3_235b_a22b  # noqa: E402
 
-from rltrain.cluster.placement import resolve_placement  # noqa: E402
 from rltrain.config.schema import Config  # noqa: E402
 from rltrain.estimate.hardware import GPUS  # noqa: E402
 from rltrain.estimate.peak import largest, rank_memories  # noqa: E402
@@ -33,6 +32,7 @@ from rltrain.estimate.step_time import Clock  # noqa: E402
 from rltrain.estimate.training_time import TrainingTime  # noqa: E402
 from rltrain.estimate.workload import Workload  # noqa: E402
 from rltrain.models import Architecture  # noqa: E402
+from rltrain.runtime.placement import resolve_placement  # noqa: E402
 
 PROMPT_TOKENS = 160
 SAMPLES_PER_PROMPT = 32

@@ -31,12 +31,12 @@ from rollout_cases import CASES, MAX_CONTEXT_TOKENS, MAX_RUNNING, PROMPT_TOKENS,
 from rollout_rivals import ContinuousBatching, Generate, SGLang
 
 from rltrain.checkpoint.hf import load_parameters
-from rltrain.cluster.grid import Grid
 from rltrain.models import Architecture, read_architecture
 from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sample import Sample
+from rltrain.runtime.grid import Grid
 
 DEFAULT_EOS = 0
 SLOW = (ContinuousBatching.name, SGLang.name)

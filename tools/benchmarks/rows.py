@@ -17,14 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rltrain.cluster.world import World
 from rltrain.config import schema
 from rltrain.data.index_making import IndexFolder
 from rltrain.data.order import PromptOrder
 from rltrain.data.prompts import load_prompts
 from rltrain.data.tokenizer import PromptEncoder, load_tokenizer
-from rltrain.liveness.job_store import JobStore
 from rltrain.roles.job_work import JobWork
+from rltrain.runtime.job_store import JobStore
+from rltrain.runtime.world import World
 
 WRITTEN_ROWS, DRAWN_ROWS = 100_000, 5_000
 LIMIT = timedelta(seconds=7200)

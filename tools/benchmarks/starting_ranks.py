@@ -15,20 +15,23 @@ import torch
 import torch.distributed as dist
 from control_plane_job import RANKS_PER_NODE, JobAtSize
 
-from rltrain.cluster.attempts import join_attempt
-from rltrain.cluster.grid import job_leader
-from rltrain.cluster.interfaces import address_among_nodes
-from rltrain.cluster.nodes import Spoken
-from rltrain.cluster.rank_lists import RankList, group_lists
-from rltrain.cluster.world import LOOPBACK, World
 from rltrain.exchange.transport import Transport
-from rltrain.liveness import heartbeat
-from rltrain.liveness.ending import Ending
-from rltrain.liveness.job_store import JobStore
-from rltrain.liveness.watchdog import Watchdog
-from rltrain.preflight.agreement import refuse_folders_apart, refuse_other_order, refuse_unlike_nodes
-from rltrain.preflight.statements import of_machine, of_program
 from rltrain.resuming import claim_folders, find_checkpoint
+from rltrain.runtime import heartbeat
+from rltrain.runtime.ending import Ending
+from rltrain.runtime.grid import job_leader
+from rltrain.runtime.job_store import JobStore
+from rltrain.runtime.nodes import (
+    Spoken,
+    of_machine,
+    of_program,
+    refuse_folders_apart,
+    refuse_other_order,
+    refuse_unlike_nodes,
+)
+from rltrain.runtime.placement import RankList, group_lists
+from rltrain.runtime.watchdog import Watchdog
+from rltrain.runtime.world import LOOPBACK, World, address_among_nodes, join_attempt
 from rltrain.trainer import Trainer
 
 TIMEOUT_S = 600.0

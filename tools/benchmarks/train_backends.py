@@ -23,8 +23,8 @@ import train_layouts
 import train_step
 from weight_sync_timing import describe_machine
 
-from rltrain.cluster.grid import Grid
 from rltrain.config import schema
+from rltrain.runtime.grid import Grid
 from rltrain.training.fsdp.model import ShardedModel
 from rltrain.training.fsdp.trainable import TrainableModel
 

@@ -25,12 +25,12 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 
 from rltrain.algorithms.likelihood import likelihood_loss
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.process_groups import ProcessGroups
-from rltrain.cluster.rank_lists import group_lists
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.models import Architecture
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.placement import group_lists
+from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.megatron.forward import make_micro_batches
 from rltrain.training.megatron.model import LanguageModel, build_model
 from rltrain.training.megatron.trainable import TrainableModel

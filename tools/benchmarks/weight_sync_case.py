@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.cluster.grid import Grid
 from rltrain.models import Architecture, MoE
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.rollout.layout import engine_layout
+from rltrain.runtime.grid import Grid
 
 HEADS, KV_HEADS = 16, 8
 FFN_PER_HIDDEN = 3

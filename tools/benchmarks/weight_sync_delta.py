@@ -31,8 +31,6 @@ from torch import Tensor
 from weight_sync_case import Case, allocate, architecture_of_size, fill, parse_count
 from weight_sync_timing import describe_machine, keep_freed_memory
 
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.reshard.check.verify import verify
 from rltrain.reshard.delta.coder import DeltaSettings
 from rltrain.reshard.delta.turns import DENSE_SHARE, LONGEST_REST
@@ -40,6 +38,8 @@ from rltrain.reshard.execute.report import SyncReport
 from rltrain.reshard.execute.resharding import Resharding
 from rltrain.reshard.kernels.changes import changes_on, mark
 from rltrain.reshard.plan.planner import plan
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.process_groups import ProcessGroups
 
 SHARES = (0.0, 0.001, 0.01, 0.03, 0.1, 1.0)
 WORLD = (0, 1)

@@ -12,12 +12,12 @@ from megatron.core.resharding.refit import swap_model_weights
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from weight_sync_case import Case, fill
 
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.process_groups import ProcessGroups
-from rltrain.cluster.rank_lists import model_group_lists
 from rltrain.config import schema
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.placement import model_group_lists
+from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
 
 

@@ -27,10 +27,10 @@ from weight_sync_case import (
 from weight_sync_rivals import GatherBroadcast, Ours, RawWire, bytes_by_peer
 from weight_sync_timing import Rival, describe_machine, milliseconds, time_rounds
 
-from rltrain.cluster.grid import Grid
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.plan.planner import plan
 from rltrain.reshard.plan.rank_plan import RankPlan
+from rltrain.runtime.grid import Grid
 
 RIVALS = ("ours", "ours_wire", "refit", "gather_broadcast", "raw", "raw_buckets")
 REFIT_NEEDS = ("megatron", "einops", "pydantic")
@@ -88,7 +88,7 @@ def make_groups(source: Grid, destination: Grid, arguments: argparse.Namespace) 
         alone = dist.group.WORLD
         assert alone is not None, "torch.distributed is initialised"
         return {world: alone}, alone
-    from rltrain.cluster.process_groups import ProcessGroups  # needs pydantic, which one rank can do without
+    from rltrain.runtime.process_groups import ProcessGroups  # needs pydantic, which one rank can do without
 
     backend = "nccl" if arguments.device == "cuda" else "gloo"
     made = ProcessGroups(group_lists(source, destination), backend=backend, timeout_s=arguments.timeout_s)

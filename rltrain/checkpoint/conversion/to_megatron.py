@@ -16,9 +16,9 @@ from rltrain.checkpoint.hf_reader import Box
 from rltrain.checkpoint.megatron.arguments import megatron_arguments
 from rltrain.checkpoint.megatron.writer import finish_checkpoint, write_checkpoint
 from rltrain.checkpoint.prediction_layers import PredictionLayers
-from rltrain.cluster.grid import Grid
 from rltrain.errors import CheckpointError
 from rltrain.models import Architecture
+from rltrain.runtime.grid import Grid
 
 
 def convert_to_megatron(

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rltrain.cluster.grid import Grid
 from rltrain.errors import CheckpointError, listed
 from rltrain.models import Architecture, Row, element_types, layer_of, table_of
 from rltrain.models.canonical_tensors import Array
@@ -20,6 +19,7 @@ from rltrain.models.element_types import ElementType
 from rltrain.reshard.layout import BOX_FIELDS, Parameters
 from rltrain.reshard.megatron_layout import TRANSFORMER_ENGINE, megatron_layout
 from rltrain.reshard.model_layout import round_up
+from rltrain.runtime.grid import Grid
 
 VOCAB_ROWS_MULTIPLE = 128
 """What Megatron-LM pads the vocabulary to unless told otherwise (--make-vocab-size-divisible-by)."""

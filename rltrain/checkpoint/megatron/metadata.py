@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from rltrain.checkpoint.megatron.unpickling import read_pickle
 from rltrain.errors import CheckpointError
-from rltrain.json_text import read_json
+from rltrain.runtime.json_text import read_json
 
 LATEST_FILE = "latest_checkpointed_iteration.txt"
 RELEASE = "release"

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from rltrain.checkpoint.megatron.keys import EMBEDDING, Chunk, GlobalTensors, Matrix
-from rltrain.cluster.grid import Grid
+from rltrain.runtime.grid import Grid
 
 
 def chunks_of_writer(tensors: GlobalTensors, writers: Grid, rank: int) -> Iterator[Chunk]:

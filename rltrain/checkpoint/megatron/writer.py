@@ -26,10 +26,10 @@ from rltrain.checkpoint.megatron.metadata import (
 )
 from rltrain.checkpoint.megatron.saved_tensor import around_elements
 from rltrain.checkpoint.megatron.shares import chunks_of_writer
-from rltrain.cluster.grid import Grid
 from rltrain.errors import CheckpointError
 from rltrain.models import Architecture
 from rltrain.reshard.layout import BOX_FIELDS
+from rltrain.runtime.grid import Grid
 
 ReadBox = Callable[[int, int, int, int, int], Tensor]
 """(tensor, row, col, rows, cols) -> [rows, cols] of canonical tensor number `tensor`."""

@@ -20,8 +20,8 @@ from rltrain.checkpoint.memory.spans import Span
 from rltrain.checkpoint.run.files import READ_BYTES, FileRecord
 from rltrain.errors import CheckpointError
 from rltrain.reshard.kernels.crc32 import crc32
-from rltrain.system.sockets import family_of
-from rltrain.system.threads import JobThread
+from rltrain.runtime.machine import JobThread
+from rltrain.runtime.messages import family_of
 
 TIMEOUT_S = 60.0
 """Without a byte from the other side."""

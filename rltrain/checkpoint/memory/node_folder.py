@@ -19,7 +19,7 @@ from rltrain.checkpoint.memory.holdings import Key
 from rltrain.checkpoint.run.files import MANIFEST_FILE, RUN_FILE, FileRecord, read_manifest, write_durably
 from rltrain.checkpoint.run.folder import CheckpointFolder, name_of
 from rltrain.errors import CheckpointError
-from rltrain.system.processes import has_ended, launcher, process_here
+from rltrain.runtime.machine import has_ended, launcher, process_here
 
 BLOCK_BYTES = 512
 """The unit of stat, whatever the file system's is."""

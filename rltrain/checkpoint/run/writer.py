@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rltrain.checkpoint.run.files import Contents, FileRecord, copy_files, write_files
-from rltrain.system.threads import JobThread
+from rltrain.runtime.machine import JobThread
 
 NICENESS = 10
 """Of the writing thread: it takes what training leaves of the processors."""

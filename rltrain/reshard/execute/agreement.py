@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from rltrain.errors import SyncError
-from rltrain.liveness.task_clock import Waiting, unnoted
 from rltrain.models.canonical_tensors import IntArray
 from rltrain.reshard.execute.recursive_doubling import Combine, all_reduce
 from rltrain.reshard.plan.rounds import Rounds, Streams, checksums, choose_rounds, stream_numbers
 from rltrain.reshard.plan.stages import NO_HEADERS, Headers, StageStreams
+from rltrain.runtime.heartbeat import Waiting, unnoted
 
 MAX_MESSAGE_BYTES = 2000
 """Of an error that the other ranks are told."""

@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.cluster.reopenable_group import plain_group
-from rltrain.liveness.task_clock import Waiting, unnoted
 from rltrain.models.element_types import wire_types
 from rltrain.reshard.delta.coder import Coder, DeltaSettings, headers_of
 from rltrain.reshard.execute.agreement import Agreement
@@ -30,6 +28,8 @@ from rltrain.reshard.wires.nccl_wire import NcclWire
 from rltrain.reshard.wires.neighbours import Neighbours
 from rltrain.reshard.wires.shared_wire import SharedWire
 from rltrain.reshard.wires.wire import Wire
+from rltrain.runtime.heartbeat import Waiting, unnoted
+from rltrain.runtime.process_groups import plain_group
 
 DEFAULT_TIMEOUT_S = 1800.0
 """How long ranks wait for each other in shared memory where nothing was said, as long as torch does over wires."""

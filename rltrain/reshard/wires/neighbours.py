@@ -14,8 +14,8 @@ from rltrain.reshard.execute.agreement import Agreement
 from rltrain.reshard.kernels import signals
 from rltrain.reshard.kernels.signals import Signal
 from rltrain.reshard.plan.stages import ReadPlaces
-from rltrain.system.processes import process_here, this_process
-from rltrain.system.shared_memory import AVAILABLE, SharedMemory
+from rltrain.runtime.machine import process_here, this_process
+from rltrain.runtime.shared_memory import AVAILABLE, SharedMemory
 
 TOKEN_BYTES = 8
 SLOTS = 2

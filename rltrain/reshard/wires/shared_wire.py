@@ -11,7 +11,7 @@ from rltrain.reshard.kernels.signals import Signal
 from rltrain.reshard.plan.steps import Message, StageSteps
 from rltrain.reshard.wires.neighbours import NodeMemory
 from rltrain.reshard.wires.wire import Wire
-from rltrain.system.processes import has_ended
+from rltrain.runtime.machine import has_ended
 
 LOOK_S = 0.2
 """How often a rank that waits for another looks whether it still runs."""

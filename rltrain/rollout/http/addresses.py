@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rltrain.errors import ConfigError
-from rltrain.liveness.job_store import JobStore
+from rltrain.runtime.job_store import JobStore
 
 SCHEMES = ("http://", "https://")
 

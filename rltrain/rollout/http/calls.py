@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from rltrain.json_text import parse_json
+from rltrain.runtime.json_text import parse_json
 
 SHOWN_CHARACTERS = 1000
 """Of a server's answer."""

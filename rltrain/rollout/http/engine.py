@@ -17,7 +17,7 @@ from rltrain.rollout.http.weights import Weights
 from rltrain.rollout.refusals import check_samples, expect_idle, served_version
 from rltrain.rollout.sample import Sample
 from rltrain.rollout.stop_strings import Tokenizer, stop_cut, stop_strings
-from rltrain.system.threads import JobThread
+from rltrain.runtime.machine import JobThread
 
 T = TypeVar("T")
 

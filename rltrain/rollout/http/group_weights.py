@@ -17,7 +17,7 @@ from rltrain.rollout.http.calls import Calls, ServerBusy, ServerGone, ServerRefu
 from rltrain.rollout.http.protocol import BroadcastProtocol, Receiver, ServerProtocol
 from rltrain.rollout.http.update_group import UpdateGroup
 from rltrain.rollout.http.weights import WeightsLater, entries_of
-from rltrain.system.threads import JobThread
+from rltrain.runtime.machine import JobThread
 
 T = TypeVar("T")
 Problem = ServerGone | ServerRefuses | ServerBusy

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rltrain.errors import ConfigError, cannot_write
-from rltrain.liveness.job_store import JobStore
+from rltrain.runtime.job_store import JobStore
 
 T = TypeVar("T")
 

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.cluster.interfaces import own_address
-from rltrain.system.sockets import family_of
+from rltrain.runtime.messages import family_of
+from rltrain.runtime.world import own_address
 
 Backend = Any
 """torch's, of which its stubs leave out what is used here."""

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from rltrain.checkpoint.safetensors_file import Entry
-from rltrain.liveness.job_store import JobStore
 from rltrain.models.element_types import ElementType
 from rltrain.reshard.kernels.torch_types import DTYPES
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.parts import parameter_types
 from rltrain.rollout.http.calls import Calls
 from rltrain.rollout.http.protocol import Receiver, ServerProtocol
+from rltrain.runtime.job_store import JobStore
 
 
 class Weights(Protocol):

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from rltrain.errors import EngineError, EngineLost
-from rltrain.system.threads import JobThread
+from rltrain.runtime.machine import JobThread
 
 _GRACE_S = 5.0
 """For the thread to notice that a call has run past its limit, or that it should end."""

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from rltrain.errors import EngineError, cannot_write
 from rltrain.rollout.sglang.arguments import server_arguments
 from rltrain.rollout.sglang.spec import SERVER_FOLDER, ServerSpec, server_environment
-from rltrain.system.sockets import family_of
+from rltrain.runtime.messages import family_of
 
 TOKEN_VARIABLE = "RLTRAIN_SGLANG_TOKEN"
 POLL_S = 0.1

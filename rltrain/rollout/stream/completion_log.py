@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from rltrain.liveness.polling import poll_s
+from rltrain.runtime.job_store import poll_s
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rltrain.liveness.heartbeat import Heartbeat
-from rltrain.liveness.polling import poll
-from rltrain.liveness.waiting import Waiter
 from rltrain.rollout.sample import SampleGroup
 from rltrain.rollout.stream.completion_log import CompletionLog, Finished
 from rltrain.rollout.stream.groups import PromptGroups
@@ -17,6 +14,8 @@ from rltrain.rollout.stream.prompt_assignment import PromptAssignment
 from rltrain.rollout.stream.rollout_state import Consumed, RolloutState
 from rltrain.rollout.stream.selection import Selection
 from rltrain.rollout.stream.stream_rules import StreamRules
+from rltrain.runtime.heartbeat import Heartbeat
+from rltrain.runtime.job_store import Waiter, poll
 
 
 @dataclass

@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch.distributed as dist
 
-from rltrain.liveness.polling import poll, poll_s
-from rltrain.liveness.waiting import Waiter
+from rltrain.runtime.job_store import Waiter, poll, poll_s
 
 
 class NoInFlightSync:

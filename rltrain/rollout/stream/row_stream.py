@@ -12,10 +12,9 @@ from rltrain.data.order import Order
 from rltrain.data.solved_rate_order import SolvedRateOrder
 from rltrain.data.solved_rates import Outcomes
 from rltrain.errors import CheckpointError
-from rltrain.liveness.polling import poll, poll_s
-from rltrain.liveness.waiting import Waiter
 from rltrain.rollout.stream.outcome_log import OutcomeLog
 from rltrain.rollout.stream.rollout_state import Consumed
+from rltrain.runtime.job_store import Waiter, poll, poll_s
 
 Serve = Callable[[], None] | None
 

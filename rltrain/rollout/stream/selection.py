@@ -8,8 +8,8 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from rltrain.liveness.polling import poll_s
 from rltrain.rollout.sample import SampleGroup
+from rltrain.runtime.job_store import poll_s
 
 STEPS_COUNTED = 2
 """What was dropped in steps before this one and the last is not kept: they are over on all engines."""

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 
 from rltrain.checkpoint.hf import load_parameters
-from rltrain.cluster.grid import Grid
 from rltrain.models import read_architecture
 from rltrain.models.stages import LOGITS, LOGPROBS
 from rltrain.rollout.embedded.kv_cache import CacheShape
@@ -14,6 +13,7 @@ from rltrain.rollout.embedded.parallel import TensorParallel
 from rltrain.rollout.embedded.parameters import allocate_parameters
 from rltrain.rollout.embedded.slot_cache import SlotCache
 from rltrain.rollout.layout import engine_layout
+from rltrain.runtime.grid import Grid
 from rltrain.tools.parity.states import Checked, Samples, States, next_token_logprobs
 
 

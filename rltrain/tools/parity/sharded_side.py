@@ -5,12 +5,12 @@ from typing import Any
 import torch
 
 from rltrain.checkpoint.hf import load_parameters
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.process_groups import ProcessGroups
-from rltrain.cluster.rank_lists import group_lists
 from rltrain.config import schema
 from rltrain.models import read_architecture
 from rltrain.models.stages import LOGITS, LOGPROBS
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.placement import group_lists
+from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.tools.parity.states import Checked, Notes, Samples, States, next_token_logprobs
 from rltrain.tools.parity.trainer_side import TIMEOUT_S, world_of_one
 from rltrain.tools.parity.transformers_side import watch

@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.checkpoint.hf import load_parameters
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.process_groups import ProcessGroups
-from rltrain.cluster.rank_lists import group_lists
 from rltrain.config import schema
 from rltrain.models import Architecture, read_architecture
 from rltrain.models.stages import EMBEDDING, FINAL_NORM, LOGITS, LOGPROBS, stages_of_layer
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.placement import group_lists
+from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.tools.parity.states import Checked, Samples, States, next_token_logprobs
 
 GRID = Grid((0,))

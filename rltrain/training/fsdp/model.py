@@ -18,9 +18,6 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.process_groups import ProcessGroups
-from rltrain.cluster.rank_lists import model_group_lists
 from rltrain.config import schema
 from rltrain.config.models import Lora
 from rltrain.errors import ConfigError
@@ -28,6 +25,9 @@ from rltrain.models import Architecture
 from rltrain.reshard.fsdp_layout import fsdp_layout, whole_parameters
 from rltrain.reshard.layout import Layout
 from rltrain.residency.role_device import check_device, move_to_device
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.placement import model_group_lists
+from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.context_slices import ContextShare
 from rltrain.training.fsdp.attention import SEQUENCES
 from rltrain.training.fsdp.construction import (

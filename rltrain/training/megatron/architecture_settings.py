@@ -7,11 +7,11 @@ from megatron.core.activations import squared_relu
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from rltrain.cluster.grid import Grid
 from rltrain.config import schema
 from rltrain.config.models import RecomputedModule
 from rltrain.errors import ConfigError
 from rltrain.models import Architecture, YarnScaling
+from rltrain.runtime.grid import Grid
 
 WITH_TRANSFORMER_ENGINE: tuple[RecomputedModule, ...] = ("layernorm", "mla_up_proj")
 """Modules whose outputs Megatron gives up in the middle of a layer: its function for that asks for the state of FP8."""

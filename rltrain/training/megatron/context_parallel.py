@@ -18,8 +18,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from rltrain.cluster.reopenable_group import plain_group
 from rltrain.models.attention import attend, attend_packed, attends_packed
+from rltrain.runtime.process_groups import plain_group
 from rltrain.training.context_slices import ContextShare, inverse, places_of, places_of_all, ranges
 from rltrain.training.megatron.attention import (
     PackedAttention,

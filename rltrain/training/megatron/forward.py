@@ -15,8 +15,8 @@ from megatron.core.pipeline_parallel.schedules import (
 )
 from torch import Tensor
 
-from rltrain.cluster.reopenable_group import plain_group
 from rltrain.data.experience import Experience
+from rltrain.runtime.process_groups import plain_group
 from rltrain.training.evaluable import Outputs
 from rltrain.training.megatron.linear import rows_multiple
 from rltrain.training.megatron.model import LanguageModel

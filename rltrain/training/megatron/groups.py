@@ -3,9 +3,9 @@
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.process_groups import ProcessGroups
-from rltrain.cluster.rank_lists import model_group_lists
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.placement import model_group_lists
+from rltrain.runtime.process_groups import ProcessGroups
 
 # Fields that mean the same group as another one while there is a single optimizer instance per role.
 ALIASES = {"intra_dp_cp": "dp_cp", "intra_expt_dp": "expt_dp"}

@@ -7,11 +7,11 @@ import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer.moe.fused_a2a import HAVE_DEEP_EP
 
-from rltrain.cluster.grid import Grid
 from rltrain.config import schema
 from rltrain.errors import ConfigError
 from rltrain.models import Architecture
 from rltrain.models.mechanisms import local_mechanisms
+from rltrain.runtime.grid import Grid
 
 HEAD_MULTIPLE, LARGEST_HEAD = 8, 256
 """Of Transformer Engine's attention over sequences that ranks share out (2.20, utils.get_attention_backend)."""

@@ -13,14 +13,14 @@ from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from rltrain.cluster.grid import Grid
-from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.config import schema
 from rltrain.config.models import Lora
 from rltrain.models import Architecture
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import chunks_of, megatron_layout
 from rltrain.residency.role_device import check_device, move_to_device
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.activation_offload import ActivationOffload
 from rltrain.training.context_slices import ContextShare
 from rltrain.training.logprobs import Logits

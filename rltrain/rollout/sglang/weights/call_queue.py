@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from rltrain.errors import EngineError
-from rltrain.system.threads import JobThread
+from rltrain.runtime.machine import JobThread
 
 Call = Callable[[str, dict[str, Any] | None], dict[str, Any]]
 """(path, body) -> the server's answer: a POST, without a body a GET. Blocks; raises EngineError, EngineLost or OSError

@@ -20,7 +20,7 @@ from rltrain.models.element_types import ElementType
 from rltrain.reshard.kernels.torch_types import DTYPES
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.parts import parameter_types
-from rltrain.system.shared_memory import SharedMemory
+from rltrain.runtime.shared_memory import SharedMemory
 
 ALIGNMENT_BYTES = 256
 NUM_SLOTS = 2

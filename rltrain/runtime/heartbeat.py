@@ -1,19 +1,127 @@
 """What every rank is doing and whether it gets on, published by a thread so that others may look at any time."""
 
 import json
+import linecache
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from rltrain.liveness.stacks import main_thread_communicates
-from rltrain.liveness.task_clock import TaskClock
-from rltrain.system.processes import this_process
-from rltrain.system.threads import JobThread
+from rltrain.runtime.machine import JobThread, this_process
+
+Waiting = Callable[[str], AbstractContextManager[object]]
+"""(what is waited for) -> a context around the wait."""
+
+
+def unnoted(what: str) -> AbstractContextManager[object]:
+    """For whoever waits where nobody asks how long."""
+    return nullcontext()
+
+
+@dataclass
+class TaskTime:
+    """Seconds of one task: of its own work, and of waits within it; none of another task done in the middle of it."""
+
+    work_s: float = 0.0
+    wait_s: float = 0.0
+
+
+class TaskClock:
+    """For one thread. Every moment counts once: to the innermost task or wait that is under way.
+
+    `span`, where set, makes the span of a wait in a trace: (what is waited for, category "wait", task=the task's name).
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.span: Callable[..., AbstractContextManager[Any]] | None = None
+        self._clock = clock
+        self._under_way: list[tuple[str, TaskTime, bool]] = []
+        """Task, its time, and whether it is a wait within it; the innermost last."""
+        self._counted_to = 0.0
+
+    @contextmanager
+    def task(self, name: str) -> Iterator[TaskTime]:
+        """Inside, a task is under way; its time is complete afterwards."""
+        time_of_task = TaskTime()
+        with self._inside(name, time_of_task, waits=False):
+            yield time_of_task
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Inside, the innermost task waits. Outside of tasks nothing is noted."""
+        name, time_of_task, waits = self._under_way[-1] if self._under_way else ("", TaskTime(), True)
+        if waits:
+            yield
+            return
+        span = self.span(what, "wait", task=name) if self.span else nullcontext()
+        with span, self._inside(name, time_of_task, waits=True):
+            yield
+
+    @contextmanager
+    def _inside(self, name: str, time_of_task: TaskTime, waits: bool) -> Iterator[None]:
+        self._count()
+        self._under_way.append((name, time_of_task, waits))
+        try:
+            yield
+        finally:
+            self._count()
+            self._under_way.pop()
+
+    def _count(self) -> None:
+        """Add what has passed since the last call to what is under way."""
+        now = self._clock()
+        if self._under_way:
+            _, time_of_task, waits = self._under_way[-1]
+            if waits:
+                time_of_task.wait_s += now - self._counted_to
+            else:
+                time_of_task.work_s += now - self._counted_to
+        self._counted_to = now
+
+
+COMMUNICATING_MODULES = (
+    "torch.distributed",
+    "megatron.core.pipeline_parallel.p2p_communication",
+    "megatron.core.tensor_parallel.mappings",
+)
+"""A thread whose innermost Python frame is here is inside a collective or a transfer."""
+
+COMMUNICATING_CALLS = (".wait(", "torch.cuda.synchronize(", "wait_stream(")
+"""As is one that stands on a line with one of these: work handles are waited for wherever they are kept."""
+
+
+def main_thread_communicates() -> bool:
+    """Whether the main thread is inside a collective or a transfer, as far as its stack tells."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return frame is not None and communicates(frame)
+
+
+def communicates(frame: FrameType) -> bool:
+    module = frame.f_globals.get("__name__", "")
+    if any(module == known or module.startswith(f"{known}.") for known in COMMUNICATING_MODULES):
+        return True
+    number: int | None = frame.f_lineno  # None in a bytecode that stands for no line
+    lines = linecache.getlines(frame.f_code.co_filename) or []  # None for code that a library has made up
+    line = "".join(lines[number - 1 : number]) if number else ""
+    return any(call in line for call in COMMUNICATING_CALLS)
+
+
+def describe_threads() -> str:
+    """The Python stacks of all threads, the main one first and innermost call last."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
+    return "\n".join(
+        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}" for ident, frame in frames
+    )
+
 
 INTERVAL_S = 1.0
 KEYS_AT_ONCE = 64
@@ -55,7 +163,7 @@ class Beat:
     """Process group, by a name equal on its ranks -> collectives that this rank has begun in it."""
     wait: Wait | None = None
     process: str = ""
-    """In which the rank runs, as rltrain/system/processes.py names it."""
+    """In which the rank runs, as rltrain/runtime/machine.py names it."""
     finished: bool = False
 
     def __str__(self) -> str:

@@ -1,26 +1,89 @@
 """Ends a job in which nobody gets on any more, or a rank is lost, with one message, and every rank's Python stacks in
-the run folder."""
+the run folder.
+"""
 
 import json
 import logging
+import os
 import platform
+import sys
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import torch.distributed as dist
 
 from rltrain.config.schema import Timeouts
-from rltrain.liveness.ending import FAILED, MESSAGE_GRACE_S, USER_ERROR, Ending
-from rltrain.liveness.heartbeat import INTERVAL_S, Board, Heartbeat
-from rltrain.liveness.node_beats import OwnBeats
-from rltrain.liveness.observer import Observer
-from rltrain.liveness.stacks import describe_threads
-from rltrain.liveness.stall import is_silent, what_it_does
-from rltrain.liveness.store_waits import wait_briefly
-from rltrain.liveness.store_watch import StoreWatch
-from rltrain.system.processes import has_lost_launcher
-from rltrain.system.threads import JobThread
+from rltrain.errors import StallError
+from rltrain.runtime.ending import (
+    FAILED,
+    MESSAGE_GRACE_S,
+    USER_ERROR,
+    Ending,
+    end_alone,
+    first_line,
+    first_node,
+    wait_briefly,
+)
+from rltrain.runtime.heartbeat import INTERVAL_S, Board, Heartbeat, describe_threads
+from rltrain.runtime.job_store import Observer, OwnBeats, is_silent, what_it_does
+from rltrain.runtime.machine import JobThread, has_lost_launcher
+from rltrain.runtime.world import World, join_world
+
+LOOK_S = 1.0
+
+
+class StoreWatch:
+    """A thread that asks nobody. The watchdog, which asks the store all the time, says when it was `answered`.
+
+    Seconds are counted by its own looks, so that a process which was stopped for a while begins where it was. One rank
+    of every host prints the message: those of the store's own host have theirs.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        limit_s: float,
+        limit: str,
+        last_known: Callable[[], str],
+        end: Callable[[int], None] = os._exit,
+        look_s: float = LOOK_S,
+    ) -> None:
+        """`limit`: what sets it, such as a config key. `last_known`: what this rank is doing, in words."""
+        self._rank, self._limit_s, self._limit, self._last_known, self._end = rank, limit_s, limit, last_known, end
+        self._look_s = look_s
+        self._silent_s = 0.0
+        self._over = threading.Event()
+        self._thread = JobThread(target=self._run, daemon=True, name="store watch")
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def answered(self) -> None:
+        """The store has just answered."""
+        self._silent_s = 0.0
+
+    def stop(self) -> None:
+        self._over.set()
+
+    def _run(self) -> None:
+        while not self._over.wait(self._look_s):
+            self._silent_s += self._look_s
+            if self._silent_s > self._limit_s:
+                self._end_without_store()
+                return
+
+    def _end_without_store(self) -> None:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(
+                f"\nrltrain: rank {self._rank} on {platform.node()} {self._last_known()}: the job's store on "
+                f"{first_node()} has not answered for {self._limit} = "
+                f"{self._limit_s:g} s, so this host is cut off from the first one, or torchrun hangs there",
+                file=sys.stderr,
+                flush=True,
+            )
+        self._end(FAILED)
+
 
 logger = logging.getLogger(__name__)
 
@@ -146,3 +209,17 @@ class Watchdog:
 def _of_store(limits: Timeouts) -> tuple[float, str]:
     """How long it may be silent, which is as long as a rank may be, and what says so."""
     return min((getattr(limits, name), f"timeouts.{name}") for name in ("lost_s", "no_progress_s"))
+
+
+def join_within(timeout_s: float) -> World:
+    """The world, once all ranks have come. Where some do not within `timeout_s`, or the store does not answer within
+    twice that, the process ends. Collective over: all ranks."""
+    rank = int(os.environ["RANK"])
+    watch = StoreWatch(rank, 2 * timeout_s, "twice the limit of the start", lambda: "is at joining the job")
+    watch.start()
+    try:
+        return join_world(timeout_s)
+    except (StallError, dist.DistError) as error:
+        end_alone(f"rank {rank} on {platform.node()} is at joining the job, which failed: {first_line(error)}")
+    finally:
+        watch.stop()

@@ -13,7 +13,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from rltrain.errors import StallError
-from rltrain.system.sockets import family_of
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """Of an address as text."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
 
 logger = logging.getLogger(__name__)
 

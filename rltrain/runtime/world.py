@@ -1,0 +1,264 @@
+"""This process's place in the job: rank, device, and the key-value store that all ranks share."""
+
+import fcntl
+import ipaddress
+import logging
+import os
+import socket
+import struct
+import time
+import uuid
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from rltrain.config.schema import Timeouts
+from rltrain.errors import StallError
+
+POLL_S, POLL_SHARE = 0.01, 0.02
+"""Between two looks of rank 0 at who has come: at least that long, and that share of how long it has waited."""
+
+
+def join_attempt(store: dist.Store, rank: int, size: int, timeout_s: float) -> int:
+    """The number of this attempt, the same on every rank that takes part in it, and on none of an earlier one.
+
+    Nothing that torchrun tells a rank is: agents count their own restarts only. Rank 0 takes the next number and gives
+    it to all who ask, until all have it. Whoever asks joins one list, so that one look of rank 0 is for all of them.
+    StallError where some do not come. Collective over: all ranks.
+    """
+    if rank == 0:
+        attempt = store.add("attempts", 1) - 1
+        tickets = _admit(store, attempt, range(1, size), timeout_s)
+        if attempt > 0:
+            _clear(store, attempt, tickets)
+        return attempt
+    ticket = uuid.uuid4().hex
+    store.append("asks", f"{ticket} ")  # type: ignore[attr-defined]
+    try:
+        store.wait([f"admitted/{ticket}"], timedelta(seconds=timeout_s))
+    except dist.DistStoreError as error:
+        raise StallError(f"rank {rank} has waited {timeout_s:g} s for rank 0 to start: {error}") from error
+    attempt = int(store.get(f"admitted/{ticket}"))
+    store.append(f"joined/{attempt}", f"{rank} ")  # type: ignore[attr-defined]
+    return attempt
+
+
+def _admit(store: dist.Store, attempt: int, ranks: range, timeout_s: float) -> list[str]:
+    """The tickets of all who were told the number. Some may be left from an earlier attempt: whoever is there confirms
+    that it has got the number."""
+    admitted: list[str] = []
+    begin = time.monotonic()
+    while missing := sorted({*ranks} - {*map(int, _listed(store, f"joined/{attempt}"))}):
+        if tickets := _listed(store, "asks")[len(admitted) :]:
+            store.multi_set([f"admitted/{ticket}" for ticket in tickets], [str(attempt)] * len(tickets))  # type: ignore[attr-defined]
+            admitted += tickets
+        waited_s = time.monotonic() - begin
+        if waited_s > timeout_s:
+            raise StallError(f"ranks {missing} have not started within {timeout_s:g} s")
+        time.sleep(max(POLL_S, waited_s * POLL_SHARE))
+    return admitted
+
+
+def _clear(store: dist.Store, attempt: int, admitted: list[str]) -> None:
+    """Delete what was asked and answered, unless another rank has asked meanwhile, and what is left of the attempts
+    before the last one, of which no rank can be there any more. Stores of older versions of torch cannot list their
+    keys: there that stays."""
+    store.compare_set("asks", "".join(f"{ticket} " for ticket in admitted), "")
+    for ticket in admitted:
+        store.delete_key(f"admitted/{ticket}")
+    keys = store.list_keys() if attempt > 1 and hasattr(store, "list_keys") else []
+    for key in keys:
+        name, _, rest = key.partition("/")
+        number = rest if name == "joined" else name.removeprefix("attempt")
+        if number.isdecimal() and int(number) < attempt - 1:
+            store.delete_key(key)
+
+
+def _listed(store: dist.Store, key: str) -> list[str]:
+    """What ranks have appended to a list in the store."""
+    return store.get(key).decode().split() if store.check([key]) else []
+
+
+SIOCGIFADDR = 0x8915
+LONGEST_NAME_BYTES = 15
+ADDRESS_IN_REPLY = slice(20, 24)
+IPV6_ADDRESSES = Path("/proc/net/if_inet6")
+SECOND_NODE = "second_node"
+
+
+def address_among_nodes(store: dist.Store, rank: int, begins_second: bool, master: str, timeout_s: float) -> str:
+    """This node's address on the route to `master`, the name of the first node.
+
+    The first node's own route to itself is loopback, so there it is that of the route to the second one, whose first
+    rank (`begins_second`) leaves its address in `store`. Collective over: all ranks of a job over several nodes.
+    """
+    address = own_address(master)
+    if begins_second:
+        store.set(SECOND_NODE, address)
+    if not ipaddress.ip_address(address).is_loopback:
+        return address
+    try:
+        store.wait([SECOND_NODE], timedelta(seconds=timeout_s))
+    except dist.DistStoreError as error:
+        raise StallError(
+            f"rank {rank} has waited {timeout_s:g} s for the address of the second node: {error}"
+        ) from error
+    return own_address(store.get(SECOND_NODE).decode())
+
+
+def own_address(peer: str) -> str:
+    """Where packets to `peer`, a name or address, come from. Sends nothing."""
+    found = socket.getaddrinfo(peer, 1, type=socket.SOCK_DGRAM)
+    family, _, _, _, there = min(found, key=lambda one: one[0] != socket.AF_INET)
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(there)
+        return str(probe.getsockname()[0])
+
+
+def interface_with(address: str) -> str | None:
+    """The name of this node's interface that has `address`; None where no interface tells."""
+    if ":" in address:
+        digits = ipaddress.IPv6Address(address).exploded.replace(":", "")
+        lines = IPV6_ADDRESSES.read_text().splitlines() if IPV6_ADDRESSES.exists() else []
+        return next((line.split()[-1] for line in lines if line.startswith(digits)), None)
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in names if _ipv4_address(name) == address), None)
+
+
+def address_of(interface: str) -> str | None:
+    """The IPv4 address of this node's interface of that name, the first of several; None where it has none."""
+    return _ipv4_address(interface.split(",")[0])
+
+
+def _ipv4_address(interface: str) -> str | None:
+    name = struct.pack("256s", interface.encode()[:LONGEST_NAME_BYTES])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), SIOCGIFADDR, name)[ADDRESS_IN_REPLY])
+        except OSError:  # it has none
+            return None
+
+
+logger = logging.getLogger(__name__)
+
+TRANSPORT_TIMEOUT_S = 7 * 24 * 3600.0
+"""Of process groups. Theirs would run while the awaited rank gets on, break the group and name nobody: it must never
+come before the limits of `timeouts`, which the watchdog and Waiter keep."""
+
+LOOPBACK = "127.0.0.1"
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+GLOO_LAZY = "TORCH_GLOO_LAZY_INIT"
+
+
+@dataclass(frozen=True)
+class World:
+    """One torchrun job. `store` is the rendezvous store; its keys are prefixed by use."""
+
+    rank: int
+    size: int
+    local_rank: int
+    ranks_per_node: int
+    device: torch.device
+    store: dist.Store
+    timeout_s: float
+    """How long setting up may wait: meeting in the store, and the first connections of process groups."""
+    timeouts: Timeouts = Timeouts()
+    restarted: bool = False
+    """Whether torchrun has started the job anew after an attempt that failed."""
+    address: str = LOOPBACK
+    """By which other nodes reach this one; of no use where there are none."""
+    node: int = 0
+    """In the order of torchrun's agents, which is that of the ranks; `node:` in a placement counts so."""
+    num_nodes: int = 1
+    has_store_in_rank_0: bool = False
+    """Whether the store is rank 0's, and ends with it, and not an agent's: TORCH_DISABLE_SHARE_RDZV_TCP_STORE."""
+
+    @cached_property
+    def background(self) -> dist.Store:
+        """The store over a connection for all threads but the main one, whose waits hold up its own. Calls are short:
+        every connection of every rank is one that the server has."""
+        return self.store.clone()  # type: ignore[attr-defined,no-any-return]
+
+    @property
+    def ranks_on_node(self) -> range:
+        """Of this one's node."""
+        first = self.rank - self.local_rank
+        return range(first, first + self.ranks_per_node)
+
+    @property
+    def backend(self) -> str:
+        """Backend of the groups that carry device tensors."""
+        return "nccl" if self.device.type == "cuda" else "gloo"
+
+
+def join_world(timeout_s: float) -> World:
+    """Meet the other ranks in the store that torchrun names. No process group is made yet."""
+    local_rank = int(os.environ["LOCAL_RANK"])
+    store, rank, size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
+    store = dist.PrefixStore("rltrain", store)
+    attempt = join_attempt(store, rank, size, timeout_s)
+    store = dist.PrefixStore(f"attempt{attempt}", store)
+    ranks_per_node, address = int(os.environ["LOCAL_WORLD_SIZE"]), LOOPBACK
+    node = int(os.environ.get("GROUP_RANK", rank // ranks_per_node))
+    num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", -(-size // ranks_per_node)))
+    if num_nodes > 1:
+        begins_second = node == 1 and local_rank == 0
+        by_route = address_among_nodes(store, rank, begins_second, os.environ["MASTER_ADDR"], timeout_s)
+        address = address_of(os.environ.get(GLOO_INTERFACE, "")) or by_route
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank)
+        device = torch.device("cuda", local_rank)
+    else:
+        device = torch.device("cpu")
+    return World(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        ranks_per_node=ranks_per_node,
+        device=device,
+        store=store,
+        timeout_s=timeout_s,
+        timeouts=Timeouts(no_progress_s=timeout_s),
+        restarted=attempt > 0 or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0,
+        address=address,
+        node=node,
+        num_nodes=num_nodes,
+        has_store_in_rank_0=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+    )
+
+
+def start_process_groups(world: World, timeout_s: float = TRANSPORT_TIMEOUT_S) -> None:
+    """Initialise torch.distributed over the whole world. Collective over: all ranks.
+
+    Ranks of a gloo group connect to each other when they first have something to send: all at once, each would ask the
+    store for the addresses of all others. Who sends first then waits until the other side receives, as the ranks of a
+    collective do at one time.
+    """
+    _choose_gloo_interface(world)
+    os.environ.setdefault(GLOO_LAZY, "1")
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo",
+        store=dist.PrefixStore("process_groups", world.store.clone()),  # type: ignore[attr-defined]
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+def _choose_gloo_interface(world: World) -> None:
+    """Between nodes gloo would take the interface that the host's name resolves to, and where that fails loopback.
+
+    What the user has chosen stays.
+    """
+    if world.size == world.ranks_per_node or GLOO_INTERFACE in os.environ:
+        return
+    name = interface_with(world.address)
+    if name is not None:
+        os.environ[GLOO_INTERFACE] = name
+    if world.rank == 0:
+        chosen = f"{name} (on this one, by its route to the others)" if name else "an interface of its own choice"
+        logger.warning("gloo reaches other nodes over %s; %s chooses another", chosen, GLOO_INTERFACE)
