@@ -8,7 +8,7 @@
 
 #define RS_ABI_VERSION 6
 
-// As ElementType in rltrain/models/element_types.py.
+// As ElementType in rltrain/models/table.py.
 enum rs_type { RS_FLOAT32 = 0, RS_BFLOAT16 = 1, RS_FLOAT16 = 2, RS_FLOAT8_E4M3 = 3 };
 
 enum { RS_BLOCK = 128 };  // rows and columns of a block that shares a scale

@@ -91,7 +91,7 @@ def check_config_in(config: "Config", worlds: Sequence[tuple[int, int]], more_ra
     from rltrain.hub import repositories_of
     from rltrain.legality.config import check_config
     from rltrain.legality.placed import place_config
-    from rltrain.models.of_roles import are_quickly_read
+    from rltrain.models.checkpoint_model import are_quickly_read
 
     check_config(config)
     refuse_missing_functions(config)

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import torch
 
-from rltrain.models.element_types import ElementType
+from rltrain.models.table import ElementType
 from rltrain.reshard.kernels.slices import SLICE, quantises
 from tests.slice_examples import Example, make_sources
 

@@ -7,8 +7,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rltrain.models.canonical_tensors import Array
-from rltrain.models.element_types import ElementType
+from rltrain.models.table import Array, ElementType
 from rltrain.reshard.kernels.slices import PAIRS, SLICE, quantises
 
 DTYPES = {

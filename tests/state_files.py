@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rltrain.checkpoint.run.saved_state import MASTER, Counts, contents, flat_name
-from rltrain.models.canonical_tensors import Array
+from rltrain.models.table import Array
 from rltrain.reshard.layout import Layout
 from rltrain.training.shards import answered_for, replica_of, within
 

@@ -26,7 +26,7 @@ from rltrain.checkpoint.hf import load_parameters
 from rltrain.config import schema
 from rltrain.errors import ConfigError
 from rltrain.models import Architecture, LinearScaling, YarnScaling
-from rltrain.models.latent import MLA
+from rltrain.models.architecture import MLA
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups

@@ -11,8 +11,7 @@ from typing import Any
 from rltrain.checkpoint.safetensors_file import Entry
 from rltrain.models.architecture import CONFIG_FILE
 from rltrain.models.config_file import parse_object
-from rltrain.models.element_types import ElementType
-from rltrain.models.stored_names import INDEX_FILE, SINGLE_FILE
+from rltrain.models.table import INDEX_FILE, SINGLE_FILE, ElementType
 from rltrain.reshard.kernels.torch_types import DTYPES
 from rltrain.reshard.layout import Layout
 

@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 
 from rltrain.models import Architecture, canonical_tensors, element_types
-from rltrain.models.canonical_tensors import CanonicalTensors, IntArray
+from rltrain.models.table import CanonicalTensors, IntArray
 from rltrain.reshard.layout import PIECE, Layout, RankLayout
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rltrain.checkpoint.hf_reader import Box, HfFolder, check_parameters, write_piece
-from rltrain.models.canonical_tensors import Array
+from rltrain.models.table import Array
 from rltrain.reshard.fp8.blocks import QuantizedLayouts, touched_blocks
 from rltrain.reshard.kernels.quantize import quantize_blocks
 from rltrain.reshard.kernels.slices import BLOCK

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from rltrain.errors import CheckpointError, listed, named_by
 from rltrain.models.architecture import CONFIG_FILE
-from rltrain.models.canonical_tensors import Array, CanonicalTensors
-from rltrain.models.stored_names import INDEX_FILE, SINGLE_FILE, read_weight_map
+from rltrain.models.table import INDEX_FILE, SINGLE_FILE, Array, CanonicalTensors, read_weight_map
 from rltrain.reshard.layout import BOX_FIELDS, Layout
 from rltrain.runtime.json_text import read_json
 

@@ -28,7 +28,7 @@ from rltrain.errors import CheckpointError
 from rltrain.models import NUM_LABELS, Architecture
 from rltrain.models.architecture import CONFIG_FILE
 from rltrain.models.config_file import read_object
-from rltrain.models.stored_names import INDEX_FILE
+from rltrain.models.table import INDEX_FILE
 from rltrain.reshard.execute.resharding import execute
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.plan.planner import plan

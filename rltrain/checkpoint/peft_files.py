@@ -17,9 +17,9 @@ from rltrain.checkpoint.hf_reader import within, write_piece
 from rltrain.config.models import Lora
 from rltrain.errors import CheckpointError
 from rltrain.models import Architecture
-from rltrain.models.canonical_tensors import CanonicalTensors
 from rltrain.models.config_file import parse_object
 from rltrain.models.lora import PEFT_PREFIX, WEIGHT, A, B, target_of
+from rltrain.models.table import CanonicalTensors
 from rltrain.reshard.execute.resharding import execute
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.plan.planner import plan

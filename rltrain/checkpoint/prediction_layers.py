@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rltrain.checkpoint.hf_reader import HfFolder, further_layers
 from rltrain.checkpoint.safetensors_file import TYPE_NAMES, Entry, SafetensorsFile
-from rltrain.models.stored_names import INDEX_FILE, SINGLE_FILE
+from rltrain.models.table import INDEX_FILE, SINGLE_FILE
 
 PREDICTION_FILE = "prediction_layers.safetensors"
 """Where a folder has them that holds no other tensors: that beside a checkpoint in another format."""

@@ -15,8 +15,7 @@ from rltrain.checkpoint.hf_files import METADATA, HfFile
 from rltrain.checkpoint.prediction_layers import PredictionLayers
 from rltrain.checkpoint.safetensors_file import SafetensorsFile, in_file_order
 from rltrain.errors import CheckpointError
-from rltrain.models.canonical_tensors import IntArray
-from rltrain.models.element_types import ITEM_BYTES
+from rltrain.models.table import ITEM_BYTES, IntArray
 from rltrain.reshard.layout import Layout, Parameters
 
 WRITTEN_BYTES = 2**25

@@ -26,7 +26,7 @@ from rltrain.estimate.planned import PlannedJob
 from rltrain.estimate.shares import layers_of_chunks, layers_of_stage
 from rltrain.models import Architecture
 from rltrain.models.delta_net import CHUNK_TOKENS
-from rltrain.models.score_blocks import block_bytes
+from rltrain.models.flops import block_bytes
 
 FP32 = 4
 OFFLOADED_THERE = 2

@@ -15,7 +15,7 @@ from rltrain.estimate.hardware import Gpu
 from rltrain.estimate.planned import PlannedJob, plan_job
 from rltrain.estimate.step_time import Calibration, Clock
 from rltrain.estimate.workload import Workload
-from rltrain.models.of_roles import role_architectures
+from rltrain.models.checkpoint_model import role_architectures
 from rltrain.observability.run_logs import JOB_FILE, METRICS_FILE
 from rltrain.runtime.placement import placement_of
 from rltrain.schedule.steady import fullest_step

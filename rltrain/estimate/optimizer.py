@@ -16,7 +16,7 @@ from rltrain.estimate.shares import (
 )
 from rltrain.models import Architecture
 from rltrain.models.experts import is_expert
-from rltrain.models.hidden_matrices import is_hidden_matrix
+from rltrain.models.table import is_hidden_matrix
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.runtime.grid import Grid
 

@@ -9,9 +9,8 @@ from rltrain.config.schema import Config
 from rltrain.estimate.shares import served_bytes
 from rltrain.estimate.workload import longest_response
 from rltrain.models import Architecture
-from rltrain.models.element_types import item_bytes
-from rltrain.models.mechanisms import local_mechanisms
-from rltrain.models.of_roles import reference_is_actors_base, reference_uses_actor_modules
+from rltrain.models.checkpoint_model import local_mechanisms, reference_is_actors_base, reference_uses_actor_modules
+from rltrain.models.table import item_bytes
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import Placement, group_lists, role_grids
 from rltrain.schedule.order import Order

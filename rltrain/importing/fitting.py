@@ -16,7 +16,7 @@ from rltrain.importing.translation import PLACEMENT, Setting, Translation
 from rltrain.legality.architecture import check_against_architecture
 from rltrain.legality.config import check_config
 from rltrain.legality.schedule import check_schedule
-from rltrain.models.of_roles import role_architectures
+from rltrain.models.checkpoint_model import role_architectures
 from rltrain.runtime.placement import placement_of
 from rltrain.tasks.roles import model_roles, trained_roles
 

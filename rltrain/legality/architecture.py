@@ -14,7 +14,7 @@ from rltrain.legality.problems import evaluated_text, longest_text, refuse
 from rltrain.legality.router_replay import replay_problems_of_models
 from rltrain.legality.served_models import served_model_problems
 from rltrain.models import Architecture
-from rltrain.models.mechanisms import positions_of
+from rltrain.models.checkpoint_model import positions_of
 from rltrain.runtime.grid import Grid, planned_layers
 from rltrain.schedule.shape import RunShape
 from rltrain.tasks.roles import DECLARED, device_roles, model_roles, served_roles, trained_roles

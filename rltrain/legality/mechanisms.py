@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from rltrain.config.schema import Config
 from rltrain.models import Architecture, DynamicScaling, YarnScaling
-from rltrain.models.mechanisms import local_mechanisms
+from rltrain.models.checkpoint_model import local_mechanisms
 from rltrain.runtime.grid import Grid
 
 SERVED_BY_SGLANG = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")

@@ -7,7 +7,7 @@ from rltrain.config.schema import Config
 from rltrain.legality.architecture import check_against_architecture
 from rltrain.legality.schedule import check_schedule
 from rltrain.models import Architecture
-from rltrain.models.of_roles import role_architectures
+from rltrain.models.checkpoint_model import role_architectures
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import Placement, placement_of, role_grids
 from rltrain.schedule.check import check

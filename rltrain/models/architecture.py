@@ -1,11 +1,11 @@
 """The shape of a model, read from the config.json of a Hugging Face checkpoint."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from rltrain.errors import listed, one_of
-from rltrain.models.canonical_tensors import CanonicalTensors
 from rltrain.models.config_file import ConfigReader
 from rltrain.models.delta_net import (
     DECODER_PREFIX,
@@ -15,23 +15,234 @@ from rltrain.models.delta_net import (
     names_of_files,
     read_delta_net,
 )
-from rltrain.models.end_tokens import check_padding, read_eos
 from rltrain.models.experts import READ_MOE, MoE, read_moe
-from rltrain.models.latent import MLA, read_mla
-from rltrain.models.refused_families import REFUSED_FAMILIES
-from rltrain.models.rope_scaling import Scaling, YarnScaling, read_rope
-from rltrain.models.stored_names import stored_names
-from rltrain.models.table import LayerKind
-from rltrain.models.unsupported_keys import (
-    ATTENTION_BIAS,
-    MLP_BIAS,
-    OUTPUT_BIAS,
-    SOFTCAPS,
-    SUPPORTED,
-    refuse_unsupported,
-)
-from rltrain.models.windows import Windows, read_windows
+from rltrain.models.rope_scaling import LAYER_TYPES, Scaling, YarnScaling, read_rope
+from rltrain.models.table import CanonicalTensors, LayerKind, stored_names
 from rltrain.runtime.json_text import read_json
+
+GENERATION_CONFIG_FILE = "generation_config.json"
+
+
+def read_eos(path: Path, config: ConfigReader, vocab_size: int) -> tuple[int, ...]:
+    """generation_config.json is what ends a generation in transformers; config.json only where that says nothing. Both
+    name tokens of a vocabulary of `vocab_size`, or CheckpointError is raised."""
+    readers = [config]
+    if (path / GENERATION_CONFIG_FILE).exists():
+        readers.insert(0, ConfigReader(path / GENERATION_CONFIG_FILE, config_key=config.config_key))
+    told = [_read_ids(reader, vocab_size) for reader in readers]
+    return next((ids for ids in told if ids is not None), ())
+
+
+def _read_ids(reader: ConfigReader, vocab_size: int) -> tuple[int, ...] | None:
+    value = reader.values.get("eos_token_id")
+    if value is None:
+        return None
+    ids = value if isinstance(value, list) else [value]
+    return tuple(reader.token("eos_token_id", token, vocab_size) for token in ids)
+
+
+def check_padding(config: ConfigReader, vocab_size: int) -> None:
+    """CheckpointError where the pad token, for whose embedding transformers makes an exception, is none of the
+    vocabulary. Some configs say -1 where there is none."""
+    if (token := config.values.get("pad_token_id")) is not None:
+        config.token("pad_token_id", token, vocab_size, least=-1)
+
+
+INDEXED = "a token attends to those that an indexer of each layer chooses, which is learned by a loss of its own"
+REFUSED_FAMILIES = {
+    "gemma3": "its checkpoints hold a picture encoder beside the language model; those of gemma3_text hold that alone",
+    "nemotron_h": "most layers are Mamba's, by whose rule nothing here keeps the state of a sample",
+    **dict.fromkeys(("glm_moe_dsa", "deepseek_v32"), INDEXED),
+    "mimo_v2_flash": "heads are of two sizes by layer, of which layouts know one",
+}
+
+
+@dataclass(frozen=True)
+class MLA:
+    """Multi-head latent attention: queries, and keys with values, are made from latents of `q_rank` and `kv_rank`.
+    With `q_rank` None queries are made from the hidden state.
+
+    A head's query and key have `plain_head_dim` elements without positions and `rope_head_dim` rotated ones; the
+    rotated part of the key is one for all heads. A head's value has `value_head_dim` elements.
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    plain_head_dim: int
+    rope_head_dim: int
+    value_head_dim: int
+
+
+def read_mla(config: ConfigReader) -> MLA:
+    return MLA(
+        q_rank=None if config.values.get("q_lora_rank") is None else config.count("q_lora_rank"),
+        kv_rank=config.count("kv_lora_rank"),
+        plain_head_dim=config.count("qk_nope_head_dim"),
+        rope_head_dim=config.count("qk_rope_head_dim"),
+        value_head_dim=config.count("v_head_dim"),
+    )
+
+
+@dataclass(frozen=True)
+class Windows:
+    """A token of the layers that are marked in `layers` [layers] attends to `size` tokens, itself the last of them."""
+
+    size: int
+    layers: tuple[bool, ...]
+
+    def of(self, layer: int) -> int | None:
+        """The window of a layer; None where it has none."""
+        return self.size if self.layers[layer] else None
+
+
+MISTRAL_WINDOW = 4096  # what transformers assumes where the key is absent
+BY_LAYER_WINDOW = {"gemma2": 4096, "gemma3_text": 4096, "gpt_oss": 128}
+"""As much, of families whose layers differ."""
+SWITCHED_FAMILIES = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+WINDOW_SWITCH = "use_sliding_window"
+"""The key that turns on windows of those families."""
+SWITCHED_WINDOW, FIRST_SWITCHED = 4096, 28
+"""Of those families, what transformers assumes where sliding_window and max_window_layers are absent."""
+PATTERN = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}  # of so many layers the last one attends to everything
+
+
+def read_windows(config: ConfigReader, num_layers: int, max_positions: int) -> Windows | None:
+    """None where no layer slides, or where a window holds all positions."""
+    family = config.values["model_type"]
+    if family in DELTA_FAMILIES:
+        return None
+    if family not in READ:
+        if config.values.get("layer_types") and not config.are_all("layer_types", (LAYER_TYPES["full"],)):
+            raise config.error("layer_types", "full_attention in every layer")
+        return None
+    windows = READ[family](config, num_layers)
+    return windows if windows and windows.size < max_positions and any(windows.layers) else None
+
+
+def _in_every_layer(absent: int | None) -> Callable[[ConfigReader, int], Windows | None]:
+    """Of families whose layers all have a window, or none has; `absent` is what holds where the key is not there."""
+
+    def read(config: ConfigReader, num_layers: int) -> Windows | None:
+        size = config.count("sliding_window") if config.values.get("sliding_window") is not None else None
+        size = absent if "sliding_window" not in config.values else size
+        return None if size is None else Windows(size, (True,) * num_layers)
+
+    return read
+
+
+def _by_layer_types(config: ConfigReader, num_layers: int) -> Windows | None:
+    family = config.values["model_type"]
+    if config.values.get("sliding_window", BY_LAYER_WINDOW[family]) is None:
+        return None
+    layers = _named_layers(config, num_layers)
+    if layers is None:
+        pattern = config.count("sliding_window_pattern", default=PATTERN[family])
+        layers = tuple((layer + 1) % pattern != 0 for layer in range(num_layers))
+    return Windows(config.count("sliding_window", default=BY_LAYER_WINDOW[family]), layers)
+
+
+def _switched(config: ConfigReader, num_layers: int) -> Windows | None:
+    """Returns the windows of Qwen's families as transformers has them. layer_types names the layers, but in qwen3_moe,
+    which has windows in all. Without it qwen2 and qwen3 have them from max_window_layers on, and qwen2_moe in every
+    other layer before."""
+    family, layers = config.values["model_type"], range(num_layers)
+    size = None
+    if config.take(WINDOW_SWITCH, bool, default=False):
+        if config.values.get("sliding_window", SWITCHED_WINDOW) is None:
+            raise config.error("sliding_window", f"an integer where {WINDOW_SWITCH} is true")
+        size = config.count("sliding_window", default=SWITCHED_WINDOW)
+    bound = config.take("max_window_layers", int, default=FIRST_SWITCHED)
+    slides = tuple(layer >= bound for layer in layers)
+    if family == "qwen2_moe":
+        slides = tuple(layer < bound and layer % 2 == 0 for layer in layers)
+    elif family == "qwen3_moe":
+        slides = (True,) * num_layers
+    named = _named_layers(config, num_layers)
+    if named is not None and any(named) and size is None:
+        raise config.error("layer_types", f"full_attention in every layer where {WINDOW_SWITCH} is not true")
+    if named is not None and size is not None and family == "qwen3_moe" and named != slides:
+        raise config.error("layer_types", "sliding_attention in every layer, as transformers has them in this family")
+    return None if size is None else Windows(size, slides if named is None else named)
+
+
+def _named_layers(config: ConfigReader, num_layers: int) -> tuple[bool, ...] | None:
+    """Returns [layers] which slide by layer_types; None without it."""
+    kinds = config.values.get("layer_types")
+    if kinds is None:
+        return None
+    if not config.are_all("layer_types", LAYER_TYPES.values(), num_layers):
+        raise config.error("layer_types", f"one of {listed(LAYER_TYPES.values())} for each of {num_layers} layers")
+    return tuple(kind == LAYER_TYPES["sliding"] for kind in kinds)
+
+
+READ = {
+    **dict.fromkeys(SWITCHED_FAMILIES, _switched),
+    "phi3": _in_every_layer(None),
+    "mistral": _in_every_layer(MISTRAL_WINDOW),
+    "mixtral": _in_every_layer(None),
+    "gemma2": _by_layer_types,
+    "gemma3_text": _by_layer_types,
+    "gpt_oss": _by_layer_types,
+}
+
+
+MLP_BIAS = "mlp_bias"
+# Features that change the computation and that neither the trainer nor the engine has: key -> values that mean "off".
+UNSUPPORTED = {
+    MLP_BIAS: (False, None),
+    WINDOW_SWITCH: (False, None),
+    "use_bidirectional_attention": (False, None),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "quantization_config": (None,),
+    "pretraining_tp": (1, None),
+    "moe_layer_freq": (1, None),
+    "rope_interleave": (True, None),
+    "scoring_func": ("sigmoid", None),
+    "topk_method": ("noaux_tc", None),
+    "shared_intermediate_size": (0, None),
+    "use_routing_bias": (True, None),
+    "qk_norm_type": ("per_layer", None),
+    "swiglu_limit": (7.0, None),
+}
+ATTENTION_BIAS = {"llama": False, "glm4": True, "glm4_moe": False, "seed_oss": True, "mimo": True, "gpt_oss": True}
+ATTENTION_BIAS |= {"qwen3": False, "qwen3_moe": False}
+"""Families of which some models have biases in the projections to heads: whether, where attention_bias is absent."""
+OUTPUT_BIAS = {
+    **dict.fromkeys(("llama", "qwen3", "qwen3_moe"), ("attention_bias", bool, False)),
+    "seed_oss": ("attention_out_bias", bool, False),
+    "gpt_oss": ("attention_bias", bool, True),
+}
+"""Families of which some have one on what attention adds to the hidden state too: the key that says so, its type, and
+what holds where it is absent."""
+BFLOAT16_HINT = "; its files in MXFP4 are not read, those in bfloat16 are (unsloth/gpt-oss-20b-BF16)"
+GELU_TANH = "gelu_pytorch_tanh"
+HIDDEN_ACT = {
+    "gemma": ("hidden_act", GELU_TANH, "gelu"),
+    "gemma2": ("hidden_activation", GELU_TANH),
+    "gemma3_text": ("hidden_activation", GELU_TANH),
+    "nemotron": ("hidden_act", "relu2"),
+}
+"""Key and values of the activation of families that have another one than hidden_act silu: Gemma's own files say gelu
+and mean that by tanh, as transformers takes it."""
+SOFTCAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+"""Of Gemma 2's scores and logits, with what transformers assumes where the key is absent."""
+SUPPORTED = {MLP_BIAS: ("llama",), WINDOW_SWITCH: SWITCHED_FAMILIES, **dict.fromkeys(SOFTCAPS, ("gemma2",))}
+"""Families that have some of UNSUPPORTED all the same, by key."""
+
+
+def refuse_unsupported(config: ConfigReader, family: str) -> None:
+    """Raises CheckpointError where a key has a value that the family is not supported with."""
+    for key, off in UNSUPPORTED.items():
+        if config.values.get(key) not in off and family not in SUPPORTED.get(key, ()):
+            hint = BFLOAT16_HINT if (family, key) == ("gpt_oss", "quantization_config") else ""
+            raise config.error(key, f"{off[0]!r}: nothing else is supported for {family}{hint}")
+    key, *values = HIDDEN_ACT.get(family, ("hidden_act", "silu"))
+    if config.values.get(key) not in (*values, None):
+        raise config.error(key, f"{values[0]}: nothing else is supported for {family}")
+    if config.take("attention_bias", bool, default=False) and family not in ATTENTION_BIAS:
+        raise config.error("attention_bias", f"False: nothing else is supported for {family}")
+
 
 FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "phi3", "glm4", "gemma", "gemma2", "gemma3_text", "seed_oss", "mimo",

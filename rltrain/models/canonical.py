@@ -9,16 +9,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rltrain.models.architecture import Architecture, Unlisted
-from rltrain.models.canonical_tensors import CanonicalTensors, IntArray
-from rltrain.models.deepseek import DEEPSEEK_V3, MOONLIGHT
 from rltrain.models.delta_net import DECODER_PREFIX, QWEN3_5, QWEN3_NEXT
-from rltrain.models.dense import (
+from rltrain.models.families import (
+    DEEPSEEK_V3,
     GEMMA2,
     GEMMA3,
     GLM4,
+    GLM4_MOE,
+    GPT_OSS,
+    HY_V3,
     LLAMA,
+    MINIMAX_M2,
     MISTRAL,
+    MIXTRAL,
     MLP_BIASES,
+    MOONLIGHT,
     NEMOTRON,
     OUTPUT_BIAS,
     PHI3,
@@ -26,15 +31,25 @@ from rltrain.models.dense import (
     QK_NORMS,
     QKV_BIAS,
     QWEN2,
+    QWEN2_MOE,
     QWEN3,
+    QWEN3_MOE,
     VALUE_HEAD,
+    stacking_experts,
 )
-from rltrain.models.element_types import ElementType, TypeArray, uniform
-from rltrain.models.gpt_oss import GPT_OSS
 from rltrain.models.lora import adapters_of
-from rltrain.models.moe import GLM4_MOE, HY_V3, MINIMAX_M2, MIXTRAL, QWEN2_MOE, QWEN3_MOE, stacking_experts
 from rltrain.models.prediction import PREDICTIONS
-from rltrain.models.table import Layer, LayerKind, Row, Table
+from rltrain.models.table import (
+    CanonicalTensors,
+    ElementType,
+    IntArray,
+    Layer,
+    LayerKind,
+    Row,
+    Table,
+    TypeArray,
+    uniform,
+)
 
 TABLES = {
     "llama": LLAMA,

@@ -1,16 +1,21 @@
 """The model of a checkpoint folder: what its config.json says, held against the folder's files."""
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from math import prod
 from pathlib import Path
 
-from rltrain.errors import CheckpointError
-from rltrain.models.architecture import CONFIG_FILE, Architecture, read_config
+from rltrain.config.schema import Config
+from rltrain.errors import CheckpointError, ConfigError
+from rltrain.models.architecture import CONFIG_FILE, Architecture, is_unlisted, read_config
 from rltrain.models.canonical import canonical_tensors
 from rltrain.models.config_file import ConfigReader
 from rltrain.models.delta_net import language_model
-from rltrain.models.stored_names import INDEX_FILE, SINGLE_FILE, read_weight_map, stored_names
+from rltrain.models.prediction import num_predicting
+from rltrain.models.rope_scaling import DynamicScaling, LongRopeScaling
+from rltrain.models.table import INDEX_FILE, SINGLE_FILE, read_weight_map, stored_names
+from rltrain.runtime.grid import Grid
+from rltrain.tasks.roles import DECLARED
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
 EXPERT = re.compile(r"\.experts\.(\d{1,9})\.")
@@ -81,3 +86,135 @@ def _refuse_more_than(stored: int | None, reader: ConfigReader, architecture: Ar
             f"has shape {list(tensors.shapes[largest])}, but the folder's files have {stored} bytes; expected the "
             f"sizes of the model in these files ({reader.named})"
         )
+
+
+SUFFIX = "ForSequenceClassification"
+DEFAULT_LABELS = 2
+"""Of a config.json that names none."""
+
+
+def require_classifier(path: Path, config_key: str) -> None:
+    """CheckpointError where the model in `path` is none that gives one score."""
+    reader = ConfigReader(path / CONFIG_FILE, config_key=config_key)
+    names = reader.values.get("architectures")
+    if not isinstance(names, list) or not any(str(name).endswith(SUFFIX) for name in names):
+        raise reader.error("architectures", f"a classifier, [..., *{SUFFIX}], since role reward_model scores with it")
+    labels = reader.values.get("id2label")
+    num_labels = len(labels) if isinstance(labels, dict) else reader.count("num_labels", default=DEFAULT_LABELS)
+    if num_labels != 1:
+        raise reader.error("id2label", f"one label, whose score is the reward, and not {num_labels}")
+
+
+def padding_token(path: Path, config_key: str) -> int | None:
+    """The token that stands for nothing: transformers scores a text at the last token that is another one."""
+    token = ConfigReader(path / CONFIG_FILE, config_key=config_key).values.get("pad_token_id")
+    return token if type(token) is int else None
+
+
+def role_architectures(config: Config, roles: Iterable[str]) -> dict[str, Architecture]:
+    """By role, with that of the trained model under actor. CheckpointError where a config.json cannot be used."""
+    return {role: _architecture(config, role) for role in ("actor", *roles)}
+
+
+def _architecture(config: Config, role: str) -> Architecture:
+    declared, (path, key) = DECLARED[role], config.checkpoint_of(role)
+    model = _read(config, role, Path(path), key)
+    if role == "teacher":
+        _expect_one_architecture(config, model)
+    if declared.reads_text and declared.head == "value":
+        require_classifier(Path(path), key)
+    learns_scores = role == "actor" and config.algorithm == "reward_model"
+    if declared.head == "value" or learns_scores:
+        return model.value_model()
+    predicts = config.predicts(role) and num_predicting(Path(path), model.family) == 1
+    return model.predicting() if predicts else model
+
+
+def _read(config: Config, role: str, path: Path, key: str) -> Architecture:
+    """Of a family without a table by transformers, which takes seconds to load, where backend fsdp may have it."""
+    if config.backend_of(role) == "fsdp" and is_unlisted(path):
+        from rltrain.models.unlisted import read_unlisted
+
+        return read_unlisted(path, key)
+    return read_architecture(path, key)
+
+
+def are_quickly_read(config: Config) -> bool:
+    """Whether `role_architectures` does without transformers, which takes seconds to load."""
+    roles = ("actor", *config.placed_roles)
+    return not any(config.backend_of(r) == "fsdp" and is_unlisted(Path(config.checkpoint_of(r)[0])) for r in roles)
+
+
+def _expect_one_architecture(config: Config, first: Architecture) -> None:
+    for name, path in config.teacher.checkpoints.items():
+        if _read(config, "teacher", Path(path), f"teacher.path.{name}") != first:
+            raise ConfigError(
+                f"teacher.path.{name}: the model in {path} has another architecture than the first of teacher.path; "
+                "expected teachers of one architecture, since they share a layout and take each other's place"
+            )
+
+
+def reference_uses_actor_modules(
+    config: Config, grids: Mapping[str, Grid], architectures: Mapping[str, Architecture]
+) -> bool:
+    """Whether the reference has the actor's ranks, layout and architecture, and so needs no model of its own: its
+    weights take the place of the actor's."""
+    return not config.makes_actor_weights and _share_modules(config, grids, architectures)
+
+
+def reference_is_actors_base(
+    config: Config, grids: Mapping[str, Grid], architectures: Mapping[str, Architecture]
+) -> bool:
+    """Whether the reference is what the actor is without its adapters, in the same memory: it has the actor's ranks,
+    layout and checkpoint, and stays as it is."""
+    return (
+        config.model.lora is not None
+        and not config.reference.refresh_every
+        and config.checkpoint_of("reference")[0] == config.model.path
+        and _share_modules(config, grids, architectures)
+    )
+
+
+def _share_modules(config: Config, grids: Mapping[str, Grid], architectures: Mapping[str, Architecture]) -> bool:
+    return (
+        {"actor", "reference"} <= grids.keys()
+        and grids["reference"] == grids["actor"]
+        and config.backend_of("reference") == config.backend_of("actor")
+        and config.parallel_of("reference")[0] == config.actor.parallel
+        and architectures.get("reference") == architectures.get("actor")
+    )
+
+
+def local_mechanisms(architecture: Architecture) -> list[str]:
+    """What a model has that is trained by Megatron's own layers alone."""
+    found = {
+        "sliding windows": architecture.windows is not None,
+        "norms behind attention and MLPs": architecture.post_norms,
+        "rotated neighbours in heads": architecture.rotates_pairs,
+        "norms of all heads at once": architecture.norms_projections,
+        "bent scores or logits": (architecture.attention_softcap, architecture.logits_softcap) != (None, None),
+        "attention sinks": architecture.attention_sinks,
+        "rotations that multiply a part of heads (YaRN, LongRoPE)": (
+            architecture.rotary_dim is not None and architecture.rotation_magnitude != 1
+        ),
+        "biases in MLPs": architecture.mlp_bias,
+        "gated delta nets": architecture.delta is not None,
+        "norms with biases": architecture.norm_bias,
+        "another activation than SiLU": architecture.activation != "silu",
+    }
+    return [mechanism for mechanism, is_there in found.items() if is_there]
+
+
+def positions_of(architecture: Architecture) -> str:
+    """Returns how many positions a model has, with the reason if its config.json says more."""
+    told = f"{architecture.max_positions} positions"
+    if isinstance(architecture.rope_scaling, LongRopeScaling):
+        told += (
+            " (those of LongRoPE's short factors: the long ones would turn all tokens of a sample that outgrows them)"
+        )
+    if isinstance(architecture.rope_scaling, DynamicScaling):
+        told += (
+            " (max_position_embeddings: dynamic RoPE scaling would turn all tokens of a sample that outgrows them; "
+            "yarn or linear in rope_scaling would not)"
+        )
+    return told

@@ -11,8 +11,7 @@ from typing import Any
 
 from rltrain.errors import listed
 from rltrain.models.config_file import ConfigReader
-from rltrain.models.dense import ATTENTION_OUTPUT, INPUT_NORM, LLAMA, QKV
-from rltrain.models.moe import QWEN2_MOE
+from rltrain.models.families import ATTENTION_OUTPUT, INPUT_NORM, LLAMA, QKV, QWEN2_MOE
 from rltrain.models.table import Layer, Part, Row, Table, in_layer
 
 DELTA_FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from rltrain.models.architecture import CONFIG_FILE
 from rltrain.models.delta_net import DELTA_FAMILIES, NESTED
-from rltrain.models.stored_names import stored_names
-from rltrain.models.table import CHECKPOINT_LAYER, MEGATRON_LAYER, Layer, Part, Row
+from rltrain.models.table import CHECKPOINT_LAYER, MEGATRON_LAYER, Layer, Part, Row, stored_names
 from rltrain.runtime.json_text import read_json
 
 MEGATRON_PREDICTION = "mtp.layers.0."

@@ -1,9 +1,19 @@
 """What a family's table is made of: which parameters a layer has, what each side calls them and how it splits them."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
+from functools import cached_property
+from math import prod
+from pathlib import Path, PurePosixPath
 from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rltrain.errors import CheckpointError, named_by
+from rltrain.runtime.json_text import parse_json, read_json
 
 Split = Literal["replicated", "rows", "columns", "vocab", "qkv"]
 """How tensor parallelism cuts a parameter: not at all; rows of each part alike; columns, which are the layer's input;
@@ -140,3 +150,124 @@ def in_layer(
         quantizable=quantizable,
         adaptable=adaptable or quantizable,
     )
+
+
+Array = NDArray[np.void]
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class CanonicalTensors:
+    """Names and shapes of a checkpoint's tensors; a tensor's number is its place here."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def numbers(self) -> Mapping[str, int]:
+        return {name: number for number, name in enumerate(self.names)}
+
+    @cached_property
+    def matrix_shapes(self) -> IntArray:
+        """[tensors, 2]: the shapes with vectors as one row."""
+        return np.array([(prod(shape[:-1]), shape[-1]) for shape in self.shapes], dtype=np.int64)
+
+
+TypeArray = NDArray[np.uint8]
+
+
+class ElementType(IntEnum):
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    FLOAT16 = 2
+    FLOAT8_E4M3 = 3
+    """Quantised in 128 x 128 blocks of the checkpoint's tensor, each with an fp32 scale in a tensor of its own."""
+
+
+ITEM_BYTES = np.array([4, 2, 2, 1], dtype=np.int64)
+"""Bytes per element, by ElementType."""
+
+
+def item_bytes(dtype: str) -> int:
+    """Of an element of `dtype`, as torch spells it."""
+    return int(ITEM_BYTES[ElementType[dtype.upper()]])
+
+
+def uniform(num_tensors: int, dtype: str) -> TypeArray:
+    """The type `dtype`, as torch spells it ("float32", "bfloat16", "float16"), for every one of `num_tensors`."""
+    return np.full(num_tensors, ElementType[dtype.upper()], dtype=np.uint8)
+
+
+def wire_types(source: TypeArray, destination: TypeArray) -> TypeArray:
+    """The narrower of two types, element by element: what narrows is cast before the wire, what widens after it."""
+    narrower: TypeArray = np.where(ITEM_BYTES[destination] <= ITEM_BYTES[source], destination, source)
+    return narrower
+
+
+_OF_LAYERS = re.compile(r"\.(mtp_)?layers\.\d+\.|^mtp\.fc\.")
+_ROUTER = re.compile(r"\.(gate|router|shared_expert_gate)\.weight$")
+_BIASES = "_bias"
+"""Ends the names of those of all experts of a layer together."""
+
+
+def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
+    """Queries, keys, values, gates and every expert are matrices of their own in a checkpoint. Embeddings, head,
+    routers and vectors are none."""
+    is_matrix = len(shape) == 2 and min(shape) > 1
+    is_other = _ROUTER.search(name) or name.endswith(_BIASES)
+    return is_matrix and bool(_OF_LAYERS.search(name)) and not is_other
+
+
+INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+LENGTH_BYTES = 8
+"""At the beginning of a safetensors file: how long the JSON object is that follows."""
+MOST_HEADER_BYTES = 100_000_000
+"""The safetensors library reads no longer header either."""
+
+
+def stored_names(folder: Path) -> Collection[str]:
+    """Of the tensors in a folder of Hugging Face's format; none where it has no files of them, or damaged ones, which
+    whoever reads them tells of."""
+    try:
+        if (folder / SINGLE_FILE).exists():
+            with (folder / SINGLE_FILE).open("rb") as file:
+                length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+                if length > MOST_HEADER_BYTES:
+                    return ()
+                return parse_json(file.read(length)).keys() - {"__metadata__"}
+        return read_weight_map(folder, "model.path").keys() if (folder / INDEX_FILE).exists() else ()
+    except (OSError, ValueError, TypeError, AttributeError, CheckpointError):
+        return ()
+
+
+def read_weight_map(folder: Path, config_key: str) -> dict[str, str]:
+    """Returns the file of each tensor by the index in `folder`. Links are followed, as copies of the hub consist of
+    them. CheckpointError where the index is none, or names a file outside the folder."""
+    index = folder / INDEX_FILE
+    try:
+        files = read_json(index)["weight_map"].items()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+        raise CheckpointError(f"{index} is not a safetensors index: {problem!r} ({named_by(config_key)})") from None
+    for name, file in files:
+        if not _is_inside(file):
+            raise CheckpointError(
+                f"{index}: weight_map has {file!r:.200} for {name!r:.200}; expected the name of a file in that folder "
+                f"({named_by(config_key)})"
+            )
+    return dict(files)
+
+
+def _is_inside(file: object) -> bool:
+    """Whether it is the name of a file in a folder or below it."""
+    if not isinstance(file, str) or not file or "\0" in file:
+        return False
+    path = PurePosixPath(file)
+    return not path.is_absolute() and path != PurePosixPath() and ".." not in path.parts
+
+
+EMBEDDING, FINAL_NORM, LOGITS, LOGPROBS = "embedding", "final norm", "logits", "log-probs"
+
+
+def stages_of_layer(index: int) -> tuple[str, str]:
+    """The residual stream behind its attention, and behind its MLP or experts."""
+    return f"layer {index} attention", f"layer {index} mlp"

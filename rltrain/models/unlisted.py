@@ -10,11 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from rltrain.errors import CheckpointError, named_by
-from rltrain.models.architecture import CONFIG_FILE, Architecture, Unlisted
-from rltrain.models.canonical_tensors import CanonicalTensors
+from rltrain.models.architecture import CONFIG_FILE, Architecture, Unlisted, check_padding, read_eos
 from rltrain.models.checkpoint_model import refuse_more_than_stored
 from rltrain.models.config_file import LARGEST, ConfigReader
-from rltrain.models.end_tokens import check_padding, read_eos
+from rltrain.models.table import CanonicalTensors
 
 WANTED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
 """What transformers calls sizes that families' own files may call otherwise."""

@@ -10,7 +10,7 @@ from math import prod
 import numpy as np
 
 from rltrain.models import Architecture, canonical_tensors, element_types
-from rltrain.models.canonical_tensors import CanonicalTensors, IntArray
+from rltrain.models.table import CanonicalTensors, IntArray
 from rltrain.reshard.layout import PIECE, Layout, Parameters, RankLayout
 from rltrain.runtime.grid import Grid
 

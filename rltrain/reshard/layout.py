@@ -9,8 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from rltrain.models.canonical_tensors import Array, CanonicalTensors
-from rltrain.models.element_types import TypeArray
+from rltrain.models.table import Array, CanonicalTensors, TypeArray
 
 Parameters = tuple[tuple[str, tuple[int, ...]], ...]
 """Names and local shapes."""

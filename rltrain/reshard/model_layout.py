@@ -19,7 +19,7 @@ from rltrain.models import (
     table_of,
     tensors_in,
 )
-from rltrain.models.canonical_tensors import Array, IntArray
+from rltrain.models.table import Array, IntArray
 from rltrain.reshard.layout import PIECE, Parameters, RankLayout, Segment, Shard, below, column_slice, stacked, window
 
 NO_PIECES = np.zeros(0, dtype=PIECE)

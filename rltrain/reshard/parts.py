@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 
-from rltrain.models.element_types import ITEM_BYTES, TypeArray
+from rltrain.models.table import ITEM_BYTES, TypeArray
 from rltrain.reshard.layout import Layout, RankLayout
 
 Run = tuple[int, int]

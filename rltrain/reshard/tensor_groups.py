@@ -7,8 +7,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from rltrain.models.canonical_tensors import Array, CanonicalTensors, IntArray
-from rltrain.models.element_types import ITEM_BYTES, TypeArray
+from rltrain.models.table import ITEM_BYTES, Array, CanonicalTensors, IntArray, TypeArray
 from rltrain.reshard.layout import Layout, RankLayout
 
 BoolArray = NDArray[np.bool_]

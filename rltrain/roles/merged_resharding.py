@@ -9,8 +9,8 @@ from torch import Tensor
 
 from rltrain.config.schema import WeightDelta
 from rltrain.models import canonical_tensors
+from rltrain.models.families import ROUTER_BIAS
 from rltrain.models.lora import matrix_of
-from rltrain.models.moe import ROUTER_BIAS
 from rltrain.reshard.delta.turns import Turn
 from rltrain.reshard.execute.report import SyncReport, total
 from rltrain.reshard.fp8.blocks import QuantizedLayouts

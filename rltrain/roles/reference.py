@@ -10,7 +10,7 @@ from rltrain.algorithms.registry import algorithm_of
 from rltrain.checkpoint.run.files import Contents
 from rltrain.data.preferences import Preferences
 from rltrain.exchange.shipment import Shipment
-from rltrain.models.of_roles import reference_is_actors_base, reference_uses_actor_modules
+from rltrain.models.checkpoint_model import reference_is_actors_base, reference_uses_actor_modules
 from rltrain.reshard.layout import Layout
 from rltrain.residency.host_tensors import HostTensors
 from rltrain.residency.memory_parts import MemoryPart, Overlay

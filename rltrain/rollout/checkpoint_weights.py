@@ -10,7 +10,7 @@ from rltrain.checkpoint.hf import load_parameters
 from rltrain.checkpoint.hf_quantized import load_quantized
 from rltrain.config.schema import FakeQuantization
 from rltrain.models.experts import is_expert
-from rltrain.models.int4 import int4_rounded
+from rltrain.models.products import int4_rounded
 from rltrain.rollout.engine import Engine
 from rltrain.rollout.http.engine import HttpEngine
 from rltrain.rollout.layout import EnginePart, engine_parts

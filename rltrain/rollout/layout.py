@@ -10,7 +10,7 @@ import numpy as np
 from rltrain.checkpoint.hf_layout import hf_layout
 from rltrain.config.schema import Config, Served
 from rltrain.models import Architecture, canonical_tensors, element_types, quantizable_tensors
-from rltrain.models.element_types import ITEM_BYTES, ElementType
+from rltrain.models.table import ITEM_BYTES, ElementType
 from rltrain.reshard.fp8.blocks import BoolArray, QuantizedLayouts, quantized
 from rltrain.reshard.layout import Layout, RankLayout, Segment
 from rltrain.reshard.model_layout import Chunk, ModelCutter, Side, TensorShare, even_share, expert_share, round_up

@@ -7,7 +7,7 @@ from math import prod
 from rltrain.config.schema import Config
 from rltrain.models import Architecture
 from rltrain.models.delta_net import CHUNK_TOKENS
-from rltrain.models.element_types import item_bytes
+from rltrain.models.table import item_bytes
 from rltrain.rollout.layout import ARRIVING_BYTES, engine_layout
 from rltrain.runtime.grid import Grid
 

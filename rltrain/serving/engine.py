@@ -10,9 +10,9 @@ from rltrain.checkpoint.hf import load_parameters
 from rltrain.data.tokenizer import TextDecoder
 from rltrain.errors import ConfigError
 from rltrain.models import read_architecture
+from rltrain.models.checkpoint_model import positions_of
 from rltrain.models.config_file import ConfigReader
-from rltrain.models.element_types import item_bytes
-from rltrain.models.mechanisms import positions_of
+from rltrain.models.table import item_bytes
 from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters
 from rltrain.rollout.embedded.kv_budget import budget_of
 from rltrain.rollout.layout import engine_layout

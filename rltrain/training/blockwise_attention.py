@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rltrain.models.attention import sees
-from rltrain.models.score_blocks import SCORES_AT_ONCE
+from rltrain.models.flops import SCORES_AT_ONCE
 
 LEAST_TOKENS = 16
 """Queries of every sequence in a block, however many sequences there are."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rltrain.config.models import FakeQuantization
 from rltrain.models.experts import is_expert
-from rltrain.models.int4 import int4_rounded
+from rltrain.models.products import int4_rounded
 from rltrain.training.adapter_mode import MadeWeights
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.models.projection import wide_product
+from rltrain.models.products import wide_product
 
 CHUNK_ELEMENTS = 1 << 26  # fp32 working memory per pass is bounded by this many logits
 ABSENT = -1e30  # maximum of a shard that holds padding columns only; finite, so that 0 * (ABSENT - maximum) is 0

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rltrain.models.canonical_tensors import Array, IntArray
+from rltrain.models.table import Array, IntArray
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.plan.match import elements, fragments_of
 from rltrain.runtime.grid import Grid

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from rltrain.checkpoint.hf import load_parameters, save_checkpoint
 from rltrain.models import Architecture, read_architecture
-from rltrain.models.canonical_tensors import Array
-from rltrain.models.element_types import ITEM_BYTES
+from rltrain.models.table import ITEM_BYTES, Array
 from rltrain.reshard.execute import resharding
 from rltrain.reshard.execute.report import SyncReport
 from rltrain.reshard.kernels.copy_table import CopyTable

@@ -7,7 +7,7 @@ import pytest
 from rltrain.config.loader import load_config
 from rltrain.estimate.memory import resident_bytes
 from rltrain.estimate.planned import plan_job
-from rltrain.models.of_roles import role_architectures
+from rltrain.models.checkpoint_model import role_architectures
 from rltrain.runtime.placement import resolve_placement
 from tests.end_to_end.jobs import REPOSITORY, train
 

@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 from rltrain.models.experts import is_expert
-from rltrain.models.int4 import int4_rounded
+from rltrain.models.products import int4_rounded
 from tests.end_to_end.jobs import column, read_records, train_in_turn
 
 GROUP_SIZE, STEPS, SAVED = 16, 3, 2

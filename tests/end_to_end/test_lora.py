@@ -12,7 +12,7 @@ from rltrain.config.loader import load_config
 from rltrain.estimate.memory import resident_bytes
 from rltrain.estimate.planned import plan_job
 from rltrain.models import read_architecture
-from rltrain.models.of_roles import role_architectures
+from rltrain.models.checkpoint_model import role_architectures
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import resolve_placement

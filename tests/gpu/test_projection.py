@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rltrain.models.projection import wide_product
+from rltrain.models.products import wide_product
 
 pytestmark = pytest.mark.gpu
 

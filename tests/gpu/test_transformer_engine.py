@@ -19,7 +19,7 @@ from rltrain.algorithms.likelihood import likelihood_loss
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.config import schema
 from rltrain.models import Architecture
-from rltrain.models.latent import MLA
+from rltrain.models.architecture import MLA
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups

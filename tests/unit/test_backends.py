@@ -12,9 +12,9 @@ from rltrain.legality.architecture import check_against_architecture
 from rltrain.legality.config import check_config
 from rltrain.models import MoE
 from rltrain.models.architecture import Unlisted
-from rltrain.models.canonical_tensors import CanonicalTensors
+from rltrain.models.checkpoint_model import reference_uses_actor_modules
 from rltrain.models.flops import forward_flops
-from rltrain.models.of_roles import reference_uses_actor_modules
+from rltrain.models.table import CanonicalTensors
 from rltrain.runtime.placement import role_grids
 from tests.model_shards import tiny_architecture
 from tests.unit.schedule_configs import make_config, place

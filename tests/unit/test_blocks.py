@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rltrain.models import Architecture
-from rltrain.models.canonical_tensors import Array, CanonicalTensors
-from rltrain.models.element_types import ElementType, uniform
+from rltrain.models.table import Array, CanonicalTensors, ElementType, uniform
 from rltrain.reshard.fp8.block_scales import BlockScales, BlockTable, SplitBlocks
 from rltrain.reshard.fp8.blocks import SCALES_PARAMETER, QuantizedLayouts, quantized
 from rltrain.reshard.kernels.quantize import (

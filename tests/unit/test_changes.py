@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rltrain.models.canonical_tensors import Array
-from rltrain.models.element_types import ITEM_BYTES, ElementType
+from rltrain.models.table import ITEM_BYTES, Array, ElementType
 from rltrain.reshard.kernels import changes_cuda, native
 from rltrain.reshard.kernels.changes import Extent, Marks, Packing, changes_on, mark
 from rltrain.reshard.kernels.changes_cuda import CudaChanges

@@ -10,8 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rltrain.models.canonical_tensors import Array
-from rltrain.models.element_types import ElementType
+from rltrain.models.table import Array, ElementType
 from rltrain.reshard.kernels import copy_table, native
 from rltrain.reshard.kernels.checksums import BOX, checksum_of, checksums
 from rltrain.reshard.kernels.keyed_sum import PRESENT, RUN

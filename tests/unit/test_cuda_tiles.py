@@ -14,8 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rltrain.models.canonical_tensors import Array
-from rltrain.models.element_types import ITEM_BYTES, ElementType
+from rltrain.models.table import ITEM_BYTES, Array, ElementType
 from rltrain.reshard.kernels import copy_table, native
 from rltrain.reshard.kernels.cuda import CudaCopies
 from rltrain.reshard.kernels.slices import PAIRS, SLICE, quantises

@@ -9,7 +9,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.models import read_architecture
-from rltrain.models.clamped_swiglu import LIMIT, clamped_swiglu
+from rltrain.models.products import LIMIT, clamped_swiglu
 from rltrain.reshard.execute.resharding import Resharding
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.planner import plan

@@ -8,7 +8,7 @@ import torch
 
 from rltrain.config.schema import Config
 from rltrain.models import Architecture, read_architecture
-from rltrain.models.element_types import ElementType
+from rltrain.models.table import ElementType
 from rltrain.reshard.execute.resharding import Resharding
 from rltrain.reshard.fp8.block_scales import BlockScales, BlockTable
 from rltrain.reshard.fp8.blocks import SCALE_SUFFIX

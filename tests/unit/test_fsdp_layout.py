@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rltrain.models import Architecture, canonical_tensors
 from rltrain.models.architecture import Unlisted
-from rltrain.models.canonical_tensors import CanonicalTensors
+from rltrain.models.table import CanonicalTensors
 from rltrain.reshard.fsdp_layout import fsdp_layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.runtime.grid import Grid

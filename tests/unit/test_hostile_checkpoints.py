@@ -23,7 +23,7 @@ from rltrain.data.tokenizer import end_token_ids
 from rltrain.errors import CheckpointError, UserError
 from rltrain.models import canonical_tensors, read_architecture
 from rltrain.models.prediction import num_predicting
-from rltrain.models.stored_names import read_weight_map, stored_names
+from rltrain.models.table import read_weight_map, stored_names
 from rltrain.models.unlisted import read_unlisted
 from rltrain.reshard.fsdp_layout import fsdp_layout
 from rltrain.runtime.grid import Grid
@@ -175,7 +175,7 @@ def test_links_inside_the_folder_are_followed(tmp_path: Path) -> None:
 def test_what_is_let_through_lies_inside(tmp_path_factory: pytest.TempPathFactory, file: str) -> None:
     folder = Path("/nowhere/checkpoint")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("rltrain.models.stored_names.read_json", lambda index: {"weight_map": {"t": file}})
+        patched.setattr("rltrain.models.table.read_json", lambda index: {"weight_map": {"t": file}})
         try:
             read_weight_map(folder, "model.path")
         except CheckpointError:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rltrain.config.schema import FakeQuantization
-from rltrain.models import int4
-from rltrain.models.int4 import int4_rounded
+from rltrain.models import products
+from rltrain.models.products import int4_rounded
 from rltrain.training.fake_quantization import rounded, rounded_weights
 from rltrain.training.fsdp.fake_quantization import round_experts
 
@@ -102,7 +102,7 @@ def test_rows_are_rounded_alike_whatever_is_rounded_with_them(group_size: int, m
     whole = int4_rounded(x, group_size, 7.0)
     assert torch.equal(int4_rounded(x[1, 2:5], group_size, 7.0), whole[1, 2:5])
     assert torch.equal(int4_rounded(x.transpose(0, 1), group_size, 7.0), whole.transpose(0, 1))
-    monkeypatch.setattr(int4, "AT_ONCE_ELEMENTS", 16)
+    monkeypatch.setattr(products, "AT_ONCE_ELEMENTS", 16)
     assert torch.equal(int4_rounded(x, group_size, 7.0), whole)
 
 

@@ -11,8 +11,7 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rltrain.models.canonical_tensors import Array
-from rltrain.models.element_types import ElementType
+from rltrain.models.table import Array, ElementType
 from rltrain.reshard.kernels import native
 from rltrain.reshard.kernels.copy_table import SLICE, CopyTable
 from rltrain.reshard.kernels.slices import PAIRS

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.models.element_types import ITEM_BYTES, ElementType
+from rltrain.models.table import ITEM_BYTES, ElementType
 from rltrain.reshard.layout import BOX_FIELDS, Layout
 from rltrain.reshard.parts import parameter_types, split
 from rltrain.reshard.plan.planner import Planner

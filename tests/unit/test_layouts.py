@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rltrain.models import Architecture, canonical_tensors
-from rltrain.models.element_types import ElementType
+from rltrain.models.table import ElementType
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.rollout.layout import engine_layout

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.models.hidden_matrices import is_hidden_matrix
+from rltrain.models.table import is_hidden_matrix
 from rltrain.residency import host_tensors
 from rltrain.training.optimization import adam, host_step
 from rltrain.training.optimization.adam import AdamRule, AdamTensors, adam_step

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rltrain.models import Architecture
-from rltrain.models.canonical_tensors import CanonicalTensors
-from rltrain.models.element_types import uniform
+from rltrain.models.table import CanonicalTensors, uniform
 from rltrain.reshard.layout import PIECE, Layout, RankLayout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.match import elements

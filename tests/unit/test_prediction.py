@@ -20,9 +20,9 @@ from rltrain.estimate.activations import Activations
 from rltrain.legality.config import check_config
 from rltrain.legality.mtp import mtp_problems, mtp_problems_of_models
 from rltrain.models import Architecture, canonical_tensors, prediction_layer, read_architecture
-from rltrain.models.hidden_matrices import is_hidden_matrix
-from rltrain.models.of_roles import role_architectures
+from rltrain.models.checkpoint_model import role_architectures
 from rltrain.models.prediction import PREDICTIONS, num_predicting
+from rltrain.models.table import is_hidden_matrix
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.resuming import _architecture_problems
 from rltrain.rollout.layout import engine_layout

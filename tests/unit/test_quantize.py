@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rltrain.models.element_types import ElementType
+from rltrain.models.table import ElementType
 from rltrain.reshard.kernels.copy_table import BLOCK, SLICE, CopyTable
 from rltrain.reshard.kernels.quantize import block_amax, dequantize, quantize_blocks, scales_of
 

@@ -14,8 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rltrain.models.canonical_tensors import Array, IntArray
-from rltrain.models.element_types import ITEM_BYTES
+from rltrain.models.table import ITEM_BYTES, Array, IntArray
 from rltrain.reshard.execute import resharding, staging
 from rltrain.reshard.execute.device_streams import DeviceStreams, _CudaEvent, _CudaStream
 from rltrain.reshard.execute.resharding import Resharding

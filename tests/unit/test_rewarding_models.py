@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rltrain.config import schema
 from rltrain.errors import CheckpointError, ConfigError
 from rltrain.legality.config import check_config
-from rltrain.models.classifier import require_classifier
+from rltrain.models.checkpoint_model import require_classifier
 from rltrain.rewards.combined import CombinedScorer
 from rltrain.rewards.conventions import Wants
 from rltrain.rewards.judge_question import NoVerdictError, Question, verdict_parser

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.models.element_types import ITEM_BYTES, ElementType
+from rltrain.models.table import ITEM_BYTES, ElementType
 from rltrain.reshard.kernels.slices import SLICE
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.match import elements

@@ -18,7 +18,7 @@ from rltrain.checkpoint.prediction_layers import PredictionLayers
 from rltrain.checkpoint.safetensors_file import Entry, in_file_order
 from rltrain.checkpoint.share_writer import ShareWriter, writing_share, written_rows
 from rltrain.errors import CheckpointError
-from rltrain.models.element_types import ITEM_BYTES
+from rltrain.models.table import ITEM_BYTES
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.tensor_groups import holding_rows

@@ -15,7 +15,7 @@ from torch import Tensor
 from rltrain.checkpoint.run.saved_state import MASTER, Counts, Destination, SavedState, contents, flat_name
 from rltrain.errors import CheckpointError
 from rltrain.models import canonical_tensors
-from rltrain.models.canonical_tensors import Array
+from rltrain.models.table import Array
 from rltrain.reshard.layout import PIECE, Layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.match import elements

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.models.element_types import ITEM_BYTES
+from rltrain.models.table import ITEM_BYTES
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.tensor_groups import holding, tensor_groups

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rltrain.models.deepseek import LATENT_NORM_EPS
+from rltrain.models.families import LATENT_NORM_EPS
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.runtime.grid import Grid
 from tests.forked.popen import PYTHON_PATH, REPOSITORY

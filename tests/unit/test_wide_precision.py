@@ -11,8 +11,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from rltrain.models import projection
-from rltrain.models.projection import wide_product
+from rltrain.models import products
+from rltrain.models.products import wide_product
 from rltrain.training.megatron.layers import RMSNorm
 from rltrain.training.megatron.precision import RoundedInput, residual_addition, widen_residual_stream
 
@@ -24,7 +24,7 @@ HALF = [torch.bfloat16, torch.float16]
 def test_products_of_weights_in_half_precision_are_rounded_nowhere(
     dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(projection, "_CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(products, "_CHUNK_ELEMENTS", chunk)
     x, weight = torch.randn(2, 3, 17).to(dtype), torch.randn(11, 17).to(dtype)
     product = wide_product(x, weight)
     assert product.dtype == torch.float32 and product.shape == (2, 3, 11)

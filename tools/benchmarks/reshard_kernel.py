@@ -30,8 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rltrain.models.canonical_tensors import Array
-from rltrain.models.element_types import ElementType
+from rltrain.models.table import Array, ElementType
 from rltrain.reshard.kernels import native
 from rltrain.reshard.kernels.checksums import BOX, checksums
 from rltrain.reshard.kernels.copy_table import BLOCK, SLICE, CopyTable

@@ -11,8 +11,7 @@ from torch import Tensor
 from weight_sync_case import Case
 from weight_sync_timing import milliseconds, time_rounds
 
-from rltrain.models.canonical_tensors import Array
-from rltrain.models.element_types import ElementType
+from rltrain.models.table import Array, ElementType
 from rltrain.reshard.kernels.copy_table import SLICE, CopyTable
 from rltrain.reshard.plan.rank_plan import RankPlan
 

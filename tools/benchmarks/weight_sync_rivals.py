@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from weight_sync_case import Case, broadcast_lists
 
-from rltrain.models.element_types import ITEM_BYTES, wire_types
+from rltrain.models.table import ITEM_BYTES, wire_types
 from rltrain.reshard.plan.match import elements
 from rltrain.reshard.plan.rank_plan import RankPlan
 

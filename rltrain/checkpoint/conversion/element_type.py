@@ -6,7 +6,7 @@ import torch
 from rltrain.checkpoint.conversion.sources import Source
 from rltrain.errors import CheckpointError, named_by
 from rltrain.models import element_types
-from rltrain.models.element_types import ElementType
+from rltrain.models.table import ElementType
 
 CHOICES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 

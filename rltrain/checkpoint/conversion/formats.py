@@ -9,7 +9,7 @@ from rltrain.checkpoint.conversion.sources import HfSource, Source
 from rltrain.checkpoint.run.folder import is_of_run, name_of
 from rltrain.errors import CheckpointError, named_by
 from rltrain.models.architecture import CONFIG_FILE
-from rltrain.models.stored_names import INDEX_FILE, SINGLE_FILE
+from rltrain.models.table import INDEX_FILE, SINGLE_FILE
 
 Format = Literal["hf", "megatron", "run"]
 FORMAT_NAMES = {

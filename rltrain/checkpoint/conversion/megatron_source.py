@@ -15,7 +15,7 @@ from rltrain.checkpoint.megatron.reader import MegatronReader
 from rltrain.errors import CheckpointError, named_by, one_of
 from rltrain.models import canonical_tensors, read_architecture
 from rltrain.models.architecture import CONFIG_FILE
-from rltrain.models.canonical_tensors import Array
+from rltrain.models.table import Array
 
 HF_FOLDER = "hf"
 """Holds config.json and the tokenizer, beside the iterations."""

@@ -18,8 +18,8 @@ from rltrain.config.schema import Config
 from rltrain.errors import CheckpointError, named_by
 from rltrain.models import canonical_tensors, element_types, read_architecture
 from rltrain.models.architecture import CONFIG_FILE
-from rltrain.models.element_types import ElementType
 from rltrain.models.lora import PEFT_PREFIX, WEIGHT, A, B
+from rltrain.models.table import ElementType
 
 ROLE = "actor"
 

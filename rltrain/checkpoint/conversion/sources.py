@@ -11,7 +11,7 @@ from rltrain.checkpoint.hf_reader import VALUE_HEAD, Box, HfFolder
 from rltrain.checkpoint.safetensors_file import WEIGHT_TYPE_NAMES
 from rltrain.errors import listed, one_of
 from rltrain.models import Architecture, canonical_tensors, read_architecture
-from rltrain.models.canonical_tensors import CanonicalTensors
+from rltrain.models.table import CanonicalTensors
 
 TYPES_BY_NAME = {name: dtype for dtype, name in WEIGHT_TYPE_NAMES.items()}
 

@@ -14,8 +14,7 @@ import numpy as np
 
 from rltrain.errors import CheckpointError, listed
 from rltrain.models import Architecture, Row, element_types, layer_of, table_of
-from rltrain.models.canonical_tensors import Array
-from rltrain.models.element_types import ElementType
+from rltrain.models.table import Array, ElementType
 from rltrain.reshard.layout import BOX_FIELDS, Parameters
 from rltrain.reshard.megatron_layout import TRANSFORMER_ENGINE, megatron_layout
 from rltrain.reshard.model_layout import round_up

@@ -25,7 +25,7 @@ from rltrain.checkpoint.megatron.metadata import (
 )
 from rltrain.checkpoint.megatron.unpickling import plain, read_torch_pickle
 from rltrain.errors import CheckpointError, listed, named_by
-from rltrain.models.canonical_tensors import IntArray
+from rltrain.models.table import IntArray
 
 TRAINING_STATE = ("optimizer", "chained_", "rng_state", "rerun_state_machine", "opt_param_scheduler", "lr_scheduler")
 """How the keys begin of what a checkpoint holds beside the model."""

@@ -14,7 +14,7 @@ from rltrain.checkpoint.hf_reader import Box
 from rltrain.checkpoint.run.files import Contents
 from rltrain.checkpoint.run.saved_file import AnyFile, Rows, SavedFile, saved_file
 from rltrain.errors import CheckpointError, named_by
-from rltrain.models.canonical_tensors import Array, CanonicalTensors, IntArray
+from rltrain.models.table import Array, CanonicalTensors, IntArray
 from rltrain.reshard.layout import BOX_FIELDS, PIECE
 from rltrain.reshard.plan.match import Overlaps, boxes_of, describe, elements, offsets, overlaps
 from rltrain.system.file_pages import populate

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.models.canonical_tensors import Array, IntArray
-from rltrain.models.element_types import ElementType
+from rltrain.models.table import Array, ElementType, IntArray
 from rltrain.reshard.fp8.blocks import SCALE_SUFFIX, SCALES_PARAMETER
 from rltrain.reshard.kernels.quantize import quantize_blocks
 from rltrain.reshard.kernels.torch_types import DTYPES

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rltrain.errors import SyncMismatchError
-from rltrain.models.canonical_tensors import Array, CanonicalTensors, IntArray
-from rltrain.models.element_types import ElementType
+from rltrain.models.table import Array, CanonicalTensors, ElementType, IntArray
 from rltrain.reshard.fp8.block_scales import PLACE_IN_BLOCKS, BlockTable, SplitBlocks
 from rltrain.reshard.fp8.blocks import SCALES_PARAMETER
 from rltrain.reshard.kernels.checksums import BOX, checksums

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rltrain.models.canonical_tensors import Array, IntArray
-from rltrain.models.element_types import ITEM_BYTES
+from rltrain.models.table import ITEM_BYTES, Array, IntArray
 from rltrain.reshard.kernels.changes import Extent, rounded_up
 from rltrain.reshard.plan.steps import Message
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from rltrain.errors import SyncError
-from rltrain.models.canonical_tensors import IntArray
+from rltrain.models.table import IntArray
 from rltrain.reshard.execute.recursive_doubling import Combine, all_reduce
 from rltrain.reshard.plan.rounds import Rounds, Streams, checksums, choose_rounds, stream_numbers
 from rltrain.reshard.plan.stages import NO_HEADERS, Headers, StageStreams

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from rltrain.errors import SyncError
-from rltrain.models.canonical_tensors import IntArray
-from rltrain.models.element_types import ElementType, TypeArray
+from rltrain.models.table import ElementType, IntArray, TypeArray
 from rltrain.reshard.kernels.torch_types import DTYPES
 from rltrain.reshard.plan.rank_plan import Parameters, RankPlan
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.models.element_types import wire_types
+from rltrain.models.table import wire_types
 from rltrain.reshard.delta.coder import Coder, DeltaSettings, headers_of
 from rltrain.reshard.execute.agreement import Agreement
 from rltrain.reshard.execute.binding import Binding, device_of

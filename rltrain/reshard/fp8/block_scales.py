@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.models.canonical_tensors import Array, IntArray
-from rltrain.models.element_types import ElementType
+from rltrain.models.table import Array, ElementType, IntArray
 from rltrain.reshard.fp8.blocks import SCALES_PARAMETER, QuantizedLayouts, entries_of, touched_blocks
 from rltrain.reshard.kernels.copy_table import CopyTable
 from rltrain.reshard.kernels.quantize import scales_of

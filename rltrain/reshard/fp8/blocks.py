@@ -16,8 +16,7 @@ from functools import cached_property, partial
 import numpy as np
 from numpy.typing import NDArray
 
-from rltrain.models.canonical_tensors import Array, CanonicalTensors, IntArray
-from rltrain.models.element_types import ElementType
+from rltrain.models.table import Array, CanonicalTensors, ElementType, IntArray
 from rltrain.reshard.kernels.slices import BLOCK
 from rltrain.reshard.layout import BOX_FIELDS, PIECE, Layout, Parameters, RankLayout
 from rltrain.reshard.plan.match import boxes_of

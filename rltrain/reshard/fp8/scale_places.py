@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rltrain.models.canonical_tensors import Array, IntArray
-from rltrain.models.element_types import ElementType
+from rltrain.models.table import Array, ElementType, IntArray
 from rltrain.reshard.fp8.blocks import entries_of, touched_blocks
 from rltrain.reshard.kernels.slices import BLOCK
 from rltrain.reshard.layout import Layout

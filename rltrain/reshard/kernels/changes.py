@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rltrain.models.canonical_tensors import Array
+from rltrain.models.table import Array
 from rltrain.reshard.kernels import native
 from rltrain.reshard.kernels.changes_torch import TorchChanges
 from rltrain.reshard.kernels.copy_table import CopyTable

@@ -6,8 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rltrain.models.canonical_tensors import Array
-from rltrain.models.element_types import ITEM_BYTES, ElementType
+from rltrain.models.table import ITEM_BYTES, Array, ElementType
 from rltrain.reshard.kernels.delta_format import BLOCK, WHOLE
 
 if TYPE_CHECKING:

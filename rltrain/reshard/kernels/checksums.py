@@ -6,8 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rltrain.models.canonical_tensors import Array, IntArray
-from rltrain.models.element_types import ITEM_BYTES, ElementType
+from rltrain.models.table import ITEM_BYTES, Array, ElementType, IntArray
 from rltrain.reshard.kernels import copy_table
 from rltrain.reshard.kernels.slices import SLICE, Bases, check_side
 from rltrain.reshard.kernels.torch_operations import TorchCopies

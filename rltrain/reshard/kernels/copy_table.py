@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rltrain.models.canonical_tensors import Array
+from rltrain.models.table import Array
 from rltrain.reshard.kernels import native
 from rltrain.reshard.kernels.cpu import CpuCopies
 from rltrain.reshard.kernels.slices import ANY_TYPE, BLOCK, SLICE, Bases, alignment, check_bounds, check_slices

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from rltrain.models.canonical_tensors import Array
+from rltrain.models.table import Array
 from rltrain.reshard.kernels import native
 from rltrain.reshard.kernels.slices import SLICE
 

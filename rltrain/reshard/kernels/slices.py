@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rltrain.models.canonical_tensors import Array
-from rltrain.models.element_types import ITEM_BYTES, ElementType
+from rltrain.models.table import ITEM_BYTES, Array, ElementType
 
 Numbers = NDArray[Any]
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rltrain.models.canonical_tensors import Array
-from rltrain.models.element_types import ITEM_BYTES
+from rltrain.models.table import ITEM_BYTES, Array
 from rltrain.reshard.kernels.slices import BLOCK, quantises
 
 TILE = np.dtype(

@@ -7,8 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rltrain.models.canonical_tensors import Array
-from rltrain.models.element_types import ElementType
+from rltrain.models.table import Array, ElementType
 from rltrain.reshard.kernels.keyed_sum import MAX_ELEMENTS, bits_of, keyed_sum
 from rltrain.reshard.kernels.quantize import block_amax, inverse_scales_of, per_element, quantize_elements
 from rltrain.reshard.kernels.slices import blocks_spanned, is_empty, quantises

@@ -2,7 +2,7 @@
 
 import torch
 
-from rltrain.models.element_types import ElementType
+from rltrain.models.table import ElementType
 
 DTYPES = {
     ElementType.FLOAT32: torch.float32,

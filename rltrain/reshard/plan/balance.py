@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rltrain.models.canonical_tensors import IntArray
+from rltrain.models.table import IntArray
 
 MAX_SWEEPS = 300
 TOLERANCE = 2000

@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from rltrain.models.canonical_tensors import Array, IntArray
+from rltrain.models.table import Array, IntArray
 from rltrain.reshard.plan.balance import share_out
 from rltrain.reshard.plan.match import Fragments
 from rltrain.reshard.plan.needs import Needs

@@ -5,8 +5,7 @@ from functools import cached_property
 
 import numpy as np
 
-from rltrain.models.canonical_tensors import Array, CanonicalTensors, IntArray
-from rltrain.models.element_types import ITEM_BYTES, TypeArray
+from rltrain.models.table import ITEM_BYTES, Array, CanonicalTensors, IntArray, TypeArray
 from rltrain.reshard.layout import BOX_FIELDS, Layout
 
 BOX = np.dtype([(name, np.int64) for name in BOX_FIELDS])

@@ -6,8 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from rltrain.models.canonical_tensors import Array, IntArray
-from rltrain.models.element_types import TypeArray
+from rltrain.models.table import Array, IntArray, TypeArray
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.plan.match import Fragments, match, num_bytes, set_numbers
 

@@ -5,8 +5,7 @@ from functools import cached_property
 
 import numpy as np
 
-from rltrain.models.canonical_tensors import Array, IntArray
-from rltrain.models.element_types import wire_types
+from rltrain.models.table import Array, IntArray, wire_types
 from rltrain.reshard.layout import BOX_FIELDS, Layout
 from rltrain.reshard.plan.lines import Dealt, Lines, Node, deal
 from rltrain.reshard.plan.match import fragments_of, num_bytes, offsets

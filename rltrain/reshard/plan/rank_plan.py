@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rltrain.models.canonical_tensors import Array
-from rltrain.models.element_types import TypeArray
+from rltrain.models.table import Array, TypeArray
 from rltrain.reshard.layout import BOX_FIELDS
 
 Parameters = tuple[tuple[str, tuple[int, ...]], ...]

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rltrain.models.canonical_tensors import Array, IntArray
-from rltrain.models.element_types import ITEM_BYTES, TypeArray
+from rltrain.models.table import ITEM_BYTES, Array, IntArray, TypeArray
 from rltrain.reshard.layout import BOX_FIELDS
 from rltrain.reshard.plan.match import elements, num_bytes
 

@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rltrain.models.canonical_tensors import IntArray
-from rltrain.models.element_types import wire_types
+from rltrain.models.table import IntArray, wire_types
 from rltrain.reshard.plan.rank_plan import RankPlan
 from rltrain.reshard.plan.rounds import Rounds, Streams, distinct, fixed_places, streams
 

@@ -5,8 +5,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from rltrain.models.canonical_tensors import Array, IntArray
-from rltrain.models.element_types import TypeArray
+from rltrain.models.table import Array, IntArray, TypeArray
 from rltrain.reshard.kernels.slices import SLICE, quantises
 from rltrain.reshard.plan.rank_plan import RankPlan
 from rltrain.reshard.plan.rounds import Cut, Messages, Rounds, cut, fixed_places

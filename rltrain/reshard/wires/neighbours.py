@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from rltrain.models.canonical_tensors import IntArray
+from rltrain.models.table import IntArray
 from rltrain.reshard.execute.agreement import Agreement
 from rltrain.reshard.kernels import signals
 from rltrain.reshard.kernels.signals import Signal

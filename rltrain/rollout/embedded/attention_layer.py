@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rltrain.models import Architecture
-from rltrain.models.rotary import halves_of_pairs
+from rltrain.models.attention import halves_of_pairs
 from rltrain.rollout.embedded.head_norms import head_norms
 from rltrain.rollout.embedded.kv_cache import AttentionShape, DecodeAttention, PrefillAttention
 from rltrain.rollout.embedded.parallel import TensorParallel

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rltrain.models.clamped_swiglu import clamped_swiglu
+from rltrain.models.products import clamped_swiglu
 from rltrain.rollout.embedded.grouped_product import is_grouped_on_device
 from rltrain.rollout.embedded.parameters import LayerParameters, Matrix, TransposedMatrices
 

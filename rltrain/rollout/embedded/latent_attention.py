@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from rltrain.models import Architecture
-from rltrain.models.deepseek import LATENT_NORM_EPS
-from rltrain.models.rotary import halves_of_pairs
+from rltrain.models.attention import halves_of_pairs
+from rltrain.models.families import LATENT_NORM_EPS
 from rltrain.rollout.embedded.attention_layer import Attention
 from rltrain.rollout.embedded.kv_cache import AttentionShape, PrefillAttention
 from rltrain.rollout.embedded.parallel import TensorParallel

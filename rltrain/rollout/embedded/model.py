@@ -8,11 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rltrain.models import Architecture
-from rltrain.models.attention import soft_capped
-from rltrain.models.projection import wide_product
-from rltrain.models.rotary import inverse_frequencies
+from rltrain.models.attention import inverse_frequencies, soft_capped
+from rltrain.models.products import wide_product
 from rltrain.models.routing_shape import RoutingShape
-from rltrain.models.stages import EMBEDDING, FINAL_NORM, stages_of_layer
+from rltrain.models.table import EMBEDDING, FINAL_NORM, stages_of_layer
 from rltrain.rollout.embedded.attention_layer import Attention, AttentionLayer, GroupedAttention
 from rltrain.rollout.embedded.delta_layer import DeltaLayer
 from rltrain.rollout.embedded.experts import Experts

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rltrain.models.element_types import ElementType
+from rltrain.models.table import ElementType
 from rltrain.reshard.adapter_pairs import adapter_pairs
 from rltrain.reshard.fp8.blocks import SCALE_SUFFIX
 from rltrain.reshard.fp8.scale_places import ScalePlaces, scale_places

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rltrain.models.stages import LOGPROBS
+from rltrain.models.table import LOGPROBS
 from rltrain.tools.parity.states import Samples, States
 
 THRESHOLDS = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}

@@ -6,7 +6,7 @@ import torch
 
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.models import read_architecture
-from rltrain.models.stages import LOGITS, LOGPROBS
+from rltrain.models.table import LOGITS, LOGPROBS
 from rltrain.rollout.embedded.kv_cache import CacheShape
 from rltrain.rollout.embedded.model import EngineModel
 from rltrain.rollout.embedded.parallel import TensorParallel

@@ -7,7 +7,7 @@ import torch
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.config import schema
 from rltrain.models import read_architecture
-from rltrain.models.stages import LOGITS, LOGPROBS
+from rltrain.models.table import LOGITS, LOGPROBS
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rltrain.config import schema
-from rltrain.models.stages import EMBEDDING, FINAL_NORM, LOGITS, LOGPROBS, stages_of_layer
+from rltrain.models.table import EMBEDDING, FINAL_NORM, LOGITS, LOGPROBS, stages_of_layer
 
 Samples = tuple[tuple[int, ...], ...]
 """Token ids of each; two or more."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.config import schema
 from rltrain.models import Architecture, read_architecture
-from rltrain.models.stages import EMBEDDING, FINAL_NORM, LOGITS, LOGPROBS, stages_of_layer
+from rltrain.models.table import EMBEDDING, FINAL_NORM, LOGITS, LOGPROBS, stages_of_layer
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from rltrain.models.stages import EMBEDDING, FINAL_NORM, LOGITS, LOGPROBS, stages_of_layer
+from rltrain.models.table import EMBEDDING, FINAL_NORM, LOGITS, LOGPROBS, stages_of_layer
 from rltrain.tools.parity.states import Checked, Notes, Samples, States, next_token_logprobs
 
 

@@ -15,8 +15,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from rltrain.models import Architecture
+from rltrain.models.attention import inverse_frequencies
 from rltrain.models.prediction import PREDICTIONS
-from rltrain.models.rotary import inverse_frequencies
 from rltrain.reshard.megatron_layout import padded_vocab_size
 from rltrain.reshard.model_layout import Chunk
 from rltrain.training.megatron.attention import PositionRotaryEmbedding

@@ -7,7 +7,7 @@ from megatron.core.tensor_parallel.random import checkpoint
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rltrain.models.rotary import halves_of_pairs
+from rltrain.models.attention import halves_of_pairs
 from rltrain.training.megatron.attention import GroupedSelfAttention, PackedSequences
 from rltrain.training.megatron.fused import Gradients, TurnedHeads, takes_fused
 from rltrain.training.megatron.norms import ProjectionNorm

@@ -10,7 +10,7 @@ from megatron.core.transformer.moe.fused_a2a import HAVE_DEEP_EP
 from rltrain.config import schema
 from rltrain.errors import ConfigError
 from rltrain.models import Architecture
-from rltrain.models.mechanisms import local_mechanisms
+from rltrain.models.checkpoint_model import local_mechanisms
 from rltrain.runtime.grid import Grid
 
 HEAD_MULTIPLE, LARGEST_HEAD = 8, 256

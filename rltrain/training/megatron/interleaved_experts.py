@@ -9,7 +9,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from rltrain.models.clamped_swiglu import clamped_swiglu
+from rltrain.models.products import clamped_swiglu
 from rltrain.training.megatron.norms import parameter_device
 from rltrain.training.megatron.routing import SampleRouter
 

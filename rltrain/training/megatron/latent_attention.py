@@ -17,8 +17,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
 from rltrain.models import Architecture
-from rltrain.models.deepseek import LATENT_NORM_EPS
-from rltrain.models.rotary import inverse_frequencies
+from rltrain.models.attention import inverse_frequencies
+from rltrain.models.families import LATENT_NORM_EPS
 from rltrain.training.megatron.attention import PositionRotaryEmbedding
 from rltrain.training.megatron.versions import ModulesOfSpec
 

@@ -30,9 +30,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from rltrain.models import NUM_LABELS, Architecture, LayerKind
+from rltrain.models.architecture import MLA
 from rltrain.models.attention import soft_capped
 from rltrain.models.experts import is_expert
-from rltrain.models.latent import MLA
 from rltrain.training.megatron.attention import GroupedSelfAttention, PackedAttention
 from rltrain.training.megatron.context_parallel import with_context_parallelism
 from rltrain.training.megatron.delta_net import DeltaSubmodules, PackedDeltaNet

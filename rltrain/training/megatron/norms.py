@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from rltrain.models import Architecture
-from rltrain.models.deepseek import LATENT_NORM_EPS
+from rltrain.models.families import LATENT_NORM_EPS
 from rltrain.training.megatron.fused import RmsNorm, takes_fused
 
 

@@ -18,7 +18,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
-from rltrain.models.projection import wide_product
+from rltrain.models.products import wide_product
 
 Addition = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from rltrain.checkpoint.run.files import Contents
 from rltrain.checkpoint.run.saved_file import AnyFile
 from rltrain.checkpoint.run.saved_state import MASTER, Counts, Destination, SavedState, contents, flat_name
-from rltrain.models.canonical_tensors import IntArray
 from rltrain.models.experts import is_expert
+from rltrain.models.table import IntArray
 from rltrain.reshard.layout import Layout
 from rltrain.residency.memory_parts import MemoryPart
 from rltrain.training.late_copies import LateCopies, LateTensors

@@ -11,8 +11,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from rltrain.config import schema
-from rltrain.models.canonical_tensors import Array
-from rltrain.models.hidden_matrices import is_hidden_matrix
+from rltrain.models.table import Array, is_hidden_matrix
 from rltrain.training.megatron.model import LanguageModel, local_parameters
 from rltrain.training.megatron.optimizer import members
 from rltrain.training.optimization.matrix_exchange import MatrixExchange

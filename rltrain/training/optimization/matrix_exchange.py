@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.models.canonical_tensors import Array
+from rltrain.models.table import Array
 from rltrain.reshard.layout import BOX_FIELDS, PIECE
 
 ROUND_ELEMENTS = 1 << 25

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rltrain.errors import EngineError
-from rltrain.models.element_types import ElementType
+from rltrain.models.table import ElementType
 from rltrain.reshard.kernels.torch_types import DTYPES
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.parts import parameter_types
