@@ -1,7 +1,7 @@
 // Copies of many strided two-dimensional slices in one call: the pack and unpack of a reshard. And their checksums.
 //
 // Shared by reshard_cpu.cpp and reshard_cuda.cu. A plain C interface, no torch and no Python, loaded by ctypes
-// (rltrain/reshard/kernels/native.py), which compares the version and the struct sizes below with its own.
+// (rltrain/reshard/native.py), which compares the version and the struct sizes below with its own.
 #pragma once
 
 #include <stdint.h>

@@ -22,7 +22,7 @@ from rltrain.legality.doubts import doubts, doubts_about_models, doubts_about_va
 from rltrain.legality.placed import place_config
 from rltrain.memory_resuming import HeldCheckpoints
 from rltrain.models import Architecture
-from rltrain.reshard.kernels import native
+from rltrain.reshard import native
 from rltrain.resuming import (
     check_resumed,
     claim_folders,

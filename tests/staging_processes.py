@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rltrain.errors import EngineError
-from rltrain.reshard.parts import split
+from rltrain.reshard.layout import split
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sglang.server import rltrain_weight_loader as loader
 from rltrain.rollout.sglang.weights.delivery import Delivery

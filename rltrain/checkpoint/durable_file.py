@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rltrain.checkpoint.write_behind import WriteBehind
-from rltrain.reshard.kernels.crc32 import crc32
+from rltrain.reshard.native import crc32
 from rltrain.system.file_pages import begin_writing_out
 
 BLOCK_BYTES = 2**18

@@ -12,7 +12,7 @@ from rltrain.checkpoint.safetensors_file import Entry
 from rltrain.models.architecture import CONFIG_FILE
 from rltrain.models.config_file import parse_object
 from rltrain.models.table import INDEX_FILE, SINGLE_FILE, ElementType
-from rltrain.reshard.kernels.torch_types import DTYPES
+from rltrain.reshard.copy_table import DTYPES
 from rltrain.reshard.layout import Layout
 
 METADATA = {"format": "pt", "written_by": "rltrain"}

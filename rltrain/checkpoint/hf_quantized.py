@@ -11,10 +11,10 @@ from torch import Tensor
 
 from rltrain.checkpoint.hf_reader import Box, HfFolder, check_parameters, write_piece
 from rltrain.models.table import Array
-from rltrain.reshard.fp8.blocks import QuantizedLayouts, touched_blocks
-from rltrain.reshard.kernels.quantize import quantize_blocks
-from rltrain.reshard.kernels.slices import BLOCK
+from rltrain.reshard.copy_table import quantize_blocks
+from rltrain.reshard.fp8_blocks import QuantizedLayouts, touched_blocks
 from rltrain.reshard.layout import BOX_FIELDS, Layout
+from rltrain.reshard.slices import BLOCK
 
 
 def load_quantized(

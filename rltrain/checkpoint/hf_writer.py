@@ -21,7 +21,6 @@ from rltrain.checkpoint.hf_files import (
     write_config,
     write_index,
 )
-from rltrain.checkpoint.hf_layout import hf_layout, hf_rows
 from rltrain.checkpoint.prediction_layers import PredictionLayers
 from rltrain.checkpoint.share_writer import WRITTEN_BYTES, writing_share, written_rows
 from rltrain.errors import CheckpointError
@@ -29,10 +28,9 @@ from rltrain.models import NUM_LABELS, Architecture
 from rltrain.models.architecture import CONFIG_FILE
 from rltrain.models.config_file import read_object
 from rltrain.models.table import INDEX_FILE
-from rltrain.reshard.execute.resharding import execute
-from rltrain.reshard.layout import Layout
-from rltrain.reshard.plan.planner import plan
-from rltrain.reshard.tensor_groups import holding, holding_rows, tensor_groups
+from rltrain.reshard.execute import execute
+from rltrain.reshard.layout import Layout, hf_layout, hf_rows, holding, holding_rows, tensor_groups
+from rltrain.reshard.plan import plan
 
 NO_NOTES: Mapping[str, str] = MappingProxyType({})
 SHARD_FILE = re.compile(r"model(-\d+-of-\d+)?\.safetensors")

@@ -12,7 +12,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rltrain.checkpoint.hf_layout import hf_layout
 from rltrain.checkpoint.hf_reader import within, write_piece
 from rltrain.config.models import Lora
 from rltrain.errors import CheckpointError
@@ -20,9 +19,9 @@ from rltrain.models import Architecture
 from rltrain.models.config_file import parse_object
 from rltrain.models.lora import PEFT_PREFIX, WEIGHT, A, B, target_of
 from rltrain.models.table import CanonicalTensors
-from rltrain.reshard.execute.resharding import execute
-from rltrain.reshard.layout import Layout
-from rltrain.reshard.plan.planner import plan
+from rltrain.reshard.execute import execute
+from rltrain.reshard.layout import Layout, hf_layout
+from rltrain.reshard.plan import plan
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 CONFIG_KEY = "config key model.lora.path"

@@ -6,7 +6,7 @@ import torch
 
 from rltrain.config.schema import Model
 from rltrain.doctor.finding import FINE, LACKING, Finding
-from rltrain.reshard.kernels import native
+from rltrain.reshard import native
 from rltrain.runtime import shared_memory
 
 

@@ -38,7 +38,7 @@ from rltrain.legality.doubts import doubts, doubts_about_models, doubts_about_va
 from rltrain.legality.placed import place_config
 from rltrain.legality.repeating import obstacle_to_repeating
 from rltrain.models import Architecture
-from rltrain.reshard.plan.planner import traffic
+from rltrain.reshard.plan import traffic
 from rltrain.residency.memory_plan import ranks_left_by_engines
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import Placement, format_ranks, group_lists

@@ -2,7 +2,7 @@
 the files that servers are given which somebody else runs."""
 
 from rltrain.estimate.planned import PlannedJob
-from rltrain.reshard.kernels.delta_format import BLOCK
+from rltrain.reshard.slices import DELTA_BLOCK
 from rltrain.residency.memory_plan import ranks_left_by_engines
 
 CHANGED_SHARE = 0.03
@@ -46,5 +46,5 @@ def changed_share(job: PlannedJob) -> float:
     assert delta is not None, "what changed is told apart"
     item = job.item_bytes
     changed = CHANGED_SHARE if item <= 2 else 1.0
-    share = min(1.0, (changed * (item + 1) + 1 / BLOCK) / item)
+    share = min(1.0, (changed * (item + 1) + 1 / DELTA_BLOCK) / item)
     return (1 + (delta.full_every - 1) * share) / delta.full_every

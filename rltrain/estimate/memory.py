@@ -17,7 +17,7 @@ from rltrain.estimate.planned import PlannedJob
 from rltrain.estimate.sharded import gathered_bytes, held_elements, sharded_bytes
 from rltrain.estimate.shares import expert_data_parallel, in_buffers, layers_of_stage, trained_elements
 from rltrain.models import Architecture
-from rltrain.reshard.tensor_groups import MADE_BYTES
+from rltrain.reshard.layout import MADE_BYTES
 from rltrain.rollout.layout import ARRIVING_BYTES
 from rltrain.rollout.workspace import (
     PASS_TOKENS,

@@ -11,7 +11,7 @@ from rltrain.models import Architecture
 from rltrain.reshard.fsdp_layout import fsdp_layout
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.reshard.plan.planner import Planner
+from rltrain.reshard.plan import Planner
 from rltrain.reshard.plan.prediction import Links, Prediction, predict
 from rltrain.rollout.layout import adapters_of_engine, whole_engine
 from rltrain.tasks.roles import drawing_roles, trained_roles

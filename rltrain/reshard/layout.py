@@ -3,13 +3,15 @@
 Canonical tensors are those of a Hugging Face checkpoint, seen as two-dimensional: [n] is [1, n].
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 import numpy as np
+from numpy.typing import NDArray
 
-from rltrain.models.table import Array, CanonicalTensors, TypeArray
+from rltrain.models import Architecture, canonical_tensors, element_types
+from rltrain.models.table import ITEM_BYTES, Array, CanonicalTensors, IntArray, TypeArray
 
 Parameters = tuple[tuple[str, tuple[int, ...]], ...]
 """Names and local shapes."""
@@ -136,3 +138,185 @@ def below(upper: Shard, lower: Shard) -> Shard:
     pieces = np.concatenate([upper.pieces, lower.pieces])
     pieces["offset"][len(upper.pieces) :] += int(np.prod(upper.shape))
     return Shard(upper.name, (upper.shape[0] + lower.shape[0], *upper.shape[1:]), pieces)
+
+
+Run = tuple[int, int]
+"""[first, stop) of a share's parameters."""
+
+
+def split(layout: Layout, max_bytes: int) -> list[Layout]:
+    """Parameters in their order, as many per layout as `max_bytes` hold; one that is larger alone.
+
+    Together the results have the parameters and pieces of `layout`, each once; canonical tensors keep their numbers, so
+    that each is a destination for the same source. A pure function: equal on all ranks. Where shares have different
+    parameters, some may have none in the last results.
+    """
+    if max_bytes < 1:
+        raise ValueError(f"max_bytes is {max_bytes}; expected at least one byte")
+    runs = {share: _runs(layout, share, max_bytes) for share in sorted(set(layout.parts))}
+    num_parts = max(len(of_share) for of_share in runs.values())
+    return [
+        replace(layout, build=partial(_chosen, layout, {share: _run(of_share, i) for share, of_share in runs.items()}))
+        for i in range(num_parts)
+    ]
+
+
+def parameter_types(layout: Layout, share: int) -> TypeArray:
+    """[parameters]: the element type of each of a share's parameters.
+
+    One that holds padding alone, as the last rows of a vocabulary may, has the type of its namesakes in other shares;
+    without any, the layout's most frequent one.
+    """
+    on = layout.part(share)
+    types = np.full(len(on.parameters), np.bincount(layout.types).argmax(), dtype=np.uint8)
+    bare = np.ones(len(types), dtype=bool)
+    types[on.pieces["parameter"]], bare[on.pieces["parameter"]] = layout.types[on.pieces["tensor"]], False
+    if bare.any():
+        named = _types_by_name(layout)
+        for number in np.flatnonzero(bare).tolist():
+            types[number] = named.get(on.parameters[number][0], types[number])
+    return types
+
+
+def _types_by_name(layout: Layout) -> Mapping[str, int]:
+    named: dict[str, int] = {}
+    for share in sorted(set(layout.parts)):
+        on = layout.part(share)
+        numbers, first = np.unique(on.pieces["parameter"], return_index=True)
+        kinds = layout.types[on.pieces["tensor"][first]]
+        named |= {on.parameters[n][0]: kind for n, kind in zip(numbers.tolist(), kinds.tolist(), strict=True)}
+    return named
+
+
+def _runs(layout: Layout, share: int, max_bytes: int) -> list[Run]:
+    elements = [int(np.prod(shape)) for _, shape in layout.part(share).parameters]
+    sizes = (np.array(elements, dtype=np.int64) * ITEM_BYTES[parameter_types(layout, share)]).tolist()
+    runs: list[Run] = []
+    first = held = 0
+    for number, size in enumerate(sizes):
+        if number > first and held + size > max_bytes:
+            runs.append((first, number))
+            first, held = number, 0
+        held += size
+    return [*runs, (first, len(sizes))]
+
+
+def _run(runs: Sequence[Run], index: int) -> Run:
+    return runs[index] if index < len(runs) else (0, 0)
+
+
+def _chosen(layout: Layout, runs: Mapping[int, Run], share: int) -> RankLayout:
+    first, stop = runs[share]
+    whole = layout.part(share)
+    number = whole.pieces["parameter"]
+    pieces = whole.pieces[(number >= first) & (number < stop)]
+    pieces["parameter"] -= first
+    return RankLayout(lambda: whole.parameters[first:stop], pieces)
+
+
+BoolArray = NDArray[np.bool_]
+
+MADE_BYTES = 2**28
+"""Of whole layers, of which a rank makes its share at a time."""
+
+
+def tensor_groups(tensors: CanonicalTensors, types: TypeArray, max_bytes: int) -> Iterator[BoolArray]:
+    """[tensors] which belong to each group: whole layers in their order, as many as `max_bytes` hold, or one; what
+    belongs to no layer goes with the one before it. Pure: equal on all ranks."""
+    sizes = (tensors.matrix_shapes.prod(axis=1) * ITEM_BYTES[types]).tolist()
+    layer = [_layer_of(name) for name in tensors.names]
+    group, held, groups = 0, 0, []
+    last: str | None = None
+    of_layer: dict[str, int] = {}
+    for number, size in zip(layer, sizes, strict=True):
+        if number is not None:
+            of_layer[number] = of_layer.get(number, 0) + size
+    for number in layer:
+        if number is not None and number != last:
+            if held and held + of_layer[number] > max_bytes:
+                group, held = group + 1, 0
+            held, last = held + of_layer[number], number
+        groups.append(group)
+    numbered = np.array(groups)
+    for index in range(group + 1):
+        yield numbered == index
+
+
+def holding(layout: Layout, tensors: BoolArray) -> Layout:
+    """What `layout` has of some tensors: parameters with nothing of them are not in it. Tensors keep their numbers."""
+    return replace(layout, build=partial(_holding, layout, tensors))
+
+
+def holding_rows(layout: Layout, rows: IntArray) -> Layout:
+    """What `layout` has of `rows` [tensors, 2], from and to: parameters with nothing of them are not in it; those that
+    are keep their shapes."""
+    return replace(layout, build=partial(_holding_rows, layout, rows))
+
+
+def _holding_rows(layout: Layout, rows: IntArray, share: int) -> RankLayout:
+    whole = layout.part(share)
+    first, end = rows[whole.pieces["tensor"]].T
+    before = whole.pieces["row"]
+    first, end = np.maximum(before, first), np.minimum(before + whole.pieces["rows"], end)
+    some = first < end
+    pieces = whole.pieces[some]
+    pieces["offset"] += (first - before)[some] * pieces["stride"]
+    pieces["row"], pieces["rows"] = first[some], (end - first)[some]
+    return _of_pieces(whole, pieces)
+
+
+def _holding(layout: Layout, tensors: BoolArray, share: int) -> RankLayout:
+    whole = layout.part(share)
+    return _of_pieces(whole, whole.pieces[tensors[whole.pieces["tensor"]]])
+
+
+def _of_pieces(whole: RankLayout, pieces: Array) -> RankLayout:
+    held, pieces["parameter"] = np.unique(pieces["parameter"], return_inverse=True)
+    return RankLayout(lambda: tuple(whole.parameters[number] for number in held), pieces)
+
+
+def _layer_of(name: str) -> str | None:
+    """The part of a tensor's name that tells its layer."""
+    before, layers, after = name.partition(".layers.")
+    return after.partition(".")[0] if layers else None
+
+
+def hf_layout(architecture: Architecture, ranks: tuple[int, ...], *, dtype: str = "float32") -> Layout:
+    """Whole tensors of `dtype`, each a parameter, dealt out over `ranks` in consecutive runs of about equal bytes."""
+    tensors = canonical_tensors(architecture)
+    size = tensors.matrix_shapes.prod(axis=1)
+    middle = np.cumsum(size) - size / 2
+    writer = (middle * len(ranks) // size.sum()).astype(np.int64)
+    return Layout(
+        ranks,
+        parts=tuple(range(len(ranks))),
+        tensors=tensors,
+        types=element_types(architecture, dtype),
+        build=partial(_whole_tensors, tensors, writer),
+    )
+
+
+def _whole_tensors(tensors: CanonicalTensors, writer: np.ndarray, part: int) -> RankLayout:
+    mine = np.flatnonzero(writer == part)
+    pieces = np.zeros(len(mine), dtype=PIECE)
+    pieces["tensor"], pieces["parameter"] = mine, np.arange(len(mine))
+    pieces["rows"], pieces["cols"] = tensors.matrix_shapes[mine].T
+    pieces["stride"] = pieces["cols"]
+    return RankLayout(tuple((tensors.names[i], tensors.shapes[i]) for i in mine), pieces)
+
+
+def hf_rows(layout: Layout, rows: IntArray) -> Layout:
+    """What `layout`, a result of hf_layout, has of `rows` [tensors, 2], from and to: a parameter [rows, columns] of
+    each tensor that has some."""
+    return replace(layout, build=partial(_rows_of_tensors, layout, rows))
+
+
+def _rows_of_tensors(layout: Layout, rows: IntArray, part: int) -> RankLayout:
+    whole = layout.part(part)
+    first, end = rows[whole.pieces["tensor"]].T
+    pieces = whole.pieces[end > first]
+    pieces["row"], pieces["rows"] = first[end > first], (end - first)[end > first]
+    names = [whole.parameters[number][0] for number in pieces["parameter"]]
+    pieces["parameter"] = np.arange(len(pieces))
+    shapes = zip(pieces["rows"].tolist(), pieces["cols"].tolist(), strict=True)
+    return RankLayout(tuple(zip(names, shapes, strict=True)), pieces)

@@ -11,11 +11,10 @@ from rltrain.config.schema import WeightDelta
 from rltrain.models import canonical_tensors
 from rltrain.models.families import ROUTER_BIAS
 from rltrain.models.lora import matrix_of
-from rltrain.reshard.delta.turns import Turn
-from rltrain.reshard.execute.report import SyncReport, total
-from rltrain.reshard.fp8.blocks import QuantizedLayouts
-from rltrain.reshard.layout import Layout
-from rltrain.reshard.tensor_groups import MADE_BYTES, BoolArray, holding, tensor_groups
+from rltrain.reshard.delta_turns import Turn
+from rltrain.reshard.execute import SyncReport, total
+from rltrain.reshard.fp8_blocks import QuantizedLayouts
+from rltrain.reshard.layout import MADE_BYTES, BoolArray, Layout, holding, tensor_groups
 from rltrain.roles.role import Job
 from rltrain.roles.role_resharding import RoleResharding, Tensors
 from rltrain.rollout.layout import EnginePart

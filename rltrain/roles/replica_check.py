@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.errors import ReplicaError
-from rltrain.reshard.kernels.checksums import checksum_of
+from rltrain.reshard.checksums import checksum_of
 from rltrain.reshard.layout import Layout
 from rltrain.training.backend import AdaptedModel, Model
 

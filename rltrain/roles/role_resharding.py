@@ -9,16 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.config.schema import WeightDelta
-from rltrain.reshard.check.full_gather import full_gather_sync
-from rltrain.reshard.check.verify import verify
-from rltrain.reshard.delta.coder import DeltaSettings
-from rltrain.reshard.delta.turns import Turn
-from rltrain.reshard.execute.report import SyncReport
-from rltrain.reshard.execute.resharding import Resharding
-from rltrain.reshard.fp8.block_scales import BlockScales, BlockTable
-from rltrain.reshard.fp8.blocks import QuantizedLayouts
+from rltrain.reshard.delta import DeltaSettings
+from rltrain.reshard.delta_turns import Turn
+from rltrain.reshard.execute import Resharding, SyncReport
+from rltrain.reshard.fp8_blocks import QuantizedLayouts
+from rltrain.reshard.fp8_scales import BlockScales, BlockTable
 from rltrain.reshard.layout import Layout
-from rltrain.reshard.plan.planner import plan
+from rltrain.reshard.plan import plan
+from rltrain.reshard.verify import full_gather_sync, verify
 from rltrain.roles.role import Job
 from rltrain.runtime.world import TRANSPORT_TIMEOUT_S
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from rltrain.config.schema import WeightDelta
 from rltrain.errors import SyncMismatchError
-from rltrain.reshard.delta.turns import Turn, Turns
-from rltrain.reshard.execute.agreement import Agreement
-from rltrain.reshard.execute.report import SyncReport, total
+from rltrain.reshard.agreement import Agreement
+from rltrain.reshard.delta_turns import Turn, Turns
+from rltrain.reshard.execute import SyncReport, total
 from rltrain.roles.actor import Actor
 from rltrain.roles.merged_resharding import MergedResharding, merged_into_part
 from rltrain.roles.role import Job, Metrics

@@ -7,14 +7,12 @@ from typing import Literal
 
 import numpy as np
 
-from rltrain.checkpoint.hf_layout import hf_layout
 from rltrain.config.schema import Config, Served
 from rltrain.models import Architecture, canonical_tensors, element_types, quantizable_tensors
 from rltrain.models.table import ITEM_BYTES, ElementType
-from rltrain.reshard.fp8.blocks import BoolArray, QuantizedLayouts, quantized
-from rltrain.reshard.layout import Layout, RankLayout, Segment
+from rltrain.reshard.fp8_blocks import BoolArray, QuantizedLayouts, quantized
+from rltrain.reshard.layout import Layout, RankLayout, Segment, hf_layout, parameter_types, split
 from rltrain.reshard.model_layout import Chunk, ModelCutter, Side, TensorShare, even_share, expert_share, round_up
-from rltrain.reshard.parts import parameter_types, split
 from rltrain.runtime.grid import Grid
 
 VOCAB_MULTIPLE = 64

@@ -8,7 +8,7 @@ from torch import Tensor
 from rltrain.checkpoint.hf_reader import held_piece, within
 from rltrain.errors import CheckpointError
 from rltrain.models.table import Array
-from rltrain.reshard.kernels.checksums import checksum_of
+from rltrain.reshard.checksums import checksum_of
 from rltrain.reshard.layout import Layout
 from rltrain.rollout.delta_form import form
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from rltrain.errors import EngineError, EngineLost
-from rltrain.reshard.parts import split
+from rltrain.reshard.layout import split
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sglang.weights.delivery import Delivery
 from rltrain.runtime.grid import Grid

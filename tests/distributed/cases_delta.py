@@ -10,13 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.reshard.check.full_gather import converted
-from rltrain.reshard.check.verify import verify
-from rltrain.reshard.delta.coder import DeltaSettings
-from rltrain.reshard.execute import resharding
-from rltrain.reshard.execute.report import SyncReport
+from rltrain.reshard import execute
+from rltrain.reshard.delta import DeltaSettings
+from rltrain.reshard.execute import SyncReport
 from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.reshard.plan.planner import plan
+from rltrain.reshard.plan import plan
+from rltrain.reshard.verify import converted, verify
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
 from tests.distributed.cases_reshard import ARCHITECTURES, PLACEMENTS, Settings, groups_of_unions, shards, union_of
@@ -93,7 +92,7 @@ def runs(
     )
     rank = dist.get_rank()
     planned = plan(*layouts, rank, settings.ranks_per_node)
-    prepared = resharding.Resharding(
+    prepared = execute.Resharding(
         planned,
         group=group,
         cpu_group=cpu_group,

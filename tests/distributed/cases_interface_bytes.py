@@ -14,9 +14,9 @@ from rltrain.data.experience import Experience
 from rltrain.exchange.exchange import Exchange, Route
 from rltrain.exchange.shipment import Shipment
 from rltrain.exchange.transport import Transport
-from rltrain.reshard.execute.resharding import Resharding
+from rltrain.reshard.execute import Resharding
 from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.reshard.plan.planner import plan, traffic
+from rltrain.reshard.plan import plan, traffic
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.job_store import JobStore, Waiter

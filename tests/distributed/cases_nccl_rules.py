@@ -8,8 +8,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from rltrain.reshard.execute import resharding
-from rltrain.reshard.execute.resharding import Resharding
+from rltrain.reshard import execute
+from rltrain.reshard.execute import Resharding
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.machine import end_job_by_threads
 from rltrain.runtime.placement import group_lists
@@ -64,7 +64,7 @@ def reshards(*, reopened: bool) -> dict[str, Any]:
             return run(self, *tensors)
 
         with (
-            mock.patch.object(resharding, "LARGE_BYTES", None),
+            mock.patch.object(execute, "LARGE_BYTES", None),
             mock.patch.object(Resharding, "run", run_anew),
         ):
             found.append(reshard_twice(architecture, *places, groups[union], groups.cpu[union], settings))

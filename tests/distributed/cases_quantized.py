@@ -9,16 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.models import Architecture, MoE
-from rltrain.reshard.check.full_gather import full_gather_sync
-from rltrain.reshard.check.verify import verify
-from rltrain.reshard.execute.resharding import Resharding
-from rltrain.reshard.fp8.block_scales import BlockScales, BlockTable
-from rltrain.reshard.fp8.blocks import quantized
-from rltrain.reshard.kernels.quantize import quantize_blocks
+from rltrain.reshard.copy_table import quantize_blocks
+from rltrain.reshard.execute import Resharding
+from rltrain.reshard.fp8_blocks import quantized
+from rltrain.reshard.fp8_scales import BlockScales, BlockTable
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.reshard.plan.planner import plan
-from rltrain.reshard.plan.rank_plan import RankPlan
+from rltrain.reshard.plan import RankPlan, plan
+from rltrain.reshard.verify import full_gather_sync, verify
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
 from tests.model_shards import PADDING, Place, Tensors, engine_shard, full_tensors, megatron_shard, tiny_architecture

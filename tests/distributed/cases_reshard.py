@@ -22,11 +22,11 @@ from torch import Tensor
 from rltrain.checkpoint.hf import load_parameters, save_checkpoint
 from rltrain.models import Architecture, read_architecture
 from rltrain.models.table import ITEM_BYTES, Array
-from rltrain.reshard.execute import resharding
-from rltrain.reshard.execute.report import SyncReport
-from rltrain.reshard.kernels.copy_table import CopyTable
+from rltrain.reshard import execute
+from rltrain.reshard.copy_table import CopyTable
+from rltrain.reshard.execute import SyncReport
 from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.reshard.plan.planner import plan, traffic
+from rltrain.reshard.plan import plan, traffic
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.shared_memory import SharedMemory
@@ -100,7 +100,7 @@ def pairs_of(check: str) -> list[tuple[str, str]]:
 def reshard(check: str, groups: dict[tuple[int, ...], dist.ProcessGroup]) -> dict[str, dict[str, Any]]:
     """Every pair of the check; what this rank found, by both names."""
     settings, results = CHECKS[check], {}
-    with mock.patch.object(resharding, "LARGE_BYTES", settings.large_bytes or resharding.LARGE_BYTES):
+    with mock.patch.object(execute, "LARGE_BYTES", settings.large_bytes or execute.LARGE_BYTES):
         for placement, name in pairs_of(check):
             if dist.get_rank() in (union := union_of(placement)):
                 group = groups[union]
@@ -157,7 +157,7 @@ def reshard_twice(
         yield
         met.append(time.perf_counter())
 
-    prepared = resharding.Resharding(
+    prepared = execute.Resharding(
         plan(source, destination, rank, node),
         group=group,
         cpu_group=cpu_group,
@@ -187,7 +187,7 @@ def reshard_twice(
 
 
 def counts(
-    report: SyncReport, prepared: resharding.Resharding, moved: dict[tuple[int, int], int], settings: Settings
+    report: SyncReport, prepared: execute.Resharding, moved: dict[tuple[int, int], int], settings: Settings
 ) -> dict[str, Any]:
     """Of rounds, messages and bytes; `moved` is what goes from rank to rank by the layouts."""
     rank, node = dist.get_rank(), settings.ranks_per_node

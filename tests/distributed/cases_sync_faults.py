@@ -18,13 +18,11 @@ from torch import Tensor
 from rltrain.config.schema import Checks, Rollout
 from rltrain.config.schema import WeightSync as Settings
 from rltrain.errors import SyncError
-from rltrain.reshard.execute.resharding import Resharding
+from rltrain.reshard.execute import Resharding
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.reshard.plan.planner import plan
-from rltrain.reshard.wires.gloo_wire import GlooWire
-from rltrain.reshard.wires.shared_wire import SharedWire
-from rltrain.reshard.wires.wire import Wire
+from rltrain.reshard.plan import plan
+from rltrain.reshard.wires import GlooWire, SharedWire, Wire
 from rltrain.roles.weight_sync import WeightSync
 from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters
 from rltrain.rollout.engine import SamplingParams
@@ -128,7 +126,7 @@ def killed_in_shared_memory() -> None:
 
 
 def killed_over_gloo() -> None:
-    with mock.patch("rltrain.reshard.kernels.signals.available", lambda: False):
+    with mock.patch("rltrain.reshard.native.available", lambda: False):
         _killed(GlooWire)
 
 

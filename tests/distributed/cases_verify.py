@@ -5,8 +5,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from rltrain.errors import SyncMismatchError
-from rltrain.reshard.check.full_gather import full_gather_sync
-from rltrain.reshard.check.verify import verify
+from rltrain.reshard.verify import full_gather_sync, verify
 from tests.distributed.cases_quantized import ARCHITECTURES, KINDS, Sync, bits, make_groups, sync
 
 QKV = "model.layers.0.self_attn.qkv_proj.weight"

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from rltrain.command import main
-from rltrain.reshard.execute import resharding
+from rltrain.reshard import execute
 from rltrain.rollout.embedded import engine
 from rltrain.rollout.embedded.recording import Record
 from rltrain.runtime.process_groups import plain_group
@@ -36,8 +36,8 @@ def holding(_: torch.device, group: dist.ProcessGroup | None) -> Record | None:
 
 nccl_rules.install()
 World.backend = property(lambda _: "nccl")  # type: ignore[assignment]
-resharding.LARGE_BYTES = None  # type: ignore[assignment]
-resharding.Resharding.__init__.__kwdefaults__["share_memory"] = False
+execute.LARGE_BYTES = None  # type: ignore[assignment]
+execute.Resharding.__init__.__kwdefaults__["share_memory"] = False
 engine.recorder = holding
 
 if __name__ == "__main__":

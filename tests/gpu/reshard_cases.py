@@ -5,9 +5,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rltrain.reshard.execute.resharding import Resharding
+from rltrain.reshard.execute import Resharding
 from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.reshard.plan.planner import plan
+from rltrain.reshard.plan import plan
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
 from tests.distributed.cases_reshard import tensors

@@ -8,11 +8,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rltrain.models.table import Array, ElementType
-from rltrain.reshard.kernels import native
-from rltrain.reshard.kernels.checksums import BOX, checksums
-from rltrain.reshard.kernels.copy_table import BLOCK, SLICE, CopyTable
-from rltrain.reshard.kernels.quantize import quantize_blocks, scales_of
-from rltrain.reshard.kernels.slices import PAIRS, quantises
+from rltrain.reshard import native
+from rltrain.reshard.checksums import BOX, checksums
+from rltrain.reshard.copy_table import BLOCK, SLICE, CopyTable, quantize_blocks, scales_of
+from rltrain.reshard.slices import PAIRS, quantises
 from tests.aligned_examples import aligned, windows
 from tests.slice_examples import DTYPES, Example, assert_same_bits, examples
 

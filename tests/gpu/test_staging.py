@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rltrain.reshard.parts import split
+from rltrain.reshard.layout import split
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sglang.server import rltrain_weight_loader as loader
 from rltrain.rollout.sglang.weights.delivery import checksum_of

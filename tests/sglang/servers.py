@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rltrain.models import read_architecture
-from rltrain.reshard.layout import Layout
-from rltrain.reshard.parts import split
+from rltrain.reshard.layout import Layout, split
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sglang.process import Server, ServerSpec
 from rltrain.rollout.sglang.server.rltrain_supervise import descendants

@@ -10,8 +10,7 @@ from safetensors.torch import load_file, save_file
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.errors import EngineLost
 from rltrain.models import read_architecture
-from rltrain.reshard.layout import Layout
-from rltrain.reshard.parts import split
+from rltrain.reshard.layout import Layout, split
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sglang.client import Client
 from rltrain.rollout.sglang.process import Server

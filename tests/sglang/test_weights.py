@@ -12,7 +12,7 @@ import transformers
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.errors import EngineError, EngineLost
 from rltrain.models import read_architecture
-from rltrain.reshard.parts import split
+from rltrain.reshard.layout import split
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sglang.client import Client
 from rltrain.rollout.sglang.process import Server

@@ -8,10 +8,9 @@ import numpy as np
 from rltrain.checkpoint.hf import hf_layout
 from rltrain.models import Architecture
 from rltrain.reshard.layout import BOX_FIELDS, Layout
+from rltrain.reshard.match import elements
 from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.reshard.plan.match import elements
-from rltrain.reshard.plan.planner import Planner, traffic
-from rltrain.reshard.plan.rank_plan import RankPlan
+from rltrain.reshard.plan import Planner, RankPlan, traffic
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
 from tests.model_shards import PADDING, Place, Tensors, engine_shard, full_tensors, megatron_shard

@@ -11,15 +11,9 @@ from hypothesis import strategies as st
 
 from rltrain.models import Architecture
 from rltrain.models.table import Array, CanonicalTensors, ElementType, uniform
-from rltrain.reshard.fp8.block_scales import BlockScales, BlockTable, SplitBlocks
-from rltrain.reshard.fp8.blocks import SCALES_PARAMETER, QuantizedLayouts, quantized
-from rltrain.reshard.kernels.quantize import (
-    block_amax,
-    inverse_scales_of,
-    per_element,
-    quantize_blocks,
-    quantize_elements,
-)
+from rltrain.reshard.copy_table import block_amax, inverse_scales_of, per_element, quantize_blocks, quantize_elements
+from rltrain.reshard.fp8_blocks import SCALES_PARAMETER, QuantizedLayouts, quantized
+from rltrain.reshard.fp8_scales import BlockScales, BlockTable, SplitBlocks
 from rltrain.reshard.layout import PIECE, Layout, RankLayout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.rollout.layout import engine_layout

@@ -13,14 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rltrain.models.table import ITEM_BYTES, Array, ElementType
-from rltrain.reshard.kernels import changes_cuda, native
-from rltrain.reshard.kernels.changes import Extent, Marks, Packing, changes_on, mark
-from rltrain.reshard.kernels.changes_cuda import CudaChanges
-from rltrain.reshard.kernels.changes_torch import TorchChanges
-from rltrain.reshard.kernels.copy_table import CopyTable
-from rltrain.reshard.kernels.delta_format import BLOCK
-from rltrain.reshard.kernels.slices import PAIRS, SLICE, quantises
-from rltrain.reshard.kernels.torch_operations import TorchCopies
+from rltrain.reshard import changes as changes_cuda
+from rltrain.reshard import native
+from rltrain.reshard.changes import CudaChanges, Extent, Marks, Packing, TorchChanges, changes_on, mark
+from rltrain.reshard.copy_table import CopyTable, TorchCopies
+from rltrain.reshard.slices import DELTA_BLOCK, PAIRS, SLICE, quantises
 from tests.slice_examples import DTYPES, SOURCE_ELEMENTS, make_sources
 from tests.unit.test_cuda_tiles import emulation
 from tests.unit.test_kernels import IMPLEMENTATIONS, runs_here, using
@@ -125,7 +122,7 @@ def test_changes_applied_equal_a_whole_unpack_bit_for_bit(implementation: str, c
     differing = (case.packed.view(-1, case.item) != case.kept.view(-1, case.item)).any(1)
     assert int(differing.sum()) <= extent.values
     assert (extent.values == 0) == torch.equal(case.packed, case.kept)
-    blocks = -(-len(differing) // BLOCK)
+    blocks = -(-len(differing) // DELTA_BLOCK)
     assert extent.num_bytes <= case.packed.numel() + blocks + 48
     if extent.values:
         bases = [torch.empty(0), destination]

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rltrain.models.table import Array, ElementType
-from rltrain.reshard.kernels import copy_table, native
-from rltrain.reshard.kernels.checksums import BOX, checksum_of, checksums
-from rltrain.reshard.kernels.keyed_sum import PRESENT, RUN
+from rltrain.reshard import copy_table, native
+from rltrain.reshard.checksums import BOX, checksum_of, checksums
+from rltrain.reshard.copy_table import PRESENT, RUN
 from tests.slice_examples import BITS, DTYPES, make_sources
 from tests.unit.test_cuda_tiles import EmulatedCopies, emulation
 from tests.unit.test_kernels import INSTRUCTIONS, native_library

@@ -6,30 +6,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rltrain.reshard.kernels import crc32, native
+from rltrain.reshard import native
 
 BYTES = bytes(range(251)) * 80
 
 
 @pytest.fixture(autouse=True)
 def every_length_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crc32, "SHORT_BYTES", 0)
+    monkeypatch.setattr(native, "SHORT_BYTES", 0)
 
 
 @given(first=st.integers(0, 200), lengths=st.lists(st.integers(0, 5000), min_size=1, max_size=4))
 def test_pieces_give_what_zlib_gives_of_the_whole(first: int, lengths: list[int]) -> None:
     found, at = 0, first
     for length in lengths:
-        found = crc32.crc32(memoryview(BYTES)[at : at + length], found)
+        found = native.crc32(memoryview(BYTES)[at : at + length], found)
         at += length
     assert found == zlib.crc32(BYTES[first:at])
 
 
 def test_native_code_is_used_where_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    crc32._native.cache_clear()
+    native._native.cache_clear()
     expected = native.backend("cpu") == "native" and native.cpu_library().rs_cpu_crc32_is_fast()
-    assert (crc32._native() is not None) == bool(expected)
-    crc32._native.cache_clear()
+    assert (native._native() is not None) == bool(expected)
+    native._native.cache_clear()
     monkeypatch.setenv("RLTRAIN_NATIVE", "off")
-    assert crc32._native() is None and crc32.crc32(memoryview(BYTES)) == zlib.crc32(BYTES)
-    crc32._native.cache_clear()
+    assert native._native() is None and native.crc32(memoryview(BYTES)) == zlib.crc32(BYTES)
+    native._native.cache_clear()

@@ -10,9 +10,8 @@ from types import ModuleType
 import pytest
 import setuptools
 
-from rltrain.reshard.kernels import native
-from rltrain.reshard.kernels.slices import SLICE
-from rltrain.reshard.kernels.tiles import TILE
+from rltrain.reshard import native
+from rltrain.reshard.slices import SLICE, TILE
 
 pytestmark = pytest.mark.slow  # nvcc compiles for three kinds of GPUs
 

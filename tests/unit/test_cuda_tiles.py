@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rltrain.models.table import ITEM_BYTES, Array, ElementType
-from rltrain.reshard.kernels import copy_table, native
-from rltrain.reshard.kernels.cuda import CudaCopies
-from rltrain.reshard.kernels.slices import PAIRS, SLICE, quantises
-from rltrain.reshard.kernels.tiles import TILE_BYTES, cut
+from rltrain.reshard import copy_table, native
+from rltrain.reshard.copy_table import CudaCopies
+from rltrain.reshard.slices import PAIRS, SLICE, TILE_BYTES, cut, quantises
 from tests.aligned_examples import aligned, windows
 from tests.slice_examples import Example, assert_same_bits, examples, expected_bases
 

@@ -6,16 +6,14 @@ import pytest
 import torch
 
 from rltrain.errors import SyncError
-from rltrain.reshard.delta.coder import Coder, DeltaSettings, headers_of
-from rltrain.reshard.delta.messages import CHANGES, HEADER_BYTES, WHOLE
-from rltrain.reshard.execute.staging import Memory
-from rltrain.reshard.kernels.changes import Extent
-from rltrain.reshard.kernels.copy_table import CopyTable
+from rltrain.reshard.changes import Extent
+from rltrain.reshard.copy_table import CopyTable
+from rltrain.reshard.delta import CHANGES, HEADER_BYTES, WHOLE, Coder, DeltaSettings, headers_of
 from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.reshard.plan.planner import plan
-from rltrain.reshard.plan.rounds import choose_rounds
-from rltrain.reshard.plan.stages import STAGES, stage_streams
-from rltrain.reshard.plan.steps import Steps, make_steps
+from rltrain.reshard.plan import plan
+from rltrain.reshard.rounds import STAGES, choose_rounds, stage_streams
+from rltrain.reshard.steps import Steps, make_steps
+from rltrain.reshard.streams import Memory
 from rltrain.residency.memory_parts import MemoryPart
 from rltrain.roles.weight_sync import WeightSync
 from rltrain.rollout.layout import engine_layout

@@ -21,12 +21,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rltrain.checkpoint.hf_layout import hf_layout
 from rltrain.config.schema import WeightDelta
 from rltrain.models import read_architecture
-from rltrain.reshard.kernels.checksums import checksum_of
-from rltrain.reshard.layout import Layout
-from rltrain.reshard.parts import split
+from rltrain.reshard.checksums import checksum_of
+from rltrain.reshard.layout import Layout, hf_layout, split
 from rltrain.rollout.http.calls import ServerRefuses
 from rltrain.rollout.http.delta_weights import DeltaWeights
 from rltrain.rollout.http.disk_weights import DiskWeights

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rltrain.reshard.delta.turns import DENSE_SHARE, FIRST_REST, LONGEST_REST, Turn, Turns
+from rltrain.reshard.delta_turns import DENSE_SHARE, FIRST_REST, LONGEST_REST, Turn, Turns
 
 PLAIN, WHOLE, CHANGES = Turn.PLAIN, Turn.WHOLE, Turn.CHANGES
 

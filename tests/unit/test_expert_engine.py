@@ -10,9 +10,9 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.models import read_architecture
 from rltrain.models.products import LIMIT, clamped_swiglu
-from rltrain.reshard.execute.resharding import Resharding
+from rltrain.reshard.execute import Resharding
 from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.reshard.plan.planner import plan
+from rltrain.reshard.plan import plan
 from rltrain.rollout.embedded import allocate_parameters
 from rltrain.rollout.embedded.grouped_product import grouped_product
 from rltrain.rollout.embedded.routing import route

@@ -5,12 +5,11 @@ import pytest
 import torch
 
 from rltrain.errors import SyncMismatchError
-from rltrain.reshard.check.full_gather import converted, full_gather_sync
-from rltrain.reshard.check.verify import verify
-from rltrain.reshard.kernels.keyed_sum import MAX_ELEMENTS, bits_of
+from rltrain.reshard.copy_table import MAX_ELEMENTS, bits_of
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.reshard.plan.planner import plan
+from rltrain.reshard.plan import plan
+from rltrain.reshard.verify import converted, full_gather_sync, verify
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
 from tests.model_shards import PADDING, Place, engine_shard, full_tensors, megatron_shard, tiny_architecture

@@ -19,10 +19,10 @@ from rltrain.checkpoint.hf import hf_layout, load_parameters, save_checkpoint
 from rltrain.checkpoint.share_writer import WRITTEN_BYTES
 from rltrain.errors import CheckpointError
 from rltrain.models import Architecture, read_architecture
-from rltrain.reshard.execute.resharding import execute
+from rltrain.reshard.execute import execute
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.reshard.plan.planner import plan
+from rltrain.reshard.plan import plan
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
 from tests.converted_checkpoints import loads_alike

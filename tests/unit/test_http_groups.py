@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rltrain.checkpoint.hf_layout import hf_layout
-from rltrain.reshard.layout import Layout
+from rltrain.reshard.layout import Layout, hf_layout
 from rltrain.rollout.http.engine import HttpEngine
 from rltrain.rollout.http.group_weights import GroupWeights
 from rltrain.rollout.layout import engine_parts

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rltrain.models.table import Array, ElementType
-from rltrain.reshard.kernels import native
-from rltrain.reshard.kernels.copy_table import SLICE, CopyTable
-from rltrain.reshard.kernels.slices import PAIRS
+from rltrain.reshard import native
+from rltrain.reshard.copy_table import SLICE, CopyTable
+from rltrain.reshard.slices import PAIRS
 from tests.slice_examples import BITS, DTYPES, Example, assert_same_bits, examples, expected_bases
 
 CPU = torch.device("cpu")

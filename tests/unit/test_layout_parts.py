@@ -6,9 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rltrain.models.table import ITEM_BYTES, ElementType
-from rltrain.reshard.layout import BOX_FIELDS, Layout
-from rltrain.reshard.parts import parameter_types, split
-from rltrain.reshard.plan.planner import Planner
+from rltrain.reshard.layout import BOX_FIELDS, Layout, parameter_types, split
+from rltrain.reshard.plan import Planner
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
 from tests.model_shards import Tensors, tiny_architecture

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rltrain.config.models import Lora
-from rltrain.reshard.delta.turns import Turn
+from rltrain.reshard.delta_turns import Turn
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.roles.merged_resharding import MergedResharding, _groups_of
 from rltrain.runtime.grid import Grid

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from rltrain.errors import UserError
-from rltrain.reshard.kernels import native
-from rltrain.reshard.kernels.slices import SLICE
+from rltrain.reshard import native
+from rltrain.reshard.slices import SLICE
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from rltrain.models import Architecture
 from rltrain.models.table import CanonicalTensors, uniform
 from rltrain.reshard.layout import PIECE, Layout, RankLayout
+from rltrain.reshard.match import elements
 from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.reshard.plan.match import elements
-from rltrain.reshard.plan.planner import plan, traffic
-from rltrain.reshard.plan.rank_plan import Traffic
+from rltrain.reshard.plan import Traffic, plan, traffic
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
 from tests.model_shards import PADDING, Tensors, tiny_architecture

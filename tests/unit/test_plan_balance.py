@@ -6,10 +6,9 @@ from itertools import combinations
 import numpy as np
 import pytest
 
+from rltrain.reshard.match import elements
 from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.reshard.plan.match import elements
-from rltrain.reshard.plan.planner import Planner, traffic
-from rltrain.reshard.plan.rank_plan import Traffic
+from rltrain.reshard.plan import Planner, Traffic, traffic
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
 from tests.model_shards import PADDING, tiny_architecture

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from rltrain.checkpoint.hf_layout import hf_layout
 from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.checkpoint.hf_writer import save_checkpoint
 from rltrain.config.schema import Config
@@ -23,6 +22,7 @@ from rltrain.models import Architecture, canonical_tensors, prediction_layer, re
 from rltrain.models.checkpoint_model import role_architectures
 from rltrain.models.prediction import PREDICTIONS, num_predicting
 from rltrain.models.table import is_hidden_matrix
+from rltrain.reshard.layout import hf_layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.resuming import _architecture_problems
 from rltrain.rollout.layout import engine_layout

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rltrain.models.table import ElementType
-from rltrain.reshard.kernels.copy_table import BLOCK, SLICE, CopyTable
-from rltrain.reshard.kernels.quantize import block_amax, dequantize, quantize_blocks, scales_of
+from rltrain.reshard.copy_table import BLOCK, SLICE, CopyTable, block_amax, dequantize, quantize_blocks, scales_of
 
 DTYPES = {
     torch.float32: ElementType.FLOAT32,

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rltrain.reshard.execute.recursive_doubling import all_reduce, rounds
+from rltrain.reshard.agreement import all_reduce, rounds
 from tests.unit.shared_store import on_ranks, open_store
 
 

@@ -15,14 +15,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rltrain.models.table import ITEM_BYTES, Array, IntArray
-from rltrain.reshard.execute import resharding, staging
-from rltrain.reshard.execute.device_streams import DeviceStreams, _CudaEvent, _CudaStream
-from rltrain.reshard.execute.resharding import Resharding
+from rltrain.reshard import execute
+from rltrain.reshard import streams as staging
+from rltrain.reshard.execute import Resharding
 from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.reshard.plan.planner import plan
-from rltrain.reshard.plan.rank_plan import RankPlan
-from rltrain.reshard.plan.rounds import Rounds, choose_rounds
-from rltrain.reshard.plan.stages import stage_streams
+from rltrain.reshard.plan import RankPlan, plan
+from rltrain.reshard.rounds import Rounds, choose_rounds, stage_streams
+from rltrain.reshard.streams import DeviceStreams, _CudaEvent, _CudaStream
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
 from tests.model_shards import tiny_architecture
@@ -170,10 +169,10 @@ def run_rank(case: Case, device: Device, monkeypatch: pytest.MonkeyPatch) -> int
     device.install(monkeypatch)
     monkeypatch.setattr(Table, "device", device, raising=False)
     monkeypatch.setattr(Agreed, "plans", plans, raising=False)
-    monkeypatch.setattr(resharding, "Agreement", Agreed)
-    monkeypatch.setattr(resharding, "CopyTable", Table)
-    monkeypatch.setattr(resharding, "LARGE_BYTES", None)
-    monkeypatch.setattr(resharding, "DeviceStreams", lambda _: DeviceStreams(torch.device("cuda")))
+    monkeypatch.setattr(execute, "Agreement", Agreed)
+    monkeypatch.setattr(execute, "CopyTable", Table)
+    monkeypatch.setattr(execute, "LARGE_BYTES", None)
+    monkeypatch.setattr(execute, "DeviceStreams", lambda _: DeviceStreams(torch.device("cuda")))
     monkeypatch.setattr(dist, "P2POp", Operation)
     monkeypatch.setattr(dist, "batch_isend_irecv", group.together)
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
@@ -189,7 +188,7 @@ def run_rank(case: Case, device: Device, monkeypatch: pytest.MonkeyPatch) -> int
                 device.allocated(buffer.untyped_storage()._cdata, buffer.nbytes)
         return made
 
-    monkeypatch.setattr(resharding, "allocate", allocate)
+    monkeypatch.setattr(execute, "allocate", allocate)
     made = plans[case.rank]
     held = tensors_of(made.source_parameters, torch.float32)
     wanted = tensors_of(made.destination_parameters, DTYPES[case.dtype])

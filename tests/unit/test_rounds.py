@@ -8,24 +8,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rltrain.models.table import ITEM_BYTES, ElementType
-from rltrain.reshard.kernels.slices import SLICE
+from rltrain.reshard.match import elements
 from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.reshard.plan.match import elements
-from rltrain.reshard.plan.planner import plan
-from rltrain.reshard.plan.rank_plan import TRANSFER
-from rltrain.reshard.plan.rounds import (
+from rltrain.reshard.plan import TRANSFER, plan
+from rltrain.reshard.rounds import (
     ALIGNMENT,
     Cut,
+    ReadPlaces,
     Rounds,
     checksums,
     choose_rounds,
     cut,
     distinct,
     fixed_places,
+    shared_places,
+    stage_streams,
     streams,
 )
-from rltrain.reshard.plan.stages import ReadPlaces, shared_places, stage_streams
-from rltrain.reshard.plan.steps import Steps, make_steps
+from rltrain.reshard.slices import SLICE
+from rltrain.reshard.steps import Steps, make_steps
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
 from tests.model_shards import tiny_architecture

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rltrain.errors import EngineError, EngineLost
-from rltrain.reshard.parts import split
+from rltrain.reshard.layout import split
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sglang.server import rltrain_weight_loader as loader
 from rltrain.rollout.sglang.weights.delivery import Delivery, checksum_of

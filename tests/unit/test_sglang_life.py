@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rltrain.config.schema import SGLang
 from rltrain.errors import EngineLost
-from rltrain.reshard.parts import split
+from rltrain.reshard.layout import split
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sample import Sample

@@ -13,15 +13,13 @@ from safetensors.torch import load_file
 
 from rltrain.checkpoint.durable_file import DurableFile
 from rltrain.checkpoint.hf_files import HfFile, planned_files
-from rltrain.checkpoint.hf_layout import hf_layout, hf_rows
 from rltrain.checkpoint.prediction_layers import PredictionLayers
 from rltrain.checkpoint.safetensors_file import Entry, in_file_order
 from rltrain.checkpoint.share_writer import ShareWriter, writing_share, written_rows
 from rltrain.errors import CheckpointError
 from rltrain.models.table import ITEM_BYTES
-from rltrain.reshard.layout import Layout
+from rltrain.reshard.layout import Layout, hf_layout, hf_rows, holding_rows
 from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.reshard.tensor_groups import holding_rows
 from rltrain.runtime.grid import Grid
 from tests.model_shards import MOE, tiny_architecture
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from rltrain.errors import EngineLost
-from rltrain.reshard.parts import split
+from rltrain.reshard.layout import split
 from rltrain.residency import host_tensors
 from rltrain.residency.node_copy import NodeCopy
 from rltrain.rollout.layout import engine_layout

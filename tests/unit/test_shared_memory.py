@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from rltrain.reshard.kernels.signals import Signal
+from rltrain.reshard.native import Signal
 from rltrain.runtime.shared_memory import SharedMemory
 
 CHILD = """
 import sys
 import numpy as np
 from rltrain.runtime.shared_memory import SharedMemory
-from rltrain.reshard.kernels.signals import Signal
+from rltrain.reshard.native import Signal
 
 memory = SharedMemory.open(int(sys.argv[1]), int(sys.argv[2]))
 bytes = memory.map()

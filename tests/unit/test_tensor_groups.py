@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rltrain.models.table import ITEM_BYTES
-from rltrain.reshard.layout import Layout
+from rltrain.reshard.layout import Layout, holding, tensor_groups
 from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.reshard.tensor_groups import holding, tensor_groups
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
 from tests.model_shards import MOE, tiny_architecture

@@ -8,9 +8,9 @@ import pytest
 
 from rltrain.config.schema import WeightSync as WeightSyncConfig
 from rltrain.errors import SyncMismatchError
-from rltrain.reshard.delta.turns import Turn, Turns
-from rltrain.reshard.execute.agreement import Agreement
-from rltrain.reshard.execute.report import SyncReport
+from rltrain.reshard.agreement import Agreement
+from rltrain.reshard.delta_turns import Turn, Turns
+from rltrain.reshard.execute import SyncReport
 from rltrain.roles.weight_sync import SyncedPart, WeightSync
 
 NUMBERS = dict.fromkeys(("bytes_local", "bytes_node", "bytes_network", "network_minimum", "bytes_sent"), 0)

@@ -26,10 +26,9 @@ from rltrain.exchange.shipment import Shipment
 from rltrain.exchange.transport import Transport
 from rltrain.job import listen_for_stop
 from rltrain.legality.schedule import check_schedule
-from rltrain.reshard.execute.agreement import Agreement
-from rltrain.reshard.plan.rank_plan import TRANSFER
-from rltrain.reshard.plan.rounds import streams
-from rltrain.reshard.plan.stages import STAGES, StageStreams
+from rltrain.reshard.agreement import Agreement
+from rltrain.reshard.plan import TRANSFER
+from rltrain.reshard.rounds import STAGES, StageStreams, streams
 from rltrain.resuming import claim_folders, find_checkpoint
 from rltrain.rollout.stream.in_flight_sync import InFlightSync
 from rltrain.runtime.ending import Ending

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 
 from rltrain.checkpoint.hf_files import METADATA, planned_files, write_index
-from rltrain.checkpoint.hf_layout import hf_layout
 from rltrain.checkpoint.safetensors_file import SafetensorsFile
 from rltrain.models import canonical_tensors, read_architecture
+from rltrain.reshard.layout import hf_layout
 
 COMMAND = Path(__file__).resolve().parents[1] / "convert_checkpoint.py"
 SAMPLE_S = 0.005

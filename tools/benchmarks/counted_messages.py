@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.exchange.transport import Delivery
-from rltrain.reshard.execute import agreement
-from rltrain.reshard.execute.recursive_doubling import rounds
+from rltrain.reshard import agreement
+from rltrain.reshard.agreement import rounds
 
 
 @dataclass

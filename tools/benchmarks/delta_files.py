@@ -25,7 +25,7 @@ from weight_sync_timing import describe_machine
 
 from rltrain.checkpoint.safetensors_file import Entry, SafetensorsFile
 from rltrain.models import canonical_tensors
-from rltrain.reshard.kernels.changes import changes_on
+from rltrain.reshard.changes import changes_on
 from rltrain.rollout.delta_form import form
 from rltrain.rollout.http.delta_files import encoded, write_changes
 

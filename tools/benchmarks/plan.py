@@ -24,7 +24,7 @@ from model_shapes import deepseek_v3, qwen3_8b, qwen3_30b_a3b, qwen3_32b
 from rltrain.models import Architecture
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.reshard.plan.planner import Planner
+from rltrain.reshard.plan import Planner
 from rltrain.reshard.plan.prediction import Links, predict
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid

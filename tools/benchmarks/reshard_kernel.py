@@ -31,9 +31,9 @@ import torch
 from torch import Tensor
 
 from rltrain.models.table import Array, ElementType
-from rltrain.reshard.kernels import native
-from rltrain.reshard.kernels.checksums import BOX, checksums
-from rltrain.reshard.kernels.copy_table import BLOCK, SLICE, CopyTable
+from rltrain.reshard import native
+from rltrain.reshard.checksums import BOX, checksums
+from rltrain.reshard.copy_table import BLOCK, SLICE, CopyTable
 
 RANKS = 8
 

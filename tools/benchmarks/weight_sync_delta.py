@@ -31,13 +31,12 @@ from torch import Tensor
 from weight_sync_case import Case, allocate, architecture_of_size, fill, parse_count
 from weight_sync_timing import describe_machine, keep_freed_memory
 
-from rltrain.reshard.check.verify import verify
-from rltrain.reshard.delta.coder import DeltaSettings
-from rltrain.reshard.delta.turns import DENSE_SHARE, LONGEST_REST
-from rltrain.reshard.execute.report import SyncReport
-from rltrain.reshard.execute.resharding import Resharding
-from rltrain.reshard.kernels.changes import changes_on, mark
-from rltrain.reshard.plan.planner import plan
+from rltrain.reshard.changes import changes_on, mark
+from rltrain.reshard.delta import DeltaSettings
+from rltrain.reshard.delta_turns import DENSE_SHARE, LONGEST_REST
+from rltrain.reshard.execute import Resharding, SyncReport
+from rltrain.reshard.plan import plan
+from rltrain.reshard.verify import verify
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.process_groups import ProcessGroups
 

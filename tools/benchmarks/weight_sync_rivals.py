@@ -11,8 +11,8 @@ from torch import Tensor
 from weight_sync_case import Case, broadcast_lists
 
 from rltrain.models.table import ITEM_BYTES, wire_types
-from rltrain.reshard.plan.match import elements
-from rltrain.reshard.plan.rank_plan import RankPlan
+from rltrain.reshard.match import elements
+from rltrain.reshard.plan import RankPlan
 
 
 class Ours:
@@ -28,7 +28,7 @@ class Ours:
         *,
         share_memory: bool,
     ) -> None:
-        from rltrain.reshard.execute.resharding import Resharding
+        from rltrain.reshard.execute import Resharding
 
         self.source, self.destination = source, destination
         self.resharding = Resharding(

@@ -28,8 +28,7 @@ from weight_sync_rivals import GatherBroadcast, Ours, RawWire, bytes_by_peer
 from weight_sync_timing import Rival, describe_machine, milliseconds, time_rounds
 
 from rltrain.reshard.layout import Layout
-from rltrain.reshard.plan.planner import plan
-from rltrain.reshard.plan.rank_plan import RankPlan
+from rltrain.reshard.plan import RankPlan, plan
 from rltrain.runtime.grid import Grid
 
 RIVALS = ("ours", "ours_wire", "refit", "gather_broadcast", "raw", "raw_buckets")

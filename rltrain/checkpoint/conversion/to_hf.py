@@ -10,9 +10,9 @@ from rltrain.checkpoint.conversion.progress import ConversionProgress
 from rltrain.checkpoint.conversion.sources import HfSource, Source
 from rltrain.checkpoint.durable_file import BEHIND_BYTES
 from rltrain.checkpoint.hf_files import METADATA, HfFile, copy_carried_files, planned_files, write_config, write_index
-from rltrain.checkpoint.hf_layout import hf_layout
 from rltrain.checkpoint.prediction_layers import PredictionLayers
 from rltrain.checkpoint.safetensors_file import SafetensorsFile
+from rltrain.reshard.layout import hf_layout
 
 
 def convert_to_hf(

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, NamedTuple
 from rltrain.checkpoint.memory.spans import Span
 from rltrain.checkpoint.run.files import READ_BYTES, FileRecord
 from rltrain.errors import CheckpointError
-from rltrain.reshard.kernels.crc32 import crc32
+from rltrain.reshard.native import crc32
 from rltrain.runtime.machine import JobThread
 from rltrain.runtime.messages import family_of
 

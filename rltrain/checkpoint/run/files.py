@@ -18,7 +18,7 @@ from rltrain.checkpoint.durable_file import BEHIND_BYTES, DurableFile
 from rltrain.checkpoint.run.saved_file import AnyFile, saved_file
 from rltrain.checkpoint.safetensors_file import Entry, SafetensorsFile
 from rltrain.errors import CheckpointError
-from rltrain.reshard.kernels.crc32 import crc32
+from rltrain.reshard.native import crc32
 
 MANIFEST_FILE = "manifest.json"
 RUN_FILE = "run.json"

@@ -16,7 +16,7 @@ from rltrain.checkpoint.run.saved_file import AnyFile, Rows, SavedFile, saved_fi
 from rltrain.errors import CheckpointError, named_by
 from rltrain.models.table import Array, CanonicalTensors, IntArray
 from rltrain.reshard.layout import BOX_FIELDS, PIECE
-from rltrain.reshard.plan.match import Overlaps, boxes_of, describe, elements, offsets, overlaps
+from rltrain.reshard.match import Overlaps, boxes_of, describe, elements, offsets, overlaps
 from rltrain.system.file_pages import populate
 
 FORMAT = "rltrain training state 1"

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rltrain.reshard.plan.lines import Block
-from rltrain.reshard.plan.planner import Planner
+from rltrain.reshard.plan import Planner
+from rltrain.reshard.senders import Block
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rltrain.models.table import ElementType
-from rltrain.reshard.adapter_pairs import adapter_pairs
-from rltrain.reshard.fp8.blocks import SCALE_SUFFIX
-from rltrain.reshard.fp8.scale_places import ScalePlaces, scale_places
-from rltrain.reshard.kernels.torch_types import DTYPES
-from rltrain.reshard.layout import Layout
-from rltrain.reshard.parts import parameter_types
+from rltrain.reshard.copy_table import DTYPES
+from rltrain.reshard.fp8_blocks import SCALE_SUFFIX, ScalePlaces, scale_places
+from rltrain.reshard.layout import Layout, parameter_types
+from rltrain.reshard.model_layout import adapter_pairs
 from rltrain.rollout.embedded.adapter import Adapter
 from rltrain.rollout.embedded.grouped_product import grouped_product
 

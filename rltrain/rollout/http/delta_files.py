@@ -14,8 +14,8 @@ from torch import Tensor
 
 from rltrain.checkpoint.hf_files import METADATA
 from rltrain.checkpoint.safetensors_file import Entry, SafetensorsFile
-from rltrain.reshard.kernels.changes import Changes, Extent, mark
-from rltrain.reshard.kernels.checksums import checksum_of
+from rltrain.reshard.changes import Changes, Extent, mark
+from rltrain.reshard.checksums import checksum_of
 from rltrain.rollout.delta_form import form
 
 FileRecord = tuple[int, int]

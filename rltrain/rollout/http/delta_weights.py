@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from rltrain.config.schema import WeightDelta
-from rltrain.reshard.delta.turns import Turn, Turns
-from rltrain.reshard.kernels.changes import changes_on
+from rltrain.reshard.changes import changes_on
+from rltrain.reshard.delta_turns import Turn, Turns
 from rltrain.rollout.delta_form import form
 from rltrain.rollout.http.calls import Calls, ServerRefuses
 from rltrain.rollout.http.delta_files import encoded, write_changes

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from rltrain.checkpoint.safetensors_file import Entry
 from rltrain.models.table import ElementType
-from rltrain.reshard.kernels.torch_types import DTYPES
-from rltrain.reshard.layout import Layout
-from rltrain.reshard.parts import parameter_types
+from rltrain.reshard.copy_table import DTYPES
+from rltrain.reshard.layout import Layout, parameter_types
 from rltrain.rollout.http.calls import Calls
 from rltrain.rollout.http.protocol import Receiver, ServerProtocol
 from rltrain.runtime.job_store import JobStore

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rltrain.errors import ConfigError, nearest
-from rltrain.reshard.kernels.slices import BLOCK
+from rltrain.reshard.slices import BLOCK
 from rltrain.rollout.sglang.spec import SERVER_FOLDER, AdapterSpec, ServerSpec, clean_environment
 
 MIN_VERSION = "0.5.23"

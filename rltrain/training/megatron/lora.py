@@ -27,8 +27,8 @@ from torch import Tensor
 from rltrain.config.models import Lora
 from rltrain.models.experts import is_expert
 from rltrain.models.lora import WEIGHT
-from rltrain.reshard.adapter_pairs import AdapterPair, adapter_pairs
 from rltrain.reshard.layout import Layout, Segment
+from rltrain.reshard.model_layout import AdapterPair, adapter_pairs
 from rltrain.training.adapter_mode import AdapterMode
 
 NAME = "lora"

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.errors import EngineError, EngineLost
-from rltrain.reshard.kernels.checksums import checksum_of
+from rltrain.reshard.checksums import checksum_of
 from rltrain.reshard.layout import Layout
 from rltrain.residency.node_copy import NodeCopy
 from rltrain.rollout.sglang.weights.call_queue import Call, CallQueue

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from rltrain.errors import EngineError
 from rltrain.models.table import ElementType
-from rltrain.reshard.kernels.torch_types import DTYPES
-from rltrain.reshard.layout import Layout
-from rltrain.reshard.parts import parameter_types
+from rltrain.reshard.copy_table import DTYPES
+from rltrain.reshard.layout import Layout, parameter_types
 from rltrain.runtime.shared_memory import SharedMemory
 
 ALIGNMENT_BYTES = 256

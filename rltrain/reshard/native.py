@@ -11,12 +11,17 @@ variable RLTRAIN_NATIVE says what happens without them:
 import ctypes
 import logging
 import os
+import zlib
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rltrain.errors import UserError, one_of
-from rltrain.reshard.kernels.slices import SLICE
+from rltrain.reshard.slices import SLICE
 
 logger = logging.getLogger(__name__)
 
@@ -102,3 +107,59 @@ def _path(name: str) -> Path:
 @cache
 def _say_once(message: str) -> None:
     logger.warning(message)
+
+
+SHORT_BYTES = 4096
+"""Of less than that zlib's own takes no longer than a call."""
+
+
+def crc32(data: memoryview, value: int = 0) -> int:
+    """Of contiguous bytes that follow those whose checksum is `value`; the same with and without native code. Other
+    threads run meanwhile."""
+    native_crc32 = _native() if data.nbytes >= SHORT_BYTES else None
+    if native_crc32 is None:
+        return zlib.crc32(data, value)
+    return native_crc32(value, np.frombuffer(data, dtype=np.uint8).ctypes.data, data.nbytes)
+
+
+@cache
+def _native() -> Callable[[int, int, int], int] | None:
+    """None where zlib's is to be taken."""
+    if mode() == "off":
+        return None
+    try:
+        library = cpu_library()
+    except LibraryError:
+        return None  # the job's start says that the library is missing
+    if not library.rs_cpu_crc32_is_fast():
+        return None
+    function = library.rs_cpu_crc32
+    function.argtypes, function.restype = (ctypes.c_uint32, ctypes.c_void_p, ctypes.c_int64), ctypes.c_uint32
+    return function
+
+
+Words = NDArray[np.uint32]
+WORD_MASK = 2**32 - 1
+
+
+def available() -> bool:
+    """Whether the CPU library is used in this process, without which there are none."""
+    return backend("cpu") == "native"
+
+
+class Signal:
+    """A word of shared memory that counts up, and around."""
+
+    def __init__(self, words: Words, number: int) -> None:
+        self._words = words
+        library = cpu_library()
+        self._address = ctypes.c_void_p(words.ctypes.data + number * words.itemsize)
+        self._signal, self._await = library.rs_cpu_signal, library.rs_cpu_await
+
+    def set(self, value: int) -> None:
+        """Wakes those who wait for it. They see what this process has written before."""
+        self._signal(self._address, ctypes.c_uint32(value & WORD_MASK))
+
+    def wait(self, value: int, timeout_s: float) -> bool:
+        """Whether the word has come to `value` within `timeout_s`; other threads of this process run meanwhile."""
+        return not self._await(self._address, ctypes.c_uint32(value & WORD_MASK), ctypes.c_int64(int(timeout_s * 1e9)))

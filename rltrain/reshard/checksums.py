@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from rltrain.models.table import ITEM_BYTES, Array, ElementType, IntArray
-from rltrain.reshard.kernels import copy_table
-from rltrain.reshard.kernels.slices import SLICE, Bases, check_side
-from rltrain.reshard.kernels.torch_operations import TorchCopies
-from rltrain.reshard.kernels.torch_types import DTYPES
+from rltrain.reshard import copy_table
+from rltrain.reshard.copy_table import DTYPES, TorchCopies
+from rltrain.reshard.slices import SLICE, Bases, check_side
 
 _TYPES = {dtype: kind for kind, dtype in DTYPES.items()}
 _TYPE_OF_SIZE = {

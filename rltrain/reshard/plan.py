@@ -1,16 +1,70 @@
 """Plans a reshard: every rank works out its own part from the two layouts, alone and without communication."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from rltrain.models.table import Array, IntArray, wire_types
+from rltrain.models.table import Array, IntArray, TypeArray, wire_types
 from rltrain.reshard.layout import BOX_FIELDS, Layout
-from rltrain.reshard.plan.lines import Dealt, Lines, Node, deal
-from rltrain.reshard.plan.match import fragments_of, num_bytes, offsets
-from rltrain.reshard.plan.needs import Needs, needs_of, pieces_for
-from rltrain.reshard.plan.rank_plan import COPY, TRANSFER, RankPlan, Stage, Traffic
+from rltrain.reshard.match import fragments_of, num_bytes, offsets
+from rltrain.reshard.senders import Dealt, Lines, Needs, Node, deal, needs_of, pieces_for
+
+Parameters = tuple[tuple[str, tuple[int, ...]], ...]
+
+_BOX = [(name, np.int64) for name in BOX_FIELDS]
+_PLACE = ("parameter", "offset", "stride")
+
+TRANSFER = np.dtype([("peer", np.int64), *_BOX, *((name, np.int64) for name in _PLACE)])
+"""A box that goes to or comes from rank `peer`, and where it lies in this rank's parameters."""
+
+COPY = np.dtype([*_BOX, *((f"{side}_{name}", np.int64) for side in ("source", "destination") for name in _PLACE)])
+"""A box that this rank has in both layouts, and where it lies in each."""
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """What one rank sends and receives [TRANSFER], sorted by peer and box, so that both ends of a pair have the same
+    boxes in the same order and the bytes between them need no description."""
+
+    sends: Array
+    receives: Array
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one reshard, over all ranks together.
+
+    `local` stays on a rank and `node` goes between ranks of a node. `network_minimum` is what nodes need and do not
+    hold, counted once per node: the least that can go between nodes.
+    """
+
+    local: int
+    node: int
+    network_minimum: int
+
+
+@dataclass(frozen=True, eq=False)
+class RankPlan:
+    """One rank's part in a reshard.
+
+    First `direct`: from ranks that hold a box in the source layout, at places in source parameters, to places in
+    destination parameters; and `copies` [COPY], which stay on the rank. Then `fan_out`: what one rank of a node has
+    received for several goes to the others, at places in destination parameters on both ends. Parameters are empty
+    where the rank is not in that layout. Types are per canonical tensor; on the wire of `direct` a box has the narrower
+    of its two types, on that of `fan_out` the destination's.
+    """
+
+    rank: int
+    source_parameters: Parameters
+    destination_parameters: Parameters
+    source_types: TypeArray
+    destination_types: TypeArray
+    copies: Array
+    direct: Stage
+    fan_out: Stage
+    traffic: Traffic
 
 
 def plan(source: Layout, destination: Layout, rank: int, ranks_per_node: int) -> RankPlan:

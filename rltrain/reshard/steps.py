@@ -6,10 +6,22 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from rltrain.models.table import Array, IntArray, TypeArray
-from rltrain.reshard.kernels.slices import SLICE, quantises
-from rltrain.reshard.plan.rank_plan import RankPlan
-from rltrain.reshard.plan.rounds import Cut, Messages, Rounds, cut, fixed_places
-from rltrain.reshard.plan.stages import NO_HEADERS, NOBODY, STAGES, Headers, ReadPlaces, StageKind, StageStreams
+from rltrain.reshard.plan import RankPlan
+from rltrain.reshard.rounds import (
+    NO_HEADERS,
+    NOBODY,
+    STAGES,
+    Cut,
+    Headers,
+    Messages,
+    ReadPlaces,
+    Rounds,
+    StageKind,
+    StageStreams,
+    cut,
+    fixed_places,
+)
+from rltrain.reshard.slices import SLICE, quantises
 
 
 class BlockPlaces(Protocol):

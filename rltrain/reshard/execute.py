@@ -2,34 +2,287 @@
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.models.table import wire_types
-from rltrain.reshard.delta.coder import Coder, DeltaSettings, headers_of
-from rltrain.reshard.execute.agreement import Agreement
-from rltrain.reshard.execute.binding import Binding, device_of
-from rltrain.reshard.execute.device_streams import DeviceStreams
-from rltrain.reshard.execute.pipeline import Pipeline, covered_seconds, total_seconds
-from rltrain.reshard.execute.report import SyncReport
-from rltrain.reshard.execute.staging import Memory, Staging, allocate
-from rltrain.reshard.fp8.blocks import SCALES_PARAMETER
-from rltrain.reshard.kernels.copy_table import CopyTable
-from rltrain.reshard.plan.match import num_bytes
-from rltrain.reshard.plan.rank_plan import RankPlan
-from rltrain.reshard.plan.stages import NO_HEADERS, shared_places, stage_streams
-from rltrain.reshard.plan.steps import BlockPlaces, StageSteps, Steps, make_steps
-from rltrain.reshard.wires.gloo_wire import GlooWire
-from rltrain.reshard.wires.nccl_wire import NcclWire
-from rltrain.reshard.wires.neighbours import Neighbours
-from rltrain.reshard.wires.shared_wire import SharedWire
-from rltrain.reshard.wires.wire import Wire
+from rltrain.errors import SyncError
+from rltrain.models.table import ElementType, IntArray, TypeArray, wire_types
+from rltrain.reshard.agreement import Agreement
+from rltrain.reshard.copy_table import DTYPES, CopyTable
+from rltrain.reshard.delta import Coder, DeltaSettings, headers_of
+from rltrain.reshard.fp8_blocks import SCALES_PARAMETER
+from rltrain.reshard.match import num_bytes
+from rltrain.reshard.plan import Parameters, RankPlan
+from rltrain.reshard.rounds import NO_HEADERS, shared_places, stage_streams
+from rltrain.reshard.steps import BlockPlaces, StageSteps, Steps, make_steps
+from rltrain.reshard.streams import DeviceStream, DeviceStreams, Event, Memory, Staging, allocate
+from rltrain.reshard.wires import GlooWire, NcclWire, Neighbours, SharedWire, Wire
 from rltrain.runtime.heartbeat import Waiting, unnoted
 from rltrain.runtime.process_groups import plain_group
+
+UNKNOWN = -1
+
+
+@dataclass(frozen=True, eq=False)
+class _Side:
+    """One of the layouts on this rank; `types` [parameters] are element types or UNKNOWN."""
+
+    name: str
+    parameters: Parameters
+    types: IntArray
+
+
+class Binding:
+    """What a reshard expects of the tensors that it is given on this rank.
+
+    Raises ValueError where one parameter is to hold elements of several types.
+    """
+
+    def __init__(self, plan: RankPlan, device: torch.device) -> None:
+        self._rank, self._device = plan.rank, device
+        copies = plan.copies
+        outgoing, incoming = plan.direct.sends, [plan.direct.receives, plan.fan_out.sends, plan.fan_out.receives]
+        source = [(copies["source_parameter"], copies["tensor"]), (outgoing["parameter"], outgoing["tensor"])]
+        destination = [(copies["destination_parameter"], copies["tensor"])]
+        destination += [(boxes["parameter"], boxes["tensor"]) for boxes in incoming]
+        self._sides = tuple(
+            _Side(name, parameters, _types_of(parameters, [(number, types[tensor]) for number, tensor in used]))
+            for name, parameters, used, types in (
+                ("source", plan.source_parameters, source, plan.source_types),
+                ("destination", plan.destination_parameters, destination, plan.destination_types),
+            )
+        )
+
+    def check(
+        self,
+        source_tensors: Mapping[str, Tensor] | None,
+        destination_tensors: Mapping[str, Tensor] | None,
+        *,
+        without: Iterable[str] = (),
+    ) -> None:
+        """Raises SyncError naming the first tensor that is not as the plan says; `without` are not given yet."""
+        for side, tensors in zip(self._sides, (source_tensors, destination_tensors), strict=True):
+            if side.parameters and tensors is None:
+                raise SyncError(
+                    f"rank {self._rank} is in the {side.name} layout, but no {side.name} tensors were given"
+                )
+            for (name, shape), kind in zip(side.parameters, side.types.tolist(), strict=True):
+                if tensors is not None and name not in without:
+                    self._check(side.name, name, shape, kind, tensors.get(name))
+
+    def ordered(
+        self, source_tensors: Mapping[str, Tensor] | None, destination_tensors: Mapping[str, Tensor] | None
+    ) -> list[Tensor]:
+        """Source parameters, then destination parameters."""
+        given = (source_tensors, destination_tensors)
+        return [
+            tensors[name]
+            for side, tensors in zip(self._sides, given, strict=True)
+            if tensors is not None
+            for name, _ in side.parameters
+        ]
+
+    def _check(self, side: str, name: str, shape: tuple[int, ...], kind: int, tensor: Tensor | None) -> None:
+        dtype = None if kind == UNKNOWN else DTYPES[ElementType(kind)]
+        expected = f"{shape} of {dtype or 'any dtype'}, contiguous on {self._device}"
+        if tensor is None:
+            raise SyncError(f"{side} tensor {name} of rank {self._rank} was not given; expected {expected}")
+        right = tuple(tensor.shape) == shape and dtype in (None, tensor.dtype) and tensor.is_contiguous()
+        if not right or tensor.device.type != self._device.type:
+            raise SyncError(
+                f"{side} tensor {name} of rank {self._rank} is {tuple(tensor.shape)} of {tensor.dtype} with strides "
+                f"{tensor.stride()} on {tensor.device}; expected {expected}, as the {side} layout says. Was the model "
+                "changed after the reshard was planned?"
+            )
+
+
+def _types_of(parameters: Parameters, used: list[tuple[IntArray, TypeArray]]) -> IntArray:
+    """[parameters]: their element types; UNKNOWN where nothing is `used`, which are (numbers of parameters, types)."""
+    types = np.full(len(parameters), UNKNOWN, dtype=np.int64)
+    for number, kind in used:
+        types[number] = kind
+    for number, kind in used:
+        mixed = np.flatnonzero(types[number] != kind)
+        if len(mixed):
+            name = parameters[number[mixed[0]]][0]
+            raise ValueError(f"parameter {name} is to hold elements of several types; expected one per parameter")
+    return types
+
+
+def device_of(tensors: Iterable[Mapping[str, Tensor] | None]) -> torch.device:
+    """Of the first tensor; the CPU where there is none."""
+    for given in tensors:
+        for tensor in (given or {}).values():
+            return tensor.device
+    return torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """Bytes are counted where they are handed to the wire, over all ranks together; the other numbers are this rank's.
+
+    `bytes_local` stayed on a rank, `bytes_node` went between ranks of a node, `bytes_network` between nodes, which is
+    at least `network_minimum`. `peak_staging_bytes` is the memory of all four staging buffers.
+
+    `copy_seconds` went into local copies, `pack_seconds` and `unpack_seconds` into filling and emptying staging
+    buffers. `wire_seconds` are those during which messages of this rank were on the wire: from when they were handed to
+    the transport to when all that it receives had arrived, or what it sends had left where it receives nothing. Over
+    NCCL they are of rounds, on the device; over gloo of whole stages, until the host sees the end. These parts overlap,
+    so they do not add up to `seconds`, from when all ranks had come to when all were done.
+
+    A run that sends what changed compares `bytes_compared` of what it packs with what was sent last, over all ranks
+    together, finds that `bytes_changed` differ, and sends `bytes_encoded` for them.
+    """
+
+    bytes_local: int
+    bytes_node: int
+    bytes_network: int
+    network_minimum: int
+    bytes_sent: int
+    bytes_received: int
+    num_rounds: int
+    num_launches: int
+    peak_staging_bytes: int
+    copy_seconds: float
+    pack_seconds: float
+    wire_seconds: float
+    unpack_seconds: float
+    seconds: float
+    bytes_compared: int = 0
+    bytes_changed: int = 0
+    bytes_encoded: int = 0
+
+    @property
+    def bytes_moved(self) -> int:
+        """Between ranks."""
+        return self.bytes_node + self.bytes_network
+
+    @property
+    def network_ratio(self) -> float:
+        """Bytes between nodes over the least that had to go there; 1 where nothing had to and nothing did."""
+        if self.network_minimum:
+            return self.bytes_network / self.network_minimum
+        return float("inf") if self.bytes_network else 1.0
+
+    @property
+    def bandwidth_bytes_per_s(self) -> float:
+        """Achieved by all ranks together, from when all had come to when all were done."""
+        return self.bytes_moved / self.seconds
+
+
+def total(reports: Sequence[SyncReport]) -> SyncReport:
+    """Of reshards that one rank made one after the other."""
+    sums = {field.name: sum(getattr(report, field.name) for report in reports) for field in fields(SyncReport)}
+    return SyncReport(**{**sums, "peak_staging_bytes": max(report.peak_staging_bytes for report in reports)})
+
+
+Span = tuple[Event, Event]
+
+
+@dataclass
+class Times:
+    """When what was done, as events, to be read when all of it is over."""
+
+    begin: Event
+    copies: list[Span] = field(default_factory=list)
+    packs: list[Span] = field(default_factory=list)
+    unpacks: list[Span] = field(default_factory=list)
+    wire: list[Span] = field(default_factory=list)
+
+
+class Coding(Protocol):
+    """What packs and unpacks messages with headers (delta.coder.Coder)."""
+
+    def encode(self, steps: StageSteps, number: int) -> None:
+        """Round `number` is to leave: write its messages."""
+
+    def decode(self, steps: StageSteps, number: int) -> None:
+        """It has arrived: write the destinations."""
+
+
+def total_seconds(spans: list[Span]) -> float:
+    return sum(end.seconds_since(begin) for begin, end in spans)
+
+
+def covered_seconds(spans: list[Span], origin: Event) -> float:
+    """Seconds during which at least one of `spans`, which end in order, goes on."""
+    covered, until = 0.0, 0.0
+    for begin, end in spans:
+        start, stop = max(begin.seconds_since(origin), until), end.seconds_since(origin)
+        covered += max(stop - start, 0.0)
+        until = max(until, stop)
+    return covered
+
+
+class Pipeline:
+    """Issues the copies and transfers of one run; on CUDA nothing here waits, unless messages go over gloo."""
+
+    def __init__(self, table: CopyTable, steps: Steps, streams: DeviceStreams, coding: Coding | None = None) -> None:
+        self._table, self._steps, self._streams, self._coding = table, steps, streams, coding
+        self.times = Times(streams.begin())
+        self._settled: Event | None = None
+        """When the stages so far have written all destinations and no longer use the staging buffers."""
+
+    def stage(self, steps: StageSteps, wire: Wire | None) -> None:
+        """All rounds of a stage, after the one before; `wire` may be None where there are no rounds."""
+        num_rounds = steps.num_rounds if wire else 0
+        unpacked = [self._settled, self._settled]
+        self._streams.pack.after(self._settled)
+        for number in range(num_rounds + 1):
+            if wire and number < num_rounds:
+                wire.expect(number, unpacked[number % 2])
+                if number >= 2:
+                    self._streams.pack.after(wire.left(number - 2))
+                wire.start(number, self._pack(steps, number))
+            if number == 0 and steps is self._steps.stages[0]:
+                self._launch(self._streams.unpack, [0, self._steps.num_copies], 0, self.times.copies)
+            if wire and number > 0:
+                self._streams.unpack.after(wire.arrived(number - 1))
+                event = self._unpack(steps, number - 1)
+                unpacked[(number - 1) % 2] = event
+                wire.taken(number - 1, event)
+        if wire:
+            self._streams.unpack.after(wire.finish())
+            self.times.wire += wire.spans
+        self._settled = self._streams.unpack.event()
+
+    def _pack(self, steps: StageSteps, number: int) -> Event:
+        if self._coding is None or not steps.header_bytes:
+            return self._launch(self._streams.pack, steps.pack, number, self.times.packs)
+        with self._streams.pack:
+            begin = self._streams.pack.event()
+            self._coding.encode(steps, number)
+            encoded = self._streams.pack.event()
+        if steps.pack[number] < steps.pack[number + 1]:
+            self.times.packs.append((begin, encoded))
+        return encoded
+
+    def _unpack(self, steps: StageSteps, number: int) -> Event:
+        if self._coding is None or not steps.header_bytes:
+            return self._launch(self._streams.unpack, steps.unpack, number, self.times.unpacks)
+        with self._streams.unpack:
+            arrived = self._streams.unpack.event()
+            self._coding.decode(steps, number)
+            decoded = self._streams.unpack.event()
+        if steps.unpack[number] < steps.unpack[number + 1]:
+            self.times.unpacks.append((arrived, decoded))
+        return decoded
+
+    def _launch(self, stream: DeviceStream, bounds: list[int], number: int, spans: list[Span]) -> Event:
+        with stream:
+            begin = stream.event()
+            self._table.launch(bounds[number], bounds[number + 1])
+            end = stream.event()
+        if bounds[number] < bounds[number + 1]:
+            spans.append((begin, end))
+        return end
+
 
 DEFAULT_TIMEOUT_S = 1800.0
 """How long ranks wait for each other in shared memory where nothing was said, as long as torch does over wires."""

@@ -1,0 +1,398 @@
+"""What changed of packed bytes since they were sent last: found, encoded and applied (csrc/reshard_delta.h)."""
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rltrain.models.table import ITEM_BYTES, Array, ElementType
+from rltrain.reshard import native
+from rltrain.reshard.copy_table import CopyTable
+from rltrain.reshard.slices import DELTA_BLOCK, DELTA_WHOLE, SLICE
+
+if TYPE_CHECKING:
+    pass
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+class TorchChanges:
+    """A `Changes` (changes.py)."""
+
+    keeps_as_it_marks = packs = False
+
+    def mark(
+        self, packed: Tensor, kept: Tensor, item: int, packing: "Packing | None" = None
+    ) -> tuple[Tensor, Tensor, list[int]]:
+        differing = packed.view(BITS[item]) != kept.view(BITS[item])
+        sizes = block_sizes(len(differing), packed.device)
+        padded = torch.nn.functional.pad(differing, (0, len(sizes) * DELTA_BLOCK - len(differing)))
+        counts = padded.view(-1, DELTA_BLOCK).sum(1)
+        whole = (counts > 0) & (counts * (item + 1) >= sizes * item)
+        lengths = torch.where(whole, DELTA_WHOLE, counts).to(torch.uint8)
+        return lengths, differing, totals_of(counts, whole, sizes)
+
+    def write(self, packed: Tensor, kept: Tensor, marks: "Marks", parts: tuple[Tensor, Tensor, Tensor]) -> None:
+        lengths, places, values = parts
+        differing, bits = marks.bits, BITS[marks.extent.item]
+        lengths.copy_(marks.lengths)
+        whole = (marks.lengths == DELTA_WHOLE).repeat_interleave(DELTA_BLOCK)[: len(differing)]
+        places.copy_((differing & ~whole).nonzero().view(-1) % DELTA_BLOCK)
+        values.view(bits).copy_(packed.view(bits)[differing | whole])
+        kept.copy_(packed)
+
+    def apply(
+        self, slices: Array, begin: int, extent: "Extent", parts: tuple[Tensor, Tensor, Tensor], bases: list[Tensor]
+    ) -> bool:
+        lengths, places, values = parts
+        elements = _elements(lengths, places, extent)
+        if elements is None or len(elements) != extent.values:
+            return False
+        elements += begin
+        ends = torch.from_numpy((slices["src_offset"] + slices["rows"] * slices["cols"]).astype(np.int64))
+        bounds = torch.searchsorted(elements, ends.to(elements.device)).tolist()
+        if int(slices["src_offset"][0]) > int(elements[0]) or bounds[-1] < len(elements):
+            return False
+        for first, last, made in zip([0, *bounds], bounds, slices, strict=False):
+            if first < last:
+                _put(made, elements[first:last], values.view(BITS[extent.item])[first:last], bases)
+        return True
+
+
+def totals_of(counts: Tensor, whole: Tensor, sizes: Tensor) -> list[int]:
+    """Places, values and changes, where `counts` of each block changed and blocks that are `whole` are sent so."""
+    columns = counts.masked_fill(whole, 0), torch.where(whole, sizes, counts), counts
+    totals: list[int] = torch.stack(columns).sum(1).tolist()
+    return totals
+
+
+def block_sizes(elements: int, device: torch.device) -> Tensor:
+    """[blocks]: how many elements each has."""
+    sizes = torch.full((-(-elements // DELTA_BLOCK),), DELTA_BLOCK, dtype=torch.int64, device=device)
+    sizes[-1] = elements - (len(sizes) - 1) * DELTA_BLOCK
+    return sizes
+
+
+def _elements(lengths: Tensor, places: Tensor, extent: "Extent") -> Tensor | None:
+    """[values], ascending: which element each is. None where places are not as many as lengths say."""
+    sizes = block_sizes(extent.elements, lengths.device)
+    whole = lengths == DELTA_WHOLE
+    block = torch.arange(len(sizes), device=lengths.device)
+    sparse = block.repeat_interleave(lengths.to(torch.int64).masked_fill(whole, 0))
+    if len(sparse) != len(places):
+        return None
+    some = sparse * DELTA_BLOCK + places
+    if len(some) and bool((places >= sizes[sparse]).any()):
+        return None
+    begins = (block[whole] * DELTA_BLOCK)[:, None] + torch.arange(DELTA_BLOCK, device=lengths.device)
+    rest = begins.view(-1)
+    return torch.cat([some, rest[rest < extent.elements]]).sort().values
+
+
+def _put(made: np.void, elements: Tensor, values: Tensor, bases: list[Tensor]) -> None:
+    source, destination = ElementType(made["src_type"]), ElementType(made["dst_type"])
+    base = bases[int(made["dst_base"])].detach().view(-1).view(torch.uint8)
+    item = int(ITEM_BYTES[destination])
+    flat = base[: base.numel() // item * item].view(BITS[item])
+    within = elements - int(made["src_offset"])
+    cols = int(made["cols"])
+    index = int(made["dst_offset"]) + within // cols * int(made["dst_stride"]) + within % cols
+    flat[index] = values if source == destination else _widened(values, source)
+
+
+def _widened(values: Tensor, source: ElementType) -> Tensor:
+    """Bits of float32, with the NaNs of csrc/reshard.h."""
+    if source == ElementType.BFLOAT16:
+        return values.to(torch.int32) << 16
+    halves = values.view(torch.float16)
+    return (
+        halves.to(torch.float32)
+        .masked_fill(halves.isnan(), float("nan"))
+        .view(torch.int32)
+        .masked_fill(halves.isnan(), 0x7FFFFFFF)
+    )
+
+
+ALIGNMENT = 16
+"""Bytes: where each of the arrays of an encoded section begins."""
+
+
+def rounded_up(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Extent:
+    """What is encoded of a section of `elements` of `item` bytes: numbers of places and of values."""
+
+    elements: int
+    item: int
+    places: int
+    values: int
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Bytes of lengths, places and values, to the next multiple of ALIGNMENT; nothing where nothing changed."""
+        if not self.values:
+            return 0, 0, 0
+        blocks = -(-self.elements // DELTA_BLOCK)
+        return rounded_up(blocks), rounded_up(self.places), rounded_up(self.values * self.item)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.sizes)
+
+    def parts(self, encoded: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Lengths, places and values within `encoded`, bytes that begin with them."""
+        lengths, places, _ = self.sizes
+        blocks = -(-self.elements // DELTA_BLOCK)
+        return (
+            encoded[:blocks],
+            encoded[lengths : lengths + self.places],
+            encoded[lengths + places : lengths + places + self.values * self.item],
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Marks:
+    """What of a section differs, `changed` elements: `lengths` [blocks] uint8 as they are encoded, and `bits`, which
+    the implementation that made them understands, until it makes others of the same item size."""
+
+    extent: Extent
+    changed: int
+    lengths: Tensor
+    bits: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """Slices `first:last` of `table` pack a section, which begins at element `begin` of their destination."""
+
+    table: CopyTable
+    first: int
+    last: int
+    begin: int
+
+
+class Changes(Protocol):
+    """An implementation. All tensors are contiguous bytes on one device; sections begin at multiples of their items."""
+
+    keeps_as_it_marks: bool
+    """Whether `mark` has `kept` equal `packed` already."""
+    packs: bool
+    """Whether `mark` takes a `packing`."""
+
+    def mark(
+        self, packed: Tensor, kept: Tensor, item: int, packing: Packing | None = None
+    ) -> tuple[Tensor, Tensor, list[int]]:
+        """(lengths, bits, [places, values, changes]) of what differs, in elements of `item` bytes. `packing` makes
+        `packed` on the way; without it is made already."""
+
+    def write(self, packed: Tensor, kept: Tensor, marks: Marks, parts: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Encode what was marked into `parts`, and have `kept` equal `packed`, neither of which was written since."""
+
+    def apply(
+        self, slices: Array, begin: int, extent: Extent, parts: tuple[Tensor, Tensor, Tensor], bases: list[Tensor]
+    ) -> bool:
+        """Put values where `slices` [SLICE] have their elements go, whose sources lie one after another; element
+        `begin` of their source is the section's first. False where they do not fit."""
+
+
+class NativeChanges:
+    """By csrc/reshard_cpu_delta.h, with as many threads as torch has. Marks of one item size are those made last."""
+
+    keeps_as_it_marks = packs = True
+
+    def __init__(self) -> None:
+        library = native.cpu_library()
+        address, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+        self._counts = library.rs_cpu_delta_counts
+        self._counts.argtypes, self._counts.restype = (size,), size
+        self._mark, self._gather, self._apply = (
+            library.rs_cpu_delta_mark,
+            library.rs_cpu_delta_gather,
+            library.rs_cpu_delta_apply,
+        )
+        self._mark.argtypes = (address, size, address, size, *(address,) * 2, size, number, *(address,) * 3, number)
+        self._gather.argtypes, self._gather.restype = (address, address, size, number, *(address,) * 3), None
+        self._apply.argtypes = (address, size, address, size, size, number, *(address,) * 4, number)
+        self._found: dict[int, Tensor] = {}
+
+    def mark(
+        self, packed: Tensor, kept: Tensor, item: int, packing: Packing | None = None
+    ) -> tuple[Tensor, Tensor, list[int]]:
+        elements = packed.numel() // item
+        lengths = torch.empty(-(-elements // DELTA_BLOCK), dtype=torch.uint8)
+        counts = torch.empty(self._counts(elements * item), dtype=torch.int64)
+        found = self._room(elements * (item + 1), item)
+        slices = (0, 0, 0, 0)
+        if packing is not None:
+            slices = (*packing.table.addresses(packing.first, packing.last), packing.begin)
+        pointers = packed.data_ptr(), kept.data_ptr(), elements, item, found.data_ptr(), lengths.data_ptr()
+        _expect_memory(self._mark(*slices, *pointers, counts.data_ptr(), torch.get_num_threads()))
+        totals: list[int] = counts.view(-1, 3).sum(0).tolist()
+        return lengths, found, totals
+
+    def write(self, packed: Tensor, kept: Tensor, marks: Marks, parts: tuple[Tensor, Tensor, Tensor]) -> None:
+        lengths, places, values = parts
+        lengths.copy_(marks.lengths)
+        extent = marks.extent
+        pointers = [tensor.data_ptr() for tensor in (lengths, places, values)]
+        self._gather(packed.data_ptr(), marks.bits.data_ptr(), extent.elements, extent.item, *pointers)
+
+    def _room(self, num_bytes: int, item: int) -> Tensor:
+        """Memory for what is found, of which only what is found is touched."""
+        if item not in self._found or self._found[item].numel() < num_bytes:
+            self._found[item] = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._found[item]
+
+    def apply(
+        self, slices: Array, begin: int, extent: Extent, parts: tuple[Tensor, Tensor, Tensor], bases: list[Tensor]
+    ) -> bool:
+        assert slices.dtype == SLICE and slices.flags.c_contiguous
+        addresses = np.array([tensor.data_ptr() for tensor in bases], dtype=np.uint64)
+        totals = np.array([extent.places, extent.values], dtype=np.int64)
+        pointers = [tensor.data_ptr() for tensor in parts]
+        error = self._apply(
+            slices.ctypes.data,
+            len(slices),
+            addresses.ctypes.data,
+            begin,
+            extent.elements,
+            extent.item,
+            *pointers,
+            totals.ctypes.data,
+            torch.get_num_threads(),
+        )
+        _expect_memory(int(error == 1))
+        return bool(error == 0)
+
+
+def _expect_memory(error: int) -> None:
+    if error:
+        raise RuntimeError("the native library could not compare what was packed: out of memory")
+
+
+def changes_on(device: torch.device) -> Changes:
+    """What finds changes on `device`: all implementations give the same bytes. UserError as `native.backend`."""
+    match native.backend(device.type):
+        case "cuda":
+            pass  # only where there is a device to use it
+
+            return CudaChanges(device)
+        case "native":
+            return NativeChanges()
+    return TorchChanges()
+
+
+def mark(changes: Changes, packed: Tensor, kept: Tensor, item: int, packing: Packing | None = None) -> Marks:
+    """What of `packed` differs from `kept`, by elements of `item` bytes."""
+    lengths, bits, (places, values, changed) = changes.mark(packed, kept, item, packing)
+    return Marks(Extent(packed.numel() // item, item, places, values), changed, lengths, bits)
+
+
+if TYPE_CHECKING:
+    pass
+
+_ADDRESS, _SIZE, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_WHERE = (_NUMBER, _NUMBER, _ADDRESS)  # blocks, device, stream
+LANES = 32
+
+
+class CudaChanges:
+    """A `Changes` (changes.py), by launches on the current stream of `device`. The host waits for what it must know."""
+
+    keeps_as_it_marks = packs = False
+
+    def __init__(self, device: torch.device) -> None:
+        library = native.cuda_library()
+        self._mark = _typed(library.rs_cuda_delta_mark, _ADDRESS, _ADDRESS, _SIZE, _NUMBER, _ADDRESS, _ADDRESS)
+        self._write = _typed(library.rs_cuda_delta_write, _ADDRESS, _ADDRESS, _SIZE, _NUMBER, *(_ADDRESS,) * 6)
+        self._apply = _typed(
+            library.rs_cuda_delta_apply, _ADDRESS, _SIZE, _ADDRESS, _SIZE, _SIZE, _NUMBER, *(_ADDRESS,) * 6
+        )
+        self._error_string = library.rs_cuda_error_string
+        self._error_string.restype = ctypes.c_char_p
+        self._ordinal = self._ordinal_of(device)
+        self._num_blocks = int(library.rs_cuda_num_blocks(self._ordinal))
+
+    def mark(
+        self, packed: Tensor, kept: Tensor, item: int, packing: "Packing | None" = None
+    ) -> tuple[Tensor, Tensor, list[int]]:
+        elements = packed.numel() // item
+        sizes = block_sizes(elements, packed.device)
+        marks = torch.empty(len(sizes) * LANES, dtype=torch.uint8, device=packed.device)
+        counts = torch.zeros(len(sizes), dtype=torch.int32, device=packed.device)
+        tensors = packed.data_ptr(), kept.data_ptr(), elements, item, marks.data_ptr(), counts.data_ptr()
+        self._launch(self._mark, *tensors)
+        whole = (counts > 0) & (counts * (item + 1) >= sizes * item)
+        lengths = torch.where(whole, DELTA_WHOLE, counts).to(torch.uint8)
+        return lengths, marks, totals_of(counts.to(torch.int64), whole, sizes)
+
+    def write(self, packed: Tensor, kept: Tensor, marks: "Marks", parts: tuple[Tensor, Tensor, Tensor]) -> None:
+        lengths, places, values = parts
+        lengths.copy_(marks.lengths)
+        starts = _starts(marks.lengths, marks.extent.elements)
+        tensors = (marks.bits, marks.lengths, *starts, places, values)
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        extent = marks.extent
+        self._launch(self._write, packed.data_ptr(), kept.data_ptr(), extent.elements, extent.item, *pointers)
+
+    def apply(
+        self, slices: Array, begin: int, extent: "Extent", parts: tuple[Tensor, Tensor, Tensor], bases: list[Tensor]
+    ) -> bool:
+        lengths, places, values = parts
+        starts, device = _starts(lengths, extent.elements), lengths.device
+        ends = [int(made[-1]) for made in _totals(lengths, extent.elements)]
+        if ends != [extent.places, extent.values]:
+            return False
+        table = torch.from_numpy(np.ascontiguousarray(slices).view(np.uint8)).to(device)
+        addresses = np.array([base.data_ptr() for base in bases], dtype=np.uint64)
+        pointers = torch.from_numpy(addresses.view(np.int64)).to(device)
+        wrong = torch.zeros(1, dtype=torch.int32, device=device)
+        where = table.data_ptr(), len(slices), pointers.data_ptr(), begin, extent.elements, extent.item
+        tensors = (lengths, places, *starts, values, wrong)
+        self._launch(self._apply, *where, *[tensor.data_ptr() for tensor in tensors])
+        return not bool(wrong.item())
+
+    def _launch(self, kernel: Callable[..., int], *arguments: int) -> None:
+        with self._current_stream() as stream:
+            error = kernel(*arguments, self._num_blocks, self._ordinal, stream)
+        if error:
+            reason = f"{self._error_string(error).decode()} (CUDA error {error})"
+            raise RuntimeError(f"what was packed cannot be compared on device {self._ordinal}: {reason}")
+
+    def _ordinal_of(self, device: torch.device) -> int:
+        return torch.cuda.current_device() if device.index is None else device.index
+
+    @contextmanager
+    def _current_stream(self) -> Iterator[int]:
+        with torch.cuda.device(self._ordinal):
+            yield torch.cuda.current_stream().cuda_stream
+
+
+def _totals(lengths: Tensor, elements: int) -> tuple[Tensor, Tensor]:
+    """[blocks] each: places and values up to the end of each block."""
+    whole, counts = lengths == DELTA_WHOLE, lengths.to(torch.int64)
+    places = counts.masked_fill(whole, 0)
+    values = torch.where(whole, block_sizes(elements, lengths.device), counts)
+    return places.cumsum(0), values.cumsum(0)
+
+
+def _starts(lengths: Tensor, elements: int) -> list[Tensor]:
+    """[blocks] each: the first place and the first value of each block."""
+    return [torch.nn.functional.pad(ends, (1, -1)) for ends in _totals(lengths, elements)]
+
+
+def _typed(function: Callable[..., int], *arguments: type) -> Callable[..., int]:
+    function.argtypes = (*arguments, *_WHERE)  # type: ignore[attr-defined]
+    function.restype = ctypes.c_int  # type: ignore[attr-defined]
+    return function
+
+
+assert DELTA_BLOCK == LANES * 8, "a lane marks its elements in a byte"

@@ -1,0 +1,507 @@
+"""Copies of many strided two-dimensional slices in one call, with casts and FP8 quantisation on the way.
+
+A `CopyTable` is made once from descriptors [SLICE]; memory is given to it by `bind`, so that the table outlives the
+tensors. What carries it out is chosen per device by `native.backend`: CUDA kernels, native CPU code, or torch
+operations where neither was built. All give the same bits, as csrc/reshard.h says.
+"""
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rltrain.models.table import Array, ElementType
+from rltrain.reshard import native
+from rltrain.reshard.slices import (
+    ANY_TYPE,
+    BLOCK,
+    SLICE,
+    TILE,
+    Bases,
+    alignment,
+    blocks_spanned,
+    check_bounds,
+    check_slices,
+    cut,
+    is_empty,
+    quantises,
+)
+
+_CPU_ARGUMENTS = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int)
+
+
+class CpuCopies:
+    """A `NativeCopies` (copy_table.py). It uses as many threads as torch does at the time of a launch."""
+
+    def __init__(self, slices: Array, device: torch.device) -> None:
+        self._slices = slices
+        self._table = slices.ctypes.data
+        self._bases = np.zeros(0, dtype=np.uint64)
+        self._pointers = 0
+        library = native.cpu_library()
+        self._copy = _cpu_typed(library.rs_cpu_copy)
+        self._amax = _cpu_typed(library.rs_cpu_amax)
+        self._checksum = _cpu_typed(library.rs_cpu_checksum)
+
+    def bind(self, pointers: list[int]) -> None:
+        self._bases = np.array(pointers, dtype=np.uint64)
+        self._pointers = self._bases.ctypes.data
+
+    def launch(self, first: int, last: int) -> None:
+        self._run(self._copy, first, last)
+
+    def amax(self, first: int, last: int) -> None:
+        self._run(self._amax, first, last)
+
+    def checksum(self, first: int, last: int) -> None:
+        self._run(self._checksum, first, last)
+
+    def addresses(self, first: int, last: int) -> tuple[int, int, int]:
+        """See `CopyTable.addresses`."""
+        return self._table + first * SLICE.itemsize, last - first, self._pointers
+
+    def _run(self, function: Callable[[int, int, int, int], int], first: int, last: int) -> None:
+        if function(*self.addresses(first, last), torch.get_num_threads()):
+            raise RuntimeError(f"the native library could not go through slices {first}:{last}: out of memory")
+
+
+def _cpu_typed(function: Callable[..., int]) -> Callable[[int, int, int, int], int]:
+    function.argtypes = _CPU_ARGUMENTS  # type: ignore[attr-defined]
+    function.restype = ctypes.c_int  # type: ignore[attr-defined]
+    return function
+
+
+_CUDA_ARGUMENTS = (
+    ctypes.c_void_p,  # tiles
+    ctypes.c_void_p,  # slices
+    ctypes.c_void_p,  # bases
+    ctypes.c_int64,  # first tile
+    ctypes.c_int64,  # last tile
+    ctypes.c_int,  # blocks
+    ctypes.c_int,  # device
+    ctypes.c_void_p,  # stream
+)
+_Kernel = Callable[[int, int, int, int, int, int, int, int], int]
+
+assert TILE.itemsize == native.CUDA_TILE_BYTES
+
+
+class CudaCopies:
+    """A `NativeCopies` (copy_table.py). Launches are asynchronous, on the current stream of the device.
+
+    Set `num_blocks` lower to leave multiprocessors, of which two blocks fill one, to what runs beside a launch.
+    """
+
+    def __init__(self, slices: Array, device: torch.device) -> None:
+        library = native.cuda_library()
+        self._copy = _cuda_typed(library.rs_cuda_copy)
+        self._amax = _cuda_typed(library.rs_cuda_amax)
+        self._checksum = _cuda_typed(library.rs_cuda_checksum)
+        self._error_string = library.rs_cuda_error_string
+        self._error_string.restype = ctypes.c_char_p
+        self._device = device
+        self._ordinal = self._ordinal_of(device)
+        self.num_blocks = int(library.rs_cuda_num_blocks(self._ordinal))
+        if self.num_blocks < 0:
+            raise RuntimeError(f"no multiprocessors of {device} can be counted: {self._reason(-self.num_blocks)}")
+        tiles = cut(slices)
+        self._first_tile = tiles.first_tile
+        self._slices = self._upload(tiles.slices)
+        self._tiles = self._upload(tiles.tiles)
+        self._pointers: list[int] = []
+        self._bases = self._upload(np.zeros(0, dtype=np.uint64))
+        self._streams: set[int] = set()
+
+    def bind(self, pointers: list[int]) -> None:
+        if pointers == self._pointers:
+            return
+        # A new table: launches under way read the former one, whose memory is not reused before they have ended.
+        self._bases = self._upload(np.array(pointers, dtype=np.uint64))
+        self._streams.clear()
+        self._pointers = list(pointers)
+
+    def launch(self, first: int, last: int) -> None:
+        self._run(self._copy, first, last)
+
+    def amax(self, first: int, last: int) -> None:
+        self._run(self._amax, first, last)
+
+    def checksum(self, first: int, last: int) -> None:
+        self._run(self._checksum, first, last)
+
+    def _run(self, kernel: _Kernel, first: int, last: int) -> None:
+        tiles = int(self._first_tile[first]), int(self._first_tile[last])
+        if tiles[0] == tiles[1]:
+            return
+        tables = self._tiles.data_ptr(), self._slices.data_ptr(), self._bases.data_ptr()
+        with self._current_stream() as stream:
+            error = kernel(*tables, *tiles, self.num_blocks, self._ordinal, stream)
+        if error:
+            raise RuntimeError(f"slices {first}:{last} cannot be gone through on {self._device}: {self._reason(error)}")
+
+    def _reason(self, error: int) -> str:
+        return f"{self._error_string(error).decode()} (CUDA error {error})"
+
+    def _ordinal_of(self, device: torch.device) -> int:
+        return torch.cuda.current_device() if device.index is None else device.index
+
+    def _upload(self, table: Array) -> Tensor:
+        """The bytes of `table` on the device, there for all streams once this returns.
+
+        On a stream of its own, so that the host does not wait for work that is queued on the current one.
+        """
+        with torch.cuda.stream(_upload_stream(self._ordinal)):
+            return torch.from_numpy(table.view(np.uint8)).to(f"cuda:{self._ordinal}")
+
+    @contextmanager
+    def _current_stream(self) -> Iterator[int]:
+        """The current stream of the device, which becomes the current device within.
+
+        The allocator learns once per stream that it reads the tables, and keeps their memory until it has done so.
+        """
+        with torch.cuda.device(self._ordinal):
+            stream = torch.cuda.current_stream()
+            if stream.cuda_stream not in self._streams:
+                for tensor in (self._tiles, self._slices, self._bases):
+                    tensor.record_stream(stream)
+                self._streams.add(stream.cuda_stream)
+            yield stream.cuda_stream
+
+
+@cache
+def _upload_stream(ordinal: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(ordinal)  # type: ignore[no-untyped-call]
+
+
+def _cuda_typed(function: Callable[..., int]) -> _Kernel:
+    function.argtypes = _CUDA_ARGUMENTS  # type: ignore[attr-defined]
+    function.restype = ctypes.c_int  # type: ignore[attr-defined]
+    return function
+
+
+DTYPES = {
+    ElementType.FLOAT32: torch.float32,
+    ElementType.BFLOAT16: torch.bfloat16,
+    ElementType.FLOAT16: torch.float16,
+    ElementType.FLOAT8_E4M3: torch.float8_e4m3fn,
+}
+
+
+MAX_FLOAT8 = 448.0
+SMALLEST_AMAX = 2.0**-100
+NAN_FLOAT8 = 0x7F
+
+
+def block_amax(x: Tensor) -> Tensor:
+    """Largest magnitudes of the blocks of `x` [R, C]: float32 [ceil(R / 128), ceil(C / 128)]."""
+    rows, cols = (-(-size // BLOCK) for size in x.shape)
+    magnitudes = torch.nn.functional.pad(x.abs(), (0, cols * BLOCK - x.shape[1], 0, rows * BLOCK - x.shape[0]))
+    amax = magnitudes.view(rows, BLOCK, cols, BLOCK).amax((1, 3)).float()
+    return torch.where(amax.isnan(), torch.nan, amax)
+
+
+def scales_of(amax: Tensor) -> Tensor:
+    """What the quantised elements of blocks of these magnitudes are multiplied with, float32 of the same shape."""
+    a = amax.clamp(min=SMALLEST_AMAX)
+    return torch.where(amax.isfinite(), a / torch.full_like(a, MAX_FLOAT8), torch.nan)
+
+
+def inverse_scales_of(amax: Tensor) -> Tensor:
+    """What the elements of blocks of these magnitudes are multiplied with before rounding; NaN as in `scales_of`."""
+    a = amax.clamp(min=SMALLEST_AMAX)
+    return torch.where(amax.isfinite(), torch.full_like(a, MAX_FLOAT8) / a, torch.nan)
+
+
+def quantize_elements(x: Tensor, inverse: Tensor) -> Tensor:
+    """`x` in e4m3 after a multiplication with `inverse`, which has or broadcasts to its shape."""
+    scaled = x.float() * inverse
+    q = scaled.clamp(-MAX_FLOAT8, MAX_FLOAT8).to(torch.float8_e4m3fn)
+    q.view(torch.uint8).masked_fill_(scaled.isnan(), NAN_FLOAT8)
+    return q
+
+
+def quantize_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
+    """float8_e4m3fn [R, C] and the scales of its blocks, float32 [ceil(R / 128), ceil(C / 128)], of `x` [R, C]."""
+    amax = block_amax(x)
+    return quantize_elements(x, per_element(inverse_scales_of(amax), x.shape)), scales_of(amax)
+
+
+def dequantize(q: Tensor, scales: Tensor) -> Tensor:
+    """float32 [R, C] of what `quantize_blocks` gives."""
+    return q.float() * per_element(scales, q.shape)
+
+
+def per_element(blocks: Tensor, shape: torch.Size, *, row_phase: int = 0, col_phase: int = 0) -> Tensor:
+    """Values per block as values per element of a matrix of this shape, whose first element lies at these phases
+    within the first block."""
+    rows = torch.arange(row_phase, row_phase + shape[0], device=blocks.device) // BLOCK
+    cols = torch.arange(col_phase, col_phase + shape[1], device=blocks.device) // BLOCK
+    return blocks[rows[:, None], cols]
+
+
+MAX_ELEMENTS = 2**18
+"""Elements looked at at a time: few enough for the caches of a CPU. Each takes some tens of bytes meanwhile."""
+
+RUN, PRESENT = 1024, 0xFFA5C3E7
+"""RS_RUN and RS_PRESENT."""
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+_INFINITY = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float8_e4m3fn: 0x7E}
+"""The bits of the largest magnitude that is not a NaN."""
+
+_LOW_HALF = 0xFFFFFFFF
+_FIRST_FACTOR, _SECOND_FACTOR = -0x61C8864680B583EB, -0x4B47D0C5A0A8B1AD
+
+
+def bits_of(values: Tensor, *, exact: bool) -> Tensor:
+    """int64, not negative: the bits of `values`; unless `exact`, every NaN has the same ones."""
+    num_bits = 8 * values.dtype.itemsize
+    bits = values.view(_BITS[values.dtype.itemsize]).to(torch.int64) & ((1 << num_bits) - 1)
+    if not exact:
+        unsigned = (1 << (num_bits - 1)) - 1
+        bits = bits.masked_fill((bits & unsigned) > _INFINITY[values.dtype], _INFINITY[values.dtype] + 1)
+    return bits
+
+
+def keyed_sum(bits: Tensor, place: int, width: int) -> Tensor:
+    """int64, no dimensions: of `bits` [rows, cols], which begin at element `place` of a tensor `width` wide."""
+    rows, cols = (torch.arange(size, device=bits.device) for size in bits.shape)
+    places = place + rows[:, None] * width + cols
+    first, last = place // RUN, (place + (len(rows) - 1) * width + len(cols) - 1) // RUN
+    run_keys = _run_keys(torch.arange(first, last + 1, device=bits.device))
+    place_keys = _place_keys(torch.arange(RUN, device=bits.device))
+    return (run_keys[(places // RUN) - first] * (place_keys[places % RUN] * (bits ^ PRESENT))).sum()
+
+
+def _run_keys(runs: Tensor) -> Tensor:
+    """rs_run_key; products and sums wrap around."""
+    mixed = (runs + 1) * _FIRST_FACTOR
+    mixed = (mixed ^ ((mixed >> 32) & _LOW_HALF)) * _SECOND_FACTOR
+    return (mixed ^ ((mixed >> 32) & _LOW_HALF)) | 1
+
+
+def _place_keys(places: Tensor) -> Tensor:
+    """rs_place_key."""
+    mixed = (places + 0x9E3779B9) & _LOW_HALF
+    mixed = ((mixed ^ (mixed >> 16)) * 0x7FEB352D) & _LOW_HALF
+    mixed = ((mixed ^ (mixed >> 15)) * 0x846CA68B) & _LOW_HALF
+    return mixed ^ (mixed >> 16)
+
+
+# torch's own NaNs differ between its vectorised and scalar code, and between CPUs and GPUs (csrc/reshard.h).
+_NANS = {ElementType.FLOAT32: 0x7FFFFFFF, ElementType.BFLOAT16: 0x7FFF, ElementType.FLOAT16: 0x7FFF}
+
+
+class TorchCopies:
+    """As `NativeCopies` (copy_table.py), on tensors instead of addresses."""
+
+    def __init__(self, slices: Array, device: torch.device) -> None:
+        self._slices = slices
+        self._quantises = quantises(slices)
+        self._empty = is_empty(slices)
+        self._tensors: Sequence[Tensor] = ()
+
+    def bind_tensors(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = [tensor.detach().view(-1).view(torch.uint8) for tensor in tensors]
+
+    @torch.no_grad()
+    def launch(self, first: int, last: int) -> None:
+        for number in first + np.flatnonzero(~self._empty[first:last]):
+            self._copy(self._slices[number], quantised=bool(self._quantises[number]))
+
+    @torch.no_grad()
+    def amax(self, first: int, last: int) -> None:
+        for number in first + np.flatnonzero(self._quantises[first:last] & ~self._empty[first:last]):
+            self._raise_amax(self._slices[number])
+
+    @torch.no_grad()
+    def checksum(self, first: int, last: int) -> None:
+        for number in first + np.flatnonzero(~self._empty[first:last]):
+            self._add_checksum(self._slices[number])
+
+    def _add_checksum(self, summed: np.void) -> None:
+        sums = self._as(int(summed["amax_base"]), torch.int64)
+        source, place, width = self._box(summed, "src"), int(summed["dst_offset"]), int(summed["dst_stride"])
+        for row in range(0, len(source), step := max(MAX_ELEMENTS // source.shape[1], 1)):
+            for col in range(0, source.shape[1], MAX_ELEMENTS):
+                part = bits_of(source[row : row + step, col : col + MAX_ELEMENTS], exact=not summed["row_phase"])
+                sums[int(summed["amax_offset"])] += keyed_sum(part, place + row * width + col, width)
+
+    def _copy(self, copy: np.void, *, quantised: bool) -> None:
+        source, destination = self._box(copy, "src"), self._box(copy, "dst")
+        source_type, destination_type = ElementType(copy["src_type"]), ElementType(copy["dst_type"])
+        if quantised:
+            phases = {"row_phase": int(copy["row_phase"]), "col_phase": int(copy["col_phase"])}
+            inverse = per_element(inverse_scales_of(self._amax_entries(copy)), source.shape, **phases)
+            destination.copy_(quantize_elements(source, inverse))
+        elif source_type == destination_type:
+            # As bits: a copy of floats may quieten a NaN.
+            self._box(copy, "dst", as_bits=True).copy_(self._box(copy, "src", as_bits=True))
+        else:
+            destination.copy_(source)
+            if source_type != ElementType.BFLOAT16:  # to float32 it is a shift, which keeps a NaN's bits everywhere
+                self._box(copy, "dst", as_bits=True).masked_fill_(source.isnan(), _NANS[destination_type])
+
+    def _raise_amax(self, copy: np.void) -> None:
+        above, left = int(copy["row_phase"]), int(copy["col_phase"])
+        part = block_amax(torch.nn.functional.pad(self._box(copy, "src"), (left, 0, above, 0)))
+        entries = self._amax_entries(copy)
+        # Compared as integers, which order as the magnitudes do, NaN above all.
+        entries.view(torch.int32).copy_(torch.maximum(entries.view(torch.int32), part.view(torch.int32)))
+
+    def _amax_entries(self, copy: np.void) -> Tensor:
+        rows, cols = (int(blocks_spanned(copy[f"{axis}_phase"], copy[f"{axis}s"])) for axis in ("row", "col"))
+        floats = self._as(int(copy["amax_base"]), torch.float32)
+        return floats[int(copy["amax_offset"]) :].as_strided((rows, cols), (int(copy["amax_stride"]), 1))
+
+    def _box(self, copy: np.void, side: str, *, as_bits: bool = False) -> Tensor:
+        """The slice's elements in the memory of a side, [rows, cols]."""
+        dtype = DTYPES[ElementType(copy[f"{side}_type"])]
+        elements = self._as(int(copy[f"{side}_base"]), _BITS[dtype.itemsize] if as_bits else dtype)
+        # Sliced first: as_strided's own offset would count from the storage, which may hold other tensors before.
+        start, stride = int(copy[f"{side}_offset"]), int(copy[f"{side}_stride"])
+        return elements[start:].as_strided((int(copy["rows"]), int(copy["cols"])), (stride, 1))
+
+    def _as(self, base: int, dtype: torch.dtype) -> Tensor:
+        tensor = self._tensors[base]
+        return tensor[: tensor.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+
+
+__all__ = ["BLOCK", "SLICE", "CopyTable", "NativeCopies"]
+
+_TYPES: dict[torch.dtype, int] = {dtype: kind for kind, dtype in DTYPES.items()} | {torch.uint8: ANY_TYPE}
+
+
+class NativeCopies(Protocol):
+    """A backend that works on addresses, `CpuCopies` or `CudaCopies` (cuda.py). What it is given was checked."""
+
+    def __init__(self, slices: Array, device: torch.device) -> None:
+        """`slices` [SLICE] is contiguous and belongs to the backend. CUDA: uploads the table to `device`."""
+
+    def bind(self, pointers: list[int]) -> None:
+        """Number i is the address of base i on the device; bases without elements have address 0."""
+
+    def launch(self, first: int, last: int) -> None:
+        """Copy slices[first:last], 0 <= first < last <= len(slices), in one call. CUDA: on the current stream."""
+
+    def amax(self, first: int, last: int) -> None:
+        """Raise the amax entries of those of slices[first:last] that quantise to the magnitudes of their elements; the
+        other slices are skipped."""
+
+    def checksum(self, first: int, last: int) -> None:
+        """Add the checksums of slices[first:last], which have no destination, to their sums: see checksums.py."""
+
+
+class CopyTable:
+    """Copies between the tensors last bound, as `slices` [SLICE] say; `device` is where all of them are.
+
+    Raises ValueError where a slice is wrong in itself: a pair of types that cannot be copied, a negative offset, rows
+    that overlap in the destination. Different slices must not write the same elements, which is not checked.
+    """
+
+    def __init__(self, slices: Array, device: torch.device) -> None:
+        check_slices(slices)
+        self.num_launches = 0
+        self._slices = np.ascontiguousarray(slices).copy()
+        self._device = device
+        self._bound: list[Tensor] | None = None
+        self._checked: list[tuple[torch.dtype, int]] | None = None
+        self._alignment: list[int] = []
+        self._copies = backend_class(device)(self._slices, device)
+
+    def bind(self, tensors: Sequence[Tensor]) -> None:
+        """Number i becomes base i: contiguous, of any shape, in memory that the table's device can address.
+
+        Its dtype is that of the slices that name it; a uint8 tensor serves every type. Only addresses are read again
+        when the tensors have the dtypes and sizes of those bound before. They are kept alive until other ones are bound
+        or until `release`. Raises ValueError, naming slice and base, where a slice leaves its base or meets another
+        type there.
+        """
+        sizes = [(tensor.dtype, tensor.numel()) for tensor in tensors]
+        if sizes != self._checked:
+            self._check(sizes)
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        for number, tensor in enumerate(tensors):
+            if not tensor.is_contiguous() or not self._reaches(tensor):
+                raise ValueError(
+                    f"base {number} is on {tensor.device} with strides {tensor.stride()}: expected a contiguous tensor "
+                    f"on {self._device}"
+                )
+            if pointers[number] % self._alignment[number]:
+                raise ValueError(f"base {number} begins between two elements of {self._alignment[number]} bytes")
+        if isinstance(self._copies, TorchCopies):
+            self._copies.bind_tensors(tensors)
+        else:
+            self._copies.bind(pointers)
+        self._bound = list(tensors)
+
+    def _reaches(self, tensor: Tensor) -> bool:
+        """Whether the table's device can address it: CUDA devices reach pinned memory of the host as well."""
+        same = tensor.device.type == self._device.type
+        return same or (self._device.type == "cuda" and tensor.device.type == "cpu" and tensor.is_pinned())
+
+    def release(self) -> None:
+        """Forget the tensors, so that their memory can be freed; nothing can be launched until the next `bind`."""
+        self._bound = None
+        if isinstance(self._copies, TorchCopies):
+            self._copies.bind_tensors(())
+
+    def launch(self, first: int, last: int) -> None:
+        """Copy slices[first:last] in one call: on CUDA on the device's current stream, on the CPU before it returns."""
+        if self._begin(first, last):
+            self._copies.launch(first, last)
+
+    def amax(self, first: int, last: int) -> None:
+        """Raise the amax entries of the slices[first:last] that quantise to the largest magnitude of their elements.
+
+        An entry is the larger of itself and the slice's part of the block, so that several slices can share a block;
+        zero the table before. A block with a NaN gets a NaN. Bits of amax entries order as the integers: a reduction
+        over ranks must be one of int32 views, since a float maximum may drop NaN.
+        """
+        if self._begin(first, last):
+            self._copies.amax(first, last)
+
+    def addresses(self, first: int, last: int) -> tuple[int, int, int]:
+        """Of slices[first:last], their number, and of the addresses of bases, for native code on the CPU that goes
+        through them itself; counts as a launch."""
+        assert isinstance(self._copies, CpuCopies), "there is native code for CPUs"
+        self._begin(first, last)
+        return self._copies.addresses(first, last)
+
+    def _begin(self, first: int, last: int) -> bool:
+        """Whether there is anything to do, which then counts as a launch."""
+        if self._bound is None:
+            raise RuntimeError("no tensors are bound to this table: call bind before launch and amax")
+        if not 0 <= first <= last <= len(self._slices):
+            raise ValueError(f"slices {first}:{last} of a table of {len(self._slices)}")
+        self.num_launches += last > first
+        return last > first
+
+    def _check(self, sizes: list[tuple[torch.dtype, int]]) -> None:
+        self._bound = self._checked = None
+        for number, (dtype, _) in enumerate(sizes):
+            if dtype not in _TYPES:
+                raise ValueError(f"base {number} has dtype {dtype}: expected one of {[str(dtype) for dtype in _TYPES]}")
+        types = np.array([_TYPES[dtype] for dtype, _ in sizes], dtype=np.int64)
+        num_bytes = np.array([dtype.itemsize * size for dtype, size in sizes], dtype=np.int64)
+        check_bounds(self._slices, Bases(types, num_bytes))
+        self._alignment = alignment(self._slices, len(sizes)).tolist()
+        self._checked = sizes
+
+
+def backend_class(device: torch.device) -> type[NativeCopies] | type[TorchCopies]:
+    """What goes through slices on `device`. UserError as `native.backend`."""
+    match native.backend(device.type):
+        case "cuda":
+            pass  # only where there is a device to use it
+
+            return CudaCopies
+        case "native":
+            return CpuCopies
+    return TorchCopies
