@@ -11,10 +11,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rltrain.checkpoint.run.files import Contents, FileRecord
-from rltrain.checkpoint.run.folder import CheckpointFolder, name_of
-from rltrain.checkpoint.run.random_states import random_states
-from rltrain.checkpoint.run.writer import FilesWriter, Target, Written
+from rltrain.checkpoint.run_files import Contents, FileRecord, random_states
+from rltrain.checkpoint.run_folder import CheckpointFolder, name_of
+from rltrain.checkpoint.run_writer import FilesWriter, Target, Written
 from rltrain.errors import CheckpointError
 from rltrain.memory_checkpointing import MemoryCheckpointing
 from rltrain.observability.reporter import Reporter

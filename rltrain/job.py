@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from rltrain.checkpoint.memory.node_memory import NodeMemory
-from rltrain.checkpoint.run.folder import CheckpointFolder, Resumed, way_on
+from rltrain.checkpoint.node_memory import NodeMemory
+from rltrain.checkpoint.run_folder import CheckpointFolder, Resumed, way_on
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
 from rltrain.errors import ParityError

@@ -13,12 +13,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rltrain.checkpoint.memory.file_server import fetch
-from rltrain.checkpoint.memory.holdings import origins
-from rltrain.checkpoint.memory.node_folder import KEPT, MOST, records_of
-from rltrain.checkpoint.memory.node_memory import NodeMemory
-from rltrain.checkpoint.run.files import RUN_FILE, FileRecord, record_of
-from rltrain.checkpoint.run.writer import NICENESS, Target, Written
+from rltrain.checkpoint.memory_files import fetch
+from rltrain.checkpoint.node_memory import KEPT, MOST, NodeMemory, origins, records_of
+from rltrain.checkpoint.run_files import RUN_FILE, FileRecord, record_of
+from rltrain.checkpoint.run_writer import NICENESS, Target, Written
 from rltrain.roles.role import Job, Metrics
 from rltrain.runtime.machine import JobThread
 

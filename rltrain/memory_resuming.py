@@ -7,13 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rltrain.checkpoint.memory.fetched_file import FetchedFile, Source
-from rltrain.checkpoint.memory.file_server import Address, FileServer, fetch
-from rltrain.checkpoint.memory.holdings import Key, offered, sources
-from rltrain.checkpoint.memory.node_folder import NodeFolder
-from rltrain.checkpoint.memory.node_memory import NodeMemory
-from rltrain.checkpoint.run.files import RUN_FILE, FileRecord, find_damage, records_in
-from rltrain.checkpoint.run.folder import Resumed
+from rltrain.checkpoint.memory_files import Address, FetchedFile, FileServer, Source, fetch
+from rltrain.checkpoint.node_memory import Key, NodeFolder, NodeMemory, offered, sources
+from rltrain.checkpoint.run_files import RUN_FILE, FileRecord, find_damage, records_in
+from rltrain.checkpoint.run_folder import Resumed
 from rltrain.config.schema import Config
 from rltrain.errors import CheckpointError
 from rltrain.observability.run_logs import ID_FILE, read_id

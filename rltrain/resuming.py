@@ -8,10 +8,9 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from rltrain.checkpoint.memory.holdings import Key
-from rltrain.checkpoint.run.files import find_damage, read_contents, read_manifest, read_texts
-from rltrain.checkpoint.run.folder import LATEST_FILE, CheckpointFolder, Resumed, checkpoint_at
-from rltrain.checkpoint.run.random_states import set_random_states
+from rltrain.checkpoint.node_memory import Key
+from rltrain.checkpoint.run_files import find_damage, read_contents, read_manifest, read_texts, set_random_states
+from rltrain.checkpoint.run_folder import LATEST_FILE, CheckpointFolder, Resumed, checkpoint_at
 from rltrain.config.schema import Config
 from rltrain.errors import CheckpointError, ParityError
 from rltrain.folders import LOCK_FILE, lock_folder, set_aside

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rltrain.checkpoint.run.saved_state import MASTER, Counts, contents, flat_name
+from rltrain.checkpoint.saved_state import MASTER, Counts, contents, flat_name
 from rltrain.models.table import Array
 from rltrain.reshard.layout import Layout
 from rltrain.training.shards import answered_for, replica_of, within

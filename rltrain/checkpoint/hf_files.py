@@ -2,13 +2,17 @@
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from rltrain.checkpoint.safetensors_file import Entry
+from safetensors import safe_open
+from torch import Tensor
+
+from rltrain.checkpoint.hf_reader import HfFolder, further_layers
+from rltrain.checkpoint.safetensors_file import TYPE_NAMES, Entry, SafetensorsFile
 from rltrain.models.architecture import CONFIG_FILE
 from rltrain.models.config_file import parse_object
 from rltrain.models.table import INDEX_FILE, SINGLE_FILE, ElementType
@@ -112,3 +116,51 @@ def copy_carried_files(like: Path, folder: Path) -> None:
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+PREDICTION_FILE = "prediction_layers.safetensors"
+"""Where a folder has them that holds no other tensors: that beside a checkpoint in another format."""
+TYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
+
+
+class PredictionLayers:
+    """Those of the checkpoint folder `folder`, as it holds them: those that its config.json tells of, or none. Without
+    the tensors `trained`, which the model has itself."""
+
+    def __init__(self, folder: Path, config_key: str = "model.path", trained: Container[str] = ()) -> None:
+        self._folder = folder
+        self._file_of = {name: file for name, file in _files(folder, config_key).items() if name not in trained}
+        self.entries = tuple(self._entry(name) for name in sorted(self._file_of))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def read(self, name: str) -> Tensor:
+        with safe_open(self._folder / self._file_of[name], framework="pt") as opened:
+            tensor: Tensor = opened.get_tensor(name)
+        return tensor
+
+    def write_into(self, folder: Path) -> None:
+        """Into a file of their own, where there are any."""
+        if self.entries:
+            with SafetensorsFile(folder / PREDICTION_FILE, self.entries, {"format": "pt"}) as opened:
+                for entry in opened.entries:
+                    opened.append(entry.name, self.read(entry.name))
+
+    def _entry(self, name: str) -> Entry:
+        with safe_open(self._folder / self._file_of[name], framework="pt") as opened:
+            stored = opened.get_slice(name)
+            return Entry(name, TYPES[stored.get_dtype()], tuple(stored.get_shape()))
+
+
+def _files(folder: Path, config_key: str) -> dict[str, str]:
+    prefixes = further_layers(folder)
+    if not prefixes:
+        return {}
+    file_of: dict[str, str] = {}
+    if (folder / SINGLE_FILE).exists() or (folder / INDEX_FILE).exists():
+        file_of = HfFolder(folder, config_key).file_of
+    elif (folder / PREDICTION_FILE).exists():
+        with safe_open(folder / PREDICTION_FILE, framework="pt") as opened:
+            file_of = dict.fromkeys(opened.keys(), PREDICTION_FILE)
+    return {name: file for name, file in file_of.items() if name.startswith(prefixes)}

@@ -63,7 +63,7 @@ def _way_on(name: str, arguments: Sequence[str]) -> str:
     """Returns how a run that was interrupted goes on."""
     if name not in ("train", "run"):
         return ""
-    from rltrain.checkpoint.run.folder import way_on
+    from rltrain.checkpoint.run_folder import way_on
     from rltrain.command import read_arguments
     from rltrain.interface import read_config
 

@@ -16,8 +16,8 @@ from rltrain.algorithms.parity import measuring_parity
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.algorithms.staleness import apply_staleness_limit
 from rltrain.checkpoint.hf import NO_NOTES, replace_checkpoint, save_checkpoint
-from rltrain.checkpoint.run.files import Contents, read_texts
-from rltrain.checkpoint.run.folder import name_of
+from rltrain.checkpoint.run_files import Contents, read_texts
+from rltrain.checkpoint.run_folder import name_of
 from rltrain.config.evaluation import has_reached
 from rltrain.data.experience import Experience
 from rltrain.data.prompts import report_dropped

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from rltrain.checkpoint.run.files import Contents, read_contents
+from rltrain.checkpoint.run_files import Contents, read_contents
 from rltrain.environments.batch import EpisodeLimits
 from rltrain.environments.factory import EnvironmentFactory
 from rltrain.environments.host import EnvironmentHost

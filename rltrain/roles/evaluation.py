@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from rltrain.checkpoint.hf import save_checkpoint
-from rltrain.checkpoint.run.files import Contents
+from rltrain.checkpoint.run_files import Contents
 from rltrain.evaluation.best import BEST_FILE, BEST_FOLDER, Best
 from rltrain.evaluation.verdicts import best_verdict_of
 from rltrain.rewards.combined import CombinedScorer

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from rltrain.checkpoint.run.files import Contents, read_texts
+from rltrain.checkpoint.run_files import Contents, read_texts
 from rltrain.config.evaluation import SHORT_FORM, EvaluationPlan, has_reached
 from rltrain.data.experience import Experience
 from rltrain.evaluation.best import BEST_STATE_FILE, BestSoFar

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable
 
 from rltrain.algorithms.losses import response_lengths
-from rltrain.checkpoint.run.files import Contents, read_contents, read_texts
+from rltrain.checkpoint.run_files import Contents, read_contents, read_texts
 from rltrain.data.experience import SIBLINGS_APART, Experience
 from rltrain.data.solved_rate_order import SolvedRateOrder
 from rltrain.data.solved_rates import SolvedRates

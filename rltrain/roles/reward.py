@@ -7,7 +7,7 @@ import torch
 
 from rltrain.algorithms.group_relative import GroupRelative
 from rltrain.algorithms.registry import algorithm_of
-from rltrain.checkpoint.run.files import Contents
+from rltrain.checkpoint.run_files import Contents
 from rltrain.data.experience import Experience
 from rltrain.exchange.shipment import Shipment
 from rltrain.rewards.combined import CombinedScorer

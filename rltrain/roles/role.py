@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import ClassVar
 
-from rltrain.checkpoint.memory.node_memory import NodeMemory
-from rltrain.checkpoint.run.files import Contents
-from rltrain.checkpoint.run.folder import Resumed
+from rltrain.checkpoint.node_memory import NodeMemory
+from rltrain.checkpoint.run_files import Contents
+from rltrain.checkpoint.run_folder import Resumed
 from rltrain.config.schema import Config, Offload
 from rltrain.data.demonstrations import Demonstrations
 from rltrain.data.preferences import Preferences

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from rltrain.algorithms.registry import algorithm_of
-from rltrain.checkpoint.run.files import Contents, read_contents
+from rltrain.checkpoint.run_files import Contents, read_contents
 from rltrain.errors import CheckpointError
 from rltrain.exchange.shipment import Shipment
 from rltrain.models.routing_shape import RoutingShape

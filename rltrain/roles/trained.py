@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Mapping, Sequence
 
-from rltrain.checkpoint.run.files import Contents
+from rltrain.checkpoint.run_files import Contents
 from rltrain.config import schema
 from rltrain.roles.replica_check import ReplicaCheck
 from rltrain.roles.role import Job, Role

@@ -6,15 +6,17 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rltrain.checkpoint.conversion.comparison import first_difference
-from rltrain.checkpoint.conversion.description import describe
-from rltrain.checkpoint.conversion.element_type import CHOICES
-from rltrain.checkpoint.conversion.formats import FORMAT_NAMES, format_of, open_source
-from rltrain.checkpoint.conversion.processes import Processes, join_processes
-from rltrain.checkpoint.conversion.run_source import RunSource
-from rltrain.checkpoint.conversion.sources import HfSource, Source
-from rltrain.checkpoint.conversion.to_hf import convert_to_hf
-from rltrain.checkpoint.conversion.to_megatron import convert_to_megatron, writers_grid
+from rltrain.checkpoint.conversion import (
+    FORMAT_NAMES,
+    convert_to_hf,
+    convert_to_megatron,
+    describe,
+    first_difference,
+    format_of,
+    open_source,
+    writers_grid,
+)
+from rltrain.checkpoint.sources import CHOICES, HfSource, Processes, RunSource, Source, join_processes
 from rltrain.errors import CheckpointError, UserError, command_name
 
 EXIT_DIFFERENT = 1

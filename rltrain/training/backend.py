@@ -10,8 +10,7 @@ from torch import Tensor
 
 from rltrain.algorithms.losses import LossFunction
 from rltrain.checkpoint.hf import load_parameters
-from rltrain.checkpoint.run.files import Contents
-from rltrain.checkpoint.run.saved_file import AnyFile
+from rltrain.checkpoint.run_files import AnyFile, Contents
 from rltrain.config.schema import Config, Trained
 from rltrain.data.experience import Experience
 from rltrain.models import Architecture

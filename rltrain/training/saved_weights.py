@@ -4,9 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-from rltrain.checkpoint.run.files import Contents
-from rltrain.checkpoint.run.saved_file import AnyFile
-from rltrain.checkpoint.run.saved_state import Counts, Destination, SavedState, contents, flat_name
+from rltrain.checkpoint.run_files import AnyFile, Contents
+from rltrain.checkpoint.saved_state import Counts, Destination, SavedState, contents, flat_name
 from rltrain.reshard.layout import Layout
 from rltrain.training.shards import answered_for, replica_of
 

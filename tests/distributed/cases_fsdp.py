@@ -13,7 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from rltrain.algorithms.value import of_states, value_loss
-from rltrain.checkpoint.run.saved_state import PIECES
+from rltrain.checkpoint.saved_state import PIECES
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.models import read_architecture

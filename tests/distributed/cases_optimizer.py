@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rltrain.checkpoint.run.saved_state import Destination, SavedState
+from rltrain.checkpoint.saved_state import Destination, SavedState
 from rltrain.errors import CheckpointError
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups

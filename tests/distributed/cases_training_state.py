@@ -16,7 +16,7 @@ from rltrain.algorithms.likelihood import likelihood_loss
 from rltrain.algorithms.losses import LossFunction
 from rltrain.algorithms.value import of_states, value_loss
 from rltrain.checkpoint.hf import load_parameters
-from rltrain.checkpoint.run.saved_state import PIECES, Destination, SavedState
+from rltrain.checkpoint.saved_state import PIECES, Destination, SavedState
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.models import Architecture, read_architecture

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rltrain.checkpoint.megatron.keys import GlobalTensors, extra_state_keys
+from rltrain.checkpoint.megatron_keys import GlobalTensors, extra_state_keys
 from rltrain.reshard.megatron_layout import padded_vocab_size
 from tests.distributed.torchrun import run_distributed
 from tests.megatron_checkpoints import ARCHITECTURES, canonical_values, read_megatron, write_megatron

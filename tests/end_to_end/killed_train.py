@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from rltrain import job
-from rltrain.checkpoint.run import writer
-from rltrain.checkpoint.run.folder import CheckpointFolder, name_of
+from rltrain.checkpoint import run_writer
+from rltrain.checkpoint.run_folder import CheckpointFolder, name_of
 from rltrain.command import begin_as_rank, main
 from rltrain.trainer import Trainer
 from tests.end_to_end.host_job import JOINS_WITHIN_S
@@ -76,7 +76,7 @@ class Faults:
 
 
 def install(faults: Faults) -> None:
-    execute, write, complete = Trainer._task, writer.write_files, CheckpointFolder.complete
+    execute, write, complete = Trainer._task, run_writer.write_files, CheckpointFolder.complete
     join, connect, build = job.join_within, job.start_process_groups, Trainer.__init__
     step_of = {f".{name_of(step)}.partial": step for step in range(1000)}
 
@@ -91,7 +91,7 @@ def install(faults: Faults) -> None:
         faults.during("complete", step, lambda: complete(folder, step, *arguments))
 
     Trainer._task = execute_or_fail  # type: ignore[method-assign]
-    writer.write_files = write_or_fail  # type: ignore[attr-defined]
+    run_writer.write_files = write_or_fail  # type: ignore[attr-defined]
     CheckpointFolder.complete = complete_or_fail  # type: ignore[method-assign]
     job.join_within = lambda limit_s: faults.during("join", 0, lambda: join(limit_s))
     job.start_process_groups = lambda world: faults.during("connect", 0, lambda: connect(world))

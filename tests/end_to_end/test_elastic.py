@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.checkpoint.run.folder import name_of
+from rltrain.checkpoint.run_folder import name_of
 from tests.end_to_end.jobs import REPOSITORY, train
 from tests.end_to_end.test_resume import PARTIAL, Run, reported
 from tests.forked.popen import FORKED_ENVIRONMENT, Popen, ranks_of

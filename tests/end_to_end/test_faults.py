@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from rltrain.checkpoint.run.folder import name_of
+from rltrain.checkpoint.run_folder import name_of
 from tests.end_to_end.jobs import sample_ids
 from tests.forked.popen import FORKED_ENVIRONMENT, REPOSITORY, SETTING, Popen, ranks_of
 

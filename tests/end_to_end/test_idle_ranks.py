@@ -4,7 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-from rltrain.checkpoint.run.folder import name_of
+from rltrain.checkpoint.run_folder import name_of
 from tests.end_to_end.jobs import REPOSITORY, run
 
 IDLE_FIRST = "placement={'actor, reference': 1, 'rollout, reward': 2}"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.checkpoint.run.folder import name_of
+from rltrain.checkpoint.run_folder import name_of
 from tests.end_to_end.test_faults import STEPS, Job, Run, Stand, undisturbed, whole  # noqa: F401 - fixtures
 from tests.forked.popen import ranks_of
 

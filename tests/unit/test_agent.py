@@ -11,7 +11,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from rltrain.checkpoint.run.folder import way_on
+from rltrain.checkpoint.run_folder import way_on
 from rltrain.commands.agent import RANK_MODULE, main
 from rltrain.config.schema import Config
 

@@ -17,23 +17,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rltrain.checkpoint import run_files
+from rltrain.checkpoint import run_writer as run_writer
 from rltrain.checkpoint.durable_file import DurableFile
-from rltrain.checkpoint.run import files
-from rltrain.checkpoint.run import writer as run_writer
-from rltrain.checkpoint.run.files import (
+from rltrain.checkpoint.run_files import (
     MANIFEST_FILE,
     RUN_FILE,
     Contents,
     FileRecord,
     checksum,
     find_damage,
+    random_states,
     read_contents,
     read_manifest,
+    set_random_states,
     write_files,
 )
-from rltrain.checkpoint.run.folder import LATEST_FILE, CheckpointFolder, checkpoint_at, name_of
-from rltrain.checkpoint.run.random_states import random_states, set_random_states
-from rltrain.checkpoint.run.writer import NICENESS, FilesWriter, Target, Written
+from rltrain.checkpoint.run_folder import LATEST_FILE, CheckpointFolder, checkpoint_at, name_of
+from rltrain.checkpoint.run_writer import NICENESS, FilesWriter, Target, Written
 from rltrain.errors import CheckpointError
 
 
@@ -370,11 +371,11 @@ def test_writing_threads_leave_the_processors_to_training(tmp_path: Path, monkey
 def test_a_file_is_written_once_and_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its checksum is made on the way, and equals that of what lies on the disk; little of it stays in memory."""
     flushed: list[int] = []
-    monkeypatch.setattr(files, "MOST_CACHED_BYTES", 3 * 2**20)
+    monkeypatch.setattr(run_files, "MOST_CACHED_BYTES", 3 * 2**20)
     monkeypatch.setattr(os, "fsync", lambda file: flushed.append(os.fstat(file).st_size))
     tensors = {"a": torch.randn(2**20), "b": torch.randn(2**20 + 5), "c": torch.tensor([True])}
     with monkeypatch.context() as patch:
-        patch.setattr(files, "checksum", None)
+        patch.setattr(run_files, "checksum", None)
         records = write_files(tmp_path, {"file": Contents(tensors, {})})
     assert records == {"file": checksum(tmp_path / "file")}
     assert [size // 2**20 for size in flushed if size > 2**20] == [3, 6, 8]

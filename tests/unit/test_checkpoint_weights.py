@@ -10,7 +10,7 @@ import torch
 from safetensors.numpy import save_file
 
 from rltrain.checkpoint.hf import load_parameters
-from rltrain.checkpoint.hf_quantized import load_quantized
+from rltrain.checkpoint.hf_reader import load_quantized
 from rltrain.config.schema import Config
 from rltrain.errors import CheckpointError
 from rltrain.models import read_architecture

@@ -12,10 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rltrain.checkpoint.run.files import Contents, read_manifest, write_files
-from rltrain.checkpoint.run.folder import Resumed, name_of
-from rltrain.checkpoint.run.random_states import random_states
-from rltrain.checkpoint.run.writer import FilesWriter, Target
+from rltrain.checkpoint.run_files import Contents, random_states, read_manifest, write_files
+from rltrain.checkpoint.run_folder import Resumed, name_of
+from rltrain.checkpoint.run_writer import FilesWriter, Target
 from rltrain.checkpointing import MAX_INCOMPLETE, Checkpointing
 from rltrain.config.schema import Config
 from rltrain.resuming import restore
@@ -141,7 +140,7 @@ def test_a_save_in_memory_alone_does_not_wait_for_the_disk_and_one_on_the_disk_d
         copied.append(folder)
         return {}
 
-    monkeypatch.setattr("rltrain.checkpoint.run.writer.copy_files", slow)
+    monkeypatch.setattr("rltrain.checkpoint.run_writer.copy_files", slow)
     settings = {"save_interval": 2, "memory": {"interval": 1, "folder": str(tmp_path)}}
     part = checkpointing(tmp_path, 3, jobs.start(NUM_RANKS)[3], settings)
     saved: list[int] = []

@@ -12,18 +12,21 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
+from rltrain.checkpoint import conversion as hf_writer
 from rltrain.checkpoint import durable_file
-from rltrain.checkpoint.conversion import to_hf as hf_writer
-from rltrain.checkpoint.conversion.comparison import first_difference
-from rltrain.checkpoint.conversion.description import describe
-from rltrain.checkpoint.conversion.formats import open_source
-from rltrain.checkpoint.conversion.processes import Processes
-from rltrain.checkpoint.conversion.to_hf import convert_to_hf
-from rltrain.checkpoint.conversion.to_megatron import convert_to_megatron, writers_grid
+from rltrain.checkpoint import megatron_writer as megatron_writer
+from rltrain.checkpoint.conversion import (
+    convert_to_hf,
+    convert_to_megatron,
+    describe,
+    first_difference,
+    open_source,
+    writers_grid,
+)
 from rltrain.checkpoint.durable_file import BEHIND_BYTES
 from rltrain.checkpoint.hf import hf_layout, load_parameters, save_checkpoint
 from rltrain.checkpoint.hf_reader import Box
-from rltrain.checkpoint.megatron import writer as megatron_writer
+from rltrain.checkpoint.sources import Processes
 from rltrain.models import read_architecture, table_of
 from tests.converted_checkpoints import SIZES, TOKENIZER_FILES, loads_alike, make_checkpoint, stored_tensors
 from tests.distributed.family_checkpoints import CHECKPOINTS, QUICK_DENSE, QUICK_SPARSE

@@ -6,10 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rltrain.checkpoint.conversion import accounting
-from rltrain.checkpoint.conversion.comparison import first_difference
-from rltrain.checkpoint.conversion.processes import Processes
-from rltrain.checkpoint.conversion.sources import HfSource
+from rltrain.checkpoint import conversion
+from rltrain.checkpoint.conversion import first_difference
+from rltrain.checkpoint.sources import HfSource, Processes
 from tests.converted_checkpoints import make_checkpoint
 
 
@@ -35,7 +34,7 @@ def difference(a: Path, b: Path) -> str | None:
 def test_the_first_of_several_differences_is_named(
     block_bytes: int, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(accounting, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(conversion, "BLOCK_BYTES", block_bytes)
     a, b = pair
     assert difference(a, b) is None
     change(b, "lm_head.weight", (0, 0), 1.0)

@@ -11,11 +11,8 @@ import torch.distributed as dist
 from rich.console import Console
 from safetensors.torch import save_file
 
-from rltrain.checkpoint.conversion.comparison import first_difference
-from rltrain.checkpoint.conversion.processes import Processes
-from rltrain.checkpoint.conversion.progress import ConversionProgress
-from rltrain.checkpoint.conversion.sources import HfSource
-from rltrain.checkpoint.conversion.to_hf import convert_to_hf
+from rltrain.checkpoint.conversion import ConversionProgress, convert_to_hf, first_difference
+from rltrain.checkpoint.sources import HfSource, Processes
 from tests.converted_checkpoints import make_checkpoint
 
 

@@ -16,11 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rltrain.checkpoint.conversion.formats import open_source
-from rltrain.checkpoint.conversion.processes import Processes
-from rltrain.checkpoint.conversion.sources import HfSource
-from rltrain.checkpoint.conversion.to_hf import convert_to_hf
+from rltrain.checkpoint.conversion import convert_to_hf, open_source
 from rltrain.checkpoint.durable_file import DurableFile
+from rltrain.checkpoint.sources import HfSource, Processes
 from rltrain.errors import CheckpointError
 from rltrain.models import read_architecture
 from rltrain.tools.convert_command import main
@@ -195,12 +193,12 @@ def test_two_conversions_into_one_folder_are_refused(tmp_path: Path) -> None:
 
 
 def test_an_element_that_is_not_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rltrain.checkpoint.conversion import accounting
+    from rltrain.checkpoint import conversion
 
     make_checkpoint(tmp_path / "input")
-    source = accounting.CountedSource(HfSource(tmp_path / "input", "--input"))
+    source = conversion.CountedSource(HfSource(tmp_path / "input", "--input"))
     for tensor in range(len(source.source.tensors.names)):
-        for box in accounting.row_blocks(source.source, tensor):
+        for box in conversion.row_blocks(source.source, tensor):
             source.read(box)
     source.refuse_other_than_once(Processes())
     source.num_read[source.source.tensors.numbers[UP]] -= 1
@@ -213,15 +211,15 @@ def test_an_element_that_is_not_read_is_an_error(tmp_path: Path, monkeypatch: py
 def test_a_writer_that_takes_a_tensor_twice_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from rltrain.checkpoint.conversion import to_megatron
+    from rltrain.checkpoint import conversion
 
-    write = to_megatron.write_checkpoint
+    write = conversion.write_checkpoint
 
     def write_twice(folder: Path, architecture: Any, writers: Any, mine: Any, read: Any, **rest: Any) -> None:
         read(0, 0, 0, 1, 32)
         write(folder, architecture, writers, mine, read, **rest)
 
-    monkeypatch.setattr(to_megatron, "write_checkpoint", write_twice)
+    monkeypatch.setattr(conversion, "write_checkpoint", write_twice)
     make_checkpoint(tmp_path / "input")
     assert main(["hf-to-megatron", "--input", str(tmp_path / "input"), "--output", str(tmp_path / "output")]) == 2
     assert "not taken exactly once: model.embed_tokens.weight (4224 of 4192 elements)" in capsys.readouterr().err

@@ -11,7 +11,7 @@ import torch
 
 from rltrain.checkpoint import durable_file
 from rltrain.checkpoint.durable_file import DurableFile
-from rltrain.checkpoint.megatron.saved_tensor import around_elements
+from rltrain.checkpoint.megatron_pickles import around_elements
 
 
 @pytest.mark.parametrize("behind_bytes", [0, 500, 7000])

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from rltrain.algorithms.registry import algorithm_of
-from rltrain.checkpoint.run.files import write_files
-from rltrain.checkpoint.run.folder import Resumed
+from rltrain.checkpoint.run_files import write_files
+from rltrain.checkpoint.run_folder import Resumed
 from rltrain.config.schema import Config
 from rltrain.data.experience import SIBLINGS_APART, Experience
 from rltrain.errors import ConfigError

@@ -18,13 +18,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rltrain.checkpoint.memory import fetched_file, file_server
-from rltrain.checkpoint.memory.fetched_file import SPANS_SUFFIX, FetchedFile, Source, spans_there
-from rltrain.checkpoint.memory.file_server import FileServer
-from rltrain.checkpoint.memory.spans import Span, merged, spans_of, without
-from rltrain.checkpoint.run.files import Contents, read_contents, write_files
-from rltrain.checkpoint.run.saved_file import AnyFile, Rows
-from rltrain.checkpoint.run.saved_state import MASTER, Destination, SavedState, contents, flat_name
+from rltrain.checkpoint import memory_files
+from rltrain.checkpoint.memory_files import (
+    SPANS_SUFFIX,
+    FetchedFile,
+    FileServer,
+    Source,
+    Span,
+    merged,
+    spans_of,
+    spans_there,
+    without,
+)
+from rltrain.checkpoint.run_files import AnyFile, Contents, Rows, read_contents, write_files
+from rltrain.checkpoint.saved_state import MASTER, Destination, SavedState, contents, flat_name
 from rltrain.errors import CheckpointError
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
@@ -101,18 +108,18 @@ def test_all_of_it_is_what_it_is_there(file: FetchedFile, tmp_path: Path) -> Non
 
 def test_the_ranks_of_a_node_fetch_a_byte_once(served: FileServer, tmp_path: Path, monkeypatch) -> None:
     asked: list[Span] = []
-    send = file_server._send_spans
+    send = memory_files._send_spans
 
     def counted(peer: Any, path: Any, spans: Sequence[Span]) -> None:
         asked.extend(spans)
         send(peer, path, spans)
 
-    monkeypatch.setattr(file_server, "_send_spans", counted)
+    monkeypatch.setattr(memory_files, "_send_spans", counted)
     files = [made(served, tmp_path) for _ in range(4)]
     rows = Rows("first", 30_000, 2, 1_000, 30_000)
     with ThreadPoolExecutor(len(files)) as pool:
         list(pool.map(lambda file: file.ask_for_rows([rows]), files))
-    assert sum(span.end - span.begin for span in asked) == bytes_of(tmp_path) == fetched_file.HEAD_BYTES + 2 * 4_000
+    assert sum(span.end - span.begin for span in asked) == bytes_of(tmp_path) == memory_files.HEAD_BYTES + 2 * 4_000
 
 
 def test_where_the_folder_has_no_room_a_rank_keeps_it_itself(file: FetchedFile, tmp_path: Path, monkeypatch) -> None:
@@ -134,7 +141,7 @@ def test_where_the_folder_has_no_room_a_rank_keeps_it_itself(file: FetchedFile, 
 
 def test_what_has_changed_on_its_way_is_refused_and_asked_for_again(file: FetchedFile, monkeypatch) -> None:
     with monkeypatch.context() as wrong:
-        wrong.setattr(file_server, "crc32", lambda block, crc: 7 + len(threading.current_thread().name))
+        wrong.setattr(memory_files, "crc32", lambda block, crc: 7 + len(threading.current_thread().name))
         with pytest.raises(CheckpointError, match=f"{NAME} from {LOOPBACK}: bytes .* have changed on their way"):
             file.ask_for_all()
     assert read_contents(file).tensors["first"].equal(VALUES)
@@ -271,8 +278,8 @@ class Nodes:
 def test_a_node_fetches_what_its_ranks_overlap(
     tmp_path: Path, monkeypatch, num_nodes: int, tp: int, lost: bool
 ) -> None:
-    monkeypatch.setattr(fetched_file, "GAP_BYTES", 0)
-    monkeypatch.setattr(fetched_file, "HEAD_BYTES", 8)
+    monkeypatch.setattr(memory_files, "GAP_BYTES", 0)
+    monkeypatch.setattr(memory_files, "HEAD_BYTES", 8)
     nodes, last = Nodes(tmp_path, num_nodes, tp), num_nodes - 1
     if lost:
         nodes.lose(last)

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save
 
 from rltrain.checkpoint.hf_reader import HfFolder
-from rltrain.checkpoint.run.files import Contents, find_damage, read_contents, read_manifest, write_files
-from rltrain.checkpoint.run.folder import CheckpointFolder, Resumed, name_of
+from rltrain.checkpoint.run_files import Contents, find_damage, read_contents, read_manifest, write_files
+from rltrain.checkpoint.run_folder import CheckpointFolder, Resumed, name_of
 from rltrain.config.loader import load_config
 from rltrain.data.experience import Experience
 from rltrain.errors import UserError

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rltrain.checkpoint.durable_file import DurableFile
 from rltrain.checkpoint.hf import hf_layout, load_parameters, save_checkpoint
-from rltrain.checkpoint.share_writer import WRITTEN_BYTES
+from rltrain.checkpoint.hf_writer import WRITTEN_BYTES
 from rltrain.errors import CheckpointError
 from rltrain.models import Architecture, read_architecture
 from rltrain.reshard.execute import execute

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from rltrain.checkpoint.run.files import RUN_FILE
-from rltrain.checkpoint.run.folder import Resumed
+from rltrain.checkpoint.run_files import RUN_FILE
+from rltrain.checkpoint.run_folder import Resumed
 from rltrain.config.schema import Config
 from rltrain.data.demonstrations import Demonstrations
 from rltrain.data.order import PromptOrder

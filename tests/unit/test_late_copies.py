@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rltrain.checkpoint.run.files import Contents, read_contents
-from rltrain.checkpoint.run.writer import FilesWriter, Target, Written
+from rltrain.checkpoint.run_files import Contents, read_contents
+from rltrain.checkpoint.run_writer import FilesWriter, Target, Written
 from rltrain.residency.memory_parts import MemoryPart
 from rltrain.training.late_copies import LateCopies, LateTensors
 from tests.stand_ins.cuda_streams import Device, Operators

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rltrain.checkpoint.megatron.arguments import compare_arguments, megatron_arguments
+from rltrain.checkpoint.megatron_arguments import compare_arguments, megatron_arguments
 from rltrain.models import Architecture
 from tests.megatron_checkpoints import ARCHITECTURES
 

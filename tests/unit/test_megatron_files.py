@@ -19,10 +19,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-from rltrain.checkpoint.megatron.mapped_tensor import map_file, saved_tensor
-from rltrain.checkpoint.megatron.metadata import COMMON_OBJECT
-from rltrain.checkpoint.megatron.reader import MegatronReader
-from rltrain.checkpoint.megatron.unpickling import plain, read_pickle, read_torch_pickle
+from rltrain.checkpoint.megatron_pickles import map_file, plain, read_pickle, read_torch_pickle, saved_tensor
+from rltrain.checkpoint.megatron_reader import COMMON_OBJECT, MegatronReader
 from rltrain.errors import CheckpointError
 from rltrain.runtime.grid import Grid
 from tests.megatron_checkpoints import ARCHITECTURES, ITERATION, canonical_values, read_megatron, write_megatron

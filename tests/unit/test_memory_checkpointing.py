@@ -12,11 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rltrain.checkpoint.memory.file_server import Address, FileServer, fetch
-from rltrain.checkpoint.memory.node_folder import KEPT, NodeFolder
-from rltrain.checkpoint.memory.node_memory import NodeMemory
-from rltrain.checkpoint.run.files import Contents, find_damage, read_manifest, record_of
-from rltrain.checkpoint.run.writer import FilesWriter
+from rltrain.checkpoint.memory_files import Address, FileServer, fetch
+from rltrain.checkpoint.node_memory import KEPT, NodeFolder, NodeMemory
+from rltrain.checkpoint.run_files import Contents, find_damage, read_manifest, record_of
+from rltrain.checkpoint.run_writer import FilesWriter
 from rltrain.memory_checkpointing import MemoryCheckpointing
 from rltrain.runtime.job_store import JobStore
 from rltrain.runtime.world import LOOPBACK, World

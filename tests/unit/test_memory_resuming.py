@@ -16,11 +16,10 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rltrain.checkpoint.memory.fetched_file import SPANS_SUFFIX, spans_there
-from rltrain.checkpoint.memory.holdings import Key, offered, origins, sources
-from rltrain.checkpoint.memory.node_folder import OWNER_FILE, NodeFolder
-from rltrain.checkpoint.run.files import RUN_FILE, Contents, read_contents, record_of, write_files
-from rltrain.checkpoint.run.folder import CheckpointFolder, Resumed, name_of
+from rltrain.checkpoint.memory_files import SPANS_SUFFIX, spans_there
+from rltrain.checkpoint.node_memory import OWNER_FILE, Key, NodeFolder, offered, origins, sources
+from rltrain.checkpoint.run_files import RUN_FILE, Contents, read_contents, record_of, write_files
+from rltrain.checkpoint.run_folder import CheckpointFolder, Resumed, name_of
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config, MemoryCheckpoints, Timeouts
 from rltrain.errors import CheckpointError

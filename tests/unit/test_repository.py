@@ -338,7 +338,7 @@ def test_megatrons_global_parallel_state_is_never_initialised() -> None:
     assert callers == []
 
 
-READS_PICKLES_AS_DATA = "rltrain/checkpoint/megatron/unpickling.py"
+READS_PICKLES_AS_DATA = "rltrain/checkpoint/megatron_pickles.py"
 """Megatron's checkpoints have some; it makes nothing that they name, as tests/unit/test_megatron_files.py shows."""
 
 

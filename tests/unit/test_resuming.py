@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from rltrain import folders
-from rltrain.checkpoint.run.files import MANIFEST_FILE, Contents, write_files
-from rltrain.checkpoint.run.folder import CheckpointFolder, Resumed, name_of
+from rltrain.checkpoint.run_files import MANIFEST_FILE, Contents, write_files
+from rltrain.checkpoint.run_folder import CheckpointFolder, Resumed, name_of
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config, Timeouts
 from rltrain.errors import CheckpointError, ConfigError

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from rltrain.checkpoint.run.files import RUN_FILE, write_files
-from rltrain.checkpoint.run.folder import Resumed
+from rltrain.checkpoint.run_files import RUN_FILE, write_files
+from rltrain.checkpoint.run_folder import Resumed
 from rltrain.config.schema import Config
 from rltrain.data.experience import Experience
 from rltrain.data.order import PromptOrder

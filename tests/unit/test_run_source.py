@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rltrain.checkpoint.run.files import checksum
-from rltrain.checkpoint.run.folder import CheckpointFolder, name_of
+from rltrain.checkpoint.run_files import checksum
+from rltrain.checkpoint.run_folder import CheckpointFolder, name_of
 from rltrain.config.loader import load_config
 from rltrain.models import read_architecture
 from rltrain.models.lora import PEFT_PREFIX, WEIGHT, A, B

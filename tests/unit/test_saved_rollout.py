@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rltrain.checkpoint.run.files import Contents, read_contents, write_files
+from rltrain.checkpoint.run_files import Contents, read_contents, write_files
 from rltrain.errors import CheckpointError
 from rltrain.rollout.routing import RecordedRouting
 from rltrain.rollout.sample import Sample, SampleGroup, Status

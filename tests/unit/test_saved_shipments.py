@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rltrain.checkpoint.run.files import Contents, read_contents, write_files
+from rltrain.checkpoint.run_files import Contents, read_contents, write_files
 from rltrain.data.experience import FIELDS
 from rltrain.errors import CheckpointError
 from rltrain.exchange.saved_shipments import as_tensors, read_parts, share

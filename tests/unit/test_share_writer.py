@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from rltrain.checkpoint.durable_file import DurableFile
-from rltrain.checkpoint.hf_files import HfFile, planned_files
-from rltrain.checkpoint.prediction_layers import PredictionLayers
+from rltrain.checkpoint.hf_files import HfFile, PredictionLayers, planned_files
+from rltrain.checkpoint.hf_writer import ShareWriter, writing_share, written_rows
 from rltrain.checkpoint.safetensors_file import Entry, in_file_order
-from rltrain.checkpoint.share_writer import ShareWriter, writing_share, written_rows
 from rltrain.errors import CheckpointError
 from rltrain.models.table import ITEM_BYTES
 from rltrain.reshard.layout import Layout, hf_layout, hf_rows, holding_rows

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.checkpoint.run.folder import Resumed
+from rltrain.checkpoint.run_folder import Resumed
 from rltrain.config.data import SolvedRate
 from rltrain.data.experience import SIBLINGS_APART
 from rltrain.data.mixing import Mix

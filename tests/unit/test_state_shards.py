@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rltrain.checkpoint.run.saved_state import MASTER, Counts, Destination, SavedState, contents, flat_name
+from rltrain.checkpoint.saved_state import MASTER, Counts, Destination, SavedState, contents, flat_name
 from rltrain.errors import CheckpointError
 from rltrain.models import canonical_tensors
 from rltrain.models.table import Array

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.checkpoint.write_behind import WriteBehind
+from rltrain.checkpoint.durable_file import WriteBehind
 
 
 @settings(max_examples=30, deadline=None)

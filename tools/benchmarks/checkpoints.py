@@ -45,16 +45,12 @@ from memory_checkpoints import measure_nodes
 from torch import Tensor
 from trained_state import CONFIG_YAML, KINDS, trained_model
 
-from rltrain.checkpoint.conversion.megatron_source import MegatronSource
-from rltrain.checkpoint.conversion.processes import Processes
-from rltrain.checkpoint.conversion.run_source import RunSource
-from rltrain.checkpoint.conversion.sources import HfSource
-from rltrain.checkpoint.conversion.to_hf import convert_to_hf
-from rltrain.checkpoint.conversion.to_megatron import convert_to_megatron, writers_grid
+from rltrain.checkpoint.conversion import convert_to_hf, convert_to_megatron, writers_grid
 from rltrain.checkpoint.hf import load_parameters, save_checkpoint
-from rltrain.checkpoint.run.files import checksum, find_damage, read_manifest, write_files
-from rltrain.checkpoint.run.folder import CheckpointFolder, checkpoint_at
-from rltrain.checkpoint.run.saved_state import Counts, Destination, SavedState, contents, flat_name
+from rltrain.checkpoint.run_files import checksum, find_damage, read_manifest, write_files
+from rltrain.checkpoint.run_folder import CheckpointFolder, checkpoint_at
+from rltrain.checkpoint.saved_state import Counts, Destination, SavedState, contents, flat_name
+from rltrain.checkpoint.sources import HfSource, MegatronSource, Processes, RunSource
 from rltrain.config.loader import load_config
 from rltrain.models import read_architecture
 from rltrain.reshard.layout import Layout

@@ -17,8 +17,8 @@ from control_plane_job import RANKS_PER_NODE, Cost, JobAtSize, cost_of, timed
 from counted_messages import Messages, counted_messages
 from counted_store import Traffic
 
-from rltrain.checkpoint.run.files import FileRecord
-from rltrain.checkpoint.run.writer import Written
+from rltrain.checkpoint.run_files import FileRecord
+from rltrain.checkpoint.run_writer import Written
 from rltrain.checkpointing import Checkpointing
 from rltrain.data.experience import Experience
 from rltrain.exchange.exchange import Exchange, Route

@@ -23,12 +23,12 @@ import torch.distributed as dist
 from torch import Tensor
 from trained_state import CONFIG_YAML, KINDS, trained_model
 
-from rltrain.checkpoint.memory.fetched_file import SPANS_SUFFIX, FetchedFile, spans_there
-from rltrain.checkpoint.memory.node_folder import NodeFolder
-from rltrain.checkpoint.run.files import Contents, FileRecord, write_files
-from rltrain.checkpoint.run.folder import CheckpointFolder, Resumed, name_of
-from rltrain.checkpoint.run.saved_state import MASTER, Counts, Destination, SavedState, contents, flat_name
-from rltrain.checkpoint.run.writer import FilesWriter
+from rltrain.checkpoint.memory_files import SPANS_SUFFIX, FetchedFile, spans_there
+from rltrain.checkpoint.node_memory import NodeFolder
+from rltrain.checkpoint.run_files import Contents, FileRecord, write_files
+from rltrain.checkpoint.run_folder import CheckpointFolder, Resumed, name_of
+from rltrain.checkpoint.run_writer import FilesWriter
+from rltrain.checkpoint.saved_state import MASTER, Counts, Destination, SavedState, contents, flat_name
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
 from rltrain.memory_checkpointing import MemoryCheckpointing

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from convert import CONFIG
 
-from rltrain.checkpoint.run.saved_state import MASTER
+from rltrain.checkpoint.saved_state import MASTER
 from rltrain.models import canonical_tensors, read_architecture
 
 KINDS = (MASTER, "exp_avg", "exp_avg_sq")

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rltrain.checkpoint.run.files import Contents
+from rltrain.checkpoint.run_files import Contents
 from rltrain.errors import CheckpointError
 from rltrain.rollout.routing import RecordedRouting
 from rltrain.rollout.sample import Sample, SampleGroup, Status

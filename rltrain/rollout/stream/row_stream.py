@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from rltrain.checkpoint.run.files import Contents
+from rltrain.checkpoint.run_files import Contents
 from rltrain.data.order import Order
 from rltrain.data.solved_rate_order import SolvedRateOrder
 from rltrain.data.solved_rates import Outcomes

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from rltrain.checkpoint.run.saved_file import AnyFile
+from rltrain.checkpoint.run_files import AnyFile
 from rltrain.config.models import Lora
 from rltrain.config.schema import Trained
 from rltrain.reshard.fsdp_layout import fsdp_layout

@@ -5,9 +5,8 @@ from collections.abc import Mapping, MutableMapping, Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.checkpoint.run.files import Contents
-from rltrain.checkpoint.run.saved_file import AnyFile
-from rltrain.checkpoint.run.saved_state import MASTER, Counts, Destination, SavedState, contents, flat_name
+from rltrain.checkpoint.run_files import AnyFile, Contents
+from rltrain.checkpoint.saved_state import MASTER, Counts, Destination, SavedState, contents, flat_name
 from rltrain.residency.memory_parts import MemoryPart
 from rltrain.training.fsdp.model import ShardedModel
 from rltrain.training.fsdp.optimizer import MOMENTS, ShardedAdam

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.algorithms.losses import LossFunction
-from rltrain.checkpoint.run.files import Contents
-from rltrain.checkpoint.run.saved_file import AnyFile
+from rltrain.checkpoint.run_files import AnyFile, Contents
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.residency.memory_parts import MemoryPart

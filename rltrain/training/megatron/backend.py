@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from rltrain.checkpoint.run.saved_file import AnyFile
+from rltrain.checkpoint.run_files import AnyFile
 from rltrain.config.schema import Trained
 from rltrain.reshard.layout import Layout
 from rltrain.training.adapters import begin_adapters

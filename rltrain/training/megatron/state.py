@@ -12,9 +12,8 @@ import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from rltrain.checkpoint.run.files import Contents
-from rltrain.checkpoint.run.saved_file import AnyFile
-from rltrain.checkpoint.run.saved_state import MASTER, Counts, Destination, SavedState, contents, flat_name
+from rltrain.checkpoint.run_files import AnyFile, Contents
+from rltrain.checkpoint.saved_state import MASTER, Counts, Destination, SavedState, contents, flat_name
 from rltrain.models.experts import is_expert
 from rltrain.models.table import IntArray
 from rltrain.reshard.layout import Layout

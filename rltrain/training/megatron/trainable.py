@@ -12,8 +12,7 @@ from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
 from rltrain.algorithms.losses import LossFunction, sample_shares
-from rltrain.checkpoint.run.files import Contents
-from rltrain.checkpoint.run.saved_file import AnyFile
+from rltrain.checkpoint.run_files import AnyFile, Contents
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.training.adapter_mode import MadeWeights

@@ -10,14 +10,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from rltrain.checkpoint.durable_file import populate
 from rltrain.checkpoint.hf_reader import Box
-from rltrain.checkpoint.run.files import Contents
-from rltrain.checkpoint.run.saved_file import AnyFile, Rows, SavedFile, saved_file
+from rltrain.checkpoint.run_files import AnyFile, Contents, Rows, SavedFile, saved_file
 from rltrain.errors import CheckpointError, named_by
 from rltrain.models.table import Array, CanonicalTensors, IntArray
 from rltrain.reshard.layout import BOX_FIELDS, PIECE
 from rltrain.reshard.match import Overlaps, boxes_of, describe, elements, offsets, overlaps
-from rltrain.system.file_pages import populate
 
 FORMAT = "rltrain training state 1"
 CONFIG_KEY = "checkpoint.resume"

@@ -20,16 +20,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rltrain.checkpoint.run.files import (
+from rltrain.checkpoint.run_files import (
     MANIFEST_FILE,
     RUN_FILE,
     WEIGHTS_SUFFIX,
     FileRecord,
+    SavedFile,
     checksum,
     flush_folder,
     write_durably,
 )
-from rltrain.checkpoint.run.saved_file import SavedFile
 from rltrain.config.schema import Config
 from rltrain.errors import CheckpointError
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from rltrain.checkpoint.megatron.keys import VOCAB_ROWS_MULTIPLE, GlobalTensors
+from rltrain.checkpoint.megatron_keys import VOCAB_ROWS_MULTIPLE, GlobalTensors
 from rltrain.models import Architecture, LinearScaling, RopeScaling, YarnScaling
 
 UNTOLD = {

@@ -5,20 +5,69 @@ Checksums are made of what is written while it is, so no file is read again.
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rltrain.checkpoint.durable_file import BEHIND_BYTES, DurableFile
-from rltrain.checkpoint.run.saved_file import AnyFile, saved_file
 from rltrain.checkpoint.safetensors_file import Entry, SafetensorsFile
 from rltrain.errors import CheckpointError
 from rltrain.reshard.native import crc32
+
+
+class Rows(NamedTuple):
+    """Elements of a flat tensor: from `first` on, in each of `rows` that lie `stride` apart, `cols`."""
+
+    tensor: str
+    first: int
+    rows: int
+    cols: int
+    stride: int
+
+
+class SavedFile:
+    """A safetensors file that is here as a whole. `path` is its place in the checkpoint's folder."""
+
+    is_whole = True
+    """Else nothing may be read but what was asked for by one of the methods."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def place(self) -> Path:
+        """Where it is to be opened, after what is read of it was asked for. Its header may always be read."""
+        return self.path
+
+    def ask_for_tensor(self, name: str) -> None:
+        """CheckpointError, as of all of these, where it cannot be had."""
+
+    def ask_for_rows(self, rows: Sequence[Rows]) -> None:
+        """Of several tensors."""
+
+    def ask_for_all(self) -> None:
+        """Of the file."""
+
+
+AnyFile = Path | SavedFile
+"""A path stands for a file that is whole."""
+
+
+def saved_file(file: AnyFile) -> SavedFile:
+    return SavedFile(file) if isinstance(file, Path) else file
+
 
 MANIFEST_FILE = "manifest.json"
 RUN_FILE = "run.json"
@@ -188,3 +237,26 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def random_states(device: torch.device) -> tuple[dict[str, Tensor], str]:
+    """(torch's states by name, Python's and numpy's as JSON)."""
+    tensors = {"torch": torch.get_rng_state()}
+    if device.type == "cuda":
+        tensors["cuda"] = torch.cuda.get_rng_state(device)
+    numpy_state: dict[str, Any] = dict(np.random.get_state(legacy=False))
+    numpy_state["state"] = {"key": numpy_state["state"]["key"].tolist(), "pos": numpy_state["state"]["pos"]}
+    return tensors, json.dumps({"python": random.getstate(), "numpy": numpy_state})
+
+
+def set_random_states(tensors: Mapping[str, Tensor], text: str, device: torch.device) -> None:
+    """The inverse of `random_states`; a device of another kind keeps its own."""
+    torch.set_rng_state(tensors["torch"])
+    if device.type == "cuda" and "cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["cuda"], device)
+    states = json.loads(text)
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    numpy_state = states["numpy"]
+    numpy_state["state"]["key"] = np.array(numpy_state["state"]["key"], dtype=np.uint32)
+    np.random.set_state(numpy_state)

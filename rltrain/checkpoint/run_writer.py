@@ -11,7 +11,7 @@ from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
-from rltrain.checkpoint.run.files import Contents, FileRecord, copy_files, write_files
+from rltrain.checkpoint.run_files import Contents, FileRecord, copy_files, write_files
 from rltrain.runtime.machine import JobThread
 
 NICENESS = 10

@@ -1,1 +1,0 @@
-"""Converting whole checkpoints between formats, tensor by tensor, on one process or many."""

@@ -1,0 +1,355 @@
+"""Checkpoints as canonical tensors, whatever their format: what conversions read and comparisons compare."""
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from pydantic import ValidationError
+from torch import Tensor
+
+from rltrain.checkpoint.hf_reader import VALUE_HEAD, Box, HfFolder
+from rltrain.checkpoint.megatron_arguments import compare_arguments
+from rltrain.checkpoint.megatron_keys import GlobalTensors
+from rltrain.checkpoint.megatron_reader import MegatronReader
+from rltrain.checkpoint.run_files import find_damage, read_manifest
+from rltrain.checkpoint.run_folder import Resumed, checkpoint_at
+from rltrain.checkpoint.safetensors_file import WEIGHT_TYPE_NAMES
+from rltrain.checkpoint.saved_state import MASTER, SavedState
+from rltrain.config.schema import Config
+from rltrain.errors import CheckpointError, listed, named_by, one_of
+from rltrain.models import Architecture, canonical_tensors, element_types, read_architecture
+from rltrain.models.architecture import CONFIG_FILE
+from rltrain.models.lora import PEFT_PREFIX, WEIGHT, A, B
+from rltrain.models.table import Array, CanonicalTensors, ElementType
+
+TYPES_BY_NAME = {name: dtype for dtype, name in WEIGHT_TYPE_NAMES.items()}
+
+
+class Source(Protocol):
+    """A checkpoint whose headers were found to have exactly the tensors of its architecture, in their shapes."""
+
+    path: Path
+    settings: Path
+    """The folder with config.json and the tokenizer."""
+    option: str
+    """What names the checkpoint on the command line."""
+    architecture: Architecture
+    tensors: CanonicalTensors
+    dtypes: Sequence[torch.dtype]
+    """[tensors]"""
+
+    def read(self, box: Box) -> Tensor:
+        """[rows, cols]; only these elements are read, and the result may be a view of the mapped file."""
+
+
+class HfSource:
+    """A Hugging Face checkpoint folder.
+
+    CheckpointError where a file is missing or damaged, and where names, shapes or types are not those of config.json's
+    model. `compare_tied_head` also reads a vocabulary's head that stands beside tied embeddings.
+    """
+
+    def __init__(self, path: Path, option: str, *, compare_tied_head: bool = True) -> None:
+        self.path: Path = path
+        self.settings: Path = path
+        self.option: str = option
+        self.architecture = read_architecture(path, option)
+        self.tensors = canonical_tensors(self.architecture)
+        self.folder = HfFolder(path, option)
+        self._refuse_value_head()
+        self.folder.refuse_unused(self.tensors, compare_tied_head=compare_tied_head)
+        self._refuse_missing()
+        self._files = {file: self._open(file) for file in sorted(set(self.folder.file_of.values()))}
+        self.dtypes: Sequence[torch.dtype] = [
+            self._dtype_of(*tensor) for tensor in zip(self.tensors.names, self.tensors.shapes, strict=True)
+        ]
+
+    def read(self, box: Box) -> Tensor:
+        file = self.folder.file_of[self.tensors.names[box.tensor]]
+        return self.folder.read_box(self._files[file], file, self.tensors, box)
+
+    def _refuse_value_head(self) -> None:
+        if VALUE_HEAD in self.folder.file_of:
+            raise self.folder.error(
+                f"{self.path} holds {VALUE_HEAD}, the head of a value model (a critic); expected a language model: no "
+                "other has a form in both formats"
+            )
+
+    def _refuse_missing(self) -> None:
+        if missing := [name for name in self.tensors.names if name not in self.folder.file_of]:
+            raise self.folder.error(
+                f"{self.path} lacks {len(missing)} tensors that the model of its config.json has: {listed(missing, 8)}"
+            )
+
+    def _open(self, file: str) -> Any:
+        """A file that stays open and mapped; what the index does not say of its contents is refused."""
+        opened = self.folder.open(file)
+        unlisted = sorted(name for name in opened.keys() if self.folder.file_of.get(name) != file)  # noqa: SIM118
+        if unlisted:
+            raise self.folder.error(
+                f"{self.path / file} holds {len(unlisted)} tensors that the index does not place there: "
+                f"{listed(unlisted, 8)}"
+            )
+        return opened
+
+    def _dtype_of(self, name: str, shape: tuple[int, ...]) -> torch.dtype:
+        file = self.folder.file_of[name]
+        stored = self.folder.stored_tensor(self._files[file], file, name, shape)
+        if stored.get_dtype() not in TYPES_BY_NAME:
+            raise self.folder.error(
+                f"{self.path / file}: tensor {name} is of type {stored.get_dtype()}; expected "
+                f"{one_of(stored.get_dtype(), TYPES_BY_NAME)}"
+            )
+        return TYPES_BY_NAME[stored.get_dtype()]
+
+
+def num_bytes(source: Source) -> int:
+    """Of all its tensors, without what a format adds."""
+    elements = source.tensors.matrix_shapes.prod(axis=1).tolist()
+    return sum(count * dtype.itemsize for count, dtype in zip(elements, source.dtypes, strict=True))
+
+
+HF_FOLDER = "hf"
+"""Holds config.json and the tokenizer, beside the iterations."""
+
+
+class MegatronSource:
+    """A checkpoint of Megatron-LM, of slime, or of the conversion to their format.
+
+    Its model is that of the config.json in `settings`, by default the folder `hf` that conversion makes beside the
+    iterations. CheckpointError where there is none, where it disagrees with the arguments that the checkpoint was
+    written with, and where tensors, shapes or types are not those of the model.
+    """
+
+    def __init__(self, path: Path, option: str, settings: Path | None = None) -> None:
+        self.path, self.option = path, option
+        self.reader = MegatronReader(path, option)
+        self.settings, settings_option = (settings, "--hf-config") if settings else (self._own_settings(), option)
+        self.architecture = read_architecture(self.settings, settings_option)
+        self._refuse_other_arguments()
+        self.tensors = canonical_tensors(self.architecture)
+        shapes = {key: shape for key, (shape, _) in self.reader.tensors.items()}
+        try:
+            self.keys = GlobalTensors.stored_as(self.architecture, shapes)
+        except CheckpointError as problem:
+            raise self.error(f"{path}: {problem}") from None
+        self.dtypes: Sequence[torch.dtype] = [self._dtype_of(tensor) for tensor in range(len(self.tensors.names))]
+
+    def error(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{what} ({named_by(self.option)})")
+
+    def read(self, box: Box) -> Tensor:
+        """[rows, cols]"""
+        found = _inside(self.keys.location(box.tensor), box)
+        if len(found) == 1:
+            return self._read_place(found[0])
+        values = torch.empty(box.rows, box.cols, dtype=self.dtypes[box.tensor])
+        for place in found:
+            row, col = int(place["row"]) - box.row, int(place["col"]) - box.col
+            values[row : row + int(place["rows"]), col : col + int(place["cols"])] = self._read_place(place)
+        return values
+
+    def _read_place(self, place: np.void) -> Tensor:
+        """[rows, cols] of one matrix of a global tensor."""
+        chunk = self.keys.chunk_of(place)
+        return self.reader.read(chunk.key, chunk.offsets, chunk.shape).reshape(place["rows"], place["cols"])
+
+    def _dtype_of(self, tensor: int) -> torch.dtype:
+        key = self.keys.keys[self.keys.location(tensor)[0]["key"]]
+        dtype = self.reader.tensors[key][1]
+        if dtype not in TYPES_BY_NAME.values():
+            raise self.error(f"{self.path}: tensor {key} is of type {dtype}; expected {one_of(dtype, TYPES_BY_NAME)}")
+        return dtype
+
+    def _own_settings(self) -> Path:
+        for folder in (self.path / HF_FOLDER, self.path.parent / HF_FOLDER):
+            if (folder / CONFIG_FILE).is_file():
+                return folder
+        raise self.error(
+            f"{self.path} has no {HF_FOLDER}/{CONFIG_FILE}, so it was written by another program; name the folder of a "
+            "Hugging Face checkpoint of the same model with --hf-config"
+        )
+
+    def _refuse_other_arguments(self) -> None:
+        differing = compare_arguments(self.architecture, self.reader.architecture_arguments)
+        if differing:
+            values = "; ".join(f"{name} is {found!r}, expected {expected!r}" for name, found, expected in differing)
+            raise self.error(
+                f"{self.path}: the checkpoint's arguments are not those of the model of {self.settings / CONFIG_FILE}: "
+                f"{values}"
+            )
+
+
+def _inside(places: Array, box: Box) -> Array:
+    """`places` of one tensor, cut to `box`."""
+    cut = places.copy()
+    for first, count, at, begin, size in (
+        ("row", "rows", "key_row", box.row, box.rows),
+        ("col", "cols", "key_col", box.col, box.cols),
+    ):
+        low = np.maximum(places[first], begin)
+        high = np.minimum(places[first] + places[count], begin + size)
+        cut[at] += low - places[first]
+        cut[first], cut[count] = low, high - low
+    return cut[(cut["rows"] > 0) & (cut["cols"] > 0)]
+
+
+JOIN_TIMEOUT = timedelta(minutes=10)
+POLL_S = 0.02
+
+
+class Processes:
+    """This process's number among those that work together. No process group is made: they only exchange bytes."""
+
+    def __init__(self, rank: int = 0, count: int = 1, store: dist.Store | None = None) -> None:
+        self.rank, self.count = rank, count
+        self._store = store
+        self._meetings = 0
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def meet(self) -> None:
+        """Wait for all others, however long they work: where one fails, torchrun ends the rest.
+
+        Collective over: all processes, like `gather`, in one order.
+        """
+        self.gather(b"")
+
+    def gather(self, value: bytes) -> list[bytes]:
+        """Every process's `value`, by rank."""
+        if self._store is None:
+            return [value]
+        self._meetings += 1
+        keys = [f"meeting {self._meetings} of {rank}" for rank in range(self.count)]
+        self._store.set(keys[self.rank], value.hex())
+        while not self._store.check(keys):  # its own way of waiting would hear no signal
+            time.sleep(POLL_S)
+        return [bytes.fromhex(self._store.get(key).decode()) for key in keys]
+
+    def add(self, counter: str, amount: int) -> int:
+        """Add to a number that all share; the new value."""
+        return amount if self._store is None else int(self._store.add(counter, amount))
+
+
+def join_processes() -> Processes:
+    """Those of torchrun, told by its environment; without it, a single one."""
+    if "RANK" not in os.environ:
+        return Processes()
+    store, rank, count = next(iter(dist.rendezvous("env://", timeout=JOIN_TIMEOUT)))
+    return Processes(rank, count, dist.PrefixStore("convert_checkpoint", store))
+
+
+CHOICES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+
+
+def target_type(source: Source, chosen: str | None) -> str:
+    """`chosen`, or what all tensors of the source have but for those that are fp32 in any model of their family.
+
+    CheckpointError where they differ.
+    """
+    if chosen is not None:
+        return chosen
+    marked = element_types(source.architecture, "bfloat16")
+    first: dict[torch.dtype, str] = {}
+    for tensor in np.flatnonzero(marked != ElementType.FLOAT32).tolist():
+        first.setdefault(source.dtypes[tensor], source.tensors.names[tensor])
+    if len(first) > 1:
+        found = ", ".join(f"{type_name(dtype)} ({name})" for dtype, name in first.items())
+        raise CheckpointError(
+            f"{source.path} has tensors of several types: {found}; expected one: choose the type to convert to with "
+            f"--dtype ({named_by(source.option)})"
+        )
+    return type_name(next(iter(first)))
+
+
+def type_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+ROLE = "actor"
+
+
+class RunSource:
+    """The weights of the actor in a checkpoint of a run, in the type that it is trained in: master weights rounded
+    once, as engines and exports get them. Low-rank adapters are merged into the checkpoint that they were trained on.
+
+    `path` is the checkpoint's folder or one of several, of which the newest is taken; `settings` is the folder with
+    config.json and the tokenizer, by default that of the model which the run began with. Of the files' checksums those
+    of every `share[1]`-th file from number `share[0]` are compared, so that processes can share them out.
+    CheckpointError where files are missing or damaged, or are of another model.
+    """
+
+    def __init__(
+        self, path: Path, option: str, settings: Path | None = None, *, share: tuple[int, int] = (0, 1)
+    ) -> None:
+        self.path, self.option = path, option
+        self.checkpoint = checkpoint_at(path, option)
+        _refuse_damage(self.checkpoint, option, *share)
+        config = _config_of(self.checkpoint, option)
+        self.settings, named = (settings, "--hf-config") if settings else (_began_with(config, option), option)
+        self.architecture = read_architecture(self.settings, named)
+        if config.model.mtp:
+            self.architecture = self.architecture.predicting()
+        self.tensors = canonical_tensors(self.architecture)
+        in_fp32 = element_types(self.architecture, config.model.dtype) == ElementType.FLOAT32
+        trained_in = CHOICES[config.model.dtype]
+        self.dtypes: Sequence[torch.dtype] = [torch.float32 if always else trained_in for always in in_fp32.tolist()]
+        lora, trained = config.model.lora, self.architecture
+        if lora:
+            trained = trained.adapted(lora.rank, lora.targets)
+        self._base = HfSource(self.settings, named) if lora else None
+        self._scale = lora.scale if lora else 1.0
+        self._saved = SavedState(self.checkpoint.files(ROLE), canonical_tensors(trained), option)
+
+    def read(self, box: Box) -> Tensor:
+        if self._base is None:
+            values = self._saved.read_box(MASTER, box)
+        else:
+            values = self._merged(self._base.read(box).float(), box)
+        return values.to(self.dtypes[box.tensor])
+
+    def _merged(self, weight: Tensor, box: Box) -> Tensor:
+        """`weight` with what the tensor's adapter adds to the box, if there is one."""
+        adapters, name = self._saved.tensors, PEFT_PREFIX + self.tensors.names[box.tensor].removesuffix(WEIGHT)
+        if name + A not in adapters.numbers:
+            return weight
+        a, b = adapters.numbers[name + A], adapters.numbers[name + B]
+        rank, _ = adapters.shapes[a]
+        left = self._saved.read_box(MASTER, Box(b, box.row, 0, box.rows, rank))
+        right = self._saved.read_box(MASTER, Box(a, 0, box.col, rank, box.cols))
+        return torch.addmm(weight, left, right, alpha=self._scale)
+
+
+def _refuse_damage(checkpoint: Resumed, option: str, first: int, step: int) -> None:
+    manifest = read_manifest(checkpoint.folder)
+    names = sorted(name for name in manifest if name.startswith(f"{ROLE}/"))[first::step]
+    if damage := find_damage(checkpoint.folder, manifest, names, lambda: None):
+        raise CheckpointError(f"{damage} ({named_by(option)})")
+
+
+def _config_of(checkpoint: Resumed, option: str) -> Config:
+    try:
+        return Config.model_validate_json(json.dumps(checkpoint.run["config"]))
+    except (KeyError, ValidationError) as error:
+        raise CheckpointError(
+            f"{checkpoint.folder} was saved by another version of rltrain: {error} ({named_by(option)})"
+        ) from None
+
+
+def _began_with(config: Config, option: str) -> Path:
+    path = Path(config.checkpoint_of(ROLE)[0])
+    if not (path / CONFIG_FILE).is_file():
+        raise CheckpointError(
+            f"the run began with the model {path}, which has no {CONFIG_FILE} here; name the folder of a Hugging Face "
+            f"checkpoint of that model with --hf-config ({named_by(option)})"
+        )
+    return path
