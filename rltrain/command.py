@@ -87,8 +87,8 @@ def check_job(path: Path, overrides: Sequence[str], worlds: Sequence[tuple[int, 
 def check_config_in(config: "Config", worlds: Sequence[tuple[int, int]], more_ranks: str) -> None:
     """UserError for what a config can be in none of `worlds`, pairs of their ranks and those of a node. What needs
     weights, a GPU or the hub is left to the ranks. `more_ranks` tells of a job of one rank how to start more."""
+    from rltrain.data.hub import repositories_of
     from rltrain.dry_run.reward import refuse_missing_functions
-    from rltrain.hub import repositories_of
     from rltrain.legality.config import check_config
     from rltrain.legality.placed import place_config
     from rltrain.models.checkpoint_model import are_quickly_read

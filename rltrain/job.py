@@ -13,10 +13,10 @@ from rltrain.checkpoint.node_memory import NodeMemory
 from rltrain.checkpoint.run_folder import CheckpointFolder, Resumed, way_on
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
+from rltrain.data.hub import checkpoint_paths, with_local_copies
 from rltrain.errors import ParityError
 from rltrain.estimate.memory import memory_checkpoint_bytes
 from rltrain.estimate.planned import plan_job
-from rltrain.hub import checkpoint_paths, with_local_copies
 from rltrain.legality.config import check_config
 from rltrain.legality.doubts import doubts, doubts_about_models, doubts_about_variables
 from rltrain.legality.placed import place_config

@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rltrain.chat.chat_format import ChatFormat
+from rltrain.data.chat_format import ChatFormat
 
 TEMPLATES = Path(__file__).parent / "chat_templates"
 

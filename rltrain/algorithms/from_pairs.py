@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, ClassVar
 from rltrain.algorithms.algorithm import Algorithm
 
 if TYPE_CHECKING:
-    from rltrain.data.index_making import IndexFolder
-    from rltrain.data.preferences import Preferences
+    from rltrain.data.row_index import IndexFolder
+    from rltrain.data.supervised import Preferences
     from rltrain.data.tokenizer import ModelLimits
 
 
@@ -51,6 +51,6 @@ class FromPairs(Algorithm):
         return self.config.data.max_response_tokens
 
     def training_data(self, indexes: "IndexFolder | None", model: "ModelLimits") -> "Preferences":
-        from rltrain.data.preferences import Preferences
+        from rltrain.data.supervised import Preferences
 
         return Preferences(self.config, indexes, model)

@@ -11,8 +11,8 @@ from rltrain.tasks.roles import rewarding_roles
 
 if TYPE_CHECKING:
     from rltrain.algorithms.losses import LossFunction
-    from rltrain.data.demonstrations import Demonstrations
-    from rltrain.data.index_making import IndexFolder
+    from rltrain.data.row_index import IndexFolder
+    from rltrain.data.supervised import Demonstrations
     from rltrain.data.tokenizer import ModelLimits
 
 
@@ -48,7 +48,7 @@ class Sft(Algorithm):
         return self.config.data.max_response_tokens
 
     def training_data(self, indexes: "IndexFolder | None", model: "ModelLimits") -> "Demonstrations":
-        from rltrain.data.demonstrations import Demonstrations
+        from rltrain.data.supervised import Demonstrations
 
         return Demonstrations(self.config, indexes, model)
 

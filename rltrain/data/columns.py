@@ -6,12 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rltrain.config import schema
-from rltrain.data.chained import Chained
-from rltrain.data.computed_sequence import ComputedSequence
-from rltrain.data.files import BadRow, Row, is_column_of, look_up, read_source
-from rltrain.data.indexed_rows import IndexedRows
 from rltrain.data.prompts import PromptDataset, PromptRow
-from rltrain.data.rows import Keys
+from rltrain.data.row_index import Chained, ComputedSequence, IndexedRows
+from rltrain.data.rows import BadRow, Keys, Row, is_column_of, look_up, read_source
 from rltrain.errors import DataError, one_of
 
 

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from rltrain.chat.template import ChatTemplate, RenderError
-from rltrain.chat.turn_end import ends_of_turns
+from rltrain.data.chat_template import ChatTemplate, RenderError, ends_of_turns
 from rltrain.data.tokenizer import end_token_ids, load_tokenizer
 from rltrain.errors import CheckpointError
 

@@ -3,17 +3,99 @@
 import json
 import math
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from decimal import Decimal
+from itertools import pairwise
 from typing import Any, Literal
 
 from rltrain.config import schema
-from rltrain.data.messages import Message, parse_messages, parse_tools, shown
-from rltrain.data.pair_rows import parse_pair
-from rltrain.data.rows import BadRow, Row, look_up
-from rltrain.data.tokenizer import UNKNOWN_MODEL, ModelLimits, Prompt, PromptEncoder
+from rltrain.data.assistant_turn import REASONING_MARKS
+from rltrain.data.chat_format import ChatFormat, Conversation
+from rltrain.data.chat_template import RenderError
+from rltrain.data.rows import BadRow, FileRow, Row, RowFile, look_up
+from rltrain.data.tokenizer import (
+    UNKNOWN_MODEL,
+    Message,
+    ModelLimits,
+    Prompt,
+    PromptEncoder,
+    parse_messages,
+    parse_tools,
+    shown,
+)
+from rltrain.errors import DataError
 from rltrain.runtime.json_text import is_finite
+
+Response = str | Sequence[Message]
+"""A text, or messages of which the first and the last are the assistant's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    prompt: Prompt
+    chosen: Response
+    rejected: Response
+    margin: float
+
+
+def parse_pair(values: Row, source: schema.PromptSource, parse: Callable[[Any, str], Prompt]) -> Pair:
+    """`parse` makes a text or messages of (what stands under a key, the key). Raises BadRow.
+
+    Under chosen_key and rejected_key stand texts, or messages that begin with the assistant's, as responses to what
+    stands under prompt_key; or whole conversations, whose prompt is what they have in common at the beginning.
+    """
+    keys = source.chosen_key, source.rejected_key
+    chosen, rejected = (parse(look_up(values, key), key) for key in keys)
+    if chosen == rejected:
+        raise BadRow(f"has the same under {keys[0]!r} and {keys[1]!r}; expected two responses")
+    margin = 0.0 if source.margin_key is None else _margin(look_up(values, source.margin_key), source.margin_key)
+    if _is_whole(chosen) != _is_whole(rejected):
+        raise BadRow(
+            f"has a whole conversation under one of {keys[0]!r} and {keys[1]!r}, and a response under the other; "
+            "expected the same of both"
+        )
+    prompt: Prompt
+    if not isinstance(chosen, str) and not isinstance(rejected, str) and _is_whole(chosen):
+        common = _num_equal(chosen, rejected)
+        prompt, chosen, rejected = chosen[:common], chosen[common:], rejected[common:]
+        if not prompt or any(not side or side[0]["role"] != "assistant" for side in (chosen, rejected)):
+            raise BadRow(
+                f"has conversations under {keys[0]!r} and {keys[1]!r} that first differ in message {common + 1}; "
+                "expected a prompt that they have in common, and then turns of the assistant in which they differ"
+            )
+    else:
+        prompt = parse(look_up(values, source.prompt_key), source.prompt_key)
+    _check_turns(chosen, keys[0])
+    _check_turns(rejected, keys[1])
+    return Pair(prompt, chosen, rejected, margin)
+
+
+def _is_whole(side: Prompt) -> bool:
+    """Whether it is a conversation from its beginning on."""
+    return not isinstance(side, str) and side[0]["role"] != "assistant"
+
+
+def _num_equal(first: Sequence[Message], second: Sequence[Message]) -> int:
+    """How many messages they have in common at the beginning."""
+    shorter = min(len(first), len(second))
+    return next((i for i in range(shorter) if first[i] != second[i]), shorter)
+
+
+def _check_turns(response: Response, key: str) -> None:
+    roles = [] if isinstance(response, str) else [message["role"] for message in response]
+    if roles and roles[-1] != "assistant":
+        raise BadRow(f"has a message of role {roles[-1]!r} at the end of {key!r}; expected the assistant's")
+    if ("assistant", "assistant") in pairwise(roles):
+        raise BadRow(f"has two turns of the assistant one after the other under {key!r}; expected one between them")
+
+
+def _margin(value: Any, key: str) -> float:
+    if isinstance(value, (int, float, Decimal)) and not isinstance(value, bool) and math.isfinite(value):
+        return float(value)
+    raise BadRow(f"has {shown(value)} under {key!r}; expected a finite number (margin_key)")
+
 
 Needs = Literal["label", "plain label", "response", "pair"]
 
@@ -183,3 +265,366 @@ def _parse_response(value: Any, key: str) -> str:
     if isinstance(value, str) and value:
         return value
     raise BadRow(f"has {shown(value)} under {key!r}; expected the demonstrated response: a text, not empty")
+
+
+def demonstrate(chat: ChatFormat, messages: Sequence[Message]) -> Conversation:
+    """The record that the engine would have left had the model drawn the assistant's turns of `messages`.
+
+    Every turn is what the template writes of it while it is the last one, through the token that ends it. Between two
+    turns stands what the template appends. Each piece is encoded by itself, as prompts and answers of a rollout are.
+    `messages` begin with others than the assistant's, end with a turn of it, and have others between two of its turns.
+    Raises DataError where the template has no place for one of them.
+    """
+    ids: list[int] = []
+    turns: list[tuple[int, int]] = []
+    for text, is_turn in _pieces(chat, messages):
+        begin = len(ids)
+        ids += chat.template.encode(text)
+        if is_turn:
+            turns.append((begin, len(ids)))
+    return Conversation(chat, tuple(ids), tuple(turns), tuple(messages))
+
+
+def _pieces(chat: ChatFormat, messages: Sequence[Message]) -> Iterator[tuple[str, bool]]:
+    """(text, whether it is a turn of the assistant) in the order of the conversation."""
+    places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    try:
+        yield chat.template.render(messages[: places[0]]), False
+        for place, following in pairwise([*places, len(messages)]):
+            answers = messages[place + 1 : following]
+            behind = chat.following(answers) if answers else ""
+            said, is_ended = _turn(chat, messages[: place + 1])
+            if is_ended:
+                yield said, True
+                behind = _behind_the_end(chat, behind)
+            else:
+                end, behind = _next_mark(chat, behind or _behind_last(chat, messages[place]))
+                yield said + end, True
+            if answers:
+                yield behind, False
+    except RenderError as error:
+        roles = ", ".join(str(message["role"]) for message in messages)
+        raise DataError(f"the chat template refuses messages of roles {roles}: {error}") from error
+
+
+def _turn(chat: ChatFormat, messages: Sequence[Message]) -> tuple[str, bool]:
+    """(the last of `messages`, through the token that ends it, whether the template writes such a token)."""
+    asked = chat.template.render(messages[:-1])
+    whole = chat.template.render(messages, generation_prompt=False)
+    said = whole.removeprefix(asked) if whole.startswith(asked) else _continued(chat, asked, messages[-1])
+    ends = [said.rfind(end) + len(end) for end in _end_texts(chat) if end in said]
+    return (said[: max(ends)], True) if ends else (said, False)
+
+
+def _behind_last(chat: ChatFormat, turn: Message) -> str:
+    """What the template would write behind a conversation's last turn."""
+    role = "tool" if turn.get("tool_calls") else "user"
+    try:
+        return chat.following([{"role": role, "content": "."}])
+    except DataError:
+        return ""
+
+
+def _next_mark(chat: ChatFormat, behind: str) -> tuple[str, str]:
+    """(what ends a turn that the template ends by no token, what then still stands behind it).
+
+    The mark of the next message ends it, if that is one of the model's end tokens; else the tokenizer's eos_token does.
+    """
+    for end in _end_texts(chat):
+        if behind.lstrip().startswith(end):
+            return end, behind.lstrip().removeprefix(end)
+    return str(chat.tokenizer.eos_token or ""), _behind_the_end(chat, behind)
+
+
+def _continued(chat: ChatFormat, asked: str, message: Message) -> str:
+    """A turn that the template would render otherwise than what it asks the model to go on from: its prompt begins the
+    reasoning, which it leaves out of turns."""
+    content = str(message["content"])
+    for opening, closing in REASONING_MARKS:
+        thought = message.get("reasoning_content")
+        if asked.rstrip().endswith(opening) and not message.get("tool_calls"):
+            if thought is not None:
+                content = f"{thought}\n{closing}\n\n{content}"
+            if closing in content:
+                return content.removeprefix(opening).lstrip("\n")
+    raise DataError(
+        f"the chat template asks the model to go on from {asked[-40:]!r} and renders the turn {content[:40]!r} "
+        "otherwise; expected a turn that begins with its reasoning, if the template begins it, and calls no tools"
+    )
+
+
+def _behind_the_end(chat: ChatFormat, following: str) -> str:
+    """`following` without what closes the turn before it, which is learnt with that turn."""
+    ends = [following.index(end) + len(end) for end in _end_texts(chat) if end in following]
+    return following[min(ends) :] if ends else following
+
+
+def _end_texts(chat: ChatFormat) -> list[str]:
+    ends = sorted(chat.end.tokens & chat.end.added)
+    return [str(text) for text in chat.tokenizer.convert_ids_to_tokens(ends)]
+
+
+Encoded = tuple[Sequence[int], Sequence[bool]]
+"""(ids of a sample, which of them are learnt)"""
+
+
+@dataclass(frozen=True)
+class SampleLimit:
+    """Holds how many tokens a sample may have. None: there is no limit."""
+
+    response_tokens: int | None = None
+    """data.max_response_tokens."""
+    sample_tokens: int | None = None
+    """The positions of the model."""
+
+    @classmethod
+    def of(cls, data: schema.Data, model: ModelLimits) -> "SampleLimit":
+        return cls(data.max_response_tokens, model.max_positions)
+
+    def kept(self, learnt: Sequence[bool]) -> int:
+        """Returns how many tokens of a sample lie within the limit."""
+        ends = [len(learnt)]
+        if self.response_tokens is not None:
+            ends.append(learnt.index(True) + self.response_tokens)
+        if self.sample_tokens is not None:
+            ends.append(self.sample_tokens)
+        return min(ends)
+
+    def holds(self, prompt_tokens: int, response_tokens: int) -> bool:
+        """Returns whether a sample with at most so many tokens is within the limit."""
+        most = self.response_tokens, self.sample_tokens
+        found = response_tokens, prompt_tokens + response_tokens
+        return all(limit is None or number <= limit for number, limit in zip(found, most, strict=True))
+
+    def problem(self, learnt: Sequence[bool]) -> str:
+        """Returns what is wrong with a sample that is not within the limit, in words for a user."""
+        response = len(learnt) - learnt.index(True)
+        if self.response_tokens is not None and response > self.response_tokens:
+            return (
+                f"the response has {response} tokens, its end token included; expected at most {self.response_tokens} "
+                "(data.max_response_tokens)"
+            )
+        return (
+            f"prompt and response have {len(learnt)} tokens; expected at most {self.sample_tokens}, as many as the "
+            "model in model.path has positions"
+        )
+
+
+NO_LIMIT = SampleLimit()
+
+
+def encoded(row: PromptRow, response: str | Sequence[Message], encoder: PromptEncoder) -> Encoded:
+    """Returns the sample of the row's prompt and `response`, whose turns of the assistant are learnt.
+
+    Raises DataError where the chat template has no place for a message.
+    """
+    if not isinstance(response, str):
+        prompt_messages = encoder.messages(row.prompt)
+        try:
+            record = demonstrate(encoder.format_with(row.tools), [*prompt_messages, *response])
+        except DataError as error:
+            raise DataError(f"{row.origin}: {error}") from error
+        num_asked = sum(message["role"] == "assistant" for message in prompt_messages)
+        begin = record.turns[num_asked][0]
+        return record.ids, [place >= begin and drawn for place, drawn in enumerate(record.drawn_mask)]
+    prompt, (ids,) = encoder.encode(row.prompt, row.tools), encoder.encode_responses([response])
+    end = encoder.response_end
+    ended = ids if ids[-1:] == [end] else [*ids, end]
+    return [*prompt, *ended], [False] * len(prompt) + [True] * len(ended)
+
+
+def responses_of(row: PromptRow) -> tuple[str | Sequence[Message], ...]:
+    """Returns the responses that are learnt from: of a pair both, of a row with a label alone none."""
+    return tuple(response for response in (row.response, row.rejected) if response)
+
+
+def long_samples(
+    row: PromptRow, encoder: PromptEncoder, limit: SampleLimit, max_prompt_tokens: int
+) -> Iterator[Encoded]:
+    """Yields the row's samples that are not within `limit`. A sample that is clearly within it is not encoded."""
+    responses = responses_of(row)
+    prompt_bound = min(encoder.length_bound(row.prompt, row.tools), max_prompt_tokens) if responses else 0
+    for response in responses:
+        if not limit.holds(prompt_bound, encoder.response_bound(response, row.tools)):
+            sample = encoded(row, response, encoder)
+            if limit.kept(sample[1]) < len(sample[1]):
+                yield sample
+
+
+def refuse_unknown_ids(row: PromptRow, encoder: PromptEncoder, model: ModelLimits) -> None:
+    """Raises BadRow where a text of the row has an id that the model has no embedding for."""
+    if model.vocab_size is None or encoder.num_ids <= model.vocab_size:
+        return
+    samples = [encoded(row, response, encoder)[0] for response in responses_of(row)]
+    for ids in [encoder.encode(row.prompt, row.tools), *samples]:
+        if (beyond := next((token for token in ids if token >= model.vocab_size), None)) is not None:
+            spelling = encoder.tokenizer.convert_ids_to_tokens(beyond)
+            raise BadRow(
+                f"has the token {spelling!r} of id {beyond}, and the model in model.path has ids 0 to "
+                f"{model.vocab_size - 1}; expected a model whose embeddings were resized when tokens were added to its "
+                "tokenizer (resize_token_embeddings of transformers), or texts without such tokens",
+                reason="an id that the model does not have",
+            )
+
+
+MAX_KEPT_PROBLEMS = 5
+
+
+@dataclass
+class DroppedRows:
+    """Rows of the files that are not part of the dataset."""
+
+    bad: Counter[str] = field(default_factory=Counter)
+    """Skipped under data.on_bad_row: skip, by reason."""
+    num_too_long: int = 0
+    """Prompts of more than data.max_prompt_tokens, whatever data.on_bad_row says."""
+    num_too_short: int = 0
+    """Prompts of fewer than data.min_prompt_tokens, likewise."""
+    num_long: int = 0
+    """Rows with a response that is too long, under data.on_long_row: skip."""
+    num_cut: int = 0
+    """Rows that are part of the dataset, with a response that is cut under data.on_long_row: cut."""
+    problems: list[str] = field(default_factory=list)
+    """What was wrong with the first few bad ones."""
+
+    @property
+    def num_bad(self) -> int:
+        return self.bad.total()
+
+    def __bool__(self) -> bool:
+        return self.num_left_out + self.num_cut > 0
+
+    @property
+    def num_left_out(self) -> int:
+        return self.num_bad + self.num_too_long + self.num_too_short + self.num_long
+
+    @property
+    def cut(self) -> str:
+        """The number of rows that stay with less."""
+        return f"{self.num_cut} of them with a response that is cut"
+
+    def __str__(self) -> str:
+        return "".join((self.counts, *(f"\n  {problem}" for problem in self.problems)))
+
+    @property
+    def counts(self) -> str:
+        """Numbers by reason."""
+        reasons = ", ".join(f"{reason}: {number}" for reason, number in self.bad.most_common())
+        bad = f"{self.num_bad} bad rows skipped{f' ({reasons})' if reasons else ''}"
+        short = f", {self.num_too_short} prompts too short" if self.num_too_short else ""
+        long = f", {self.num_long} responses too long" if self.num_long else ""
+        cut = f"; of the rows that stay {self.num_cut} have a response that is cut" if self.num_cut else ""
+        return f"{bad}, {self.num_too_long} prompts too long{short}{long}{cut}"
+
+    def add(self, other: "DroppedRows") -> None:
+        """Those of rows behind."""
+        self.bad += other.bad
+        self.num_too_long += other.num_too_long
+        self.num_too_short += other.num_too_short
+        self.num_long += other.num_long
+        self.num_cut += other.num_cut
+        self.problems = [*self.problems, *other.problems][:MAX_KEPT_PROBLEMS]
+
+    def note_bad(self, problem: str, reason: str) -> None:
+        self.bad[reason] += 1
+        if len(self.problems) < MAX_KEPT_PROBLEMS:
+            self.problems.append(problem)
+
+
+UsableRow = tuple[RowFile, int, PromptRow, float, Row]
+"""(file, where it stands in it, the row, its difficulty, its values)"""
+
+
+class RowChecker:
+    """Of the rows of one source, which stands in the config as `key`."""
+
+    def __init__(self, parser: RowParser, data: schema.Data, key: str) -> None:
+        self.parser, self.data, self.key = parser, data, key
+        self.limit = SampleLimit.of(data, parser.model)
+        self.dropped = DroppedRows()
+        self.num_usable = 0
+        self.has_tools = False
+
+    def usable(self, rows: Iterable[FileRow], num_before: Callable[[], int] = lambda: 0) -> Iterator[UsableRow]:
+        """In their order, up to max_rows; what is left out is counted. `num_before` is called for messages and added
+        to the number of a row. DataError for a bad row, unless data.on_bad_row says to skip it."""
+        parser = self.parser
+        for file, number, place, values in rows:
+            if self.num_usable == parser.source.max_rows:
+                return
+            try:
+                row = parser.parse(values, file.prefix, number)
+                difficulty = parser.difficulty(values)
+                length = _length_class(row, parser.encoder, self.data)
+                problem = self._check_samples(row) if length == 0 else None
+            except BadRow as bad:
+                self._leave_out(f"{file.prefix}{number + num_before()}", bad)
+                continue
+            if length > 0:
+                self.dropped.num_too_long += 1
+            elif length < 0:
+                self.dropped.num_too_short += 1
+            elif problem is None or self._keeps_long_row(f"{file.prefix}{number + num_before()}", problem):
+                assert not isinstance(values, BadRow), "it was parsed"
+                self.num_usable += 1
+                self.has_tools = self.has_tools or bool(row.tools)
+                yield file, place, row, difficulty, values
+
+    def _check_samples(self, row: PromptRow) -> str | None:
+        """Returns why a sample of the row is too long, None where none is. Raises BadRow."""
+        encoder = self.parser.encoder
+        try:
+            refuse_unknown_ids(row, encoder, self.parser.model)
+            long = next(long_samples(row, encoder, self.limit, self.data.max_prompt_tokens), None)
+        except DataError as error:
+            raise BadRow(f"cannot be encoded: {str(error).removeprefix(f'{row.origin}: ')}") from error
+        return None if long is None else self.limit.problem(long[1])
+
+    def _keeps_long_row(self, origin: str, problem: str) -> bool:
+        """Returns whether a row with a response that is too long is used, as data.on_long_row says."""
+        if self.data.on_long_row == "refuse":
+            raise DataError(
+                f"{origin}: in the row {problem} ({self.key}; to leave such rows out: data.on_long_row=skip; to cut "
+                "their responses: data.on_long_row=cut)"
+            )
+        cuts = self.data.on_long_row == "cut"
+        self.dropped.num_cut += cuts
+        self.dropped.num_long += not cuts
+        return cuts
+
+    def _leave_out(self, origin: str, problem: BadRow) -> None:
+        if self.data.on_bad_row == "refuse":
+            raise DataError(
+                f"{origin}: the row {problem} ({self.key}; to leave such rows out: data.on_bad_row=skip)"
+            ) from None
+        self.dropped.note_bad(f"{origin}: the row {problem}", problem.reason)
+
+
+def refuse_unusable_source(checker: RowChecker, *, num_usable: int, has_tools: bool, dropped: DroppedRows) -> None:
+    """DataError where none of the checker's source's rows is usable, or none has the tools that it is to have: what
+    was found, by it or by others, of all rows."""
+    source, data, key = checker.parser.source, checker.data, checker.key
+    if source.tools_key is not None and num_usable and not has_tools:
+        raise DataError(
+            f"{key}.tools_key: no usable row has tools under {source.tools_key!r}; expected the column that has them, "
+            "or null"
+        )
+    if not num_usable:
+        limits = f"data.max_prompt_tokens: {data.max_prompt_tokens}"
+        if data.min_prompt_tokens:
+            limits += f", data.min_prompt_tokens: {data.min_prompt_tokens}"
+        if dropped.num_long and data.max_response_tokens:
+            limits += f", data.max_response_tokens: {data.max_response_tokens}"
+        raise DataError(f"{key}: {source.path!r} has no usable row ({limits}): {dropped}")
+
+
+def _length_class(row: PromptRow, encoder: PromptEncoder, data: schema.Data) -> int:
+    """-1: the prompt is too short, 1: too long, 0: neither. It is encoded only where that is not clear without."""
+    least, most = data.min_prompt_tokens, data.max_prompt_tokens
+    if least <= 1 and encoder.length_bound(row.prompt, row.tools) <= most:
+        return 0
+    try:
+        length = len(encoder.encode(row.prompt, row.tools))
+    except DataError as error:
+        raise BadRow(f"cannot be encoded: {error}") from error
+    return (length > most) - (length < least)

@@ -10,15 +10,21 @@ import numpy as np
 import numpy.typing as npt
 
 from rltrain.config import schema
-from rltrain.data.chained import Chained
-from rltrain.data.index_making import IndexFolder, shared_index
-from rltrain.data.indexed_rows import IndexedRows
+from rltrain.data.prompt_rows import (
+    NO_LIMIT,
+    DroppedRows,
+    Encoded,
+    RowChecker,
+    RowParser,
+    SampleLimit,
+    encoded,
+    refuse_unusable_source,
+    responses_of,
+)
 from rltrain.data.prompt_rows import Needs as Needs
 from rltrain.data.prompt_rows import PromptRow as PromptRow
-from rltrain.data.prompt_rows import RowParser
-from rltrain.data.row_checks import DroppedRows, RowChecker, refuse_unusable_source
-from rltrain.data.row_files import rows_of, slices_of
-from rltrain.data.row_samples import NO_LIMIT, Encoded, SampleLimit, encoded, responses_of
+from rltrain.data.row_index import Chained, IndexedRows, IndexFolder, shared_index
+from rltrain.data.rows import rows_of, slices_of
 from rltrain.data.tokenizer import UNKNOWN_MODEL, ModelLimits, PromptEncoder, prompt_text
 from rltrain.errors import DataError
 

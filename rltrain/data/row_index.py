@@ -1,19 +1,46 @@
 """A file that says where the usable rows of a source stand, so that they need not be held: records and a summary."""
 
+import hashlib
 import json
+import logging
 import os
+import time
 import zlib
+from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, astuple, dataclass, field, replace
+from functools import cache, lru_cache
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, Literal
+from threading import Lock
+from typing import Any, Literal, Protocol, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow
+from pyarrow import ipc, parquet
 
-from rltrain.data.row_checks import DroppedRows
+from rltrain.config import schema
+from rltrain.data.prompt_rows import DroppedRows, PromptRow, RowChecker, RowParser, refuse_unusable_source
+from rltrain.data.rows import (
+    BadRow,
+    FileRow,
+    FileSlice,
+    Keys,
+    Row,
+    RowFile,
+    column_names,
+    count_lines,
+    is_column_of,
+    parse_line,
+    read_lines,
+    rows_of,
+    rows_of_table,
+)
+from rltrain.errors import DataError, cannot_write
 
 MAGIC = b"RLTRROWS"
 FORMAT = 1
@@ -173,3 +200,444 @@ def _check_copies(folder: Path, files: Sequence[IndexedFile]) -> None:
             path = folder / file.copies
             if not path.is_file() or path.stat().st_size < file.copied_bytes:
                 raise DamagedIndexError(f"{path.name} beside it is missing or cut off")
+
+
+PART_BYTES = 16 * 2**20
+"""Of a file with plain lines."""
+ADVANCE_ROWS = 2**12
+
+
+@dataclass(frozen=True)
+class Part:
+    """Slices of files; or of one file with plain lines those that begin at the bytes `begin` up to `end`."""
+
+    slices: Sequence[FileSlice]
+    begin: int = 0
+    end: int | None = None
+
+    def rows(self, keys: Keys, config_key: str) -> Iterator[FileRow]:
+        """Numbers of rows count from the part's beginning."""
+        if self.end is None:
+            return rows_of(self.slices, keys, config_key)
+        file = self.slices[0].files[0]
+        return ((file, *row) for row in read_lines(file.path, config_key, self.begin, self.end))
+
+    def num_before(self) -> int:
+        """Lines of the file before the part."""
+        return count_lines(self.slices[0].files[0].path, 0, self.begin) if self.begin else 0
+
+    def num_lines(self) -> int:
+        """Of a file with plain lines that is in parts; else 0."""
+        return 0 if self.end is None else count_lines(self.slices[0].files[0].path, self.begin, self.end)
+
+
+def parts_of(source: schema.PromptSource, slices: Sequence[FileSlice]) -> list[Part]:
+    """One where it matters for a row how many come before; else at least one for each file."""
+    if source.max_rows is not None or not all(one.is_whole for one in slices):
+        return [Part(slices)]
+    return [part for one in slices for file in one.files for part in _parts_of_file(file)]
+
+
+def _parts_of_file(file: RowFile) -> list[Part]:
+    whole, num_bytes = (FileSlice((file,)),), file.num_bytes
+    if not file.has_plain_lines or num_bytes <= PART_BYTES:
+        return [Part(whole)]
+    return [Part(whole, begin, end) for begin, end in pairwise([*range(0, num_bytes, PART_BYTES), num_bytes])]
+
+
+def index_part(part: Part, checker: RowChecker, path: Path, advance: Callable[[], None]) -> None:
+    """Write the index of the part's usable rows to `path`. DataError as of RowChecker."""
+    parser, key = checker.parser, checker.key
+    with_difficulties = parser.difficulty_key is not None
+    rows = part.rows(parser.keys, f"{key}.path")
+    with written_whole(path, durable=False) as file, ExitStack() as stack:
+        writer = IndexWriter(file, with_difficulties=with_difficulties)
+        copies = _Copies(path.with_name(f"{path.name}.copies"), stack)
+        columns: set[str] = set()
+        runs: list[tuple[RowFile, int]] = []
+        copied = False
+        for of_file, place, row, difficulty, values in checker.usable(rows, cache(part.num_before)):
+            if not runs or runs[-1][0] is not of_file:
+                runs.append((of_file, 0))
+                copied = _needs_copies(of_file)
+            writer.add(copies.add(values) if copied else place, row.number, difficulty)
+            runs[-1] = of_file, runs[-1][1] + 1
+            columns.update(values)
+            if checker.num_usable % ADVANCE_ROWS == 0:
+                advance()
+        files = [_indexed(file, count, copies) for file, count in runs]
+        columns.update(
+            name for file in {file for file, _ in runs} if file.kind != "json" for name in column_names(file.path)
+        )
+        advance()
+        writer.finish(Summary(files, checker.dropped, sorted(columns), checker.has_tools, part.num_lines()))
+
+
+def _needs_copies(file: RowFile) -> bool:
+    return file.kind == "json" and not file.has_plain_lines
+
+
+class _Copies:
+    """Rows as lines, of files that can only be read from their beginning on."""
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        self.path, self.num_bytes = path, 0
+        self._stack = stack
+        self._file: Any = None
+
+    def add(self, values: Any) -> int:
+        if self._file is None:
+            self._file = self._stack.enter_context(written_whole(self.path))
+        line, place = json.dumps(values).encode() + b"\n", self.num_bytes
+        self._file.write(line)
+        self.num_bytes += len(line)
+        return place
+
+
+def _indexed(file: RowFile, num_rows: int, copies: _Copies) -> IndexedFile:
+    reads = "lines" if file.kind == "json" else file.kind
+    found = IndexedFile(str(file.path.absolute()), file.prefix, reads, num_rows, file.num_bytes, file.mtime_ns)
+    if _needs_copies(file):
+        return replace(found, copies=copies.path.name, copied_bytes=copies.num_bytes)
+    return found
+
+
+class SharedWork(Protocol):
+    def claim(self, key: str) -> int:
+        """0, 1, 2, ...: each number once, to whichever process asks."""
+
+    def tell(self, key: str, text: str) -> None:
+        """To all processes."""
+
+    def hear(self, key: str, what: str) -> str:
+        """What one has told, once it has; StallError, naming `what`, where none will."""
+
+    def advance(self) -> None:
+        """This process gets on."""
+
+
+class WorkAlone:
+    """Of a process that has no others."""
+
+    def __init__(self) -> None:
+        self._claimed = Counter[str]()
+        self._told: dict[str, str] = {}
+
+    def claim(self, key: str) -> int:
+        self._claimed[key] += 1
+        return self._claimed[key] - 1
+
+    def tell(self, key: str, text: str) -> None:
+        self._told[key] = text
+
+    def hear(self, key: str, what: str) -> str:  # noqa: ARG002 - as SharedWork has it
+        return self._told[key]
+
+    def advance(self) -> None:
+        """Nobody looks."""
+
+
+logger = logging.getLogger(__name__)
+
+BLOCK_ROWS = 2**20
+APPEARS_WITHIN_S, LOOK_S = 60.0, 0.5
+"""A file that another node has written, on a file system between nodes."""
+
+
+@dataclass(frozen=True)
+class IndexFolder:
+    """Where indexes are kept, by whom they are made."""
+
+    path: Path
+    work: SharedWork
+
+
+def shared_index(
+    folder: IndexFolder, parser: RowParser, data: schema.Data, key: str, slices: Sequence[FileSlice]
+) -> RowIndex:
+    """The index of the source that stands in the config as `key`, whose files are `slices`.
+
+    Processes that come while it is made check parts of it; all return once it is there. DataError as of RowChecker,
+    and where no row is usable; ConfigError where the folder cannot be written.
+    """
+    name = fingerprint(parser, data, slices)
+    path, work = folder.path / f"{name}.index", folder.work
+    if work.claim(f"{name}/looked") == 0:
+        work.tell(f"{name}/is_there", "yes" if _is_there(path) else "no")
+    if work.hear(f"{name}/is_there", f"the index of {key}") == "no":
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _make(path, parser, data, key, slices, work)
+        except OSError as error:
+            raise cannot_write(path, error) from error
+        work.hear(f"{name}/made", f"the index of {key}, whose rows are checked for it")
+    return _opened(path)
+
+
+def fingerprint(parser: RowParser, data: schema.Data, slices: Sequence[FileSlice]) -> str:
+    """Of all that decides which rows are usable and where they stand."""
+    decisive = {
+        "format": FORMAT,
+        "files": [(str(file.path.absolute()), file.num_bytes, file.mtime_ns) for one in slices for file in one.files],
+        "source": parser.source.model_dump(mode="json", exclude={"weight", "name"}),
+        "needs": parser.needs,
+        "difficulty": parser.difficulty_key,
+        "lengths": (data.min_prompt_tokens, data.max_prompt_tokens, data.on_bad_row),
+        "samples": (data.max_response_tokens, data.on_long_row, *astuple(parser.model)),
+        "encoder": parser.encoder.fingerprint(),
+    }
+    return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:24]
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        open_index(path)
+    except FileNotFoundError:
+        return False
+    except DamagedIndexError as problem:
+        logger.warning("%s is damaged (%s), so the rows are checked once more", path, problem)
+        return False
+    return True
+
+
+def _opened(path: Path) -> RowIndex:
+    deadline = time.monotonic() + APPEARS_WITHIN_S
+    while True:
+        try:
+            return open_index(path)
+        except (FileNotFoundError, DamagedIndexError) as error:
+            if time.monotonic() > deadline:
+                raise DataError(
+                    f"{path} was written by another rank, and this one does not see it as it is ({error}); expected "
+                    "output_dir to be a folder that all nodes see"
+                ) from error
+        time.sleep(LOOK_S)
+
+
+def _make(
+    path: Path, parser: RowParser, data: schema.Data, key: str, slices: Sequence[FileSlice], work: SharedWork
+) -> None:
+    """Check parts until there are none left; whoever finishes the last one puts them together."""
+    name, parts = path.stem, parts_of(parser.source, slices)
+    files = [path.with_name(f"{name}.part{number}") for number in range(len(parts))]
+    began = time.monotonic()
+    while (number := work.claim(f"{name}/part")) < len(parts):
+        index_part(parts[number], RowChecker(parser, data, key), files[number], work.advance)
+        if work.claim(f"{name}/checked") == len(parts) - 1:
+            summary = _join(parts, files, path, RowChecker(parser, data, key), work)
+            seconds = time.monotonic() - began
+            logger.warning("%s: %s rows are indexed in %s (%.0f s)", key, f"{summary.num_rows:,}", path, seconds)
+            work.tell(f"{name}/made", "yes")
+
+
+def _join(parts: Sequence[Part], files: Sequence[Path], path: Path, checker: RowChecker, work: SharedWork) -> Summary:
+    """Write the index whose parts are in `files`, and remove these."""
+    whole = Summary()
+    found = [open_index(file).summary for file in files]
+    for summary in found:
+        whole.dropped.add(summary.dropped)
+        whole.has_tools = whole.has_tools or summary.has_tools
+    whole.columns = sorted({column for summary in found for column in summary.columns})
+    num_usable = sum(summary.num_rows for summary in found)
+    refuse_unusable_source(checker, num_usable=num_usable, has_tools=whole.has_tools, dropped=whole.dropped)
+    with written_whole(path) as file:
+        writer, num_lines = IndexWriter(file, with_difficulties=checker.parser.difficulty_key is not None), 0
+        for part, of_part, summary in zip(parts, files, found, strict=True):
+            num_lines = num_lines if part.begin else 0
+            _append(writer, of_part, num_lines)
+            num_lines += summary.num_lines
+            whole.add_files(summary.files)
+            work.advance()
+        writer.finish(whole)
+    for of_part in files:
+        of_part.unlink()
+    return whole
+
+
+def _append(writer: IndexWriter, path: Path, num_lines: int) -> None:
+    """The records of a part that so many lines of its file come before."""
+    records = open_index(path).records
+    for first in range(0, len(records), BLOCK_ROWS):
+        block = np.array(records[first : first + BLOCK_ROWS])
+        block["number"] += num_lines
+        writer.extend(block)
+
+
+READ_BYTES = 4096
+KEPT_BYTES = 256 * 2**20
+"""Of row groups that were read last, of one file."""
+
+
+class RowAccess(Protocol):
+    """Of a file that stays as it was when its rows were checked."""
+
+    def at(self, place: int, keys: Keys) -> Row | BadRow:
+        """What stands there, at least the columns that have `keys`. OSError and pyarrow's errors."""
+
+
+def open_rows(file: IndexedFile, folder: Path) -> RowAccess:
+    """`folder` is the index's. DataError where the file is not the one that was checked."""
+    if file.copies is not None:
+        return LineAccess(folder / file.copies)
+    try:
+        return LineAccess(Path(file.path), file) if file.reads == "lines" else TableAccess(file)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{file.path} cannot be read any more: {error}") from error
+
+
+def _refuse_changed(found: os.stat_result, file: IndexedFile) -> None:
+    if (found.st_size, found.st_mtime_ns) != (file.num_bytes, file.mtime_ns):
+        raise DataError(
+            f"{file.path} has changed since its rows were checked: it had {file.num_bytes} bytes then and has "
+            f"{found.st_size} now, and was written since; expected files of rows to stay as they are while a job reads "
+            "them. Start the job again, which checks them anew"
+        )
+
+
+class LineAccess:
+    def __init__(self, path: Path, file: IndexedFile | None = None) -> None:
+        """`file`: as which it is to be, at every read."""
+        self._file = file
+        self._descriptor = os.open(path, os.O_RDONLY)
+
+    def at(self, place: int, keys: Keys) -> Row | BadRow:  # noqa: ARG002 - a line is parsed as a whole
+        if self._file is not None:
+            _refuse_changed(os.fstat(self._descriptor), self._file)
+        line = b""
+        while b"\n" not in (block := os.pread(self._descriptor, READ_BYTES + len(line), place + len(line))) and block:
+            line += block
+        return parse_line(line + block.partition(b"\n")[0])
+
+    def __del__(self) -> None:
+        if hasattr(self, "_descriptor"):
+            os.close(self._descriptor)
+
+
+class TableAccess:
+    """Of Parquet files the row group is read that the row is in; Arrow's are mapped."""
+
+    def __init__(self, file: IndexedFile) -> None:
+        self._file, self._lock = file, Lock()
+        _refuse_changed(os.stat(file.path), file)
+        if file.reads == "parquet":
+            self._parquet = parquet.ParquetFile(file.path)
+            metadata = self._parquet.metadata
+            sizes = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+            largest = max(metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups))
+            self._group = lru_cache(maxsize=max(1, KEPT_BYTES // max(largest, 1)))(self._read_group)
+        else:
+            self._batches = _arrow_batches(Path(file.path))
+            sizes = [batch.num_rows for batch in self._batches]
+            self._group = lambda number, _: self._batches[number]
+        self._firsts = [0, *accumulate(sizes)]
+
+    def at(self, place: int, keys: Keys) -> Row | BadRow:
+        with self._lock:
+            _refuse_changed(os.stat(self._file.path), self._file)
+            number = bisect_right(self._firsts, place) - 1
+            group = self._group(number, None if keys is None else frozenset(keys))
+            names = group.schema.names
+            chosen = [name for name in names if keys is None or any(is_column_of(name, key) for key in keys)]
+            return rows_of_table(group.select(chosen).slice(place - self._firsts[number], 1))[0]
+
+    def _read_group(self, number: int, keys: Keys) -> Any:
+        names = self._parquet.schema_arrow.names
+        chosen = [name for name in names if keys is None or any(is_column_of(name, key) for key in keys)]
+        return self._parquet.read_row_group(number, columns=chosen)
+
+
+def _arrow_batches(path: Path) -> list[Any]:
+    """Of either form; they stand in the mapped file, not in memory."""
+    memory = pyarrow.memory_map(str(path))
+    try:
+        file = ipc.open_file(memory)
+        return [file.get_batch(number) for number in range(file.num_record_batches)]
+    except pyarrow.ArrowInvalid:
+        memory.seek(0)
+        return list(ipc.open_stream(memory))
+
+
+Item = TypeVar("Item")
+
+
+class ComputedSequence(Sequence[Item], ABC):
+    """An item is made whenever it is asked for."""
+
+    @abstractmethod
+    def item(self, index: int) -> Item:
+        """That at `index`, 0 up to len(self)."""
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Item]: ...
+
+    def __getitem__(self, index: int | slice) -> Item | Sequence[Item]:
+        if isinstance(index, slice):
+            return [self.item(place) for place in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        return self.item(index % len(self))
+
+
+KEPT_ROWS = 1024
+OPEN_FILES = 64
+
+
+class IndexedRows(ComputedSequence[PromptRow]):
+    """For several threads."""
+
+    def __init__(self, index: RowIndex, parser: RowParser) -> None:
+        self.row_index, self.parser = index, parser
+        self._firsts = [0, *accumulate(file.num_rows for file in index.summary.files)]
+        self._row = lru_cache(maxsize=KEPT_ROWS)(self._parse)
+        self._file = lru_cache(maxsize=OPEN_FILES)(self._open)
+
+    def __len__(self) -> int:
+        return len(self.row_index.records)
+
+    def item(self, index: int) -> PromptRow:
+        """DataError where the file is not what it was when its rows were checked."""
+        return self._row(index)
+
+    def values(self, index: int, keys: Keys) -> tuple[str, Row]:
+        """(origin, what stands in the file under the columns that have `keys`, or under others too). As item."""
+        prefix, number, values = self._read(index, keys)
+        if isinstance(values, BadRow):
+            raise DataError(f"{prefix}{number}: the row {values}, and was usable when it was checked")
+        return f"{prefix}{number}", values
+
+    def _parse(self, index: int) -> PromptRow:
+        prefix, number, values = self._read(index, self.parser.keys)
+        try:
+            return self.parser.parse(values, prefix, number)
+        except BadRow as problem:
+            raise DataError(f"{prefix}{number}: the row {problem}, and was usable when it was checked") from None
+
+    def _read(self, index: int, keys: Keys) -> tuple[str, int, Row | BadRow]:
+        of_file = bisect_right(self._firsts, index) - 1
+        file, record = self.row_index.summary.files[of_file], self.row_index.records[index]
+        place, number = int(record["place"]), int(record["number"])
+        try:
+            return file.prefix, number, self._file(of_file).at(place, keys)
+        except (DataError, OSError, pyarrow.ArrowException) as error:
+            raise DataError(f"{file.prefix}{number}: {error}") from error
+
+    def _open(self, number: int) -> RowAccess:
+        return open_rows(self.row_index.summary.files[number], self.row_index.path.parent)
+
+
+class Chained(ComputedSequence[Item]):
+    """Nothing is copied; an item is asked for where it stands."""
+
+    def __init__(self, parts: Sequence[Sequence[Item]]) -> None:
+        self.parts = parts
+        self._firsts = [0, *accumulate(len(part) for part in parts)]
+
+    def __len__(self) -> int:
+        return self._firsts[-1]
+
+    def item(self, index: int) -> Item:
+        part = bisect_right(self._firsts, index) - 1
+        return self.parts[part][index - self._firsts[part]]

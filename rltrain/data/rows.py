@@ -1,9 +1,30 @@
 """One row of a file, whatever the file's kind."""
 
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+import bz2
+import codecs
+import glob
+import gzip
+import io
+import json
+import lzma
+import re
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, Literal
 
-from rltrain.runtime.json_text import lone_surrogate
+import numpy as np
+import pyarrow
+import yaml
+from pyarrow import ipc, parquet, types
+
+from rltrain.config import schema
+from rltrain.errors import DataError, one_of
+from rltrain.runtime.json_text import lone_surrogate, parse_json, read_json, too_many_digits
 
 Row = Mapping[str, Any]
 
@@ -57,3 +78,554 @@ def _found(row: Row, key: str) -> Any:
 def is_column_of(column: str, key: str) -> bool:
     """Whether `look_up` finds `key` in this column."""
     return key == column or key.startswith(f"{column}.")
+
+
+JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
+"""Behind one of JSON_SUFFIXES."""
+PARQUET_SUFFIXES = (".parquet",)
+ARROW_SUFFIXES = (".arrow", ".feather", ".ipc")
+KNOWN = (
+    f"{', '.join((*JSON_SUFFIXES, *PARQUET_SUFFIXES, *ARROW_SUFFIXES))}, or JSON and {', '.join(COMPRESSED_SUFFIXES)}"
+)
+
+Kind = Literal["json", "parquet", "arrow"]
+
+
+def kind_of(path: Path) -> Kind | None:
+    """None: of an unknown kind."""
+    suffix = path.suffix.lower()
+    if suffix in COMPRESSED_SUFFIXES:
+        return "json" if Path(path.stem).suffix.lower() in JSON_SUFFIXES else None
+    if suffix in JSON_SUFFIXES:
+        return "json"
+    if suffix in PARQUET_SUFFIXES:
+        return "parquet"
+    return "arrow" if suffix in ARROW_SUFFIXES else None
+
+
+def has_rows(path: Path) -> bool:
+    """Whether `path` is of a known kind, and not hidden."""
+    return kind_of(path) is not None and not path.name.startswith(".")
+
+
+BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError)
+NO_OBJECT = "no JSON object"
+"""The reason by which such rows are counted."""
+COUNTED_BYTES = 2**20
+
+
+def _open_zstd(path: Path) -> io.BufferedReader:
+    return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
+
+
+OPENERS: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zstd}
+
+
+def is_compressed(path: Path) -> bool:
+    return path.suffix.lower() in OPENERS
+
+
+def is_list(path: Path, config_key: str) -> bool:
+    """Whether the file is one JSON list, which only a name that ends in .json announces. As read_json."""
+    if _inner_suffix(path) != ".json":
+        return False
+    with _opened(path, config_key) as file:
+        return bool(file.peek(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["))
+
+
+def read_lines(path: Path, config_key: str, begin: int = 0, end: int | None = None) -> PlacedRows:
+    """Of the lines that begin at the bytes `begin` up to `end` (None: all), numbered from 1; blank ones are no rows.
+    Raises DataError for a file that cannot be read or unpacked."""
+    with _opened(path, config_key) as lines:
+        place = 0
+        if begin > 0:
+            lines.seek(begin - 1)
+            place = begin - 1 + len(lines.readline())
+        for number, line in enumerate(lines, start=1):
+            if end is not None and place >= end:
+                return
+            if line.strip():
+                yield number, place, parse_line(line)
+            place += len(line)
+
+
+def read_list(path: Path, config_key: str) -> PlacedRows:
+    """Raises DataError for a file that cannot be read or unpacked, or is no list."""
+    with _opened(path, config_key) as file:
+        try:
+            items = parse_json(file.read().decode("utf-8-sig"), parse_int=_whole_number)
+        except ValueError as error:
+            raise DataError(f"{config_key}: {str(path)!r} begins as a JSON list and is none: {error}") from error
+    for number, item in enumerate(items, start=1):
+        yield number, number - 1, _row_of(item)
+
+
+class _TooLong:
+    """Stands for a whole number that has too many digits, so that it spoils its own item alone."""
+
+
+def _whole_number(digits: str) -> int | _TooLong:
+    try:
+        return int(digits)
+    except ValueError:
+        return _TooLong()
+
+
+def _row_of(item: Any) -> Row | BadRow:
+    if not isinstance(item, dict):
+        return BadRow(f"is a JSON {type(item).__name__}; expected an object", NO_OBJECT)
+    return BadRow(f"cannot be read: {too_many_digits()}", NO_OBJECT) if _has_too_long(item) else item
+
+
+def _has_too_long(value: Any) -> bool:
+    if isinstance(value, dict | list):
+        return any(map(_has_too_long, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, _TooLong)
+
+
+def count_lines(path: Path, begin: int, end: int) -> int:
+    """Those that begin at the bytes `begin` up to `end`, at most its size, of a file that is not compressed."""
+    count, left = int(begin == 0 < end), end - max(begin, 1)
+    with path.open("rb", buffering=0) as file:
+        file.seek(max(begin - 1, 0))
+        while left > 0 and (block := file.read(min(left, COUNTED_BYTES))):
+            count += block.count(b"\n")
+            left -= len(block)
+    return count
+
+
+def parse_line(line: bytes) -> Row | BadRow:
+    """What a line says that is not blank."""
+    try:
+        row = parse_json(line.rstrip().removeprefix(codecs.BOM_UTF8).decode())
+    except UnicodeDecodeError as error:
+        return BadRow(f"is not UTF-8: {error}", NO_OBJECT)
+    except json.JSONDecodeError as error:
+        return BadRow(f"is not JSON: {error.msg} at column {error.colno}", NO_OBJECT)
+    except ValueError as error:
+        return BadRow(f"cannot be read: {error}", NO_OBJECT)
+    if isinstance(row, dict):
+        return row
+    return BadRow(f"is a JSON {type(row).__name__}; expected one JSON object per line", NO_OBJECT)
+
+
+def _inner_suffix(path: Path) -> str:
+    return Path(path.stem if is_compressed(path) else path.name).suffix.lower()
+
+
+@contextmanager
+def _opened(path: Path, config_key: str) -> Iterator[Any]:
+    opener = OPENERS.get(path.suffix.lower())
+    try:
+        with opener(path) if opener else path.open("rb") as file:
+            yield file
+    except BROKEN as error:
+        raise DataError(f"{config_key}: {str(path)!r} cannot be read: {error}") from error
+
+
+BATCH_ROWS = 4096
+EXACT = 2.0**53
+"""Python's floats have all whole numbers below it."""
+
+
+def read_table(path: Path, keys: Keys, config_key: str) -> PlacedRows:
+    """Of Parquet files only the columns of `keys` are read. Raises DataError for a file that cannot be read, or that
+    has none of them."""
+    number = 0
+    is_parquet = kind_of(path) == "parquet"
+    kind = "Parquet" if is_parquet else "Arrow"
+    try:
+        with _open_parquet(path) if is_parquet else _open_arrow(path) as (names, batches):
+            columns = _columns_among(names, keys, path, config_key)
+            for batch in batches(columns):
+                for row in rows_of_table(batch):
+                    number += 1
+                    yield number, number - 1, row
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{config_key}: {str(path)!r} is no readable {kind} file: {error}") from error
+
+
+def rows_of_table(table: Any) -> list[Row]:
+    """Returns the rows of a table or a batch, with values as JSON would have them.
+
+    A short float becomes the number of the fewest digits that it stands for: 1.1, not 1.100000023841858. A map with
+    texts as keys becomes an object. A struct becomes a Struct.
+    """
+    columns = []
+    for field, column in zip(table.schema, table.columns, strict=True):
+        reader, values = _reader_of(field.type), column.to_pylist()
+        columns.append(values if reader is None else [None if value is None else reader(value) for value in values])
+    each_row = zip(range(table.num_rows), *columns, strict=True)
+    return [dict(zip(table.schema.names, values, strict=True)) for _, *values in each_row]
+
+
+Reader = Callable[[Any], Any]
+
+
+def _reader_of(kind: Any) -> Reader | None:
+    """Returns what makes JSON's value of one of pyarrow's that is not null; None where both are the same."""
+    if types.is_float16(kind) or types.is_float32(kind):
+        short = np.float16 if types.is_float16(kind) else np.float32
+        return lambda value: _widened(float(value), short)
+    if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
+        return _reader_of(kind.value_type)
+    if types.is_struct(kind):
+        fields = {field.name: _or_null(_reader_of(field.type)) for field in kind}
+        return lambda value: Struct((name, fields[name](part)) for name, part in value.items())
+    if types.is_map(kind):
+        part_of = _or_null(_reader_of(kind.item_type))
+        if (
+            types.is_string(kind.key_type)
+            or types.is_large_string(kind.key_type)
+            or types.is_string_view(kind.key_type)
+        ):
+            return lambda value: {key: part_of(part) for key, part in value}
+        return lambda value: [(key, part_of(part)) for key, part in value]
+    if isinstance(kind, pyarrow.BaseExtensionType):
+        return _reader_of(kind.storage_type)
+    if hasattr(kind, "value_type") and (item := _reader_of(kind.value_type)):  # every kind of list
+        return lambda value: [None if part is None else item(part) for part in value]
+    return None
+
+
+def _widened(value: float, short: type[np.floating[Any]]) -> float:
+    """Returns the number of the fewest digits that a short float stands for; whole numbers are what they are."""
+    return value if value.is_integer() and abs(value) < EXACT else float(str(short(value)))
+
+
+def _or_null(reader: Reader | None) -> Reader:
+    return lambda value: value if value is None or reader is None else reader(value)
+
+
+def column_names(path: Path) -> list[str]:
+    """Of a file that can be read."""
+    with _open_parquet(path) if kind_of(path) == "parquet" else _open_arrow(path) as (names, _):
+        return list(names)
+
+
+def _columns_among(names: list[str], keys: Keys, path: Path, config_key: str) -> list[str]:
+    if keys is None:
+        return names
+    columns = [name for name in names if any(is_column_of(name, key) for key in keys)]
+    if not columns:
+        raise DataError(
+            f"{config_key}: {str(path)!r} has none of the columns {', '.join(sorted(keys))}; "
+            f"its columns are {', '.join(names)}"
+        )
+    return columns
+
+
+@contextmanager
+def _open_parquet(path: Path) -> Iterator[Any]:
+    with parquet.ParquetFile(path) as file:
+        yield file.schema_arrow.names, lambda columns: file.iter_batches(BATCH_ROWS, columns=columns)
+
+
+@contextmanager
+def _open_arrow(path: Path) -> Iterator[Any]:
+    """Either form of Arrow's files: with a list of its batches at the end, or as a stream, as `datasets` writes."""
+    with pyarrow.memory_map(str(path)) as memory:
+        try:
+            file = ipc.open_file(memory)
+            batches = (file.get_batch(number) for number in range(file.num_record_batches))
+        except pyarrow.ArrowInvalid:
+            memory.seek(0)
+            file = batches = ipc.open_stream(memory)
+        yield file.schema.names, lambda columns: _in_slices(batches, columns)
+
+
+def _in_slices(batches: Iterator[Any], columns: list[str]) -> Iterator[Any]:
+    for batch in batches:
+        chosen = batch.select(columns)
+        for first in range(0, batch.num_rows, BATCH_ROWS):
+            yield chosen.slice(first, BATCH_ROWS)
+
+
+NOT_ROWS = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
+SPLIT_WORDS = ("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation")
+
+
+def files_of_folder(folder: Path, config_key: str, subset: str | None, split: str | None) -> list[Path]:
+    """In their order. DataError where there are none, or where several splits or subsets are and none is named.
+
+    `config_key` ends in ".path"; `.split` and `.subset` stand beside it.
+    """
+    asked = _Asked(folder, config_key.removesuffix(".path"), subset, split)
+    if (folder / "dataset_dict.json").is_file():
+        splits = _read_json(folder / "dataset_dict.json", asked).get("splits", [])
+        return _saved_files(folder / asked.choose_split(splits), asked)
+    if (folder / "state.json").is_file():
+        return _saved_files(folder, asked)
+    files = _described_files(folder, asked)
+    if files is None:
+        files = _named_files(folder, asked)
+    if not files:
+        raise DataError(f"{config_key}: the folder {str(folder)!r} has no file of rows{asked}")
+    return files
+
+
+class _Asked:
+    """What is asked for of a folder, by which keys."""
+
+    def __init__(self, folder: Path, section: str, subset: str | None, split: str | None) -> None:
+        self.folder, self.section, self.subset, self.split = folder, section, subset, split
+
+    def __str__(self) -> str:
+        asked = (f"{kind} {name!r}" for kind, name in (("subset", self.subset), ("split", self.split)) if name)
+        return "".join(f" for the {text}" for text in asked)
+
+    def choose_split(self, splits: Sequence[str]) -> str:
+        return self._choose("split", self.split, splits)
+
+    def choose_subset(self, subsets: Sequence[str]) -> str:
+        return self._choose("subset", self.subset, subsets)
+
+    def _choose(self, kind: str, asked: str | None, present: Sequence[str]) -> str:
+        if asked is None and len(present) == 1:
+            return present[0]
+        if asked is None or asked not in present:
+            raise DataError(
+                f"{self.section}.{kind}: got {'nothing' if asked is None else repr(asked)}; expected one of those that "
+                f"{str(self.folder)!r} has: {one_of(asked, present).removeprefix('one of ') or 'none'}"
+            )
+        return asked
+
+
+def _read_json(path: Path, asked: _Asked) -> dict[str, Any]:
+    try:
+        value = read_json(path)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{asked.section}.path: cannot read {path}: {error}") from error
+    if not isinstance(value, dict):
+        raise DataError(f"{asked.section}.path: {path} has {value!r:.80}; expected a JSON object")
+    return value
+
+
+def _saved_files(folder: Path, asked: _Asked) -> list[Path]:
+    """Of `Dataset.save_to_disk`."""
+    state = _read_json(folder / "state.json", asked)
+    if state.get("_indices_data_files") or state.get("_indices_files"):
+        raise DataError(
+            f"{asked.section}.path: {str(folder)!r} chooses rows by an index beside its table, as old versions of "
+            "`datasets` saved them; save it anew (flatten_indices, then save_to_disk)"
+        )
+    try:
+        return [folder / entry["filename"] for entry in state["_data_files"]]
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{asked.section}.path: {folder / 'state.json'} names no data files") from error
+
+
+def _described_files(folder: Path, asked: _Asked) -> list[Path] | None:
+    """As the head of the folder's README.md says, as on the hub; None where it says nothing."""
+    subsets = _described_subsets(folder / "README.md")
+    if not subsets:
+        return None
+    chosen = subsets.get("default") if asked.subset is None else None
+    patterns = chosen or subsets[asked.choose_subset([*subsets])]
+    split = asked.choose_split([*patterns])
+    return _rows_among(path for pattern in patterns[split] for path in sorted(folder.glob(pattern)))
+
+
+def _described_subsets(readme: Path) -> dict[str, dict[str, list[str]]]:
+    """Subset -> split -> patterns of paths; empty where the file is none or its head is of another form."""
+    if not readme.is_file():
+        return {}
+    head = re.match(r"---\s*\n(.*?)\n---\s*\n", readme.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
+    try:
+        described = yaml.safe_load(head[1]) if head else None
+    except yaml.YAMLError:
+        return {}
+    configs = described.get("configs") if isinstance(described, dict) else None
+    found = {}
+    for config in configs if isinstance(configs, list) else []:
+        if isinstance(config, dict) and config.get("data_files"):
+            name = "default" if config.get("default") is True else str(config.get("config_name", "default"))
+            found[name] = _patterns_by_split(config["data_files"])
+    return found
+
+
+def _patterns_by_split(data_files: Any) -> dict[str, list[str]]:
+    if isinstance(data_files, str):
+        return {"train": [data_files]}
+    patterns: dict[str, list[str]] = {}
+    for entry in data_files:
+        split, paths = (entry.get("split", "train"), entry["path"]) if isinstance(entry, dict) else ("train", entry)
+        patterns.setdefault(str(split), []).extend([paths] if isinstance(paths, str) else paths)
+    return patterns
+
+
+def _named_files(folder: Path, asked: _Asked) -> list[Path]:
+    """Every file of rows whose path has the words of the split and the subset in it."""
+    files = _rows_among(sorted(folder.rglob("*")))
+    words = {path: _words(path.relative_to(folder)) for path in files}
+    if asked.subset is not None:
+        files = [path for path in files if asked.subset in path.relative_to(folder).parts[:-1]]
+    if asked.split is not None:
+        return [path for path in files if asked.split in words[path]]
+    splits = {word for path in files for word in words[path] if word in SPLIT_WORDS}
+    if len(splits) > 1:
+        asked.choose_split(sorted(splits))
+    return files
+
+
+def _words(path: Path) -> set[str]:
+    return {*re.split(r"[^A-Za-z0-9]+", path.as_posix()), *path.parts[:-1], path.name.split(".")[0]}
+
+
+def _rows_among(paths: Iterable[Path]) -> list[Path]:
+    return [path for path in paths if path.is_file() and path.name not in NOT_ROWS and has_rows(path)]
+
+
+ROWS = re.compile(r"(?P<path>.+)@\[(?P<first>\d*):(?P<end>\d*)\]")
+
+
+@dataclass(frozen=True)
+class Location:
+    """`path` with the rows `first` up to `end` of all its files together."""
+
+    path: str
+    first: int = 0
+    end: int | None = None
+
+    @classmethod
+    def of(cls, text: str, config_key: str) -> "Location":
+        """Of "path" or "path@[first:end]". DataError for other text in such brackets."""
+        found = ROWS.fullmatch(text)
+        if found is None:
+            if re.search(r"@\[[^]]*\]$", text):
+                raise DataError(
+                    f"{config_key}: got {text!r}; expected rows as @[first:end], such as file.jsonl@[0:1000], with "
+                    "whole numbers, either of which may be left out"
+                )
+            return cls(text)
+        first, end = found["first"], found["end"]
+        return cls(found["path"], int(first or 0), int(end) if end else None)
+
+    def files(self, config_key: str, subset: str | None, split: str | None) -> Iterator[Path]:
+        """A file itself, those of a folder, or those that a pattern fits, in the order of their names. DataError where
+        there is none."""
+        path = Path(self.path)
+        if path.is_dir():
+            yield from files_of_folder(path, config_key, subset, split)
+        elif path.is_file():
+            yield path
+        elif glob.has_magic(self.path):
+            found = sorted(Path(match) for match in glob.glob(self.path, recursive=True))
+            if not found:
+                raise DataError(f"{config_key}: no file fits {self.path!r} (relative paths start at {Path.cwd()})")
+            for match in found:
+                yield from files_of_folder(match, config_key, subset, split) if match.is_dir() else (match,)
+        else:
+            raise DataError(f"{config_key}: there is no file {self.path!r} (relative paths start at {Path.cwd()})")
+
+
+@dataclass(frozen=True)
+class RowFile:
+    path: Path
+    kind: Kind
+    is_list: bool
+    """One JSON list, where others have a line for each row."""
+    num_bytes: int
+    mtime_ns: int
+    """When it was written last. Both as it was found, before its rows were read."""
+
+    @classmethod
+    def of(cls, path: Path, config_key: str) -> "RowFile":
+        """Raises DataError for a file that is of an unknown kind or cannot be opened."""
+        kind = kind_of(path)
+        if kind is None:
+            raise DataError(f"{config_key}: {str(path)!r} is of an unknown kind; expected a file that ends in {KNOWN}")
+        try:
+            state = path.stat()
+        except OSError as error:
+            raise DataError(f"{config_key}: {str(path)!r} cannot be read: {error}") from error
+        return cls(path, kind, kind == "json" and is_list(path, config_key), state.st_size, state.st_mtime_ns)
+
+    @cached_property
+    def prefix(self) -> str:
+        """What a row's origin begins with; its number follows."""
+        if self.kind == "json":
+            return f"{self.path} item " if self.is_list else f"{self.path}:"
+        return f"{self.path} row "
+
+    @property
+    def has_plain_lines(self) -> bool:
+        """Whether the file can be read from the byte on at which a row begins."""
+        return self.kind == "json" and not self.is_list and not is_compressed(self.path)
+
+    def rows(self, keys: Keys, config_key: str) -> PlacedRows:
+        """All of them. Raises DataError for a file that cannot be read."""
+        if self.kind != "json":
+            return read_table(self.path, keys, config_key)
+        return read_list(self.path, config_key) if self.is_list else read_lines(self.path, config_key)
+
+
+@dataclass(frozen=True)
+class FileSlice:
+    """The rows `first` up to `end` of several files together."""
+
+    files: tuple[RowFile, ...]
+    first: int = 0
+    end: int | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        return self.first == 0 and self.end is None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of whole files."""
+        return sum(file.num_bytes for file in self.files)
+
+    def rows(self, keys: Keys, config_key: str) -> "Iterator[FileRow]":
+        """Raises DataError for a file that cannot be read."""
+        rows = ((file, *row) for file in self.files for row in file.rows(keys, config_key))
+        return islice(rows, self.first, self.end)
+
+
+FileRow = tuple[RowFile, int, int, Row | BadRow]
+"""(its file, and as PlacedRows)"""
+
+
+def slice_of(path: str, config_key: str, subset: str | None, split: str | None) -> FileSlice:
+    """What `path`, of the config, stands for. Raises DataError for what is not there."""
+    location = Location.of(path, config_key)
+    files = tuple(RowFile.of(file, config_key) for file in location.files(config_key, subset, split))
+    return FileSlice(files, location.first, location.end)
+
+
+def slices_of(source: schema.PromptSource, config_key: str) -> list[FileSlice]:
+    """Of `source`, one for each of its paths; `config_key` names the setting that they come from. As slice_of."""
+    paths = (source.path,) if isinstance(source.path, str) else source.path
+    return [slice_of(path, config_key, source.subset, source.split) for path in paths]
+
+
+def rows_of(slices: Sequence[FileSlice], keys: Keys, config_key: str) -> Iterator[FileRow]:
+    """One after the other. Raises DataError for a file that cannot be read."""
+    return chain.from_iterable(one.rows(keys, config_key) for one in slices)
+
+
+def read_source(source: schema.PromptSource, keys: Keys, config_key: str) -> Rows:
+    """Every row of the files that `source` names, one after the other; as `read_rows`."""
+    paths = (source.path,) if isinstance(source.path, str) else source.path
+    return read_rows(paths, keys, config_key, subset=source.subset, split=source.split)
+
+
+def read_rows(
+    paths: str | Path | Sequence[str | Path],
+    keys: Keys,
+    config_key: str,
+    *,
+    subset: str | None = None,
+    split: str | None = None,
+) -> Rows:
+    """Every row of files, folders and patterns, `path@[first:end]` of some of theirs; blank lines of JSONL are none.
+
+    `keys` are the ones the caller will look up, None for all: of Parquet, only their columns are read. `config_key`
+    names the setting the paths came from, `subset` and `split` say what is wanted of folders that have several. Raises
+    DataError for a file that is missing, of an unknown kind or unreadable.
+    """
+    for path in (paths,) if isinstance(paths, str | Path) else paths:
+        rows = slice_of(str(path), config_key, subset, split).rows(keys, config_key)
+        yield from ((f"{file.prefix}{number}", values) for file, number, _, values in rows)

@@ -8,6 +8,7 @@ from pathlib import Path
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
+from rltrain.data.hub import with_cached_copies
 from rltrain.data.tokenizer import UNKNOWN_MODEL, ModelLimits
 from rltrain.dry_run.evaluation import describe_evaluation, estimator_of_sets
 from rltrain.dry_run.fit import describe_fit, refuse_what_does_not_fit
@@ -32,7 +33,6 @@ from rltrain.estimate.planned import PlannedJob
 from rltrain.estimate.step_time import Calibration, Clock
 from rltrain.estimate.sync_time import PlannedSync
 from rltrain.estimate.workload import Workload
-from rltrain.hub import with_cached_copies
 from rltrain.legality.config import check_config
 from rltrain.legality.doubts import doubts, doubts_about_models, doubts_about_variables
 from rltrain.legality.placed import place_config

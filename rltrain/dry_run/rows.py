@@ -7,7 +7,6 @@ from textwrap import wrap
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.config.schema import Config, PromptFile, PromptSource
 from rltrain.data.columns import teachers_of_rows
-from rltrain.data.locations import Location
 from rltrain.data.prompt_rows import Needs, RowParser
 from rltrain.data.prompts import (
     PromptDataset,
@@ -20,6 +19,7 @@ from rltrain.data.prompts import (
     same_tokens,
     shown_prompt,
 )
+from rltrain.data.rows import Location
 from rltrain.data.tokenizer import UNKNOWN_MODEL, ModelLimits, PromptEncoder, load_encoder
 from rltrain.dry_run.sizes import WIDTH, size
 from rltrain.errors import CheckpointError, DataError

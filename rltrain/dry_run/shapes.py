@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from rltrain.config.schema import Config
-from rltrain.hub import checkpoint_paths, with_checkpoint_paths
+from rltrain.data.hub import checkpoint_paths, with_checkpoint_paths
 
 SHIPPED = Path(__file__).parent / "shipped_models"
 """Folders named after models, each with a config.json alone."""

@@ -9,8 +9,8 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from rltrain.chat.template import as_text
 from rltrain.config.section import TokenCount
+from rltrain.data.chat_template import as_text
 from rltrain.endpoint.answer import Answer, Choice
 from rltrain.endpoint.deltas import Deltas
 from rltrain.endpoint.event_stream import Event, event_stream

@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from rltrain.chat.template import text_of
+from rltrain.data.chat_template import text_of
 from rltrain.endpoint.refused import invalid
 from rltrain.environments.interface import Message
 from rltrain.errors import DataError

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rltrain.chat.template import arguments_of, text_of
+from rltrain.data.chat_template import arguments_of, text_of
 from rltrain.endpoint.trajectory import TurnEnd
 from rltrain.environments.interface import Message
 

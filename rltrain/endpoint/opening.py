@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
-from rltrain.chat.chat_format import ChatFormat
-from rltrain.chat.standing_text import before_marks
+from rltrain.data.assistant_turn import before_marks
+from rltrain.data.chat_format import ChatFormat
 from rltrain.endpoint.history import ChatKey, History, chat_keys, next_key
 from rltrain.endpoint.refused import invalid
 from rltrain.endpoint.token_text import TokenText

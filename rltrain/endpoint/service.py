@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rltrain.chat.chat_format import ChatFormat
+from rltrain.data.chat_format import ChatFormat
 from rltrain.endpoint.chat_messages import checked
 from rltrain.endpoint.limits import Limits
 from rltrain.endpoint.opening import ChatOpening, IdsOpening, TextOpening

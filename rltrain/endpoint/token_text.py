@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from rltrain.chat.standing_text import UNFINISHED_CHARACTER, settled, special_tokens
+from rltrain.data.assistant_turn import UNFINISHED_CHARACTER, settled, special_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

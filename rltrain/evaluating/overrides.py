@@ -8,7 +8,7 @@ from typing import Any
 from rltrain.config.explain import section_of
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
-from rltrain.hub import named_checkpoint
+from rltrain.data.hub import named_checkpoint
 from rltrain.observability.run_logs import EXPORTS
 from rltrain.tasks.roles import rewarding_roles
 

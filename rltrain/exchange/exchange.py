@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from rltrain.data.assignment import assign_groups
+from rltrain.data.experience import assign_groups
 from rltrain.errors import ExchangeError
 from rltrain.exchange.fan_out import Intake, intake, receivers
 from rltrain.exchange.shipment import Message, Shipment, decode, encode, joined, opened, together

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rltrain.data.files import read_rows
+from rltrain.data.rows import read_rows
 from rltrain.errors import ConfigError, UserError
 from rltrain.importing.conversions import NOTHING, count
 from rltrain.importing.translation import Translation

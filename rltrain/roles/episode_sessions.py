@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rltrain.chat.chat_format import ChatFormat
 from rltrain.config.evaluation import EvaluationPlan
+from rltrain.data.chat_format import ChatFormat
 from rltrain.data.columns import RowColumns, read_columns
 from rltrain.data.prompts import PromptDataset
 from rltrain.environments.remote import RemoteEnvironments

@@ -11,11 +11,10 @@ from typing import Any
 
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.config.schema import Config
-from rltrain.data.demonstrations import Demonstrations
-from rltrain.data.index_making import IndexFolder
-from rltrain.data.preferences import Preferences
 from rltrain.data.prompt_rows import PromptRow
 from rltrain.data.prompts import PromptDataset, SourceRows
+from rltrain.data.row_index import IndexFolder
+from rltrain.data.supervised import Demonstrations, Preferences
 from rltrain.data.tokenizer import ModelLimits
 from rltrain.models import Architecture
 from rltrain.rewards.locating import source_file

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from rltrain.algorithms.losses import response_lengths
 from rltrain.checkpoint.run_files import Contents, read_contents, read_texts
 from rltrain.data.experience import SIBLINGS_APART, Experience
-from rltrain.data.solved_rate_order import SolvedRateOrder
-from rltrain.data.solved_rates import SolvedRates
+from rltrain.data.order import SolvedRateOrder, SolvedRates
 from rltrain.errors import CheckpointError
 from rltrain.roles.role import Job
 from rltrain.rollout.stream.outcome_log import OutcomeLog

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.config.schema import Config
-from rltrain.data.index_making import IndexFolder
-from rltrain.data.order import Order
-from rltrain.data.prompt_stream import prompt_order
+from rltrain.data.order import Order, prompt_order
 from rltrain.data.prompts import PromptDataset, load_prompts, repeated_within_a_step, report_dropped
+from rltrain.data.row_index import IndexFolder
 from rltrain.data.tokenizer import UNKNOWN_MODEL, ModelLimits, PromptEncoder, TextDecoder, load_encoder
 from rltrain.rewards.registry import labels_of
 

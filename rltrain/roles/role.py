@@ -9,8 +9,7 @@ from rltrain.checkpoint.node_memory import NodeMemory
 from rltrain.checkpoint.run_files import Contents
 from rltrain.checkpoint.run_folder import Resumed
 from rltrain.config.schema import Config, Offload
-from rltrain.data.demonstrations import Demonstrations
-from rltrain.data.preferences import Preferences
+from rltrain.data.supervised import Demonstrations, Preferences
 from rltrain.exchange.shipment import Shipment
 from rltrain.models import Architecture
 from rltrain.reshard.layout import Layout

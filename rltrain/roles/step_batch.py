@@ -3,8 +3,7 @@
 import torch
 
 from rltrain.config.schema import Config
-from rltrain.data.assignment import mini_batch_of
-from rltrain.data.experience import Experience, join
+from rltrain.data.experience import Experience, join, mini_batch_of
 from rltrain.schedule.shape import RunShape
 from rltrain.training.backend import OVERFLOWED, SKIPPED
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from rltrain.chat.template import ChatTemplate
-from rltrain.chat.turn_end import ends_of_turns
 from rltrain.config.explain import expectation
 from rltrain.config.rollout import Sampling
+from rltrain.data.chat_template import ChatTemplate, ends_of_turns
+from rltrain.data.hub import named_checkpoint
 from rltrain.data.tokenizer import TextDecoder, end_token_ids, load_tokenizer
 from rltrain.endpoint.engine_feed import EngineFeed
 from rltrain.endpoint.limits import Limits
@@ -25,7 +25,6 @@ from rltrain.endpoint.mailbox import EngineMailbox
 from rltrain.endpoint.sampling_rules import SamplingRules
 from rltrain.endpoint.server import EndpointServer, EndpointSettings
 from rltrain.errors import ConfigError, DivergenceError, UserError, command_name
-from rltrain.hub import named_checkpoint
 from rltrain.models import read_architecture
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.stream.guests import Mail

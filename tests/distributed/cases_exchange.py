@@ -6,7 +6,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from rltrain.data.assignment import assign_groups
+from rltrain.data.experience import assign_groups
 from rltrain.errors import StallError
 from rltrain.exchange.exchange import Exchange, Route
 from rltrain.exchange.shipment import Shipment

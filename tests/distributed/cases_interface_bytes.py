@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rltrain.data.assignment import assign_groups
-from rltrain.data.experience import Experience
+from rltrain.data.experience import Experience, assign_groups
 from rltrain.exchange.exchange import Exchange, Route
 from rltrain.exchange.shipment import Shipment
 from rltrain.exchange.transport import Transport

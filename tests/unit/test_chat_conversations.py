@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from rltrain.chat.chat_format import ChatFormat
-from rltrain.chat.conversation import Conversation
+from rltrain.data.chat_format import ChatFormat, Conversation
 from tests.chat_families import FAMILIES, TOOLS, format_of
 
 IN_EACH_RUN = 20

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from rltrain.chat.chat_format import ChatFormat
-from rltrain.chat.conversation import Conversation
-from rltrain.chat.demonstration import demonstrate
+from rltrain.data.chat_format import ChatFormat, Conversation
+from rltrain.data.prompt_rows import demonstrate
 from rltrain.errors import DataError
 from tests.chat_families import ADD, FAMILIES, format_of, tokenizer_of
 

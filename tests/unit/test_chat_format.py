@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from rltrain.chat.chat_format import ChatFormat
+from rltrain.data.chat_format import ChatFormat
 from rltrain.errors import ConfigError, DataError
 from tests.chat_families import ADD, FAMILIES, TOOLS, format_of, tokenizer_of
 

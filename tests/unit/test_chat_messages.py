@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.chat.chat_format import ChatFormat
-from rltrain.chat.conversation import Conversation
+from rltrain.data.chat_format import ChatFormat, Conversation
 from rltrain.data.tokenizer import TextDecoder
 from rltrain.environments.interface import ToolCall
 from tests.chat_families import FAMILIES, TOOLS, format_of, tokenizer_of

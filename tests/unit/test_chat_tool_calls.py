@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rltrain.chat.tool_calls import PARSERS, ParsedCalls, parser_by_name, parser_of
+from rltrain.data.assistant_turn import PARSERS, ParsedCalls, parser_by_name, parser_of
 from rltrain.environments.interface import ToolCall
 from rltrain.errors import ConfigError
 from tests.chat_families import ADD, FAMILIES, SEARCH, TOOLS, format_of, tokenizer_of

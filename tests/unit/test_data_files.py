@@ -15,9 +15,8 @@ import pytest
 from pyarrow import feather, ipc, parquet
 
 from rltrain.config import schema
-from rltrain.data.files import BadRow, read_rows, read_source
-from rltrain.data.row_access import TableAccess
-from rltrain.data.row_index import IndexedFile
+from rltrain.data.row_index import IndexedFile, TableAccess
+from rltrain.data.rows import BadRow, read_rows, read_source
 from rltrain.errors import DataError
 
 ROWS = [{"prompt": f"{number}+1=", "meta": {"level": number}} for number in range(5)]

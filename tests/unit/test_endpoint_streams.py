@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from rltrain.chat.chat_format import ChatFormat
+from rltrain.data.chat_format import ChatFormat
 from rltrain.endpoint import anthropic_messages, openai_chat, openai_completions, openai_responses
 from rltrain.endpoint.answer import Choice
 from rltrain.endpoint.opening import ChatOpening, Opening, TextOpening

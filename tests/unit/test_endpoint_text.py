@@ -3,7 +3,7 @@
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from rltrain.chat.standing_text import before_marks
+from rltrain.data.assistant_turn import before_marks
 from rltrain.endpoint.history import chat_keys
 from rltrain.endpoint.opening import cut_at
 from rltrain.endpoint.trajectory import Trajectory, TurnEnd

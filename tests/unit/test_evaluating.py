@@ -10,10 +10,10 @@ from rich.console import Console
 
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
+from rltrain.data.hub import repositories_of
 from rltrain.errors import CheckpointError
 from rltrain.evaluating.command import main
 from rltrain.evaluating.overrides import evaluation_overrides
-from rltrain.hub import repositories_of
 from rltrain.legality.config import check_config
 from rltrain.observability.evaluation_table import EvaluationTable
 from tests.unit.schedule_configs import make_config

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rltrain.data.assignment import assign_groups, mini_batch_of
-from rltrain.data.experience import Experience, join
+from rltrain.data.experience import Experience, assign_groups, join, mini_batch_of
 from rltrain.exchange.shipment import Shipment, body_bytes, decode, encode
 
 

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from rltrain.config import schema
-from rltrain.data.files import read_source
+from rltrain.data.hub import HubRepository, named_checkpoint, repositories_of, with_cached_copies, with_local_copies
+from rltrain.data.rows import read_source
 from rltrain.errors import CheckpointError, DataError, StallError
-from rltrain.hub import HubRepository, named_checkpoint, repositories_of, with_cached_copies, with_local_copies
 from rltrain.runtime.world import World
 from tests.unit.hub_stand_in import StandIn, commit_of, hub_stand_in
 

@@ -5,8 +5,7 @@ import json
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rltrain.data.json_lines import parse_line
-from rltrain.data.rows import BadRow
+from rltrain.data.rows import BadRow, parse_line
 
 OBJECTS = st.dictionaries(st.text(max_size=3), st.integers() | st.text(max_size=5) | st.none(), max_size=3)
 AROUND = st.sampled_from([b"", b" ", b"\t", b"\r\n", b"\xef\xbb\xbf", b"{}", b"x", b"\x00", b"\xe9"])

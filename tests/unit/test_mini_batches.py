@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rltrain.config.schema import Batch
-from rltrain.data.assignment import assign_groups, mini_batch_of
+from rltrain.data.experience import assign_groups, mini_batch_of
 from rltrain.roles.step_batch import StepBatch
 from rltrain.schedule.shape import prompt_blocks_of
 from tests.unit.packed_experience import packed_experience

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rltrain.data import order
-from rltrain.data.order import PromptOrder
-from rltrain.data.permutation import FeistelPermutation
+from rltrain.data.order import FeistelPermutation, PromptOrder
 
 KEYS = st.lists(st.integers(0, 2**63), max_size=3).map(tuple)
 

@@ -18,14 +18,12 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from rltrain.config import schema
-from rltrain.data import index_making, index_parts, prompts
+from rltrain.data import prompts, row_index
 from rltrain.data.columns import read_columns
-from rltrain.data.index_making import IndexFolder
-from rltrain.data.indexed_rows import IndexedRows
-from rltrain.data.json_lines import count_lines
-from rltrain.data.prompt_stream import prompt_order
+from rltrain.data.order import prompt_order
 from rltrain.data.prompts import Needs, PromptDataset, load_prompts
-from rltrain.data.shared_work import SharedWork, WorkAlone
+from rltrain.data.row_index import IndexedRows, IndexFolder, SharedWork, WorkAlone
+from rltrain.data.rows import count_lines
 from rltrain.data.tokenizer import PromptEncoder
 from rltrain.errors import DataError
 from rltrain.roles.job_work import JobWork
@@ -41,7 +39,7 @@ PART_BYTES = 50
 @pytest.fixture(autouse=True)
 def small_parts() -> Any:
     """What is large: every file."""
-    with mock.patch.object(prompts, "INDEXED_BYTES", 1), mock.patch.object(index_parts, "PART_BYTES", PART_BYTES):
+    with mock.patch.object(prompts, "INDEXED_BYTES", 1), mock.patch.object(row_index, "PART_BYTES", PART_BYTES):
         yield
 
 
@@ -190,7 +188,7 @@ def test_what_decides_which_rows_are_usable_decides_which_index_is_found(tmp_pat
     path = Path(str(file.path))
 
     def is_made(file: schema.PromptFile = file, **asked: Any) -> bool:
-        with mock.patch.object(index_making, "index_part", wraps=index_parts.index_part) as made:
+        with mock.patch.object(row_index, "index_part", wraps=row_index.index_part) as made:
             load(file, folder, **asked)
         return made.called
 
@@ -237,10 +235,10 @@ def test_a_file_that_changes_while_its_rows_are_checked_is_refused(tmp_path: Pat
     file = large_file(tmp_path)
 
     def meanwhile(*arguments: Any) -> None:
-        index_parts.index_part(*arguments)
+        row_index.index_part(*arguments)
         os.utime(str(file.path), ns=(0, 1))
 
-    with mock.patch.object(index_making, "index_part", meanwhile):
+    with mock.patch.object(row_index, "index_part", meanwhile):
         dataset = load(file, tmp_path / "indexes")
     with pytest.raises(DataError, match="has changed since its rows were checked"):
         dataset[0]

@@ -16,10 +16,7 @@ from hypothesis import strategies as st
 from rltrain.checkpoint.run_folder import Resumed
 from rltrain.config.data import SolvedRate
 from rltrain.data.experience import SIBLINGS_APART
-from rltrain.data.mixing import Mix
-from rltrain.data.order import Order, PromptOrder
-from rltrain.data.solved_rate_order import SolvedRateOrder
-from rltrain.data.solved_rates import Outcomes, SolvedRates
+from rltrain.data.order import Mix, Order, Outcomes, PromptOrder, SolvedRateOrder, SolvedRates
 from rltrain.errors import CheckpointError
 from rltrain.roles.outcomes import OutcomeTeller, training_rows
 from rltrain.rollout.stream.outcome_log import OutcomeLog

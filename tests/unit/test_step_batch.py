@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from rltrain.data.assignment import mini_batch_of
-from rltrain.data.experience import Experience
+from rltrain.data.experience import Experience, mini_batch_of
 from rltrain.roles.step_batch import StepBatch, summarize
 from rltrain.training.backend import SKIPPED
 from tests.unit.packed_experience import packed_experience

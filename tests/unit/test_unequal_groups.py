@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rltrain.algorithms.gae import with_gae
-from rltrain.data.assignment import mini_batch_of
-from rltrain.data.experience import SIBLINGS_APART
+from rltrain.data.experience import SIBLINGS_APART, mini_batch_of
 from rltrain.environments.interface import Trajectory
 from rltrain.rollout.sample import Sample, Status
 from rltrain.rollout.stream.episodes import CURRENT_VERSION, Answer, Unusable, with_shared_reward

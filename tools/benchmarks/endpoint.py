@@ -23,7 +23,7 @@ from typing import Any
 import httpx
 import torch
 
-from rltrain.chat.chat_format import ChatFormat
+from rltrain.data.chat_format import ChatFormat
 from rltrain.data.tokenizer import TextDecoder, load_tokenizer
 from rltrain.endpoint.engine_feed import EngineFeed
 from rltrain.endpoint.limits import Limits

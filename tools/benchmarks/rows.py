@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from rltrain.config import schema
-from rltrain.data.index_making import IndexFolder
 from rltrain.data.order import PromptOrder
 from rltrain.data.prompts import load_prompts
+from rltrain.data.row_index import IndexFolder
 from rltrain.data.tokenizer import PromptEncoder, load_tokenizer
 from rltrain.roles.job_work import JobWork
 from rltrain.runtime.job_store import JobStore

@@ -4,7 +4,7 @@ import json
 
 import torch.distributed as dist
 
-from rltrain.data.solved_rates import Outcomes
+from rltrain.data.order import Outcomes
 
 
 class OutcomeLog:

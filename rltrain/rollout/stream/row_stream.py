@@ -8,9 +8,7 @@ import numpy as np
 import torch
 
 from rltrain.checkpoint.run_files import Contents
-from rltrain.data.order import Order
-from rltrain.data.solved_rate_order import SolvedRateOrder
-from rltrain.data.solved_rates import Outcomes
+from rltrain.data.order import Order, Outcomes, SolvedRateOrder
 from rltrain.errors import CheckpointError
 from rltrain.rollout.stream.outcome_log import OutcomeLog
 from rltrain.rollout.stream.rollout_state import Consumed

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from rltrain.chat.chat_format import ChatFormat
+from rltrain.data.chat_format import ChatFormat
 from rltrain.data.tokenizer import PromptEncoder
 from rltrain.environments.interface import Action, Message
 from rltrain.errors import EpisodeError

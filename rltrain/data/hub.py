@@ -13,11 +13,12 @@ from pydantic import BaseModel
 
 from rltrain.config.schema import Config, PromptSource
 from rltrain.config.section import HubName
-from rltrain.data.file_kinds import kind_of
+from rltrain.data.rows import kind_of
 from rltrain.errors import CheckpointError, DataError, StallError, UserError
 
 if TYPE_CHECKING:
     from rltrain.runtime.world import World
+
 
 logger = logging.getLogger(__name__)
 

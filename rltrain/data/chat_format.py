@@ -1,0 +1,568 @@
+"""Messages as ids of a checkpoint's chat template, turn by turn: ids are only ever appended."""
+
+import json
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
+
+from rltrain.data.assistant_turn import (
+    OPENINGS,
+    REASONING_MARKS,
+    UNFINISHED_CHARACTER,
+    AssistantTurn,
+    DrawnText,
+    ParsedCalls,
+    Reasoning,
+    before_marks,
+    parser_by_name,
+    parser_of,
+    settled,
+    special_tokens,
+    with_ids,
+)
+from rltrain.data.chat_template import (
+    PLACEHOLDER,
+    TOOL_ROLES,
+    ChatTemplate,
+    RenderError,
+    TurnEnd,
+    arguments_of,
+    text_of,
+)
+from rltrain.environments.interface import Message
+from rltrain.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+OPENING: Message = {"role": "user", "content": "."}
+CALL_ID = "call00000"
+"""Nine letters and digits, as Mistral's templates demand."""
+
+
+class Increments:
+    """Texts that follow a turn of the model: what closes it, new messages, and what begins the next turn.
+
+    The placeholder stands for the turn, so no text of the model's is rendered: what follows it is encoded alone, and no
+    token can reach over the seam.
+    """
+
+    def __init__(self, template: ChatTemplate, end: TurnEnd) -> None:
+        self._template = template
+        self._end_texts = [
+            str(template.tokenizer.convert_ids_to_tokens(token)) for token in sorted(end.tokens & end.added)
+        ]
+        self._shown_roles: dict[str, bool] = {}
+
+    def following(self, messages: Sequence[Message]) -> str:
+        """The text after a turn that `messages` answer. Raises DataError where the template has no place for them."""
+        if not messages:
+            raise DataError("no message follows the model's turn; expected at least one, of a user or a tool")
+        hidden = sorted({str(message["role"]) for message in messages if not self._shows(str(message["role"]))})
+        if hidden:
+            raise DataError(
+                f"the chat template does not write messages of role {', '.join(hidden)} after the model's turn: it "
+                "moves them before earlier turns or leaves them out; expected messages of the user or of tools"
+            )
+        try:
+            return self._render(messages)
+        except RenderError as error:
+            roles = ", ".join(str(message["role"]) for message in messages)
+            raise DataError(
+                f"the chat template refuses messages of roles {roles} after the model's turn: {error}"
+            ) from error
+
+    def _shows(self, role: str) -> bool:
+        if role not in self._shown_roles:
+            message = {"role": role, "content": "rltrainsmessage"}
+            try:
+                self._shown_roles[role] = message["content"] in self._render([message])
+            except RenderError:
+                return True  # of a message of this role alone; with others beside it the template may take it
+        return self._shown_roles[role]
+
+    def _render(self, messages: Sequence[Message]) -> str:
+        answered = [_with_call_id(message) for message in messages]
+        mark = _unused_mark(answered, self._template.tools)
+        refusal = RenderError("it does not write what the model said")
+        for placeholder in self._placeholders(mark, answered):
+            try:
+                text = self._template.render([OPENING, placeholder, *answered])
+            except RenderError as error:
+                refusal = error
+                continue
+            if text.count(mark) != 1:
+                continue
+            following = text.partition(mark)[2]
+            if not placeholder.get("tool_calls"):
+                return following
+            ends = [place for end in self._end_texts if (place := following.find(end)) >= 0]
+            if ends:
+                return following[min(ends) :]
+        raise refusal
+
+    def _placeholders(self, mark: str, messages: Sequence[Message]) -> Iterator[Message]:
+        """Turns that `messages` may answer: results of tools follow calls, where the template writes these."""
+        results = []
+        for message in messages:
+            if message["role"] not in TOOL_ROLES:
+                break
+            results.append(message)
+        for answered in (results, results[-1:]) if len(results) > 1 else (results,):
+            if answered:
+                calls = [self._call(result, mark if result is answered[-1] else ".") for result in answered]
+                yield {"role": "assistant", "content": None, "tool_calls": calls}
+                yield {"role": "assistant", "content": "", "tool_calls": calls}
+        yield {"role": "assistant", "content": mark}
+
+    def _call(self, result: Message, argument: str) -> dict[str, Any]:
+        name = result.get("name") or next(iter(tool_names(self._template.tools)), "tool")
+        function = {"name": name, "arguments": {"argument": argument}}
+        return {"id": result["tool_call_id"], "type": "function", "function": function}
+
+
+def tool_names(tools: Sequence[Any]) -> list[str]:
+    return [str(tool.get("function", tool).get("name", "")) for tool in tools]
+
+
+def _with_call_id(message: Message) -> Message:
+    """Results of tools name their call: templates ask for it, environments with one tool at a time often do not say."""
+    return {"tool_call_id": CALL_ID, **message} if message["role"] in TOOL_ROLES else message
+
+
+def _unused_mark(messages: Sequence[Message], tools: Sequence[Any]) -> str:
+    present = json.dumps([messages, tools], ensure_ascii=False, default=str)
+    mark = PLACEHOLDER
+    while mark in present:
+        mark += "x"
+    return mark
+
+
+Verdict = Literal["exact", "appended", "refused"]
+"""exact: what is appended is what the template would make of the whole conversation. appended: it is what was drawn
+and given, but the template would render earlier turns otherwise. refused: the template has no place for the message."""
+
+EXCERPT_CHARS = 40
+
+
+@dataclass(frozen=True)
+class Continuability:
+    """What follows a turn of the model: messages of the user, results of tools."""
+
+    user: Verdict
+    tool: Verdict
+    differences: tuple[str, ...]
+    """What the template would render otherwise in the whole conversation, in words."""
+    refusals: tuple[str, ...]
+
+    def require(self, *roles: Literal["user", "tool"]) -> None:
+        """Raises ConfigError where messages of `roles` cannot follow a turn of the model."""
+        verdicts = {"user": self.user, "tool": self.tool}
+        if refused := [role for role in roles if verdicts[role] == "refused"]:
+            raise ConfigError(
+                f"a conversation cannot go on by messages of role {', '.join(refused)}: {'; '.join(self.refusals)}. "
+                "Expected a chat template that takes them after the model's turn: have the environment answer by "
+                "messages of another role (a text is one of the user), or give the checkpoint's tokenizer another "
+                "chat_template"
+            )
+
+    @property
+    def notice(self) -> str | None:
+        """One message for whoever starts the job; None: there is nothing to tell."""
+        if not self.differences:
+            return None
+        return (
+            "conversations go on from what was drawn and given; the chat template, rendered anew, would change "
+            "what stands before: " + "; ".join(self.differences)
+        )
+
+
+def find_out(template: ChatTemplate, increments: Increments) -> Continuability:
+    """Continues small conversations and compares them with what the template makes of the whole."""
+    probe = _Probe(template, increments)
+    user = [*probe.compare(_user_conversations(template, probe.opening))]
+    tool = [*probe.compare(_tool_conversations(template, probe.opening))]
+    refusals = tuple(result.words for result in (*user, *tool) if result.verdict == "refused")
+    differences = {result.words: result.about for result in (*tool, *user) if result.verdict == "appended"}
+    words = tuple(f"{about} ({words})" for words, about in differences.items())
+    return Continuability(_worst(user), _worst(tool), words, refusals)
+
+
+def require_tools(template: ChatTemplate) -> None:
+    """Raises ConfigError where the template does not write the tools that it was given."""
+    names = Counter(tool_names(template.tools))
+    bare = _opening(ChatTemplate(template.tokenizer, (), template.options)) if names else ""
+    shown = _opening(template) if names else ""
+    if any(shown.count(name) < bare.count(name) + number for name, number in names.items()):
+        raise ConfigError(
+            "the checkpoint's chat template does not write the tools that it is given, so the model would not know "
+            "of them; expected a template with tools. Give none and describe them in the prompt, or use a "
+            "checkpoint whose template has them"
+        )
+
+
+def _opening(template: ChatTemplate) -> str:
+    """A short prompt; empty where the template refuses it."""
+    try:
+        return template.render([OPENING])
+    except RenderError:
+        return ""
+
+
+@dataclass(frozen=True)
+class _Result:
+    verdict: Verdict
+    about: str = ""
+    words: str = ""
+
+
+def _worst(results: Sequence[_Result]) -> Verdict:
+    verdicts = {result.verdict for result in results}
+    return "refused" if "refused" in verdicts else "appended" if "appended" in verdicts else "exact"
+
+
+@dataclass(frozen=True)
+class _Dialogue:
+    """A prompt, and turns of the model each with what answers it."""
+
+    about: str
+    prompt: tuple[Message, ...]
+    steps: tuple[tuple[Message, tuple[Message, ...]], ...]
+
+
+def _reasoning_marks(template: ChatTemplate, prompt: str) -> Iterator[str]:
+    """What may stand before answers of a model that goes on from `prompt`: nothing, or the marks of its reasoning."""
+    marks = next(((opening, closing) for opening, closing in REASONING_MARKS if closing in template.source), None)
+    if marks is None or not prompt.rstrip().endswith(marks[0]):
+        yield ""
+    if marks is not None and not prompt.rstrip().endswith(marks[1]):
+        yield f"{marks[0]}\nthought\n{marks[1]}\n\n"
+
+
+def _user_conversations(template: ChatTemplate, prompt: str) -> Iterator[_Dialogue]:
+    for reasoning in _reasoning_marks(template, prompt):
+        steps = tuple(
+            (
+                {"role": "assistant", "content": f"{reasoning}answer{number}"},
+                ({"role": "user", "content": f"asks{number}"},),
+            )
+            for number in range(2)
+        )
+        system = {"role": "system", "content": "rules"}
+        yield _Dialogue("the system prompt or earlier turns", (system, OPENING), steps)
+        yield _Dialogue("reasoning of earlier turns" if reasoning else "earlier turns", (OPENING,), steps)
+
+
+def _tool_conversations(template: ChatTemplate, prompt: str) -> Iterator[_Dialogue]:
+    name = next(iter(tool_names(template.tools)), "tool")
+    call = {"id": CALL_ID, "type": "function", "function": {"name": name, "arguments": {"argument": "x"}}}
+    result = {"role": "tool", "tool_call_id": CALL_ID, "name": name, "content": "result"}
+    for reasoning in _reasoning_marks(template, prompt):
+        calling = {"role": "assistant", "content": reasoning, "tool_calls": [call]}
+        about = "reasoning of turns with tool calls" if reasoning else "turns with tool calls"
+        yield _Dialogue(about, (OPENING,), ((calling, (result,)), (calling, (result,))))
+
+
+class _Probe:
+    def __init__(self, template: ChatTemplate, increments: Increments) -> None:
+        self._template = template
+        self._increments = increments
+        self.opening = _opening(template)
+
+    def compare(self, dialogues: Iterator[_Dialogue]) -> Iterator[_Result]:
+        for dialogue in dialogues:
+            try:
+                prompt = self._template.render(dialogue.prompt)
+            except RenderError:
+                continue  # no such prompt in this template, with a system prompt for instance
+            try:
+                yield self._verdict(dialogue, prompt)
+            except DataError as error:
+                yield _Result("refused", dialogue.about, str(error))
+                return
+
+    def _verdict(self, dialogue: _Dialogue, appended: str) -> _Result:
+        after_turns = [self._increments.following(answer) for _, answer in dialogue.steps]
+        messages = list(dialogue.prompt)
+        for (turn, answer), following in zip(dialogue.steps, after_turns, strict=True):
+            messages += [turn, *answer]
+            try:
+                whole = self._template.render(messages)
+            except RenderError as error:
+                return _Result("appended", dialogue.about, f"refused as a whole: {error}")
+            if not whole.startswith(appended):
+                return _Result("appended", dialogue.about, _first_difference(whole, appended))
+            drawn = whole[len(appended) : len(whole) - len(following)]
+            if not whole.endswith(following) or not _says(drawn, turn, appended):
+                written = _excerpt(whole[len(appended) :])
+                return _Result("appended", dialogue.about, f"a turn {_excerpt(str(turn['content']))} becomes {written}")
+            appended = whole
+        return _Result("exact")
+
+
+def _says(drawn: str, turn: Message, prompt: str) -> bool:
+    """Whether `drawn` is `turn` as a model writes it that goes on from `prompt`, which may have begun its reasoning."""
+    content, prompt = str(turn["content"]).strip(), prompt.rstrip()
+    begun = next((size for size in range(len(content), 0, -1) if prompt.endswith(content[:size])), 0)
+    said = content[begun:].strip()
+    return said in drawn if turn.get("tool_calls") else said == drawn.strip()
+
+
+def _first_difference(whole: str, appended: str) -> str:
+    place = next((i for i, (a, b) in enumerate(zip(whole, appended, strict=False)) if a != b), len(whole))
+    begin = max(0, place - EXCERPT_CHARS // 3)
+    return f"{_excerpt(appended[begin:])} becomes {_excerpt(whole[begin:])}"
+
+
+def _excerpt(text: str) -> str:
+    return repr(text[:EXCERPT_CHARS] + ("..." if len(text) > EXCERPT_CHARS else ""))
+
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A record that only grows: what was drawn and what was observed are appended, and no id of it ever changes.
+
+    Every step gives a new record and leaves the old one as it is, so that a conversation can branch at any of them.
+    """
+
+    format: "ChatFormat" = field(repr=False, compare=False)
+    ids: tuple[int, ...]
+    """Everything that the engine was given or drew."""
+    turns: tuple[tuple[int, int], ...]
+    """Where in `ids` each turn of the model begins and ends, its end token included."""
+    messages: tuple[Message, ...]
+    """The same as messages; those of the model as `ChatFormat.message_of` understood them."""
+
+    @classmethod
+    def begin(cls, format: "ChatFormat", messages: Sequence[Message]) -> "Conversation":
+        """Up to where the model's first turn begins. Raises DataError where the template refuses `messages`."""
+        return cls(format, format.prompt(messages), (), tuple(messages))
+
+    @property
+    def awaits_model(self) -> bool:
+        """Whether the next turn is the model's; otherwise it has spoken last."""
+        return not self.turns or self.turns[-1][1] < len(self.ids)
+
+    @cached_property
+    def drawn_mask(self) -> tuple[bool, ...]:
+        """Of each id, whether the model drew it."""
+        mask = [False] * len(self.ids)
+        for begin, end in self.turns:
+            mask[begin:end] = [True] * (end - begin)
+        return tuple(mask)
+
+    @property
+    def last_turn(self) -> tuple[int, ...]:
+        """The ids that the model drew last."""
+        begin, end = self.turns[-1]
+        return self.ids[begin:end]
+
+    def drawn(self, tokens: Sequence[int]) -> "Conversation":
+        """With a whole turn of the model; raises ValueError where it is not the model's turn, or `tokens` are none."""
+        if not self.awaits_model or not tokens:
+            raise ValueError("a turn needs tokens, and messages between it and the turn before")
+        said = self.format.message_of(tokens, mark=len(self.turns)).message()
+        turn = (len(self.ids), len(self.ids) + len(tokens))
+        return Conversation(self.format, (*self.ids, *tokens), (*self.turns, turn), (*self.messages, said))
+
+    def observed(self, messages: Sequence[Message]) -> "Conversation":
+        """With what answers the last turn, up to where the next one begins.
+
+        Raises ValueError where the model has not spoken, DataError where the template has no place for `messages`.
+        """
+        if self.awaits_model:
+            raise ValueError("the model speaks first: nothing was drawn since the last messages")
+        following = self.format.continuation(self.last_turn, messages)
+        return Conversation(self.format, (*self.ids, *following), self.turns, (*self.messages, *messages))
+
+    def said(self, turn: int) -> AssistantTurn:
+        """What the model said in its `turn`-th turn."""
+        begin, end = self.turns[turn]
+        return self.format.message_of(self.ids[begin:end], mark=turn % len(self.turns))
+
+
+REASONING_KEYS = ("reasoning_content", "reasoning")
+
+
+def new_messages(seen: Conversation, messages: Sequence[Message]) -> tuple[Message, ...] | None:
+    """Those of `messages` that answer the last turn of `seen`; None where they do not go on from it.
+
+    Clients send a conversation whole with every request. They drop what they do not understand (reasoning, ids of
+    calls), write no content in several ways, strip it, and send it as parts; so much is taken as equal. Anything else
+    that differs is another conversation.
+    """
+    recorded = seen.messages
+    if seen.awaits_model or len(messages) <= len(recorded):
+        return None
+    try:
+        goes_on = all(_same(old, new) for old, new in zip(recorded, messages, strict=False))
+    except (DataError, LookupError, TypeError, AttributeError):
+        return None  # whoever renders these messages says what is wrong with them
+    return tuple(messages[len(recorded) :]) if goes_on else None
+
+
+def _same(recorded: Message, given: Message) -> bool:
+    if recorded["role"] != given["role"] or _calls(recorded) != _calls(given):
+        return False
+    if not _agree(_reasoning(recorded), _reasoning(given)):
+        return False
+    if recorded["role"] == "tool" and not _agree(recorded.get("tool_call_id"), given.get("tool_call_id")):
+        return False
+    return text_of(recorded.get("content")).strip() == text_of(given.get("content")).strip()
+
+
+def _agree(recorded: Any, given: Any) -> bool:
+    """Whether both say the same, or one of them does not say it."""
+    return not recorded or not given or recorded == given
+
+
+def _reasoning(message: Message) -> str:
+    return next((text_of(message[key]).strip() for key in REASONING_KEYS if message.get(key)), "")
+
+
+def _calls(message: Message) -> list[tuple[str, Any]]:
+    functions: list[Mapping[str, Any]] = [call["function"] for call in message.get("tool_calls") or ()]
+    return [(function["name"], arguments_of(function.get("arguments"))) for function in functions]
+
+
+class ChatFormat:
+    """How a checkpoint's tokenizer and chat template write a conversation. Holds no conversation itself.
+
+    Safe to use from several threads.
+    """
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_options: Mapping[str, Any] = MappingProxyType({}),
+        end_tokens: Collection[int] = (),
+        tool_parser: str | None = None,
+    ) -> None:
+        """`tools` are schemas as OpenAI writes them, `template_options` variables of the template.
+
+        `end_tokens`: what ends a turn beside the tokenizer's eos_token and the token by which the template closes it.
+        `tool_parser`: a name in `PARSERS`; None: with tools the one that the template calls for, else none.
+        """
+        self.tokenizer = tokenizer
+        self.template = ChatTemplate(tokenizer, tools, template_options)
+        self.end = TurnEnd.of(self.template, end_tokens)
+        self._increments = Increments(self.template, self.end)
+        if tool_parser is None and tools:
+            tool_parser = parser_of(self.template.source)
+        self.tool_parser = tool_parser
+        self._parse = None if tool_parser is None else parser_by_name(tool_parser)
+        self._openings = () if tool_parser is None else OPENINGS[tool_parser]
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Tokens at which an engine ends a turn."""
+        return self.end.tokens
+
+    @cached_property
+    def continuability(self) -> Continuability:
+        """Whether conversations of this template can go on, and whether they stay what the template makes of them."""
+        return find_out(self.template, self._increments)
+
+    def require_tools(self) -> None:
+        """Raises ConfigError where the template does not write the tools."""
+        require_tools(self.template)
+
+    def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Ids up to where the model's turn begins. Raises DataError where the template refuses `messages`."""
+        try:
+            return self.template.encode(self.template.render(messages))
+        except RenderError as error:
+            roles = ", ".join(str(message["role"]) for message in messages)
+            raise DataError(
+                f"the tokenizer's chat template refuses messages of roles {roles}: {error} "
+                "(see data.system_prompt; data.chat_template=never takes plain texts as they are)"
+            ) from error
+
+    def following(self, messages: Sequence[Message]) -> str:
+        """The text that follows a turn which `messages` answer, its closing included, up to where the next begins.
+        Raises DataError where the template has no place for `messages`."""
+        return self._increments.following(messages)
+
+    def continuation(self, turn: Sequence[int], messages: Sequence[Message]) -> tuple[int, ...]:
+        """Ids that follow the drawn ids `turn`: what still closes it, `messages`, up to where the next turn begins.
+
+        They are encoded by themselves, so no token of theirs reaches into what the model drew. Raises DataError where
+        the template has no place for `messages`.
+        """
+        following = self.template.encode(self.following(messages))
+        return tuple(self.end.missing(turn, following))
+
+    def message_of(self, turn: Sequence[int], *, mark: int | str = 0, taken_ids: Collection[str] = ()) -> AssistantTurn:
+        """What `turn` says. Never raises: what cannot be understood stays text.
+
+        Calls of equal turns get other ids where their `mark` differs, such as the turn's position. No call gets one of
+        `taken_ids`.
+        """
+        ended = self.end.ended(turn)
+        tokens = list(turn[:-1] if ended else turn)
+        drawn = DrawnText(self.tokenizer, tokens, self._special)
+        reasoning = self._reasoning
+        thought = reasoning.end(drawn.text, ended=ended) if reasoning else None
+        answer = thought or 0
+        calls = ParsedCalls(len(drawn.text) - answer)
+        if self._parse is not None:
+            calls = self._parse(drawn.text[answer:], self.template.tools)
+        stretches = [(0, calls.begin), *calls.malformed]
+        content = "".join(drawn.said(answer + begin, answer + end) for begin, end in stretches)
+        text = drawn.said(0, answer) + content
+        return AssistantTurn(
+            text=text,
+            content=text if thought is None else content.lstrip("\n"),
+            tool_calls=with_ids(calls.calls, turn, mark, taken_ids),
+            reasoning=reasoning.inside(drawn.text[:answer]) if reasoning and thought is not None else None,
+            malformed=bool(calls.malformed),
+            ended=ended,
+        )
+
+    def standing_content(self, turn: Sequence[int]) -> str:
+        """Returns the beginning of an unfinished turn's content that stays, whatever is drawn next: no tool call, and
+        no thought."""
+        drawn = DrawnText(self.tokenizer, settled(self.tokenizer, turn, self._special), self._special)
+        reasoning, answer = self._reasoning, 0
+        thought = reasoning.end(drawn.text, ended=False) if reasoning else None
+        if thought is not None:
+            answer = thought
+        elif reasoning and not reasoning.begins_answer(drawn.text):
+            return ""
+        end = answer + len(before_marks(drawn.text[answer:], self._openings))
+        content = drawn.said(answer, end).rstrip(UNFINISHED_CHARACTER)
+        return content if thought is None else content.lstrip("\n")
+
+    def extends(self, seen: Conversation, messages: Sequence[Message]) -> tuple[Message, ...] | None:
+        """The messages that are new where `messages`, as a client sends them whole, go on from `seen`; None: a branch.
+
+        It is one too while `seen` awaits the model, whose last request is not answered then, and where the template has
+        no place for what is new, a system prompt that it moves to the front for instance.
+        """
+        new = new_messages(seen, messages)
+        try:
+            return new if new and self._increments.following(new) else None
+        except DataError:
+            return None
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        return special_tokens(self.tokenizer)
+
+    @cached_property
+    def _reasoning(self) -> Reasoning | None:
+        try:
+            opened = self.template.render([OPENING])
+        except RenderError:
+            opened = ""
+        return Reasoning.of(self.template.source, opened)
