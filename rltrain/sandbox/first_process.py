@@ -4,15 +4,19 @@ It is in new namespaces from its first moment, with all capabilities over them, 
 begins. When it ends the kernel kills every process of the sandbox.
 """
 
+import math
 import os
+import re
+import resource
 import select
 import signal
 import socket
+import struct
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from rltrain.sandbox import program, root_file_system, seccomp
-from rltrain.sandbox.given_files import write_files
+from rltrain.sandbox import root_file_system, system_calls
+from rltrain.sandbox.limits import write_files
 from rltrain.sandbox.system_calls import (
     PR_SET_DUMPABLE,
     PR_SET_NO_NEW_PRIVS,
@@ -22,6 +26,89 @@ from rltrain.sandbox.system_calls import (
     process_control,
     set_hostname,
 )
+
+DESCRIPTORS_TO_CLOSE = 65536
+CPU_GRACE_S = 1
+"""By how much the kernel's limit, of whole seconds, is above the keeper's, and between its warning and its end."""
+
+
+def start(spec: dict[str, Any], streams: tuple[int, int, int], folder: str, report: Any) -> int:
+    """The process id of the program, in a session of its own that ends with this process. `report(error)` is called
+    from there should it not begin."""
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        process_control(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == parent:  # it may have ended before the kernel was asked to tell
+            _become(spec, streams, folder)
+    except BaseException as error:
+        report(error)
+    os._exit(127)
+
+
+def _become(spec: dict[str, Any], streams: tuple[int, int, int], folder: str) -> NoReturn:
+    os.setsid()
+    os.chdir(folder)
+    limit(spec["limits"])
+    for number in signal.valid_signals():
+        if signal.getsignal(number) == signal.SIG_IGN:  # handlers end by themselves
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    for stream, descriptor in enumerate(streams):
+        os.dup2(descriptor, stream)
+    kept = sorted([*spec.get("descriptors", []), spec["channel"]])  # the last is closed by the new program's start
+    for begin, end in zip([3, *(fd + 1 for fd in kept)], [*kept, DESCRIPTORS_TO_CLOSE], strict=True):
+        os.closerange(begin, end)
+    os.execve(spec["command"][0], spec["command"], spec["environment"])
+
+
+def limit(limits: dict[str, Any]) -> None:
+    """Limits of each process, which the kernel keeps by itself; those of all together are the keeper's."""
+    cpu_s = math.ceil(limits["cpu_s"]) + CPU_GRACE_S
+    wanted = {
+        resource.RLIMIT_CPU: (cpu_s, cpu_s + CPU_GRACE_S),
+        resource.RLIMIT_DATA: limits["memory_bytes"],
+        resource.RLIMIT_FSIZE: limits["file_bytes"],
+        resource.RLIMIT_NOFILE: limits["num_open_files"],
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+    }
+    for which, value in wanted.items():
+        _set_limit(which, *(value if isinstance(value, tuple) else (value, value)))
+
+
+def _set_limit(which: int, soft: int, hard: int) -> None:
+    """No more than this process may have."""
+    allowed = resource.getrlimit(which)[1]
+    if allowed != resource.RLIM_INFINITY:
+        soft, hard = min(soft, allowed), min(hard, allowed)
+    resource.setrlimit(which, (soft, hard))
+
+
+def counts_processes_per_sandbox() -> bool:
+    """Whether Linux's limit of processes counts those of a user namespace alone, which it does since 5.14."""
+    numbers = re.match(r"(\d+)\.(\d+)", os.uname().release)
+    return numbers is not None and (int(numbers[1]), int(numbers[2])) >= (5, 14)
+
+
+def limit_number_of_processes(number: int) -> None:
+    """Of this user in this user namespace, threads counted."""
+    if counts_processes_per_sandbox():
+        _set_limit(resource.RLIMIT_NPROC, number, number)
+
+
+def send_status(descriptor: int, wait_status: int) -> None:
+    os.write(descriptor, struct.pack("=i", wait_status))
+
+
+def receive_status(descriptor: int) -> int | None:
+    """None: its process was killed before it could say."""
+    packed = os.read(descriptor, 4)
+    return struct.unpack("=i", packed)[0] if len(packed) == 4 else None
+
 
 Report = Callable[[BaseException], None]
 
@@ -33,8 +120,8 @@ def be_first_process(spec: dict[str, Any], contents: list[bytes], keeper: socket
         if keeper.recv(1):
             _make_sandbox(spec, keeper)
             write_files(root_file_system.WORK_FOLDER, spec["files"], contents)
-            started = program.start(spec, (0, 1, 2), root_file_system.WORK_FOLDER, report)
-            program.send_status(keeper.fileno(), _reap_until(started))
+            started = start(spec, (0, 1, 2), root_file_system.WORK_FOLDER, report)
+            send_status(keeper.fileno(), _reap_until(started))
     except BaseException as error:
         report(error)
     os._exit(0)
@@ -52,9 +139,9 @@ def _make_sandbox(spec: dict[str, Any], keeper: socket.socket) -> None:
         hand_over_listener(spec["host_port"], keeper)
     _become_user(uid)
     if spec["own_user_namespace"]:
-        program.limit_number_of_processes(limits["num_processes"] + 1)  # with this one
+        limit_number_of_processes(limits["num_processes"] + 1)  # with this one
     process_control(PR_SET_NO_NEW_PRIVS, 1)
-    seccomp.restrict_this_process(internet_sockets=listening)
+    system_calls.restrict_this_process(internet_sockets=listening)
     process_control(PR_SET_DUMPABLE, 0)
     process_control(PR_SET_PDEATHSIG, signal.SIGKILL)  # here, since the kernel forgets it where the user changes
     if any(events & select.POLLHUP for _, events in _poll(keeper)):

@@ -6,16 +6,215 @@ itself be killed, the kernel kills process 1 of the sandbox, and with it all oth
 
 import contextlib
 import os
-import resource
-import select
 import signal
 import socket
-import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rltrain.sandbox import channel, process_tree
-from rltrain.sandbox.starting import Started, start
+from rltrain.sandbox import first_process, root_file_system
+from rltrain.sandbox.first_process import Report, be_first_process
+from rltrain.sandbox.limits import write_files
+from rltrain.sandbox.system_calls import NEW_NAMESPACES, clone
+
+if TYPE_CHECKING:
+    from rltrain.sandbox.relay import Relay
+import resource
+import select
+import time
+
+from rltrain.sandbox import limits
 from rltrain.sandbox.system_calls import PR_SET_CHILD_SUBREAPER, process_control
+
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+class Usage:
+    """Of a tree of processes at one moment."""
+
+    def __init__(self) -> None:
+        self.num_tasks = 0
+        """Processes and threads."""
+        self.cpu_s = 0.0
+        """Of those that run and of those that they waited for."""
+        self.resident_bytes = 0
+        """Of every process; what several share is counted for each."""
+
+
+def descendants(root: int) -> list[int]:
+    """Process ids of all that process `root` started, directly or not; parents before their children."""
+    found: list[int] = []
+    waiting = [root]
+    while waiting:
+        children = _children(waiting.pop())
+        found += children
+        waiting += children
+    return found
+
+
+def _children(process: int) -> list[int]:
+    found: list[int] = []
+    try:
+        for thread in os.listdir(f"/proc/{process}/task"):
+            found += map(int, _read(f"/proc/{process}/task/{thread}/children").split())
+    except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile; its children have another parent now
+        pass
+    return found
+
+
+def usage(processes: list[int]) -> Usage:
+    """Those that have ended meanwhile are left out."""
+    total = Usage()
+    for process in processes:
+        try:
+            # behind the name, which may hold anything but ends at the last parenthesis
+            fields = _read(f"/proc/{process}/stat").rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        user, system, waited_user, waited_system, _, _, num_threads = map(int, fields[11:18])
+        total.num_tasks += num_threads
+        total.cpu_s += (user + system + waited_user + waited_system) / TICKS_PER_S
+        total.resident_bytes += int(fields[21]) * PAGE_BYTES
+    return total
+
+
+def memory_bytes(processes: list[int]) -> int:
+    """Of all together, what several share counted once. Slower than `usage`, which is never less."""
+    total = 0
+    for process in processes:
+        try:
+            lines = _read(f"/proc/{process}/smaps_rollup").splitlines()
+        except OSError:  # it ended meanwhile, or has no memory any more
+            continue
+        total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+    return total
+
+
+def _read(path: str) -> str:
+    with open(path) as file:
+        return file.read()
+
+
+UID_INSIDE = 1000
+"""The program's user in a user namespace of its own."""
+NOBODY = 65534
+"""Who it is on the machine where this process may choose."""
+
+
+class Started:
+    """A program that runs."""
+
+    def __init__(self, process: int, num_own_processes: int) -> None:
+        self.process = process
+        """Child of this process; when it ends, the program has."""
+        self.num_own_processes = num_own_processes
+        """How many of those that this process started are not the program's."""
+        self.to_first: socket.socket | None = None
+        """Socket to process 1 of the sandbox, which says there how the program ended."""
+        self.relay: Relay | None = None
+        self.folder: str | None = None
+        """To be removed when nothing of the program is left."""
+
+    def final_status(self, statuses: dict[int, int]) -> int:
+        """Exit status, or the negative number of the signal that ended it, as subprocess has it."""
+        status = statuses.get(self.process, signal.SIGKILL)
+        if self.to_first is not None:
+            said = first_process.receive_status(self.to_first.fileno())
+            status = signal.SIGKILL if said is None else said
+        return os.waitstatus_to_exitcode(status)
+
+    def remove_folder(self) -> None:
+        if self.folder is not None:
+            import shutil  # takes longer to import than all else here
+
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def start(spec: dict[str, Any], contents: list[bytes], report: Report) -> Started:
+    """By spec["means"]; this process's standard streams become the program's. Raises OSError where it cannot be."""
+    starters = {"kernel": _in_namespaces, "bubblewrap": _in_bubblewrap, "none": _unprotected}
+    started = starters[spec["means"]](spec, contents, report)
+    with contextlib.suppress(OSError), open(f"/proc/{started.process}/oom_score_adj", "w") as file:
+        file.write("1000")  # the first to go on a machine without memory; that it ended already is no error here
+    return started
+
+
+def _unprotected(spec: dict[str, Any], contents: list[bytes], report: Report) -> Started:
+    os.mkdir(spec["folder"], mode=0o700)
+    write_files(spec["folder"], spec["files"], contents)
+    started = Started(first_process.start(spec, (0, 1, 2), spec["folder"], report), num_own_processes=0)
+    started.folder = spec["folder"]
+    return started
+
+
+def _in_bubblewrap(spec: dict[str, Any], contents: list[bytes], report: Report) -> Started:
+    pause = root_file_system.Pause() if spec["host_port"] is not None else None
+    command, descriptors = root_file_system.command(spec, contents, pause)
+    process = first_process.start({**spec, "command": command, "descriptors": descriptors}, (0, 1, 2), "/", report)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    started = Started(process, num_own_processes=2)
+    if pause is not None:
+        from rltrain.sandbox.relay import Relay  # imports much that other sandboxes do without
+
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            pause.listen(spec["host_port"], theirs)
+            theirs.close()
+            started.relay = Relay(ours, spec["host_port"])
+    return started
+
+
+def _in_namespaces(spec: dict[str, Any], contents: list[bytes], report: Report) -> Started:
+    if spec["host_port"] is not None:
+        from rltrain.sandbox import (
+            relay,
+        )  # here, since other sandboxes do without, and in the sandbox it is not to be had
+    ours, theirs = socket.socketpair()
+    process, own_users = _clone()
+    uid = UID_INSIDE if own_users else NOBODY
+    if process == 0:
+        ours.close()
+        be_first_process({**spec, "uid": uid, "own_user_namespace": own_users}, contents, theirs, report)
+    theirs.close()
+    started = Started(process, num_own_processes=1)
+    started.to_first = ours
+    if own_users:
+        _map_users(process)
+    ours.send(b"m")
+    if spec["host_port"] is not None:
+        started.relay = relay.Relay(ours, spec["host_port"])
+    return started
+
+
+def _clone() -> tuple[int, bool]:
+    """(process, whether it has a user namespace of its own). The superuser needs none, and may not be allowed one."""
+    try:
+        return clone([*NEW_NAMESPACES]), True
+    except OSError:
+        if os.geteuid() != 0:
+            raise
+    return clone([name for name in NEW_NAMESPACES if name != "user"]), False
+
+
+def _map_users(process: int) -> None:
+    """Who the program's user is on this machine: nobody if this process may say so, else this process's own.
+
+    Linux does not limit how many processes the superuser has, so it had better be another.
+    """
+    if os.geteuid() == 0:
+        with contextlib.suppress(PermissionError):
+            for kind in ("uid_map", "gid_map"):
+                _write(f"/proc/{process}/{kind}", f"0 0 1\n{UID_INSIDE} {NOBODY} 1")
+            return
+    _write(f"/proc/{process}/setgroups", "deny")
+    _write(f"/proc/{process}/uid_map", f"{UID_INSIDE} {os.geteuid()} 1")
+    _write(f"/proc/{process}/gid_map", f"{UID_INSIDE} {os.getegid()} 1")
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+
 
 COUNT_EVERY_S = 0.05
 KILL_AGAIN_MS = 10
@@ -52,7 +251,7 @@ class Keeper:
         status = self.started.final_status(self.statuses)
         if ended_by is None and self._ended_by_cpu_limit(status, used.ru_utime + used.ru_stime):
             ended_by = "cpu"
-        return {channel.ENDED: ended_by, "status": status, "seconds": seconds}
+        return {limits.ENDED: ended_by, "status": status, "seconds": seconds}
 
     def _ended_by_cpu_limit(self, status: int, cpu_s: float) -> bool:
         """Each process has a limit of its own, which the kernel keeps by one of these signals."""
@@ -75,7 +274,7 @@ class Keeper:
                 next_count = time.monotonic() + COUNT_EVERY_S
             for descriptor, events in self.poll.poll(max(0.0, min(next_count, end) - time.monotonic()) * 1000):
                 if descriptor == self.caller.fileno():
-                    message = channel.receive(self.caller)
+                    message = limits.receive(self.caller)
                     return "caller" if message is None else message["end"]
                 if descriptor == self.children_ended:
                     os.read(self.children_ended, 4096)
@@ -84,15 +283,15 @@ class Keeper:
         return None
 
     def _limit_reached(self) -> str | None:
-        processes = process_tree.descendants(os.getpid())
-        used = process_tree.usage(processes)
+        processes = descendants(os.getpid())
+        used = usage(processes)
         if used.num_tasks > self.limits["num_processes"] + self.started.num_own_processes:
             return "processes"
         if used.cpu_s > self.limits["cpu_s"]:
             return "cpu"
         allowed = self.limits["memory_bytes"]
         # What several share is counted several times in what they have resident.
-        if used.resident_bytes > allowed and process_tree.memory_bytes(processes) > allowed:
+        if used.resident_bytes > allowed and memory_bytes(processes) > allowed:
             return "memory"
         return None
 
@@ -117,7 +316,7 @@ class Keeper:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
             self.poll.poll(KILL_AGAIN_MS)
-            left = process_tree.descendants(os.getpid())
+            left = descendants(os.getpid())
 
 
 def main(descriptor: int) -> None:
@@ -127,18 +326,18 @@ def main(descriptor: int) -> None:
     os.umask(0o022)  # the folders of a sandbox are for its program, which is another user
     os.set_inheritable(descriptor, False)
     caller = socket.socket(fileno=descriptor)
-    spec = channel.receive(caller)
+    spec = limits.receive(caller)
     if spec is None:
         return
     spec["channel"] = descriptor
     contents = []
     for _, size in spec["files"]:
-        if (content := channel.receive_bytes(caller, size)) is None:
+        if (content := limits.receive_bytes(caller, size)) is None:
             return
         contents.append(content)
 
     def report(error: BaseException) -> None:
-        channel.send(caller, {channel.ERROR: str(error) or repr(error)})
+        limits.send(caller, {limits.ERROR: str(error) or repr(error)})
 
     process_control(PR_SET_CHILD_SUBREAPER, 1)
     with contextlib.suppress(BrokenPipeError):  # the caller is gone, and so is the sandbox
@@ -148,10 +347,10 @@ def main(descriptor: int) -> None:
             report(error)
             return
         _close_streams()
-        channel.send(caller, {channel.STARTED: True})
+        limits.send(caller, {limits.STARTED: True})
         ended = Keeper(spec, caller, started).keep()
         started.remove_folder()
-        channel.send(caller, ended)
+        limits.send(caller, ended)
 
 
 def _close_streams() -> None:

@@ -1,7 +1,13 @@
 """What a program may use, and how its run ended."""
 
+import json
 import math
+import os
+import socket
+import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 MIB = 2**20
 
@@ -54,3 +60,67 @@ class Outcome:
     def succeeded(self) -> bool:
         """By its own account: it may have printed anything."""
         return self.status == 0 and self.ended_by is None
+
+
+STARTED = "started"
+"""Key of the keeper's first message: the sandbox is made and its program begins. Then one of these two:"""
+ERROR = "error"
+"""Key: why it cannot be made, or why its program cannot begin."""
+ENDED = "ended"
+"""Key: how the program ended; nothing of it is left."""
+LENGTH = struct.Struct("=I")
+
+
+def send(channel: socket.socket, message: dict[str, Any], contents: Sequence[bytes] = ()) -> None:
+    """One message, and the contents of files behind it."""
+    packed = json.dumps(message).encode()
+    channel.sendall(LENGTH.pack(len(packed)) + packed)
+    for content in contents:
+        channel.sendall(content)
+
+
+def receive(channel: socket.socket) -> dict[str, Any] | None:
+    """None: the other side is gone."""
+    header = receive_bytes(channel, LENGTH.size)
+    if header is None:
+        return None
+    packed = receive_bytes(channel, LENGTH.unpack(header)[0])
+    message: dict[str, Any] | None = None if packed is None else json.loads(packed)
+    return message
+
+
+def receive_bytes(channel: socket.socket, length: int) -> bytes | None:
+    parts: list[bytes] = []
+    while length:
+        try:
+            part = channel.recv(min(length, 2**20))
+        except ConnectionError:
+            return None
+        if not part:
+            return None
+        parts.append(part)
+        length -= len(part)
+    return b"".join(parts)
+
+
+def checked_name(name: str) -> str:
+    """A name as it will be in the program's folder. Raises ValueError for one that leads out of it."""
+    parts = name.split("/")
+    if not name or any(part in ("", ".", "..") for part in parts) or "\0" in name:
+        raise ValueError(
+            f"the file name {name!r} cannot be used: expected a path within the program's folder, as a/b.py"
+        )
+    return name
+
+
+def in_order(files: Mapping[str, bytes]) -> tuple[list[tuple[str, int]], list[bytes]]:
+    """(names and sizes, contents)."""
+    return [(checked_name(name), len(content)) for name, content in files.items()], list(files.values())
+
+
+def write_files(folder: str, files: list[tuple[str, int]], contents: list[bytes]) -> None:
+    for (name, _), content in zip(files, contents, strict=True):
+        path = os.path.join(folder, name)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "wb") as file:
+            file.write(content)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cache
 
 from rltrain.errors import ConfigError, SandboxError, one_of
+from rltrain.sandbox.first_process import counts_processes_per_sandbox
 from rltrain.sandbox.limits import Limits
-from rltrain.sandbox.program import counts_processes_per_sandbox
 from rltrain.sandbox.sandbox import Sandbox
 
 PROTECTING = ("bubblewrap", "kernel")
