@@ -9,9 +9,9 @@ from textwrap import wrap
 from rltrain.config.schema import Config
 from rltrain.dry_run.sizes import WIDTH
 from rltrain.errors import ConfigError
+from rltrain.rewards.functions import BUILT_IN
 from rltrain.rewards.judge import is_url
 from rltrain.rewards.locating import found_command, unknown_function
-from rltrain.rewards.registry import BUILT_IN
 
 
 def refuse_missing_functions(config: Config) -> None:

@@ -23,7 +23,7 @@ from rltrain.data.rows import Location
 from rltrain.data.tokenizer import UNKNOWN_MODEL, ModelLimits, PromptEncoder, load_encoder
 from rltrain.dry_run.sizes import WIDTH, size
 from rltrain.errors import CheckpointError, DataError
-from rltrain.rewards.registry import labels_of
+from rltrain.rewards.functions import labels_of
 
 MOST_BYTES = 2 * 2**30
 """Of a source's files, that are read: a dry run is to take seconds."""

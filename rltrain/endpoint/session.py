@@ -14,7 +14,7 @@ from rltrain.endpoint.refused import Refused, invalid
 from rltrain.endpoint.trajectory import RecordedSession, SampleIds, Trajectory, TurnEnd
 from rltrain.endpoint.turn import Turns
 from rltrain.errors import one_of
-from rltrain.rewards.reward_range import EXPECTED_REWARD, is_reward
+from rltrain.rewards.answers import EXPECTED_REWARD, is_reward
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample, Status
 from rltrain.rollout.stream.guests import Turn

@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 from rltrain.environments.encoding import BadAnswer
 from rltrain.environments.interface import Action, Opening, Row, StepResult
+from rltrain.rewards.answers import is_reward
 from rltrain.rewards.locating import found_command, locate
-from rltrain.rewards.reward_range import is_reward
 from rltrain.runtime.json_text import parse_json
 from rltrain.sandbox.limits import Limits, Outcome
 from rltrain.sandbox.means import require

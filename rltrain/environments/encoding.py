@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rltrain.environments.interface import Action, Observation, Opening, StepResult, TokenIds, ToolCall, Trajectory
-from rltrain.rewards.reward_range import EXPECTED_REWARD, is_reward
+from rltrain.rewards.answers import EXPECTED_REWARD, is_reward
 from rltrain.runtime.json_text import lone_surrogate
 
 Json = Any

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from rltrain.config.schema import Config
-from rltrain.rewards.registry import TRUSTED
+from rltrain.rewards.functions import TRUSTED
 from rltrain.runtime.grid import Grid
 from rltrain.schedule.shape import RunShape
 from rltrain.tasks.roles import served_roles

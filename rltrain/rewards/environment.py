@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from rltrain.rewards.scorable import Turn
+from rltrain.rewards.answers import Turn
 
 
 def environment(env_reward: float, turns: Sequence[Turn]) -> Any:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 from rltrain.config import schema
 from rltrain.errors import RewardError
-from rltrain.rewards.combined import CombinedScores
+from rltrain.rewards.answers import Scorable
 from rltrain.rewards.locating import locate
-from rltrain.rewards.scorable import Scorable
+from rltrain.rewards.scorer import CombinedScores
 
 GroupFilter = Callable[[Sequence[Scorable], CombinedScores], str | None]
 """Of a group's samples and their scores: the reason why it is dropped, part of a metric's name; None: it counts."""

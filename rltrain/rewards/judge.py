@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rltrain.errors import ConfigError
-from rltrain.rewards.answers import PlainError, TookTooLongError
-from rltrain.rewards.scorable import Message
+from rltrain.rewards.answers import Message, PlainError, TookTooLongError
 from rltrain.runtime.json_text import parse_json
 
 if TYPE_CHECKING:

@@ -1,20 +1,26 @@
 """Scores samples with a reward function whose failures cost a sample and never the run."""
 
 import logging
+import math
 import queue
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from rltrain.config import schema
-from rltrain.rewards.answers import Answer
-from rltrain.rewards.calling import call
-from rltrain.rewards.registry import RewardFunction
-from rltrain.rewards.scorable import Scorable
-from rltrain.rewards.worker_process import Longest, Request, Silence, WorkerProcess
+from rltrain.config.schema import Config, Judge
+from rltrain.errors import ConfigError, RewardError
+from rltrain.rewards.answers import EXPECTED_REWARD, Answer, Scorable, is_reward
+from rltrain.rewards.functions import Columns, RewardFunction, Wants, call, load_rewards
+from rltrain.rewards.locating import locate
+from rltrain.rewards.worker import Longest, Request, Silence, WorkerProcess
+from rltrain.tasks.roles import DECLARED, rewarding_roles
 
 logger = logging.getLogger(__name__)
 
@@ -223,3 +229,299 @@ def _summed(metrics: Iterator[Mapping[str, float]]) -> dict[str, tuple[float, in
                 total, count = sums.get(name, (0.0, 0))
                 sums[name] = (total + value, count + 1)
     return sums
+
+
+FIELD = re.compile(r"\{\{(\w+)\}\}|\{([A-Za-z_]\w*)\}")
+RESPONSE, CONVERSATION = "response", "conversation"
+VALUES: Mapping[str, Callable[[Scorable], str]] = {
+    "prompt": lambda sample: sample.prompt,
+    RESPONSE: lambda sample: sample.response,
+    "label": lambda sample: sample.label,
+    CONVERSATION: lambda sample: "\n\n".join(
+        f"{message['role']}: {message.get('content') or ''}" for message in sample.conversation()
+    ),
+}
+
+
+class Question(Wants):
+    """judge.prompt, with the fields of a sample that it names. Every other name is a column's.
+
+    Raises ConfigError for a template that does not show the response, or a file that cannot be read.
+    """
+
+    def __init__(self, prompt: str | None) -> None:
+        self.template = _template(prompt)
+        names = {name for _, name in FIELD.findall(self.template) if name}
+        if not names & {RESPONSE, CONVERSATION}:
+            raise ConfigError(
+                f"judge.prompt: got {self.template!r:.200}; expected a text with {{{RESPONSE}}} or {{{CONVERSATION}}}: "
+                "the judge would not see what it is to judge"
+            )
+        self.takes_label = "label" in names
+        self.columns = Columns(required=frozenset(names - VALUES.keys()))
+        self.fields = frozenset({"sample_id", *(("messages", "turns") if CONVERSATION in names else ())})
+
+    def of(self, sample: Scorable) -> str:
+        """The question about it."""
+
+        def value(match: re.Match[str]) -> str:
+            literal, name = match.groups()
+            if literal is not None:
+                return f"{{{literal}}}"
+            return VALUES[name](sample) if name in VALUES else _shown(sample.row.get(name))
+
+        return FIELD.sub(value, self.template)
+
+
+def _template(prompt: str | None) -> str:
+    """A text without any field is a file's name."""
+    if prompt is None:
+        raise ConfigError(f"judge.prompt: got null; expected what the judge is asked, a text with {{{RESPONSE}}}")
+    if FIELD.search(prompt):
+        return prompt
+    try:
+        return Path(prompt).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"judge.prompt: got {prompt!r:.200}, which has no field such as {{{RESPONSE}}} and is no file that can be "
+            f"read: {error}"
+        ) from error
+
+
+def _shown(value: Any) -> str:
+    return "" if value is None else str(value)
+
+
+class NoVerdictError(Exception):
+    """Why there is no number in an answer."""
+
+
+def verdict_parser(settings: Judge) -> Callable[[str], float]:
+    """Reads the number from an answer, or raises NoVerdictError. ConfigError where judge.verdict is of no form."""
+    if "(" in settings.verdict:
+        pattern = _pattern(settings.verdict)
+        return lambda answer: _number(_last(pattern, answer))
+    function = locate(settings.verdict, "judge.verdict", known=["a regular expression with one group"])
+    return lambda answer: _number(_returned(function, answer))
+
+
+def _pattern(verdict: str) -> re.Pattern[str]:
+    try:
+        pattern = re.compile(verdict, re.DOTALL)
+    except re.error as error:
+        raise ConfigError(f"judge.verdict: {verdict!r} is no regular expression: {error}") from error
+    if pattern.groups != 1:
+        raise ConfigError(
+            f"judge.verdict: got {verdict!r} with {pattern.groups} groups; expected one, around the number; (?:...) "
+            "groups without one"
+        )
+    return pattern
+
+
+def _last(pattern: re.Pattern[str], answer: str) -> str:
+    matches = [*pattern.finditer(answer)]
+    if not matches:
+        raise NoVerdictError("judge.verdict matches nothing")
+    return str(matches[-1][1])
+
+
+def _returned(function: Callable[[str], Any], answer: str) -> Any:
+    try:
+        return function(answer)
+    except Exception as error:  # a user's function, on what a model wrote
+        raise NoVerdictError(f"judge.verdict raised {type(error).__name__}: {error}") from error
+
+
+def _number(value: Any) -> float:
+    """As a finite number."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise NoVerdictError(f"judge.verdict gives {value!r:.100}, which is no number") from None
+    if not is_reward(number):
+        raise NoVerdictError(f"judge.verdict gives {number}; {EXPECTED_REWARD}")
+    return number
+
+
+class WholeConversation(Wants):
+    """The prompt's messages, and all turns."""
+
+    fields = frozenset({"messages", "turns"})
+    takes_label = False
+
+
+@dataclass(frozen=True)
+class RewardingModel:
+    """What the reward knows of a role that scores samples by a model."""
+
+    role: str
+    title: str
+    """What its metrics are called by."""
+    weight: float
+    name: str
+    """The checkpoint."""
+    convention: Wants
+
+    @property
+    def config_key(self) -> str:
+        return self.role
+
+    @property
+    def key(self) -> str:
+        """Where it stands in the config."""
+        return f"{self.role}.path"
+
+    @property
+    def place(self) -> str:
+        return f"the model in {self.name!r}"
+
+    def transfer(self, samples: str) -> str:
+        """The one that brings what it says of those of a transfer."""
+        tasks = DECLARED[self.role].tasks
+        return next(task.leaves[0] for task in tasks if task.informs == "reward" and samples in task.takes)
+
+    def scores(self, told: Sequence[float]) -> Scores:
+        """`told` is NaN of samples that it could not score, which are worth nothing and are counted."""
+        failed = sum(not math.isfinite(score) for score in told)
+        return Scores(
+            rewards=[score if math.isfinite(score) else 0.0 for score in told],
+            num_errors=failed,
+            num_timeouts=0,
+            first_failure=f"told by a warning of role {self.role}" if failed else None,
+        )
+
+
+def rewarding_models(config: Config, placed: Sequence[str]) -> list[RewardingModel]:
+    """Of the roles in `placed`. ConfigError where a judge's question cannot be asked."""
+    found = []
+    for role in rewarding_roles():
+        if role in placed:
+            settings = getattr(config, role)
+            wants = Question(config.judge.prompt) if role == "judge" else WholeConversation()
+            found.append(RewardingModel(role, settings.name, settings.weight, settings.path, wants))
+    return found
+
+
+Part = RewardFunction | RewardingModel
+
+
+@dataclass(frozen=True)
+class CombinedScores:
+    """The reward of each sample: the weighted sum of what functions and models gave."""
+
+    rewards: list[float]
+    by_function: Mapping[str, Scores]
+    """By the titles of functions and models."""
+    unscored: frozenset[int] = frozenset()
+    """Samples that none of the functions is for, with reward 0."""
+    turn_rewards: Mapping[int, list[float]] = field(default_factory=dict)
+    """By sample, of those whose turns a function rewarded one by one; the other functions' rewards are the last turn's.
+    Their sum is the sample's reward."""
+
+    def record(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "rewards": self.rewards,
+            "by_function": {title: scores.record() for title, scores in self.by_function.items()},
+            "unscored": sorted(self.unscored),
+            "turn_rewards": [*self.turn_rewards.items()],
+        }
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> "CombinedScores":
+        return cls(
+            record["rewards"],
+            {title: Scores.of_record(scores) for title, scores in record["by_function"].items()},
+            frozenset(record["unscored"]),
+            dict(record["turn_rewards"]),
+        )
+
+    def by_sample(self) -> list[list[float]]:
+        """Of each sample what each function gave, unweighted; NaN where the function is not for it."""
+        columns = [
+            [math.nan if index in of.skipped else reward for index, reward in enumerate(of.rewards)]
+            for of in self.by_function.values()
+        ]
+        return [[*row] for row in zip(*columns, strict=True)]
+
+
+class CombinedScorer:
+    """Has the functions of the config's section score the same samples, beside each other. Close it at the end.
+
+    `models` have scored them already, and are parts of the reward behind the functions.
+    """
+
+    def __init__(
+        self,
+        settings: schema.Reward,
+        on_scored: Callable[[], None] = lambda: None,
+        section: str = "reward",
+        models: Sequence[RewardingModel] = (),
+    ) -> None:
+        """`settings` stand in the config under `section`."""
+        self.functions: Sequence[RewardFunction] = load_rewards(settings, section, is_part=bool(models))
+        self.parts: Sequence[Part] = (*self.functions, *models)
+        self._scorers = [Scorer.of(function, settings, on_scored) for function in self.functions]
+
+    def score(self, samples: Sequence[Scorable], told: Sequence[Scores] = ()) -> CombinedScores:
+        """Rewards in the order of `samples`, of which models have `told`. Raises ConfigError if a function's worker
+        cannot start."""
+        return self.wait(self.begin(samples), told)
+
+    def begin(self, samples: Sequence[Scorable]) -> Sequence[PendingScores]:
+        """Have all functions begin with `samples`, for what `score` gives."""
+        with self._closing_at_failure():
+            return [scorer.begin(samples) for scorer in self._scorers]
+
+    def wait(self, pending: Sequence[PendingScores], told: Sequence[Scores] = ()) -> CombinedScores:
+        """What came of `begin`."""
+        with self._closing_at_failure():
+            return combined(self.parts, [*(scores.wait() for scores in pending), *told])
+
+    @contextmanager
+    def _closing_at_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the functions' processes. Nothing can be scored afterwards."""
+        for scorer in self._scorers:
+            scorer.close()
+
+    def __enter__(self) -> "CombinedScorer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def combined(parts: Sequence[Part], scores: Sequence[Scores]) -> CombinedScores:
+    """Of the scores by each part for the same samples."""
+    weights = [part.weight for part in parts]
+    rewards = [
+        sum(weight * reward for weight, reward in zip(weights, of_sample, strict=True))
+        for of_sample in zip(*(of_function.rewards for of_function in scores), strict=True)
+    ]
+    beyond = next((reward for reward in rewards if not is_reward(reward)), None)
+    if beyond is not None:
+        raise RewardError(f"reward: the weighted sum of its parts is {beyond:g} for a response; {EXPECTED_REWARD}")
+    by_turns = sorted({index for of_function in scores for index in of_function.turn_rewards})
+    return CombinedScores(
+        rewards,
+        {part.title: of_part for part, of_part in zip(parts, scores, strict=True)},
+        frozenset.intersection(*(of_function.skipped for of_function in scores)),
+        {index: _turn_rewards(index, weights, scores) for index in by_turns},
+    )
+
+
+def _turn_rewards(sample: int, weights: Sequence[float], scores: Sequence[Scores]) -> list[float]:
+    num_turns = next(len(of.turn_rewards[sample]) for of in scores if sample in of.turn_rewards)
+    turns = [0.0] * num_turns
+    for weight, of_function in zip(weights, scores, strict=True):
+        whole = [0.0] * (num_turns - 1) + [of_function.rewards[sample]]
+        for turn, reward in enumerate(of_function.turn_rewards.get(sample, whole)):
+            turns[turn] += weight * reward
+    return turns

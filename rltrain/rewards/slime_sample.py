@@ -6,7 +6,7 @@ from enum import StrEnum
 from types import SimpleNamespace
 from typing import Any
 
-from rltrain.rewards.scorable import Scorable
+from rltrain.rewards.answers import Scorable
 
 
 class Status(StrEnum):

@@ -11,7 +11,7 @@ from rltrain.data.experience import Experience
 from rltrain.data.prompts import PromptDataset
 from rltrain.data.tokenizer import TextDecoder
 from rltrain.evaluation.outcomes import metrics_of
-from rltrain.rewards.combined import CombinedScorer
+from rltrain.rewards.scorer import CombinedScorer
 from rltrain.roles.failure_limit import FailureLimit
 from rltrain.roles.reward_statistics import is_of_one_function
 from rltrain.roles.scorables import Scorables

@@ -10,7 +10,7 @@ from rltrain.checkpoint.hf import save_checkpoint
 from rltrain.checkpoint.run_files import Contents
 from rltrain.evaluation.best import BEST_FILE, BEST_FOLDER, Best
 from rltrain.evaluation.verdicts import best_verdict_of
-from rltrain.rewards.combined import CombinedScorer
+from rltrain.rewards.scorer import CombinedScorer
 from rltrain.roles.drawing import DrawingRole
 from rltrain.roles.evaluation_scoring import EvaluationScoring
 from rltrain.roles.failure_limit import FailureLimit

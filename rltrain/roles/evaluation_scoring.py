@@ -9,8 +9,7 @@ from rltrain.data.experience import Experience
 from rltrain.evaluation.best import BEST_STATE_FILE, BestSoFar
 from rltrain.evaluation.outcomes import record_of
 from rltrain.evaluation.verdicts import REACHED, best_verdict_of, end_verdict_of, reported
-from rltrain.rewards.combined import CombinedScorer, CombinedScores
-from rltrain.rewards.scorer import Scores
+from rltrain.rewards.scorer import CombinedScorer, CombinedScores, Scores
 from rltrain.roles.evaluated_set import EvaluatedSet, Judges
 from rltrain.roles.failure_limit import FailureLimit
 from rltrain.roles.rank_records import RankRecords

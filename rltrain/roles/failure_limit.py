@@ -5,7 +5,7 @@ from typing import Any
 
 from rltrain.config import schema
 from rltrain.errors import RewardError
-from rltrain.rewards.combined import Part
+from rltrain.rewards.scorer import Part
 from rltrain.roles.reward_statistics import RewardStatistics, prefix
 
 

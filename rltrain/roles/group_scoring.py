@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 import torch
 
 from rltrain.data.experience import Experience, join
-from rltrain.rewards.combined import CombinedScorer, CombinedScores
+from rltrain.rewards.answers import Scorable
 from rltrain.rewards.group_filter import GroupFilter
-from rltrain.rewards.scorable import Scorable
-from rltrain.rewards.scorer import PendingScores, Scores
+from rltrain.rewards.scorer import CombinedScorer, CombinedScores, PendingScores, Scores
 from rltrain.roles.sample_log import SampleLog
 from rltrain.roles.scored_samples import with_scores
 from rltrain.rollout.sample import SampleGroup

@@ -7,8 +7,8 @@ from pathlib import Path
 from rltrain.data.own_text import OwnText, UnreadableTextError
 from rltrain.data.tokenizer import TextDecoder
 from rltrain.residency.memory_plan import leaving_roles
-from rltrain.rewards.judge_question import NoVerdictError, Question, verdict_parser
-from rltrain.rewards.scorable import Scorable
+from rltrain.rewards.answers import Scorable
+from rltrain.rewards.scorer import NoVerdictError, Question, verdict_parser
 from rltrain.roles.role import Job, Metrics
 from rltrain.roles.telling_role import TellingRole
 from rltrain.rollout.build import build_engine

@@ -9,7 +9,7 @@ from rltrain.data.order import Order, prompt_order
 from rltrain.data.prompts import PromptDataset, load_prompts, repeated_within_a_step, report_dropped
 from rltrain.data.row_index import IndexFolder
 from rltrain.data.tokenizer import UNKNOWN_MODEL, ModelLimits, PromptEncoder, TextDecoder, load_encoder
-from rltrain.rewards.registry import labels_of
+from rltrain.rewards.functions import labels_of
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,8 @@ from rltrain.algorithms.registry import algorithm_of
 from rltrain.checkpoint.run_files import Contents
 from rltrain.data.experience import Experience
 from rltrain.exchange.shipment import Shipment
-from rltrain.rewards.combined import CombinedScorer
 from rltrain.rewards.group_filter import load_group_filter
-from rltrain.rewards.rewarding_model import rewarding_models
-from rltrain.rewards.scorer import Scores
+from rltrain.rewards.scorer import CombinedScorer, Scores, rewarding_models
 from rltrain.roles.evaluation_scoring import EvaluationScoring
 from rltrain.roles.failure_limit import FailureLimit
 from rltrain.roles.flat_rewards import FlatRewards

@@ -9,7 +9,7 @@ import torch
 from rltrain.data.experience import Experience
 from rltrain.data.own_text import OwnText, UnreadableTextError
 from rltrain.models.checkpoint_model import padding_token
-from rltrain.rewards.scorable import Scorable
+from rltrain.rewards.answers import Scorable
 from rltrain.roles.role import Job, Metrics
 from rltrain.roles.telling_role import TellingRole
 from rltrain.training.build import training_backend

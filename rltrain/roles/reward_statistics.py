@@ -11,7 +11,7 @@ from torch import Tensor
 from rltrain.algorithms.losses import response_lengths
 from rltrain.data.experience import Experience
 from rltrain.data.prompts import PromptDataset
-from rltrain.rewards.combined import CombinedScores
+from rltrain.rewards.scorer import CombinedScores
 from rltrain.tasks.metrics import OF_ALL_REWARDS
 
 FILTER = "dynamic_filter/"

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rltrain.data.experience import Experience
-from rltrain.rewards.combined import Part
+from rltrain.rewards.scorer import Part
 from rltrain.roles.scorables import Scorables
 
 

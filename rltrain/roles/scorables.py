@@ -12,8 +12,8 @@ from rltrain.data.experience import Experience
 from rltrain.data.prompts import PromptDataset
 from rltrain.data.tokenizer import TextDecoder
 from rltrain.errors import ConfigError
-from rltrain.rewards.combined import CombinedScores, Part
-from rltrain.rewards.scorable import Scorable, Turn
+from rltrain.rewards.answers import Scorable, Turn
+from rltrain.rewards.scorer import CombinedScores, Part
 
 ENVIRONMENT_FIELDS = frozenset({"turns", "env_reward"})
 TOKEN_FIELDS = frozenset({"prompt_ids", "response_ids", "response_mask"})

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from rltrain.data.experience import Experience
-from rltrain.rewards.combined import CombinedScores
+from rltrain.rewards.scorer import CombinedScores
 from rltrain.roles.scorables import reward_parts, turn_ends
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch
 
 from rltrain.algorithms.registry import algorithm_of
-from rltrain.rewards.rewarding_model import rewarding_models
-from rltrain.rewards.scorable import Scorable
+from rltrain.rewards.answers import Scorable
+from rltrain.rewards.scorer import rewarding_models
 from rltrain.roles.role import Job, Role
 from rltrain.roles.scorables import Scorables
 

@@ -17,7 +17,7 @@ from rltrain.data.columns import RowColumns, read_columns
 from rltrain.data.prompts import PromptDataset, load_prompts
 from rltrain.data.tokenizer import PromptEncoder, TextDecoder
 from rltrain.errors import ConfigError, DataError
-from rltrain.rewards.registry import load_rewards
+from rltrain.rewards.functions import load_rewards
 from rltrain.roles.sample_records import sample_records
 from rltrain.roles.scorables import Scorables
 from tests.unit.packed_experience import packed_experience

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from rltrain.config import schema
 from rltrain.errors import ConfigError, RewardError
 from rltrain.legality.config import check_config
-from rltrain.rewards.combined import CombinedScorer, combined
-from rltrain.rewards.registry import RewardFunction
-from rltrain.rewards.scorable import Scorable
-from rltrain.rewards.scorer import Scores
+from rltrain.rewards.answers import Scorable
+from rltrain.rewards.functions import RewardFunction
+from rltrain.rewards.scorer import CombinedScorer, Scores, combined
 from tests.unit.schedule_configs import make_config
 
 MODULE = "tests.unit.user_rewards"

@@ -5,8 +5,7 @@ import logging
 import pytest
 import torch
 
-from rltrain.rewards.combined import CombinedScores
-from rltrain.rewards.scorer import Scores
+from rltrain.rewards.scorer import CombinedScores, Scores
 from rltrain.roles.flat_rewards import FlatRewards
 from rltrain.roles.reward_statistics import RewardStatistics
 from tests.unit.packed_experience import packed_experience

@@ -11,10 +11,9 @@ import pytest
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.errors import ConfigError, RewardError
-from rltrain.rewards.combined import CombinedScorer, CombinedScores
+from rltrain.rewards.answers import Scorable
 from rltrain.rewards.group_filter import FAILED, load_group_filter
-from rltrain.rewards.scorable import Scorable
-from rltrain.rewards.scorer import PendingScores, Scores
+from rltrain.rewards.scorer import CombinedScorer, CombinedScores, PendingScores, Scores
 from rltrain.roles.group_scoring import GroupScoring
 from rltrain.roles.reward_statistics import RewardStatistics
 from rltrain.roles.sample_log import SampleLog

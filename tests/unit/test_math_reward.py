@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from rltrain.config import schema
+from rltrain.rewards.answers import Scorable
+from rltrain.rewards.functions import load_reward
 from rltrain.rewards.math import marked_answer, math
-from rltrain.rewards.registry import load_reward
-from rltrain.rewards.scorable import Scorable
 from rltrain.rewards.scorer import Scorer, Scores
 
 GSM8K = Path(__file__).resolve().parents[3] / "shared/data/gsm8k/train.jsonl"

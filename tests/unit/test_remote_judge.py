@@ -13,10 +13,8 @@ import pytest
 
 from rltrain.config import schema
 from rltrain.rewards import judge
-from rltrain.rewards.answers import Answer
-from rltrain.rewards.calling import await_calls
-from rltrain.rewards.registry import load_reward
-from rltrain.rewards.scorable import Scorable
+from rltrain.rewards.answers import Answer, Scorable
+from rltrain.rewards.functions import await_calls, load_reward
 from rltrain.rewards.scorer import Scorer, Scores
 
 Reply = tuple[int, Any]

@@ -11,10 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rltrain.config import schema
-from rltrain.rewards.answers import Answer, as_answer
-from rltrain.rewards.calling import await_calls, call
-from rltrain.rewards.registry import RewardFunction, load_reward
-from rltrain.rewards.scorable import Scorable
+from rltrain.rewards.answers import Answer, Scorable, as_answer
+from rltrain.rewards.functions import RewardFunction, await_calls, call, load_reward
 from rltrain.rewards.scorer import Scorer, Scores
 
 MODULE = "tests.unit.peer_rewards"

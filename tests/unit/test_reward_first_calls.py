@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from rltrain.config import schema
-from rltrain.rewards import worker_process
-from rltrain.rewards.registry import RewardFunction, load_reward
-from rltrain.rewards.scorable import Scorable
+from rltrain.rewards import worker
+from rltrain.rewards.answers import Scorable
+from rltrain.rewards.functions import RewardFunction, load_reward
 from rltrain.rewards.scorer import Scorer, Scores
 
 
@@ -28,9 +28,9 @@ class Answering:
         self.asked: list[tuple[int, str, float]] = []
         """Process, response and limit."""
         self.num_processes = self.num_calls = 0
-        monkeypatch.setattr(worker_process, "start_worker", self.start)
-        monkeypatch.setattr(worker_process, "kill_worker", lambda process: None)
-        monkeypatch.setattr(worker_process, "_ask", self.ask)
+        monkeypatch.setattr(worker, "start_worker", self.start)
+        monkeypatch.setattr(worker, "kill_worker", lambda process: None)
+        monkeypatch.setattr(worker, "_ask", self.ask)
 
     def start(self, *_: Any, **__: Any) -> SimpleNamespace:
         self.num_processes, self.num_calls = self.num_processes + 1, 0

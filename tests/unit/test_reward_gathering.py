@@ -10,9 +10,8 @@ import pytest
 
 from rltrain.config import schema
 from rltrain.errors import RewardError
-from rltrain.rewards.combined import CombinedScores
-from rltrain.rewards.registry import load_rewards
-from rltrain.rewards.scorer import Scores
+from rltrain.rewards.functions import load_rewards
+from rltrain.rewards.scorer import CombinedScores, Scores
 from rltrain.roles.failure_limit import FailureLimit
 from rltrain.roles.rank_records import RankRecords
 from rltrain.roles.reward import Reward

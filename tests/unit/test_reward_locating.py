@@ -7,8 +7,8 @@ import pytest
 
 from rltrain.config import schema
 from rltrain.errors import ConfigError
-from rltrain.rewards.registry import load_reward
-from rltrain.rewards.scorable import Scorable
+from rltrain.rewards.answers import Scorable
+from rltrain.rewards.functions import load_reward
 from rltrain.rewards.scorer import Scorer
 
 SOURCE = """\

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rltrain.data.experience import Experience
-from rltrain.rewards.combined import CombinedScores
-from rltrain.rewards.scorer import Scores
+from rltrain.rewards.scorer import CombinedScores, Scores
 from rltrain.roles.reward_statistics import RewardStatistics, is_of_one_function
 from tests.unit.packed_experience import packed_experience
 

@@ -12,11 +12,16 @@ from rltrain.config import schema
 from rltrain.errors import CheckpointError, ConfigError
 from rltrain.legality.config import check_config
 from rltrain.models.checkpoint_model import require_classifier
-from rltrain.rewards.combined import CombinedScorer
-from rltrain.rewards.conventions import Wants
-from rltrain.rewards.judge_question import NoVerdictError, Question, verdict_parser
-from rltrain.rewards.rewarding_model import RewardingModel, rewarding_models
-from rltrain.rewards.scorable import Scorable
+from rltrain.rewards.answers import Scorable
+from rltrain.rewards.functions import Wants
+from rltrain.rewards.scorer import (
+    CombinedScorer,
+    NoVerdictError,
+    Question,
+    RewardingModel,
+    rewarding_models,
+    verdict_parser,
+)
 from tests.unit.schedule_configs import NO_EVALUATION, make_config, order_of
 
 PLACED = {"actor": 0, "rollout, reward": 1, "reward_model": 2, "judge": 3}

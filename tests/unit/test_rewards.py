@@ -15,10 +15,10 @@ import pytest
 
 from rltrain.config import schema
 from rltrain.errors import ConfigError
-from rltrain.rewards import worker_process
+from rltrain.rewards import worker as worker_process
+from rltrain.rewards.answers import Scorable
 from rltrain.rewards.exact_match import exact_match
-from rltrain.rewards.registry import RewardFunction, load_reward
-from rltrain.rewards.scorable import Scorable
+from rltrain.rewards.functions import RewardFunction, load_reward
 from rltrain.rewards.scorer import Scorer, Scores
 
 MODULE = "tests.unit.user_rewards"
@@ -209,8 +209,8 @@ def test_a_worker_serves_many_samples_and_ends_with_the_scorer() -> None:
 def test_a_hanging_worker_ends_when_its_parent_is_killed() -> None:
     script = (
         "from rltrain.config import schema\n"
-        "from rltrain.rewards.registry import load_reward\n"
-        "from rltrain.rewards.scorable import Scorable\n"
+        "from rltrain.rewards.functions import load_reward\n"
+        "from rltrain.rewards.answers import Scorable\n"
         "from rltrain.rewards.scorer import Scorer\n"
         f"load = lambda name: load_reward(schema.Reward(function='{MODULE}:' + name))\n"
         "scorer = Scorer(load('misbehave'), timeout_s=600, num_workers=1)\n"
