@@ -1,9 +1,10 @@
 """A way in which environments are written, by which the registry knows them and plays them."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from rltrain.environments.factory import EnvironmentFactory
+from rltrain.environments.batch import EnvironmentFactory
 from rltrain.environments.interface import Environment
 
 Build = Callable[..., Any]
@@ -20,3 +21,17 @@ class Convention(Protocol):
     def adapt(self, build: Build, factory: EnvironmentFactory) -> Environment:
         """A new environment."""
         ...
+
+
+def parameters_of(owner: Any, method: str | None = None) -> tuple[str, ...] | None:
+    """Names of the parameters of a function, or of a method of a class or of an instance, without the instance's own.
+    None where there is no such method, or nothing is known of it."""
+    function = owner if method is None else getattr(owner, method, None)
+    if not callable(function):
+        return None
+    try:
+        names = tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return None
+    is_unbound = inspect.isclass(owner) and not inspect.ismethod(function) and method is not None
+    return names[1:] if is_unbound else names

@@ -1,16 +1,94 @@
 """Gymnasium's environments, one by one or vectorised: "gymnasium:FrozenLake-v1", or a user's class of them."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any
 
-from rltrain.environments.convention import Build
-from rltrain.environments.factory import EnvironmentFactory
-from rltrain.environments.gymnasium_text import action_help, default_parse, observation_text, without_colours
+from rltrain.environments.batch import EnvironmentFactory
+from rltrain.environments.convention import Build, parameters_of
 from rltrain.environments.interface import Action, Environment, Message, Opening, Row, StepResult
 from rltrain.environments.one_by_one import one_by_one
-from rltrain.environments.signatures import parameters_of
 from rltrain.errors import ConfigError, one_of
 from rltrain.rewards.locating import locate
+
+HIGHLIGHTED = re.compile(r"\x1b\[[0-9;]+m(.*?)\x1b\[0m")
+"""How drawings in text mark a place."""
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
+SIGNIFICANT_DIGITS = 4
+
+Render = Callable[[Any], str]
+"""Of an observation."""
+Parse = Callable[[str], Any]
+"""Of what the model wrote: an action, or None where it is none."""
+
+
+def without_colours(drawing: str) -> str:
+    """What was in colour stands in brackets."""
+    return HIGHLIGHTED.sub(r"[\1]", drawing).strip("\n")
+
+
+def observation_text(observation: Any) -> str:
+    """Numbers to 4 digits, arrays as lists of them, a mapping's entries on lines of their own."""
+    if isinstance(observation, str):
+        return observation
+    if isinstance(observation, Mapping):
+        return "\n".join(f"{name}: {observation_text(value)}" for name, value in observation.items())
+    if isinstance(observation, tuple):
+        return ", ".join(map(observation_text, observation))
+    return _numbers_text(observation.tolist() if hasattr(observation, "tolist") else observation)
+
+
+def _numbers_text(value: Any) -> str:
+    """Of a number, or of nested lists of them."""
+    if isinstance(value, list):
+        is_nested = any(isinstance(item, list) for item in value)
+        return ("\n" if is_nested else ", ").join(map(_numbers_text, value))
+    return f"{value:.{SIGNIFICANT_DIGITS}g}" if isinstance(value, float) else str(value)
+
+
+def default_parse(space: Any, names: Sequence[str] = ()) -> Parse:
+    """Of the action space `space`. Among finitely many actions the last number of the text is meant, or the last of
+    `names`; of several numbers the last that are needed."""
+    if hasattr(space, "n"):
+        return lambda text: _last_choice(text, int(space.n), int(getattr(space, "start", 0)), names)
+    if getattr(space, "shape", None) is not None:
+        return lambda text: _last_numbers(text, space)
+    raise TypeError(f"actions of {space} cannot be read from texts; env.options.parse names a function that can")
+
+
+def _last_choice(text: str, num_actions: int, start: int, names: Sequence[str]) -> int | None:
+    if names:
+        found = re.findall("|".join(rf"\b{re.escape(name)}\b" for name in names), text, re.IGNORECASE)
+        lowered = [name.lower() for name in names]
+        return start + lowered.index(found[-1].lower()) if found else None
+    numbers = NUMBER.findall(text)
+    if not numbers or not numbers[-1].lstrip("-").isdigit():
+        return None
+    number = int(numbers[-1])
+    return number if start <= number < start + num_actions else None
+
+
+def _last_numbers(text: str, space: Any) -> Any:
+    import numpy as np
+
+    count = prod(space.shape)
+    numbers = NUMBER.findall(text)[-count:] if count else []
+    if len(numbers) < count:
+        return None
+    action = np.array([float(number) for number in numbers]).reshape(space.shape).astype(space.dtype)
+    return action if space.contains(action) else None
+
+
+def action_help(space: Any, names: Sequence[str] = ()) -> str:
+    """What the model is told it may answer."""
+    if names:
+        return f"Answer with one of: {', '.join(names)}."
+    if hasattr(space, "n"):
+        start = int(getattr(space, "start", 0))
+        return f"Answer with a number from {start} to {start + int(space.n) - 1}."
+    return f"Answer with {prod(space.shape)} numbers."
+
 
 PREFIX = "gymnasium:"
 SEEDS_EACH = ("sync", "async")

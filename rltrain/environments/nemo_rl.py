@@ -3,10 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rltrain.environments.convention import Build
-from rltrain.environments.factory import EnvironmentFactory
+from rltrain.environments.batch import EnvironmentFactory
+from rltrain.environments.convention import Build, parameters_of
 from rltrain.environments.interface import Action, Environment, Message, Row, StepResult
-from rltrain.environments.signatures import parameters_of
 
 OWN_OPTIONS = ("metadata_key",)
 

@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from rltrain.environments import own
-from rltrain.environments.convention import Build
-from rltrain.environments.factory import EnvironmentFactory
+from rltrain.environments.batch import EnvironmentFactory
+from rltrain.environments.convention import Build, parameters_of
 from rltrain.environments.interface import Action, Environment, Opening, Row, StepResult
-from rltrain.environments.signatures import parameters_of
 
 
 class SingleEnvironment(Protocol):

@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any, Protocol
 
-from rltrain.environments.convention import Build
-from rltrain.environments.factory import EnvironmentFactory
+from rltrain.environments.batch import EnvironmentFactory
+from rltrain.environments.convention import Build, parameters_of
 from rltrain.environments.interface import Action, Environment, Message, Opening, Row, StepResult
 from rltrain.environments.one_by_one import one_by_one
-from rltrain.environments.signatures import parameters_of
 from rltrain.errors import ConfigError, one_of
 from rltrain.rewards.locating import locate
 from rltrain.runtime.json_text import parse_json

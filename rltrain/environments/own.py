@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from rltrain.environments.convention import Build
-from rltrain.environments.factory import EnvironmentFactory
+from rltrain.environments.batch import EnvironmentFactory
+from rltrain.environments.convention import Build, parameters_of
 from rltrain.environments.interface import Environment
-from rltrain.environments.signatures import parameters_of
 
 BEGUN_WITH = ("rows", "seeds")
 

@@ -3,11 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rltrain.environments.convention import Build
-from rltrain.environments.factory import EnvironmentFactory
+from rltrain.environments.batch import EnvironmentFactory
+from rltrain.environments.convention import Build, parameters_of
 from rltrain.environments.interface import Action, Environment, Observation, Opening, Row, StepResult
 from rltrain.environments.one_by_one import one_by_one
-from rltrain.environments.signatures import parameters_of
 
 
 def recognises(thing: Any) -> bool:

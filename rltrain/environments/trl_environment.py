@@ -6,11 +6,10 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rltrain.environments.convention import Build
-from rltrain.environments.factory import EnvironmentFactory
+from rltrain.environments.batch import EnvironmentFactory
+from rltrain.environments.convention import Build, parameters_of
 from rltrain.environments.interface import Action, Environment, Message, Opening, Row, StepResult, ToolCall
 from rltrain.environments.one_by_one import one_by_one
-from rltrain.environments.signatures import parameters_of
 
 NO_TOOLS = ("reset", "get_reward", "close", "get_state", "load_state", "offload", "onload")
 JSON_TYPES: Mapping[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array"}

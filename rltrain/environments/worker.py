@@ -13,18 +13,82 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import IO, Any
 
-from rltrain.environments import registry
+from rltrain.environments import gymnasium_adapter, nemo_rl, one_by_one, openenv, own, skyrl_gym, slime, trl_environment
+from rltrain.environments.batch import EnvironmentFactory
+from rltrain.environments.convention import Convention
 from rltrain.environments.encoding import BadAnswer, Json, decode_action, encode_openings, encode_results, to_line
-from rltrain.environments.factory import EnvironmentFactory
-from rltrain.environments.registry import CONVENTIONS, load_environment
-from rltrain.errors import UserError
+from rltrain.environments.interface import Environment
+from rltrain.errors import ConfigError, UserError
+from rltrain.rewards.locating import locate
 from rltrain.runtime.machine import become_worker, describe_raised
 
-OWN_FILES = {__file__, registry.__file__, *(inspect.getfile(convention.adapt) for convention in CONVENTIONS)}
+BUILT_IN = {
+    "agent": "rltrain.environments.agent:Agent",
+    "calculator": "rltrain.environments.calculator:Calculator",
+    "guess_number": "rltrain.environments.guess_number:GuessNumber",
+    "python": "rltrain.environments.python_tool:PythonTool",
+}
+CONVENTIONS: Sequence[Convention] = (
+    slime,
+    own,
+    nemo_rl,
+    openenv,
+    gymnasium_adapter,
+    skyrl_gym,
+    one_by_one,
+    trl_environment,
+)
+"""The first that recognises what was named plays it."""
+EXPECTED = (
+    "a class, or a function that returns an environment, with reset(rows, seeds) and step(actions) for a batch of "
+    "episodes or reset(row, seed) and step(action) for one, or another form of docs/environments.md"
+)
+
+
+def load_environment(factory: EnvironmentFactory) -> Callable[[], Environment]:
+    """What builds one environment after the other. Raises ConfigError where env.function cannot be found, is nothing
+    that can be played, or does not take env.options."""
+    function = factory.function
+    if function.startswith(gymnasium_adapter.PREFIX):
+        return gymnasium_adapter.registered(factory)
+    if function.startswith(openenv.SCHEMES):
+        return openenv.served(factory)
+    slime.provide()
+    named = locate(BUILT_IN.get(function, function), "env.function", shown=function, known=[*BUILT_IN])
+    convention = _convention_of(named, factory)
+    return lambda: convention.adapt(named, factory)
+
+
+def _convention_of(named: Callable[..., Any], factory: EnvironmentFactory) -> Convention:
+    for convention in CONVENTIONS:
+        if convention.recognises(named):
+            return convention
+    if inspect.isclass(named):
+        raise ConfigError(f"env.function: {factory.function!r} has {_methods_of(named)}; expected {EXPECTED}")
+    built = named(**factory.options)
+    for convention in CONVENTIONS:
+        if convention.recognises(built):
+            return convention
+    raise ConfigError(
+        f"env.function: {factory.function!r} returned {type(built).__name__}, which has {_methods_of(built)}; expected "
+        f"{EXPECTED}"
+    )
+
+
+def _methods_of(thing: Any) -> str:
+    signatures = []
+    for name in ("reset", "init", "step"):
+        method = getattr(thing, name, None)
+        if callable(method):
+            signatures.append(f"{name}{inspect.signature(method)}")
+    return ", ".join(signatures) or "neither reset nor step"
+
+
+OWN_FILES = {__file__, __file__, *(inspect.getfile(convention.adapt) for convention in CONVENTIONS)}
 
 
 class Environments:

@@ -7,8 +7,7 @@ from typing import Literal
 import torch
 
 from rltrain.checkpoint.run_files import Contents, read_contents
-from rltrain.environments.batch import EpisodeLimits
-from rltrain.environments.factory import EnvironmentFactory
+from rltrain.environments.batch import EnvironmentFactory, EpisodeLimits
 from rltrain.environments.host import EnvironmentHost
 from rltrain.environments.service import EnvironmentService
 from rltrain.errors import ConfigError

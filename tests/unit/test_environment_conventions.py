@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from rltrain.environments import registry, slime_modules
-from rltrain.environments.drawing import Episode, draw
-from rltrain.environments.factory import EnvironmentFactory
+from rltrain.environments import slime, worker
+from rltrain.environments.batch import EnvironmentFactory
 from rltrain.environments.interface import Action, Environment, StepResult, TokenIds, ToolCall
-from rltrain.environments.registry import load_environment
+from rltrain.environments.slime import Episode, draw
+from rltrain.environments.worker import load_environment
 from rltrain.errors import ConfigError
 
 WARMED_UP = Path(__file__).resolve().parents[1] / "warmed_up"
@@ -316,7 +316,7 @@ class FastTokenizer:
 
 @pytest.fixture(autouse=True)
 def fast_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(slime_modules._TOKENIZERS, str(WARMED_UP), FastTokenizer(WARMED_UP))
+    monkeypatch.setitem(slime._TOKENIZERS, str(WARMED_UP), FastTokenizer(WARMED_UP))
 
 
 def play(function: str, options: Mapping[str, Any], turns: Sequence[Action]) -> tuple[list[TokenIds], StepResult]:
@@ -408,7 +408,7 @@ def test_nothing_is_recognised_by_two_conventions() -> None:
     things: list[Any] = [SearchEnvironment, Counter, Echoing, EchoEnvironment, counts, test_gymnasium.Corridor]
     things += [user_environments.Counting, user_environments.Misbehaving, user_environments.Awaiting]
     for thing in things:
-        knowing = [convention for convention in registry.CONVENTIONS if convention.recognises(thing)]
+        knowing = [convention for convention in worker.CONVENTIONS if convention.recognises(thing)]
         assert len(knowing) == 1, f"{thing} is {knowing}"
 
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from rltrain.environments.batch import EpisodeLimits, Event, Failure
-from rltrain.environments.factory import EnvironmentFactory
+from rltrain.environments.batch import EnvironmentFactory, EpisodeLimits, Event, Failure
 from rltrain.environments.host import EnvironmentHost
 from rltrain.environments.interface import Action, TokenIds, ToolCall, Trajectory
 from rltrain.errors import ConfigError
@@ -339,7 +338,7 @@ def test_simulators_leave_the_device_and_come_back(start: Start) -> None:
 
 def test_processes_end_with_the_rank_that_owns_them() -> None:
     program = (
-        "from rltrain.environments.factory import EnvironmentFactory\n"
+        "from rltrain.environments.batch import EnvironmentFactory\n"
         "from rltrain.environments.host import EnvironmentHost\n"
         "from rltrain.environments.interface import Action\n"
         f"host = EnvironmentHost(EnvironmentFactory('{MODULE}:Misbehaving'), num_workers=1)\n"

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from rltrain.environments.factory import EnvironmentFactory
-from rltrain.environments.gymnasium_text import default_parse, observation_text, without_colours
+from rltrain.environments.batch import EnvironmentFactory
+from rltrain.environments.gymnasium_adapter import default_parse, observation_text, without_colours
 from rltrain.environments.interface import Action, Environment, StepResult
-from rltrain.environments.registry import load_environment
+from rltrain.environments.worker import load_environment
 from rltrain.errors import ConfigError
 
 DOWN, RIGHT = 1, 2

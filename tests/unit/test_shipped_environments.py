@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rltrain.environments.arithmetic import MAX_BITS, NoValue, evaluate, shown
-from rltrain.environments.calculator import Calculator
-from rltrain.environments.factory import EnvironmentFactory
+from rltrain.environments.batch import EnvironmentFactory
+from rltrain.environments.calculator import MAX_BITS, Calculator, NoValue, evaluate, shown
 from rltrain.environments.guess_number import GuessNumber
 from rltrain.environments.host import EnvironmentHost
 from rltrain.environments.interface import Action, StepResult, ToolCall
