@@ -21,7 +21,7 @@ from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.transformer import multi_latent_attention
 from transformer_engine.pytorch import attention_rules
 
-from rltrain.algorithms.likelihood import likelihood_loss
+from rltrain.algorithms.losses import likelihood_loss
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.config import schema
 from rltrain.errors import ConfigError

@@ -161,14 +161,14 @@ class Algorithm:
         """
         if not self.needs_whole_step():
             return experience
-        from rltrain.algorithms.whitening import moments, whiten
+        from rltrain.algorithms.advantages import moments, whiten
 
         sums = replicas.total(moments(experience))
         return experience.with_fields(advantages=whiten(experience.advantages, experience.response_mask, sums))
 
     def loss_function(self) -> "LossFunction":
         """The actor's."""
-        from rltrain.algorithms.policy import policy_loss
+        from rltrain.algorithms.policy_loss import policy_loss
 
         config = self.config
         return policy_loss(config.loss, config.rollout.sampling.max_response_tokens, config.teacher)

@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from rltrain.algorithms import correction, parity
 from rltrain.algorithms.algorithm import Replicas
+from rltrain.algorithms.correction import apply_staleness_limit
 from rltrain.algorithms.losses import LossFunction
 from rltrain.algorithms.parity import measuring_parity
 from rltrain.algorithms.registry import algorithm_of
-from rltrain.algorithms.staleness import apply_staleness_limit
 from rltrain.checkpoint.hf import NO_NOTES, replace_checkpoint, save_checkpoint
 from rltrain.checkpoint.run_files import Contents, read_texts
 from rltrain.checkpoint.run_folder import name_of

@@ -6,10 +6,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from rltrain.algorithms.advantages import (
+    KlCoefficient,
+    mean_kl_sums,
+    num_truncated,
+    overlong_penalties,
+    response_kl,
+    without_truncated,
+)
 from rltrain.algorithms.algorithm import Algorithm
-from rltrain.algorithms.kl_reward import KlCoefficient, mean_kl_sums, response_kl
-from rltrain.algorithms.overlong import num_truncated, overlong_penalties, without_truncated
-from rltrain.algorithms.teaching import with_teacher_advantages
+from rltrain.algorithms.kl import with_teacher_advantages
 from rltrain.data.experience import Experience
 from rltrain.roles.role import Metrics
 

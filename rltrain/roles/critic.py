@@ -1,6 +1,6 @@
 """The critic: estimates the reward that is still to come, for PPO's advantages."""
 
-from rltrain.algorithms import value
+from rltrain.algorithms import losses
 from rltrain.data.experience import Experience
 from rltrain.roles.role import Job, Metrics
 from rltrain.roles.step_batch import StepBatch, summarize
@@ -13,7 +13,7 @@ class Critic(TrainedRole):
     def __init__(self, job: Job) -> None:
         config, settings = job.config, job.config.critic
         super().__init__(job, settings, total_updates=config.steps * job.shape.updates_per_step)
-        self.loss_function = value.of_states(value.value_loss(settings.value_clip))
+        self.loss_function = losses.of_states(losses.value_loss(settings.value_clip))
         self.evaluated: dict[tuple[int, int], Experience] = {}
         self.batch = StepBatch(config)
 
@@ -21,7 +21,7 @@ class Critic(TrainedRole):
         """The value before every token. Collective over: this replica."""
         scored = self.shipments.pop(("scored", step, chunk))
         scores = self.model.evaluate(scored.experience, max_tokens=self.config.critic.micro_batch_tokens)
-        evaluated = scored.with_fields(values=value.before_tokens(scores, scored.experience.lengths))
+        evaluated = scored.with_fields(values=losses.before_tokens(scores, scored.experience.lengths))
         self.evaluated[step, chunk] = evaluated.experience
         self.shipments["values", step, chunk] = evaluated
 
@@ -42,7 +42,7 @@ class Critic(TrainedRole):
             updates = self.model.train_batches(mini_batches, self.loss_function)
         self.warn_of_skipped(step, updates)
         self.replicas.check(step, self.model)
-        metrics = summarize([value.summarize(update) for update in updates])
+        metrics = summarize([losses.summarize(update) for update in updates])
         return {f"critic/{name}": number for name, number in metrics.items()}
 
     def _take_returns(self, step: int, chunk: int) -> None:

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import torch
 
-from rltrain.algorithms.group_relative import GroupRelative
 from rltrain.algorithms.registry import algorithm_of
+from rltrain.algorithms.reinforcement import GroupRelative
 from rltrain.checkpoint.run_files import Contents
 from rltrain.data.experience import Experience
 from rltrain.exchange.shipment import Shipment

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rltrain.algorithms.divergence import asked_tokens
+from rltrain.algorithms.kl import asked_tokens
 from rltrain.data.experience import Experience
 from rltrain.models.architecture import Architecture, Head
 from rltrain.training.gathered_rows import of_all_tokens

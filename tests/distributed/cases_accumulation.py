@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.algorithms import value
+from rltrain.algorithms import losses as value
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.config import schema
 from rltrain.data.experience import FIELDS, Experience

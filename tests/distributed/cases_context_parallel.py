@@ -11,11 +11,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from rltrain.algorithms.losses import LossFunction
-from rltrain.algorithms.policy import policy_loss
-from rltrain.algorithms.preference import direct_preference_loss
-from rltrain.algorithms.ranking import ranking_loss
-from rltrain.algorithms.value import of_states, value_loss
+from rltrain.algorithms.losses import LossFunction, direct_preference_loss, of_states, ranking_loss, value_loss
+from rltrain.algorithms.policy_loss import policy_loss
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.config import schema
 from rltrain.data.experience import Experience

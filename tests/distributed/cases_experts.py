@@ -12,7 +12,7 @@ from megatron.core.distributed import finalize_model_grads
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rltrain.algorithms.likelihood import likelihood_loss
+from rltrain.algorithms.losses import likelihood_loss
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.checkpoint.hf_writer import save_checkpoint
 from rltrain.config import schema

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from rltrain.algorithms.likelihood import likelihood_loss
+from rltrain.algorithms.losses import likelihood_loss
 from rltrain.checkpoint.hf_writer import save_checkpoint
 from rltrain.config import schema
 from rltrain.models import read_architecture

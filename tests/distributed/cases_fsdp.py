@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from rltrain.algorithms.value import of_states, value_loss
+from rltrain.algorithms.losses import of_states, value_loss
 from rltrain.checkpoint.saved_state import PIECES
 from rltrain.config import schema
 from rltrain.data.experience import Experience

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from safetensors.torch import save_file
 
-from rltrain.algorithms.likelihood import likelihood_loss
+from rltrain.algorithms.losses import likelihood_loss
 from rltrain.checkpoint.hf_writer import save_checkpoint
 from rltrain.checkpoint.peft_files import save_adapters
 from rltrain.config import schema

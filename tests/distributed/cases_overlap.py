@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from rltrain.algorithms.policy import policy_loss
+from rltrain.algorithms.policy_loss import policy_loss
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.errors import DivergenceError

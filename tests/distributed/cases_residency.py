@@ -11,7 +11,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rltrain.algorithms.likelihood import likelihood_loss
+from rltrain.algorithms.losses import likelihood_loss
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.config import schema
 from rltrain.data.experience import Experience

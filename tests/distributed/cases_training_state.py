@@ -12,9 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rltrain.algorithms.likelihood import likelihood_loss
-from rltrain.algorithms.losses import LossFunction
-from rltrain.algorithms.value import of_states, value_loss
+from rltrain.algorithms.losses import LossFunction, likelihood_loss, of_states, value_loss
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.checkpoint.saved_state import PIECES, Destination, SavedState
 from rltrain.config import schema

@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rltrain.algorithms.ranking import sample_scores
-from rltrain.algorithms.value import before_tokens
+from rltrain.algorithms.losses import before_tokens, sample_scores
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.config import schema
 from rltrain.data.experience import Experience

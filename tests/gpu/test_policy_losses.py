@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from rltrain.algorithms.policy import policy_loss
-from rltrain.algorithms.policy_losses.registry import POLICY_LOSSES
+from rltrain.algorithms.policy_loss import POLICY_LOSSES, policy_loss
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from tests.unit.packed_experience import packed_experience

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rltrain.algorithms.likelihood import likelihood_loss
+from rltrain.algorithms.losses import likelihood_loss
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.config import schema
 from rltrain.models import Architecture

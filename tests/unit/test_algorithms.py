@@ -6,8 +6,8 @@ from typing import get_args
 import pytest
 import torch
 
+from rltrain.algorithms.advantages import with_gae
 from rltrain.algorithms.algorithm import Algorithm, Replicas
-from rltrain.algorithms.gae import with_gae
 from rltrain.algorithms.registry import ALGORITHMS, algorithm_of
 from rltrain.config.schema import Config
 from rltrain.data.experience import Experience

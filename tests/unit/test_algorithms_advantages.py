@@ -12,10 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rltrain.algorithms.advantages import STD_EPS, Groups, moments
 from rltrain.algorithms.algorithm import Algorithm, Replicas
-from rltrain.algorithms.groups import STD_EPS, Groups
 from rltrain.algorithms.registry import algorithm_of
-from rltrain.algorithms.whitening import moments
 from rltrain.data.experience import SIBLINGS_APART, Experience
 from tests.unit.schedule_configs import make_config
 

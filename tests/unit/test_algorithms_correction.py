@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from rltrain.algorithms.correction import corrected, summarize, weight_sums, with_weight_mean
-from rltrain.algorithms.policy import kl_term, policy_loss
-from rltrain.algorithms.policy_losses.surrogate import ResponseTokens
+from rltrain.algorithms.policy_loss import ResponseTokens, kl_term, policy_loss
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from tests.unit.packed_experience import packed_experience

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.algorithms.gae import with_gae
-from rltrain.algorithms.whitening import moments, whiten
+from rltrain.algorithms.advantages import moments, whiten, with_gae
 from rltrain.data.experience import Experience
 from tests.unit.packed_experience import packed_experience
 

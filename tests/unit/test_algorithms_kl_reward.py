@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from rltrain.algorithms.kl_reward import KlCoefficient, mean_kl_sums, response_kl
+from rltrain.algorithms.advantages import KlCoefficient, mean_kl_sums, response_kl
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rltrain.algorithms.correction import summarize
-from rltrain.algorithms.likelihood import likelihood_loss
-from rltrain.algorithms.losses import LossFunction, LossOutput, masked_max, sample_index, token_weights
-from rltrain.algorithms.policy import policy_loss
+from rltrain.algorithms.losses import LossFunction, LossOutput, likelihood_loss, masked_max, sample_index, token_weights
+from rltrain.algorithms.policy_loss import policy_loss
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 

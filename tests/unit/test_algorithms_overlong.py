@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.algorithms.overlong import num_truncated, overlong_penalties, without_truncated
+from rltrain.algorithms.advantages import num_truncated, overlong_penalties, without_truncated
 from rltrain.config.schema import OverlongPenalty
 from tests.unit.packed_experience import packed_experience
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rltrain.algorithms.advantages import with_sample_advantages
-from rltrain.algorithms.staleness import apply_staleness_limit, token_staleness
+from rltrain.algorithms.correction import apply_staleness_limit, token_staleness
 from rltrain.data.experience import Experience
 from tests.unit.packed_experience import packed_experience
 

@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rltrain.algorithms.distillation import Distillation
-from rltrain.algorithms.divergence import asked_tokens, divergence_from, forward_kl, reverse_kl
-from rltrain.algorithms.policy import policy_loss
-from rltrain.algorithms.teaching import with_teacher_advantages
+from rltrain.algorithms.kl import asked_tokens, divergence_from, forward_kl, reverse_kl, with_teacher_advantages
+from rltrain.algorithms.policy_loss import policy_loss
+from rltrain.algorithms.supervised import Distillation
 from rltrain.config.schema import Config, Loss, Teacher
 from rltrain.data.experience import Experience
 from tests.unit.packed_experience import packed_experience

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.algorithms.losses import LossOutput
-from rltrain.algorithms.value import clipped_value_loss, summarize, value_loss
+from rltrain.algorithms.losses import LossOutput, clipped_value_loss, summarize, value_loss
 from rltrain.data.experience import Experience
 from tests.unit.packed_experience import packed_experience
 

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rltrain.algorithms.advantages import Rectangle
 from rltrain.algorithms.algorithm import Replicas
 from rltrain.algorithms.losses import sample_index
-from rltrain.algorithms.policy import policy_loss
-from rltrain.algorithms.rectangles import Rectangle
+from rltrain.algorithms.policy_loss import policy_loss
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.config import schema
 from rltrain.data.experience import Experience, join

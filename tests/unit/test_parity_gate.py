@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rltrain.algorithms.losses import LossOutput, sample_shares, token_weights
 from rltrain.algorithms.parity import measuring_parity, summarize
-from rltrain.algorithms.policy import policy_loss
+from rltrain.algorithms.policy_loss import policy_loss
 from rltrain.config.schema import Checks, Loss
 from rltrain.data.experience import Experience
 from rltrain.errors import ConfigError, ParityError

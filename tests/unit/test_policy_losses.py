@@ -7,12 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rltrain.algorithms.policy import policy_loss
-from rltrain.algorithms.policy_losses.clip import clip
-from rltrain.algorithms.policy_losses.clip_cov import clip_cov
-from rltrain.algorithms.policy_losses.covariance import covariances
-from rltrain.algorithms.policy_losses.registry import POLICY_LOSSES
-from rltrain.algorithms.policy_losses.surrogate import ResponseTokens
+from rltrain.algorithms.policy_loss import POLICY_LOSSES, ResponseTokens, clip, clip_cov, covariances, policy_loss
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from tests.unit.packed_experience import packed_experience

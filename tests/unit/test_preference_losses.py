@@ -9,9 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rltrain.algorithms.losses import LossFunction
-from rltrain.algorithms.preference import direct_preference_loss
-from rltrain.algorithms.ranking import ranking_loss
+from rltrain.algorithms.losses import LossFunction, direct_preference_loss, ranking_loss
 from rltrain.config.schema import Preference
 from rltrain.data.experience import Experience
 from rltrain.training.packing import pack

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rltrain.algorithms.losses import SharedLoss, divisor_shares, sample_shares, token_weights
-from rltrain.algorithms.pairs import num_pairs, pair_shares
+from rltrain.algorithms.losses import SharedLoss, divisor_shares, num_pairs, pair_shares, sample_shares, token_weights
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.errors import ConfigError

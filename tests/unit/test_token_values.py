@@ -2,7 +2,7 @@
 
 import torch
 
-from rltrain.algorithms.value import before_tokens
+from rltrain.algorithms.losses import before_tokens
 
 LENGTHS = torch.tensor([3, 1, 2])
 

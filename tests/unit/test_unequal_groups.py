@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rltrain.algorithms.gae import with_gae
+from rltrain.algorithms.advantages import with_gae
 from rltrain.data.experience import SIBLINGS_APART, mini_batch_of
 from rltrain.environments.interface import Trajectory
 from rltrain.rollout.sample import Sample, Status

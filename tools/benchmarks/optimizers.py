@@ -22,7 +22,7 @@ import torch.distributed as dist
 import train_step
 from weight_sync_timing import describe_machine
 
-from rltrain.algorithms.likelihood import likelihood_loss
+from rltrain.algorithms.losses import likelihood_loss
 from rltrain.config import schema
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import group_lists

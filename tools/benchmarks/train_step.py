@@ -24,7 +24,7 @@ from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 
-from rltrain.algorithms.likelihood import likelihood_loss
+from rltrain.algorithms.losses import likelihood_loss
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.models import Architecture

@@ -1,0 +1,556 @@
+"""Algorithms that give a response one advantage, by comparing it with the other responses to its prompt."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar
+
+from rltrain.algorithms.algorithm import Algorithm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rltrain.algorithms.advantages import Groups
+    from rltrain.data.experience import Experience
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rltrain.algorithms.advantages import Groups
+from rltrain.algorithms.algorithm import Replicas
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rltrain.data.experience import Experience
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from rltrain.errors import ConfigError
+from rltrain.rewards.locating import locate
+
+MIN_SAMPLES_PER_GROUP = 2
+
+
+class GroupRelative(Algorithm):
+    """The distance from the reference is taken off a response's reward as a whole."""
+
+    compares: ClassVar[str] = "rewards"
+    """The field of the experience that `of_groups` gets."""
+
+    def problems(self) -> Iterator[str]:
+        samples = self.config.batch.samples_per_prompt
+        if samples < MIN_SAMPLES_PER_GROUP:
+            yield (
+                f"batch.samples_per_prompt: got {samples}; expected at least {MIN_SAMPLES_PER_GROUP}: algorithm "
+                f"{self.name} compares the samples of a prompt, and the advantage of a single one is 0"
+            )
+        yield from super().problems()
+
+    def of_groups(self, rewards: "Tensor", groups: "Groups") -> "Tensor":
+        """[members] fp64 advantages of the samples that are trained on, from their rewards."""
+        raise NotImplementedError(f"algorithm {self.name} compares nothing")
+
+    def with_advantages(self, experience: "Experience", token_rewards: "Tensor | None" = None) -> "Experience":
+        from rltrain.algorithms.advantages import with_sample_advantages
+
+        return with_sample_advantages(experience, self.of_groups, of=self.compares, token_rewards=token_rewards)
+
+
+class Grpo(GroupRelative):
+    """Shao et al. 2024, "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models", 4.1.2:
+
+        A_i = (r_i - mean(r)) / std(r)        over the responses of a prompt
+
+    Dr. GRPO (Liu et al. 2025, "Understanding R1-Zero-Like Training: A Critical Perspective") leaves it undivided:
+    advantages.normalize_std false, with loss.normalization dr_grpo.
+    """
+
+    name = "grpo"
+    uses = frozenset({"normalize_std"})
+
+    def of_groups(self, rewards: "Tensor", groups: "Groups") -> "Tensor":
+        return groups.standardized(rewards) if self.config.advantages.normalize_std else groups.centred(rewards)
+
+
+MIN_FUNCTIONS = 2
+
+
+class Gdpo(GroupRelative):
+    """Liu et al. 2026, "GDPO: Group reward-Decoupled Normalization Policy Optimization for Multi-reward RL
+    Optimization":
+
+        A_i = sum over f of w_f (r_(f, i) - mean(r_f)) / std(r_f)        over the responses of a prompt
+        A_i becomes (A_i - mean(A)) / std(A)        over all response tokens of the step
+
+    with the weights w_f of reward.functions, and of placed models that score responses. A response that a function is
+    not for (None) is no member of that function's groups. advantages.normalize_std false leaves out the first division.
+    """
+
+    name = "gdpo"
+    uses = frozenset({"normalize_std", "whiten"})
+    compares = "reward_parts"
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if len(self.config.reward_weights) < MIN_FUNCTIONS:
+            yield (
+                f"reward.functions: got {len(self.config.reward.functions or ())}; expected at least {MIN_FUNCTIONS}: "
+                "algorithm gdpo normalises each apart, and for one alone there is grpo"
+            )
+        reason = "algorithm gdpo looks at what each of reward.functions gave, of which that is none"
+        if self.penalizes_reward():
+            yield f"loss.kl.where: got reward; expected loss: {reason}"
+        if self.config.advantages.overlong_penalty is not None:
+            yield f"advantages.overlong_penalty: got one; expected null: {reason}"
+
+    def of_groups(self, rewards: "Tensor", groups: "Groups") -> "Tensor":
+        """`rewards` are [members, functions], NaN where a function is not for the sample."""
+        advantages = rewards.new_zeros(len(rewards))
+        for part, weight in zip(rewards.unbind(1), self.config.reward_weights, strict=True):
+            known = ~part.isnan()
+            own, among = part[known], groups.select(known)
+            normalised = among.standardized(own) if self.config.advantages.normalize_std else among.centred(own)
+            advantages[known] += weight * normalised
+        return advantages
+
+
+class Gpg(GroupRelative):
+    """Chu et al. 2025, "GPG: A Simple and Strong Reinforcement Learning Baseline for Model Reasoning":
+
+        A_i = alpha (r_i - mean(r))        over the responses of a prompt
+        alpha = B / (B - M)        of the B samples of the step, M of which are of prompts with equal rewards
+
+    With advantages.scale_by rewarded, verl's, B - M is the number of samples whose reward is not 0. The paper's loss
+    has no ratio: loss.policy reinforce.
+    """
+
+    name = "gpg"
+    uses = frozenset({"scale_by"})
+
+    def of_groups(self, rewards: "Tensor", groups: "Groups") -> "Tensor":
+        return groups.centred(rewards)
+
+    def needs_whole_step(self) -> bool:
+        return True
+
+    def over_whole_step(self, experience: "Experience", replicas: Replicas) -> "Experience":
+        import torch
+
+        from rltrain.algorithms.losses import of_response, response_lengths, sample_sums
+
+        members, groups = response_lengths(experience) > 0, experience.group_ids
+        if self.config.advantages.scale_by == "rewarded":
+            counted = members & (experience.rewards != 0)
+        else:
+            differing = sample_sums(experience, of_response(experience, "advantages").abs()) != 0
+            counted = members & torch.isin(groups, groups[differing])
+        num_samples, num_counted = replicas.total(torch.stack([members.sum(), counted.sum()]).double()).tolist()
+        return experience.with_fields(advantages=experience.advantages * (num_samples / max(num_counted, 1)))
+
+
+class MaxRl(GroupRelative):
+    """Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning", with the mean as control variate:
+
+        A_i = (r_i - mean(r)) / mean(r)        over the responses of a prompt, 0 where mean(r) is 0
+
+    Over n responses with k successes that is 1/k times the sum of the successes' gradients less 1/n times that of all:
+    in expectation the gradient of the log of the success rate p, as its series -sum over m < n of (1 - p)^m / m.
+    Rewards are chances of success, from 0 to 1.
+    """
+
+    name = "maxrl"
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        reason = "algorithm maxrl divides by the mean reward of a prompt, which is to be its rate of success"
+        if self.penalizes_reward():
+            yield f"loss.kl.where: got reward; expected loss: {reason}"
+        if self.config.advantages.overlong_penalty is not None:
+            yield f"advantages.overlong_penalty: got one; expected null: {reason}"
+
+    def of_groups(self, rewards: "Tensor", groups: "Groups") -> "Tensor":
+        means = groups.means(rewards)
+        fails = means <= 0
+        return groups.centred(rewards).masked_fill(fails, 0) / means.masked_fill(fails, 1)
+
+
+class PassAtK(GroupRelative):
+    """Walder and Karkhanis 2025, "Pass@K Policy Optimization: Solving Harder Reinforcement Learning Problems", the
+    estimator with the leave-one-out baseline of k - 1 samples:
+
+        A_i = mean over the sets I of k responses that hold i of (max of r over I - max of r over I without i)
+
+    over the responses of a prompt; k / n times that is the paper's s_i, whose sum over i of s_i grad log p_i is an
+    unbiased estimate of the gradient of E[max of k rewards]. With k = n it is Tang et al. 2025, "Optimizing Language
+    Models for Inference Time Objectives using Reinforcement Learning": the best response's reward less the second
+    best's. advantages.normalize_std divides by the standard deviation of the prompt's rewards.
+    """
+
+    name = "pass_at_k"
+    uses = frozenset({"normalize_std", "k"})
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        k, samples = self.config.advantages.k, self.config.batch.samples_per_prompt
+        if not 2 <= k <= max(samples, 2):
+            yield (
+                f"advantages.k: got {k} with batch.samples_per_prompt {samples}; expected 2 to {samples}: algorithm "
+                "pass_at_k takes the best of k samples of a prompt, and the best of one is grpo's or rloo's"
+            )
+
+    def of_groups(self, rewards: "Tensor", groups: "Groups") -> "Tensor":
+        from rltrain.algorithms.advantages import gains_of_best
+
+        gains = gains_of_best(rewards, groups, self.config.advantages.k)
+        return groups.over_deviations(gains, rewards) if self.config.advantages.normalize_std else gains
+
+
+class Rloo(GroupRelative):
+    """Ahmadian et al. 2024, "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback
+    in LLMs" (Kool et al. 2019, "Buy 4 REINFORCE Samples, Get a Baseline for Free!"):
+
+        A_i = r_i - 1/(n - 1) sum over j != i of r_j        over the n responses of a prompt
+
+    An episode that is alone has nothing to be compared with: its mean is the baseline.
+    """
+
+    name = "rloo"
+
+    def of_groups(self, rewards: "Tensor", groups: "Groups") -> "Tensor":
+        return (rewards - groups.others_means(rewards)).masked_fill(groups.are_equal(rewards), 0)
+
+
+class ReMax(Algorithm):
+    """Li et al. 2024, "ReMax: A Simple, Effective, and Efficient Reinforcement Learning Method for Aligning Large
+    Language Models":
+
+        A_i = r(x, y_i) - r(x, greedy y)
+
+    The greedy response to each prompt is drawn and scored beside the sampled ones, and not trained on. A distance from
+    the reference that is taken off the reward is that of the sampled response alone.
+    """
+
+    name = "remax"
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.config.env.agent is not None:
+            yield (
+                "env.agent: got one with algorithm remax; expected none: each of its requests says itself how its "
+                "tokens are drawn, and remax needs an episode that is drawn greedily"
+            )
+
+    def greedy_samples_per_group(self) -> int:
+        return 1
+
+    def compared_with_greedy(self, experience: "Experience") -> "Experience":
+        from rltrain.algorithms.advantages import less_greedy_rewards
+
+        return less_greedy_rewards(experience, self.is_greedy(experience))
+
+    def with_advantages(self, experience: "Experience", token_rewards: "Tensor | None" = None) -> "Experience":
+        from rltrain.algorithms.advantages import with_sample_advantages
+
+        return with_sample_advantages(experience, lambda rewards, _: rewards, token_rewards=token_rewards)
+
+
+class ReinforcePlusPlus(Algorithm):
+    """Hu et al. 2025, "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage Normalization":
+
+        A_t = sum over i >= t of gamma^(i - t) (r at the last token - beta KL_i)
+        A_t becomes (A_t - mean(A)) / std(A)        over all response tokens of the step
+
+    The distance from the reference, where loss.kl is in the reward, is taken off token by token. The paper has no
+    discount (gamma 1) and estimates it by k1.
+    """
+
+    name = "reinforce_plus_plus"
+    per_token = True
+    uses = frozenset({"gamma", "whiten"})
+
+    def with_advantages(self, experience: "Experience", token_rewards: "Tensor | None" = None) -> "Experience":
+        from rltrain.algorithms.advantages import with_returns_to_go
+
+        return with_returns_to_go(experience, token_rewards, gamma=self.config.advantages.gamma)
+
+
+class ReinforcePlusPlusBaseline(GroupRelative):
+    """Hu et al. 2025, "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage Normalization",
+    the variant for several responses to a prompt:
+
+        A_i = r_i - mean(r)        over the responses of a prompt
+        A_i becomes (A_i - mean(A)) / std(A)        over all response tokens of the step
+
+    The paper has the distance from the reference in the loss: loss.kl.where loss, estimator k2.
+    """
+
+    name = "reinforce_plus_plus_baseline"
+    uses = frozenset({"whiten"})
+
+    def of_groups(self, rewards: "Tensor", groups: "Groups") -> "Tensor":
+        return groups.centred(rewards)
+
+
+EPS = 1e-8
+"""Of the weights' sum, as in verl."""
+
+
+class OptimalTokenBaseline(GroupRelative):
+    """Li et al. 2026, "The Optimal Token Baseline: Variance Reduction for Long-Horizon LLM-RL", as verl has it:
+
+        A_(i, t) = G_(i, t) - sum over j of W_(j, t) G_(j, t) / sum over j of W_(j, t)
+        W_(j, t) = sum over s <= t of rho_(j, s)^2 (1 - 2 p_(j, s) + sum over tokens v of p_(j, s)(v)^2)
+
+    over the responses j to the prompt that have a token in the t-th place. G is what is still to come of the reward, p
+    the actor's probability, so that the bracket is the squared norm of the log-prob's gradient by the logits, and rho
+    the weight of loss.correction, or 1. Of a token beyond all other responses A is G. A response that is alone has A 0.
+
+    The distance from the reference, where loss.kl is in the reward, is taken off token by token.
+    """
+
+    name = "optimal_token_baseline"
+    per_token = True
+    needs_actor_squares = True
+
+    def usable_roles(self) -> frozenset[str]:
+        return super().usable_roles() - {"inference"}
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        reason = f"algorithm {self.name} weighs by the actor's probabilities of all tokens at the step's start"
+        if not self.needs_actor_logprobs():
+            yield f"loss.old_logprobs: got {self.config.loss.old_logprobs}; expected actor: {reason}"
+        if self.config.model.router_replay == "recompute":
+            yield f"model.router_replay: got recompute; expected null or rollout: {reason}, which it evaluates without"
+
+    def with_advantages(self, experience: "Experience", token_rewards: "Tensor | None" = None) -> "Experience":
+        """Needs actor_logprobs and actor_squares, with loss.correction rollout_logprobs."""
+        import torch
+
+        from rltrain.algorithms.advantages import Rectangle, with_returns_to_go
+
+        returns = with_returns_to_go(experience, token_rewards, gamma=1.0)
+        rows = Rectangle.of(experience)
+        mask = rows.padded(experience.response_mask.double())
+        to_go = rows.padded(returns.advantages.double()) * mask
+        weights = (rows.padded(self._energies(experience)) * mask).cumsum(1) * mask
+        groups = experience.group_ids
+        zeros = torch.zeros(3, int(groups.max()) + 1 if len(groups) else 0, rows.shape[1], dtype=torch.float64)
+        sums = zeros.index_add(1, groups, torch.stack([to_go * weights, weights, mask]))[:, groups]
+        baselines = (sums[0] / (sums[1] + EPS)).masked_fill(sums[2] == 1, 0)
+        members = (mask.sum(1) > 0).long()
+        is_alone = torch.zeros(zeros.shape[1], dtype=torch.int64).index_add(0, groups, members)[groups] == 1
+        advantages = ((to_go - baselines) * mask).masked_fill(is_alone[:, None], 0)
+        return experience.with_fields(
+            advantages=rows.packed(advantages, experience.num_tokens).to(experience.rewards.dtype)
+        )
+
+    def _energies(self, experience: "Experience") -> "Tensor":
+        """[tokens] fp64 squared norms of the gradients, by the weights of the correction."""
+        from rltrain.algorithms.correction import weights_of
+        from rltrain.algorithms.losses import of_response
+
+        actor, settings = of_response(experience, "actor_logprobs").double(), self.config.loss.correction
+        energy = 1 - 2 * actor.exp() + experience.actor_squares.double()
+        if settings.high is None:
+            return energy
+        log_ratio = actor - of_response(experience, "rollout_logprobs").double()
+        return energy * weights_of(experience, log_ratio, settings)[0].square()
+
+
+class Ppo(Algorithm):
+    """Schulman et al. 2017, "Proximal Policy Optimization Algorithms", with the advantages of Schulman et al. 2016,
+    "High-Dimensional Continuous Control Using Generalized Advantage Estimation":
+
+        A_t = sum over l of (gamma lambda)^l delta_(t + l),   delta_t = r_t + gamma V_(t + 1) - V_t
+
+    whitened over the response tokens of a step.
+    """
+
+    name = "ppo"
+    per_token = True
+    uses = frozenset({"gamma", "gae_lambda", "whiten"})
+
+    def needs(self) -> dict[str, str]:
+        return {**super().needs(), "critic": f"algorithm {self.name}"}
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.first_actor_step() >= self.config.steps:
+            yield (
+                f"critic.critic_warmup_steps: got {self.first_actor_step()} of {self.config.steps} steps (config key "
+                "steps); expected fewer, so that the actor learns too"
+            )
+
+    def first_actor_step(self) -> int:
+        return self.config.critic.critic_warmup_steps
+
+    def with_advantages(self, experience: "Experience", token_rewards: "Tensor | None" = None) -> "Experience":
+        from rltrain.algorithms.advantages import with_gae
+
+        settings = self.config.advantages
+        return with_gae(experience, token_rewards, gamma=settings.gamma, lam=settings.gae_lambda)
+
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rltrain.algorithms.losses import LossFunction
+
+    pass
+    from rltrain.data.experience import Experience
+
+OF_SAMPLES = ("rewards", "groups")
+OF_TOKENS = ("token_level_rewards", "response_mask", "index")
+"""verl's and SkyRL's names."""
+COEFFICIENTS = ("gamma", "lambd", "lam")
+TOKEN_FIELDS = ("advantages", "response_mask")
+
+
+class Own(Algorithm):
+    """advantages.function is called once a step with the samples of all replicas, by its parameters' names:
+
+        (rewards, groups)        [samples] rewards and numbers of prompts; it gives [samples] advantages
+        (token_level_rewards, response_mask, index)        verl's and SkyRL's: [samples, longest response] twice, and an
+                                 array [samples]; it gives advantages of that shape, alone or before the returns
+
+    The distance from the reference, where loss.kl is in the reward, is taken off token by token.
+    """
+
+    name = "own"
+    per_token = True
+    uses = frozenset({"function", "gamma", "gae_lambda"})
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        advantages, teacher = self.config.advantages, self.config.teacher
+        if advantages.function is None:
+            yield 'advantages.function: got null; expected "file.py:function" or "module:function" for algorithm own'
+        if advantages.mask_truncated:
+            yield "advantages.mask_truncated: got true; expected false: the function of algorithm own sees all samples"
+        if "teacher" in self.config.placed_roles and teacher.where == "advantage":
+            yield "teacher.where: got advantage; expected loss: the function of algorithm own says what advantages are"
+
+    @cached_property
+    def function(self) -> "OwnFunction":
+        """ConfigError where there is none that can be called."""
+        pass
+
+        found = OwnFunction.of(self.config.advantages.function or "", "advantages.function")
+        known = OF_SAMPLES if found.takes(OF_SAMPLES) else OF_TOKENS
+        found.require_known((OF_SAMPLES, OF_TOKENS), (*known, *COEFFICIENTS))
+        return found
+
+    def loss_function(self) -> "LossFunction":
+        _ = self.function  # one that cannot be called is told of before anything is drawn
+        return super().loss_function()
+
+    def needs_whole_step(self) -> bool:
+        return True
+
+    def with_advantages(self, experience: "Experience", token_rewards: "Tensor | None" = None) -> "Experience":
+        """The rewards of tokens stand in the place of advantages until the step is whole."""
+        import torch
+
+        from rltrain.algorithms.advantages import rewards_at_tokens
+        from rltrain.algorithms.losses import sample_index
+
+        positions = torch.nonzero(experience.response_mask).flatten()
+        rewards = rewards_at_tokens(experience, positions, sample_index(experience)[positions], token_rewards)
+        per_token = torch.zeros(experience.num_tokens, dtype=experience.rewards.dtype)
+        return experience.with_fields(advantages=per_token.index_put((positions,), rewards.to(per_token.dtype)))
+
+    def over_whole_step(self, experience: "Experience", replicas: Replicas) -> "Experience":
+        import torch
+
+        from rltrain.data.experience import Experience
+
+        names = ("sample_ids", "lengths", *TOKEN_FIELDS)
+        fields = {name: replicas.gathered(getattr(experience, name)) for name in names}
+        unread = torch.zeros_like(fields["response_mask"])
+        step = Experience(group_ids=self._groups(fields["sample_ids"]), tokens=unread, **fields)
+        order = torch.argsort(step.sample_ids)
+        whole = step.select(order)
+        whole = whole.with_fields(advantages=self._advantages(whole))
+        own = torch.searchsorted(whole.sample_ids, experience.sample_ids)
+        advantages = whole.select(own).advantages.masked_fill(~experience.response_mask, 0)
+        return experience.with_fields(advantages=advantages.to(experience.rewards.dtype))
+
+    def _groups(self, sample_ids: "Tensor") -> "Tensor":
+        """Numbers of the prompts, from 0 on."""
+        import torch
+
+        from rltrain.data.experience import SIBLINGS_APART
+
+        number = sample_ids % SIBLINGS_APART // (self.samples_per_group() + self.greedy_samples_per_group())
+        groups: Tensor = torch.unique(number, return_inverse=True)[1]
+        return groups
+
+    def _advantages(self, step: "Experience") -> "Tensor":
+        """[tokens] of a step, what its function says."""
+        from torch import Tensor
+
+        from rltrain.algorithms.advantages import Rectangle
+        from rltrain.algorithms.losses import of_response, sample_index, sample_sums
+
+        settings, function = self.config.advantages, self.function
+        given: dict[str, Any] = {"gamma": settings.gamma, "lambd": settings.gae_lambda, "lam": settings.gae_lambda}
+        rewards = of_response(step, "advantages").double()
+        of_samples = function.takes(OF_SAMPLES)
+        rows = Rectangle.of(step)
+        if of_samples:
+            given |= {"rewards": sample_sums(step, rewards), "groups": step.group_ids}
+        else:
+            mask = rows.padded(step.response_mask.float())
+            given |= {"token_level_rewards": rows.padded(rewards).float(), "response_mask": mask}
+            given["index"] = step.group_ids.numpy()
+        answer = function.call(given)
+        answer = answer[0] if isinstance(answer, tuple) and answer else answer
+        shape = (step.num_samples,) if of_samples else rows.shape
+        if not isinstance(answer, Tensor) or tuple(answer.shape) != shape:
+            found = tuple(answer.shape) if isinstance(answer, Tensor) else f"{answer!r:.60}"
+            raise function.error(f"returned {found}; expected a tensor of shape {shape}")
+        return answer[sample_index(step)] if of_samples else rows.packed(answer, step.num_tokens)
+
+
+@dataclass(frozen=True)
+class OwnFunction:
+    """What `name` under `config_key` names."""
+
+    name: str
+    config_key: str
+    function: Callable[..., Any]
+    parameters: Mapping[str, inspect.Parameter]
+
+    @classmethod
+    def of(cls, name: str, config_key: str) -> "OwnFunction":
+        """ConfigError where there is no such function."""
+        function = locate(name, config_key)
+        return cls(name, config_key, function, inspect.signature(function).parameters)
+
+    def takes(self, names: Sequence[str]) -> bool:
+        """Whether it has parameters of all these names."""
+        return all(name in self.parameters for name in names)
+
+    def require_known(self, forms: Sequence[Sequence[str]], known: Sequence[str]) -> None:
+        """ConfigError unless it has the parameters of one of the forms, and without a default only known ones."""
+        if not any(self.takes(names) for names in forms):
+            expected = " or ".join(f"({', '.join(names)})" for names in forms)
+            raise self.error(f"takes ({', '.join(self.parameters)}); expected parameters {expected}")
+        variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        for name, parameter in self.parameters.items():
+            if parameter.kind not in variable and parameter.default is parameter.empty and name not in known:
+                raise self.error(f"asks for {name}; what there is to ask for is {', '.join(known)}")
+
+    def call(self, values: Mapping[str, Any]) -> Any:
+        """With those of the values that it has parameters for. ConfigError where it raises."""
+        try:
+            return self.function(**{name: value for name, value in values.items() if name in self.parameters})
+        except Exception as error:
+            raise self.error(f"raised {type(error).__name__}: {error}") from error
+
+    def error(self, what: str) -> ConfigError:
+        return ConfigError(f"{self.config_key}: {self.name!r} {what}")

@@ -1,0 +1,192 @@
+"""On-policy distillation: the actor learns to be like a teacher on what it draws itself."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rltrain.algorithms.algorithm import Algorithm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rltrain.data.experience import Experience
+from typing import TYPE_CHECKING, ClassVar
+
+from rltrain.tasks.roles import ENV, rewarding_roles
+
+if TYPE_CHECKING:
+    from rltrain.data.row_index import IndexFolder
+    from rltrain.data.supervised import Preferences
+    from rltrain.data.tokenizer import ModelLimits
+if TYPE_CHECKING:
+    from rltrain.algorithms.losses import LossFunction
+if TYPE_CHECKING:
+    from rltrain.algorithms.losses import LossFunction
+    from rltrain.data.row_index import IndexFolder
+    from rltrain.data.supervised import Demonstrations
+    from rltrain.data.tokenizer import ModelLimits
+
+
+class Distillation(Algorithm):
+    """Agarwal et al. 2024, "On-Policy Distillation of Language Models"; Gu et al. 2024, "MiniLLM".
+
+    Rewards are logged and teach nothing: all that is learned from is the distance from the teacher, which any other
+    algorithm may have beside its own advantages.
+    """
+
+    name = "distillation"
+
+    def needs(self) -> dict[str, str]:
+        return {**super().needs(), "teacher": f"algorithm {self.name}"}
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.penalizes_reward():
+            yield "loss.kl.where: got reward; expected loss: algorithm distillation does not learn from rewards"
+        if self.config.advantages.overlong_penalty is not None:
+            yield "advantages.overlong_penalty: got one; expected null: algorithm distillation learns from no rewards"
+
+    def with_advantages(self, experience: "Experience", token_rewards: "Tensor | None" = None) -> "Experience":
+        import torch
+
+        return experience.with_fields(advantages=torch.zeros(experience.num_tokens))
+
+
+class Evaluate(Algorithm):
+    name = "evaluate"
+    generates = False
+    trains = False
+
+    def needs(self) -> dict[str, str]:
+        return dict.fromkeys(("rollout", "reward"), "algorithm evaluate")
+
+    def usable_roles(self) -> frozenset[str]:
+        return frozenset({*self.needs(), ENV.name, *rewarding_roles()})
+
+    def problems(self) -> Iterator[str]:
+        if not self.config.evaluations:
+            yield "evaluation.sets: got none, and no data.eval; expected either: algorithm evaluate does nothing else"
+
+    def samples_per_group(self) -> int:
+        return 1
+
+    def needs_actor_logprobs(self) -> bool:
+        return False
+
+
+class FromPairs(Algorithm):
+    """Nothing is generated, also not for evaluations: data.eval has pairs too."""
+
+    generates = False
+    reads_responses = True
+    from_pairs = True
+
+    has_no_use_for: ClassVar[frozenset[str]] = frozenset()
+    """Keys of the section preference that are for another algorithm."""
+
+    def needs(self) -> dict[str, str]:
+        return {"actor": f"algorithm {self.name}"}
+
+    def usable_roles(self) -> frozenset[str]:
+        return frozenset(self.needs())
+
+    def problems(self) -> Iterator[str]:
+        for section in ("loss", "advantages"):
+            if section in self.config.model_fields_set:
+                yield (
+                    f"{section}: got a section for algorithms that learn from rewards with algorithm {self.name}; "
+                    "expected none: the section preference is its own"
+                )
+        for key in sorted(self.has_no_use_for & self.config.preference.model_fields_set):
+            value = getattr(self.config.preference, key)
+            yield f"preference.{key}: got {value} with algorithm {self.name}, which has no use for it; remove the key"
+
+    def samples_per_group(self) -> int:
+        return 2
+
+    def needs_actor_logprobs(self) -> bool:
+        return False
+
+    def temperature(self) -> float:
+        return 1.0
+
+    def longest_response(self) -> int | None:
+        return self.config.data.max_response_tokens
+
+    def training_data(self, indexes: "IndexFolder | None", model: "ModelLimits") -> "Preferences":
+        from rltrain.data.supervised import Preferences
+
+        return Preferences(self.config, indexes, model)
+
+
+class Dpo(FromPairs):
+    name = "dpo"
+    has_no_use_for = frozenset({"center_coef"})
+
+    def needs(self) -> dict[str, str]:
+        return {**super().needs(), "reference": f"algorithm {self.name}"}
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        preference = self.config.preference
+        if preference.loss == "ipo" and preference.label_smoothing:
+            yield (
+                f"preference.label_smoothing: got {preference.label_smoothing} with preference.loss ipo, which is "
+                "of no probabilities; expected 0, or preference.loss: sigmoid"
+            )
+
+    def loss_function(self) -> "LossFunction":
+        from rltrain.algorithms.losses import direct_preference_loss
+
+        return direct_preference_loss(self.config.preference)
+
+
+class RewardModel(FromPairs):
+    name = "reward_model"
+    has_no_use_for = frozenset({"loss", "beta", "label_smoothing", "sft_coef"})
+
+    def loss_function(self) -> "LossFunction":
+        from rltrain.algorithms.losses import ranking_loss
+
+        return ranking_loss(self.config.preference)
+
+
+class Sft(Algorithm):
+    name = "sft"
+    generates = False
+    reads_responses = True
+
+    def needs(self) -> dict[str, str]:
+        evaluating = ("evaluation",) if self.config.evaluates_apart else ("rollout", "reward")
+        are_answered = self.config.evaluations and not self.config.scores_held_out
+        needed = dict.fromkeys(evaluating, "data.eval") if are_answered else {}
+        return {"actor": f"algorithm {self.name}", **needed}
+
+    def usable_roles(self) -> frozenset[str]:
+        apart, evaluates = self.config.evaluates_apart, bool(self.config.evaluations)
+        evaluating = ("evaluation", *(() if apart else rewarding_roles()))
+        return frozenset({*self.needs(), *(evaluating if evaluates else ())})
+
+    def problems(self) -> Iterator[str]:
+        yield from ()
+
+    def samples_per_group(self) -> int:
+        return 1
+
+    def needs_actor_logprobs(self) -> bool:
+        return False
+
+    def temperature(self) -> float:
+        return 1.0
+
+    def longest_response(self) -> int | None:
+        return self.config.data.max_response_tokens
+
+    def training_data(self, indexes: "IndexFolder | None", model: "ModelLimits") -> "Demonstrations":
+        from rltrain.data.supervised import Demonstrations
+
+        return Demonstrations(self.config, indexes, model)
+
+    def loss_function(self) -> "LossFunction":
+        from rltrain.algorithms.losses import likelihood_loss
+
+        return likelihood_loss()
