@@ -6,9 +6,7 @@ from itertools import takewhile
 from torch import Tensor
 
 from rltrain.errors import CheckpointError
-from rltrain.exchange.exchange import Exchange, Route
-from rltrain.exchange.saved_shipments import Key, as_tensors, read_parts, share
-from rltrain.exchange.shipment import Shipment
+from rltrain.exchange.exchange import Exchange, Key, Route, Shipment, as_tensors, read_parts, share
 from rltrain.observability.trace import AnyTrace
 from rltrain.roles.role import Job, Role
 from rltrain.schedule.order import Entry, Order

@@ -6,19 +6,167 @@ owner tells it of all groups: their token counts, and which source replica has w
 for it, and owners send to those replicas alone for which they have groups.
 """
 
-from collections.abc import Callable, Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from rltrain.data.experience import assign_groups
+from rltrain.data.experience import FIELDS, WIDE, Experience, assign_groups, join
 from rltrain.errors import ExchangeError
-from rltrain.exchange.fan_out import Intake, intake, receivers
-from rltrain.exchange.shipment import Message, Shipment, decode, encode, joined, opened, together
 from rltrain.exchange.transport import Delivery, Transport
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.job_store import Waiter
+
+
+@dataclass(frozen=True)
+class Intake:
+    """From whom a rank gets what its replica is due, and to whom it passes that on."""
+
+    owners: tuple[int, ...]
+    """Other ranks that send to this one what they have."""
+    from_afar: tuple[int, ...] = ()
+    """Those of them whose messages this rank passes on."""
+    followers: tuple[int, ...] = ()
+    """The neighbours to which it does."""
+    relay: int | None = None
+    """The neighbour that passes on to this rank what comes from other nodes."""
+
+
+def receivers(owner: int, replica: Sequence[int], ranks_per_node: int) -> list[int]:
+    """To whom `owner` sends what `replica` is due, itself among them where it is of the replica."""
+    entrances: dict[int, int] = {}
+    for rank in replica:
+        entrances.setdefault(rank // ranks_per_node, rank)
+    here = owner // ranks_per_node
+    return [rank for rank in replica if rank // ranks_per_node == here or rank == entrances[rank // ranks_per_node]]
+
+
+def intake(rank: int, owners: Sequence[int], replica: Sequence[int], ranks_per_node: int) -> Intake:
+    """Of `rank` in `replica`, where `owners` send: the other end of `receivers`."""
+    here = rank // ranks_per_node
+    others = tuple(owner for owner in owners if owner != rank)
+    entrance, *behind = (peer for peer in replica if peer // ranks_per_node == here)
+    near = tuple(owner for owner in others if owner // ranks_per_node == here)
+    if len(near) == len(others) or not behind:
+        return Intake(others)
+    if rank != entrance:
+        return Intake(near, relay=entrance)
+    return Intake(others, from_afar=tuple(o for o in others if o not in near), followers=tuple(behind))
+
+
+HEADER = ("num_samples", "num_tokens", "num_groups")
+ALIGNMENT_BYTES = HEADER_ITEM_BYTES = 8
+Message = tuple[Tensor, Tensor]
+"""Header and body."""
+
+
+@dataclass(frozen=True)
+class Shipment:
+    """Samples on their way, and of all groups of the chunk, which `experience` has a part of: `group_tokens` [groups],
+    and `holders` [groups], the replicas of the role that the samples are with."""
+
+    experience: Experience
+    group_tokens: Tensor
+    holders: Tensor
+
+    def with_fields(self, **values: Tensor) -> "Shipment":
+        return replace(self, experience=self.experience.with_fields(**values))
+
+    def without_samples(self) -> "Shipment":
+        return replace(self, experience=self.experience.select(torch.empty(0, dtype=torch.int64)))
+
+
+def together(parts: Sequence[Shipment]) -> Shipment:
+    """All samples of parts of one shipment, and what one of the parts says of all groups."""
+    told = max(parts, key=lambda part: len(part.group_tokens))
+    return replace(told, experience=join(part.experience for part in parts))
+
+
+def joined(parts: Sequence[Shipment]) -> Shipment:
+    """All samples of parts of one shipment, by group id, and what one of the parts says of all groups. A copy."""
+    whole = together(parts)
+    by_group = torch.argsort(whole.experience.group_ids, stable=True)
+    return Shipment(whole.experience.select(by_group), whole.group_tokens.clone(), whole.holders.clone())
+
+
+def encode(shipment: Shipment, fields: Sequence[str]) -> Message:
+    """Header [`header_length`] int64, its checksum last, and body [bytes] uint8: group_tokens and holders as int32 and
+    then each field, padded to whole 8 bytes."""
+    experience, group_tokens, holders = shipment.experience, shipment.group_tokens, shipment.holders
+    values = [getattr(experience, name) for name in fields]
+    widths = [value.shape[1] for name, value in zip(fields, values, strict=True) if name in WIDE]
+    counts = torch.tensor([experience.num_samples, int(experience.lengths.sum()), len(group_tokens), *widths])
+    header = torch.cat([counts, torch.tensor([crc32(counts.numpy().tobytes())])])
+    return header, torch.cat([as_bytes(values) for values in (group_tokens.int(), holders.int(), *values)])
+
+
+def opened(message: Tensor, fields: Sequence[str]) -> Shipment:
+    """What a message [bytes] uint8, header and body in one, carries. Raises ExchangeError as `decode` does."""
+    num_bytes = HEADER_ITEM_BYTES * header_length(fields)
+    if len(message) < num_bytes:
+        raise ExchangeError(f"{len(message)} bytes of experience arrived; expected a header of {num_bytes} at least")
+    return decode(message[:num_bytes].view(torch.int64), message[num_bytes:], fields)
+
+
+def decode(header: Tensor, body: Tensor, fields: Sequence[str]) -> Shipment:
+    """The inverse of `encode`. Raises ExchangeError where they are of no shipment."""
+    if len(body) != body_bytes(header, fields):
+        raise ExchangeError(f"{len(body)} bytes of experience arrived; expected {body_bytes(header, fields)}")
+    num_groups = header[2:3].tolist()
+    shapes = [(torch.int32, num_groups), (torch.int32, num_groups), *shapes_of(header, fields)]
+    padded = torch.split(body, [padded_bytes(dtype, shape) for dtype, shape in shapes])
+    group_tokens, holders, *values = (
+        piece[: dtype.itemsize * math.prod(shape)].view(dtype).view(shape)
+        for piece, (dtype, shape) in zip(padded, shapes, strict=True)
+    )
+    shipment = Shipment(Experience(**dict(zip(fields, values, strict=True))), group_tokens.long(), holders.long())
+    lengths = shipment.experience.lengths
+    if bool((lengths < 0).any()) or int(lengths.sum()) != int(header[1]):
+        raise ExchangeError(
+            f"samples of {lengths.tolist()[:8]} tokens arrived (the first 8); expected {int(header[1])} in all: they "
+            "were damaged on the way, or ranks run other versions of rltrain"
+        )
+    return shipment
+
+
+def header_length(fields: Sequence[str]) -> int:
+    return len(HEADER) + sum(name in WIDE for name in fields) + 1
+
+
+def body_bytes(header: Tensor, fields: Sequence[str]) -> int:
+    """Of the body that follows. Raises ExchangeError where the header is not what was sent."""
+    if crc32(header[:-1].numpy().tobytes()) != int(header[-1]):
+        raise ExchangeError(
+            f"the header of a shipment, {header.tolist()}, does not fit its checksum: it was damaged on the way, or "
+            "ranks run other versions of rltrain"
+        )
+    of_groups = padded_bytes(torch.int32, header[2:3].tolist())
+    return 2 * of_groups + sum(padded_bytes(dtype, shape) for dtype, shape in shapes_of(header, fields))
+
+
+def shapes_of(header: Tensor, fields: Sequence[str]) -> list[tuple[torch.dtype, list[int]]]:
+    """(dtype, shape) of each field's tensor."""
+    num_samples, num_tokens, _, *widths, _ = header.tolist()
+    remaining = iter(widths)
+    shapes = []
+    for name in fields:
+        dtype, extent = FIELDS[name]
+        length = num_samples if extent == "sample" else num_tokens
+        shapes.append((dtype, [length, next(remaining)] if name in WIDE else [length]))
+    return shapes
+
+
+def padded_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    return -(-dtype.itemsize * math.prod(shape) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def as_bytes(values: Tensor) -> Tensor:
+    flat = values.contiguous().flatten().view(torch.uint8)
+    return torch.nn.functional.pad(flat, (0, -len(flat) % ALIGNMENT_BYTES))
+
 
 OWN, RELAYED = 0, 1
 """Of messages from an owner, and of those from who passes on what owners on other nodes have sent."""
@@ -186,3 +334,44 @@ def senders(route: Route, holders: Tensor, is_due: Tensor, teller: int) -> list[
             "damaged on the way, or ranks run other versions of rltrain"
         )
     return sorted({teller, *(owners[holder] for holder in found)})
+
+
+Key = tuple[str, str, int, int]
+"""Source role, transfer, step and chunk."""
+
+GROUP_TOKENS = "group_tokens"
+
+
+def as_tensors(shipments: Mapping[Key, Shipment]) -> dict[str, Tensor]:
+    """Every field under "source/transfer/step/chunk/field"."""
+    return {
+        "/".join([*map(str, key), name]): values
+        for key, shipment in shipments.items()
+        for name, values in {**shipment.experience.columns(), GROUP_TOKENS: shipment.group_tokens}.items()
+    }
+
+
+def read_parts(saved: Sequence[Mapping[str, Tensor]]) -> dict[Key, list[Shipment]]:
+    """What each of the ranks that saved had of every shipment, in the ranks' order."""
+    parts: dict[Key, list[Shipment]] = {}
+    for tensors in saved:
+        columns: dict[Key, dict[str, Tensor]] = {}
+        for path, values in tensors.items():
+            source, transfer, step, chunk, name = path.split("/")
+            columns.setdefault((source, transfer, int(step), int(chunk)), {})[name] = values
+        for key, of_shipment in columns.items():
+            group_tokens = of_shipment.pop(GROUP_TOKENS)
+            of_nobody = torch.zeros_like(group_tokens)  # until they are shared out
+            parts.setdefault(key, []).append(Shipment(Experience(**of_shipment), group_tokens, of_nobody))
+    return parts
+
+
+def share(parts: Sequence[Shipment], replica: int, num_replicas: int) -> Shipment:
+    """What replica `replica` sends on: part i is that of replica i mod num_replicas. It may hold no samples."""
+    holders = torch.zeros_like(parts[0].group_tokens)
+    for number, part in enumerate(parts):
+        holders[part.experience.group_ids] = number % num_replicas
+    mine = parts[replica::num_replicas]
+    if not mine:
+        return replace(parts[0].without_samples(), holders=holders)
+    return replace(joined(mine), holders=holders)

@@ -9,7 +9,7 @@ from torch import Tensor
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.checkpoint.run_files import Contents
 from rltrain.data.supervised import Preferences
-from rltrain.exchange.shipment import Shipment
+from rltrain.exchange.exchange import Shipment
 from rltrain.models.checkpoint_model import reference_is_actors_base, reference_uses_actor_modules
 from rltrain.reshard.layout import Layout
 from rltrain.residency.host_tensors import HostTensors

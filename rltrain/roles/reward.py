@@ -9,7 +9,7 @@ from rltrain.algorithms.registry import algorithm_of
 from rltrain.algorithms.reinforcement import GroupRelative
 from rltrain.checkpoint.run_files import Contents
 from rltrain.data.experience import Experience
-from rltrain.exchange.shipment import Shipment
+from rltrain.exchange.exchange import Shipment
 from rltrain.rewards.group_filter import load_group_filter
 from rltrain.rewards.scorer import CombinedScorer, Scores, rewarding_models
 from rltrain.roles.evaluation_scoring import EvaluationScoring

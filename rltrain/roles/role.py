@@ -10,7 +10,7 @@ from rltrain.checkpoint.run_files import Contents
 from rltrain.checkpoint.run_folder import Resumed
 from rltrain.config.schema import Config, Offload
 from rltrain.data.supervised import Demonstrations, Preferences
-from rltrain.exchange.shipment import Shipment
+from rltrain.exchange.exchange import Shipment
 from rltrain.models import Architecture
 from rltrain.reshard.layout import Layout
 from rltrain.residency.memory_parts import MemoryPart

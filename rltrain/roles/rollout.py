@@ -10,7 +10,7 @@ import torch
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.checkpoint.run_files import Contents, read_contents
 from rltrain.errors import CheckpointError
-from rltrain.exchange.shipment import Shipment
+from rltrain.exchange.exchange import Shipment
 from rltrain.models.routing_shape import RoutingShape
 from rltrain.residency.memory_parts import MemoryPart
 from rltrain.roles.drawing import DrawingRole

@@ -8,8 +8,7 @@ import torch.distributed as dist
 
 from rltrain.data.experience import assign_groups
 from rltrain.errors import StallError
-from rltrain.exchange.exchange import Exchange, Route
-from rltrain.exchange.shipment import Shipment
+from rltrain.exchange.exchange import Exchange, Route, Shipment
 from rltrain.exchange.transport import Transport
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.job_store import JobStore, Waiter

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from rltrain.data.experience import Experience, assign_groups
-from rltrain.exchange.exchange import Exchange, Route
-from rltrain.exchange.shipment import Shipment
+from rltrain.exchange.exchange import Exchange, Route, Shipment
 from rltrain.exchange.transport import Transport
 from rltrain.reshard.execute import Resharding
 from rltrain.reshard.megatron_layout import megatron_layout

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from rltrain.config.schema import Config
 from rltrain.data.experience import Experience
-from rltrain.exchange.shipment import Shipment
+from rltrain.exchange.exchange import Shipment
 from rltrain.models.checkpoint_model import role_architectures
 from rltrain.roles.inputs import JobRows
 from rltrain.roles.reward_model import RewardModel

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.config.schema import Config
-from rltrain.exchange.exchange import Exchange
-from rltrain.exchange.shipment import Shipment
+from rltrain.exchange.exchange import Exchange, Shipment
 from rltrain.exchange.transport import Transport
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.job_store import JobStore, Waiter

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rltrain.data.experience import Experience, assign_groups, join, mini_batch_of
-from rltrain.exchange.shipment import Shipment, body_bytes, decode, encode
+from rltrain.exchange.exchange import Shipment, body_bytes, decode, encode
 
 
 def make_experience(lengths, group_ids=None, seed=0):

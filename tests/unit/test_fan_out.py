@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rltrain.exchange.fan_out import intake, receivers
+from rltrain.exchange.exchange import intake, receivers
 from rltrain.runtime.grid import Grid
 
 

@@ -18,7 +18,7 @@ from rltrain.checkpoint.run_folder import CheckpointFolder, Resumed, name_of
 from rltrain.config.loader import load_config
 from rltrain.data.experience import Experience
 from rltrain.errors import UserError
-from rltrain.exchange.shipment import Shipment, body_bytes, decode, encode
+from rltrain.exchange.exchange import Shipment, body_bytes, decode, encode
 from rltrain.rollout.sglang.server import rltrain_weight_loader
 from rltrain.runtime.messages import Connection, MessageServer, PeerLost
 from tests.mutations import mutated_bytes, mutated_json

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from rltrain.checkpoint.run_files import Contents, read_contents, write_files
 from rltrain.data.experience import FIELDS
 from rltrain.errors import CheckpointError
-from rltrain.exchange.saved_shipments import as_tensors, read_parts, share
-from rltrain.exchange.shipment import Shipment, joined
+from rltrain.exchange.exchange import Shipment, as_tensors, joined, read_parts, share
 from rltrain.schedule.order import Entries, Order
 from rltrain.transfers import Transfers
 from tests.unit.test_experience import make_experience

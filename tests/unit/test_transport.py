@@ -14,8 +14,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.exchange.links import HELLO, Called, Caller, LinkLost
-from rltrain.exchange.transport import Delivery, Transport
+from rltrain.exchange.transport import HELLO, Called, Caller, Delivery, LinkLost, Transport
 from tests.mutations import mutated_bytes
 
 HOST = "127.0.0.1"

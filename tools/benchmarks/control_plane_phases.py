@@ -21,8 +21,7 @@ from rltrain.checkpoint.run_files import FileRecord
 from rltrain.checkpoint.run_writer import Written
 from rltrain.checkpointing import Checkpointing
 from rltrain.data.experience import Experience
-from rltrain.exchange.exchange import Exchange, Route
-from rltrain.exchange.shipment import Shipment
+from rltrain.exchange.exchange import Exchange, Route, Shipment
 from rltrain.exchange.transport import Transport
 from rltrain.job import listen_for_stop
 from rltrain.legality.schedule import check_schedule
