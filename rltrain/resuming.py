@@ -33,8 +33,8 @@ from rltrain.roles.role import Job
 from rltrain.runtime.job_store import JobStore
 from rltrain.runtime.placement import Placement
 from rltrain.runtime.stopping import PAUSE
-from rltrain.schedule.check import check
 from rltrain.schedule.order import Order
+from rltrain.schedule.replay import check
 from rltrain.schedule.steps import build_order
 from rltrain.tasks.roles import trained_roles
 from rltrain.transfers import Transfers

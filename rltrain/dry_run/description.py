@@ -39,10 +39,10 @@ from rltrain.legality.placed import place_config
 from rltrain.legality.repeating import obstacle_to_repeating
 from rltrain.models import Architecture
 from rltrain.reshard.plan import traffic
-from rltrain.residency.memory_plan import ranks_left_by_engines
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import Placement, format_ranks, group_lists
-from rltrain.schedule.steady import steady_order
+from rltrain.schedule.memory_plan import ranks_left_by_engines
+from rltrain.schedule.steps import steady_order
 
 CONFIG_FILE = "config.json"
 Sections = dict[str, list[str]]

@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterable, Mapping
 from rltrain.config.schema import Config
 from rltrain.dry_run.sizes import numbered
 from rltrain.dry_run.table import table
-from rltrain.residency.memory_plan import MemoryPlan, Place, leaving_roles
 from rltrain.runtime.placement import Placement
+from rltrain.schedule.memory_plan import MemoryPlan, Place, leaving_roles
 from rltrain.schedule.order import Order
-from rltrain.schedule.steady import fullest_step
+from rltrain.schedule.steps import fullest_step
 from rltrain.tasks.declaration import Key
 from rltrain.tasks.roles import TRAINED_PARTS, device_roles
 

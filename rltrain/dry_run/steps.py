@@ -8,9 +8,9 @@ from rltrain.config.schema import Config
 from rltrain.dry_run.sizes import WIDTH
 from rltrain.runtime.placement import Placement
 from rltrain.schedule.order import CHECKPOINT, Entry, Order
-from rltrain.schedule.overlaps import overlapping_tasks
+from rltrain.schedule.replay import overlapping_tasks
 from rltrain.schedule.shape import RunShape
-from rltrain.schedule.steady import fullest_step
+from rltrain.schedule.steps import fullest_step
 
 
 def describe_mode(config: Config) -> str:

@@ -18,7 +18,7 @@ from rltrain.estimate.workload import Workload
 from rltrain.models.checkpoint_model import role_architectures
 from rltrain.observability.run_logs import JOB_FILE, METRICS_FILE
 from rltrain.runtime.placement import placement_of
-from rltrain.schedule.steady import fullest_step
+from rltrain.schedule.steps import fullest_step
 
 WARM_UP_STEPS = 2
 """Steps at the start that are not looked at, where there are more."""

@@ -3,7 +3,7 @@ the files that servers are given which somebody else runs."""
 
 from rltrain.estimate.planned import PlannedJob
 from rltrain.reshard.slices import DELTA_BLOCK
-from rltrain.residency.memory_plan import ranks_left_by_engines
+from rltrain.schedule.memory_plan import ranks_left_by_engines
 
 CHANGED_SHARE = 0.03
 """Of elements of 16 bits that a step changes, as published of such training: 1 to 3%. Of wider ones all do."""

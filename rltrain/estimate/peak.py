@@ -7,8 +7,8 @@ from rltrain.estimate.delta import keeping, kept_bytes
 from rltrain.estimate.hardware import Gpu
 from rltrain.estimate.memory import MIB, cache_on_gpu, host_bytes, resident_bytes, working_bytes
 from rltrain.estimate.planned import Kind, PlannedJob
-from rltrain.residency.memory_plan import MemoryPlan, Place, leaving_roles
-from rltrain.schedule.steady import evaluated_step, fullest_step
+from rltrain.schedule.memory_plan import MemoryPlan, Place, leaving_roles
+from rltrain.schedule.steps import evaluated_step, fullest_step
 from rltrain.tasks.declaration import Key
 from rltrain.tasks.roles import DECLARED, drawing_roles, served_roles
 

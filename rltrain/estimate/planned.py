@@ -15,7 +15,7 @@ from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import Placement, group_lists, role_grids
 from rltrain.schedule.order import Order
 from rltrain.schedule.shape import RunShape
-from rltrain.schedule.steady import steady_order
+from rltrain.schedule.steps import steady_order
 from rltrain.tasks.roles import device_roles, served_roles, trained_roles
 
 

@@ -14,9 +14,9 @@ from rltrain.estimate.sync_time import PlannedSync, least_sync_s
 from rltrain.estimate.training_time import TrainingTime
 from rltrain.estimate.workload import Workload
 from rltrain.runtime.placement import Placement
-from rltrain.schedule.bound import timetable
 from rltrain.schedule.order import WEIGHT_SYNC, Entry
-from rltrain.schedule.steady import fullest_step, steady_order
+from rltrain.schedule.replay import timetable
+from rltrain.schedule.steps import fullest_step, steady_order
 from rltrain.tasks.roles import DECLARED, SYNCED, model_tasks
 
 

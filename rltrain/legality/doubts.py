@@ -6,8 +6,8 @@ from rltrain.algorithms.registry import algorithm_of
 from rltrain.config.schema import Config
 from rltrain.errors import one_of
 from rltrain.models import Architecture
-from rltrain.residency.memory_plan import ranks_left_by_engines
 from rltrain.runtime.placement import Placement, format_ranks
+from rltrain.schedule.memory_plan import ranks_left_by_engines
 
 OF_SEQUENCES = ("gspo", "geometric_mean")
 """Policy losses that are a mean over sequences."""

@@ -10,8 +10,8 @@ from rltrain.models import Architecture
 from rltrain.models.checkpoint_model import role_architectures
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import Placement, placement_of, role_grids
-from rltrain.schedule.check import check
 from rltrain.schedule.order import Order
+from rltrain.schedule.replay import check
 from rltrain.schedule.steps import build_order
 
 

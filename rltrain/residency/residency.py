@@ -9,8 +9,8 @@ from typing import Any
 from rltrain.residency.communicator_plan import Communicators
 from rltrain.residency.device_memory import DeviceMemory
 from rltrain.residency.memory_parts import MemoryPart
-from rltrain.residency.memory_plan import MemoryPlan, leaving_roles
 from rltrain.residency.storage_memory import PausedRegion
+from rltrain.schedule.memory_plan import MemoryPlan, leaving_roles
 from rltrain.schedule.order import Order
 from rltrain.tasks.declaration import Key
 

@@ -6,7 +6,6 @@ from rltrain.algorithms.registry import algorithm_of
 from rltrain.config.schema import Sampling
 from rltrain.data.experience import Experience
 from rltrain.data.prompts import PromptDataset
-from rltrain.residency.memory_plan import leaving_roles
 from rltrain.roles.episode_sessions import EpisodeSessions
 from rltrain.roles.role import Job, Role
 from rltrain.rollout.build import build_engine
@@ -22,6 +21,7 @@ from rltrain.rollout.stream.prompt_assignment import PromptAssignment, StaticAss
 from rltrain.rollout.stream.seeds import request_seed
 from rltrain.rollout.stream.selection import Selection
 from rltrain.rollout.stream.stream_rules import StreamRules
+from rltrain.schedule.memory_plan import leaving_roles
 
 
 class DrawingRole(Role):

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from rltrain.data.own_text import OwnText, UnreadableTextError
 from rltrain.data.tokenizer import TextDecoder
-from rltrain.residency.memory_plan import leaving_roles
 from rltrain.rewards.answers import Scorable
 from rltrain.rewards.scorer import NoVerdictError, Question, verdict_parser
 from rltrain.roles.role import Job, Metrics
@@ -17,6 +16,7 @@ from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample, Status
 from rltrain.rollout.site import EngineSite
 from rltrain.rollout.stream.seeds import request_seed
+from rltrain.schedule.memory_plan import leaving_roles
 
 
 class Judge(TellingRole):

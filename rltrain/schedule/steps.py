@@ -1,15 +1,102 @@
 """The tasks of a run: the algorithm's step, laid out in the order that the schedule's mode asks for."""
 
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 
 from rltrain.algorithms.registry import algorithm_of
-from rltrain.config.schema import Config
+from rltrain.config.schema import Config, EvaluationPlan
 from rltrain.runtime.placement import Placement
-from rltrain.schedule.due_evaluations import DueEvaluations
 from rltrain.schedule.order import CHECKPOINT, LOAD_WEIGHTS, SYNC_EVALUATION, Entries, Iterations, Order
-from rltrain.schedule.participants import Informants, Participants
 from rltrain.schedule.shape import RunShape
 from rltrain.tasks.declaration import Task
+from rltrain.tasks.roles import informing, takers, trained_roles
+
+Informants = tuple[tuple[str, Task], ...]
+"""Roles, each with a task that says something of samples."""
+
+
+@dataclass(frozen=True)
+class Participants:
+    """`of` finds them."""
+
+    roles: tuple[str, ...]
+    drawing: tuple[str, ...]
+    """Draw together."""
+    scoring: Informants
+    """Tell the reward something of samples as they were drawn."""
+    scoring_evaluations: Informants
+    """As well, of an evaluation's."""
+    learners: tuple[str, ...]
+    """Get scored samples."""
+    early: Informants
+    """Tell the actor something of scored samples, of those that are drawn ahead while others train: they hold up none
+    of these."""
+    late: Informants
+    """Tell it when training has come to the step."""
+    evaluates_apart: bool
+    """Whether engines of their own evaluate, beside all others."""
+    scores_early: bool
+    """Whether samples that are drawn ahead are scored while others train."""
+
+    @classmethod
+    def of(cls, placement: Placement, shape: RunShape) -> "Participants":
+        placed = placement.roles
+
+        def among(found: list[tuple[str, Task]]) -> Informants:
+            return tuple((role, task) for role, task in found if role in placed)
+
+        def ranks_of(roles: tuple[str, ...]) -> set[int]:
+            return {rank for role in roles if role in placed for rank in placement.ranks(role)}
+
+        scoring = among(informing("reward", "samples"))
+        learners = tuple(role for role in takers("scored") if role in placed and "reward" in placed)
+        scores_early = ranks_of(("reward", *(role for role, _ in scoring))).isdisjoint(ranks_of(learners))
+        informants, training = among(informing("actor", "scored")), ranks_of(trained_roles())
+        ahead = shape.lead > 0 and scores_early
+        early = tuple((role, task) for role, task in informants if ahead and training.isdisjoint(ranks_of((role,))))
+        return cls(
+            roles=placed,
+            drawing=("rollout", *(role for role in ("env",) if role in placed)),
+            scoring=scoring,
+            scoring_evaluations=among(informing("reward", "evaluation_samples")),
+            learners=learners,
+            early=early,
+            late=tuple(informant for informant in informants if informant not in early),
+            evaluates_apart="evaluation" in placed,
+            scores_early=scores_early,
+        )
+
+
+@dataclass(frozen=True)
+class DueEvaluations:
+    """`of` finds them."""
+
+    plans: Sequence[EvaluationPlan]
+    last_step: int
+    best_metric: str | None
+    stop_metric: str | None
+
+    @classmethod
+    def of(cls, config: Config) -> "DueEvaluations":
+        keep_best = config.evaluation.keep_best
+        return cls(config.evaluations, config.steps, keep_best.metric if keep_best else None, config.stop_metric)
+
+    def sets(self, step: int) -> list[int]:
+        """Those to be evaluated before training on the step, by number."""
+        return [number for number, plan in enumerate(self.plans) if plan.is_due(step, self.last_step)]
+
+    def finds_best(self, step: int) -> bool:
+        """Whether the policy may turn out the best so far."""
+        return self._is_reported(self.best_metric, step)
+
+    def may_end(self, step: int) -> bool:
+        """Whether it may turn out good enough."""
+        return self._is_reported(self.stop_metric, step)
+
+    def _is_reported(self, metric: str | None, step: int) -> bool:
+        return metric is not None and any(self.plans[number].reports(metric) for number in self.sets(step))
 
 
 def build_order(config: Config, placement: Placement, first_step: int = 0) -> Order:
@@ -298,3 +385,28 @@ class Iteration:
 
     def _trains_actor(self, step: int) -> bool:
         return step >= self.shape.first_actor_step
+
+
+def steady_order(config: Config, placement: Placement, more_steps: int = 0) -> Order:
+    """The order of a run like `config`'s of a few steps, without what is special about its first ones."""
+    steps = RunShape.of(config).lead + 2 * config.schedule.sync_every + 2 + more_steps
+    sets = [one.model_copy(update={"interval": 2 if one.interval else one.interval}) for one in config.evaluation.sets]
+    interval = 2 if config.evaluation.interval else 0
+    evaluation = config.evaluation.model_copy(update={"interval": interval, "sets": tuple(sets)})
+    critic = config.critic.model_copy(update={"critic_warmup_steps": 0})
+    return build_order(
+        config.model_copy(update={"steps": steps, "evaluation": evaluation, "critic": critic}), placement
+    )
+
+
+def evaluated_step(order: Order) -> int:
+    """The first step in which engines of their own evaluate; 0 without any."""
+    return min((entry.step for entry in order.distinct() if entry.name == SYNC_EVALUATION), default=0)
+
+
+def fullest_step(order: Order) -> int:
+    """The first of the steps with most entries, among those without an evaluation and after step 0 if there are any."""
+    distinct = [*order.distinct()]
+    evaluated = {entry.step for entry in distinct if "evaluation" in entry.name}
+    counts = Counter(entry.step for entry in distinct if entry.step and entry.step not in evaluated)
+    return max(sorted(counts), key=lambda step: counts[step], default=0)

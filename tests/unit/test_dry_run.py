@@ -14,8 +14,7 @@ from rltrain.dry_run.steps import by_task, describe_mode, describe_order, descri
 from rltrain.errors import DataError
 from rltrain.runtime.placement import resolve_placement
 from rltrain.schedule.order import Order
-from rltrain.schedule.steady import fullest_step, steady_order
-from rltrain.schedule.steps import build_order
+from rltrain.schedule.steps import build_order, fullest_step, steady_order
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIGS, WARMED_UP = REPOSITORY / "configs", REPOSITORY / "tests/warmed_up"

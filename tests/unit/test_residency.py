@@ -14,9 +14,9 @@ from rltrain.errors import ConfigError
 from rltrain.residency.device_memory import DeviceMemory, device_memory
 from rltrain.residency.host_memory import HostRegion
 from rltrain.residency.memory_parts import MemoryPart, Overlay
-from rltrain.residency.memory_plan import MemoryPlan, leaving_roles
 from rltrain.residency.residency import Residency
 from rltrain.residency.storage_memory import memory_saver
+from rltrain.schedule.memory_plan import MemoryPlan, leaving_roles
 from rltrain.schedule.order import Order
 from rltrain.tasks.roles import DECLARED, needs_of
 

@@ -4,11 +4,9 @@ from collections.abc import Iterable
 
 import pytest
 
-from rltrain.schedule.check import check
-from rltrain.schedule.due_evaluations import DueEvaluations
 from rltrain.schedule.order import Entry, Order, program
-from rltrain.schedule.overlaps import overlapping_tasks
-from rltrain.schedule.steps import build_order
+from rltrain.schedule.replay import check, overlapping_tasks
+from rltrain.schedule.steps import DueEvaluations, build_order
 from tests.unit.schedule_configs import GRPO, NO_EVALUATION, PPO, make_config, order_of, place
 
 

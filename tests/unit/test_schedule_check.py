@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from rltrain.errors import ConfigError
 from rltrain.runtime.placement import Placement
-from rltrain.schedule.check import check
 from rltrain.schedule.order import Entries, Entry
+from rltrain.schedule.replay import check
 from rltrain.schedule.steps import build_order
 from tests.unit.schedule_configs import WORLD_SIZE, evaluations, make_config, order_of, place
 

@@ -1,0 +1,179 @@
+"""The check that an order can finish: all ranks' programs are replayed before anything starts."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from rltrain.errors import ConfigError
+from rltrain.runtime.placement import Placement
+from rltrain.schedule.order import SYNC_EVALUATION, WEIGHT_SYNC, Entry, Order, program
+
+
+def check(entries: Iterable[Entry], placement: Placement) -> None:
+    """Replay all ranks' programs; ConfigError with rank and entry if they would wait for each other forever.
+
+    A task needs all ranks of its roles, a wait needs the posts of all ranks of its source, and a post first needs the
+    waits of those earlier posts of its rank whose wait stands before it in the order (their send buffers are retired).
+    Ranks that host the same roles execute the same program, so one of each kind is replayed.
+    """
+    order = [*entries]
+    _check_transfers(order)
+    kinds = {placement.hosts(rank): rank for role in placement.roles for rank in placement.ranks(role)}
+    programs = {rank: program(order, placement, rank) for rank in kinds.values()}
+    members = {role: {rank for hosted, rank in kinds.items() if role in hosted} for role in placement.roles}
+    replay = _Replay(order, members)
+    cursor = dict.fromkeys(programs, 0)
+    moved = True
+    while moved:
+        moved = False
+        for rank, entries in programs.items():
+            while cursor[rank] < len(entries) and replay.may_pass(rank, entries[cursor[rank]]):
+                cursor[rank] += 1
+                moved = True
+    stuck = {rank: entries[cursor[rank]] for rank, entries in programs.items() if cursor[rank] < len(entries)}
+    if stuck:
+        where = ", ".join(f"rank {rank} at {entry}" for rank, entry in sorted(stuck.items()))
+        raise ConfigError(f"the order of tasks cannot finish: {where} would wait for each other forever")
+
+
+class _Replay:
+    """Who has arrived at which entry, and what a rank may therefore pass."""
+
+    def __init__(self, order: Sequence[Entry], members: dict[str, set[int]]) -> None:
+        self.members = members
+        self.position = {entry: i for i, entry in enumerate(order)}
+        self.wait_of = {e.transfer: e for e in order if e.kind == "wait"}
+        self.post_of = {e.transfer: e for e in order if e.kind == "post"}
+        self.arrived: dict[Entry, set[int]] = {entry: set() for entry in order}
+        self.done: dict[Entry, set[int]] = {entry: set() for entry in order}
+        self.outbox: dict[int, list[Entry]] = {}
+
+    def may_pass(self, rank: int, entry: Entry) -> bool:
+        self.arrived[entry].add(rank)
+        passes = {"task": self._task, "post": self._post, "wait": self._wait}[entry.kind](rank, entry)
+        if passes:
+            self.done[entry].add(rank)
+        return passes
+
+    def _task(self, rank: int, entry: Entry) -> bool:
+        return all(self.arrived[entry] >= self.members[role] for role in entry.roles)
+
+    def _wait(self, rank: int, entry: Entry) -> bool:
+        return self.done[self.post_of[entry.transfer]] >= self.members[entry.roles[0]]
+
+    def _post(self, rank: int, entry: Entry) -> bool:
+        outbox = self.outbox.setdefault(rank, [])
+        due = [e for e in outbox if self.position[self.wait_of[e.transfer]] < self.position[entry]]
+        if not all(self.done[self.wait_of[e.transfer]] >= self.members[e.roles[1]] for e in due):
+            return False
+        self.outbox[rank] = [e for e in outbox if e not in due] + [entry]
+        return True
+
+
+def _check_transfers(order: Sequence[Entry]) -> None:
+    if len(set(order)) != len(order):
+        raise ConfigError("the order of tasks names an entry twice")
+    posted = set()
+    for entry in order:
+        if entry.kind == "post":
+            posted.add(entry.transfer)
+        elif entry.kind == "wait":
+            if entry.transfer not in posted:
+                raise ConfigError(f"the order of tasks waits before the post: {entry}")
+            posted.remove(entry.transfer)
+    if posted:
+        raise ConfigError(f"the order of tasks never waits for {sorted(posted)}")
+
+
+Seconds = Callable[[Entry, int], float]
+"""What a task took on a rank, without its waits for others."""
+
+
+class Period(NamedTuple):
+    """From the start of a task on its first rank to its end on its last one, in seconds from the start of the run."""
+
+    start: float
+    end: float
+
+
+def timetable(order: Order, placement: Placement, seconds: Seconds) -> dict[Entry, Period]:
+    """When each task would be done at the earliest.
+
+    Transfers are free. A weight sync to engines waits for the actor, and an engine waits for it only at its place in
+    the order, as with in-flight syncs; other tasks of several roles wait for all of their ranks. The order has posts
+    before waits, so one pass over it is enough.
+    """
+    clock: dict[int, float] = defaultdict(float)
+    posted: dict[tuple[object, ...], float] = {}
+    periods: dict[Entry, Period] = {}
+    for entry in order:
+        ranks = sorted({rank for role in entry.actors for rank in placement.ranks(role)})
+        if entry.kind == "post":
+            posted[entry.transfer] = max(clock[rank] for rank in ranks)
+            continue
+        earliest = posted[entry.transfer] if entry.kind == "wait" else _meeting(entry, placement, clock)
+        for rank in ranks:
+            clock[rank] = max(clock[rank], earliest)
+        if entry.kind == "task":
+            start = min(clock[rank] for rank in ranks)
+            for rank in ranks:
+                clock[rank] += seconds(entry, rank)
+            periods[entry] = Period(start, max(clock[rank] for rank in ranks))
+    return periods
+
+
+def _meeting(task: Entry, placement: Placement, clock: dict[int, float]) -> float:
+    """When all those have come that a task waits for."""
+    if task.name in (WEIGHT_SYNC, SYNC_EVALUATION):
+        return max(clock[rank] for rank in placement.ranks("actor"))
+    if len(task.roles) > 1:
+        return max(clock[rank] for role in task.roles for rank in placement.ranks(role))
+    return 0.0
+
+
+def overlapping_tasks(order: Order, placement: Placement, *, syncs_in_flight: bool) -> set[tuple[str, str]]:
+    """Pairs of task names such as ("generate (rollout)", "update (actor)"), each pair in alphabetical order.
+
+    Quadratic in the length of the order: meant for a few steps.
+    """
+    before = _predecessors(order, placement, syncs_in_flight)
+    tasks = [(i, entry, _ranks(entry, placement)) for i, entry in enumerate(order) if entry.kind == "task"]
+    pairs = set()
+    for i, first, first_ranks in tasks:
+        for j, second, second_ranks in tasks:
+            if i < j and not before[j] >> i & 1 and first_ranks.isdisjoint(second_ranks):
+                one, other = sorted((_words(first), _words(second)))
+                pairs.add((one, other))
+    return pairs
+
+
+def _predecessors(order: Order, placement: Placement, syncs_in_flight: bool) -> list[int]:
+    """Per entry the set of those that end before it can begin, as bits. All ranks of a role begin together.
+
+    An entry follows the ones before it on its ranks, and a wait its post. The actor does not wait for what an engine
+    does when weights change in flight; the engine's next task follows the sync all the same.
+    """
+    before: list[int] = []
+    posts: dict[tuple[object, ...], int] = {}
+    last: dict[int, int] = defaultdict(int)
+    for i, entry in enumerate(order):
+        ranks = _ranks(entry, placement)
+        in_flight = entry.name == SYNC_EVALUATION or (entry.name == WEIGHT_SYNC and syncs_in_flight)
+        leading = placement.ranks("actor") if in_flight else ranks
+        own = posts[entry.transfer] if entry.kind == "wait" else 0
+        for rank in leading:
+            own |= last[rank]
+        before.append(own)
+        for rank in ranks:
+            last[rank] |= own | 1 << i
+        if entry.kind == "post":
+            posts[entry.transfer] = own | 1 << i
+    return before
+
+
+def _ranks(entry: Entry, placement: Placement) -> set[int]:
+    return {rank for role in entry.actors for rank in placement.ranks(role)}
+
+
+def _words(task: Entry) -> str:
+    return f"{task.name} ({'+'.join(task.roles)})"
