@@ -3,10 +3,9 @@
 from contextlib import AbstractContextManager
 
 from rltrain.observability.trace import AnyTrace
-from rltrain.residency.communicator_plan import CommunicatorPlan, Communicators
-from rltrain.residency.device_memory import device_memory
-from rltrain.residency.residency import Residency
-from rltrain.residency.storage_memory import memory_saver
+from rltrain.offload.device_memory import device_memory
+from rltrain.offload.memory_parts import memory_saver
+from rltrain.offload.offload import CommunicatorPlan, Communicators, Residency
 from rltrain.roles.actor import Actor
 from rltrain.roles.critic import Critic
 from rltrain.roles.env import Env

@@ -11,7 +11,7 @@ from rltrain.environments.batch import EnvironmentFactory, EpisodeLimits
 from rltrain.environments.host import EnvironmentHost
 from rltrain.environments.service import EnvironmentService
 from rltrain.errors import ConfigError
-from rltrain.residency.memory_parts import MemoryPart
+from rltrain.offload.memory_parts import MemoryPart
 from rltrain.roles.role import Job, Role
 from rltrain.runtime.job_store import poll, poll_s
 from rltrain.tasks.roles import trained_roles

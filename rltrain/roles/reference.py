@@ -11,10 +11,9 @@ from rltrain.checkpoint.run_files import Contents
 from rltrain.data.supervised import Preferences
 from rltrain.exchange.exchange import Shipment
 from rltrain.models.checkpoint_model import reference_is_actors_base, reference_uses_actor_modules
+from rltrain.offload.host_memory import HostTensors, NodeCopy
+from rltrain.offload.memory_parts import MemoryPart, Overlay
 from rltrain.reshard.layout import Layout
-from rltrain.residency.host_tensors import HostTensors
-from rltrain.residency.memory_parts import MemoryPart, Overlay
-from rltrain.residency.node_copy import NodeCopy
 from rltrain.roles.actor import Actor
 from rltrain.roles.role import Job, Role
 from rltrain.runtime.world import TRANSPORT_TIMEOUT_S

@@ -12,8 +12,8 @@ from rltrain.config.schema import Config, Offload
 from rltrain.data.supervised import Demonstrations, Preferences
 from rltrain.exchange.exchange import Shipment
 from rltrain.models import Architecture
+from rltrain.offload.memory_parts import MemoryPart
 from rltrain.reshard.layout import Layout
-from rltrain.residency.memory_parts import MemoryPart
 from rltrain.roles.inputs import Inputs, JobRows
 from rltrain.roles.operations import Operations
 from rltrain.roles.prompts import Prompts

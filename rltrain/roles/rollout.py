@@ -12,7 +12,7 @@ from rltrain.checkpoint.run_files import Contents, read_contents
 from rltrain.errors import CheckpointError
 from rltrain.exchange.exchange import Shipment
 from rltrain.models.routing_shape import RoutingShape
-from rltrain.residency.memory_parts import MemoryPart
+from rltrain.offload.memory_parts import MemoryPart
 from rltrain.roles.drawing import DrawingRole
 from rltrain.roles.episode_sessions import Conversations
 from rltrain.roles.group_scoring import GroupScoring

@@ -6,7 +6,7 @@ from torch import Tensor
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.data.columns import teachers_of_rows
 from rltrain.data.experience import Experience
-from rltrain.residency.memory_parts import MemoryPart
+from rltrain.offload.memory_parts import MemoryPart
 from rltrain.roles.role import Job, Role
 from rltrain.training.backend import Model, log_probs
 from rltrain.training.build import training_backend

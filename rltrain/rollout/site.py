@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from rltrain.config.schema import Config, Served
 from rltrain.models import Architecture
-from rltrain.residency.memory_parts import MemoryPart
+from rltrain.offload.memory_parts import MemoryPart
 from rltrain.rollout.engine import Engine
 from rltrain.rollout.stop_strings import Tokenizer
 from rltrain.runtime.grid import Grid

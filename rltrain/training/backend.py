@@ -14,8 +14,8 @@ from rltrain.checkpoint.run_files import AnyFile, Contents
 from rltrain.config.schema import Config, Trained
 from rltrain.data.experience import Experience
 from rltrain.models import Architecture
+from rltrain.offload.memory_parts import MemoryPart
 from rltrain.reshard.layout import Layout
-from rltrain.residency.memory_parts import MemoryPart
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.runtime.world import World

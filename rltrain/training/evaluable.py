@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from rltrain.data.experience import Experience
+from rltrain.offload.memory_parts import MemoryPart
 from rltrain.reshard.layout import Layout
-from rltrain.residency.memory_parts import MemoryPart
 from rltrain.training.objective import OBJECTIVES, PackedModel, likeliest_tokens, squared_probabilities
 from rltrain.training.packing import MicroBatch
 

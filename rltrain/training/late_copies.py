@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rltrain.residency.memory_parts import MemoryPart
+from rltrain.offload.memory_parts import MemoryPart
 
 
 class LateCopies:

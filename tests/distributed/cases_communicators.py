@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rltrain.residency.communicator_plan import CommunicatorPlan, Communicators
+from rltrain.offload.offload import CommunicatorPlan, Communicators
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import Placement, RankList, group_lists, lists_of_task
 from rltrain.runtime.process_groups import ProcessGroups

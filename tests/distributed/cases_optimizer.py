@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from rltrain.checkpoint.saved_state import Destination, SavedState
 from rltrain.errors import CheckpointError
+from rltrain.offload import activations as activation_offload
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
-from rltrain.training import activation_offload
 from rltrain.training.megatron.state import MASTER
 from rltrain.training.optimization.orthogonal import COEFFICIENTS
 from tests.distributed.cases_training import (

@@ -16,10 +16,10 @@ from rltrain.checkpoint.hf import load_parameters
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.models import read_architecture
+from rltrain.offload.device_memory import DeviceMemory
+from rltrain.offload.memory_parts import MemoryPart, Overlay
+from rltrain.offload.offload import Residency
 from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.residency.device_memory import DeviceMemory
-from rltrain.residency.memory_parts import MemoryPart, Overlay
-from rltrain.residency.residency import Residency
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from rltrain.residency.device_memory import device_memory
-from rltrain.residency.memory_parts import MemoryPart
-from rltrain.residency.residency import Residency
+from rltrain.offload.device_memory import device_memory
+from rltrain.offload.memory_parts import MemoryPart
+from rltrain.offload.offload import Residency
 from rltrain.schedule.order import Order
 
 MIB, GIB = 2**20, 2**30

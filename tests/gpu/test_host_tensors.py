@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rltrain.residency.host_tensors import HostTensors
+from rltrain.offload.host_memory import HostTensors
 
 pytestmark = pytest.mark.gpu
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rltrain.training import activation_offload
-from rltrain.training.activation_offload import ActivationOffload, CudaCopier, Kept, _unpack
+from rltrain.offload import activations
+from rltrain.offload.activations import ActivationOffload, CudaCopier, Kept, _unpack
 from tests.stand_ins.cuda_streams import Device, Operators, RaceError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -110,7 +110,7 @@ class Pass:
         self.device = Device()
         self.device.install(monkeypatch)
         monkeypatch.setattr(CudaCopier, "pins", False)
-        monkeypatch.setattr(activation_offload, "memory_like", self.memory_like)
+        monkeypatch.setattr(activations, "memory_like", self.memory_like)
         self.operators = Operators(self.device)
         self.reused: list[Tensor] = []
 
@@ -127,7 +127,7 @@ class Pass:
         with self.operators:
             for layer, count in enumerate(counts):
                 offload._begin_layer()
-                gone = layer - activation_offload.AHEAD
+                gone = layer - activations.AHEAD
                 for _, tensor, _ in packed[gone] if gone >= 0 else ():
                     tensor.zero_()
                 made = [torch.empty(8) for _ in range(count)]

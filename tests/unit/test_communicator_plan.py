@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.residency.communicator_plan import CommunicatorPlan
+from rltrain.offload.offload import CommunicatorPlan
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import Placement, group_lists, lists_of_task, role_group_lists
 from rltrain.schedule.order import Order

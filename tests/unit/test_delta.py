@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rltrain.errors import SyncError
+from rltrain.offload.memory_parts import MemoryPart
 from rltrain.reshard.changes import Extent
 from rltrain.reshard.copy_table import CopyTable
 from rltrain.reshard.delta import CHANGES, HEADER_BYTES, WHOLE, Coder, DeltaSettings, headers_of
@@ -14,7 +15,6 @@ from rltrain.reshard.plan import plan
 from rltrain.reshard.rounds import STAGES, choose_rounds, stage_streams
 from rltrain.reshard.steps import Steps, make_steps
 from rltrain.reshard.streams import Memory
-from rltrain.residency.memory_parts import MemoryPart
 from rltrain.roles.weight_sync import WeightSync
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from rltrain.config.schema import SGLang
-from rltrain.residency.device_memory import DeviceMemory
-from rltrain.residency.memory_parts import MemoryPart
-from rltrain.residency.residency import Residency
+from rltrain.offload.device_memory import DeviceMemory
+from rltrain.offload.memory_parts import MemoryPart
+from rltrain.offload.offload import Residency
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample
 from rltrain.rollout.sglang.build import parts_of_server

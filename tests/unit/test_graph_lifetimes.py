@@ -8,9 +8,9 @@ from weakref import WeakSet
 import pytest
 import torch
 
-from rltrain.residency.device_memory import DeviceMemory
-from rltrain.residency.memory_parts import MemoryPart
-from rltrain.residency.residency import Residency
+from rltrain.offload.device_memory import DeviceMemory
+from rltrain.offload.memory_parts import MemoryPart
+from rltrain.offload.offload import Residency
 from rltrain.rollout.embedded import EmbeddedEngine, recording
 from rltrain.rollout.embedded.build import keeps_recordings
 from rltrain.rollout.embedded.recording import CudaGraphs, Recordings

@@ -8,10 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.residency import host_tensors
-from rltrain.residency.host_memory import ALIGNMENT_BYTES
-from rltrain.residency.host_tensors import HostTensors
-from rltrain.residency.node_copy import equals_on_node
+from rltrain.offload import host_memory
+from rltrain.offload.host_memory import ALIGNMENT_BYTES, HostTensors, equals_on_node
 from rltrain.roles.reference import Reference
 from rltrain.runtime.job_store import JobStore
 from rltrain.runtime.world import World
@@ -125,7 +123,7 @@ def weights_over(rank: int, store: dist.Store, log: list[int]) -> dict[str, Any]
 def test_a_node_reads_and_keeps_equal_weights_once(reachable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not reachable:
         machines = iter(f"machine {number}" for number in range(99))
-        monkeypatch.setattr(host_tensors, "this_machine", lambda: next(machines))
+        monkeypatch.setattr(host_memory, "this_machine", lambda: next(machines))
     read: list[int] = []
     with open_store() as store:
         ranks = on_ranks(store, lambda rank, own: weights_over(rank, own, read), 4)

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from rltrain.errors import ConfigError
 from rltrain.models import read_architecture
-from rltrain.residency.device_memory import DeviceMemory
-from rltrain.residency.memory_parts import MemoryPart
-from rltrain.residency.residency import Residency
-from rltrain.residency.storage_memory import PausedRegion, ResizedStorages, StorageMemory
+from rltrain.offload.device_memory import DeviceMemory
+from rltrain.offload.memory_parts import MemoryPart, PausedRegion, ResizedStorages, StorageMemory
+from rltrain.offload.offload import Residency
 from rltrain.rollout.embedded import EmbeddedEngine, build
 from rltrain.rollout.embedded.block_attention import GatheredBlocks
 from rltrain.rollout.embedded.kv_budget import KvBudget, num_blocks

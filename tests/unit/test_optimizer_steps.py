@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rltrain.models.table import is_hidden_matrix
-from rltrain.residency import host_tensors
+from rltrain.offload import host_memory
 from rltrain.training.optimization import adam, host_step
 from rltrain.training.optimization.adam import AdamRule, AdamTensors, adam_step
 from rltrain.training.optimization.host_step import CudaCopies, HostParameter, HostSteps
@@ -94,7 +94,7 @@ class Hosted:
     def __init__(self, sizes: list[int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
         self.device = Device()
         self.device.install(monkeypatch)
-        monkeypatch.setattr(host_tensors, "pin", lambda memory: None)
+        monkeypatch.setattr(host_memory, "pin", lambda memory: None)
         monkeypatch.setattr(host_step, "_threads_of_a_rank", lambda: None)
         self.resident = [tensors(size) for size in sizes]
         self.weights = [one.weights.to(dtype, copy=True) for one in self.resident]

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from rltrain.residency.host_memory import HostRegion
-from rltrain.residency.memory_parts import MemoryPart
-from rltrain.residency.part_on_host import PartOnHost
+from rltrain.offload.host_memory import HostRegion
+from rltrain.offload.memory_parts import MemoryPart, PartOnHost
 
 BUFFER = torch.arange(24.0)
 """What two views of one storage show."""

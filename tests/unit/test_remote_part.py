@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from rltrain.residency.device_memory import DeviceMemory
-from rltrain.residency.memory_parts import MemoryPart
-from rltrain.residency.remote_part import RemotePart
-from rltrain.residency.residency import Residency
+from rltrain.offload.device_memory import DeviceMemory
+from rltrain.offload.memory_parts import MemoryPart, RemotePart
+from rltrain.offload.offload import Residency
 from rltrain.schedule.order import Order
 from tests.unit.test_residency import order_of
 

@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rltrain.errors import ConfigError
-from rltrain.residency.device_memory import DeviceMemory, device_memory
-from rltrain.residency.host_memory import HostRegion
-from rltrain.residency.memory_parts import MemoryPart, Overlay
-from rltrain.residency.residency import Residency
-from rltrain.residency.storage_memory import memory_saver
+from rltrain.offload.device_memory import DeviceMemory, device_memory
+from rltrain.offload.host_memory import HostRegion
+from rltrain.offload.memory_parts import MemoryPart, Overlay, memory_saver
+from rltrain.offload.offload import Residency
 from rltrain.schedule.memory_plan import MemoryPlan, leaving_roles
 from rltrain.schedule.order import Order
 from rltrain.tasks.roles import DECLARED, needs_of

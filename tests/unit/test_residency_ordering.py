@@ -12,10 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.residency.device_memory import CudaMemory
-from rltrain.residency.memory_parts import MemoryPart, Overlay
-from rltrain.residency.residency import Residency
-from rltrain.residency.storage_memory import PausedRegion, ResizedStorages, SizedStorages
+from rltrain.offload.device_memory import CudaMemory
+from rltrain.offload.memory_parts import MemoryPart, Overlay, PausedRegion, ResizedStorages, SizedStorages
+from rltrain.offload.offload import Residency
 from rltrain.schedule.order import Order
 from tests.stand_ins.cuda_streams import Device, Operators, RaceError, Stream
 from tests.unit.test_residency import NEEDS, PARTS, Entry

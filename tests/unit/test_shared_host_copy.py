@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from rltrain.errors import EngineLost
+from rltrain.offload import host_memory
+from rltrain.offload.host_memory import NodeCopy
 from rltrain.reshard.layout import split
-from rltrain.residency import host_tensors
-from rltrain.residency.node_copy import NodeCopy
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sglang.weights.delivery import Delivery
 from rltrain.runtime.grid import Grid
@@ -72,7 +72,7 @@ def test_engines_of_a_node_keep_one_copy_which_serves_them_all(
 ) -> None:
     if not reachable:
         machines = iter(f"machine {number}" for number in range(99))
-        monkeypatch.setattr(host_tensors, "this_machine", lambda: next(machines))
+        monkeypatch.setattr(host_memory, "this_machine", lambda: next(machines))
     done, meeting = threading.Event(), threading.Barrier(4)
     with open_store() as store:
         kept = on_ranks(store, lambda rank, own: updates(rank, own, done, meeting), 4)

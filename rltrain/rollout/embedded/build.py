@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rltrain.errors import ConfigError
-from rltrain.residency.memory_parts import MemoryPart
+from rltrain.offload.memory_parts import MemoryPart
 from rltrain.rollout.embedded.engine import EmbeddedEngine
 from rltrain.rollout.embedded.kv_budget import KvBudget, budget_of
 from rltrain.rollout.embedded.parameters import adapted_matrices, allocate_parameters, quantized_matrices

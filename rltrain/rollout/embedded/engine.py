@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rltrain.errors import DivergenceError
 from rltrain.models import Architecture
-from rltrain.residency.role_device import check_device
+from rltrain.offload.device_memory import check_device
 from rltrain.rollout.embedded.block_attention import choose_attention
 from rltrain.rollout.embedded.block_cache import BlockCache
 from rltrain.rollout.embedded.decoder import Decoder

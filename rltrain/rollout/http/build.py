@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rltrain.config.rollout import Http
 from rltrain.errors import ConfigError
-from rltrain.residency.remote_part import RemotePart
+from rltrain.offload.memory_parts import RemotePart
 from rltrain.rollout.http.addresses import Addresses
 from rltrain.rollout.http.calls import Access
 from rltrain.rollout.http.checkpoint_weights import CheckpointWeights

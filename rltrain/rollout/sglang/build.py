@@ -13,9 +13,8 @@ import torch.distributed as dist
 from rltrain.errors import ConfigError
 from rltrain.models import canonical_tensors
 from rltrain.models.lora import target_of
-from rltrain.residency.memory_parts import MemoryPart
-from rltrain.residency.node_copy import NodeCopy
-from rltrain.residency.remote_part import RemotePart
+from rltrain.offload.host_memory import NodeCopy
+from rltrain.offload.memory_parts import MemoryPart, RemotePart
 from rltrain.rollout.layout import engine_parts
 from rltrain.rollout.sglang.arguments import check_arguments
 from rltrain.rollout.sglang.client import Client

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from rltrain.data.experience import Experience
-from rltrain.residency.memory_parts import MemoryPart
+from rltrain.offload.memory_parts import MemoryPart
 from rltrain.training.evaluable import Evaluable, Outputs
 from rltrain.training.fsdp.model import ShardedModel
 from rltrain.training.fsdp.passes import make_micro_batches, run

@@ -22,9 +22,9 @@ from rltrain.config import schema
 from rltrain.config.models import Lora
 from rltrain.errors import ConfigError
 from rltrain.models import Architecture
+from rltrain.offload.device_memory import check_device, move_to_device
 from rltrain.reshard.fsdp_layout import fsdp_layout, whole_parameters
 from rltrain.reshard.layout import Layout
-from rltrain.residency.role_device import check_device, move_to_device
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import model_group_lists
 from rltrain.runtime.process_groups import ProcessGroups

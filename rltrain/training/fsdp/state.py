@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rltrain.checkpoint.run_files import AnyFile, Contents
 from rltrain.checkpoint.saved_state import MASTER, Counts, Destination, SavedState, contents, flat_name
-from rltrain.residency.memory_parts import MemoryPart
+from rltrain.offload.memory_parts import MemoryPart
 from rltrain.training.fsdp.model import ShardedModel
 from rltrain.training.fsdp.optimizer import MOMENTS, ShardedAdam
 from rltrain.training.late_copies import LateCopies, LateTensors

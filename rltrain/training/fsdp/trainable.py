@@ -12,8 +12,7 @@ from rltrain.algorithms.losses import LossFunction
 from rltrain.checkpoint.run_files import AnyFile, Contents
 from rltrain.config import schema
 from rltrain.data.experience import Experience
-from rltrain.residency.memory_parts import MemoryPart
-from rltrain.residency.part_on_host import WholePartOnHost
+from rltrain.offload.memory_parts import MemoryPart, WholePartOnHost
 from rltrain.training.adapter_mode import MadeWeights
 from rltrain.training.backend import SKIPPED
 from rltrain.training.fake_quantization import rounded_weights

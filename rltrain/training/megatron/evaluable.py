@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rltrain.data.experience import Experience
 from rltrain.models.routing_shape import RoutingShape
-from rltrain.residency.memory_parts import MemoryPart
+from rltrain.offload.memory_parts import MemoryPart
 from rltrain.training.evaluable import Evaluable, Outputs
 from rltrain.training.megatron.forward import make_micro_batches, run_schedule
 from rltrain.training.megatron.model import LanguageModel, local_parameters

@@ -6,8 +6,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from rltrain.residency.memory_parts import MemoryPart
-from rltrain.residency.part_on_host import PartOnHost
+from rltrain.offload.memory_parts import MemoryPart, PartOnHost
 from rltrain.training.megatron.model import LanguageModel
 from rltrain.training.megatron.optimizer import members
 from rltrain.training.megatron.stepping import stepping

@@ -16,12 +16,12 @@ from torch import Tensor
 from rltrain.config import schema
 from rltrain.config.models import Lora
 from rltrain.models import Architecture
+from rltrain.offload.activations import ActivationOffload
+from rltrain.offload.device_memory import check_device, move_to_device
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import chunks_of, megatron_layout
-from rltrain.residency.role_device import check_device, move_to_device
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.process_groups import ProcessGroups
-from rltrain.training.activation_offload import ActivationOffload
 from rltrain.training.context_slices import ContextShare
 from rltrain.training.logprobs import Logits
 from rltrain.training.megatron.architecture_settings import (

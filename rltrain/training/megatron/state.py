@@ -16,8 +16,8 @@ from rltrain.checkpoint.run_files import AnyFile, Contents
 from rltrain.checkpoint.saved_state import MASTER, Counts, Destination, SavedState, contents, flat_name
 from rltrain.models.experts import is_expert
 from rltrain.models.table import IntArray
+from rltrain.offload.memory_parts import MemoryPart
 from rltrain.reshard.layout import Layout
-from rltrain.residency.memory_parts import MemoryPart
 from rltrain.training.late_copies import LateCopies, LateTensors
 from rltrain.training.megatron.model import ROUTER_BIAS, LanguageModel, learned_layout, learned_parameters
 from rltrain.training.megatron.optimizer_state import (

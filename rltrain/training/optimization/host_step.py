@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rltrain.residency.host_tensors import HostTensors
+from rltrain.offload.host_memory import HostTensors
 from rltrain.training.optimization.adam import AdamRule, AdamTensors, adam_step
 
 BUCKET_ELEMENTS = 1 << 24

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rltrain.config import schema
-from rltrain.residency.host_tensors import HostTensors
+from rltrain.offload.host_memory import HostTensors
 from rltrain.training.optimization.adam import AdamRule, AdamTensors, adam_step
 from rltrain.training.optimization.host_step import HostParameter, HostSteps
 from rltrain.training.optimization.matrix_exchange import MatrixExchange, view_of

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.errors import EngineError, EngineLost
+from rltrain.offload.host_memory import NodeCopy
 from rltrain.reshard.checksums import checksum_of
 from rltrain.reshard.layout import Layout
-from rltrain.residency.node_copy import NodeCopy
 from rltrain.rollout.sglang.weights.call_queue import Call, CallQueue
 from rltrain.rollout.sglang.weights.gathering import from_first, gather_bytes
 from rltrain.rollout.sglang.weights.host_copy import HostCopy

@@ -2,8 +2,7 @@
 
 import torch
 
-from rltrain.residency.host_tensors import HostTensors
-from rltrain.residency.node_copy import NodeCopy
+from rltrain.offload.host_memory import HostTensors, NodeCopy
 from rltrain.rollout.sglang.weights.staging import Staging
 
 

@@ -1,14 +1,98 @@
 """A part of a role's memory, such as its weights, that leaves the device and comes back in place."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Literal
+from importlib import import_module
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, UntypedStorage
 
-from rltrain.residency.device_memory import copy_bytes
-from rltrain.residency.host_memory import HostRegion, aligned
-from rltrain.residency.storage_memory import ResizedStorages, SizedStorages, StorageMemory
+from rltrain.errors import ConfigError
+from rltrain.offload.device_memory import copy_bytes
+from rltrain.offload.host_memory import HostRegion, aligned
+
+SizedStorages = list[tuple[UntypedStorage, int]]
+"""Storages and the bytes that each has when it is on the device."""
+
+
+class StorageMemory(Protocol):
+    keeps_addresses: bool
+    """Whether memory that is taken again lies where it did; the first time it may not."""
+
+    def free(self, storages: SizedStorages) -> None:
+        """Give up the memory, contents lost."""
+
+    def allocate(self, storages: SizedStorages) -> None:
+        """Take as much again, contents undefined."""
+
+    def allocated_bytes(self, storages: SizedStorages) -> int:
+        """Bytes of memory behind them now."""
+
+
+class ResizedStorages:
+    """Storages that are made empty and large again; addresses change."""
+
+    keeps_addresses = False
+
+    def free(self, storages: SizedStorages) -> None:
+        for storage, _ in storages:
+            storage.resize_(0)
+
+    def allocate(self, storages: SizedStorages) -> None:
+        for storage, size in storages:
+            storage.resize_(size)
+
+    def allocated_bytes(self, storages: SizedStorages) -> int:
+        return sum(storage.nbytes() for storage, _ in storages)
+
+
+class PausedRegion:
+    """Storages in a region of torch_memory_saver, whose pages go and come under unchanged addresses.
+
+    A storage comes to the region when its memory is taken for the first time after it was given up. All storages of a
+    part are freed and allocated together.
+    """
+
+    keeps_addresses = True
+
+    def __init__(self, saver: Any, tag: str) -> None:
+        self._saver, self._tag = saver, tag
+        self._inside: dict[int, UntypedStorage] = {}
+        self._paused = False
+
+    def free(self, storages: SizedStorages) -> None:
+        for storage, _ in storages:
+            if storage._cdata not in self._inside:
+                storage.resize_(0)
+        if self._inside:
+            self._saver.pause(self._tag)
+        self._paused = True
+
+    def allocate(self, storages: SizedStorages) -> None:
+        if self._inside:
+            self._saver.resume(self._tag)
+        self._paused = False
+        with self._saver.region(tag=self._tag):
+            for storage, size in storages:
+                if storage._cdata not in self._inside:
+                    storage.resize_(size)
+                    self._inside[storage._cdata] = storage
+
+    def allocated_bytes(self, storages: SizedStorages) -> int:
+        return 0 if self._paused else sum(storage.nbytes() for storage, _ in storages)
+
+
+def memory_saver() -> Any:
+    """torch_memory_saver in its hook mode for torch's allocator; ConfigError where it is not installed."""
+    try:
+        saver = import_module("torch_memory_saver").torch_memory_saver
+    except ImportError as error:
+        raise ConfigError(
+            "residency.allocator is torch_memory_saver, which is not installed in this Python environment "
+            f"({error}); pip install torch-memory-saver, or set residency.allocator to torch"
+        ) from None
+    saver.hook_mode = "torch"
+    return saver
 
 
 def _nothing() -> None:
@@ -222,3 +306,106 @@ def as_bytes(storage: UntypedStorage) -> Tensor:
 def _zero(storages: SizedStorages) -> None:
     for storage, _ in storages:
         as_bytes(storage).zero_()
+
+
+class PartOnHost(MemoryPart):
+    """`hosted` are never on the device and never move; of `tensors`, which may have them too, the others come and go.
+
+    The hosted ones are read where they lie, and count as the part's memory on the host.
+    """
+
+    def __init__(self, tensors: Callable[[], Iterable[Tensor]], hosted: Sequence[Tensor]) -> None:
+        self._hosted = {tensor.untyped_storage()._cdata for tensor in hosted}
+        self._hosted_bytes = sum(tensor.nbytes for tensor in hosted)
+        self._kept = hosted
+        super().__init__(lambda: (tensor for tensor in tensors() if not self._is_hosted(tensor)))
+
+    @property
+    def host_bytes(self) -> int:
+        return super().host_bytes + self._hosted_bytes
+
+    def read(self, tensor: Tensor, first: int = 0, count: int | None = None, *, into: Tensor | None = None) -> Tensor:
+        if not self._is_hosted(tensor):
+            return super().read(tensor, first, count, into=into)
+        return _copied(tensor, first, count, into)
+
+    def _is_hosted(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._hosted
+
+
+class WholePartOnHost(MemoryPart):
+    """All `tensors` are on the host for good: nothing of it is on the device, whatever its place, or ever moves."""
+
+    def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
+        super().__init__(tuple)
+        self._hosted_tensors = tensors
+
+    @property
+    def host_bytes(self) -> int:
+        storages = (tensor.untyped_storage() for tensor in self._hosted_tensors())
+        return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+    def read(self, tensor: Tensor, first: int = 0, count: int | None = None, *, into: Tensor | None = None) -> Tensor:
+        return _copied(tensor, first, count, into)
+
+
+def _copied(tensor: Tensor, first: int, count: int | None, into: Tensor | None) -> Tensor:
+    values = tensor.detach().view(-1)[first : None if count is None else first + count]
+    return values.clone() if into is None else into.copy_(values)
+
+
+class RemotePart(MemoryPart):
+    """`release` makes the other process free the memory, contents lost, and `resume` take it again; `restore` brings
+    the contents back from what this process keeps of them, None where it keeps nothing. `num_bytes` tells how much it
+    is, `kept_bytes` how much host memory of its own this process has for `restore`. All may be collective over the
+    ranks that share the process, which therefore host the same roles.
+    """
+
+    def __init__(
+        self,
+        *,
+        release: Callable[[], None],
+        resume: Callable[[], None],
+        num_bytes: Callable[[], int],
+        restore: Callable[[], None] | None = None,
+        kept_bytes: Callable[[], int] = lambda: 0,
+        forget: Callable[[], None] = _nothing,
+    ) -> None:
+        super().__init__(lambda: (), forget=forget)
+        self._release, self._resume, self._restore = release, resume, restore
+        self._num_bytes, self._kept_bytes = num_bytes, kept_bytes
+
+    @property
+    def size_bytes(self) -> int:
+        return self._num_bytes()
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Of this process: none."""
+        return 0
+
+    @property
+    def host_bytes(self) -> int:
+        return self._kept_bytes()
+
+    def storages(self) -> SizedStorages:
+        return []
+
+    def save(self) -> None:
+        """What `restore` needs is kept as soon as it arrives, so nothing has to be copied."""
+        if self._restore is None:
+            raise RuntimeError("a part of another process of which nothing is kept can only be dropped")
+        super().save()
+
+    def leave(self, *, drop: bool = False) -> None:
+        super().leave(drop=drop)
+        self._release()
+
+    def allocate(self) -> None:
+        super().allocate()
+        self._resume()
+
+    def fill(self, *, rewritten: bool = False) -> None:
+        super().fill(rewritten=rewritten)
+        if not rewritten and self._restore is not None:
+            self._restore()
