@@ -10,15 +10,13 @@ from rltrain.algorithms.registry import algorithm_of
 from rltrain.checkpointing import Checkpointing
 from rltrain.errors import DivergenceError
 from rltrain.estimate.hardware import known_gpu
-from rltrain.evaluation.verdicts import REACHED, end_verdict_of, stop_verdict_of
 from rltrain.exchange.exchange import Exchange
 from rltrain.exchange.transport import Transport
 from rltrain.hosting import host_roles
-from rltrain.observability.evaluation_table import EvaluationTable
+from rltrain.observability.evaluations import REACHED, EvaluationTable, end_verdict_of, stop_verdict_of
 from rltrain.observability.metrics import Sinks
 from rltrain.observability.progress import Progress, checkpoints_of
-from rltrain.observability.reporter import Reporter, Sink
-from rltrain.observability.role_work import RoleWork, of_whole_job
+from rltrain.observability.reporter import Reporter, RoleWork, Sink, of_whole_job
 from rltrain.observability.run_logs import write_job
 from rltrain.observability.trace import start_trace
 from rltrain.resuming import restore

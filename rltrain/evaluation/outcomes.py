@@ -7,7 +7,7 @@ from statistics import stdev
 from typing import Any
 
 from rltrain.data.experience import SIBLINGS_APART, Experience
-from rltrain.evaluation.estimators import best_at_k, pass_at_k, sizes_up_to
+from rltrain.observability.evaluations import best_at_k, pass_at_k, sizes_up_to
 
 Record = Mapping[str, Any]
 """What JSON can write of a rank's outcomes."""

@@ -8,8 +8,8 @@ from rltrain.algorithms.registry import algorithm_of
 from rltrain.config.evaluation import OF_SOURCES, SHORT_FORM, EvaluationPlan
 from rltrain.config.schema import Config
 from rltrain.errors import one_of
-from rltrain.evaluation.estimators import sizes_up_to
 from rltrain.legality.problems import evaluated_text, longest_text
+from rltrain.observability.evaluations import sizes_up_to
 from rltrain.runtime.placement import Placement, format_ranks
 from rltrain.tasks.metrics import SCORE_HELD_OUT
 from rltrain.tasks.roles import rewarding_roles

@@ -11,11 +11,88 @@ from types import TracebackType
 from typing import Any, Self
 
 from rltrain.config.schema import Config
-from rltrain.errors import cannot_write
+from rltrain.errors import ConfigError, cannot_write
 from rltrain.observability.reporter import Sink
-from rltrain.observability.run_logs import METRICS_FILE
-from rltrain.observability.tensorboard_run import TensorboardRun
-from rltrain.observability.wandb_run import WandbRun
+from rltrain.observability.run_logs import METRICS_FILE, TENSORBOARD_FOLDER, WANDB_ID_FILE, read_id
+
+
+class TensorboardRun:
+    """Scalars under <output_dir>/tensorboard; of a run that went on from an earlier step TensorBoard hides what came
+    after it. Raises ConfigError where it is not installed or cannot write."""
+
+    def __init__(self, config: Config, first_step: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError(
+                "logging.tensorboard is true, but the package tensorboard is not installed: install it "
+                "(pip install tensorboard), or remove logging.tensorboard"
+            ) from error
+        folder = Path(config.output_dir, TENSORBOARD_FOLDER)
+        try:
+            self._writer = SummaryWriter(str(folder), purge_step=first_step or None)
+        except OSError as error:
+            raise cannot_write(error.filename or folder, error, "logging.tensorboard") from error
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbRun:
+    """A run that `goes_on` from a checkpoint goes on as the run whose id it left in its folder.
+
+    Raises ConfigError where Weights & Biases cannot start.
+    """
+
+    def __init__(self, config: Config, goes_on: bool) -> None:
+        self._run = _start(config, goes_on)
+        self._step = 0
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """What comes late stands at the step that has been reached: steps of a run never go back there."""
+        self._step = max(self._step, step)
+        self._run.log(dict(metrics), step=self._step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _start(config: Config, goes_on: bool) -> Any:
+    settings, id_file = config.logging.wandb, Path(config.output_dir, WANDB_ID_FILE)
+    earlier = read_id(id_file) if goes_on else None
+    try:
+        import wandb
+    except ImportError as error:
+        raise ConfigError(
+            f"logging.wandb.project is {settings.project!r}, but the package wandb is not installed: "
+            "install it (pip install wandb), or remove logging.wandb.project"
+        ) from error
+    try:
+        run = wandb.init(
+            id=earlier,
+            resume="allow",
+            project=settings.project,
+            name=settings.name,
+            mode=settings.mode or ("online" if wandb.login(prompt=False, verify=False) else "offline"),
+            dir=config.output_dir,
+            config=config.model_dump(mode="json"),
+            settings=wandb.Settings(console="off"),
+        )
+        id_file.write_text(f"{run.id}\n", encoding="utf-8")
+        return run
+    except OSError as error:
+        raise cannot_write(error.filename or id_file, error, "logging.wandb.project") from error
+    except wandb.Error as error:
+        raise ConfigError(
+            f"logging.wandb.project is {settings.project!r}, but wandb did not start: {error}; "
+            "set logging.wandb.mode: offline, or remove logging.wandb.project"
+        ) from error
+
 
 logger = logging.getLogger(__name__)
 

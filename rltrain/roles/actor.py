@@ -21,8 +21,15 @@ from rltrain.checkpoint.run_folder import name_of
 from rltrain.config.evaluation import has_reached
 from rltrain.data.experience import Experience
 from rltrain.data.prompts import report_dropped
-from rltrain.evaluation.best import BEST_FILE, BEST_FOLDER, Best, BestSoFar
-from rltrain.evaluation.verdicts import best_verdict_of, end_verdict_of, reported
+from rltrain.observability.evaluations import (
+    BEST_FILE,
+    BEST_FOLDER,
+    Best,
+    BestSoFar,
+    best_verdict_of,
+    end_verdict_of,
+    reported,
+)
 from rltrain.reshard.layout import MADE_BYTES
 from rltrain.roles.adapter_export import adapters_folder, export_adapters, keep_exported_adapters
 from rltrain.roles.advantage_estimation import AdvantageEstimation

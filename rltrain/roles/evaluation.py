@@ -8,8 +8,7 @@ from torch import Tensor
 
 from rltrain.checkpoint.hf import save_checkpoint
 from rltrain.checkpoint.run_files import Contents
-from rltrain.evaluation.best import BEST_FILE, BEST_FOLDER, Best
-from rltrain.evaluation.verdicts import best_verdict_of
+from rltrain.observability.evaluations import BEST_FILE, BEST_FOLDER, Best, best_verdict_of
 from rltrain.rewards.scorer import CombinedScorer
 from rltrain.roles.drawing import DrawingRole
 from rltrain.roles.evaluation_scoring import EvaluationScoring

@@ -6,9 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from rltrain.checkpoint.run_files import Contents, read_texts
 from rltrain.config.evaluation import SHORT_FORM, EvaluationPlan, has_reached
 from rltrain.data.experience import Experience
-from rltrain.evaluation.best import BEST_STATE_FILE, BestSoFar
 from rltrain.evaluation.outcomes import record_of
-from rltrain.evaluation.verdicts import REACHED, best_verdict_of, end_verdict_of, reported
+from rltrain.observability.evaluations import (
+    BEST_STATE_FILE,
+    REACHED,
+    BestSoFar,
+    best_verdict_of,
+    end_verdict_of,
+    reported,
+)
 from rltrain.rewards.scorer import CombinedScorer, CombinedScores, Scores
 from rltrain.roles.evaluated_set import EvaluatedSet, Judges
 from rltrain.roles.failure_limit import FailureLimit

@@ -15,7 +15,7 @@ from rltrain.errors import CheckpointError
 from rltrain.evaluating.command import main
 from rltrain.evaluating.overrides import evaluation_overrides
 from rltrain.legality.config import check_config
-from rltrain.observability.evaluation_table import EvaluationTable
+from rltrain.observability.evaluations import EvaluationTable
 from tests.unit.schedule_configs import make_config
 
 TRAINING = """

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.evaluation.estimators import best_at_k, pass_at_k, sizes_up_to
+from rltrain.observability.evaluations import best_at_k, pass_at_k, sizes_up_to
 
 rewards = st.lists(st.floats(-5, 5, width=32), min_size=1, max_size=7)
 

@@ -14,10 +14,16 @@ from rltrain.checkpoint.run_folder import Resumed
 from rltrain.config.schema import Config
 from rltrain.data.experience import SIBLINGS_APART, Experience
 from rltrain.errors import ConfigError
-from rltrain.evaluation.best import BEST_FILE, BEST_STATE_FILE, Best, BestSoFar
 from rltrain.evaluation.outcomes import metrics_of, record_of
-from rltrain.evaluation.verdicts import best_verdict_of, end_verdict_of
 from rltrain.exchange.exchange import Shipment
+from rltrain.observability.evaluations import (
+    BEST_FILE,
+    BEST_STATE_FILE,
+    Best,
+    BestSoFar,
+    best_verdict_of,
+    end_verdict_of,
+)
 from rltrain.roles import actor as actor_module
 from rltrain.roles import drawing
 from rltrain.roles.actor import Actor

@@ -16,10 +16,10 @@ from rltrain.estimate.hardware import GPUS
 from rltrain.estimate.peak import rank_memories
 from rltrain.estimate.step_time import Clock
 from rltrain.estimate.workload import Workload
-from rltrain.evaluation.verdicts import best_verdict_of
 from rltrain.legality.config import check_config
 from rltrain.legality.repeating import obstacle_to_repeating
 from rltrain.legality.schedule import check_schedule
+from rltrain.observability.evaluations import best_verdict_of
 from rltrain.roles import evaluation as evaluation_module
 from rltrain.roles.evaluation import Evaluation
 from rltrain.runtime.grid import Grid

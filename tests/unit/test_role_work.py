@@ -4,7 +4,7 @@ import pytest
 
 from rltrain.estimate.hardware import known_gpu
 from rltrain.models.flops import forward_flops
-from rltrain.observability.role_work import RoleWork, of_whole_job
+from rltrain.observability.reporter import RoleWork, of_whole_job
 from rltrain.roles.operations import Operations
 from tests.model_shards import tiny_architecture
 

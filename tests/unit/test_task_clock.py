@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rltrain.observability.role_work import RoleWork
+from rltrain.observability.reporter import RoleWork
 from rltrain.observability.trace import NullTrace, Trace
 from rltrain.roles.operations import Operations
 from rltrain.runtime.heartbeat import TaskClock, TaskTime
