@@ -13,7 +13,7 @@ from torch import Tensor
 from rltrain.config.models import FakeQuantization
 from rltrain.models.experts import is_expert
 from rltrain.models.products import int4_rounded
-from rltrain.training.adapter_mode import MadeWeights
+from rltrain.training.adapters import MadeWeights
 
 
 class _StraightThrough(torch.autograd.Function):

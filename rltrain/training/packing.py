@@ -4,12 +4,63 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.data.experience import Experience
-from rltrain.training.context_slices import WHOLE, ContextShare, inverse, places_of, places_of_all, ranges
+
+
+@dataclass(frozen=True)
+class ContextShare:
+    """What rank `rank` of `size` computes of every sequence: of one rank all."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def multiple(self) -> int:
+        """Of which a sequence's padded length is one."""
+        return 2 * self.size if self.size > 1 else 1
+
+    def slices(self) -> tuple[int, int]:
+        """The two that the rank has of 2 * size."""
+        return self.rank, 2 * self.size - 1 - self.rank
+
+
+WHOLE = ContextShare()
+
+
+def places_of(lengths: Sequence[int], share: ContextShare) -> Tensor:
+    """[rows] int64: where the tokens that a rank computes lie in sequences of `lengths` tokens, laid end to end.
+
+    A sequence's two slices follow each other, sequence by sequence. Lengths are multiples of `share.multiple`.
+    """
+    sizes = torch.tensor(lengths, dtype=torch.int64)
+    each, starts = sizes // (2 * share.size), sizes.cumsum(0) - sizes
+    first = torch.stack([starts + number * each for number in share.slices()], dim=1)
+    return ranges(first.flatten(), each.repeat_interleave(2))
+
+
+def places_of_all(lengths: Sequence[int], size: int) -> Tensor:
+    """[tokens] as `places_of`, of all ranks, one after the other: the order in which their rows are gathered."""
+    return torch.cat([places_of(lengths, ContextShare(rank, size)) for rank in range(size)])
+
+
+def inverse(order: Tensor) -> Tensor:
+    """Of a permutation."""
+    result = torch.empty_like(order)
+    result[order] = torch.arange(len(order))
+    return result
+
+
+def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
+    """The integers from each start on, as many as its length, one range after the other."""
+    begin = lengths.cumsum(0) - lengths
+    return torch.repeat_interleave(starts - begin, lengths) + torch.arange(int(lengths.sum()))
+
 
 LEFT_ON_HOST = frozenset({"routed_experts"})
 """Fields that are much larger than others, and of which a rank needs those of its own layers."""
@@ -216,3 +267,31 @@ def _segments(lengths: list[int], padded_length: int) -> tuple[int, ...]:
     longest, num_padding = max(lengths, default=padded_length), padded_length - sum(lengths)
     whole_pieces, rest = divmod(num_padding, longest)
     return (*lengths, *[longest] * whole_pieces, *[rest] * (rest > 0))
+
+
+def of_all_tokens(batch: MicroBatch, of_rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[tokens, ...] of the samples of a micro-batch what every rank made of its own rows.
+
+    All ranks make the same loss of them, so each takes the gradients of its rows: their sum over the ranks is that of
+    the loss. Collective over: the context-parallel group.
+    """
+    if batch.slices is None:
+        return of_rows
+    of_all: Tensor = _Gathered.apply(of_rows, group)
+    return of_all.index_select(0, batch.slices.row_of_token)
+
+
+class _Gathered(torch.autograd.Function):
+    """[rows of this rank, ...] -> [rows of all ranks, ...], one rank's after the other."""
+
+    @staticmethod
+    def forward(ctx: Any, of_rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.rank, ctx.num_rows = group.rank(), len(of_rows)
+        of_all = of_rows.new_empty(group.size() * len(of_rows), *of_rows.shape[1:])
+        dist.all_gather_into_tensor(of_all, of_rows.contiguous(), group=group)
+        return of_all
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        first = ctx.rank * ctx.num_rows
+        return gradients[0][first : first + ctx.num_rows].contiguous(), None

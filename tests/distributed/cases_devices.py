@@ -23,7 +23,7 @@ from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
-from rltrain.training.fsdp.model import ShardedModel
+from rltrain.training.fsdp_model import ShardedModel
 from rltrain.training.megatron import model as megatron
 from rltrain.training.megatron.platform import adapt_to_platform
 from tests.distributed.family_checkpoints import SHAPE, tiny_config

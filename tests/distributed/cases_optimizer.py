@@ -19,7 +19,7 @@ from rltrain.offload import activations as activation_offload
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.megatron.state import MASTER
-from rltrain.training.optimization.orthogonal import COEFFICIENTS
+from rltrain.training.optimizers import COEFFICIENTS
 from tests.distributed.cases_training import (
     GRIDS,
     SEVERAL_MICRO_BATCHES,

@@ -27,7 +27,7 @@ from rltrain.training.megatron.model import ROUTER_BIAS, build_model, local_para
 from rltrain.training.megatron.optimizer_state import MOMENTS, optimized_parameters, step_count
 from rltrain.training.megatron.state import MASTER
 from rltrain.training.megatron.trainable import TrainableModel
-from rltrain.training.optimization.stepping import ADAM_STATES
+from rltrain.training.optimizers import ADAM_STATES
 from tests.tolerances import ADAM_EPS
 from tests.uneven_products import uneven_products
 

@@ -30,7 +30,7 @@ from tests.forked.namespaces import NAMESPACES, enter
 
 PRELOADED = (
     "rltrain.training.megatron.backend",  # first: it loads Megatron without torch's compiler, as jobs do
-    "rltrain.training.fsdp.backend",
+    "rltrain.training.fsdp_backend",
     "rltrain.job",
     "megatron.core.distributed",
     "megatron.core.optimizer",

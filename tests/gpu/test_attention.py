@@ -6,9 +6,9 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from rltrain.models import attention
-from rltrain.training.context_slices import ContextShare
 from rltrain.training.megatron.attention import PackedAttention, packed_sequences
 from rltrain.training.megatron.context_parallel import attend_slices, sequences_of_share
+from rltrain.training.packing import ContextShare
 
 pytestmark = pytest.mark.gpu
 

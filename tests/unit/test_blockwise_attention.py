@@ -8,8 +8,8 @@ from torch import Tensor
 
 from rltrain.models import attention
 from rltrain.models.attention import attend, sees
-from rltrain.training import blockwise_attention
-from rltrain.training.blockwise_attention import attend_blockwise
+from rltrain.training import packed_attention
+from rltrain.training.packed_attention import attend_blockwise
 
 
 def at_once(
@@ -82,19 +82,19 @@ def test_half_precision_keeps_its_type() -> None:
 
 def test_blocks_are_as_many_queries_as_there_is_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    blocks = blockwise_attention._blocks
+    blocks = packed_attention._blocks
 
     def noted(length: int, block_tokens: int, window: int | None) -> object:
         asked.append(block_tokens)
         return blocks(length, block_tokens, window)
 
-    monkeypatch.setattr(blockwise_attention, "_blocks", noted)
-    monkeypatch.setattr(blockwise_attention, "SCORES_AT_ONCE", 2 * 3 * 40 * 20)
+    monkeypatch.setattr(packed_attention, "_blocks", noted)
+    monkeypatch.setattr(packed_attention, "SCORES_AT_ONCE", 2 * 3 * 40 * 20)
     rows = torch.randn(2, 3, 40, 4)
     for window in (None, 30, 9):
         attend_blockwise(rows, rows, rows, window=window, softcap=1.0)
     attend_blockwise(*[rows.expand(2, 3, 40, 4).repeat(9, 1, 1, 1)] * 3, softcap=1.0)
-    assert asked == [20, 30, 20, blockwise_attention.LEAST_TOKENS]
+    assert asked == [20, 30, 20, packed_attention.LEAST_TOKENS]
 
 
 @pytest.mark.parametrize("per_row", [True, False])

@@ -11,7 +11,7 @@ from torch import Tensor
 from rltrain.checkpoint.run_files import Contents, read_contents
 from rltrain.checkpoint.run_writer import FilesWriter, Target, Written
 from rltrain.offload.memory_parts import MemoryPart
-from rltrain.training.late_copies import LateCopies, LateTensors
+from rltrain.training.trainable import LateCopies, LateTensors
 from tests.stand_ins.cuda_streams import Device, Operators
 
 

@@ -3,7 +3,7 @@ import math
 import pytest
 
 from rltrain.config import schema
-from rltrain.training.learning_rate import learning_rate
+from rltrain.training.trainable import learning_rate
 
 
 def rates(total_updates: int, **settings: object) -> list[float]:

@@ -8,11 +8,19 @@ from hypothesis import strategies as st
 
 from rltrain.models.table import is_hidden_matrix
 from rltrain.offload import host_memory
-from rltrain.training.optimization import adam, host_step
-from rltrain.training.optimization.adam import AdamRule, AdamTensors, adam_step
-from rltrain.training.optimization.host_step import CudaCopies, HostParameter, HostSteps
-from rltrain.training.optimization.orthogonal import COEFFICIENTS, orthogonalize, update_scale
-from rltrain.training.optimization.rounding import keep_rounded
+from rltrain.training import optimizers
+from rltrain.training.optimizers import (
+    COEFFICIENTS,
+    AdamRule,
+    AdamTensors,
+    CudaCopies,
+    HostParameter,
+    HostSteps,
+    adam_step,
+    keep_rounded,
+    orthogonalize,
+    update_scale,
+)
 from tests.stand_ins.cuda_streams import Device, Operators, RaceError
 
 CUDA = torch.device("cuda")
@@ -76,7 +84,7 @@ def test_steps_are_those_of_torch() -> None:
 
 @pytest.mark.parametrize("chunk", [64, 1 << 20])
 def test_moments_in_bf16_lead_nearly_where_moments_in_fp32_do(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    monkeypatch.setitem(adam.CHUNK_ELEMENTS, "cpu", chunk)
+    monkeypatch.setitem(optimizers.CHUNK_ELEMENTS, "cpu", chunk)
     wide, small = tensors(999), tensors(999, torch.bfloat16)
     before = wide.weights.clone()
     for step in range(1, 21):
@@ -95,7 +103,7 @@ class Hosted:
         self.device = Device()
         self.device.install(monkeypatch)
         monkeypatch.setattr(host_memory, "pin", lambda memory: None)
-        monkeypatch.setattr(host_step, "_threads_of_a_rank", lambda: None)
+        monkeypatch.setattr(optimizers, "_threads_of_a_rank", lambda: None)
         self.resident = [tensors(size) for size in sizes]
         self.weights = [one.weights.to(dtype, copy=True) for one in self.resident]
         self.gradients = [one.gradient.clone() for one in self.resident]

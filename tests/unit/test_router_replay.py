@@ -18,11 +18,10 @@ from rltrain.models.routing_shape import NOT_RECORDED, RoutingShape
 from rltrain.rollout.sample import Sample, SampleGroup, Status
 from rltrain.rollout.stream.packing import pack_groups
 from rltrain.runtime.grid import Grid
-from rltrain.training.context_slices import ContextShare
 from rltrain.training.megatron.replayed_batch import given_choices
 from rltrain.training.megatron.router_replay import Choices
 from rltrain.training.megatron.routing import SampleRouter, replay_metrics
-from rltrain.training.packing import pack, padding_alone
+from rltrain.training.packing import ContextShare, pack, padding_alone
 from tests.model_shards import tiny_architecture
 from tests.unit.test_routing import make_experience, make_router
 

@@ -25,8 +25,8 @@ from weight_sync_timing import describe_machine
 
 from rltrain.config import schema
 from rltrain.runtime.grid import Grid
-from rltrain.training.fsdp.model import ShardedModel
-from rltrain.training.fsdp.trainable import TrainableModel
+from rltrain.training.fsdp_backend import TrainableModel
+from rltrain.training.fsdp_model import ShardedModel
 
 KEEP = "keep"
 

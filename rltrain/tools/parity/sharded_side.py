@@ -23,8 +23,8 @@ def run_sharded(checked: Checked, samples: Samples) -> States:
     cannot be read or trained."""
     device = torch.device(checked.device)
     with world_of_one(device) as backend:
-        from rltrain.training.fsdp.attention import SEQUENCES
-        from rltrain.training.fsdp.model import ShardedModel
+        from rltrain.training.fsdp_attention import SEQUENCES
+        from rltrain.training.fsdp_model import ShardedModel
 
         model = ShardedModel(
             read_architecture(checked.path),

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from rltrain.models.attention import attend, attend_packed, attends_packed
 from rltrain.runtime.process_groups import plain_group
-from rltrain.training.context_slices import ContextShare, inverse, places_of, places_of_all, ranges
 from rltrain.training.megatron.attention import (
     PackedAttention,
     PackedSequences,
@@ -28,6 +27,7 @@ from rltrain.training.megatron.attention import (
     thd_sequences,
 )
 from rltrain.training.packed_attention import similar_lengths
+from rltrain.training.packing import ContextShare, inverse, places_of, places_of_all, ranges
 
 RING, BY_HEADS = "p2p", "a2a"
 """Megatron's names: keys and values go round, which Transformer Engine has; all-to-all of heads."""

@@ -9,11 +9,11 @@ from torch import Tensor
 from rltrain.data.experience import Experience
 from rltrain.models.routing_shape import RoutingShape
 from rltrain.offload.memory_parts import MemoryPart
-from rltrain.training.evaluable import Evaluable, Outputs
 from rltrain.training.megatron.forward import make_micro_batches, run_schedule
 from rltrain.training.megatron.model import LanguageModel, local_parameters
 from rltrain.training.megatron.replayed_batch import found_choices
 from rltrain.training.packing import MicroBatch
+from rltrain.training.trainable import Evaluable, Outputs
 
 
 class EvaluableModel(Evaluable):

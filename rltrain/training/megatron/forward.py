@@ -17,7 +17,6 @@ from torch import Tensor
 
 from rltrain.data.experience import Experience
 from rltrain.runtime.process_groups import plain_group
-from rltrain.training.evaluable import Outputs
 from rltrain.training.megatron.linear import rows_multiple
 from rltrain.training.megatron.model import LanguageModel
 from rltrain.training.megatron.prediction import Predicted, tell_following, with_loss
@@ -26,6 +25,7 @@ from rltrain.training.megatron.router_replay import Choices, tell_choices
 from rltrain.training.megatron.routing import routed_samples, tell_routers
 from rltrain.training.megatron.stage_messages import stage_messages
 from rltrain.training.packing import MicroBatch, pack, padded_to, padding_alone
+from rltrain.training.trainable import Outputs
 
 PIPELINED = (forward_backward_pipelining_without_interleaving, forward_backward_pipelining_with_interleaving)
 

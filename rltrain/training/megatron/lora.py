@@ -29,7 +29,7 @@ from rltrain.models.experts import is_expert
 from rltrain.models.lora import WEIGHT
 from rltrain.reshard.layout import Layout, Segment
 from rltrain.reshard.model_layout import AdapterPair, adapter_pairs
-from rltrain.training.adapter_mode import AdapterMode
+from rltrain.training.adapters import AdapterMode
 
 NAME = "lora"
 """Of the module that has a layer's adapters, within the layer."""

@@ -22,7 +22,6 @@ from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import chunks_of, megatron_layout
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.process_groups import ProcessGroups
-from rltrain.training.context_slices import ContextShare
 from rltrain.training.logprobs import Logits
 from rltrain.training.megatron.architecture_settings import (
     activation_settings,
@@ -46,7 +45,7 @@ from rltrain.training.megatron.options import ModelOptions
 from rltrain.training.megatron.pipeline import StageLayout
 from rltrain.training.megatron.platform import adapt_to_platform
 from rltrain.training.megatron.prediction import prediction_loss
-from rltrain.training.packing import MicroBatch
+from rltrain.training.packing import ContextShare, MicroBatch
 
 ROUTER_BIAS = ".router.expert_bias"
 HOST_TENSORS = ("sort_input_by_local_experts", "restore_output_by_local_experts")

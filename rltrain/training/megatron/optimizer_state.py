@@ -13,7 +13,7 @@ from torch import Tensor
 from rltrain.training.megatron.model import LanguageModel, learned_parameters
 from rltrain.training.megatron.optimizer import members
 from rltrain.training.megatron.stepping import first_of, masters, stepping
-from rltrain.training.optimization.stepping import ADAM_STATES, MUON_STATES
+from rltrain.training.optimizers import ADAM_STATES, MUON_STATES
 
 MOMENTS = (*ADAM_STATES, *MUON_STATES)
 """Of AdamW, and of what Muon moves."""

@@ -22,11 +22,10 @@ from torch import Tensor
 
 from rltrain.algorithms.losses import LossOutput
 from rltrain.models.prediction import Prediction
-from rltrain.training.gathered_rows import of_all_tokens
 from rltrain.training.logprobs import Logits, vocab_parallel_logprobs
 from rltrain.training.megatron.layers import word_embedding
 from rltrain.training.megatron.norms import RMSNorm, parameter_device
-from rltrain.training.packing import MicroBatch
+from rltrain.training.packing import MicroBatch, of_all_tokens
 
 LOSS = "mtp_loss"
 """The metric of its loss."""

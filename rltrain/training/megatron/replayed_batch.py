@@ -8,9 +8,8 @@ from torch import Tensor
 
 from rltrain.models.routing_shape import NOT_RECORDED, RoutingShape
 from rltrain.reshard.megatron_layout import chunks_of
-from rltrain.training.gathered_rows import of_all_tokens
 from rltrain.training.megatron.model import LanguageModel
-from rltrain.training.packing import MicroBatch
+from rltrain.training.packing import MicroBatch, of_all_tokens
 
 
 def given_choices(model: LanguageModel, batch: MicroBatch) -> dict[int, Tensor]:

@@ -18,7 +18,6 @@ from rltrain.models.experts import is_expert
 from rltrain.models.table import IntArray
 from rltrain.offload.memory_parts import MemoryPart
 from rltrain.reshard.layout import Layout
-from rltrain.training.late_copies import LateCopies, LateTensors
 from rltrain.training.megatron.model import ROUTER_BIAS, LanguageModel, learned_layout, learned_parameters
 from rltrain.training.megatron.optimizer_state import (
     MOMENTS,
@@ -29,6 +28,7 @@ from rltrain.training.megatron.optimizer_state import (
     step_count,
 )
 from rltrain.training.shards import answered_for, sharing_groups, within
+from rltrain.training.trainable import LateCopies, LateTensors
 
 Range = tuple[int, int]
 """(start, stop) in a flattened parameter."""

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from rltrain.config import schema
 from rltrain.models.table import Array, is_hidden_matrix
+from rltrain.training.matrix_exchange import MatrixExchange
 from rltrain.training.megatron.model import LanguageModel, local_parameters
 from rltrain.training.megatron.optimizer import members
-from rltrain.training.optimization.matrix_exchange import MatrixExchange
-from rltrain.training.optimization.stepping import Slot, SteppingOptimizer
+from rltrain.training.optimizers import Slot, SteppingOptimizer
 from rltrain.training.shards import within
 
 

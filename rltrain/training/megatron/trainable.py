@@ -15,10 +15,9 @@ from rltrain.algorithms.losses import LossFunction, sample_shares
 from rltrain.checkpoint.run_files import AnyFile, Contents
 from rltrain.config import schema
 from rltrain.data.experience import Experience
-from rltrain.training.adapter_mode import MadeWeights
+from rltrain.training.adapters import MadeWeights
 from rltrain.training.backend import SKIPPED
 from rltrain.training.fake_quantization import rounded_weights
-from rltrain.training.learning_rate import learning_rate
 from rltrain.training.megatron.evaluable import BaseModel, EvaluableModel
 from rltrain.training.megatron.forward import make_micro_batches, run_schedule
 from rltrain.training.megatron.lora import Adapters
@@ -32,8 +31,7 @@ from rltrain.training.megatron.routing import Routers
 from rltrain.training.megatron.state import load_state, save_state
 from rltrain.training.megatron.stepping import is_replaced, replace_steps
 from rltrain.training.megatron.versions import data_parallel
-from rltrain.training.mini_batch import DIVISOR, NUM_SAMPLES, Pending, SkippedSteps
-from rltrain.training.trainable import Trainable
+from rltrain.training.trainable import DIVISOR, NUM_SAMPLES, Pending, SkippedSteps, Trainable, learning_rate
 
 
 class TrainableModel(EvaluableModel, Trainable):

@@ -1,8 +1,9 @@
 """Low-rank adapters beside the linear layers of transformers' models: x W.T + alpha / rank * (x A.T) B.T, Hu et al.
 2021, "LoRA", section 4.1. They are sharded with the decoder layer that they are in, B in the rows of W, which has no
-gradient; those of experts by expert, as the experts are."""
+gradient; those of experts by expert, as the experts are.
+"""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,11 +12,53 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rltrain.config.models import Lora
+from rltrain.config.schema import FakeQuantization
 from rltrain.models import Architecture
+from rltrain.models.experts import is_expert
 from rltrain.models.lora import ADAPTER_A, ADAPTER_B, PEFT_PREFIX, WEIGHT, A, B
 from rltrain.reshard.fsdp_layout import whole_parameters
-from rltrain.training.adapter_mode import AdapterMode
-from rltrain.training.fsdp.experts import compute_beside_adapters
+from rltrain.training.adapters import AdapterMode
+from rltrain.training.fake_quantization import rounded
+
+
+def compute_beside_adapters(experts: Any, matrix: str, adapter: torch.nn.Module, mode: AdapterMode) -> None:
+    """Give the module `experts` an adapter of its parameter `matrix`, gate_up_proj or down_proj. Its forward is then
+    the one below: what transformers computes takes the stacked matrices alone."""
+    if not hasattr(experts, "lora"):
+        experts.lora = torch.nn.ModuleDict()
+        experts.forward = _forward_of(experts, experts.forward, mode)
+    experts.lora[matrix] = adapter
+
+
+def _forward_of(experts: Any, plain: Callable[..., Tensor], mode: AdapterMode) -> Callable[..., Tensor]:
+    def forward(hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """hidden [tokens, hidden]; of each token the experts that it visits, and their weights, [tokens, visits]."""
+        if not mode.is_on:
+            return plain(hidden, chosen, weights)
+        order = chosen.flatten().argsort(stable=True)
+        counts = chosen.flatten().bincount(minlength=experts.num_experts).tolist()
+        token = order // chosen.shape[1]
+        inputs = [*hidden.index_select(0, token).split(counts)]
+        inner = []
+        for of_expert in _products(experts, "gate_up_proj", inputs):
+            gate, up = of_expert.chunk(2, -1)
+            inner.append(experts.act_fn(gate) * up)
+        made = torch.cat(_products(experts, "down_proj", inner))
+        weighted = made * weights.flatten().index_select(0, order)[:, None]
+        # Summed visit by visit of each token: a sum that adds up rows where they come has no order of its own on GPUs.
+        visits = torch.zeros_like(weighted).index_copy(0, order, weighted)
+        return visits.view(*chosen.shape, -1).sum(1).to(hidden.dtype)
+
+    return forward
+
+
+def _products(experts: Any, matrix: str, inputs: list[Tensor]) -> list[Tensor]:
+    """Of each expert's tokens with its matrix, and with its adapter where there is one."""
+    weights = getattr(experts, matrix)
+    found = [F.linear(own, weights[number]) for number, own in enumerate(inputs)]
+    if matrix not in experts.lora:
+        return found
+    return [one + other for one, other in zip(found, experts.lora[matrix].of_experts(inputs), strict=True)]
 
 
 class Adapter(torch.nn.Module):
@@ -110,3 +153,26 @@ class Adapters(AdapterMode):
 def _inside(module: torch.nn.Module, name: str) -> str:
     """What `module` calls a layer of transformers' model within it."""
     return f"language_model.{name}" if hasattr(module, "language_model") else name
+
+
+def round_experts(model: torch.nn.Module, settings: FakeQuantization) -> None:
+    """Have the matrices of experts in `model` be rounded in every pass, once they are gathered; adapters are not. To be
+    called after adapters were added, whose layers look their matrices up."""
+    for name, part in model.named_modules():
+        held = [own for own, _ in part.named_parameters(recurse=False) if is_expert(f"{name}.{own}")]
+        if held and not isinstance(part, Adapter):
+            part.forward = _of_rounded(part, held, part.forward, settings)
+
+
+def _of_rounded(
+    layer: Any, names: list[str], plain: Callable[..., Tensor], settings: FakeQuantization
+) -> Callable[..., Tensor]:
+    def forward(*inputs: Tensor) -> Tensor:
+        held = {name: layer._parameters[name] for name in names}
+        layer._parameters.update({name: rounded(weight, settings) for name, weight in held.items()})
+        try:
+            return plain(*inputs)
+        finally:
+            layer._parameters.update(held)
+
+    return forward
