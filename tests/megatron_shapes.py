@@ -37,9 +37,9 @@ from rltrain.reshard.megatron_layout import megatron_layout, padded_vocab_size
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import model_group_lists
 from rltrain.training.megatron.context_parallel import RING
-from rltrain.training.megatron.implementation import HAVE_TE
 from rltrain.training.megatron.layers import block_spec, mark_parallel_weights
 from rltrain.training.megatron.lora import Adapters
+from rltrain.training.megatron.model import HAVE_TE
 from rltrain.training.megatron.platform import adapt_to_platform
 from tests.model_shards import VARIANTS, tiny_architecture
 

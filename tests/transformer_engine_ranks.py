@@ -31,10 +31,9 @@ from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.megatron import model as model_module
-from rltrain.training.megatron.architecture_settings import activation_settings
-from rltrain.training.megatron.implementation import uses_transformer_engine
+from rltrain.training.megatron.backend import TrainableModel
+from rltrain.training.megatron.model import activation_settings, uses_transformer_engine
 from rltrain.training.megatron.platform import adapt_to_platform
-from rltrain.training.megatron.trainable import TrainableModel
 from tests.distributed.cases_context_parallel import BALANCED, MAX_TOKENS, NUM_STEPS, experience, write_weights
 from tests.model_shards import tiny_architecture
 from tests.tolerances import ADAM_EPS

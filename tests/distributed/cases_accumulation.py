@@ -19,8 +19,8 @@ from rltrain.models import read_architecture
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
+from rltrain.training.megatron.backend import TrainableModel
 from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
-from rltrain.training.megatron.trainable import TrainableModel
 from tests.distributed.cases_training import (
     CPU,
     GRIDS,

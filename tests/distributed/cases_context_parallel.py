@@ -21,8 +21,8 @@ from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
+from rltrain.training.megatron.backend import TrainableModel
 from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
-from rltrain.training.megatron.trainable import TrainableModel
 from tests.model_shards import tiny_architecture
 from tests.tolerances import ADAM_EPS
 from tests.unit.packed_experience import packed_experience

@@ -21,8 +21,8 @@ from rltrain.models import read_architecture
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
+from rltrain.training.megatron.backend import TrainableModel
 from rltrain.training.megatron.model import ROUTER_BIAS, LanguageModel, build_model, local_parameters
-from rltrain.training.megatron.trainable import TrainableModel
 from tests.distributed.family_checkpoints import LENGTHS
 from tests.tolerances import ADAM_EPS
 

@@ -21,8 +21,8 @@ from rltrain.data.experience import Experience
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.adapters import begin_adapters
+from rltrain.training.megatron.backend import AdaptedModel
 from rltrain.training.megatron.model import LanguageModel, add_adapters
-from rltrain.training.megatron.trainable import AdaptedModel
 from tests.distributed import cases_experts, cases_fsdp
 from tests.distributed.cases_training import GRIDS, load_experience, load_model, negative_log_likelihood, share_of
 from tests.distributed.tiny_checkpoints import VOCAB_SIZE

@@ -24,9 +24,9 @@ from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.megatron import platform
-from rltrain.training.megatron.evaluable import EvaluableModel
+from rltrain.training.megatron.backend import TrainableModel
+from rltrain.training.megatron.forward import EvaluableModel
 from rltrain.training.megatron.model import LanguageModel, build_model
-from rltrain.training.megatron.trainable import TrainableModel
 from tests.distributed.cases_training import negative_log_likelihood
 
 # Configurations that together need every patch: tied embeddings under pipelining, bf16, recomputation, two ranks; and

@@ -23,8 +23,8 @@ from rltrain.rollout.stream.packing import pack_groups
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
+from rltrain.training.megatron.backend import TrainableModel
 from rltrain.training.megatron.model import build_model, local_parameters
-from rltrain.training.megatron.trainable import TrainableModel
 from tests.distributed.cases_experts import ALL, MAX_TOKENS, Layout, make_trained, relative_differences, share_of
 from tests.rollout_models import load_engine, ragged_requests
 

@@ -25,11 +25,10 @@ from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
-from rltrain.training.megatron import fused, fused_attention, linear, norms
-from rltrain.training.megatron.evaluable import EvaluableModel
-from rltrain.training.megatron.forward import make_micro_batches, run_schedule
+from rltrain.training.megatron import attention, fused, norms
+from rltrain.training.megatron.backend import TrainableModel
+from rltrain.training.megatron.forward import EvaluableModel, make_micro_batches, run_schedule
 from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
-from rltrain.training.megatron.trainable import TrainableModel
 from tests.distributed.tiny_checkpoints import ENTROPY_COEF, TEMPERATURE
 from tests.tolerances import ADAM_EPS
 
@@ -166,9 +165,9 @@ def _differences_from_plain_layers(model: LanguageModel, path: Path) -> dict[str
 def plain_layers() -> Iterator[None]:
     """Layers as torch and Megatron have them."""
     with ExitStack() as stack:
-        for module in (fused, fused_attention, norms):
+        for module in (fused, attention, norms):
             stack.enter_context(patch.object(module, "takes_fused", lambda x: False))
-        stack.enter_context(patch.object(linear, "HAS_ONEDNN", False))
+        stack.enter_context(patch.object(fused, "HAS_ONEDNN", False))
         yield
 
 

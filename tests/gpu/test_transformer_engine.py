@@ -23,8 +23,8 @@ from rltrain.models.architecture import MLA
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
+from rltrain.training.megatron.backend import TrainableModel
 from rltrain.training.megatron.model import build_model, local_parameters
-from rltrain.training.megatron.trainable import TrainableModel
 from tests.distributed.cases_context_parallel import experience, write_weights
 from tests.forked.popen import PYTHON_PATH, REPOSITORY
 from tests.model_shards import tiny_architecture

@@ -14,10 +14,10 @@ from rltrain.models import attention
 from rltrain.models.flops import positions_read
 from rltrain.runtime.grid import Grid
 from rltrain.training.megatron import context_parallel
+from rltrain.training.megatron.chunk import ModelOptions
 from rltrain.training.megatron.context_parallel import sequences_of_share, thd_slices
+from rltrain.training.megatron.experts import routed_samples
 from rltrain.training.megatron.model import transformer_config
-from rltrain.training.megatron.options import ModelOptions
-from rltrain.training.megatron.routing import routed_samples
 from rltrain.training.packing import ContextShare, inverse, pack, padded_to, padding_alone, places_of, places_of_all
 from tests.model_shards import tiny_architecture
 from tests.unit.test_config_checks import check_in_world_of_8

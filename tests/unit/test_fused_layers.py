@@ -9,11 +9,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rltrain.training.megatron import linear
-from rltrain.training.megatron.attention import PackedAttention, PositionRotaryEmbedding, packed_sequences
-from rltrain.training.megatron.fused import RmsNorm, SwiGlu, TurnedHeads, takes_fused
-from rltrain.training.megatron.fused_attention import ShortAttention, rotation
-from rltrain.training.megatron.linear import LEAST_ROWS, Product, rows_multiple, rows_product, takes_onednn
+from rltrain.training.megatron import fused
+from rltrain.training.megatron.attention import (
+    PackedAttention,
+    PositionRotaryEmbedding,
+    ShortAttention,
+    packed_sequences,
+    rotation,
+)
+from rltrain.training.megatron.fused import (
+    LEAST_ROWS,
+    Product,
+    RmsNorm,
+    SwiGlu,
+    TurnedHeads,
+    rows_multiple,
+    rows_product,
+    takes_fused,
+    takes_onednn,
+)
 
 CPU = torch.device("cpu")
 EPS = 1e-5
@@ -163,7 +177,7 @@ def test_no_gradient_is_asked_for_where_weights_are_frozen() -> None:
 @pytest.mark.parametrize("width", [3, 40])
 @pytest.mark.parametrize("onednn", [True, False])
 def test_products_equal_those_of_double_precision(width: int, onednn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "HAS_ONEDNN", onednn and linear.HAS_ONEDNN)
+    monkeypatch.setattr(fused, "HAS_ONEDNN", onednn and fused.HAS_ONEDNN)
     torch.manual_seed(0)
     rows, matrix = (torch.randn(shape, requires_grad=True) for shape in [(LEAST_ROWS + 1, 16), (width, 16)])
     exact = rows.double() @ matrix.double().T

@@ -164,7 +164,7 @@ def test_engines_get_experts_as_the_model_computes_with_them() -> None:
 
 def test_a_transformer_engine_that_lets_nobody_round_is_refused() -> None:
     from rltrain.errors import ConfigError
-    from rltrain.training.megatron.fake_quantization import round_experts as round_megatrons
+    from rltrain.training.megatron.experts import round_experts as round_megatrons
 
     grouped = torch.nn.Module()
     grouped.weight0 = torch.nn.Parameter(torch.randn(4, 8))

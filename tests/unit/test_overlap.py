@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rltrain.config.schema import Actor
-from rltrain.training.megatron.overlap import GradientReduction, data_parallel_config
+from rltrain.training.megatron.optimizer import GradientReduction, data_parallel_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

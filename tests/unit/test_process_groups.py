@@ -16,7 +16,7 @@ from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import group_lists, model_group_lists
 
 EMBEDDING_FIELDS = ("embd", "pos_embd")
-# Set by rltrain.training.megatron.groups from other fields, or to None.
+# Set by rltrain.training.megatron.model from other fields, or to None.
 OF_LATER_RELEASES = re.compile("gtp_remat|dp(_cp)?_ag$")
 """Groups of Megatron 0.19 for ways of sharding and of overlapping that rltrain does not use."""
 DERIVED_FIELDS = {"intra_dp_cp", "intra_expt_dp", "inter_dist_opt", "hcp"}

@@ -18,9 +18,8 @@ from rltrain.models.routing_shape import NOT_RECORDED, RoutingShape
 from rltrain.rollout.sample import Sample, SampleGroup, Status
 from rltrain.rollout.stream.packing import pack_groups
 from rltrain.runtime.grid import Grid
-from rltrain.training.megatron.replayed_batch import given_choices
-from rltrain.training.megatron.router_replay import Choices
-from rltrain.training.megatron.routing import SampleRouter, replay_metrics
+from rltrain.training.megatron.experts import Choices, SampleRouter, replay_metrics
+from rltrain.training.megatron.forward import given_choices
 from rltrain.training.packing import ContextShare, pack, padding_alone
 from tests.model_shards import tiny_architecture
 from tests.unit.test_routing import make_experience, make_router

@@ -15,11 +15,10 @@ from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.errors import ConfigError
 from rltrain.runtime.grid import Grid
-from rltrain.training.megatron.implementation import check_dispatcher
-from rltrain.training.megatron.model import transformer_config
-from rltrain.training.megatron.options import ModelOptions
+from rltrain.training.megatron.chunk import ModelOptions
+from rltrain.training.megatron.experts import RoutedSamples, SampleRouter, load_metrics, routed_samples
+from rltrain.training.megatron.model import check_dispatcher, transformer_config
 from rltrain.training.megatron.platform import adapt_to_platform
-from rltrain.training.megatron.routing import RoutedSamples, SampleRouter, load_metrics, routed_samples
 from rltrain.training.packing import pack, padded_to, padding_alone
 from tests.model_shards import tiny_architecture
 

@@ -13,8 +13,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from rltrain.models import products
 from rltrain.models.products import wide_product
-from rltrain.training.megatron.layers import RMSNorm
-from rltrain.training.megatron.precision import RoundedInput, residual_addition, widen_residual_stream
+from rltrain.training.megatron.layers import RMSNorm, RoundedInput, residual_addition, widen_residual_stream
 
 HALF = [torch.bfloat16, torch.float16]
 

@@ -27,9 +27,9 @@ from rltrain.config import schema
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
+from rltrain.training.megatron.backend import TrainableModel
 from rltrain.training.megatron.model import build_model
 from rltrain.training.megatron.optimizer import members
-from rltrain.training.megatron.trainable import TrainableModel
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "adamw": {},

@@ -27,8 +27,8 @@ from rltrain.models import Architecture, MoE
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
+from rltrain.training.megatron.backend import TrainableModel
 from rltrain.training.megatron.model import build_model
-from rltrain.training.megatron.trainable import TrainableModel
 
 SIZES = ("dp", "tp", "pp", "cp", "ep", "etp")
 

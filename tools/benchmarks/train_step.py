@@ -31,9 +31,9 @@ from rltrain.models import Architecture
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
+from rltrain.training.megatron.backend import TrainableModel
 from rltrain.training.megatron.forward import make_micro_batches
 from rltrain.training.megatron.model import LanguageModel, build_model
-from rltrain.training.megatron.trainable import TrainableModel
 
 LEARNING_RATE = 1e-4
 

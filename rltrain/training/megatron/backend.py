@@ -1,14 +1,30 @@
 """Megatron as a training.backend.TrainingBackend."""
 
-from collections.abc import Callable, Sequence
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
-from rltrain.checkpoint.run_files import AnyFile
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor
+
+from rltrain.algorithms.losses import LossFunction, sample_shares
+from rltrain.checkpoint.run_files import AnyFile, Contents
+from rltrain.config import schema
 from rltrain.config.schema import Trained
+from rltrain.data.experience import Experience
+from rltrain.offload.memory_parts import MemoryPart, PartOnHost
 from rltrain.reshard.layout import Layout
-from rltrain.training.adapters import begin_adapters
-from rltrain.training.backend import ModelSite
-from rltrain.training.megatron.evaluable import EvaluableModel
+from rltrain.training.adapters import MadeWeights, begin_adapters
+from rltrain.training.backend import SKIPPED, ModelSite
+from rltrain.training.fake_quantization import rounded_weights
+from rltrain.training.megatron.experts import Routers
+from rltrain.training.megatron.forward import BaseModel, EvaluableModel, make_micro_batches, run_schedule
+from rltrain.training.megatron.lora import Adapters
 from rltrain.training.megatron.model import (
     LanguageModel,
     adapters_layout_of_model,
@@ -17,7 +33,282 @@ from rltrain.training.megatron.model import (
     layout_of_model,
     local_parameters,
 )
-from rltrain.training.megatron.trainable import AdaptedModel, TrainableModel
+from rltrain.training.megatron.optimizer import (
+    GradientReduction,
+    LossScale,
+    ParameterGather,
+    build_optimizer,
+    data_parallel_config,
+    is_replaced,
+    members,
+    replace_steps,
+    stepping,
+)
+from rltrain.training.megatron.prediction import with_loss
+from rltrain.training.megatron.state import load_state, save_state
+from rltrain.training.megatron.versions import data_parallel
+from rltrain.training.trainable import DIVISOR, NUM_SAMPLES, Pending, SkippedSteps, Trainable, learning_rate
+
+
+def training_parts(
+    model: LanguageModel, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer
+) -> dict[str, MemoryPart]:
+    """master_weights, optimizer and gradients, none of which shares memory with another or with the weights.
+
+    With fp32 weights the optimizer works on these themselves, and master_weights is empty. What an optimizer with
+    cpu_offload has on the host belongs to the parts and stays there.
+    """
+    owned = [own for member in members(optimizer) if (own := stepping(member))]
+    return {
+        "master_weights": PartOnHost(
+            lambda: _master_weights(model, optimizer), [master for own in owned for master in own.host_masters()]
+        ),
+        "optimizer": PartOnHost(lambda: _states(optimizer), [state for own in owned for state in own.host_states()]),
+        # Beside the buffers Megatron keeps fp32 gradients of the master weights until it makes the next ones.
+        "gradients": MemoryPart(lambda: _gradients(chunks), forget=lambda: optimizer.zero_grad(set_to_none=True)),
+    }
+
+
+def _master_weights(model: LanguageModel, optimizer: MegatronOptimizer) -> list[Tensor]:
+    """What the optimizer works on, but for views of the weights, and for keys whose masters are on the host."""
+    weights = {_storage(parameter) for parameter in model.parameters()}
+    found = []
+    for member in members(optimizer):
+        own = stepping(member)
+        keys = (key for group in member.param_groups for key in group["params"])
+        found += [key for key in keys if _storage(key) not in weights and not (own and own.has_host_master(key))]
+    return found
+
+
+def _states(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
+    """Moments and step counts; none before the first step."""
+    for _, state in optimizer.state.items():
+        yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def _gradients(chunks: Sequence[DistributedDataParallel]) -> list[Tensor]:
+    return [buffer.grad_data for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+
+
+def _storage(tensor: Tensor) -> int:
+    """Tells storages apart, also those that are empty at the moment."""
+    return tensor.untyped_storage()._cdata
+
+
+class TrainableModel(EvaluableModel, Trainable):
+    """As training.backend.TrainedModel describes it: data-parallel gradients, optimizer and learning-rate schedule
+    around a model whose weights are loaded, unless `load_state` follows. `role` is for messages."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        settings: schema.Trained,
+        *,
+        total_updates: int,
+        max_skipped: int = 0,
+        role: str = "actor",
+    ) -> None:
+        """Collective over: the role's ranks."""
+        super().__init__(model)
+        self.settings, self.role, self.skipped = settings, role, SkippedSteps(role, max_skipped)
+        self.total_updates = total_updates
+        self.num_updates = 0
+        self.predicts = model.architecture.predicts
+        self.groups = model.pg_collection
+        parallel = data_parallel_config(settings, self.groups.dp_cp.size(), model.device)
+        self.chunks = [data_parallel(model.config, parallel, chunk, self.groups) for chunk in model.chunks]
+        architecture = model.architecture
+        self.routers = Routers(model, architecture, model.moe, self.groups) if architecture.moe else None
+        self.reduction, self.gather = GradientReduction(self.chunks), ParameterGather(self.chunks)
+        self.optimizer = build_optimizer(self.chunks, settings.optimizer, self.groups)
+        if is_replaced(settings.optimizer):
+            replace_steps(model, self.optimizer, settings.optimizer)
+        self.loss_scale = LossScale(self.optimizer, model.config)
+        # Else Megatron's schedules would reduce the gradients after every part of a mini-batch.
+        model.config.finalize_model_grads_func = None
+        self.parts = {**self.parts, **training_parts(model, self.chunks, self.optimizer)}
+        self.served = rounded_weights(self.parameters, model.options.model.fake_quantization, model.config.params_dtype)
+        self.copy_late()
+        self._copies: dict[str, Tensor] = {}
+        self._pending: Pending | None = None
+
+    def train_batches(
+        self, mini_batches: Iterable[Experience], loss_function: LossFunction, *, temperature: float = 1.0
+    ) -> list[dict[str, float]]:
+        metrics = []
+        try:
+            for experience in mini_batches:
+                self._accumulate(experience, loss_function, temperature, is_whole=True)
+                metrics.append(self._step())
+        finally:
+            self.gather.finish()
+        return metrics
+
+    def accumulate(self, experience: Experience, loss_function: LossFunction, *, temperature: float = 1.0) -> None:
+        """Collective over: this replica."""
+        # Other roles may have the device, and the gradients may leave it, before the next part or the step follows.
+        self._accumulate(experience, loss_function, temperature, is_whole=False)
+
+    def _accumulate(
+        self, experience: Experience, loss_function: LossFunction, temperature: float, *, is_whole: bool
+    ) -> None:
+        """Of a whole mini-batch reducing begins meanwhile."""
+        if self._pending is None:
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            self._pending = Pending()
+        self._pending.count(experience)
+        loss = self.loss_of(loss_function, temperature)
+        micro_batches = make_micro_batches(self.model, experience, self.settings.micro_batch_tokens)
+        if micro_batches:
+            if is_whole:
+                self.reduction.expect(len(micro_batches))
+            shares = partial(sample_shares, loss_function)
+            with self._drawing(self._pending.num_parts):
+                self._pending.outputs += run_schedule(
+                    self.model,
+                    micro_batches,
+                    loss,
+                    chunks=self.chunks,
+                    backward=True,
+                    shares=shares,
+                    predicts=self.predicts,
+                )
+        self._pending.num_parts += 1
+        if not experience.num_samples and self.groups.pp.rank() == self.groups.pp.size() - 1:
+            # Other replicas have metrics, whose names and number this one needs to take part in reducing them.
+            nothing = loss_function(experience, *self.objective.of_nothing(experience))
+            self._pending.outputs.append(with_loss(nothing, torch.zeros(())) if self.predicts else nothing)
+
+    def _drawing(self, part: int) -> AbstractContextManager[None]:
+        """Around a part of a mini-batch, in which adapters draw what they drop: equal on ranks with equal tokens."""
+        adapters, groups = self.model.adapters, self.groups
+        if adapters is None:
+            return nullcontext()
+        return adapters.drawing(self.num_updates, part, groups.dp_cp.rank(), groups.pp.rank())
+
+    def step(self) -> dict[str, float]:
+        metrics = self._step()
+        self.gather.finish()
+        return metrics
+
+    def _step(self) -> dict[str, float]:
+        """As `step`; the new weights may still be on their way."""
+        if self._pending is None:
+            raise RuntimeError("step() needs accumulate() before it, on every rank; a share may be empty")
+        pending, self._pending = self._pending, None
+        self.reduction.begin_rest()
+        try:
+            return self._apply(pending)
+        finally:
+            self.reduction.finish()
+
+    def _apply(self, pending: Pending) -> dict[str, float]:
+        metrics = self._reduce(pending)
+        update = self.num_updates + 1
+        self.skipped.require_samples(metrics.pop(NUM_SAMPLES), update, self.groups.dp.size())
+        divisor = metrics.pop(DIVISOR)
+        loads = self.routers.take(divisor, self.model.device) if self.routers else None
+        rate = learning_rate(self.settings.optimizer, self.num_updates, self.total_updates)
+        is_skipped, grad_norm = self.skipped.is_to_skip("loss", metrics["loss"], update), math.nan
+        overflowed = False
+        if not is_skipped:
+            self.late.settle()
+            grad_norm, overflowed = self._update(divisor, rate) if divisor else (0.0, False)
+            is_skipped = not math.isfinite(grad_norm)
+            if self.routers and loads and divisor and not is_skipped:
+                self.routers.update_biases(loads)
+        self.num_updates += 1
+        if not overflowed:
+            self.skipped.count(is_skipped=is_skipped)
+        return {
+            **metrics,
+            **(loads.metrics if loads else {}),
+            "grad_norm": grad_norm,
+            "lr": rate,
+            SKIPPED: float(is_skipped),
+            **self.loss_scale.metrics(overflowed=overflowed),
+        }
+
+    def save_state(self) -> Contents:
+        if self._pending is not None:
+            raise RuntimeError("gradients wait for their optimizer step; a training state is saved before or after it")
+        scale = self.loss_scale.state()
+        return save_state(self.model, self.optimizer, self.parts, self.num_updates, scale, self._copies, self.late)
+
+    def load_state(self, files: Sequence[AnyFile]) -> None:
+        """Go on from what `save_state` left on all ranks. Before the first step; raises as state.load_state."""
+        counts = load_state(self.model, self.optimizer, files, self.role)
+        self.num_updates = counts.num_updates
+        self.loss_scale.load(counts.loss_scale)
+
+    def _update(self, divisor: float, rate: float) -> tuple[float, bool]:
+        """Divide, clip and apply the gradients unless their norm is not finite; that, and whether it is the loss
+        scale's doing. Collective over: the role's ranks."""
+        finalize_model_grads(self.chunks, None, pg_collection=self.groups)
+        self.model.sum_gradients_of_copies()
+        if self.model.adapters:
+            self.model.adapters.sum_gradients_of_experts()
+        self.gather.finish()
+        for chunk in self.chunks:
+            chunk.scale_gradients(1 / divisor)
+        can_fall = self.loss_scale.can_fall()
+        if self.optimizer.prepare_grads() and can_fall:
+            return math.inf, True
+        grad_norm = float(self.optimizer.clip_grad_norm(self.settings.optimizer.clip_grad or math.inf))
+        if self.skipped.is_to_skip("gradient norm", grad_norm, self.num_updates + 1):
+            return grad_norm, False
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step_with_ready_grads()
+        self.gather.begin()
+        return grad_norm, False
+
+    def _reduce(self, pending: Pending) -> dict[str, float]:
+        """The mini-batch's metrics with NUM_SAMPLES and DIVISOR, on every rank of the role."""
+        metrics: dict[str, float] = {}
+        if pending.outputs:  # on the last pipeline stage
+            metrics = pending.reduced(self.groups.dp, self.model.device)
+        return _from_last_stage(metrics, self.groups.pp, self.model.device)
+
+
+class AdaptedModel(TrainableModel):
+    """As training.backend.AdaptedModel describes it: of `model` its adapters alone are trained."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        adapters: Adapters,
+        settings: schema.Trained,
+        *,
+        total_updates: int,
+        max_skipped: int = 0,
+        role: str = "actor",
+    ) -> None:
+        """Collective over: the role's ranks."""
+        super().__init__(model, settings, total_updates=total_updates, max_skipped=max_skipped, role=role)
+        self.published = MadeWeights(self.parameters, adapters.merged)
+        self.served = MadeWeights(self.served, adapters.merged)
+        self.base = BaseModel(model)
+        self.adapters_layout, self.adapters = adapters.layout, adapters.parameters
+
+
+def _from_last_stage(metrics: dict[str, float], pipeline: dist.ProcessGroup, device: torch.device) -> dict[str, float]:
+    """The last pipeline stage's metrics, on every stage. Collective over: the pipeline-parallel group."""
+    if pipeline.size() == 1:
+        return metrics
+    source = pipeline.size() - 1
+    names = torch.tensor(list(json.dumps(list(metrics)).encode()), dtype=torch.uint8, device=device)
+    size = torch.tensor([len(names)], device=device)
+    dist.broadcast(size, group=pipeline, group_src=source)
+    if pipeline.rank() != source:
+        names = torch.empty(int(size), dtype=torch.uint8, device=device)
+    dist.broadcast(names, group=pipeline, group_src=source)
+    keys = json.loads(bytes(names.tolist()))
+    values = torch.tensor([metrics.get(key, 0.0) for key in keys], dtype=torch.float64, device=device)
+    dist.broadcast(values, group=pipeline, group_src=source)
+    return dict(zip(keys, values.tolist(), strict=True))
 
 
 def layout(site: ModelSite) -> Layout:

@@ -1,5 +1,6 @@
 """Consecutive layers of a model of rltrain.models, built of megatron-core's modules, with the ends that they have."""
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -14,14 +15,14 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from rltrain.config import schema
 from rltrain.models import Architecture
 from rltrain.models.attention import inverse_frequencies
 from rltrain.models.prediction import PREDICTIONS
 from rltrain.reshard.megatron_layout import padded_vocab_size
 from rltrain.reshard.model_layout import Chunk
-from rltrain.training.megatron.attention import PositionRotaryEmbedding
-from rltrain.training.megatron.fake_quantization import round_experts
-from rltrain.training.megatron.latent_attention import rotate_by_position
+from rltrain.training.megatron.attention import PositionRotaryEmbedding, rotate_by_position
+from rltrain.training.megatron.experts import round_experts
 from rltrain.training.megatron.layers import (
     DeferredHead,
     ValueHead,
@@ -30,10 +31,9 @@ from rltrain.training.megatron.layers import (
     mark_parallel_weights,
     predicting_layer_spec,
     scale_embedding,
+    widen_projection,
     word_embedding,
 )
-from rltrain.training.megatron.options import ModelOptions
-from rltrain.training.megatron.precision import widen_projection
 from rltrain.training.megatron.prediction import (
     PredictionLayer,
     PredictionLayers,
@@ -41,6 +41,23 @@ from rltrain.training.megatron.prediction import (
     mark_shared,
     told_following,
 )
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """What a config says of a model and of its role's parallel sizes, on `device`, of Transformer Engine's modules or
+    Megatron's own."""
+
+    model: schema.Model
+    parallel: schema.Parallel
+    device: torch.device
+    transformer_engine: bool
+
+    @property
+    def has_wide_head(self) -> bool:
+        """Whether logits have another type than weights."""
+        return self.model.head != self.model.dtype
+
 
 VOCABULARY_PARAMETERS = ("embedding.word_embeddings.weight", "output_layer.weight")
 

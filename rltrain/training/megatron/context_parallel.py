@@ -20,12 +20,7 @@ from torch import Tensor
 
 from rltrain.models.attention import attend, attend_packed, attends_packed
 from rltrain.runtime.process_groups import plain_group
-from rltrain.training.megatron.attention import (
-    PackedAttention,
-    PackedSequences,
-    packed_sequences,
-    thd_sequences,
-)
+from rltrain.training.megatron.attention import PackedAttention, PackedSequences, packed_sequences, thd_sequences
 from rltrain.training.packed_attention import similar_lengths
 from rltrain.training.packing import ContextShare, inverse, places_of, places_of_all, ranges
 

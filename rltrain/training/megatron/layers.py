@@ -1,5 +1,6 @@
 """The modules a model is made of: Megatron's own with torch kernels ("local"), or Transformer Engine's; value heads."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
 from typing import Any, TypeVar
@@ -33,18 +34,97 @@ from rltrain.models import NUM_LABELS, Architecture, LayerKind
 from rltrain.models.architecture import MLA
 from rltrain.models.attention import soft_capped
 from rltrain.models.experts import is_expert
-from rltrain.training.megatron.attention import GroupedSelfAttention, PackedAttention
+from rltrain.models.products import wide_product
+from rltrain.training.megatron.attention import (
+    ExplicitLatentAttention,
+    FusedSelfAttention,
+    GroupedSelfAttention,
+    LatentSelfAttention,
+    OwnRotary,
+    PackedAttention,
+)
 from rltrain.training.megatron.context_parallel import with_context_parallelism
 from rltrain.training.megatron.delta_net import DeltaSubmodules, PackedDeltaNet
-from rltrain.training.megatron.fused import GatedActivation
-from rltrain.training.megatron.fused_attention import FusedSelfAttention, OwnRotary
-from rltrain.training.megatron.interleaved_experts import BiasedRouter, ClampedSwiGlu, Down, GateUp
-from rltrain.training.megatron.latent_attention import ExplicitLatentAttention, LatentSelfAttention
-from rltrain.training.megatron.linear import ColumnProduct, RowProduct
+from rltrain.training.megatron.experts import BiasedRouter, ClampedSwiGlu, Down, GateUp, SampleRouter, SparseLayer
+from rltrain.training.megatron.fused import ColumnProduct, GatedActivation, RowProduct
 from rltrain.training.megatron.norms import LatentNorm, ProjectionNorm, RMSNorm, hidden_norm, parameter_device
-from rltrain.training.megatron.precision import widen_residual_stream
-from rltrain.training.megatron.routing import SampleRouter, SparseLayer
 from rltrain.training.megatron.versions import dense_mlp
+
+Addition = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
+
+
+def residual_addition(training: bool, fused: bool) -> Addition:
+    """In the place of Megatron's get_bias_dropout_add: the sum has the wider type of the two. There is no dropout."""
+    return _add_to_residual
+
+
+def _add_to_residual(added: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+    x, bias = added
+    total = residual + x
+    return total if bias is None else total + bias
+
+
+class RoundedInput(torch.nn.Module):
+    """Stands where a norm is, in layers whose norms are fused with the product behind them: these take the weights'
+    type alone."""
+
+    def __init__(self, config: Any, **unused: Any) -> None:
+        super().__init__()
+        self.dtype = config.params_dtype
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden.to(self.dtype)
+
+
+def widen_residual_stream(block: TransformerBlockSubmodules) -> None:
+    """Have the layers of a block keep what they add to as wide as it comes."""
+    for layer in block.layer_specs or ():
+        modules = layer.submodules
+        modules.self_attn_bda = modules.mlp_bda = residual_addition
+        for norm in ("input_layernorm", "pre_mlp_layernorm"):
+            if getattr(modules, norm) is IdentityOp:
+                setattr(modules, norm, RoundedInput)
+
+
+class WideProjection(ColumnParallelLinear):
+    """Megatron's vocabulary projection, whose logits are fp32. Gradients are made in the weights' type, as before."""
+
+    def _forward_impl(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        *,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        tp_group: dist.ProcessGroup,
+        **unused: Any,
+    ) -> Tensor:
+        if sequence_parallel:
+            input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
+        elif allreduce_dgrad:
+            input = copy_to_tensor_model_parallel_region(input, group=tp_group)
+        logits: Tensor = _WideProduct.apply(input, weight)
+        return logits
+
+
+class _WideProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return wide_product(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        gradient = gradients[0].to(weight.dtype)
+        of_weight = gradient.flatten(0, -2).t() @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
+        return gradient @ weight, of_weight
+
+
+def widen_projection(layer: ColumnParallelLinear) -> None:
+    """Megatron makes the layer itself, of a class that it does not let choose."""
+    layer.__class__ = WideProjection
+
 
 LOCAL_MLP = MLPSubmodules(linear_fc1=ColumnProduct, linear_fc2=RowProduct, activation_func=GatedActivation)
 # Experts have another number of tokens each time, for which oneDNN would make code each time.

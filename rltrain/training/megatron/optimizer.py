@@ -1,18 +1,192 @@
 """Megatron's optimizer for one role, which may live on some of the world's ranks."""
 
-from collections.abc import Sequence
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core import optimizer as megatron_optimizer
-from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, OptimizerConfig
 from megatron.core.optimizer import optimizer as optimizers
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from rltrain.config import schema
 from rltrain.models.experts import is_expert
-from rltrain.training.megatron.loss_scale import scaler_settings
+from rltrain.models.table import Array, is_hidden_matrix
+from rltrain.training.backend import LOSS_SCALE, OVERFLOWED
+from rltrain.training.matrix_exchange import MatrixExchange
+from rltrain.training.megatron.model import LanguageModel, local_parameters
 from rltrain.training.megatron.versions import skip_separate_gradient_norms
+from rltrain.training.optimizers import Slot, SteppingOptimizer
+from rltrain.training.shards import within
+
+FP32_BYTES = 4
+
+BucketGroup = Any
+"""Megatron's, of buckets that are reduced, and gathered, by one call."""
+
+
+def data_parallel_config(
+    settings: schema.Trained, replicas: int, device: torch.device
+) -> DistributedDataParallelConfig:
+    """What Megatron's wrapper of the model is to do, with this many `replicas` of a parameter."""
+    wanted = device.type == "cuda" if settings.overlap == "auto" else settings.overlap
+    overlap, sharded = wanted and replicas > 1, settings.distributed_optimizer and replicas > 1
+    bucket_mb = settings.gradient_bucket_mb
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=sharded,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap and sharded,
+        align_param_gather=True,  # a module that waits for its weights begins no other gather
+        bucket_size=None if bucket_mb is None else max(1, int(bucket_mb * 2**20 / FP32_BYTES)),
+    )
+
+
+class GradientReduction:
+    """Begins to reduce a bucket's gradients once the last backward has added to all of them, and all before it began.
+
+    The order of buckets is that in which backward completes them: the last layers' first.
+    """
+
+    def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
+        self._groups = _last_layers_first(chunks) if chunks[0].ddp_config.overlap_grad_reduce else []
+        for group in self._groups:
+            # Megatron's own count would begin buckets in the order of this replica's backward.
+            group.register_grad_ready = partial(self._added, group)
+        self._backwards = 0
+        """In which every parameter gets its last gradients of the mini-batch; 0: others follow."""
+        self._times: Counter[torch.nn.Parameter] = Counter()
+        self._missing: Counter[BucketGroup] = Counter()
+        self._begun = 0
+
+    def expect(self, num_backwards: int) -> None:
+        """The next backwards of this replica are as many, and the last of the mini-batch."""
+        self._backwards = num_backwards
+        self._missing = Counter({group: len(group.params) for group in self._groups})
+
+    def begin_rest(self) -> None:
+        """What backward has not begun. To be called by every replica, before any other collective of theirs."""
+        while self._begun < len(self._groups):
+            self._begin_next()
+
+    def finish(self) -> None:
+        """Have the device wait for what was begun. The next mini-batch may follow."""
+        for group in self._groups:
+            if group.grad_reduce_handle is not None:
+                group.grad_reduce_handle.wait()
+                group.grad_reduce_handle = None
+        self._backwards, self._begun = 0, 0
+        self._times.clear()
+
+    def _added(self, group: BucketGroup, parameter: torch.nn.Parameter, *_: bool) -> None:
+        """A backward has added to the gradient of a parameter."""
+        if not self._backwards:
+            return
+        self._times[parameter] += 1
+        if self._times[parameter] > self._backwards:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(parameter.shape)} gets gradients {self._times[parameter]} times in "
+                f"{self._backwards} backward passes: its bucket may have been reduced before. Set overlap: false"
+            )
+        self._missing[group] -= self._times[parameter] == self._backwards
+        while self._begun < len(self._groups) and not self._missing[self._groups[self._begun]]:
+            self._begin_next()
+
+    def _begin_next(self) -> None:
+        self._groups[self._begun].start_grad_sync()
+        self._begun += 1
+
+
+class ParameterGather:
+    """Gathers the weights that the optimizer's shards make, while the next mini-batch's forward already runs.
+
+    Every replica begins all gathers after the optimizer's step, the first layers' first. In forward a module waits for
+    its own weights; who reads them otherwise calls `finish` before.
+    """
+
+    def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
+        self._groups = _last_layers_first(chunks)[::-1] if chunks[0].ddp_config.overlap_param_gather else []
+        self.finish()
+
+    def begin(self) -> None:
+        """Collective over: the ranks with the same parameters."""
+        for group in self._groups:
+            group.start_param_sync()
+
+    def finish(self) -> None:
+        """Have the device wait for all weights; no forward gathers what is there."""
+        for group in self._groups:
+            if group.param_gather_handle is not None:
+                group.param_gather_handle.wait()
+                group.param_gather_handle = None
+            group.param_gather_dispatched = True
+
+
+def _last_layers_first(chunks: Sequence[DistributedDataParallel]) -> list[BucketGroup]:
+    """The order in which backward completes them, and the same on all replicas."""
+    parameters = (parameter for chunk in chunks for parameter in chunk.module.parameters())
+    depth = {parameter: index for index, parameter in enumerate(parameters)}
+    groups = [group for chunk in chunks for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
+    return sorted(groups, key=lambda group: -min(depth[parameter] for parameter in group.params))
+
+
+def scaler_settings(settings: schema.LossScale) -> dict[str, Any]:
+    """What Megatron's OptimizerConfig calls them."""
+    return {
+        "initial_loss_scale": settings.initial,
+        "min_loss_scale": settings.minimum,
+        "loss_scale_window": settings.window,
+        "hysteresis": settings.hysteresis,
+    }
+
+
+class LossScale:
+    """Of a model's optimizer. Of one that needs none, since its weights are not fp16, it says nothing.
+
+    The optimizer divides gradients by it before it looks at them, and halves or doubles it: after gradients that
+    overflowed, or a number of steps in which none did. All ranks of the role have the same.
+    """
+
+    def __init__(self, optimizer: MegatronOptimizer, config: TransformerConfig) -> None:
+        self._scaler: Any = getattr(optimizer, "grad_scaler", None)
+        if self._scaler is not None:
+            config.grad_scale_func = optimizer.scale_loss
+
+    @property
+    def value(self) -> float:
+        return 1.0 if self._scaler is None else float(self._scaler.scale)
+
+    def can_fall(self) -> bool:
+        """Whether gradients that overflow may be the scale's doing."""
+        return self._scaler is not None and self.value > float(self._scaler.min_scale)
+
+    def metrics(self, *, overflowed: bool) -> dict[str, float]:
+        if self._scaler is None:
+            return {}
+        return {LOSS_SCALE: self.value, OVERFLOWED: float(overflowed)}
+
+    def state(self) -> str:
+        """For `load`; empty where there is none."""
+        if self._scaler is None:
+            return ""
+        return json.dumps([self.value, self._scaler._growth_tracker, self._scaler._hysteresis_tracker])
+
+    def load(self, state: str) -> None:
+        """Go on from a `state`, where the run that saved it had one too."""
+        if self._scaler is None or not state:
+            return
+        scale, growth, hysteresis = json.loads(state)
+        self._scaler._scale.fill_(scale)
+        self._scaler._growth_tracker, self._scaler._hysteresis_tracker = growth, hysteresis
 
 
 class OptimizerWithExperts(ChainedOptimizer):
@@ -133,3 +307,96 @@ def _parameter_groups(
         }
         for decays in (True, False)
     ]
+
+
+def is_replaced(settings: schema.Optimizer) -> bool:
+    """Whether the settings ask for something that Megatron's own Adam does not do everywhere."""
+    return settings.name != "adamw" or settings.moments_dtype != "float32" or bool(settings.cpu_offload)
+
+
+def replace_steps(model: LanguageModel, optimizer: MegatronOptimizer, settings: schema.Optimizer) -> None:
+    """Have a new `optimizer` make its steps as the settings say: gradients, their norm, loss scale and the gathering of
+    weights stay Megatron's. Collective over: with muon the ranks of the model's pipeline stage."""
+    names = {id(parameter): name for name, parameter in local_parameters(model).items()}
+    matrices = _matrix_pieces(model) if settings.name == "muon" else {}
+    for member in members(optimizer):
+        found: list[tuple[str, Slot]] = []
+        firsts: list[int] = []
+        for parameter, key in masters(member):
+            name = names[id(parameter)]
+            found.append((name, Slot(key, _weights(member, parameter, key), name in matrices)))
+            firsts.append(first_of(member, parameter))
+        exchange = None
+        if settings.name == "muon":
+            boxes = _boxes(found, firsts, matrices, model.layout.on(dist.get_rank()).pieces[:0])
+            shapes = model.layout.tensors.shapes
+            exchange = MatrixExchange.of(boxes, shapes, model.pg_collection.tp_dp_cp, model.device)
+        slots = [slot for _, slot in found]
+        member.optimizer = SteppingOptimizer(member.param_groups, slots, settings, model.device, exchange)
+        if hasattr(member, "_copy_main_params_to_model_params"):
+            member._copy_main_params_to_model_params = _nothing  # the step has written them
+
+
+def stepping(member: MegatronOptimizer) -> SteppingOptimizer | None:
+    """What replaced a member's steps."""
+    return member.optimizer if isinstance(member.optimizer, SteppingOptimizer) else None
+
+
+def masters(member: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
+    """The parameters of which a member has something here, with what it works on."""
+    groups: list[tuple[list[Any], list[Any]]] = []
+    if isinstance(member, DistributedOptimizer):
+        groups += zip(member.model_fp32_groups, member.shard_fp32_groups, strict=True)
+        groups += zip(member.model_float16_groups, member.shard_fp32_from_float16_groups, strict=True)
+    elif member.config.bf16 or member.config.fp16:
+        groups += zip(member.fp32_from_fp32_groups, member.fp32_from_fp32_groups, strict=True)
+        groups += zip(member.float16_groups, member.fp32_from_float16_groups, strict=True)
+    else:
+        groups += [(group["params"], group["params"]) for group in member.param_groups]
+    for parameters, held in groups:
+        yield from zip(parameters, held, strict=True)
+
+
+def first_of(member: MegatronOptimizer, parameter: torch.nn.Parameter) -> int:
+    """Where a member's share of a flattened parameter begins."""
+    if not isinstance(member, DistributedOptimizer):
+        return 0
+    first: int = member._get_model_param_range_map(parameter)["param"].start
+    return first
+
+
+def _weights(member: MegatronOptimizer, parameter: torch.nn.Parameter, key: Tensor) -> Tensor:
+    """Flat: what the model computes with, of the member's share."""
+    if parameter.dtype == key.dtype:
+        return key.detach().view(-1)
+    first = first_of(member, parameter)
+    return parameter.detach().view(-1)[first : first + key.numel()]
+
+
+def _matrix_pieces(model: LanguageModel) -> Mapping[str, Array]:
+    """By name, the pieces of parameters that consist of nothing but matrices that are made orthogonal."""
+    on, tensors = model.layout.on(dist.get_rank()), model.layout.tensors
+    found: dict[str, Array] = {}
+    for number, (name, _) in enumerate(on.parameters):
+        pieces = on.pieces[on.pieces["parameter"] == number]
+        held = np.unique(pieces["tensor"])
+        if len(held) and all(is_hidden_matrix(tensors.names[tensor], tensors.shapes[tensor]) for tensor in held):
+            found[name] = pieces
+    return found
+
+
+def _boxes(found: list[tuple[str, Slot]], firsts: list[int], matrices: Mapping[str, Array], none: Array) -> Array:
+    """What this rank's slots hold of matrices; `parameter` is the slot's number. `none` where they hold nothing."""
+    tables = [none]
+    for number, ((name, slot), first) in enumerate(zip(found, firsts, strict=True)):
+        if slot.matrices:
+            pieces = matrices[name].copy()
+            pieces["parameter"] = 0
+            cut = within(pieces, np.array([first]), np.array([first + slot.key.numel()]))
+            cut["parameter"] = number
+            tables.append(cut)
+    return np.concatenate(tables)
+
+
+def _nothing() -> None:
+    pass

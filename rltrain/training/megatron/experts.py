@@ -1,7 +1,7 @@
 """Routers that know which tokens are whose: losses that balance experts, their loads, and biases that follow these."""
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -16,9 +17,76 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from rltrain.config import schema
+from rltrain.config.schema import FakeQuantization
+from rltrain.errors import ConfigError
 from rltrain.models import Architecture
-from rltrain.training.megatron.router_replay import Choices, ReplayedChoice, choices_told
+from rltrain.models.experts import is_expert
+from rltrain.models.products import clamped_swiglu
+from rltrain.models.routing_shape import NOT_RECORDED
+from rltrain.training.fake_quantization import rounded
+from rltrain.training.megatron.norms import parameter_device
 from rltrain.training.packing import MicroBatch
+
+TopK = Callable[..., tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Of a micro-batch on this rank, by layer: [tokens of this rank, top_k] experts that are `given`, NOT_RECORDED for
+    tokens that choose themselves; and where they are to be noted those that were `found`."""
+
+    given: Mapping[int, Tensor]
+    found: dict[int, Tensor] | None = None
+
+
+def tell_choices(sequences: PackedSeqParams, choices: Choices) -> None:
+    """Have them reach the routers of all layers with the packed sequences, as `routing.tell_routers` has samples."""
+    vars(sequences)["choices"] = choices
+
+
+def choices_told(sequences: PackedSeqParams) -> Choices | None:
+    return vars(sequences).get("choices")
+
+
+class ReplayedChoice:
+    """A router's, in the place of Megatron's `RouterReplay`, whose lists are one for all models of a process and say
+    nothing of micro-batches that are under way at once.
+
+    Weights of the chosen experts are the router's own scores of them: so gradients flow to the router.
+    """
+
+    def __init__(self, device: Any) -> None:
+        self.layer = 0
+        self.choices: Choices | None = None
+        self.counts = torch.zeros(2, dtype=torch.int64, device=device)
+        """Choices that were given for tokens of passes with gradients, and those among them that the router would not
+        have made, since the last step."""
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: TopK | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(scores, numbers) [tokens, top_k] of the chosen experts, of `scores` [tokens, experts], as Megatron asks."""
+        assert default_compute_topk is not None, "Megatron gives its own way of choosing"
+        best, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        if self.choices is None:
+            return best, own
+        chosen = own
+        if (given := self.choices.given.get(self.layer)) is not None:
+            given = given.to(own)
+            is_given = given != NOT_RECORDED
+            chosen = torch.where(is_given, given, own)
+            if torch.is_grad_enabled():
+                differ = (given[:, :, None] != own[:, None]).all(-1) & is_given
+                self.counts += torch.stack([is_given.sum(), differ.sum()])
+        if self.choices.found is not None:
+            self.choices.found[self.layer] = chosen
+        return scores.gather(1, chosen), chosen
+
 
 NAMES_OF_LOSSES = ("moe_aux_loss", "moe_z_loss")
 REPLAYED, DIFFERING = "replayed_choices", "replayed_choices_differing"
@@ -235,3 +303,114 @@ def replay_metrics(num_given: int, num_differing: int, *, num_choices: int) -> d
 def _relative(tokens: Tensor) -> Tensor:
     """Over the mean of each layer; 0 where a layer had none."""
     return tokens / tokens.mean(-1, keepdim=True).clamp(min=1e-9)
+
+
+class _Linear(torch.nn.Module):
+    """An expert's product with `kernel` [inputs, outputs]. Tokens come to the ranks that the expert is cut over, and
+    what these make of them is summed, elsewhere."""
+
+    def __init__(self, num_inputs: int, num_outputs: int, num_biases: int, config: TransformerConfig) -> None:
+        super().__init__()
+        settings: dict[str, Any] = {"device": parameter_device(config), "dtype": config.params_dtype}
+        self.kernel = torch.nn.Parameter(torch.empty(num_inputs, num_outputs, **settings))
+        self.bias = torch.nn.Parameter(torch.empty(num_biases, **settings))
+
+
+class GateUp(_Linear):
+    """Cut by outputs: neighbours, a gate and what it gates, stay together."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        tp_group: dist.ProcessGroup,
+        **unused: Any,
+    ) -> None:
+        share = output_size // tp_group.size()
+        super().__init__(input_size, share, share, config)
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """(product, bias), as Megatron's MLP takes them."""
+        return inputs @ self.kernel, self.bias
+
+
+class Down(_Linear):
+    """Cut by inputs. Every rank of an expert has the whole bias and adds its share of it."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        tp_group: dist.ProcessGroup,
+        **unused: Any,
+    ) -> None:
+        super().__init__(input_size // tp_group.size(), output_size, output_size, config)
+        self.num_ranks = tp_group.size()
+        self.bias.shared = tp_group.rank() != 0  # type: ignore[attr-defined]  # counts once in a gradient's norm
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """(this rank's part of the product, as much of the bias). Of the bias every rank has the whole gradient: they
+        have the same tokens."""
+        share: Tensor = self.bias
+        if self.num_ranks > 1:
+            share = share - share.detach() * (1 - 1 / self.num_ranks)
+        return inputs @ self.kernel, share
+
+
+class ClampedSwiGlu(torch.nn.Module):
+    """As Megatron builds the activation of an MLP."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        return clamped_swiglu(gate_up)
+
+
+class BiasedRouter(SampleRouter):
+    """With a bias of its logits."""
+
+    def __init__(
+        self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None, **settings: Any
+    ) -> None:
+        super().__init__(config, pg_collection, **settings)
+        bias = torch.empty(self.num_experts, dtype=config.params_dtype, device=parameter_device(config))
+        self.bias = torch.nn.Parameter(bias)
+        self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+PRODUCT, WEIGHTS = "_forward_impl", "_get_weight_tensors"
+"""What Megatron's linear layers call with their weight, and what Transformer Engine's grouped ones call for theirs."""
+
+
+def round_experts(model: torch.nn.Module, settings: FakeQuantization) -> None:
+    """Have the matrices of experts in `model` be rounded in every pass. ConfigError where the installed Transformer
+    Engine lets nobody do so."""
+    holders = {name.rpartition(".")[0] for name, _ in model.named_parameters() if is_expert(name)}
+    for name in sorted(holders):
+        layer: Any = model.get_submodule(name)
+        if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+            setattr(layer, PRODUCT, _of_rounded(getattr(layer, PRODUCT), settings))
+        elif hasattr(layer, WEIGHTS):
+            setattr(layer, WEIGHTS, _all_rounded(getattr(layer, WEIGHTS), settings))
+        else:
+            raise ConfigError(
+                f"model.fake_quantization: the experts of the installed Transformer Engine ({type(layer).__name__}) "
+                f"have no {WEIGHTS}, by which their weights could be rounded; expected a release that has it, or "
+                "model.transformer_impl: local"
+            )
+
+
+def _of_rounded(product: Callable[..., Any], settings: FakeQuantization) -> Callable[..., Any]:
+    def multiplied(*, weight: Tensor, **others: Any) -> Any:
+        return product(weight=rounded(weight, settings), **others)
+
+    return multiplied
+
+
+def _all_rounded(weights: Callable[[], list[Tensor]], settings: FakeQuantization) -> Callable[[], list[Tensor]]:
+    return lambda: [rounded(weight, settings) for weight in weights()]
