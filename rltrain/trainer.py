@@ -25,7 +25,7 @@ from rltrain.roles.evaluation_sync import EvaluationSync
 from rltrain.roles.model_sync import ModelSync
 from rltrain.roles.role import Job, Metrics, Role
 from rltrain.roles.weight_sync import WeightSync
-from rltrain.rollout.stream.in_flight_sync import InFlightSync
+from rltrain.rollout.in_flight_sync import InFlightSync
 from rltrain.schedule.order import CHECKPOINT, SYNC_EVALUATION, WEIGHT_SYNC, Entry, Order
 from rltrain.tasks.roles import DECLARED, SYNCED
 from rltrain.transfers import Transfers

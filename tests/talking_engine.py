@@ -18,8 +18,7 @@ from rltrain.endpoint.sampling_rules import Policy, SamplingRules
 from rltrain.endpoint.server import EndpointServer, EndpointSettings
 from rltrain.endpoint.session import Session
 from rltrain.endpoint.trajectory import RecordedSession
-from rltrain.rollout.engine import Engine, SamplingParams
-from rltrain.rollout.refusals import check_samples, response_limit, served_version
+from rltrain.rollout.engine import Engine, SamplingParams, check_samples, response_limit, served_version
 from rltrain.rollout.sample import Sample, Status
 from rltrain.serving.command import draw_turns
 

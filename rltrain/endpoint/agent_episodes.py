@@ -10,9 +10,8 @@ from rltrain.endpoint.sessions import Opened
 from rltrain.endpoint.trajectory import RecordedSession
 from rltrain.environments.agent import SESSION
 from rltrain.environments.batch import Event
+from rltrain.rollout.episodes import Answer, EnvironmentEpisodes, Unusable, Waiting, with_shared_reward
 from rltrain.rollout.sample import Sample, SampleGroup, Status
-from rltrain.rollout.stream.environment_episodes import EnvironmentEpisodes, Waiting
-from rltrain.rollout.stream.episodes import Answer, Unusable, with_shared_reward
 
 FIRST_TURN_ID = 2**50
 """Of the samples that an endpoint draws: above those of the stream of prompts."""

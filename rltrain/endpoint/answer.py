@@ -11,8 +11,8 @@ from rltrain.endpoint.opening import Opening, Reply
 from rltrain.endpoint.refused import Refused
 from rltrain.endpoint.trajectory import TurnEnd
 from rltrain.endpoint.turn import EngineBusy, EngineGone, Turns
+from rltrain.rollout.groups import Turn
 from rltrain.rollout.sample import Sample, Status
-from rltrain.rollout.stream.guests import Turn
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from rltrain.endpoint.http_request import Body, read_json, require_owner
 from rltrain.endpoint.refused import invalid
 from rltrain.endpoint.service import Service
 from rltrain.errors import UserError
-from rltrain.rollout.delta_form import form
+from rltrain.rollout.layout import form
 
 
 class EngineControl(Protocol):

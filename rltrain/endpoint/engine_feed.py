@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from rltrain.endpoint.mailbox import EngineMailbox
 from rltrain.errors import DataError
 from rltrain.rollout.engine import Engine, SamplingParams
+from rltrain.rollout.groups import Mail, Turn
 from rltrain.rollout.sample import Sample, Status
 from rltrain.rollout.stop_strings import StopStrings, Tokenizer
-from rltrain.rollout.stream.guests import Mail, Turn
 
 PULSE_STEPS = 4
 """Decode steps between two looks at what running turns have drawn: their stop strings, and what is told of them."""

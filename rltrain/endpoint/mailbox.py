@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from rltrain.endpoint.turn import EngineBusy, EngineGone, Progress
+from rltrain.rollout.groups import Mail, Turn
 from rltrain.rollout.sample import Sample
-from rltrain.rollout.stream.guests import Mail, Turn
 
 
 @dataclass(frozen=True)

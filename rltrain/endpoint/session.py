@@ -16,9 +16,8 @@ from rltrain.endpoint.turn import Turns
 from rltrain.errors import one_of
 from rltrain.rewards.answers import EXPECTED_REWARD, is_reward
 from rltrain.rollout.engine import SamplingParams
-from rltrain.rollout.sample import Sample, Status
-from rltrain.rollout.stream.guests import Turn
-from rltrain.rollout.stream.seeds import request_seed
+from rltrain.rollout.groups import Turn
+from rltrain.rollout.sample import Sample, Status, request_seed
 
 REMEMBERED_ANSWERS = 128
 """Of a session, for clients that repeat a request."""

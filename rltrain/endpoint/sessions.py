@@ -13,8 +13,7 @@ from rltrain.endpoint.refused import Refused
 from rltrain.endpoint.session import Session
 from rltrain.endpoint.trajectory import RecordedSession, SampleIds
 from rltrain.endpoint.turn import Turns
-from rltrain.rollout.sample import Status
-from rltrain.rollout.stream.seeds import request_seed
+from rltrain.rollout.sample import Status, request_seed
 
 
 @dataclass(frozen=True)

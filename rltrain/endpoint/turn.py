@@ -3,8 +3,8 @@
 from collections.abc import Callable, Collection
 from typing import Protocol
 
+from rltrain.rollout.groups import Turn
 from rltrain.rollout.sample import Sample
-from rltrain.rollout.stream.guests import Turn
 
 Progress = Callable[[Sample], None]
 """Is given the sample of a turn with what has been drawn of it so far."""

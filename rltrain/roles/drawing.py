@@ -9,18 +9,19 @@ from rltrain.data.prompts import PromptDataset
 from rltrain.roles.episode_sessions import EpisodeSessions
 from rltrain.roles.role import Job, Role
 from rltrain.rollout.build import build_engine
-from rltrain.rollout.engine import SamplingParams
-from rltrain.rollout.sample import Sample, SampleGroup
-from rltrain.rollout.site import EngineSite
-from rltrain.rollout.stream.completion_log import CompletionLog, Finished
-from rltrain.rollout.stream.generation_loop import GenerationLoop
-from rltrain.rollout.stream.groups import PromptGroups
-from rltrain.rollout.stream.in_flight_sync import InFlightSync, NoInFlightSync
-from rltrain.rollout.stream.leader_decision import LeaderDecisions
-from rltrain.rollout.stream.prompt_assignment import PromptAssignment, StaticAssignment
-from rltrain.rollout.stream.seeds import request_seed
-from rltrain.rollout.stream.selection import Selection
-from rltrain.rollout.stream.stream_rules import StreamRules
+from rltrain.rollout.engine import EngineSite, SamplingParams
+from rltrain.rollout.generation_loop import (
+    CompletionLog,
+    Finished,
+    GenerationLoop,
+    LeaderDecisions,
+    PromptAssignment,
+    StaticAssignment,
+    StreamRules,
+)
+from rltrain.rollout.groups import PromptGroups, Selection
+from rltrain.rollout.in_flight_sync import InFlightSync, NoInFlightSync
+from rltrain.rollout.sample import Sample, SampleGroup, request_seed
 from rltrain.schedule.memory_plan import leaving_roles
 
 

@@ -14,10 +14,8 @@ from rltrain.environments.service import RemoteEnvironments
 from rltrain.roles.env import DRAWN, place_of
 from rltrain.roles.role import Job
 from rltrain.rollout.engine import Engine, SamplingParams
-from rltrain.rollout.stream.environment_episodes import EnvironmentEpisodes, TurnLimits
-from rltrain.rollout.stream.episodes import Episodes, FollowedEpisodes
-from rltrain.rollout.stream.guests import Guests
-from rltrain.rollout.stream.turn_format import ChatTurns, PlainText
+from rltrain.rollout.episodes import ChatTurns, EnvironmentEpisodes, Episodes, FollowedEpisodes, PlainText, TurnLimits
+from rltrain.rollout.groups import Guests
 from rltrain.runtime.job_store import poll
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from rltrain.roles.evaluation_scoring import EvaluationScoring
 from rltrain.roles.failure_limit import FailureLimit
 from rltrain.roles.rank_records import RankRecords
 from rltrain.roles.role import Job, Metrics
+from rltrain.rollout.in_flight_sync import InFlightSync, NoInFlightSync
 from rltrain.rollout.layout import engine_parts, whole_engine
-from rltrain.rollout.stream.in_flight_sync import InFlightSync, NoInFlightSync
-from rltrain.rollout.stream.packing import pack_groups
+from rltrain.rollout.sample import pack_groups
 from rltrain.runtime.job_store import poll, poll_s
 
 

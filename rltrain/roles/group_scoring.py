@@ -14,9 +14,8 @@ from rltrain.rewards.group_filter import GroupFilter
 from rltrain.rewards.scorer import CombinedScorer, CombinedScores, PendingScores, Scores
 from rltrain.roles.sample_log import SampleLog
 from rltrain.roles.scored_samples import with_scores
-from rltrain.rollout.sample import SampleGroup
-from rltrain.rollout.stream.packing import pack_groups
-from rltrain.rollout.stream.selection import Verdict
+from rltrain.rollout.groups import Verdict
+from rltrain.rollout.sample import SampleGroup, pack_groups
 
 
 @dataclass

@@ -10,12 +10,9 @@ from rltrain.rewards.answers import Scorable
 from rltrain.rewards.scorer import NoVerdictError, Question, verdict_parser
 from rltrain.roles.role import Job, Metrics
 from rltrain.roles.telling_role import TellingRole
-from rltrain.rollout.build import build_engine
-from rltrain.rollout.checkpoint_weights import serve_checkpoint
-from rltrain.rollout.engine import SamplingParams
-from rltrain.rollout.sample import Sample, Status
-from rltrain.rollout.site import EngineSite
-from rltrain.rollout.stream.seeds import request_seed
+from rltrain.rollout.build import build_engine, serve_checkpoint
+from rltrain.rollout.engine import EngineSite, SamplingParams
+from rltrain.rollout.sample import Sample, Status, request_seed
 from rltrain.schedule.memory_plan import leaving_roles
 
 

@@ -9,8 +9,7 @@ from rltrain.data.experience import SIBLINGS_APART, Experience
 from rltrain.data.order import SolvedRateOrder, SolvedRates
 from rltrain.errors import CheckpointError
 from rltrain.roles.role import Job
-from rltrain.rollout.stream.outcome_log import OutcomeLog
-from rltrain.rollout.stream.row_stream import FixedRows, RowStream, SolvedRateRows
+from rltrain.rollout.rollout_state import FixedRows, OutcomeLog, RowStream, SolvedRateRows
 
 RATES_FILES = "solved_rates_*.safetensors"
 """Of a checkpoint: what each engine knows."""

@@ -18,20 +18,20 @@ from rltrain.roles.episode_sessions import Conversations
 from rltrain.roles.group_scoring import GroupScoring
 from rltrain.roles.outcomes import RATES_FILES, training_rows
 from rltrain.roles.role import Job, Metrics
-from rltrain.rollout.checkpoint_weights import serve_checkpoint
-from rltrain.rollout.engine import GreedyPlaces
-from rltrain.rollout.refusals import response_limit
-from rltrain.rollout.sample import SampleGroup
-from rltrain.rollout.stream.completion_log import Finished
-from rltrain.rollout.stream.generation_loop import GenerationLoop
-from rltrain.rollout.stream.groups import PromptGroups
-from rltrain.rollout.stream.in_flight_sync import InFlightSync
-from rltrain.rollout.stream.packing import pack_groups
-from rltrain.rollout.stream.prompt_assignment import PromptAssignment, SharedAssignment, StaticAssignment
-from rltrain.rollout.stream.rollout_state import Consumed, EngineStart, RolloutState, share_out
-from rltrain.rollout.stream.row_stream import RowStream
-from rltrain.rollout.stream.selection import DropCount, Selection
-from rltrain.rollout.stream.stream_rules import StreamRules
+from rltrain.rollout.build import serve_checkpoint
+from rltrain.rollout.engine import GreedyPlaces, response_limit
+from rltrain.rollout.generation_loop import (
+    Finished,
+    GenerationLoop,
+    PromptAssignment,
+    SharedAssignment,
+    StaticAssignment,
+    StreamRules,
+)
+from rltrain.rollout.groups import DropCount, PromptGroups, Selection
+from rltrain.rollout.in_flight_sync import InFlightSync
+from rltrain.rollout.rollout_state import Consumed, EngineStart, RolloutState, RowStream, share_out
+from rltrain.rollout.sample import SampleGroup, pack_groups
 
 
 class Rollout(DrawingRole):

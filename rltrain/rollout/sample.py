@@ -11,15 +11,80 @@ What is numbered, and by which name:
 - `group_ids`, of an Experience alone: a group's place among those of its chunk, by position; `pack_groups` makes them.
 """
 
-from collections.abc import Iterable, Sequence
+import base64
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from itertools import chain
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from rltrain.data.experience import SIBLINGS_APART
-from rltrain.rollout.routing import RecordedRouting
+from rltrain.data.experience import SIBLINGS_APART, Experience
+from rltrain.models.routing_shape import RoutingShape
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def mix64(value: int) -> int:
+    """The splitmix64 finaliser: a bijection of 64-bit integers in which every input bit reaches every output bit."""
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def request_seed(seed: int, step: int, row: int, sample: int) -> int:
+    """Seed of one response, in [0, 2**63): the same on every rank and in every engine."""
+    state = 0
+    for part in (seed, step, row, sample):
+        state = mix64((state + _GOLDEN + part) & _MASK)
+    return state >> 1
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedRouting:
+    """Of the first tokens of a sample's context, in each layer that has experts: `experts` [tokens, layers, top_k] int8
+    or int16.
+
+    Each token's is of the forward pass that fed it for the first time: what follows it was drawn by that. Where keys
+    and values are given up and computed anew, under other weights perhaps, what was recorded stays.
+    """
+
+    experts: np.ndarray
+
+    def __len__(self) -> int:
+        """Tokens."""
+        return len(self.experts)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RecordedRouting) and np.array_equal(self.experts, other.experts)
+
+    def __hash__(self) -> int:
+        return hash(self.experts.shape)
+
+    def followed_by(self, other: "RecordedRouting") -> "RecordedRouting":
+        """Of the tokens of both."""
+        return RecordedRouting(np.concatenate([self.experts, other.experts]))
+
+    def first(self, num_tokens: int) -> "RecordedRouting":
+        """Of no more than so many tokens."""
+        return RecordedRouting(self.experts[:num_tokens])
+
+    def record(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "shape": self.experts.shape,
+            "type": self.experts.dtype.str,
+            "experts": base64.b64encode(self.experts.tobytes()).decode(),
+        }
+
+    @classmethod
+    def of_record(cls, record: dict[str, Any]) -> "RecordedRouting":
+        experts = np.frombuffer(base64.b64decode(record["experts"]), dtype=record["type"])
+        return cls(experts.reshape(record["shape"]))
 
 
 class Status(IntEnum):
@@ -229,3 +294,62 @@ class SampleGroup:
     def without_siblings(self, episode: int) -> "SampleGroup":
         """The first trajectory of the episode alone, and all other episodes."""
         return replace(self, samples=tuple(s for s in self.samples if s.episode != episode or s.id == episode))
+
+
+def pack_groups(
+    groups: Sequence[SampleGroup], of_chunk: Sequence[int], routing: RoutingShape | None = None
+) -> Experience:
+    """The samples of `groups`, which are some of those at the positions `of_chunk`, where their group ids are their
+    places; with `routing` the experts that an engine has recorded, too. No groups give an experience of no samples."""
+    place = {position: index for index, position in enumerate(of_chunk)}
+    samples = [sample for group in groups for sample in group.samples]
+    routed = {} if routing is None else {"routed_experts": routing.packed(_routed_experts(samples, routing))}
+    return Experience(
+        **routed,
+        sample_ids=_integers(sample.id for sample in samples),
+        group_ids=_integers(place[group.position] for group in groups for _ in group.samples),
+        prompt_ids=_integers(group.row for group in groups for _ in group.samples),
+        lengths=_integers(len(sample.context) for sample in samples),
+        truncated=_integers(sample.status == Status.TRUNCATED for sample in samples).bool(),
+        tokens=_integers(chain.from_iterable(sample.context for sample in samples)),
+        turns=_integers(max(len(sample.turns), 1) for sample in samples).int(),
+        response_mask=_of_response(samples, torch.bool, _trained_on),
+        policy_version=_of_response(samples, torch.int32, lambda sample: sample.policy_versions),
+        rollout_logprobs=_of_response(samples, torch.float32, lambda sample: sample.logprobs),
+        turn_rewards=_of_response(samples, torch.float32, _turn_rewards),
+    )
+
+
+def _trained_on(sample: Sample) -> Sequence[bool]:
+    """Nothing of a sample whose episode has failed: what it was worth is not known."""
+    return [False] * len(sample.tokens) if sample.status == Status.FAILED else sample.loss_mask
+
+
+def _turn_rewards(sample: Sample) -> Sequence[float]:
+    """Each turn's at its last token."""
+    rewards = [0.0] * len(sample.tokens)
+    for end, reward in zip(sample.turns, sample.turn_rewards, strict=False):
+        rewards[end - 1] += reward
+    return rewards
+
+
+def _routed_experts(samples: Sequence[Sample], shape: RoutingShape) -> Tensor:
+    """[tokens, layers, top_k]; nothing was recorded of tokens that the engine has not fed, as the last one."""
+    experts = shape.unknown(sum(len(sample.context) for sample in samples))
+    first = 0
+    for sample in samples:
+        if sample.routing is not None:
+            found = torch.from_numpy(sample.routing.experts)
+            experts[first : first + len(found)] = found
+        first += len(sample.context)
+    return experts
+
+
+def _integers(values: Iterable[int]) -> Tensor:
+    return torch.tensor([*values], dtype=torch.int64)
+
+
+def _of_response(samples: Sequence[Sample], dtype: torch.dtype, values: Callable[[Sample], Iterable[float]]) -> Tensor:
+    """[tokens] with zeros for the prompt."""
+    parts = chain.from_iterable(([0] * len(sample.prompt), values(sample)) for sample in samples)
+    return torch.tensor([*chain.from_iterable(parts)], dtype=dtype)

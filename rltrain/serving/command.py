@@ -27,7 +27,7 @@ from rltrain.endpoint.server import EndpointServer, EndpointSettings
 from rltrain.errors import ConfigError, DivergenceError, UserError, command_name
 from rltrain.models import read_architecture
 from rltrain.rollout.engine import SamplingParams
-from rltrain.rollout.stream.guests import Mail
+from rltrain.rollout.groups import Mail
 from rltrain.serving.engine import EngineSettings, dtype_of, load_engine, longest_context
 from rltrain.serving.reloading import Reloads
 from rltrain.system.devices import device_named

@@ -10,7 +10,7 @@ from rltrain.errors import CheckpointError
 from rltrain.models.table import Array
 from rltrain.reshard.checksums import checksum_of
 from rltrain.reshard.layout import Layout
-from rltrain.rollout.delta_form import form
+from rltrain.rollout.layout import form
 
 
 def check_delta(delta: form.Delta, held: str | None, layout: Layout) -> None:

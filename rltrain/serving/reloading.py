@@ -14,9 +14,8 @@ from torch import Tensor
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.errors import CheckpointError
 from rltrain.models import read_architecture
-from rltrain.rollout.delta_form import form
 from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters
-from rltrain.rollout.layout import engine_layout
+from rltrain.rollout.layout import engine_layout, form
 from rltrain.runtime.grid import Grid
 from rltrain.serving.deltas import apply_delta, check_delta
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from rltrain.endpoint.engine_feed import EngineFeed
 from rltrain.endpoint.mailbox import EngineMailbox
 from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.generation_loop import LeaderDecision, LeaderDecisions
+from rltrain.rollout.groups import Mail, Turn
 from rltrain.rollout.sample import Sample
-from rltrain.rollout.stream.guests import Mail, Turn
-from rltrain.rollout.stream.leader_decision import LeaderDecision, LeaderDecisions
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.machine import JobThread
 from tests.rollout_models import load_engine

@@ -7,13 +7,15 @@ from types import SimpleNamespace
 import torch.distributed as dist
 
 from rltrain.config.schema import Config
+from rltrain.rollout.generation_loop import (
+    CompletionLog,
+    GenerationLoop,
+    LeaderDecisions,
+    SharedAssignment,
+    StreamRules,
+)
+from rltrain.rollout.in_flight_sync import InFlightSync
 from rltrain.rollout.sample import SampleGroup
-from rltrain.rollout.stream.completion_log import CompletionLog
-from rltrain.rollout.stream.generation_loop import GenerationLoop
-from rltrain.rollout.stream.in_flight_sync import InFlightSync
-from rltrain.rollout.stream.leader_decision import LeaderDecisions
-from rltrain.rollout.stream.prompt_assignment import SharedAssignment
-from rltrain.rollout.stream.stream_rules import StreamRules
 from rltrain.runtime.job_store import poll
 from rltrain.runtime.placement import resolve_placement
 from rltrain.runtime.world import join_world

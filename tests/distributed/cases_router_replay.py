@@ -18,8 +18,7 @@ from rltrain.data.experience import Experience
 from rltrain.models import read_architecture
 from rltrain.models.routing_shape import RoutingShape
 from rltrain.rollout.engine import SamplingParams
-from rltrain.rollout.sample import SampleGroup
-from rltrain.rollout.stream.packing import pack_groups
+from rltrain.rollout.sample import SampleGroup, pack_groups
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups

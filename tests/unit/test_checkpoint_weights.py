@@ -16,7 +16,7 @@ from rltrain.errors import CheckpointError
 from rltrain.models import read_architecture
 from rltrain.models.experts import is_expert
 from rltrain.models.products import int4_rounded
-from rltrain.rollout.checkpoint_weights import serve_checkpoint
+from rltrain.rollout.build import serve_checkpoint
 from rltrain.rollout.embedded import allocate_parameters
 from rltrain.rollout.layout import engine_of, engine_parts, whole_engine
 from rltrain.runtime.grid import Grid

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from rltrain.rollout.stream import completion_log as tickets_module
-from rltrain.rollout.stream.completion_log import CompletionLog, Finished
+from rltrain.rollout import generation_loop as tickets_module
+from rltrain.rollout.generation_loop import CompletionLog, Finished
 from rltrain.runtime.job_store import POLL_S, poll
 from tests.unit.shared_store import ShortPatience, on_ranks, open_store
 

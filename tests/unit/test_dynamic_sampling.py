@@ -11,14 +11,19 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rltrain.rollout.generation_loop import (
+    CompletionLog,
+    Finished,
+    GenerationLoop,
+    LeaderDecisions,
+    PromptAssignment,
+    SharedAssignment,
+    StaticAssignment,
+    StreamRules,
+)
+from rltrain.rollout.groups import DropCount, Selection, Verdict
+from rltrain.rollout.rollout_state import EngineStart, RolloutState, share_out
 from rltrain.rollout.sample import SampleGroup
-from rltrain.rollout.stream.completion_log import CompletionLog, Finished
-from rltrain.rollout.stream.generation_loop import GenerationLoop
-from rltrain.rollout.stream.leader_decision import LeaderDecisions
-from rltrain.rollout.stream.prompt_assignment import PromptAssignment, SharedAssignment, StaticAssignment
-from rltrain.rollout.stream.rollout_state import EngineStart, RolloutState, share_out
-from rltrain.rollout.stream.selection import DropCount, Selection, Verdict
-from rltrain.rollout.stream.stream_rules import StreamRules
 from tests.unit.shared_store import Jobs, ShortPatience, open_store
 from tests.unit.test_groups import prompt_groups
 

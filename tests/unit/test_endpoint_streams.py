@@ -19,8 +19,8 @@ from rltrain.endpoint.answer import Choice
 from rltrain.endpoint.opening import ChatOpening, Opening, TextOpening
 from rltrain.endpoint.token_text import TokenText
 from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.groups import Turn
 from rltrain.rollout.sample import Sample, Status
-from rltrain.rollout.stream.guests import Turn
 from tests.chat_families import CHATML, FAMILIES, TAGS, TEMPLATES, TOOLS, format_of
 
 MESSAGES = ({"role": "user", "content": "hi"},)

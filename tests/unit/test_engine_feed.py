@@ -13,8 +13,8 @@ from rltrain.endpoint.engine_feed import EngineFeed
 from rltrain.endpoint.mailbox import EngineMailbox
 from rltrain.endpoint.turn import EngineBusy, EngineGone
 from rltrain.rollout.engine import GreedyPlaces, SamplingParams
+from rltrain.rollout.groups import Mail, Turn
 from rltrain.rollout.sample import Sample, Status
-from rltrain.rollout.stream.guests import Mail, Turn
 from tests.talking_engine import CONTEXT_TOKENS, TalkingEngine, byte_tokenizer
 
 SAMPLINGS = [SamplingParams(temperature, 1.0, 0, CONTEXT_TOKENS, (257,)) for temperature in (0.0, 0.5, 1.0)]

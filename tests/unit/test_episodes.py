@@ -15,13 +15,11 @@ from rltrain.environments.batch import Event, Failure
 from rltrain.environments.interface import Action, Row, TokenIds
 from rltrain.errors import EpisodeError
 from rltrain.rollout.engine import SamplingParams
-from rltrain.rollout.sample import Sample, SampleGroup, Status
-from rltrain.rollout.stream.environment_episodes import EnvironmentEpisodes, TurnLimits
-from rltrain.rollout.stream.episodes import Answer
-from rltrain.rollout.stream.groups import PromptGroups
-from rltrain.rollout.stream.leader_decision import LeaderDecision
-from rltrain.rollout.stream.packing import pack_groups
-from rltrain.rollout.stream.rollout_state import RolloutState
+from rltrain.rollout.episodes import Answer, EnvironmentEpisodes, TurnLimits
+from rltrain.rollout.generation_loop import LeaderDecision
+from rltrain.rollout.groups import PromptGroups
+from rltrain.rollout.rollout_state import RolloutState
+from rltrain.rollout.sample import Sample, SampleGroup, Status, pack_groups
 
 SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_response_tokens=60, stop_token_ids=())
 NUM_SAMPLES = 3

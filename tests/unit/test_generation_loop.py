@@ -11,13 +11,18 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
+from rltrain.rollout.generation_loop import (
+    CompletionLog,
+    Finished,
+    GenerationLoop,
+    LeaderDecisions,
+    PromptAssignment,
+    SharedAssignment,
+    StaticAssignment,
+    StreamRules,
+)
+from rltrain.rollout.rollout_state import EngineStart
 from rltrain.rollout.sample import SampleGroup
-from rltrain.rollout.stream.completion_log import CompletionLog, Finished
-from rltrain.rollout.stream.generation_loop import GenerationLoop
-from rltrain.rollout.stream.leader_decision import LeaderDecisions
-from rltrain.rollout.stream.prompt_assignment import PromptAssignment, SharedAssignment, StaticAssignment
-from rltrain.rollout.stream.rollout_state import EngineStart
-from rltrain.rollout.stream.stream_rules import StreamRules
 from tests.unit.shared_store import LIMIT_S, ShortPatience, on_ranks, open_store
 from tests.unit.test_groups import prompt_groups
 

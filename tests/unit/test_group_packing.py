@@ -5,8 +5,7 @@ from dataclasses import replace
 import torch
 
 from rltrain.data.experience import FIELDS
-from rltrain.rollout.sample import Sample, SampleGroup, Status
-from rltrain.rollout.stream.packing import pack_groups
+from rltrain.rollout.sample import Sample, SampleGroup, Status, pack_groups
 
 LONG = Sample(8, (1, 2), 0).drawn((5, 6, 7), (-0.5, -0.25, -1.0), (2, 2, 3), Status.TRUNCATED)
 SHORT = Sample(9, (1, 2), 0).drawn((6,), (-2.0,), (3,), Status.STOPPED)

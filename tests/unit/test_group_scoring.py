@@ -17,8 +17,7 @@ from rltrain.rewards.scorer import CombinedScorer, CombinedScores, PendingScores
 from rltrain.roles.group_scoring import GroupScoring
 from rltrain.roles.reward_statistics import RewardStatistics
 from rltrain.roles.sample_log import SampleLog
-from rltrain.rollout.sample import Sample, SampleGroup, Status
-from rltrain.rollout.stream.packing import pack_groups
+from rltrain.rollout.sample import Sample, SampleGroup, Status, pack_groups
 
 DIFFER = schema.DynamicSampling()
 SAMPLES = [Scorable("2+2", text, "4") for text in ("4", "5")]

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.groups import PromptGroups
 from rltrain.rollout.sample import Sample, SampleGroup
-from rltrain.rollout.stream.groups import PromptGroups
 from tests.unit.scripted_engine import ScriptedEngine
 
 SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_response_tokens=99, stop_token_ids=())

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from rltrain.rollout.stream import in_flight_sync as in_flight
-from rltrain.rollout.stream.in_flight_sync import InFlightSync
+from rltrain.rollout import in_flight_sync as in_flight
+from rltrain.rollout.in_flight_sync import InFlightSync
 from tests.unit.shared_store import open_store
 
 SYNCS = [(0, 0), (10, 4), (20, 4), (30, 25)]

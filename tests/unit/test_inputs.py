@@ -21,7 +21,7 @@ from rltrain.errors import CheckpointError
 from rltrain.resuming import remaining_order, with_present_inputs
 from rltrain.rewards.locating import source_file
 from rltrain.roles.inputs import Inputs, data_changes, identity, other_changes
-from rltrain.rollout.stream.row_stream import FixedRows
+from rltrain.rollout.rollout_state import FixedRows
 from rltrain.schedule.steps import build_order
 from tests.unit.schedule_configs import make_config, place
 from tests.unit.test_prompts import CHAT_TEMPLATE, byte_tokenizer, jsonl

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from rltrain.environments.batch import Event
 from rltrain.environments.interface import Action, Row
 from rltrain.rollout.engine import START_FRACTION, SamplingParams
+from rltrain.rollout.episodes import EnvironmentEpisodes, TurnLimits
+from rltrain.rollout.groups import PromptGroups
 from rltrain.rollout.sample import Sample, SampleGroup, Status
-from rltrain.rollout.stream.environment_episodes import EnvironmentEpisodes, TurnLimits
-from rltrain.rollout.stream.groups import PromptGroups
 
 SAMPLING = SamplingParams(1.0, 1.0, 0, 10**6, ())
 PER_GROUP = 4

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rltrain.rollout.stream.prompt_assignment import SharedAssignment, StaticAssignment
+from rltrain.rollout.generation_loop import SharedAssignment, StaticAssignment
 from tests.unit.shared_store import on_ranks, open_store
 
 

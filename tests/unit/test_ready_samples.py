@@ -5,8 +5,8 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rltrain.rollout.groups import ReadySamples
 from rltrain.rollout.sample import Sample
-from rltrain.rollout.stream.ready_samples import ReadySamples
 
 
 def after_turns(number: int, num_turns: int) -> Sample:

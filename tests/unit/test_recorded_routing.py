@@ -13,9 +13,7 @@ from rltrain.models.routing_shape import NOT_RECORDED, RoutingShape
 from rltrain.rollout.embedded import EmbeddedEngine, grouped_product
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.layout import engine_layout
-from rltrain.rollout.routing import RecordedRouting
-from rltrain.rollout.sample import Sample, SampleGroup
-from rltrain.rollout.stream.packing import pack_groups
+from rltrain.rollout.sample import RecordedRouting, Sample, SampleGroup, pack_groups
 from rltrain.runtime.grid import Grid
 from tests.expected_routing import check
 from tests.rollout_models import load_engine, ragged_requests, write_checkpoint

@@ -7,9 +7,9 @@ from itertools import chain
 import pytest
 import torch.distributed as dist
 
+from rltrain.rollout.generation_loop import GenerationLoop
+from rltrain.rollout.rollout_state import EngineStart, RolloutState, share_out
 from rltrain.rollout.sample import SampleGroup
-from rltrain.rollout.stream.generation_loop import GenerationLoop
-from rltrain.rollout.stream.rollout_state import EngineStart, RolloutState, share_out
 from tests.unit.shared_store import Jobs, open_store
 from tests.unit.test_generation_loop import NUM_SAMPLES, Chunk, Setting, lengths_in_waves, positions
 

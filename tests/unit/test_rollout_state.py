@@ -24,7 +24,7 @@ from rltrain.errors import CheckpointError
 from rltrain.resuming import remaining_order
 from rltrain.roles import drawing
 from rltrain.roles.rollout import Rollout
-from rltrain.rollout.stream.rollout_state import Consumed, RolloutState
+from rltrain.rollout.rollout_state import Consumed, RolloutState
 from rltrain.runtime.grid import Grid
 from rltrain.schedule.shape import RunShape
 from rltrain.schedule.steps import build_order

@@ -15,8 +15,7 @@ from torch import Tensor
 from rltrain.data.experience import join
 from rltrain.models.architecture import MoE
 from rltrain.models.routing_shape import NOT_RECORDED, RoutingShape
-from rltrain.rollout.sample import Sample, SampleGroup, Status
-from rltrain.rollout.stream.packing import pack_groups
+from rltrain.rollout.sample import Sample, SampleGroup, Status, pack_groups
 from rltrain.runtime.grid import Grid
 from rltrain.training.megatron.experts import Choices, SampleRouter, replay_metrics
 from rltrain.training.megatron.forward import given_choices

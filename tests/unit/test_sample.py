@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.rollout.engine import SamplingParams
-from rltrain.rollout.refusals import check_samples, response_limit
+from rltrain.rollout.engine import SamplingParams, check_samples, response_limit
 from rltrain.rollout.sample import Sample, Status
 
 SAMPLING = SamplingParams(1.0, 1.0, 0, 20, ())

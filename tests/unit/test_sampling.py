@@ -33,8 +33,8 @@ from rltrain.rollout.embedded.sampling import (
     truncate,
 )
 from rltrain.rollout.engine import GreedyPlaces, SamplingParams
-from rltrain.rollout.stream.seeds import mix64 as mix64_int
-from rltrain.rollout.stream.seeds import request_seed
+from rltrain.rollout.sample import mix64 as mix64_int
+from rltrain.rollout.sample import request_seed
 
 CPU = torch.device("cpu")
 

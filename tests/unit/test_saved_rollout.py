@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from rltrain.checkpoint.run_files import Contents, read_contents, write_files
 from rltrain.errors import CheckpointError
-from rltrain.rollout.routing import RecordedRouting
-from rltrain.rollout.sample import Sample, SampleGroup, Status
-from rltrain.rollout.stream.rollout_state import Consumed, EngineStart, RolloutState, share_out
+from rltrain.rollout.rollout_state import Consumed, EngineStart, RolloutState, share_out
+from rltrain.rollout.sample import RecordedRouting, Sample, SampleGroup, Status
 
 integers = st.integers(0, 2**63 - 1)
 prompts = st.lists(st.integers(0, 200_000), min_size=1, max_size=5).map(tuple)

@@ -19,9 +19,7 @@ from rltrain.data.experience import SIBLINGS_APART
 from rltrain.data.order import Mix, Order, Outcomes, PromptOrder, SolvedRateOrder, SolvedRates
 from rltrain.errors import CheckpointError
 from rltrain.roles.outcomes import OutcomeTeller, training_rows
-from rltrain.rollout.stream.outcome_log import OutcomeLog
-from rltrain.rollout.stream.rollout_state import Consumed
-from rltrain.rollout.stream.row_stream import SolvedRateRows
+from rltrain.rollout.rollout_state import Consumed, OutcomeLog, SolvedRateRows
 from rltrain.runtime.grid import Grid
 from tests.unit.packed_experience import packed_experience
 from tests.unit.shared_store import ShortPatience

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rltrain.rollout.stream.rollout_state import Consumed
-from rltrain.rollout.stream.stream_rules import StreamRules
+from rltrain.rollout.generation_loop import StreamRules
+from rltrain.rollout.rollout_state import Consumed
 
 OWN_LOGS = StreamRules(num_groups=24, per_step=6, num_chunks=3)
 SHARED = StreamRules(num_groups=24, per_step=6, num_chunks=3, shared_log="run", done=Consumed(6), num_ahead=4)

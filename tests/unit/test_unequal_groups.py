@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from rltrain.algorithms.advantages import with_gae
 from rltrain.data.experience import SIBLINGS_APART, mini_batch_of
 from rltrain.environments.interface import Trajectory
+from rltrain.rollout.episodes import CURRENT_VERSION, Answer, Unusable, told_trajectories, with_shared_reward
 from rltrain.rollout.sample import Sample, Status
-from rltrain.rollout.stream.episodes import CURRENT_VERSION, Answer, Unusable, with_shared_reward
-from rltrain.rollout.stream.told_trajectories import told_trajectories
 from tests.unit.packed_experience import packed_experience
 
 

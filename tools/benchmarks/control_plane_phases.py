@@ -29,7 +29,7 @@ from rltrain.reshard.agreement import Agreement
 from rltrain.reshard.plan import TRANSFER
 from rltrain.reshard.rounds import STAGES, StageStreams, streams
 from rltrain.resuming import claim_folders, find_checkpoint
-from rltrain.rollout.stream.in_flight_sync import InFlightSync
+from rltrain.rollout.in_flight_sync import InFlightSync
 from rltrain.runtime.ending import Ending
 from rltrain.runtime.grid import job_leader
 from rltrain.runtime.job_store import JobStore, Waiter

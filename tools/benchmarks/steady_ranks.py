@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from starting_ranks import StartingJob, StartingRank
 
-from rltrain.rollout.stream.in_flight_sync import InFlightSync
+from rltrain.rollout.in_flight_sync import InFlightSync
 from rltrain.schedule.order import WEIGHT_SYNC
 
 Body = Callable[[], object]

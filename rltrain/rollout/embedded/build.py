@@ -11,8 +11,8 @@ from rltrain.offload.memory_parts import MemoryPart
 from rltrain.rollout.embedded.engine import EmbeddedEngine
 from rltrain.rollout.embedded.kv_budget import KvBudget, budget_of
 from rltrain.rollout.embedded.parameters import adapted_matrices, allocate_parameters, quantized_matrices
+from rltrain.rollout.engine import EngineSite, HostedEngine
 from rltrain.rollout.layout import adapters_of_engine, whole_engine
-from rltrain.rollout.site import EngineSite, HostedEngine
 from rltrain.rollout.workspace import workspace_beside_cache
 
 logger = logging.getLogger(__name__)

@@ -24,8 +24,7 @@ from rltrain.rollout.embedded.recording import Record, recorder
 from rltrain.rollout.embedded.sampling import choose_draw
 from rltrain.rollout.embedded.slot_cache import SlotCache
 from rltrain.rollout.embedded.slots import Slots
-from rltrain.rollout.engine import START_FRACTION, SamplingParams
-from rltrain.rollout.refusals import check_samples, expect_idle, served_version
+from rltrain.rollout.engine import START_FRACTION, SamplingParams, check_samples, expect_idle, served_version
 from rltrain.rollout.sample import Sample
 from rltrain.rollout.stop_strings import Tokenizer, stop_strings
 

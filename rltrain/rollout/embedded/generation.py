@@ -15,8 +15,7 @@ from rltrain.rollout.embedded.model import EngineModel
 from rltrain.rollout.embedded.prefill import fill_cache
 from rltrain.rollout.embedded.random_streams import NO_STREAM, random_streams
 from rltrain.rollout.embedded.slots import POSITION, TOKEN, Slots
-from rltrain.rollout.engine import START_FRACTION, SamplingParams
-from rltrain.rollout.refusals import response_limit
+from rltrain.rollout.engine import START_FRACTION, SamplingParams, response_limit
 from rltrain.rollout.sample import Sample, Status
 from rltrain.rollout.stop_strings import StopStrings
 

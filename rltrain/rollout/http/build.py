@@ -7,6 +7,7 @@ from pathlib import Path
 from rltrain.config.rollout import Http
 from rltrain.errors import ConfigError
 from rltrain.offload.memory_parts import RemotePart
+from rltrain.rollout.engine import EngineSite, HostedEngine
 from rltrain.rollout.http.addresses import Addresses
 from rltrain.rollout.http.calls import Access
 from rltrain.rollout.http.checkpoint_weights import CheckpointWeights
@@ -17,7 +18,6 @@ from rltrain.rollout.http.fleet import Fleet
 from rltrain.rollout.http.group_weights import GroupWeights
 from rltrain.rollout.http.weights import Weights, shared_run
 from rltrain.rollout.layout import engine_parts, staging_bytes, whole_engine
-from rltrain.rollout.site import EngineSite, HostedEngine
 
 
 def build_http(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:

@@ -16,7 +16,7 @@ from rltrain.checkpoint.hf_files import METADATA
 from rltrain.checkpoint.safetensors_file import Entry, SafetensorsFile
 from rltrain.reshard.changes import Changes, Extent, mark
 from rltrain.reshard.checksums import checksum_of
-from rltrain.rollout.delta_form import form
+from rltrain.rollout.layout import form
 
 FileRecord = tuple[int, int]
 """Bytes of a file, and their CRC-32."""

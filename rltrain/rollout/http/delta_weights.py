@@ -10,12 +10,12 @@ from torch import Tensor
 from rltrain.config.schema import WeightDelta
 from rltrain.reshard.changes import changes_on
 from rltrain.reshard.delta_turns import Turn, Turns
-from rltrain.rollout.delta_form import form
 from rltrain.rollout.http.calls import Calls, ServerRefuses
 from rltrain.rollout.http.delta_files import encoded, write_changes
 from rltrain.rollout.http.disk_weights import DELTA_FOLDER, DiskWeights
 from rltrain.rollout.http.protocol import ServerProtocol
 from rltrain.rollout.http.weights import WholeUpdates
+from rltrain.rollout.layout import form
 
 logger = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ from torch import Tensor
 from rltrain.checkpoint.hf_files import METADATA, HfFile, copy_carried_files, planned_files, write_config, write_index
 from rltrain.checkpoint.safetensors_file import SafetensorsFile
 from rltrain.reshard.layout import Layout
-from rltrain.rollout.delta_form import form
 from rltrain.rollout.http.calls import Calls
 from rltrain.rollout.http.protocol import ServerProtocol
 from rltrain.rollout.http.shared_folders import SharedFolders
 from rltrain.rollout.http.weights import WholeUpdates, empty_tensors, shared_run
+from rltrain.rollout.layout import form
 from rltrain.runtime.job_store import JobStore
 
 FOLDER, DELTA_FOLDER = "version_{}", "delta_{}"

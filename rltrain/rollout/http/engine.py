@@ -10,11 +10,10 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from rltrain.errors import DivergenceError
-from rltrain.rollout.engine import START_FRACTION, SamplingParams
+from rltrain.rollout.engine import START_FRACTION, SamplingParams, check_samples, expect_idle, served_version
 from rltrain.rollout.http.checkpoint_weights import CheckpointWeights
 from rltrain.rollout.http.fleet import Fleet
 from rltrain.rollout.http.weights import Weights
-from rltrain.rollout.refusals import check_samples, expect_idle, served_version
 from rltrain.rollout.sample import Sample
 from rltrain.rollout.stop_strings import Tokenizer, stop_cut, stop_strings
 from rltrain.runtime.machine import JobThread

@@ -12,14 +12,13 @@ from queue import SimpleQueue
 
 from rltrain.config.rollout import Http
 from rltrain.errors import EngineError
-from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.engine import SamplingParams, response_limit
 from rltrain.rollout.http.addresses import Addresses
 from rltrain.rollout.http.calls import Access, ServerBusy, ServerGone, ServerRefuses
 from rltrain.rollout.http.drawing import Drawing
 from rltrain.rollout.http.protocol import Receiver
 from rltrain.rollout.http.server import Server
 from rltrain.rollout.http.weights import Weights, WeightsLater
-from rltrain.rollout.refusals import response_limit
 from rltrain.rollout.sample import Sample
 from rltrain.rollout.sglang.inflight_requests import DivergenceWatch
 from rltrain.rollout.stop_strings import StopCut

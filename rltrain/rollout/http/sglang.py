@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rltrain.rollout.delta_form import form
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.http.calls import Calls, ServerRefuses
 from rltrain.rollout.http.drawing import Drawing
 from rltrain.rollout.http.protocol import BroadcastProtocol, Described
 from rltrain.rollout.http.sglang_broadcasts import JOIN, SGLangBroadcasts, flush_and_label
+from rltrain.rollout.layout import form
 from rltrain.rollout.sglang.inflight_requests import sampling_fields
 
 FROM_DISK = "/update_weights_from_disk"

@@ -15,6 +15,7 @@ from rltrain.models import canonical_tensors
 from rltrain.models.lora import target_of
 from rltrain.offload.host_memory import NodeCopy
 from rltrain.offload.memory_parts import MemoryPart, RemotePart
+from rltrain.rollout.engine import EngineSite, HostedEngine
 from rltrain.rollout.layout import engine_parts
 from rltrain.rollout.sglang.arguments import check_arguments
 from rltrain.rollout.sglang.client import Client
@@ -23,7 +24,6 @@ from rltrain.rollout.sglang.process import Server
 from rltrain.rollout.sglang.returned_routing import ServerRouting
 from rltrain.rollout.sglang.spec import AdapterSpec, ServerSpec
 from rltrain.rollout.sglang.weights.delivery import Delivery
-from rltrain.rollout.site import EngineSite, HostedEngine
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from rltrain.config.schema import SGLang
 from rltrain.errors import DivergenceError, EngineError, EngineLost, SyncError
-from rltrain.rollout.engine import START_FRACTION, SamplingParams
-from rltrain.rollout.refusals import check_samples, expect_idle, served_version
+from rltrain.rollout.engine import START_FRACTION, SamplingParams, check_samples, expect_idle, served_version
 from rltrain.rollout.sample import Sample
 from rltrain.rollout.sglang.adapter import ADAPTER, first_load
 from rltrain.rollout.sglang.client import Client

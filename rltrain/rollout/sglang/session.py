@@ -8,8 +8,7 @@ from queue import Empty
 from typing import Any
 
 from rltrain.errors import EngineError, EngineLost
-from rltrain.rollout.engine import SamplingParams
-from rltrain.rollout.refusals import response_limit
+from rltrain.rollout.engine import SamplingParams, response_limit
 from rltrain.rollout.sample import Sample
 from rltrain.rollout.sglang.client import Client, Failure
 from rltrain.rollout.sglang.inflight_requests import DivergenceWatch, InflightRequest, generate_body

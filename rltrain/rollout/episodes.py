@@ -1,19 +1,316 @@
-"""Episodes of an engine's samples in environments, wherever these run."""
+"""What happens between the turns of samples that are conversations, as an engine's ranks know it."""
 
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import index
-from typing import Protocol
+from typing import Any, Protocol
 
+from rltrain.data.chat_format import ChatFormat
+from rltrain.data.experience import SIBLINGS_APART
+from rltrain.data.tokenizer import PromptEncoder
 from rltrain.environments.batch import Event, Failure
-from rltrain.environments.interface import Action, Row, TokenIds
+from rltrain.environments.interface import Action, Message, Row, TokenIds, Trajectory
 from rltrain.environments.statistics import EpisodeStatistics, metrics
 from rltrain.errors import EpisodeError
-from rltrain.rollout.sample import Sample, SampleGroup, Status
-from rltrain.rollout.stream.episodes import Answer, Unusable
-from rltrain.rollout.stream.told_trajectories import told_trajectories
-from rltrain.rollout.stream.turn_format import Shown, TurnFormat
+from rltrain.rollout.sample import Sample, SampleGroup, Status, mix64
+
+CURRENT_VERSION = -1
+"""In the place of a policy version: the engine's, when it learns of the token."""
+
+
+class Unusable(Exception):  # noqa: N818 - a finding, which fails an episode
+    """Nothing of an episode can be drawn or trained on: why."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of a sample that waited: of its beginning, or of the turn that it ended. Equal on all ranks of its
+    engine."""
+
+    id: int
+    status: Status = Status.PENDING
+    """Of the sample from now on; pending goes back to the engine."""
+    tokens: tuple[int, ...] = ()
+    """What it is to go on after. At the beginning this is the prompt, and none keeps the one that it has."""
+    reward: float = 0.0
+    """Of the turn that it ended."""
+    branches: bool = False
+    """`tokens` are the whole context of another trajectory, with which the episode goes on."""
+    max_turn_tokens: int | None = None
+    """Of the next turn; None: the run's."""
+    trajectories: tuple[Sample, ...] = ()
+    """All of an episode that ends with them, in the place of what was drawn."""
+
+    def applied_to(self, sample: Sample, max_turn_tokens: int | None) -> tuple[Sample, ...]:
+        """The sample from now on, and trajectories of its episode that come to be."""
+        most = max_turn_tokens if self.max_turn_tokens is None else self.max_turn_tokens
+        if self.trajectories:
+            return self.trajectories
+        if self.branches:
+            return self._branched(sample, most)
+        if not sample.turns:
+            goes_on = self.status == Status.PENDING
+            prompt = self.tokens or sample.prompt
+            return (replace(sample, status=self.status, prompt=prompt, turn_limit=most, goes_on=goes_on),)
+        rewards = (*sample.turn_rewards, self.reward)
+        if self.status != Status.PENDING:
+            return (replace(sample, status=self.status, turn_rewards=rewards, turn_limit=None, goes_on=False),)
+        limit = None if most is None else len(sample.tokens) + len(self.tokens) + most
+        return (replace(sample.observed(self.tokens, turn_limit=limit), turn_rewards=rewards),)
+
+    def _branched(self, sample: Sample, max_turn_tokens: int | None) -> tuple[Sample, ...]:
+        """The episode's new trajectory under the sample's id, which is the engine's, and what was drawn under another.
+        What both have in common is trained on in the first."""
+        before = sample.parent or sample.id
+        closed = replace(
+            sample,
+            id=before + SIBLINGS_APART,
+            status=Status.STOPPED,
+            turn_rewards=(*sample.turn_rewards, self.reward),
+            turn_limit=None,
+            goes_on=False,
+        )
+        seed = mix64(sample.seed + closed.id) >> 1
+        new = Sample(sample.id, self.tokens, seed, turn_limit=max_turn_tokens, goes_on=True, parent=closed.id)
+        return new, closed
+
+    def record(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**vars(self), "trajectories": [sample.record() for sample in self.trajectories]}
+
+    @classmethod
+    def of_record(cls, record: dict[str, Any]) -> "Answer":
+        trajectories = tuple(Sample.of_record(sample) for sample in record["trajectories"])
+        return cls(
+            **{
+                **record,
+                "status": Status(record["status"]),
+                "tokens": tuple(record["tokens"]),
+                "trajectories": trajectories,
+            }
+        )
+
+
+def with_shared_reward(trajectories: Sequence[Sample], besides: float = 0.0) -> list[Sample]:
+    """Of one episode that has ended: each is worth what all of its turns were, and what it got `besides`. What of that
+    did not come with a trajectory's own turns stands at its last one."""
+    total = besides + sum(sum(sample.turn_rewards) for sample in trajectories)
+    return [_worth(sample, total) if sample.turns else sample for sample in trajectories]
+
+
+def _worth(sample: Sample, total: float) -> Sample:
+    rewards = [*sample.turn_rewards, *[0.0] * (len(sample.turns) - len(sample.turn_rewards))]
+    rewards[-1] += total - sum(rewards)
+    return replace(sample, turn_rewards=tuple(rewards))
+
+
+class Episodes(Protocol):
+    """Episodes of one engine's samples, on its first rank, which tells the others what was answered."""
+
+    def begin(self, group: SampleGroup, samples: Sequence[Sample]) -> None:
+        """These of its samples wait for the beginning of an episode each."""
+        ...
+
+    def goes_on(self, sample: Sample) -> bool:
+        """Whether the episode of a sample that crossed a checkpoint has done so too. All ranks know."""
+        ...
+
+    def resume(self, sample: Sample) -> None:
+        """It goes on here."""
+        ...
+
+    def act(self, sample: Sample, *, truncated: bool) -> None:
+        """A sample has ended a turn, at a limit of tokens where it is `truncated`, and waits for what follows."""
+        ...
+
+    def fail(self, sample: Sample) -> None:
+        """The engine could not draw a sample's turn: its episode is over."""
+        ...
+
+    def answers(self, *, engine_is_idle: bool) -> list[Answer]:
+        """What has been answered since the last call; never blocks."""
+        ...
+
+    def begin_anew(self, count: int) -> None:
+        """So many episodes could not go on from a checkpoint."""
+        ...
+
+    def settle(self) -> list[Answer]:
+        """What can be answered before a checkpoint is; until then it waits. All engines do."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Of the episodes that have ended since the last call."""
+        ...
+
+
+class FollowedEpisodes:
+    """On the other ranks of an engine: implements `Episodes`, and knows nothing by itself but which episodes are
+    `going_on` from a checkpoint."""
+
+    def __init__(self, going_on: Collection[int]) -> None:
+        self.going_on = going_on
+
+    def begin(self, group: SampleGroup, samples: Sequence[Sample]) -> None:
+        """The first rank does."""
+
+    def goes_on(self, sample: Sample) -> bool:
+        return sample.id in self.going_on
+
+    def resume(self, sample: Sample) -> None:
+        """The first rank does."""
+
+    def act(self, sample: Sample, *, truncated: bool) -> None:
+        """The first rank does."""
+
+    def fail(self, sample: Sample) -> None:
+        """The first rank does."""
+
+    def answers(self, *, engine_is_idle: bool) -> list[Answer]:
+        return []
+
+    def begin_anew(self, count: int) -> None:
+        """The first rank counts them."""
+
+    def settle(self) -> list[Answer]:
+        return []
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+
+STATUS = {
+    "completed": Status.STOPPED,
+    "truncated": Status.TRUNCATED,
+    "aborted": Status.ABORTED,
+    "failed": Status.FAILED,
+}
+
+
+def told_trajectories(sample: Sample, known: Sequence[Sample], told: Sequence[Trajectory]) -> Answer:
+    """The end of the episode of `sample`, of which the engine has drawn the `known` trajectories.
+
+    Raises Unusable for one that is neither known nor comes with log-probs.
+    """
+    samples = []
+    for number, trajectory in enumerate(told):
+        recorded = next((one for one in known if one.context == trajectory.ids), None)
+        if recorded is None and trajectory.logprobs is None:
+            raise Unusable(f"trajectory {number} of its environment was not drawn here, and comes without log-probs")
+        made = _recorded(recorded, trajectory) if recorded else _as_told(sample, trajectory)
+        samples.append(replace(made, id=sample.episode + number * SIBLINGS_APART))
+    return Answer(sample.id, samples[0].status, trajectories=tuple(samples))
+
+
+def _recorded(sample: Sample, trajectory: Trajectory) -> Sample:
+    """`sample` with what the environment says of it, from where the response begins for that."""
+    count = trajectory.num_response_tokens
+    first = max(len(sample.tokens) - count, 0)
+    mask = sample.loss_mask[first:] if trajectory.loss_mask is None else trajectory.loss_mask
+    return replace(
+        sample,
+        prompt=sample.prompt + sample.tokens[:first],
+        tokens=sample.tokens[first:],
+        logprobs=sample.logprobs[first:],
+        policy_versions=sample.policy_versions[first:],
+        loss_mask=_masked(mask, len(sample.tokens) - first, trajectory.trained_on),
+        status=STATUS[trajectory.status],
+        turns=(len(sample.tokens) - first,),
+        turn_rewards=(trajectory.reward or 0.0,),
+        turn_limit=None,
+        goes_on=False,
+    )
+
+
+def _as_told(sample: Sample, trajectory: Trajectory) -> Sample:
+    count = trajectory.num_response_tokens
+    assert trajectory.logprobs is not None
+    mask = (True,) * count if trajectory.loss_mask is None else trajectory.loss_mask
+    return Sample(
+        sample.id,
+        trajectory.ids[: len(trajectory.ids) - count],
+        sample.seed,
+        tokens=trajectory.ids[len(trajectory.ids) - count :],
+        logprobs=tuple(trajectory.logprobs),
+        policy_versions=(CURRENT_VERSION,) * count,
+        loss_mask=_masked(mask, count, trajectory.trained_on),
+        status=STATUS[trajectory.status],
+        turns=(count,),
+        turn_rewards=(trajectory.reward or 0.0,),
+    )
+
+
+def _masked(mask: Sequence[bool], count: int, trained_on: bool) -> tuple[bool, ...]:
+    """The last `count` of it, or nothing."""
+    return tuple(mask[len(mask) - count :]) if trained_on else (False,) * count
+
+
+Shown = str | Sequence[Message]
+"""What is yet to be encoded."""
+
+
+class TurnFormat(Protocol):
+    def prompt(self, observation: Shown) -> tuple[int, ...]:
+        """Token ids up to where the model's first turn begins."""
+        ...
+
+    def continuation(self, turn: Sequence[int], observation: Shown) -> tuple[int, ...]:
+        """Token ids between the drawn ids `turn` and the next turn's beginning."""
+        ...
+
+    def action(self, turn: Sequence[int], *, truncated: bool, position: int) -> Action:
+        """What an environment gets for the drawn ids `turn`, which is at `position` among the turns."""
+        ...
+
+
+class PlainText:
+    """Implements `TurnFormat` for models without a chat template: texts follow one another."""
+
+    def __init__(self, encoder: PromptEncoder) -> None:
+        self.tokenizer = encoder.tokenizer
+
+    def prompt(self, observation: Shown) -> tuple[int, ...]:
+        return tuple(self.tokenizer(_text_of(observation))["input_ids"])
+
+    def continuation(self, turn: Sequence[int], observation: Shown) -> tuple[int, ...]:
+        return tuple(self.tokenizer(_text_of(observation), add_special_tokens=False)["input_ids"])
+
+    def action(self, turn: Sequence[int], *, truncated: bool, position: int) -> Action:
+        return Action(str(self.tokenizer.decode(list(turn), skip_special_tokens=True)), truncated=truncated)
+
+
+class ChatTurns:
+    """Implements `TurnFormat` by the tokenizer's chat template."""
+
+    def __init__(self, chat_format: ChatFormat, system_prompt: str | None) -> None:
+        self.chat_format, self.system_prompt = chat_format, system_prompt
+
+    def prompt(self, observation: Shown) -> tuple[int, ...]:
+        messages = _messages_of(observation)
+        if self.system_prompt is not None and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": self.system_prompt})
+        return self.chat_format.prompt(messages)
+
+    def continuation(self, turn: Sequence[int], observation: Shown) -> tuple[int, ...]:
+        return self.chat_format.continuation(turn, _messages_of(observation))
+
+    def action(self, turn: Sequence[int], *, truncated: bool, position: int) -> Action:
+        said = self.chat_format.message_of(turn, mark=position)
+        return Action(said.text, tuple(said.tool_calls), truncated)
+
+
+def _messages_of(observation: Shown) -> list[Message]:
+    return [{"role": "user", "content": observation}] if isinstance(observation, str) else list(observation)
+
+
+def _text_of(observation: Shown) -> str:
+    if isinstance(observation, str):
+        return observation
+    raise EpisodeError(
+        f"an environment answered with {len(observation)} chat messages, and the checkpoint's tokenizer has no chat "
+        "template, or data.chat_template is never; expected a text"
+    )
 
 
 class Environments(Protocol):
