@@ -12,8 +12,8 @@ from rltrain.checkpoint.hf import load_parameters
 from rltrain.estimate.memory import kv_bytes, state_bytes
 from rltrain.models import Architecture, read_architecture
 from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters
-from rltrain.rollout.embedded.kv_budget import GB, KvBudget
-from rltrain.rollout.embedded.recording import Record
+from rltrain.rollout.embedded.block_tables import GB, KvBudget
+from rltrain.rollout.embedded.decoder import Record
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sample import Sample
 from rltrain.runtime.grid import Grid

@@ -11,7 +11,7 @@ from rltrain.checkpoint.hf_reader import load_quantized
 from rltrain.config.schema import FakeQuantization
 from rltrain.models.experts import is_expert
 from rltrain.models.products import int4_rounded
-from rltrain.rollout.embedded.build import build_embedded
+from rltrain.rollout.embedded.engine import build_embedded
 from rltrain.rollout.engine import Engine, EngineSite, HostedEngine
 from rltrain.rollout.http.build import build_http
 from rltrain.rollout.http.engine import HttpEngine

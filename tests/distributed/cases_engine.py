@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from rltrain.models import read_architecture
 from rltrain.rollout.embedded import EmbeddedEngine
-from rltrain.rollout.embedded.block_attention import GatheredBlocks
+from rltrain.rollout.embedded.block_cache import GatheredBlocks
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample
 from rltrain.runtime.grid import Grid

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from rltrain.command import main
 from rltrain.reshard import execute
 from rltrain.rollout.embedded import engine
-from rltrain.rollout.embedded.recording import Record
+from rltrain.rollout.embedded.decoder import Record
 from rltrain.runtime.process_groups import plain_group
 from rltrain.runtime.world import World
 from tests.stand_ins import nccl_rules

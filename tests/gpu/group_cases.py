@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from rltrain.rollout.embedded.recording import CudaGraphs, Recordings
+from rltrain.rollout.embedded.decoder import CudaGraphs, Recordings
 from rltrain.runtime.process_groups import ProcessGroups
 
 RANKS = (0,)

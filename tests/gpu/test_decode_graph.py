@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rltrain.rollout.embedded import EmbeddedEngine
-from rltrain.rollout.embedded.recording import CudaGraphs
+from rltrain.rollout.embedded.decoder import CudaGraphs
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample
 from tests.rollout_models import load_engine, ragged_requests, write_checkpoint

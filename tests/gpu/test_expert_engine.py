@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rltrain.rollout.embedded.grouped_product import grouped_product, is_grouped_on_device
-from rltrain.rollout.embedded.recording import CudaGraphs
+from rltrain.rollout.embedded.decoder import CudaGraphs
+from rltrain.rollout.embedded.parameters import grouped_product, is_grouped_on_device
 from rltrain.rollout.engine import SamplingParams
 from tests.rollout_models import load_engine, ragged_requests, write_checkpoint
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from rltrain.rollout.embedded.block_attention import KernelBlocks, choose_attention, difference
-from rltrain.rollout.embedded.kv_budget import budget_of
+from rltrain.rollout.embedded.block_cache import KernelBlocks, choose_attention, difference
+from rltrain.rollout.embedded.block_tables import budget_of
+from rltrain.rollout.embedded.decoder import CudaGraphs
 from rltrain.rollout.embedded.kv_cache import AttentionShape
-from rltrain.rollout.embedded.recording import CudaGraphs
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample
 from tests.rollout_models import assert_same_but_for_ties, load_engine, ragged_requests, write_checkpoint

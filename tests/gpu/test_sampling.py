@@ -5,8 +5,7 @@ import time
 import pytest
 import torch
 
-from rltrain.rollout.embedded.random_streams import NO_STREAM, log_uniforms, random_streams
-from rltrain.rollout.embedded.sampling import choose_draw, draw, draw_by_kernel
+from rltrain.rollout.embedded.decoder import NO_STREAM, choose_draw, draw, draw_by_kernel, log_uniforms, random_streams
 from rltrain.rollout.engine import GreedyPlaces, SamplingParams
 
 pytestmark = pytest.mark.gpu

@@ -38,6 +38,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that tiny samples have several blocks of keys and values."""
-    from rltrain.rollout.embedded.block_attention import GatheredBlocks
+    from rltrain.rollout.embedded.block_cache import GatheredBlocks
 
     monkeypatch.setattr(GatheredBlocks, "block_tokens", 4)

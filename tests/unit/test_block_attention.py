@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rltrain.rollout.embedded import block_attention, engine
-from rltrain.rollout.embedded.block_attention import (
+from rltrain.rollout.embedded import block_cache, engine
+from rltrain.rollout.embedded.block_cache import (
     BlockAttention,
     GatheredBlocks,
     KernelBlocks,
@@ -86,7 +86,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(varlen, "varlen_attn", flash_attention)
     kernel = ModuleType("block_kernel")
     kernel.attend_blocks = attend_blocks  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "rltrain.rollout.embedded.block_kernel", kernel)
+    monkeypatch.setitem(sys.modules, "rltrain.rollout.embedded.triton_kernels", kernel)
 
 
 def shape_of(num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionShape:
@@ -154,8 +154,8 @@ def chosen(
 ) -> tuple[type, str]:
     if attention:
         monkeypatch.setattr(varlen, "varlen_attn", attention)
-    tried = block_attention.difference
-    monkeypatch.setattr(block_attention, "difference", lambda *args: tried(*args[:-1], torch.zeros(())))
+    tried = block_cache.difference
+    monkeypatch.setattr(block_cache, "difference", lambda *args: tried(*args[:-1], torch.zeros(())))
     return choose_attention(shape, OnGpu())  # type: ignore[arg-type]
 
 

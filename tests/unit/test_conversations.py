@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.rollout.embedded import EmbeddedEngine, prefill
-from rltrain.rollout.embedded.block_attention import GatheredBlocks
+from rltrain.rollout.embedded import EmbeddedEngine, generation
+from rltrain.rollout.embedded.block_cache import GatheredBlocks
+from rltrain.rollout.embedded.generation import suffix_passes
 from rltrain.rollout.embedded.kv_cache import Suffix
 from rltrain.rollout.embedded.model import EngineModel
-from rltrain.rollout.embedded.prefill import suffix_passes
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample, Status
 from tests.rollout_models import VOCAB_SIZE, load_engine, write_checkpoint
@@ -276,7 +276,7 @@ def test_recorded_steps_serve_conversations_too(qwen3: Path) -> None:
 def test_a_long_answer_is_computed_in_pieces(
     qwen3: Path, computed: list[int], monkeypatch: pytest.MonkeyPatch, kv_tokens: int | None
 ) -> None:
-    monkeypatch.setattr(prefill, "_PASS_SCORES", 120)
+    monkeypatch.setattr(generation, "_PASS_SCORES", 120)
     engine, _ = load_engine(qwen3, max_context_tokens=CONTEXT, kv_tokens=kv_tokens)
     answer = tuple(range(10, 33))
     (first,) = engine.generate([Sample(0, (10, 11, 12), 0, turn_limit=4, goes_on=True)], GREEDY)
@@ -297,8 +297,8 @@ def test_passes_compute_every_token_after_those_before_it(
     lengths: list[tuple[int, int]], most_tokens: int, most_scores: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefill, "PASS_TOKENS", most_tokens)
-        patch.setattr(prefill, "_PASS_SCORES", most_scores)
+        patch.setattr(generation, "PASS_TOKENS", most_tokens)
+        patch.setattr(generation, "_PASS_SCORES", most_scores)
         passes = suffix_passes(
             Suffix(slot, first, tuple(range(first, first + count))) for slot, (first, count) in enumerate(lengths)
         )

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from rltrain.errors import ConfigError, DataError, DivergenceError
-from rltrain.rollout.embedded import prefill
+from rltrain.rollout.embedded import generation
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample, Status
 from tests.rollout_models import VOCAB_SIZE, load_engine, ragged_requests, write_checkpoint
@@ -158,7 +158,7 @@ def test_prefill_in_small_passes_gives_the_same_completions(qwen3: Path, monkeyp
     engine, _ = load_engine(qwen3)
     requests = ragged_requests(8)
     expected = engine.generate(requests, sampled())
-    monkeypatch.setattr(prefill, "PASS_TOKENS", 10)
+    monkeypatch.setattr(generation, "PASS_TOKENS", 10)
     assert_same_completions(engine.generate(requests, sampled()), expected)
 
 

@@ -15,7 +15,7 @@ from rltrain.estimate.hardware import GB, GPUS
 from rltrain.estimate.memory import cache_on_gpu, working_bytes
 from rltrain.estimate.peak import largest, rank_memories
 from rltrain.models import read_architecture
-from rltrain.rollout.embedded import build
+from rltrain.rollout.embedded.engine import budget_within
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample
 from rltrain.rollout.workspace import workspace
@@ -103,7 +103,7 @@ def test_engine_and_estimate_leave_the_same_to_it(monkeypatch: pytest.MonkeyPatc
         leaves=False,
         world=SimpleNamespace(device=torch.device("cuda")),
     )
-    budget = build.budget_within(site, "auto", role)  # type: ignore[arg-type]
+    budget = budget_within(site, "auto", role)  # type: ignore[arg-type]
     assert budget is not None
     assert budget.num_bytes() == cache_on_gpu(job, role, H100, int(total - free))
     assert budget.num_bytes() < 0.95 * free - working_bytes(job, "generate", {"rollout": 0})["activations"]

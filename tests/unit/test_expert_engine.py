@@ -14,8 +14,8 @@ from rltrain.reshard.execute import Resharding
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan import plan
 from rltrain.rollout.embedded import allocate_parameters
-from rltrain.rollout.embedded.grouped_product import grouped_product
-from rltrain.rollout.embedded.routing import route
+from rltrain.rollout.embedded.model import route
+from rltrain.rollout.embedded.parameters import grouped_product
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sample import Sample

@@ -11,9 +11,9 @@ import torch
 from rltrain.offload.device_memory import DeviceMemory
 from rltrain.offload.memory_parts import MemoryPart
 from rltrain.offload.offload import Residency
-from rltrain.rollout.embedded import EmbeddedEngine, recording
-from rltrain.rollout.embedded.build import keeps_recordings
-from rltrain.rollout.embedded.recording import CudaGraphs, Recordings
+from rltrain.rollout.embedded import EmbeddedEngine, decoder
+from rltrain.rollout.embedded.decoder import CudaGraphs, Recordings
+from rltrain.rollout.embedded.engine import keeps_recordings
 from rltrain.rollout.engine import SamplingParams
 from rltrain.schedule.order import Order
 from tests.rollout_models import load_engine, ragged_requests, write_checkpoint
@@ -56,7 +56,7 @@ def test_what_is_recorded_after_all_was_forgotten_lies_in_a_new_pool(qwen3: Path
 
 @pytest.mark.usefixtures("device")
 def test_a_pool_ends_with_the_last_recording_whatever_ends_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "_MAX_REPLAYS", 1)
+    monkeypatch.setattr(decoder, "_MAX_REPLAYS", 1)
     recordings, total = Recordings(CudaGraphs()), torch.zeros(())
     for name in ("a", "b") * 3:
         recordings.run(name, lambda: total.add_(1))

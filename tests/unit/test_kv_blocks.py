@@ -16,9 +16,10 @@ from rltrain.models import read_architecture
 from rltrain.offload.device_memory import DeviceMemory
 from rltrain.offload.memory_parts import MemoryPart, PausedRegion, ResizedStorages, StorageMemory
 from rltrain.offload.offload import Residency
-from rltrain.rollout.embedded import EmbeddedEngine, build
-from rltrain.rollout.embedded.block_attention import GatheredBlocks
-from rltrain.rollout.embedded.kv_budget import KvBudget, num_blocks
+from rltrain.rollout.embedded import EmbeddedEngine
+from rltrain.rollout.embedded.block_cache import GatheredBlocks
+from rltrain.rollout.embedded.block_tables import KvBudget, num_blocks
+from rltrain.rollout.embedded.engine import budget_within, build_embedded
 from rltrain.rollout.embedded.model import EngineModel
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample
@@ -262,13 +263,13 @@ def test_auto_is_refused_where_others_will_need_what_is_free_now(device: str, le
         served = {"config": make_config(model={"path": "m"}), "architecture": tiny_architecture(), "grid": Grid((0,))}
         return SimpleNamespace(world=world, leaves=leaves, others=others, **served)
 
-    budget = build.budget_within(site(leaves, others), "auto", "rollout")
+    budget = budget_within(site(leaves, others), "auto", "rollout")
     assert (budget is None) == (device == "cpu"), "a CPU has no limit"
     if device == "cuda":
         with pytest.raises(
             ConfigError, match=r"rollout\.kv_cache_gb: got auto .* beside actor, critic.*rollout\.offload"
         ):
-            build.budget_within(site(False, ["actor", "critic"]), "auto", "rollout")
+            budget_within(site(False, ["actor", "critic"]), "auto", "rollout")
 
 
 @pytest.mark.parametrize(("memory", "stays"), [(PausedRegion(FakeSaver(), "kv"), True), (ResizedStorages(), False)])
@@ -285,7 +286,7 @@ def test_memory_that_returns_to_its_place_is_left_to_who_takes_it(
         **{"ranks": (0,), "grid": Grid((0,)), "architecture": read_architecture(qwen3)},
         **{"tokenizer": None, "leaves": True, "others": ("actor",)},
     )
-    hosted = build.build_embedded(site, leave=lambda: None)  # type: ignore[arg-type]
+    hosted = build_embedded(site, leave=lambda: None)  # type: ignore[arg-type]
     hosted.engine.end_update(0)
     hosted.parts["kv_cache"].memory = memory
     for _ in range(2):

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from rltrain.rollout.embedded import EmbeddedEngine
-from rltrain.rollout.embedded.decoder import Decoder
+from rltrain.rollout.embedded.decoder import Decoder, Recordings, recorder
 from rltrain.rollout.embedded.kv_cache import rounded
 from rltrain.rollout.embedded.model import EngineModel
-from rltrain.rollout.embedded.recording import Recordings, recorder
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample
 from tests.marks import slow_but

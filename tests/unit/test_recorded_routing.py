@@ -10,7 +10,8 @@ import pytest
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.models import read_architecture
 from rltrain.models.routing_shape import NOT_RECORDED, RoutingShape
-from rltrain.rollout.embedded import EmbeddedEngine, grouped_product
+from rltrain.rollout.embedded import EmbeddedEngine
+from rltrain.rollout.embedded import parameters as grouped_product
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sample import RecordedRouting, Sample, SampleGroup, pack_groups

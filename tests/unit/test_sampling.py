@@ -13,23 +13,21 @@ from hypothesis import strategies as st
 
 from rltrain.config import schema
 from rltrain.roles.drawing import DrawingRole
-from rltrain.rollout.embedded import sampling as sampling_module
-from rltrain.rollout.embedded.random_streams import (
+from rltrain.rollout.embedded import decoder as sampling_module
+from rltrain.rollout.embedded.decoder import (
+    BLOCK_TOKENS,
     COUNTER_STEP,
+    FIRST_BLOCK,
     NO_STREAM,
     POSITION_STEP,
-    log_uniforms,
-    mix64,
-    random_streams,
-)
-from rltrain.rollout.embedded.sampling import (
-    BLOCK_TOKENS,
-    FIRST_BLOCK,
     choose_draw,
     draw,
     draw_by_kernel,
+    log_uniforms,
+    mix64,
     num_differences,
     race,
+    random_streams,
     truncate,
 )
 from rltrain.rollout.engine import GreedyPlaces, SamplingParams
@@ -327,7 +325,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch, draw_rows: object) -> None:
     """The kernel's module, which takes Triton to import, with this in it."""
     module = ModuleType("sampling_kernel")
     module.draw_rows = draw_rows  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "rltrain.rollout.embedded.sampling_kernel", module)
+    monkeypatch.setitem(sys.modules, "rltrain.rollout.embedded.triton_kernels", module)
 
 
 def by_torch(
@@ -346,7 +344,7 @@ def test_a_kernel_is_used_where_it_draws_the_same(monkeypatch: pytest.MonkeyPatc
     assert choose_draw(CUDA)[0] is draw and "otherwise" in choose_draw(CUDA)[1]
     kernel(monkeypatch, lambda *arguments: (by_torch(*arguments)[0], torch.full((64,), torch.nan)))
     assert choose_draw(CUDA)[0] is draw
-    monkeypatch.delitem(sys.modules, "rltrain.rollout.embedded.sampling_kernel")
+    monkeypatch.delitem(sys.modules, "rltrain.rollout.embedded.triton_kernels")
     monkeypatch.setitem(sys.modules, "triton", None)  # not installed
     assert choose_draw(CUDA)[0] is draw and "import of triton" in choose_draw(CUDA)[1]
 

@@ -1,5 +1,6 @@
 """The embedded engine: in-process generation on weights that a weight sync updates in place."""
 
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -8,25 +9,37 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.errors import DivergenceError
+from rltrain.errors import ConfigError, DivergenceError
 from rltrain.models import Architecture
 from rltrain.offload.device_memory import check_device
-from rltrain.rollout.embedded.block_attention import choose_attention
-from rltrain.rollout.embedded.block_cache import BlockCache
-from rltrain.rollout.embedded.decoder import Decoder
+from rltrain.offload.memory_parts import MemoryPart
+from rltrain.rollout.embedded.block_cache import BlockCache, choose_attention
+from rltrain.rollout.embedded.block_tables import KvBudget, budget_of
+from rltrain.rollout.embedded.decoder import Decoder, Record, Slots, choose_draw, recorder
 from rltrain.rollout.embedded.generation import Generation
-from rltrain.rollout.embedded.kv_budget import KvBudget
 from rltrain.rollout.embedded.kv_cache import CacheShape, KvCache
 from rltrain.rollout.embedded.model import EngineModel
-from rltrain.rollout.embedded.parallel import TensorParallel
-from rltrain.rollout.embedded.parameters import Matrix
-from rltrain.rollout.embedded.recording import Record, recorder
-from rltrain.rollout.embedded.sampling import choose_draw
+from rltrain.rollout.embedded.parameters import (
+    Matrix,
+    TensorParallel,
+    adapted_matrices,
+    allocate_parameters,
+    quantized_matrices,
+)
 from rltrain.rollout.embedded.slot_cache import SlotCache
-from rltrain.rollout.embedded.slots import Slots
-from rltrain.rollout.engine import START_FRACTION, SamplingParams, check_samples, expect_idle, served_version
+from rltrain.rollout.engine import (
+    START_FRACTION,
+    EngineSite,
+    HostedEngine,
+    SamplingParams,
+    check_samples,
+    expect_idle,
+    served_version,
+)
+from rltrain.rollout.layout import adapters_of_engine, whole_engine
 from rltrain.rollout.sample import Sample
 from rltrain.rollout.stop_strings import Tokenizer, stop_strings
+from rltrain.rollout.workspace import workspace_beside_cache
 
 
 class EmbeddedEngine:
@@ -278,3 +291,64 @@ class EmbeddedEngine:
     def _release(self) -> None:
         self._decoder.forget()
         self._slots.release()
+
+
+logger = logging.getLogger(__name__)
+
+
+def build_embedded(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
+    """As rollout.build says. ConfigError where <role>.kv_cache_gb cannot hold a sample, or cannot be auto."""
+    config, settings, world = site.config, site.settings, site.world
+    budget = budget_within(site, settings.kv_cache_gb, site.role)
+    dtype = getattr(torch, config.model.dtype)
+    layout = whole_engine(config, site.architecture, site.grid, site.role).layout
+    weights = allocate_parameters(layout, world.rank, device=world.device)
+    matrices = quantized_matrices(layout, world.rank, weights, dtype)
+    adapters: dict[str, Tensor] = {}
+    if lora := config.model.lora if config.keeps_adapters_apart(site.role) else None:
+        beside = adapters_of_engine(config, site.architecture, site.grid, site.role).layout
+        adapters = allocate_parameters(beside, world.rank, device=world.device)
+        matrices = adapted_matrices(beside, world.rank, weights | adapters, matrices, lora.scale)
+    engine = EmbeddedEngine(
+        site.architecture,
+        weights | adapters,
+        tp_group=site.groups[site.ranks] if len(site.ranks) > 1 else None,
+        max_running_requests=settings.max_running_requests,
+        max_context_tokens=settings.max_context_tokens,
+        dtype=dtype,
+        device=world.device,
+        tokenizer=site.tokenizer,
+        matrices=matrices,
+        kv_budget=budget,
+        cache_returns=lambda: keeps_recordings(site, kv_cache),
+        residual_dtype=getattr(torch, config.model.residual),
+        head_dtype=getattr(torch, config.model.head),
+        record_routing=config.model.router_replay == "rollout" and site.role == "rollout",
+    )
+    kv_cache = MemoryPart(engine.cache_tensors, forget=leave)
+    if world.device.type == "cuda" and world.rank == site.grid.owner(0):
+        logger.warning("%s.engine embedded decodes over %s", site.role, engine.decodes_by)
+    engine.begin_update()  # its weights are zeros until the first update
+    parts = {"weights": MemoryPart(weights.values), "kv_cache": kv_cache}
+    if adapters:
+        parts |= {"weights": MemoryPart(adapters.values), "base": MemoryPart(weights.values)}
+    return HostedEngine(engine, parts, engine.cache_metrics)
+
+
+def keeps_recordings(site: EngineSite, kv_cache: MemoryPart) -> bool:
+    """Whether steps that were recorded are valid when the engine has left and come back: what they read lies where it
+    was, and so do the communicators that they hold."""
+    released = site.config.residency.communicators == "release" and len(site.ranks) > 1
+    return kv_cache.memory.keeps_addresses and not released
+
+
+def budget_within(site: EngineSite, given: float | str, role: str) -> KvBudget | None:
+    """For the engine of a site, whose config section is `role`; ConfigError where auto cannot be known."""
+    workspace_bytes = workspace_beside_cache(site.config, site.architecture, site.grid, role)
+    budget = budget_of(given, site.world.device, workspace_bytes)
+    if budget and budget.given == "auto" and site.others and not site.leaves:
+        raise ConfigError(
+            f"{role}.kv_cache_gb: got auto for an engine that stays on its GPU beside {', '.join(site.others)}; "
+            f"expected a number, since it cannot see what those will need, or {role}.offload: true"
+        )
+    return budget

@@ -1,28 +1,291 @@
 """The decoder on this rank's shard, reading parameters where the weight sync writes them."""
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from rltrain.models import Architecture
+from rltrain.models.architecture import MoE
 from rltrain.models.attention import inverse_frequencies, soft_capped
-from rltrain.models.products import wide_product
+from rltrain.models.products import clamped_swiglu, wide_product
 from rltrain.models.routing_shape import RoutingShape
 from rltrain.models.table import EMBEDDING, FINAL_NORM, stages_of_layer
-from rltrain.rollout.embedded.attention_layer import Attention, AttentionLayer, GroupedAttention
-from rltrain.rollout.embedded.delta_layer import DeltaLayer
-from rltrain.rollout.embedded.experts import Experts
-from rltrain.rollout.embedded.feed_forward import DenseFeedForward, FeedForward
 from rltrain.rollout.embedded.kv_cache import DecodeAttention, PrefillAttention
-from rltrain.rollout.embedded.latent_attention import LatentAttention
-from rltrain.rollout.embedded.parallel import TensorParallel, local_token_ids
-from rltrain.rollout.embedded.parameters import LayerParameters, Matrix
-from rltrain.rollout.embedded.residual import Norm
-from rltrain.rollout.embedded.rotary import RotaryEmbedding, Rotation
+from rltrain.rollout.embedded.layers import (
+    Attention,
+    AttentionLayer,
+    DeltaLayer,
+    GroupedAttention,
+    LatentAttention,
+    Norm,
+    RotaryEmbedding,
+    Rotation,
+    add_product,
+)
+from rltrain.rollout.embedded.parameters import (
+    LayerParameters,
+    Matrix,
+    TensorParallel,
+    TransposedMatrices,
+    is_grouped_on_device,
+    local_token_ids,
+)
 from rltrain.rollout.embedded.sample_states import StateShape
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu_squared": lambda inner: F.relu(inner).square_(),
+}
+
+_NORMS = ("pre_feedforward_layernorm.weight", "post_attention_layernorm.weight")
+_POST_NORMS = ("post_mlp_layernorm.weight", "post_feedforward_layernorm.weight")
+"""What families call the norms before an MLP and behind it: the first that is there."""
+
+
+class FeedForward(Protocol):
+    """That of a layer on this rank."""
+
+    def add(self, hidden: Tensor, attention: Attention) -> None:
+        """Add what it makes of `hidden` [tokens, hidden] to that, in place. What is to be kept of the tokens beside
+        keys and values goes to `attention`.
+
+        Collective over: the engine's tensor-parallel group.
+        """
+        ...
+
+    def store(self, hidden: Tensor, attention: Attention) -> None:
+        """Only keep what is to be kept of the tokens."""
+        ...
+
+    @property
+    def stores(self) -> bool:
+        """Whether that is anything."""
+        ...
+
+
+class DenseFeedForward:
+    """Implements `FeedForward`: one MLP, with a gate or without."""
+
+    stores = False
+
+    def __init__(self, parameters: LayerParameters, architecture: Architecture, group: TensorParallel) -> None:
+        self._group, self._activate = group, ACTIVATIONS[architecture.activation]
+        self._norm = Norm(parameters.first(*_NORMS), architecture, parameters.get("post_attention_layernorm.bias"))
+        self._post_norm = None
+        if architecture.post_norms:
+            self._post_norm = Norm(parameters.first(*_POST_NORMS), architecture)
+        self._is_gated = architecture.gates_mlps
+        inner = f"mlp.{'gate_up' if self._is_gated else 'up'}_proj"
+        self._inner, self._inner_bias = parameters.matrix(f"{inner}.weight"), parameters.get(f"{inner}.bias")
+        self._down, self._down_bias = parameters.matrix("mlp.down_proj.weight"), parameters.get("mlp.down_proj.bias")
+
+    def add(self, hidden: Tensor, attention: Attention) -> None:
+        normed = self._norm(hidden)
+        if self._is_gated:
+            inner = gated(normed, self._inner, self._activate, self._inner_bias)
+        else:
+            inner = self._activate(self._inner.product(normed, self._inner_bias))
+        add_product(hidden, inner, self._down, self._group, self._post_norm)
+        if self._down_bias is not None:
+            hidden.add_(self._down_bias)
+
+    def store(self, hidden: Tensor, attention: Attention) -> None:
+        """There is nothing to keep."""
+
+
+def gated(
+    inner: Tensor, gate_up: Matrix, activate: Callable[[Tensor], Tensor] = F.silu, bias: Tensor | None = None
+) -> Tensor:
+    """activate(gate) * up, of which `gate_up` and `bias` have the rows of both."""
+    gate, up = gate_up.product(inner, bias).chunk(2, dim=-1)
+    return activate(gate).mul_(up)
+
+
+class Visits(NamedTuple):
+    """Which expert each row visits: `expert` [rows], ascending, of this rank's or a number behind those, and where the
+    rows of each end, `ends` [experts]. Of every expert the rank has part number `part`."""
+
+    expert: Tensor
+    ends: Tensor
+    part: int
+
+
+class GatedMatrices:
+    """Gates, what they gate and the way down [experts, outputs, inputs], and SiLU."""
+
+    def __init__(self, parameters: LayerParameters, block: str) -> None:
+        names = [f"{block}.experts.w13_weight", f"{block}.experts.w2_weight"]
+        self._gate_up, self._down = (parameters.matrix(name) for name in names)
+        self._weights = [parameters[name] for name in names]
+        self.count = len(self._weights[0])
+
+    def is_grouped_on_device(self, dtype: torch.dtype) -> bool:
+        """As grouped_product says, of all of them."""
+        adapters = (matrix.adapter for matrix in (self._gate_up, self._down) if matrix.adapter)
+        plain = (is_grouped_on_device(weight, dtype) for weight in self._weights)
+        return all(plain) and all(adapter.is_grouped_on_device(dtype) for adapter in adapters)
+
+    def made(self, rows: Tensor, weights: Tensor, visits: Visits) -> Tensor:
+        """[rows, hidden]: this rank's part of what experts make of `rows` [rows, hidden], times `weights` [rows, 1];
+        undefined where none of its experts is visited."""
+        gate, up = self._gate_up.grouped_product(rows, visits.ends).chunk(2, -1)
+        # The weight comes before the last product, as in Megatron's experts: so it is rounded in the same place.
+        return self._down.grouped_product(F.silu(gate).mul_(up).mul_(weights), visits.ends)
+
+
+class InterleavedMatrices:
+    """gpt-oss's: matrices [experts, inputs, outputs], with biases."""
+
+    def __init__(self, parameters: LayerParameters, block: str) -> None:
+        weights = [parameters[f"{block}.experts.{name}"] for name in ("gate_up_proj", "down_proj")]
+        self._weights, self.count = weights, len(weights[0])
+        matrices: list[Matrix] = [TransposedMatrices(weight) for weight in weights]
+        self._gate_up, self._down = matrices
+        self._gate_up_bias = parameters[f"{block}.experts.gate_up_proj_bias"]
+        self._down_bias = parameters[f"{block}.experts.down_proj_bias"]
+
+    def is_grouped_on_device(self, dtype: torch.dtype) -> bool:
+        """As GatedMatrices."""
+        return all(is_grouped_on_device(weight, dtype) for weight in self._weights)
+
+    def made(self, rows: Tensor, weights: Tensor, visits: Visits) -> Tensor:
+        """As GatedMatrices; the first part of an expert adds the bias of what it makes."""
+        own = visits.expert.clamp(max=self.count - 1)
+        gate_up = self._gate_up.grouped_product(rows, visits.ends) + self._gate_up_bias.index_select(0, own)
+        inner = clamped_swiglu(gate_up)
+        made = self._down.grouped_product((inner * weights).to(inner.dtype), visits.ends)
+        if visits.part == 0:
+            made += self._down_bias.index_select(0, own) * weights
+        return made
+
+
+_GROUP_SCORE_EXPERTS = 2
+"""A group of experts is ranked by the sum of its best ones."""
+_LEAST_SUM = 1e-20
+
+
+class Routing(NamedTuple):
+    """Of each token its experts [tokens, top_k] int64 and their weights [tokens, top_k] float32."""
+
+    experts: Tensor
+    weights: Tensor
+
+
+def route(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, moe: MoE, *, logit_bias: Tensor | None = None
+) -> Routing:
+    """The experts of `hidden` [tokens, hidden], by the router's `weight` [experts, hidden], the `bias` [experts] that
+    only chooses, and that of all it says. All in float32, whatever the model's type: close scores decide between
+    experts."""
+    logits = F.linear(hidden.float(), weight.float(), None if logit_bias is None else logit_bias.float())
+    scores = torch.softmax(logits, -1) if moe.score == "softmax" else logits.sigmoid()
+    choosing = scores if bias is None else scores + bias
+    if moe.top_groups < moe.num_groups:
+        choosing = _within_groups(choosing, moe)
+    experts = choosing.topk(moe.top_k, -1).indices
+    weights = scores.gather(-1, experts)
+    if moe.normalized:
+        weights = weights / (weights.sum(-1, keepdim=True) + _LEAST_SUM)
+    return Routing(experts, weights if moe.scaling == 1 else weights * moe.scaling)
+
+
+def _within_groups(choosing: Tensor, moe: MoE) -> Tensor:
+    """`choosing`, -inf for experts outside of each token's best groups."""
+    by_group = choosing.unflatten(-1, (moe.num_groups, -1))
+    best = by_group.topk(_GROUP_SCORE_EXPERTS, -1).values.sum(-1).topk(moe.top_groups, -1).indices
+    outside = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter_(-1, best, False)
+    return by_group.masked_fill(outside[..., None], -torch.inf).flatten(-2)
+
+
+_ROUTERS = ("mlp.gate", "block_sparse_moe.gate", "mlp.router")
+"""What families call a router; its experts are in the same block."""
+_ROUTER_BIASES = ("gate.e_score_correction_bias", "e_score_correction_bias")
+"""What they call the bias that only chooses."""
+_SHARED = ("shared_experts", "shared_expert")
+"""What they call those that every token visits."""
+
+
+class Experts:
+    """Implements `FeedForward`: a router, this rank's share of the experts, and of the shared ones where there are any.
+
+    Of the engine's ranks, runs hold experts whole between them and cut each among themselves (`engine_layout`). Every
+    rank has all tokens and adds what its share makes of them, so that one sum over all ranks completes it.
+    """
+
+    def __init__(
+        self, parameters: LayerParameters, architecture: Architecture, group: TensorParallel, kept_as: int | None = None
+    ) -> None:
+        """`kept_as` numbers the layer among those with experts, where the tokens' routing is to be kept."""
+        moe = architecture.moe
+        assert moe is not None
+        self._group, self._moe, self._kept_as = group, moe, kept_as
+        router = next(name for name in _ROUTERS if parameters.get(f"{name}.weight") is not None)
+        block = router.partition(".")[0]
+        self._norm = Norm(parameters["post_attention_layernorm.weight"], architecture)
+        self._router, self._logit_bias = parameters[f"{router}.weight"], parameters.get(f"{router}.bias")
+        biases = (parameters.get(f"{block}.{name}") for name in _ROUTER_BIASES)
+        self._router_bias = next((bias for bias in biases if bias is not None), None)
+        self._matrices = (InterleavedMatrices if moe.interleaved else GatedMatrices)(parameters, block)
+        self.needs_host = not self._matrices.is_grouped_on_device(self._norm.dtype)
+        """Whether the host must know how many tokens visit each expert, so that a step cannot be recorded."""
+        self._count = self._matrices.count
+        ranks_of_each = group.size * self._count // moe.num_experts
+        self._first, self._part_of_each = group.rank // ranks_of_each * self._count, group.rank % ranks_of_each
+        self._shared, self._shared_gate = None, parameters.get(f"{block}.shared_expert_gate.weight")
+        if moe.shared_ffn_hidden_size:
+            named = (f"{block}.{name}" for name in _SHARED)
+            shared = next(name for name in named if parameters.get(f"{name}.gate_up_proj.weight") is not None)
+            self._shared = (
+                parameters.matrix(f"{shared}.gate_up_proj.weight"),
+                parameters.matrix(f"{shared}.down_proj.weight"),
+            )
+
+    @property
+    def stores(self) -> bool:
+        return self._kept_as is not None
+
+    def add(self, hidden: Tensor, attention: Attention) -> None:
+        inner = self._norm(hidden)
+        share = self._visited(inner, self._routed(inner, attention))
+        if self._shared is not None:
+            gate_up, down = self._shared
+            made = down.product(gated(inner, gate_up))
+            share += made if self._shared_gate is None else made * F.linear(inner, self._shared_gate).sigmoid()
+        hidden.add_(self._group.all_reduce(share))
+
+    def store(self, hidden: Tensor, attention: Attention) -> None:
+        self._routed(self._norm(hidden), attention)
+
+    def _routed(self, inner: Tensor, attention: Attention) -> Routing:
+        """Of the normed tokens [tokens, hidden]; equal on all ranks."""
+        routing = route(inner, self._router, self._router_bias, self._moe, logit_bias=self._logit_bias)
+        if self._kept_as is not None:
+            attention.keep_routing(self._kept_as, routing.experts)
+        return routing
+
+    def _visited(self, inner: Tensor, routing: Routing) -> Tensor:
+        """[tokens, hidden]: what the experts of this rank add to the tokens, in this rank's share of their columns.
+
+        Visits lie by expert, so that each expert has one product; those to experts of other ranks lie last.
+        """
+        expert = routing.experts.flatten()
+        if self._count < self._moe.num_experts:
+            expert = expert - self._first
+            expert = torch.where((expert < 0) | (expert >= self._count), self._count, expert)
+        expert, order = expert.sort(stable=True)
+        ends = torch.searchsorted(expert, torch.arange(self._count, device=expert.device), right=True)
+        rows = inner.index_select(0, order // self._moe.top_k)
+        weights = routing.weights.flatten().index_select(0, order)[:, None]
+        made = self._matrices.made(rows, weights, Visits(expert, ends, self._part_of_each))
+        if self._count < self._moe.num_experts:
+            made.masked_fill_((expert == self._count)[:, None], 0)
+        # Summed visit by visit of each token: a sum that adds up rows where they come has no order of its own on GPUs.
+        return torch.empty_like(made).index_copy_(0, order, made).view(len(inner), self._moe.top_k, -1).sum(1)
 
 
 class _Layer(NamedTuple):

@@ -1,10 +1,11 @@
 """The embedded engine's parameters, and its matrices as products read them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -13,8 +14,112 @@ from rltrain.reshard.copy_table import DTYPES
 from rltrain.reshard.fp8_blocks import SCALE_SUFFIX, ScalePlaces, scale_places
 from rltrain.reshard.layout import Layout, parameter_types
 from rltrain.reshard.model_layout import adapter_pairs
-from rltrain.rollout.embedded.adapter import Adapter
-from rltrain.rollout.embedded.grouped_product import grouped_product
+
+
+class TensorParallel:
+    """This rank's place in a tensor-parallel group; no group means a group of one, without communication."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.size = 1 if group is None else dist.get_world_size(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        """Sum of `partial` over the ranks, in place. Collective over: the tensor-parallel group."""
+        if self.size > 1:
+            dist.all_reduce(partial, group=self.group)
+        return partial
+
+    def least(self, number: int, device: torch.device) -> int:
+        """Of the ranks' numbers. Collective over: the tensor-parallel group."""
+        if self.size == 1:
+            return number
+        least = torch.tensor(number, dtype=torch.int64, device=device)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self.group)
+        return int(least)
+
+    def all_gather_columns(self, shard: Tensor) -> Tensor:
+        """[rows, size * columns]: the ranks' shards side by side. Collective over: the tensor-parallel group."""
+        if self.size == 1:
+            return shard
+        rows, columns = shard.shape
+        gathered = shard.new_empty(self.size * rows, columns)
+        dist.all_gather_into_tensor(gathered, shard.contiguous(), group=self.group)
+        return gathered.view(self.size, rows, columns).transpose(0, 1).reshape(rows, self.size * columns)
+
+
+def local_token_ids(tokens: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+    """Row numbers within a vocabulary shard that starts at `first`, and a mask of the tokens that lie outside it."""
+    local = tokens - first
+    outside = torch.logical_or(local < 0, local >= count)
+    return local.masked_fill(outside, 0), outside
+
+
+_ALIGNMENT = 16
+"""Bytes, of rows of what torch's grouped product takes."""
+
+
+def is_grouped_on_device(matrices: Tensor, dtype: torch.dtype) -> bool:
+    """Whether torch multiplies all groups of `matrices`, read as `dtype`, in one launch, without a look of the host at
+    the groups."""
+    return (
+        matrices.is_cuda
+        and dtype == torch.bfloat16
+        and hasattr(F, "grouped_mm")
+        and all(size * dtype.itemsize % _ALIGNMENT == 0 for size in matrices.shape[1:])
+    )
+
+
+def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """[rows, m] from `rows` [rows, n] and `matrices` [groups, m, n]: group g, which `ends` at that row, times the
+    transpose of matrix g. What lies behind the last group is left undefined."""
+    if is_grouped_on_device(matrices, matrices.dtype):
+        product: Tensor = F.grouped_mm(rows, matrices.transpose(1, 2), offs=ends.int())
+        return product
+    product = rows.new_empty(len(rows), matrices.shape[1])
+    start = 0
+    for matrix, end in zip(matrices.unbind(), ends.tolist(), strict=True):
+        if end > start:
+            torch.mm(rows[start:end], matrix.t(), out=product[start:end])
+        start = end
+    return product
+
+
+class Adapter:
+    """Of the matrices that lie one below the other in one parameter, or of such for each of several experts.
+
+    `a` [parts * rank, columns] and `b` [rows, rank] are held by reference and read on every call, with one dimension
+    more, of experts, where these are stacked; part i goes with `rows`[i] of `b`. Where `a` is cut by columns, as the
+    matrix is, what is added is a part of a sum over the ranks, as the matrix's product is.
+    """
+
+    def __init__(self, a: Tensor, b: Tensor, rows: Sequence[int], scale: float) -> None:
+        self._a, self._b, self._rows, self.scale = a, b, [*rows], scale
+        self._rank = b.shape[-1]
+
+    def product(self, inputs: Tensor) -> Tensor:
+        """[tokens, columns] -> what is added to [tokens, rows]."""
+        return self._outer(F.linear(inputs, self._a), F.linear)
+
+    def grouped_product(self, inputs: Tensor, ends: Tensor) -> Tensor:
+        """The same of experts, as grouped_product.grouped_product has tokens."""
+        inner = grouped_product(inputs, self._a, ends)
+        return self._outer(inner, lambda part, b: grouped_product(part.contiguous(), b, ends))
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """(a, b) of one matrix that is alone in its parameter."""
+        return self._a, self._b
+
+    def is_grouped_on_device(self, dtype: torch.dtype) -> bool:
+        """As grouped_product.is_grouped_on_device, of both its products."""
+        return is_grouped_on_device(self._a, dtype) and is_grouped_on_device(self._b, dtype)
+
+    def _outer(self, inner: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        inner *= self.scale
+        if len(self._rows) == 1:
+            return product(inner, self._b)
+        parts = zip(inner.split(self._rank, -1), self._b.split(self._rows, -2), strict=True)
+        return torch.cat([product(part, b) for part, b in parts], -1)
 
 
 class Matrix(ABC):

@@ -13,6 +13,7 @@ from rltrain.rollout.embedded.kv_cache import (
     DecodeAttention,
     Entered,
     Keeper,
+    ParkedSamples,
     PrefillAttention,
     Suffix,
     SuffixAttention,
@@ -20,7 +21,6 @@ from rltrain.rollout.embedded.kv_cache import (
     slots_of,
     window_biases,
 )
-from rltrain.rollout.embedded.parked import ParkedSamples
 from rltrain.rollout.embedded.sample_states import SampleStates, StepStates
 from rltrain.rollout.sample import Sample
 

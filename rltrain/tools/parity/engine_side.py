@@ -9,8 +9,7 @@ from rltrain.models import read_architecture
 from rltrain.models.table import LOGITS, LOGPROBS
 from rltrain.rollout.embedded.kv_cache import CacheShape
 from rltrain.rollout.embedded.model import EngineModel
-from rltrain.rollout.embedded.parallel import TensorParallel
-from rltrain.rollout.embedded.parameters import allocate_parameters
+from rltrain.rollout.embedded.parameters import TensorParallel, allocate_parameters
 from rltrain.rollout.embedded.slot_cache import SlotCache
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
