@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rltrain.reshard.changes import changes_on
-from rltrain.rollout.http.delta_files import encoded, write_changes
+from rltrain.rollout.servers.disk_weights import encoded, write_changes
 from rltrain.rollout.sglang.server import rltrain_delta_files
 
 

@@ -13,10 +13,9 @@ from rltrain.models.experts import is_expert
 from rltrain.models.products import int4_rounded
 from rltrain.rollout.embedded.engine import build_embedded
 from rltrain.rollout.engine import Engine, EngineSite, HostedEngine
-from rltrain.rollout.http.build import build_http
-from rltrain.rollout.http.engine import HttpEngine
 from rltrain.rollout.layout import EnginePart, engine_parts
-from rltrain.rollout.sglang.build import build_sglang
+from rltrain.rollout.servers.http_engine import HttpEngine, build_http
+from rltrain.rollout.servers.sglang_engine import build_sglang
 
 BUILDERS: dict[str, Callable[[EngineSite, Callable[[], None]], HostedEngine]] = {
     "embedded": build_embedded,

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from rltrain.errors import EngineError, EngineLost
 from rltrain.reshard.layout import split
 from rltrain.rollout.layout import engine_layout
-from rltrain.rollout.sglang.weights.delivery import Delivery
+from rltrain.rollout.servers.sglang_weights import Delivery
 from rltrain.runtime.grid import Grid
 from tests.loading_server import LoadingServer, Model, model_of
 from tests.model_shards import PADDING, Place, engine_shard, full_tensors, tiny_architecture

@@ -26,10 +26,10 @@ from rltrain.rollout.embedded import allocate_parameters
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sample import Sample
-from rltrain.rollout.sglang.client import Client
-from rltrain.rollout.sglang.engine import SGLangEngine
-from rltrain.rollout.sglang.process import Server
-from rltrain.rollout.sglang.weights.delivery import Delivery
+from rltrain.rollout.servers.sglang_client import Client
+from rltrain.rollout.servers.sglang_engine import SGLangEngine
+from rltrain.rollout.servers.sglang_process import Server
+from rltrain.rollout.servers.sglang_weights import Delivery
 from rltrain.runtime.grid import Grid
 from tests.gpu.residency_cases import used_bytes
 from tests.sglang.servers import CALL_TIMEOUT_S, FROM_DISK, START_TIMEOUT_S, call, checksums, greedy, server_spec

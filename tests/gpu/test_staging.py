@@ -11,10 +11,9 @@ import torch
 
 from rltrain.reshard.layout import split
 from rltrain.rollout.layout import engine_layout
+from rltrain.rollout.servers.sglang_staging import Staging
+from rltrain.rollout.servers.sglang_weights import HostCopy, checksum_of
 from rltrain.rollout.sglang.server import rltrain_weight_loader as loader
-from rltrain.rollout.sglang.weights.delivery import checksum_of
-from rltrain.rollout.sglang.weights.host_copy import HostCopy
-from rltrain.rollout.sglang.weights.staging import Staging
 from rltrain.runtime.grid import Grid
 from tests.model_shards import tiny_architecture
 

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from rltrain.rollout.sglang.process import Server
-from rltrain.rollout.sglang.spec import server_environment
+from rltrain.rollout.servers.sglang_process import Server, server_environment
 from tests.asked_for import is_asked_for
 from tests.end_to_end.conftest import data_overrides, quickstart_files, warmed_up
 from tests.forked.popen import forks

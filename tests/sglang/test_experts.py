@@ -9,10 +9,10 @@ import transformers
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.config.schema import SGLang
 from rltrain.rollout.engine import SamplingParams
-from rltrain.rollout.sglang.client import Client
-from rltrain.rollout.sglang.engine import SGLangEngine
-from rltrain.rollout.sglang.process import Server
-from rltrain.rollout.sglang.weights.delivery import Delivery
+from rltrain.rollout.servers.sglang_client import Client
+from rltrain.rollout.servers.sglang_engine import SGLangEngine
+from rltrain.rollout.servers.sglang_process import Server
+from rltrain.rollout.servers.sglang_weights import Delivery
 from tests.rollout_models import ragged_requests, write_checkpoint
 from tests.sglang.servers import START_TIMEOUT_S, parts_of, server_spec
 

@@ -17,10 +17,10 @@ from rltrain.config.schema import SGLang
 from rltrain.errors import DivergenceError, EngineError
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample, Status
-from rltrain.rollout.sglang.client import Client
-from rltrain.rollout.sglang.engine import SGLangEngine
-from rltrain.rollout.sglang.process import Server
-from rltrain.rollout.sglang.weights.delivery import Delivery
+from rltrain.rollout.servers.sglang_client import Client
+from rltrain.rollout.servers.sglang_engine import SGLangEngine
+from rltrain.rollout.servers.sglang_process import Server
+from rltrain.rollout.servers.sglang_weights import Delivery
 from tests.rollout_models import VOCAB_SIZE, ragged_requests, write_checkpoint
 from tests.sglang.servers import START_TIMEOUT_S, parts_of, processes, server_spec
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rltrain.rollout.sglang.process import Server
+from rltrain.rollout.servers.sglang_process import Server
 from tests.end_to_end.jobs import column, read_records
 from tests.forked.popen import FORKED_ENVIRONMENT, REPOSITORY, Popen
 from tests.sglang.servers import FROM_DISK, call, running

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from rltrain.errors import ConfigError, EngineError
-from rltrain.rollout.sglang.arguments import check_arguments
-from rltrain.rollout.sglang.process import Server
+from rltrain.rollout.servers.sglang_process import Server, check_arguments
 from tests.sglang.servers import START_TIMEOUT_S, call, greedy, server_spec
 from tests.unit.test_sglang_process import lives, wait_until_gone
 
@@ -70,7 +69,7 @@ def test_a_context_may_be_filled_to_its_end(server: Server) -> None:
 RANK = """
 import json, sys, time
 from pathlib import Path
-from rltrain.rollout.sglang.process import Server
+from rltrain.rollout.servers.sglang_process import Server
 from tests.sglang.servers import START_TIMEOUT_S, server_spec
 server = Server(server_spec(sys.argv[1], sys.argv[2], Path(sys.argv[3])))
 server.start()

@@ -10,11 +10,11 @@ import torch
 from rltrain.config.schema import SGLang
 from rltrain.models import read_architecture
 from rltrain.rollout.engine import SamplingParams
-from rltrain.rollout.sglang.client import Client
-from rltrain.rollout.sglang.engine import SGLangEngine
-from rltrain.rollout.sglang.process import Server
-from rltrain.rollout.sglang.returned_routing import ServerRouting
-from rltrain.rollout.sglang.weights.delivery import Delivery
+from rltrain.rollout.servers.sglang_client import Client
+from rltrain.rollout.servers.sglang_engine import SGLangEngine
+from rltrain.rollout.servers.sglang_process import Server
+from rltrain.rollout.servers.sglang_session import ServerRouting
+from rltrain.rollout.servers.sglang_weights import Delivery
 from tests.expected_routing import check
 from tests.rollout_models import ragged_requests, write_checkpoint
 from tests.sglang.servers import START_TIMEOUT_S, parts_of, server_spec

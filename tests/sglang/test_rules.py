@@ -7,9 +7,8 @@ from urllib.error import HTTPError
 
 import pytest
 
-from rltrain.rollout.sglang.process import Server
-from rltrain.rollout.sglang.weights.delivery import LOADER, TARGET
-from rltrain.rollout.sglang.weights.payload import payload
+from rltrain.rollout.servers.sglang_process import Server
+from rltrain.rollout.servers.sglang_weights import LOADER, TARGET, payload
 from tests.sglang.servers import call
 from tests.sglang_rules import Refused, SchedulerDied, ServerRules
 

@@ -14,9 +14,9 @@ from rltrain.errors import EngineError, EngineLost
 from rltrain.models import read_architecture
 from rltrain.reshard.layout import split
 from rltrain.rollout.layout import engine_layout
-from rltrain.rollout.sglang.client import Client
-from rltrain.rollout.sglang.process import Server
-from rltrain.rollout.sglang.weights.delivery import Delivery
+from rltrain.rollout.servers.sglang_client import Client
+from rltrain.rollout.servers.sglang_process import Server
+from rltrain.rollout.servers.sglang_weights import Delivery
 from rltrain.runtime.grid import Grid
 from tests.rollout_models import write_checkpoint
 from tests.sglang.servers import CALL_TIMEOUT_S, PART_BYTES, call, greedy, parts_of, running

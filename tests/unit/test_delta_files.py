@@ -25,9 +25,8 @@ from rltrain.config.schema import WeightDelta
 from rltrain.models import read_architecture
 from rltrain.reshard.checksums import checksum_of
 from rltrain.reshard.layout import Layout, hf_layout, split
-from rltrain.rollout.http.calls import ServerRefuses
-from rltrain.rollout.http.delta_weights import DeltaWeights
-from rltrain.rollout.http.disk_weights import DiskWeights
+from rltrain.rollout.servers.calls import ServerRefuses
+from rltrain.rollout.servers.disk_weights import DeltaWeights, DiskWeights
 from rltrain.rollout.sglang.server.rltrain_delta_files import (
     Delta,
     DeltaRefused,

@@ -11,9 +11,8 @@ from rltrain.offload.memory_parts import MemoryPart
 from rltrain.offload.offload import Residency
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample
-from rltrain.rollout.sglang.build import parts_of_server
-from rltrain.rollout.sglang.client import Client
-from rltrain.rollout.sglang.engine import SGLangEngine
+from rltrain.rollout.servers.sglang_client import Client
+from rltrain.rollout.servers.sglang_engine import SGLangEngine, parts_of_server
 from rltrain.schedule.order import Order
 from tests.unit.fake_sglang import FakeDelivery, FakeServer
 from tests.unit.test_residency import order_of

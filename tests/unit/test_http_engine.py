@@ -16,14 +16,12 @@ from torch import Tensor
 from rltrain.config.rollout import Http
 from rltrain.errors import EngineError
 from rltrain.rollout.engine import SamplingParams
-from rltrain.rollout.http.addresses import Addresses, dealt_out
-from rltrain.rollout.http.calls import Access, Calls
-from rltrain.rollout.http.drawing import Drawing
-from rltrain.rollout.http.engine import HttpEngine
-from rltrain.rollout.http.fleet import Fleet
-from rltrain.rollout.http.protocol import ServerProtocol
-from rltrain.rollout.http.weights import Weights, WholeUpdates
 from rltrain.rollout.sample import Sample, Status
+from rltrain.rollout.servers.calls import Access, Calls, Drawing
+from rltrain.rollout.servers.fleet import Addresses, Fleet, dealt_out
+from rltrain.rollout.servers.http_engine import HttpEngine
+from rltrain.rollout.servers.http_weights import Weights, WholeUpdates
+from rltrain.rollout.servers.protocols import ServerProtocol
 from tests.unit.fake_sglang import expected_tokens, logprob_of, next_token
 from tests.unit.http_servers import LIMIT_S, TOKEN, StandInServer
 

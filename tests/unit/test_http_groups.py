@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from rltrain.reshard.layout import Layout, hf_layout
-from rltrain.rollout.http.engine import HttpEngine
-from rltrain.rollout.http.group_weights import GroupWeights
 from rltrain.rollout.layout import engine_parts
+from rltrain.rollout.servers.http_engine import HttpEngine
+from rltrain.rollout.servers.http_weights import GroupWeights
 from rltrain.runtime.grid import Grid
 from tests.model_shards import tiny_architecture
 from tests.unit.http_servers import LIMIT_S, StandInServer

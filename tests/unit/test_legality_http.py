@@ -14,8 +14,8 @@ from rltrain.estimate.peak import rank_memories
 from rltrain.estimate.sync_time import least_sync_s, received_bytes
 from rltrain.legality.config import check_config
 from rltrain.legality.http_engines import url_problems
-from rltrain.rollout.http.addresses import checked, read
-from rltrain.rollout.http.build import token_of
+from rltrain.rollout.servers.fleet import checked, read
+from rltrain.rollout.servers.http_engine import token_of
 from tests.unit.schedule_configs import make_config
 from tests.unit.test_estimated_memory import job_of
 from tools.benchmarks.model_shapes import qwen3_8b

@@ -16,9 +16,16 @@ import pytest
 import torch
 
 from rltrain.errors import ConfigError
-from rltrain.rollout.sglang.arguments import MIN_VERSION, check_arguments, server_arguments
-from rltrain.rollout.sglang.build import build_sglang
-from rltrain.rollout.sglang.spec import SERVER_FOLDER, AdapterSpec, ServerSpec, server_environment
+from rltrain.rollout.servers.sglang_engine import build_sglang
+from rltrain.rollout.servers.sglang_process import (
+    MIN_VERSION,
+    SERVER_FOLDER,
+    AdapterSpec,
+    ServerSpec,
+    check_arguments,
+    server_arguments,
+    server_environment,
+)
 from tests.unit.schedule_configs import make_config
 from tests.unit.test_sglang_process import make_spec
 

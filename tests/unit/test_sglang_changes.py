@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rltrain.errors import EngineLost
-from rltrain.rollout.sglang.weights.delivery import Delivery
+from rltrain.rollout.servers.sglang_weights import Delivery
 from tests.loading_server import NOISE, LoadingServer, model_of
 from tests.unit.test_sglang_delivery import (
     LAYOUT,

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from rltrain.errors import EngineError
-from rltrain.rollout.sglang.process import Server, ServerSpec
+from rltrain.rollout.servers.sglang_process import Server, ServerSpec
 from tests.unit.server_stand_in import write_interpreter
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -132,7 +132,7 @@ def test_kill_leaves_nothing_and_may_be_repeated(make_server: Callable[..., Serv
 RANK = """
 import sys, time
 from pathlib import Path
-from rltrain.rollout.sglang.process import Server
+from rltrain.rollout.servers.sglang_process import Server
 from tests.unit.test_sglang_process import make_spec, start
 start(Server(make_spec(Path(sys.argv[1]), record=sys.argv[2])))
 print("ready", flush=True)

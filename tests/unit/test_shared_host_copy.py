@@ -12,7 +12,7 @@ from rltrain.offload import host_memory
 from rltrain.offload.host_memory import NodeCopy
 from rltrain.reshard.layout import split
 from rltrain.rollout.layout import engine_layout
-from rltrain.rollout.sglang.weights.delivery import Delivery
+from rltrain.rollout.servers.sglang_weights import Delivery
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.job_store import JobStore
 from rltrain.runtime.world import World

@@ -26,8 +26,8 @@ from weight_sync_timing import describe_machine
 from rltrain.checkpoint.safetensors_file import Entry, SafetensorsFile
 from rltrain.models import canonical_tensors
 from rltrain.reshard.changes import changes_on
-from rltrain.rollout.http.delta_files import encoded, write_changes
 from rltrain.rollout.layout import form
+from rltrain.rollout.servers.disk_weights import encoded, write_changes
 
 SHARES = (0.001, 0.01, 0.03, 0.1, 1.0)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

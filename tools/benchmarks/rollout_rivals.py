@@ -13,8 +13,7 @@ from rollout_cases import MAX_RUNNING, PROMPT_TOKENS, Case
 from torch import Tensor
 from transformers.generation.continuous_batching import cache as paged_cache
 
-from rltrain.rollout.sglang.process import Server
-from rltrain.rollout.sglang.spec import ServerSpec
+from rltrain.rollout.servers.sglang_process import Server, ServerSpec
 
 START_TIMEOUT_S, ANSWER_TIMEOUT_S = 300, 600
 PAGE_TOKENS, BATCH_TOKENS = 32, 2048

@@ -1,9 +1,11 @@
 """The last hop of a weight sync: from this rank's staging memory into the parameters of the server's process."""
 
+import base64
 import json
 import os
+import queue
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -13,14 +15,141 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.errors import EngineError, EngineLost
-from rltrain.offload.host_memory import NodeCopy
+from rltrain.offload.host_memory import HostTensors, NodeCopy
 from rltrain.reshard.checksums import checksum_of
 from rltrain.reshard.layout import Layout
-from rltrain.rollout.sglang.weights.call_queue import Call, CallQueue
-from rltrain.rollout.sglang.weights.gathering import from_first, gather_bytes
-from rltrain.rollout.sglang.weights.host_copy import HostCopy
-from rltrain.rollout.sglang.weights.payload import payload
-from rltrain.rollout.sglang.weights.staging import NUM_SLOTS, Staging
+from rltrain.rollout.servers.sglang_process import AdapterSpec
+from rltrain.rollout.servers.sglang_staging import NUM_SLOTS, Staging
+from rltrain.runtime.machine import JobThread
+
+
+def gather_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
+    """Every rank's `data`, by rank of `group` (gloo; None: this rank alone). Collective over: `group`."""
+    if group is None:
+        return [data]
+    size = torch.tensor([len(data)])
+    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, size, group=group)
+    longest = max(int(other) for other in sizes)
+    mine = torch.zeros(longest, dtype=torch.uint8)
+    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
+    everyone = [torch.empty_like(mine) for _ in sizes]
+    dist.all_gather(everyone, mine, group=group)
+    return [bytes(other[: int(length)].numpy()) for other, length in zip(everyone, sizes, strict=True)]
+
+
+def from_first(value: bytes, group: dist.ProcessGroup | None) -> bytes:
+    """`value` as the first rank of `group` has it; the others' is ignored. Collective over: `group`."""
+    if group is None:
+        return value
+    return gather_bytes(value if dist.get_rank(group) == 0 else b"", group)[0]
+
+
+Call = Callable[[str, dict[str, Any] | None], dict[str, Any]]
+"""(path, body) -> the server's answer: a POST, without a body a GET. Blocks; raises EngineError, EngineLost or OSError
+where there is no answer or one that says it failed. Called from another thread, one call at a time."""
+
+
+class CallQueue:
+    """Makes calls one after another in a thread of its own. After one has failed the next ones fail as it did."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._queue: queue.SimpleQueue[tuple[str, dict[str, Any] | None, Future[dict[str, Any]]] | None]
+        self._queue = queue.SimpleQueue()
+        self._last: Future[dict[str, Any]] | None = None
+        self._failure: Exception | None = None
+        JobThread(target=self._work, name="sglang-delivery", daemon=True).start()
+
+    def send(self, path: str, body: dict[str, Any] | None) -> Future[dict[str, Any]]:
+        self._last = Future()
+        self._queue.put((path, body, self._last))
+        return self._last
+
+    def reset(self) -> None:
+        """Forget an earlier failure, after calls under way have ended."""
+        if self._last is not None:
+            self._last.exception()
+        self._failure = None
+
+    def close(self) -> None:
+        self._queue.put(None)
+
+    def _work(self) -> None:
+        while (order := self._queue.get()) is not None:
+            path, body, answer = order
+            try:
+                if self._failure is not None:
+                    raise self._failure
+                answer.set_result(self._checked(path, body))
+            except Exception as error:
+                self._failure = error
+                answer.set_exception(error)
+
+    def _checked(self, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+        answer = self._call(path, body)
+        if answer.get("success") is False:
+            raise EngineError(f"{path} answered: {answer.get('message')}")
+        return answer
+
+
+NO_TENSORS = base64.b64encode(b"\x80\x03}.").decode()
+"""An empty dict, as /load_lora_adapter_from_tensors takes a rank's tensors by name: an adapter of zeros."""
+
+_BEFORE = b"\x80\x03](X"  # protocol 3; a list; a mark; a text whose length and bytes follow
+_AFTER = b"ctorch\nTensor\n)R\x86e."  # torch.Tensor(); both as a pair, appended to the list
+
+
+def payload(text: str) -> str:
+    """[(text, an empty tensor)] as SGLang's HTTP server takes it."""
+    data = text.encode()
+    return base64.b64encode(_BEFORE + len(data).to_bytes(4, "little") + data + _AFTER).decode()
+
+
+class HostCopy:
+    """All parts of one rank; pinned beside CUDA.
+
+    Ranks of a node that are the same share of several engines have one copy, `shared`, which the first of them writes;
+    None: a copy of this rank's own. Of two updates the second one's parts come to any rank only when all ranks have
+    joined it, so that nobody reads any more what it overwrites.
+    """
+
+    def __init__(self, staging: Staging, num_parts: int, device: torch.device, shared: NodeCopy | None = None) -> None:
+        self._staging, self._shared = staging, shared
+        sizes = (staging.num_bytes(part) for part in range(num_parts))
+        like = {str(part): torch.empty(size, dtype=torch.uint8, device="meta") for part, size in enumerate(sizes)}
+        self._host = shared.tensors(like, lambda host: None) if shared else HostTensors(like, device)
+        self._num_updates = 0
+        """Whose last part has arrived: the same on all ranks that share the copy."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of memory that this rank has for it, and no other."""
+        return sum(tensor.nbytes for tensor in self._host.tensors.values()) if self._host.is_own else 0
+
+    def store(self, part: int) -> None:
+        """After each part of an update. Returns when it is copied, where this rank makes the copy."""
+        if self._host.is_own:
+            staged = self._staging.bytes(part)
+            self._host.tensors[str(part)].copy_(staged, non_blocking=True)
+            if staged.is_cuda:
+                torch.cuda.synchronize(staged.device)
+
+    def complete(self) -> None:
+        """After the last part of an update: the copy has all of it, as far as this rank makes one."""
+        self._num_updates += 1
+        if self._shared and self._shared.is_first:
+            self._shared.renewed(self._num_updates)
+
+    def await_update(self) -> None:
+        """Before `restore`: until whoever keeps the copy has all of the last update that is complete here."""
+        if self._shared and not self._host.is_own:
+            self._shared.await_renewed(self._num_updates)
+
+    def restore(self, part: int) -> None:
+        """Into the part's slot of staging memory."""
+        self._staging.bytes(part).copy_(self._host.tensors[str(part)], non_blocking=True)
+
 
 LOADER = "rltrain_weight_loader.load"
 """For the server's --custom-weight-loader: server/rltrain_weight_loader.py on its PYTHONPATH."""
@@ -360,3 +489,24 @@ def _contiguous(shape: Sequence[int]) -> list[int]:
     for size in reversed(shape[1:]):
         strides.insert(0, strides[0] * size)
     return strides[: len(shape)]
+
+
+ADAPTER = "rltrain"
+"""What requests call them by."""
+
+
+def first_load(adapter: AdapterSpec, num_ranks: int) -> tuple[str, dict[str, Any]]:
+    """The call by which a server of so many ranks gets them, after its start."""
+    config = {
+        "peft_type": "LORA",
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "target_modules": [*adapter.targets],
+    }
+    body = {
+        "lora_name": ADAPTER,
+        "config_dict": config,
+        "serialized_named_tensors": [NO_TENSORS] * num_ranks,
+        "pinned": True,
+    }
+    return "/load_lora_adapter_from_tensors", body

@@ -1,29 +1,285 @@
 """The servers of one rank: which samples are where, who is asked next, who comes and goes."""
 
 import asyncio
+import json
 import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import aclosing, suppress
 from itertools import count
+from pathlib import Path
 from queue import SimpleQueue
 
 from rltrain.config.rollout import Http
-from rltrain.errors import EngineError
+from rltrain.errors import ConfigError, EngineError
 from rltrain.rollout.engine import SamplingParams, response_limit
-from rltrain.rollout.http.addresses import Addresses
-from rltrain.rollout.http.calls import Access, ServerBusy, ServerGone, ServerRefuses
-from rltrain.rollout.http.drawing import Drawing
-from rltrain.rollout.http.protocol import Receiver
-from rltrain.rollout.http.server import Server
-from rltrain.rollout.http.weights import Weights, WeightsLater
 from rltrain.rollout.sample import Sample
-from rltrain.rollout.sglang.inflight_requests import DivergenceWatch
+from rltrain.rollout.servers.calls import Access, Calls, Drawing, ServerBusy, ServerGone, ServerRefuses, words
+from rltrain.rollout.servers.http_weights import Weights, WeightsLater
+from rltrain.rollout.servers.protocols import (
+    MODELS,
+    Described,
+    OpenAIProtocol,
+    Receiver,
+    ServerProtocol,
+    SGLangProtocol,
+    VLLMProtocol,
+)
+from rltrain.rollout.servers.sglang_session import DivergenceWatch
 from rltrain.rollout.stop_strings import StopCut
+from rltrain.runtime.job_store import JobStore
+
+SCHEMES = ("http://", "https://")
+
+
+def checked(urls: Sequence[str], where: str) -> tuple[str, ...]:
+    """The same without slashes at their ends; ConfigError for what is no URL, and for one that is there twice."""
+    plain = tuple(url.strip().rstrip("/") for url in urls)
+    for url in plain:
+        if not url.startswith(SCHEMES) or not url.split("://", 1)[1]:
+            raise ConfigError(f"{where}: got {url!r}; expected a URL such as http://10.0.0.5:30000")
+        if plain.count(url) > 1:
+            raise ConfigError(f"{where}: {url} stands there {plain.count(url)} times; expected once")
+    return plain
+
+
+def read(path: Path, where: str) -> tuple[str, ...]:
+    """One URL a line; what follows a # is a comment. ConfigError where the file cannot be read, or says no URLs."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"{where}: cannot read {path}: {error.strerror}; expected a file with a URL a line") from None
+    return checked([line for line in (raw.split("#", 1)[0].strip() for raw in lines) if line], f"{where}, {path}")
+
+
+def dealt_out(urls: Sequence[str], before: Mapping[str, int], num_ranks: int) -> dict[str, int]:
+    """Which of `num_ranks` asks each: what was dealt `before` stays, new ones go where there are fewest, and who has
+    none gets one of those that have most."""
+    dealt = {url: before[url] for url in urls if url in before}
+    held: list[list[str]] = [[url for url in dealt if dealt[url] == rank] for rank in range(num_ranks)]
+    for url in urls:
+        if url not in dealt:
+            min(held, key=len).append(url)
+            dealt[url] = -1
+    while len(most := max(held, key=len)) > 1 and not (fewest := min(held, key=len)):
+        fewest.append(most.pop())
+    return {url: rank for rank, of_rank in enumerate(held) for url in of_rank}
+
+
+class Addresses:
+    """Of the servers of a role's rank number `number` of `num_ranks`. The first of them reads the file, and tells the
+    others through the store; a file that is being written, or is wrong, changes nothing."""
+
+    def __init__(
+        self, given: Sequence[str] | str, where: str, job_store: JobStore, key: str, number: int, num_ranks: int
+    ) -> None:
+        self._file = Path(given) if isinstance(given, str) else None
+        self._where, self._job_store, self._key = where, job_store, f"http/{key}/urls"
+        self._number, self._num_ranks = number, num_ranks
+        self._dealt: dict[str, int] = {}
+        self.problem: str | None = None
+        """What is wrong with the file now."""
+        urls = read(self._file, where) if self._file else checked(given, where)
+        if len(urls) < num_ranks:
+            raise ConfigError(
+                f"{where}: got {len(urls)} for {num_ranks} ranks of role {key}; expected at least one for each: place "
+                f"the role on fewer ranks, of which each can ask many servers, or name more"
+            )
+        self._deal(urls)
+
+    def mine(self) -> tuple[str, ...]:
+        """Those that this rank is to ask now."""
+        if self._file is not None:
+            self._look(self._file)
+        return tuple(url for url, number in self._dealt.items() if number == self._number)
+
+    def _look(self, file: Path) -> None:
+        if self._number > 0:
+            if self._job_store.has(self._key):
+                self._dealt = json.loads(self._job_store.store.get(self._key))
+            return
+        try:
+            urls, self.problem = read(file, self._where), None
+        except ConfigError as error:
+            self.problem = str(error)
+            return
+        if {*urls} != self._dealt.keys():
+            self._deal(urls)
+
+    def _deal(self, urls: Sequence[str]) -> None:
+        self._dealt = dealt_out(urls, self._dealt, self._num_ranks)
+        if self._number == 0 and self._file is not None:
+            self._job_store.put(self._key, self._dealt)
+
+
+PROTOCOLS: dict[str, ServerProtocol] = {
+    protocol.name: protocol for protocol in (SGLangProtocol(), VLLMProtocol(), OpenAIProtocol())
+}
+
+
+async def protocol_of(calls: Calls, named: str) -> ServerProtocol:
+    """`named`, of rollout.protocol; auto: by whom the server's models are owned, as it lists them. Raises as `Calls`
+    does."""
+    if named != "auto":
+        return PROTOCOLS[named]
+    try:
+        listed = (await calls.get(MODELS))["data"]
+    except ServerRefuses as refused:
+        raise ServerRefuses(f"{refused}; name what it speaks in rollout.protocol", refused.status) from None
+    return PROTOCOLS.get(str(listed[0].get("owned_by")), PROTOCOLS["openai"])
+
 
 logger = logging.getLogger(__name__)
+
+
+class Server:
+    """Within one event loop. Raises as `Calls` does.
+
+    `needs_weights`: one that takes none by the way of `weights` is refused; else it draws by those that it has.
+    """
+
+    def __init__(self, url: str, access: Access, weights: Weights, *, needs_weights: bool) -> None:
+        self.calls = Calls(url, access)
+        self.serves = False
+        """Whether it has the present weights and may be sent samples."""
+        self.waits = False
+        """Whether it is to get the next weights, not having the present ones."""
+        self.problem = "has not answered yet"
+        """Why it does not serve."""
+        self.joining: asyncio.Task[None] | None = None
+        self.drawings: dict[int, Drawing] = {}
+        """What it draws, by the samples' ids."""
+        self._weights, self._needs_weights = weights, needs_weights
+        self._protocol: ServerProtocol | None = None
+        self._described = Described("")
+        self._takes_weights = True
+        self._upcoming: asyncio.Future[None] | None = None
+        self._confirming: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        return self.calls.url
+
+    @property
+    def protocol(self) -> ServerProtocol:
+        assert self._protocol is not None, "the server was introduced"
+        return self._protocol
+
+    @property
+    def receiver(self) -> Receiver:
+        return Receiver(self.protocol, self.calls)
+
+    @property
+    def is_uncertain(self) -> bool:
+        """Whether `confirm` would tell anything."""
+        return any(drawing.num_certain < len(drawing.tokens) for drawing in self.drawings.values())
+
+    async def introduce(self, protocol: str, max_context_tokens: int) -> None:
+        """Learn what it is. ServerRefuses where it is of no use here."""
+        try:
+            await self._introduce(protocol, max_context_tokens)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise ServerRefuses(f"{self.url} answers in a form that is not known here: {words(error)}", 400) from error
+
+    async def _introduce(self, protocol: str, max_context_tokens: int) -> None:
+        self._protocol = await protocol_of(self.calls, protocol)
+        self._described = await self._protocol.describe(self.calls)
+        context = self._described.max_context_tokens
+        if context is not None and context < max_context_tokens:
+            raise ServerRefuses(
+                f"{self.url} has a context of {context} tokens; expected rollout.max_context_tokens = "
+                f"{max_context_tokens} or more: start it so, or lower that key",
+                400,
+            )
+        why = await self._refuses_weights()
+        self._takes_weights = why is None
+        if why is not None and self._needs_weights:
+            raise ServerRefuses(
+                f"{self.url} ({self._protocol.name}) takes no weights by way of a {_named(self._weights.way)}, "
+                f"and would go on with old ones in silence: {why}",
+                400,
+            )
+        if why is not None:
+            logger.warning("%s draws by the weights that it was started with: %s", self.url, why)
+
+    async def _refuses_weights(self) -> str | None:
+        if self._weights.way not in self.protocol.ways:
+            expected = "; expected weight_sync.delta: null" if self._weights.way == "delta" else ""
+            return f"rltrain knows no such way for servers of {self.protocol.name}{expected}"
+        return await self.protocol.prepare_for_weights(self.calls, self._weights.way)
+
+    async def take_weights(self) -> None:
+        """See that it has the present weights. ServerGone where it says afterwards that it has others, WeightsLater as
+        `Weights` says."""
+        label = self.expected
+        if label is None:
+            return
+        if await self.protocol.version(self.calls) != label:
+            await self._weights.give(self.protocol, self.calls)
+        self._check(await self.protocol.version(self.calls))
+
+    @property
+    def expected(self) -> str | None:
+        """The label of the weights that it must have; None where it has its own."""
+        return self._weights.label if self._takes_weights else None
+
+    async def draw(self, drawing: Drawing, sampling: SamplingParams, hang_timeout_s: float) -> None:
+        """Until it has ended it. What was drawn by other weights than the present ones never gets certain."""
+        path, body = self.protocol.request(drawing, sampling, self._described)
+        async with aclosing(self.calls.stream(path, body, hang_timeout_s)) as events:
+            async for event in events:
+                label = self.protocol.take(drawing, event)
+                if label is not None and self.expected is not None:
+                    self._check(label)
+                if label is not None or self.expected is None:
+                    drawing.num_certain = len(drawing.tokens)
+        if drawing.end is None:
+            raise ServerGone(f"{path} of {self.url}: its answer ended in the middle")
+        if drawing.num_certain < len(drawing.tokens):
+            await self.confirm()
+
+    async def confirm(self) -> None:
+        """See that it has the present weights still: all that it has drawn so far is certain then, since one that was
+        started anew would have none of ours. Many who ask at a time get one answer."""
+        if self._upcoming is None:
+            self._upcoming = asyncio.get_running_loop().create_future()
+        upcoming = self._upcoming
+        if self._confirming is None or self._confirming.done():
+            self._confirming = asyncio.get_running_loop().create_task(self._confirm())
+        await asyncio.shield(upcoming)
+
+    async def _confirm(self) -> None:
+        while self._upcoming is not None:
+            upcoming, self._upcoming = self._upcoming, None
+            drawn = [(drawing, len(drawing.tokens)) for drawing in self.drawings.values()]
+            try:
+                if self.expected is not None:
+                    self._check(await self.protocol.version(self.calls))
+            except Exception as error:  # it is that of whoever waits
+                upcoming.set_exception(error)
+                upcoming.exception()  # nobody may be left who does
+                continue
+            for drawing, count in drawn:
+                drawing.num_certain = max(drawing.num_certain, count)
+            upcoming.set_result(None)
+
+    def _check(self, label: str | None) -> None:
+        if label != self.expected:
+            raise ServerGone(
+                f"{self.url} has weights of version {label}; expected {self.expected}: it was started anew, or "
+                "somebody else gives it weights too"
+            )
+
+    async def close(self) -> None:
+        await self.calls.close()
+
+
+def _named(way: str) -> str:
+    """With the config key that asks for it."""
+    return f"{way} ({'weight_sync.delta' if way == 'delta' else 'http.weights'})"
+
 
 WITHDRAW_S = 5.0
 """For a server to tell what it has drawn of what is withdrawn."""

@@ -3,7 +3,7 @@
 A folder has a manifest, MANIFEST: which version it makes of which, and the bytes and checksum of each of its files. A
 file is in the safetensors format; it has three arrays of every tensor of which anything changed, encoded as
 csrc/reshard_delta.h says, and in its metadata the tensor's type, shape and checksum once they are applied.
-rltrain/rollout/http/delta_files.py writes them. Needs torch alone: the Python of an engine need not have rltrain.
+rltrain/rollout/servers/disk_weights.py writes them. Needs torch alone: the Python of an engine need not have rltrain.
 """
 
 import json

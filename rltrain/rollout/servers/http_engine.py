@@ -1,6 +1,8 @@
 """Servers that somebody else runs as one engine of a rank: samples out to them, new weights into them."""
 
 import asyncio
+import os
+import secrets
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -9,14 +11,62 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from rltrain.errors import DivergenceError
-from rltrain.rollout.engine import START_FRACTION, SamplingParams, check_samples, expect_idle, served_version
-from rltrain.rollout.http.checkpoint_weights import CheckpointWeights
-from rltrain.rollout.http.fleet import Fleet
-from rltrain.rollout.http.weights import Weights
+from rltrain.config.rollout import Http
+from rltrain.errors import ConfigError, DivergenceError
+from rltrain.offload.memory_parts import RemotePart
+from rltrain.rollout.engine import (
+    START_FRACTION,
+    EngineSite,
+    HostedEngine,
+    SamplingParams,
+    check_samples,
+    expect_idle,
+    served_version,
+)
+from rltrain.rollout.layout import engine_parts, staging_bytes, whole_engine
 from rltrain.rollout.sample import Sample
+from rltrain.rollout.servers.calls import Access, Calls
+from rltrain.rollout.servers.disk_weights import DeltaWeights, DiskWeights
+from rltrain.rollout.servers.fleet import Addresses, Fleet
+from rltrain.rollout.servers.http_weights import GroupWeights, Weights, WholeUpdates, shared_run
+from rltrain.rollout.servers.protocols import ServerProtocol
 from rltrain.rollout.stop_strings import Tokenizer, stop_cut, stop_strings
 from rltrain.runtime.machine import JobThread
+
+
+class CheckpointWeights(WholeUpdates):
+    """Implements `Weights`, of engines that draw by a checkpoint as it is: `name` it once, or another one later."""
+
+    way = "folder"
+
+    def __init__(self, update_timeout_s: float) -> None:
+        self.label: str | None = None
+        self._update_timeout_s = update_timeout_s
+        self._run = secrets.token_hex(4)
+        self._path = ""
+
+    def name(self, path: Path, version: int) -> None:
+        self._path, self.label = str(path.absolute()), f"{self._run}.{version}"
+
+    def begin(self) -> None:
+        """Nothing is to be written."""
+
+    def tensors(self, part: int) -> Mapping[str, Tensor]:
+        raise AssertionError("no part of these weights ever arrives")
+
+    def arrived(self, part: int) -> None:
+        raise AssertionError("no part of these weights ever arrives")
+
+    def complete(self, version: int) -> None:
+        """It lies there already."""
+
+    async def give(self, protocol: ServerProtocol, calls: Calls) -> None:
+        assert self.label is not None, "a checkpoint has been named"
+        await protocol.load_from_disk(calls, self._path, self.label, self._update_timeout_s)
+
+    def close(self) -> None:
+        """The checkpoint is somebody else's."""
+
 
 T = TypeVar("T")
 
@@ -245,3 +295,98 @@ class HttpEngine:
                 if future.done():
                     raise
                 self._advance()
+
+
+def build_http(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
+    """As rollout.build says. ConfigError where servers cannot be named or reached as the config says, EngineError where
+    they refuse what they are to do."""
+    settings, http = site.settings, site.settings.http
+    number = site.grid.ranks.index(site.world.rank)
+    addresses = Addresses(
+        settings.urls, f"{site.role}.urls", site.job_store, site.role, number, num_ranks=len(site.grid.ranks)
+    )
+    access = Access(token_of(http, f"{site.role}.http"), http.ca_file)
+    weights = _weights(site)
+    fleet = Fleet(
+        addresses,
+        access,
+        weights,
+        http,
+        protocol=settings.protocol,
+        role=site.role,
+        max_running_requests=settings.max_running_requests,
+        max_context_tokens=settings.max_context_tokens,
+        needs_weights=site.weights_change,
+    )
+    engine = HttpEngine(
+        fleet,
+        weights,
+        max_running_requests=settings.max_running_requests,
+        max_context_tokens=settings.max_context_tokens,
+        advance=site.job_store.heartbeat.advance,
+        tokenizer=site.tokenizer,
+    )
+    engine.start()
+    return HostedEngine(engine, _parts(leave), engine.metrics)
+
+
+def token_of(http: Http, key: str) -> str | None:
+    """That servers ask for; ConfigError where it is named and not there."""
+    if http.token_env is not None and http.token_file is not None:
+        raise ConfigError(f"{key}: got both token_env and token_file; expected one")
+    if http.token_env is not None:
+        token = os.environ.get(http.token_env, "")
+        where = f"{key}.token_env: the environment variable {http.token_env}"
+    elif http.token_file is not None:
+        where = f"{key}.token_file: {http.token_file}"
+        try:
+            token = Path(http.token_file).read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise ConfigError(f"{where} cannot be read: {error.strerror}; expected a file with a token") from None
+    else:
+        return None
+    if not token:
+        raise ConfigError(f"{where} is empty or not there; expected a token")
+    return token
+
+
+def _weights(site: EngineSite) -> Weights:
+    http, config, key = site.settings.http, site.config, f"{site.role}.http.weights_dir"
+    if not site.weights_change:
+        return CheckpointWeights(http.update_timeout_s)
+    whole = whole_engine(config, site.architecture, site.grid, site.role).plain
+    parts = [part.plain for part in engine_parts(config, site.architecture, site.grid, site.role)]
+    if http.weights == "group":
+        return GroupWeights(
+            parts,
+            site.world.rank,
+            device=site.world.device,
+            run=shared_run(site.job_store, site.role, leads=site.world.rank == site.grid.ranks[0]),
+            update_timeout_s=http.update_timeout_s,
+        )
+    folder = DiskWeights(
+        whole,
+        parts,
+        staging_bytes(site.settings),
+        site.world.rank,
+        device=site.world.device,
+        folder=Path(http.weights_dir or Path(config.output_dir) / "http_weights"),
+        like=Path(config.checkpoint_of(site.role)[0]),
+        job_store=site.job_store,
+        role=site.role,
+        config_key=key if http.weights_dir else "output_dir",
+        update_timeout_s=http.update_timeout_s,
+    )
+    delta = config.weight_sync.delta if site.role == "rollout" else None
+    return folder if delta is None else DeltaWeights(folder, delta)
+
+
+def _parts(leave: Callable[[], None]) -> dict[str, RemotePart]:
+    """Servers keep their memory whatever this rank's devices are used for."""
+
+    def nothing() -> None:
+        pass
+
+    weights = RemotePart(release=nothing, resume=nothing, num_bytes=lambda: 0, restore=nothing)
+    kv_cache = RemotePart(release=nothing, resume=nothing, num_bytes=lambda: 0, forget=leave)
+    return {"kv_cache": kv_cache, "weights": weights}

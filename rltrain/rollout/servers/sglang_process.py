@@ -1,0 +1,521 @@
+"""An SGLang server as a child process that never outlives its rank."""
+
+import contextlib
+import functools
+import http.client
+import json
+import os
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rltrain.errors import ConfigError, EngineError, cannot_write, nearest
+from rltrain.reshard.slices import BLOCK
+from rltrain.runtime.messages import family_of
+
+SERVER_FOLDER = Path(__file__).parent / "server"
+"""Modules that SGLang's Python imports."""
+
+FOR_THE_RANK = ("LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "PYTHON")
+"""What torchrun, training and the rank's own Python read; a server that saw it would take itself for a rank."""
+FOR_THE_RANK_EXACTLY = {"RANK", "WORLD_SIZE", "CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_GLOO_LAZY_INIT", "VIRTUAL_ENV"}
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """Low-rank adapters that a server has beside the weights, one set for all requests: alpha / rank x B A."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    """The matrices that have one, as PEFT calls them."""
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """One engine's server, or one node's part of it."""
+
+    python: str
+    """Interpreter of an environment that has SGLang."""
+    model_path: str
+    device: Literal["cpu", "cuda"]
+    dtype: str
+    tp: int
+    """Ranks of the engine, over all its nodes."""
+    gpus: tuple[str, ...]
+    """CUDA_VISIBLE_DEVICES of the server; () on CPU."""
+    host: str
+    """Address that the server listens on."""
+    log_path: Path
+    """Appended to, with a header per start."""
+    max_running_requests: int
+    max_context_tokens: int
+    needs_tokenizer: bool
+    """Whether stop strings are looked for."""
+    memory_saver: bool
+    """Whether it can give its memory back and take it again."""
+    fp8: bool
+    """Whether the layers' matrices are in FP8, with a scale per block of 128 x 128."""
+    draws_during_syncs: bool
+    """Whether weights may come while it has responses under way."""
+    args: Mapping[str, Any]
+    """More arguments by name: <role>.sglang.args."""
+    role: str = "rollout"
+    """The config section that it is described in, and what messages call it by."""
+    wide_head: bool = False
+    """Whether logits are made in fp32."""
+    node_rank: int = 0
+    num_nodes: int = 1
+    returns_routing: bool = False
+    """Whether it tells which experts tokens have visited."""
+    adapter: AdapterSpec | None = None
+    """None: it has weights alone."""
+    rendezvous: str | None = None
+    """HOST:PORT at which the nodes of an engine meet; None where it has one node."""
+
+    @property
+    def config_key(self) -> str:
+        return f"{self.role}.sglang"
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's environment without what is there for the rank, and with the modules of `server/`."""
+    kept = {name: value for name, value in os.environ.items() if not _for_the_rank(name)}
+    return kept | {
+        "PYTHONPATH": str(SERVER_FOLDER),
+        "PYTHONUNBUFFERED": "1",  # a wait for the server looks at its log
+    }
+
+
+def server_environment(spec: ServerSpec) -> dict[str, str]:
+    """The environment of a server, but for its token."""
+    environment = clean_environment()
+    if spec.device == "cuda":
+        environment.pop("OMP_NUM_THREADS", None)  # torchrun's, for ranks; on the CPU engines share the cores with them
+    if spec.memory_saver:
+        # Without it CUDA graphs stay where they are when their memory is released, which SGLang does not mention.
+        environment.setdefault("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "1")
+    not_proxied = [environment[name] for name in ("NO_PROXY", "no_proxy") if name in environment]
+    return environment | {
+        "CUDA_VISIBLE_DEVICES": ",".join(spec.gpus),
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # the context has some slack, which the model need not have
+        "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # log-probs are of the tempered distribution
+        "SGLANG_SANITIZE_NAN_LOGITS": "0",  # a policy that has diverged must not look like one that guesses
+        "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",  # they hold up a server that is to be replaced
+        "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
+        "NO_PROXY": ",".join([*not_proxied, spec.host]),  # at the end of its start it calls itself
+    }
+
+
+def _for_the_rank(name: str) -> bool:
+    allocator = name.startswith("PYTORCH_") and name.endswith("ALLOC_CONF")
+    return allocator or name in FOR_THE_RANK_EXACTLY or name.startswith(FOR_THE_RANK)
+
+
+MIN_VERSION = "0.5.23"
+"""Older ones lack update sessions or report one weight version per response instead of one per token."""
+
+CHECK_TIMEOUT_S = 600.0
+CONTEXT_SLACK_TOKENS = 8
+"""SGLang cuts responses a few tokens before what it takes for the longest context."""
+MAX_CPU_CACHE_TOKENS = 2**17
+MODEL_OVERRIDES = "json_model_override_args"
+FP8_CHECKPOINT = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [BLOCK, BLOCK],
+}
+"""As in the config.json of DeepSeek-V3 and of Qwen3's FP8 checkpoints."""
+
+NOT_FOR_CONFIGS = {
+    "model_path": "it is {path}",
+    "tokenizer_path": "it is {path}",
+    "device": "it is the device that the run was started on",
+    "dtype": "it follows from model.dtype",
+    "enable_fp32_lm_head": "it follows from model.head_dtype, which the trainer heeds too",
+    "tp_size": "it is {role}.parallel.tp",
+    "pp_size": "an engine has no pipeline stages; more engines come from more ranks in placement",
+    "dp_size": "an engine is one replica; more engines come from more ranks in placement",
+    "nnodes": "it follows from the placement",
+    "node_rank": "it follows from the placement",
+    "dist_init_addr": "it follows from the placement",
+    "base_gpu_id": "an engine sees the GPUs of its ranks only",
+    "gpu_id_step": "an engine sees the GPUs of its ranks only",
+    "host": "the server is for its own ranks only",
+    "port": "a free one is taken at every start",
+    "nccl_port": "a free one is taken at every start",
+    "api_key": "a random one is made at every start",
+    "admin_api_key": "a random one is made at every start",
+    "ssl_keyfile": "the server is for its own ranks only, which speak plain HTTP to it",
+    "ssl_certfile": "the server is for its own ranks only, which speak plain HTTP to it",
+    "tokenizer_worker_num": "with more than one SGLang checks no API key",
+    "max_running_requests": "it is {role}.max_running_requests",
+    "context_length": "it follows from {role}.max_context_tokens",
+    "skip_tokenizer_init": "it follows from {role}.sampling.stop",
+    "custom_weight_loader": "rltrain brings the weights",
+    "weight_version": "rltrain brings the weights",
+    "enable_memory_saver": "it follows from the placement",
+    "skip_server_warmup": "there are no weights to warm up with when it starts",
+    "incremental_streaming_output": "responses come as what is new of them",
+    "config": "arguments are given one by one, so that each can be checked",
+    **dict.fromkeys(
+        ("enable_eplb", "init_expert_location", "ep_num_redundant_experts"),
+        "experts would lie elsewhere than weight syncs write them",
+    ),
+    **dict.fromkeys(
+        ("enable_lora", "max_lora_rank", "lora_target_modules", "max_loras_per_batch"),
+        "it follows from model.lora and weight_sync.adapters",
+    ),
+    "lora_paths": "adapters would be added to the weights that are trained",
+    **dict.fromkeys(
+        ("cpu_offload_gb", "offload_group_size", "offload_num_in_group", "offload_prefetch_step", "offload_mode"),
+        "weight syncs write to the device",
+    ),
+    "enable_return_routed_experts": "it follows from model.router_replay",
+    "weight_cache_mode": "the weights would be shared with engines of other runs",
+}
+"""Fields of SGLang's ServerArgs that the config may not give, and why: {role} and {path} stand for config
+keys."""
+
+NOT_WITH_ROUTING = {
+    **dict.fromkeys(
+        ("enable_hierarchical_cache", "enable_lmcache"),
+        "keys and values come back to its device without the experts that their tokens visited",
+    ),
+    "speculative_algorithm": "its record has no room for all tokens that are drafted",
+}
+"""Fields with which an SGLang 0.5.23 that is to return experts returns wrong ones, or ends."""
+
+
+def check_arguments(spec: ServerSpec) -> None:
+    """Ask the interpreter of the spec whether it has SGLang and what the installed version says to `spec.args`.
+
+    Takes some seconds, once per interpreter and arguments. Raises ConfigError.
+    """
+    key = spec.config_key
+    for name in spec.args:
+        _refuse_ours(spec, name, name)
+    reply = _ask(spec.python, json.dumps(dict(spec.args)), key)
+    if "missing" in reply:
+        raise ConfigError(
+            f"{key}.python: {spec.python} has no SGLang that can be imported ({reply['missing']}); expected SGLang "
+            f"{MIN_VERSION} or newer in it: name the interpreter of an environment that has it"
+        )
+    if _numbers(reply["version"]) < _numbers(MIN_VERSION):
+        raise ConfigError(
+            f"{key}.python: {spec.python} has SGLang {reply['version']}; expected {MIN_VERSION} or newer: "
+            "install that or name another interpreter"
+        )
+    for name in spec.args:
+        if name not in reply["fields"]:
+            near = nearest(name, reply["names"])
+            hint = f"the nearest that it has is {near}" if near else "its own list: python -m sglang.launch_server -h"
+            raise ConfigError(f"{key}.args.{name}: SGLang {reply['version']} has no argument of this name; {hint}")
+        _refuse_ours(spec, name, reply["fields"][name])
+        _refuse_without_routing(spec, name, reply["fields"][name])
+    if reply["problem"] is not None:
+        raise ConfigError(f"{key}.args: SGLang {reply['version']} does not accept what is given: {reply['problem']}")
+
+
+def _refuse_ours(spec: ServerSpec, name: str, field: str) -> None:
+    if field in NOT_FOR_CONFIGS:
+        path = "model.path" if spec.role == "rollout" else f"{spec.role}.path"
+        reason = NOT_FOR_CONFIGS[field].format(role=spec.role, path=path)
+        raise ConfigError(
+            f"{spec.config_key}.args.{name}: cannot be chosen in a run of rltrain: {reason}; remove the key"
+        )
+
+
+def _refuse_without_routing(spec: ServerSpec, name: str, field: str) -> None:
+    if spec.returns_routing and spec.args[name] and field in NOT_WITH_ROUTING:
+        raise ConfigError(
+            f"{spec.config_key}.args.{name}: got {json.dumps(spec.args[name])} with model.router_replay rollout, but "
+            f"{NOT_WITH_ROUTING[field]}; remove the key, or set model.router_replay to recompute or off"
+        )
+
+
+def server_arguments(spec: ServerSpec, port: int, rendezvous_port: int) -> dict[str, dict[str, Any]]:
+    """What rltrain_serve.py takes: arguments by name under "defaults", "args" and "own", of which later ones win."""
+    return {
+        "defaults": _proposed(spec),
+        "args": dict(spec.args),
+        "own": {
+            "model_path": spec.model_path,
+            "device": spec.device,
+            "dtype": spec.dtype,
+            "tp_size": spec.tp,
+            "host": spec.host,
+            "port": port,
+            "nccl_port": rendezvous_port,
+            "max_running_requests": spec.max_running_requests,
+            "context_length": spec.max_context_tokens + CONTEXT_SLACK_TOKENS,
+            "skip_tokenizer_init": not spec.needs_tokenizer,
+            "custom_weight_loader": ["rltrain_weight_loader.load"],
+            "enable_memory_saver": spec.memory_saver,
+            "skip_server_warmup": True,
+            "incremental_streaming_output": True,
+            "nnodes": spec.num_nodes,
+            "node_rank": spec.node_rank,
+            "dist_init_addr": spec.rendezvous,
+            **({"enable_fp32_lm_head": True} if spec.wide_head else {}),
+            **({"enable_return_routed_experts": True} if spec.returns_routing else {}),
+            **(_fp8(spec) if spec.fp8 else {}),
+            **(_adapters(spec.adapter) if spec.adapter else {}),
+        },
+    }
+
+
+def _fp8(spec: ServerSpec) -> dict[str, Any]:
+    """What a checkpoint in FP8 says of itself: its folder is not one, but its weights come as of one."""
+    overrides = json.loads(spec.args.get(MODEL_OVERRIDES, "{}"))
+    return {MODEL_OVERRIDES: json.dumps({**overrides, "quantization_config": FP8_CHECKPOINT})}
+
+
+def _adapters(adapter: AdapterSpec) -> dict[str, Any]:
+    return {
+        "enable_lora": True,
+        "max_lora_rank": adapter.rank,
+        "lora_target_modules": [*adapter.targets],
+        "max_loras_per_batch": 2,  # the base counts as one: with room for both neither makes place for the other
+    }
+
+
+def _proposed(spec: ServerSpec) -> dict[str, Any]:
+    common: dict[str, Any] = {
+        "load_format": "dummy",
+        "log_level_http": "warning",
+        # With it a pause leaves a batch half done: its tokens would be counted to the weights that come next.
+        "disable_overlap_schedule": spec.draws_during_syncs or spec.device == "cpu",
+    }
+    if spec.device == "cuda":
+        return common
+    # SGLang takes most of the host's memory for keys and values where it finds no GPU, and a core while it is idle.
+    longest = spec.max_context_tokens + CONTEXT_SLACK_TOKENS
+    return common | {
+        "attention_backend": "torch_native",
+        "lora_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "cuda_graph_backend_decode": "disabled",
+        "cuda_graph_backend_prefill": "disabled",
+        "max_total_tokens": max(longest, min(spec.max_running_requests * longest, MAX_CPU_CACHE_TOKENS)),
+        "mem_fraction_static": 0.3,
+        "sleep_on_idle": True,
+    }
+
+
+@functools.lru_cache(maxsize=8)
+def _ask(python: str, args: str, key: str) -> Mapping[str, Any]:
+    command = [python, str(SERVER_FOLDER / "rltrain_arguments.py"), args]
+    try:
+        done = subprocess.run(
+            command, env=clean_environment(), capture_output=True, text=True, timeout=CHECK_TIMEOUT_S, check=False
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"{key}.python: cannot run {python}: {error.strerror}; expected the interpreter of an environment with "
+            "SGLang"
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"{key}.python: {python} has not imported SGLang within {CHECK_TIMEOUT_S:.0f} s; expected an interpreter "
+            "of an environment with SGLang, on a file system that answers"
+        ) from error
+    if done.returncode:
+        last = "\n".join(f"  {line}" for line in done.stderr.splitlines()[-5:])
+        raise ConfigError(
+            f"{key}.python: {python} cannot tell which arguments its SGLang takes (exit status {done.returncode}); "
+            f"expected the interpreter of an environment with SGLang {MIN_VERSION} or newer. It said:\n{last}"
+        )
+    reply: Mapping[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return reply
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """(0, 5, 23) of "0.5.23.post1"."""
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))
+
+
+TOKEN_VARIABLE = "RLTRAIN_SGLANG_TOKEN"
+POLL_S = 0.1
+ANSWER_TIMEOUT_S = 5.0
+KILL_TIMEOUT_S = 30.0
+LOG_TAIL_LINES, LOG_LINE_CHARS = 20, 300
+
+
+class Server:
+    """One server, started as often as need be; every start has a port and a token of its own."""
+
+    def __init__(self, spec: ServerSpec) -> None:
+        self.spec = spec
+        self.url = ""
+        self.token = ""
+        self.num_starts = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._killed = False
+        self._log_start_bytes = 0
+        self._reserved: list[socket.socket] = []
+
+    def start(self) -> None:
+        """Start the server and return at once. From the main thread: the kernel ends it when its starter's thread ends.
+
+        Raises ValueError while it runs, ConfigError where the log cannot be written.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            raise ValueError("start() in another thread than the main one, with whose end the server would be killed")
+        if self._process is not None and self._process.poll() is None:
+            raise ValueError("start() of a server that runs")
+        self._release_ports()
+        self._reserved = [_reserve_port(self.spec.host), _reserve_port("")]
+        port, rendezvous_port = (reserved.getsockname()[1] for reserved in self._reserved)
+        host = f"[{self.spec.host}]" if ":" in self.spec.host else self.spec.host
+        self.url, self.token = f"http://{host}:{port}", secrets.token_urlsafe(32)
+        self.num_starts += 1
+        self._killed = False
+        arguments = json.dumps(server_arguments(self.spec, port, rendezvous_port))
+        serve = [self.spec.python, str(SERVER_FOLDER / "rltrain_serve.py"), arguments]
+        supervise = [sys.executable, str(SERVER_FOLDER / "rltrain_supervise.py"), str(os.getpid())]
+        environment = server_environment(self.spec) | {TOKEN_VARIABLE: self.token}
+        try:
+            self.spec.log_path.parent.mkdir(parents=True, exist_ok=True)
+            with self.spec.log_path.open("ab") as log:
+                now = time.strftime("%Y-%m-%d %H:%M:%S")
+                log.write(f"===== {now}: start {self.num_starts}, {self.url}: {arguments}\n".encode())
+                log.flush()
+                self._log_start_bytes = log.tell()
+                # A session of its own: who kills the rank's process group must not kill the supervisor, which then
+                # has the rest of the tree to kill.
+                self._process = subprocess.Popen(
+                    [*supervise, *serve],
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise cannot_write(self.spec.log_path, error) from error
+
+    def wait_until_ready(self, timeout_s: float, advance: Callable[[], None]) -> None:
+        """Until the server takes requests; of an engine over several nodes, on all but the first, while it lives.
+
+        `advance` is called whenever something has been added to the log; `timeout_s` runs while nothing is. Raises
+        EngineError with the end of the log when the server ends or the time is up, after which it does not run.
+        """
+        size_bytes, since_s = -1, time.monotonic()
+        while True:
+            ending = self.ending
+            if ending is not None:
+                self.kill()
+                raise EngineError(f"{self._failed(f'{ending} before it took requests')}{self._log_tail()}")
+            if self.spec.node_rank > 0 or self._answers():
+                self._release_ports()
+                return
+            now_bytes = self.spec.log_path.stat().st_size
+            if now_bytes != size_bytes:
+                size_bytes, since_s = now_bytes, time.monotonic()
+                advance()
+            elif time.monotonic() - since_s > timeout_s:
+                self.kill()
+                raise EngineError(
+                    f"{self._failed(f'has not got ready, and added nothing to its log for {timeout_s:g} s')} "
+                    f"({self.spec.config_key}.start_timeout_s: raise it for a larger model or a slower disk)"
+                    f"{self._log_tail()}"
+                )
+            time.sleep(POLL_S)
+
+    @property
+    def ending(self) -> str | None:
+        """None while the server runs, else how it ended: "ended with exit status 1"."""
+        if self._process is None:
+            return "has not been started"
+        status = self._process.poll()
+        if status is None:
+            return None
+        if self._killed:
+            return "was ended by its rank"
+        if status < 0:
+            return f"lost its supervisor to {_signal_name(-status)}"
+        return f"was killed by {_signal_name(status - 128)}" if status > 128 else f"ended with exit status {status}"
+
+    def kill(self) -> None:
+        """End the server and every process that it has started; they are gone when this returns. May be repeated.
+
+        Raises EngineError where the kernel does not let go of them.
+        """
+        self._release_ports()
+        if self._process is None or self._process.poll() is not None:
+            return
+        self._killed = True
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(KILL_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._kill_group(self._process)
+
+    def _kill_group(self, supervisor: subprocess.Popen[bytes]) -> None:
+        """For a supervisor that hangs, or waits for a process that the kernel holds: all that is in its group."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(supervisor.pid, signal.SIGKILL)
+        try:
+            supervisor.wait(KILL_TIMEOUT_S)
+        except subprocess.TimeoutExpired as error:
+            raise EngineError(
+                f"{self._failed(f'is still there {2 * KILL_TIMEOUT_S:g} s after it was killed')} as process "
+                f"{supervisor.pid}; its device hangs: look at the machine's kernel log"
+            ) from error
+
+    def _answers(self) -> bool:
+        request = urllib.request.Request(f"{self.url}/model_info", headers={"Authorization": f"Bearer {self.token}"})
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with opener.open(request, timeout=ANSWER_TIMEOUT_S) as answer:
+                return answer.status == 200
+        except (OSError, http.client.HTTPException):  # URLError, HTTPError and timeouts are OSErrors
+            return False
+
+    def _failed(self, what: str) -> str:
+        return f"{self.spec.config_key}: the server of {self.spec.model_path} (start {self.num_starts}) {what}"
+
+    def _log_tail(self) -> str:
+        with self.spec.log_path.open("rb") as log:
+            log.seek(self._log_start_bytes)
+            lines = log.read().decode(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        shown = "\n".join(f"  {line[:LOG_LINE_CHARS]}" for line in lines) if lines else "  (nothing)"
+        return (
+            f"; what it was given is in {self.spec.config_key}.args. The end of its log, {self.spec.log_path}:\n{shown}"
+        )
+
+    def _release_ports(self) -> None:
+        for reserved in self._reserved:
+            reserved.close()
+        self._reserved = []
+
+
+def _reserve_port(host: str) -> socket.socket:
+    """A socket on a free port, "" being every address: held, so that no other process is given the port.
+
+    The server can have it all the same: it too sets SO_REUSEADDR, and this socket never listens.
+    """
+    family = family_of(host)
+    reserved = socket.socket(family)
+    reserved.bind((host, 0))
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return reserved
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,622 @@
+"""What the first rank of an engine has at its server: a queue, samples in flight, and those that have ended."""
+
+import base64
+import binascii
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from queue import Empty
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rltrain.errors import DivergenceError, EngineError, EngineLost
+from rltrain.models import Architecture
+from rltrain.models.routing_shape import RoutingShape
+from rltrain.rollout.engine import SamplingParams, response_limit
+from rltrain.rollout.sample import Sample, Status
+from rltrain.rollout.servers.sglang_client import Client, Failure
+from rltrain.rollout.stop_strings import StopCut, Tokenizer, stop_cut
+
+T = TypeVar("T")
+
+ERRORS = (EngineLost, EngineError, DivergenceError)
+"""Raised on the first rank, these are raised on all."""
+
+
+class EngineBroadcast:
+    """Over `group`, the engine's ranks on gloo; None where the engine has one rank."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.is_first = group is None or group.rank() == 0
+
+    def samples(self, action: Callable[[], Sequence[Sample]], known: Mapping[int, Sample]) -> list[Sample]:
+        """What `action` returns on the first rank, where alone it is called, on every rank; `known` has all of them, by
+        id and in an earlier state.
+
+        One of ERRORS that it raises is raised on every rank. Collective over: the engine's ranks.
+        """
+        samples, error = self._attempt(action)
+        if self.group is None:
+            if error is not None:
+                raise error
+            return [*(samples or ())]
+        return self._broadcast(samples or (), error, known)
+
+    def together(self, action: Callable[[], object]) -> None:
+        """As `samples`, for an `action` that returns nothing of interest. Collective over: the engine's ranks."""
+        self.samples(lambda: (action(), ())[1], {})
+
+    def wait(self, action: Callable[[Callable[[], None]], object], advance: Callable[[], None]) -> None:
+        """As `together`, for an `action` that takes long: whenever it calls what it is given, `advance` is called on
+        every rank. Collective over: the engine's ranks.
+        """
+        going_on = torch.ones(1, dtype=torch.int64)
+
+        def advance_all() -> None:
+            advance()
+            if self.group is not None:
+                dist.broadcast(going_on, group=self.group, group_src=0)
+
+        _, error = self._attempt(lambda: action(advance_all))
+        if self.group is not None:
+            if self.is_first:
+                dist.broadcast(torch.zeros_like(going_on), group=self.group, group_src=0)
+            else:
+                self._follow(going_on, advance)
+        self._raise(error)
+
+    def _follow(self, going_on: Tensor, advance: Callable[[], None]) -> None:
+        while True:
+            dist.broadcast(going_on, group=self.group, group_src=0)
+            if not going_on:
+                return
+            advance()
+
+    def _raise(self, error: Exception | None) -> None:
+        if self.group is not None:
+            self._broadcast((), error, {})
+        elif error is not None:
+            raise error
+
+    def _attempt(self, action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+        if not self.is_first:
+            return None, None
+        try:
+            return action(), None
+        except ERRORS as error:
+            return None, error
+
+    def _broadcast(
+        self, samples: Sequence[Sample], error: Exception | None, known: Mapping[int, Sample]
+    ) -> list[Sample]:
+        kind = 1 + next(i for i, one in enumerate(ERRORS) if isinstance(error, one)) if error else 0
+        text = str(error).encode() if error else b""
+        num_new = sum(len(sample.tokens) - len(known[sample.id].tokens) for sample in samples)
+        header = torch.tensor([kind, len(text), len(samples), num_new])
+        self._share(header)
+        kind, num_bytes, num_samples, num_tokens = header.tolist()
+        if kind:
+            message = torch.tensor([*text], dtype=torch.uint8).resize_(num_bytes)
+            self._share(message)
+            raise error or ERRORS[kind - 1](bytes(message.tolist()).decode())
+        if not num_samples or self.group is None:
+            return [*samples]
+        table = torch.zeros(num_samples, 3, dtype=torch.int64)
+        tokens = torch.zeros(2, num_tokens, dtype=torch.int64)
+        logprobs = torch.zeros(num_tokens, dtype=torch.float64)
+        if self.is_first:
+            _fill(table, tokens, logprobs, samples, known)
+        for tensor in (table, tokens, logprobs):
+            self._share(tensor)
+        return [*samples] if self.is_first else _read(table, tokens, logprobs, known)
+
+    def _share(self, tensor: Tensor) -> None:
+        if tensor.numel():
+            dist.broadcast(tensor, group=self.group, group_src=0)
+
+
+def _fill(
+    table: Tensor, tokens: Tensor, logprobs: Tensor, samples: Sequence[Sample], known: Mapping[int, Sample]
+) -> None:
+    """Write what `samples` have beyond what is `known` of them to `table` [samples, (id, status, tokens)], `tokens`
+    [(token, version), tokens] and `logprobs`."""
+    news = [(sample, slice(len(known[sample.id].tokens), None)) for sample in samples]
+    table.copy_(torch.tensor([(sample.id, sample.status, len(sample.tokens[new])) for sample, new in news]))
+    for row, name in zip(tokens, ("tokens", "policy_versions"), strict=True):
+        row.copy_(torch.tensor([value for sample, new in news for value in getattr(sample, name)[new]]))
+    logprobs.copy_(torch.tensor([value for sample, new in news for value in sample.logprobs[new]], dtype=torch.float64))
+
+
+def _read(table: Tensor, tokens: Tensor, logprobs: Tensor, known: Mapping[int, Sample]) -> list[Sample]:
+    """The inverse of `_fill`."""
+    (drawn, versions), values = tokens.tolist(), logprobs.tolist()
+    samples, start = [], 0
+    for number, status, count in table.tolist():
+        span = slice(start, start + count)
+        samples.append(known[number].drawn(drawn[span], values[span], versions[span], Status(status)))
+        start += count
+    return samples
+
+
+_SENT_AS = np.dtype("<i4")
+
+
+@dataclass(frozen=True)
+class ServerRouting:
+    """How a server of a model writes routing down: base64 of [tokens, layers, top_k] int32, in which layers without
+    experts have a place too. Its last token is the one before the last that was drawn, which nothing has fed.
+    """
+
+    num_layers: int
+    sparse_layers: tuple[int, ...]
+    """Those that have experts."""
+    num_experts: int
+    shape: RoutingShape
+
+    @classmethod
+    def of(cls, architecture: Architecture) -> "ServerRouting":
+        """ValueError where the model has no experts."""
+        sparse = tuple(layer for layer, has_experts in enumerate(architecture.sparse_layers) if has_experts)
+        return cls(architecture.num_layers, sparse, architecture.num_experts, RoutingShape.of(architecture))
+
+    def not_recorded(self, num_tokens: int) -> np.ndarray:
+        """[tokens, layers with experts, top_k]."""
+        return self.shape.unknown(num_tokens).numpy()
+
+    def decoded(self, sent: str, num_tokens: int) -> np.ndarray:
+        """[tokens, layers with experts, top_k] as RecordedRouting has them.
+
+        Raises EngineError for anything but the experts of `num_tokens` tokens.
+        """
+        sizes = (num_tokens, self.num_layers, self.shape.top_k)
+        try:
+            numbers = np.frombuffer(base64.b64decode(sent, validate=True), dtype=_SENT_AS).reshape(sizes)
+        except (binascii.Error, ValueError) as error:
+            raise EngineError(
+                f"SGLang returned {len(sent)} characters as routed_experts of {num_tokens} tokens; expected base64 of "
+                f"{' x '.join(map(str, sizes))} int32 (tokens x layers x experts per token): {error}. Its config.json "
+                "must be the one in model.path; leave out sglang.args that change the model."
+            ) from error
+        experts = numbers[:, list(self.sparse_layers)]
+        if experts.size and not 0 <= experts.min() <= experts.max() < self.num_experts:
+            raise EngineError(
+                f"SGLang returned experts {experts.min()} to {experts.max()} of tokens; expected 0 to "
+                f"{self.num_experts - 1}. Leave out sglang.args that add or move experts."
+            )
+        if self.shape.top_k > 1 and (experts[..., 0] == experts[..., 1]).any():
+            raise EngineError(
+                "SGLang returned the same expert twice for a token, as it does where the kernels that route do not "
+                "tell what they chose. Name others in rollout.sglang.args.moe_runner_backend (triton), or set "
+                "model.router_replay to recompute or off."
+            )
+        return experts.astype(self.not_recorded(0).dtype)
+
+
+@dataclass(frozen=True)
+class RequestedRouting:
+    """What requests that are sent together ask for: the routing of the tokens from `start` on."""
+
+    server: ServerRouting
+    start: int
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Of a /generate."""
+        return {"return_routed_experts": True, "routed_experts_start_len": self.start}
+
+    def rows(self, sent: str | None, begin: int, end: int, num_fed: int) -> np.ndarray:
+        """[tokens, layers with experts, top_k] of the tokens from `begin` to `end`, of a request that has fed
+        `num_fed`. Nothing was recorded where nothing is `sent`."""
+        if sent is None:
+            return self.server.not_recorded(end - begin)
+        return self.server.decoded(sent, max(0, num_fed - self.start))[begin - self.start : end - self.start]
+
+
+PROGRESS_TOKENS = 64
+"""The server tells after how many tokens how far a response has come."""
+_LOWEST_LOGPROB = -1e30
+"""SGLang reports minus infinity as the lowest number of its type."""
+
+
+@dataclass
+class InflightRequest:
+    """A sample at the server, as it was sent. `tokens` and `logprobs` are what it is known to have drawn there."""
+
+    sample: Sample
+    limit: int
+    """How many tokens the response may have, those of `sample` included."""
+    version: int
+    """Of the weights when it was sent."""
+    routing: RequestedRouting | None = None
+    """None: it was not asked for."""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float | None] = field(default_factory=list)
+    num_certain: int = 0
+    """So many of them were drawn by the weights that it was sent to."""
+
+    def take(self, event: Mapping[str, Any], version: int) -> None:
+        """Add what an event brings: the last tokens and log-probs of as many as `completion_tokens` says.
+
+        `version` is the server's now.
+        """
+        meta = event["meta_info"]
+        total = meta["completion_tokens"]
+        values = [entry[0] for entry in meta.get("output_token_logprobs") or ()]
+        for known, new in ((self.tokens, event["output_ids"]), (self.logprobs, values)):
+            known[total - len(new) : total] = new
+        if version == self.version:
+            self.num_certain = min(len(self.tokens), len(self.logprobs))
+
+    def known(self) -> Sample:
+        """The sample with all that is known of it, though the server has not ended it: so not the routing of what it
+        has fed for this request."""
+        certain = self.logprobs[: self.num_certain]
+        count = count_finite(certain)
+        return self._drawn(count, [self.version] * count)
+
+    def end(self, meta: Mapping[str, Any], sampling: SamplingParams, cut: StopCut | None) -> Sample:
+        """The sample as the server has ended it; pending where it has more to draw.
+
+        It has failed, and ends before the first log-prob that is not finite, if there is one. Raises EngineError for an
+        answer that makes no sense.
+        """
+        if not len(self.tokens) == len(self.logprobs) == meta["completion_tokens"]:
+            raise EngineError(
+                f"SGLang returned {len(self.tokens)} tokens and {len(self.logprobs)} log-probs for sample "
+                f"{self.sample.id}; expected {meta['completion_tokens']} of both. Leave out sglang.args that change "
+                "what it returns."
+            )
+        versions = self._versions(meta)
+        reason = meta["finish_reason"]
+        num_finite = count_finite(self.logprobs)
+        if num_finite < len(self.logprobs) or reason.get("matched") == "NaN happened":
+            return self._drawn(num_finite, versions, Status.FAILED, self._routing_sent(meta))
+        count = cut(self.sample.turn_tokens, self.tokens) if cut else None
+        status = self._status(reason, sampling) if count is None else Status.STOPPED
+        return self._drawn(len(self.tokens) if count is None else count, versions, status, self._routing_sent(meta))
+
+    def _drawn(
+        self, count: int, versions: Sequence[int], status: Status = Status.PENDING, routing: str | None = None
+    ) -> Sample:
+        """With the first `count` tokens drawn here, and the `routing` of what was fed for them as the server sent it.
+
+        Without it none is recorded: of what another request feeds anew, perhaps by other weights, none is taken.
+        """
+        logprobs = [math.nan if value is None else value for value in self.logprobs[:count]]
+        drawn = self.sample.drawn(self.tokens[:count], logprobs, versions[:count], status)
+        begin, end = len(self.sample.routing or ()), len(drawn.context) - 1
+        if self.routing is None or not count or begin >= end:
+            return drawn
+        num_fed = len(self.sample.context) + len(self.tokens) - 1
+        return drawn.routed(self.routing.rows(routing, begin, end, num_fed))
+
+    def _routing_sent(self, meta: Mapping[str, Any]) -> str | None:
+        """None where it was not asked for, and of a request that was aborted while nothing of it ran."""
+        sent: str | None = meta.get("routed_experts")
+        if self.routing is not None and sent is None and meta["finish_reason"]["type"] != "abort":
+            raise EngineError(
+                f"SGLang returned sample {self.sample.id} without routed_experts, which it was asked for. Its log is "
+                "in the run folder."
+            )
+        return sent
+
+    def _versions(self, meta: Mapping[str, Any]) -> list[int]:
+        """Policy version of every token drawn here."""
+        count = len(self.tokens)
+        spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": count}]
+        versions: list[int] = []
+        for span in spans:
+            if span["end"] > len(versions):
+                versions += [int(span["version"])] * (min(span["end"], count) - len(versions))
+        return versions
+
+    def _status(self, reason: Mapping[str, Any], sampling: SamplingParams) -> Status:
+        """Pending: the server has ended it for a reason of its own, such as an end-of-text token that is none here."""
+        num_before = len(self.sample.tokens)
+        matched = reason.get("matched")
+        if reason["type"] == "stop" and (matched in sampling.stop_token_ids or matched in sampling.stop):
+            return Status.STOPPED
+        if num_before + len(self.tokens) >= self.limit:
+            return Status.TRUNCATED
+        if reason["type"] == "length" and not self.tokens:
+            raise EngineError(
+                f"SGLang ended sample {self.sample.id} after {num_before} tokens of the {self.limit} that its "
+                "response may have. Expected memory for at least one whole response: raise mem_fraction_static in "
+                "sglang.args of its role, or lower its max_context_tokens."
+            )
+        return Status.PENDING
+
+
+def sampling_fields(sample: Sample, limit: int, sampling: SamplingParams, *, seeded: bool) -> dict[str, Any]:
+    """SGLang's `sampling_params` of a sample whose response may have `limit` tokens."""
+    fields: dict[str, Any] = {
+        "temperature": 0.0 if sampling.is_greedy(sample) else sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "max_new_tokens": limit - len(sample.tokens),
+        "stop_token_ids": [*sampling.stop_token_ids],
+        "ignore_eos": not sampling.stop_token_ids,
+        "stop": [*sampling.stop],
+        "no_stop_trim": True,
+        "stream_interval": PROGRESS_TOKENS,
+    }
+    return fields | ({"sampling_seed": sample.seed} if seeded else {})
+
+
+def generate_body(
+    flights: Mapping[str, InflightRequest],
+    sampling: SamplingParams,
+    *,
+    cache_key: str,
+    seeded: bool,
+    adapter: str | None = None,
+) -> dict[str, Any]:
+    """Of one /generate for `flights`, by the names that its events call them. All ask for the same of their routing.
+    `adapter` is the name of the server's adapters; None: it has none."""
+    routing = next(iter(flights.values())).routing
+    return {
+        "rid": [*flights],
+        "input_ids": [[*flight.sample.context] for flight in flights.values()],
+        "sampling_params": [
+            sampling_fields(flight.sample, flight.limit, sampling, seeded=seeded) for flight in flights.values()
+        ],
+        "extra_key": cache_key,
+        "return_logprob": True,
+        "stream": True,
+        **(routing.fields if routing else {}),
+        **({"lora_path": adapter} if adapter else {}),
+    }
+
+
+def count_finite(logprobs: Sequence[float | None]) -> int:
+    """Returns how many log-probs there are before the first one that is not finite."""
+    return next((place for place, value in enumerate(logprobs) if not _is_finite(value)), len(logprobs))
+
+
+def _is_finite(logprob: float | None) -> bool:
+    return logprob is not None and math.isfinite(logprob) and logprob > _LOWEST_LOGPROB
+
+
+class DivergenceWatch:
+    """Tells weights that have diverged from single samples that fail: with such weights all samples fail.
+
+    A server does not say what its other requests draw in a step. So as many have to fail in a row as ran beside the
+    first of them. If a sample has ended well on the same weights, at least ON_SOUND_WEIGHTS have to.
+    """
+
+    ON_SOUND_WEIGHTS = 16
+
+    def __init__(self) -> None:
+        self._num_failed, self._num_enough = 0, 0
+        self._sound_version: int | None = None
+        """Version of the weights on which a sample has ended well most recently."""
+
+    def ended(self, sample: Sample, version: int, num_beside: int) -> None:
+        """Takes in a sample that has ended while `num_beside` others ran, on weights of `version`.
+
+        A sample that is still pending shows nothing. Raises DivergenceError for the last of the samples that have to
+        fail.
+        """
+        if sample.status == Status.PENDING:
+            return
+        if sample.status != Status.FAILED:
+            self._num_failed, self._sound_version = 0, version
+            return
+        if self._num_failed == 0:
+            least = self.ON_SOUND_WEIGHTS if version == self._sound_version else 1
+            self._num_enough = max(num_beside + 1, least)
+        self._num_failed += 1
+        if self._num_failed >= self._num_enough:
+            self._num_failed = 0
+            raise DivergenceError(
+                f"The rollout policy (version {version}) gives log-probs that are not finite, in every response that "
+                "runs: its weights have diverged or were never loaded. Lower actor.optimizer.lr, or check model.path."
+            )
+
+
+_STREAM_SAMPLES = 64
+"""Samples that share a stream: the server looks through all of them at every event."""
+_ABORT_AGAIN_S = 0.25
+"""Requests that were on their way to the server's scheduler do not see an abort."""
+_ABORT_ALL = ("/abort_request", {"abort_all": True, "rid": ""})
+
+
+class Session:
+    """No more is sent than the server runs at once: so what waits here, and only that, gets the newest weights.
+
+    `begin_version` tells the weights that samples are sent to from now on. The server reuses keys and values only
+    among samples sent to the same weights. With `routing` samples come back with the experts that they visited; all
+    ask for the `adapter` of this name.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        *,
+        num_slots: int,
+        max_context_tokens: int,
+        hang_timeout_s: float,
+        seeded: bool,
+        routing: ServerRouting | None = None,
+        adapter: str | None = None,
+    ) -> None:
+        self._client, self._routing, self._adapter = client, routing, adapter
+        self._num_slots, self._max_context_tokens = num_slots, max_context_tokens
+        self._hang_timeout_s, self._seeded = hang_timeout_s, seeded
+        self._sampling: SamplingParams | None = None
+        self._cut: StopCut | None = None
+        self._queue: deque[Sample] = deque()
+        self._flights: dict[str, InflightRequest] = {}
+        self._done: list[Sample] = []
+        """Ended, and not taken yet."""
+        self._ended: dict[Sample, Sample] = {}
+        """What ended while it was suspended, by what was given back for it."""
+        self._is_aborting = False
+        self._divergence = DivergenceWatch()
+        self._names = count()
+        self._version, self._epoch = 0, 0
+        self._alive_s = time.monotonic()
+
+    def begin_version(self, version: int) -> None:
+        """From now on the server has the weights of `version`."""
+        self._version, self._epoch = version, self._epoch + 1
+        self._alive_s = time.monotonic()
+
+    def submit(self, samples: Sequence[Sample], sampling: SamplingParams, tokenizer: Tokenizer | None) -> None:
+        """Queue `samples`. What ended while they were suspended is done at once."""
+        if sampling != self._sampling:
+            self._sampling, self._cut = sampling, stop_cut(sampling.stop, tokenizer)
+        for sample in samples:
+            if (ended := self._ended.pop(sample, None)) is not None:
+                self._done.append(ended)
+            else:
+                self._queue.append(sample)
+
+    def step(self, wait_s: float) -> list[Sample]:
+        """Fill free slots, and what has ended since the last step; waits for the first one for `wait_s` at most.
+
+        Raises EngineLost where the server is gone or has stopped drawing, EngineError where it refuses a request.
+        """
+        self.send()
+        deadline = time.monotonic() + wait_s
+        while self._receive(max(0.0, deadline - time.monotonic()) if not self._done else 0.0):
+            pass
+        self._check_progress()
+        self.send()
+        done, self._done = self._done, []
+        return done
+
+    def send(self) -> None:
+        """Send what there are free slots for."""
+        num_free = self._num_slots - len(self._flights)
+        while num_free > 0 and self._queue:
+            assert self._sampling is not None
+            samples = [self._queue.popleft() for _ in range(min(num_free, len(self._queue), _STREAM_SAMPLES))]
+            routing = self._requested_routing(samples)
+            flights = {
+                f"{self._epoch}.{name}": self._flight(sample, routing)
+                for sample, name in zip(samples, self._names, strict=False)
+            }
+            if not self._flights:
+                self._alive_s = time.monotonic()
+            self._flights |= flights
+            key, adapter = str(self._epoch), self._adapter
+            self._client.generate(
+                generate_body(flights, self._sampling, cache_key=key, seeded=self._seeded, adapter=adapter)
+            )
+            num_free -= len(samples)
+
+    def receive(self) -> None:
+        """Take in all that has arrived."""
+        while self._receive(0.0):
+            pass
+
+    def suspend(self) -> list[Sample]:
+        """Take everything back from the server: what is drawn of all that is unfinished.
+
+        Raises as `step` does, and EngineLost where the server does not give a response back in time.
+        """
+        deadline = time.monotonic() + self._hang_timeout_s
+        self._is_aborting = True
+        try:
+            while self._flights:
+                self._client.call(*_ABORT_ALL)
+                again = time.monotonic() + _ABORT_AGAIN_S
+                while self._flights and (left := again - time.monotonic()) > 0:
+                    self._receive(left)
+                if self._flights and time.monotonic() > deadline:
+                    raise EngineLost(
+                        f"{len(self._flights)} aborted requests have not come back from the SGLang server within "
+                        f"{self._hang_timeout_s:g} s"
+                    )
+        finally:
+            self._is_aborting = False
+        return self.give_back()
+
+    def progress(self, ids: Collection[int]) -> list[Sample]:
+        """Those of the samples in flight, with what is known to be drawn of each."""
+        return [flight.known() for flight in self._flights.values() if flight.sample.id in ids]
+
+    def lose_server(self) -> None:
+        """The server is gone: what was in flight is queued again, with what is known to be drawn of it."""
+        flights, self._flights = self._flights, {}
+        self._queue.extendleft(flight.known() for flight in reversed(flights.values()))
+
+    def give_back(self) -> list[Sample]:
+        """All that is queued or has ended and was not taken, with what is drawn of it; nothing is left."""
+        # Whoever gets back what has ended may go on with it elsewhere, so there has to be something left to draw.
+        shorter = {sample.first(len(sample.tokens) - 1): sample for sample in self._done}
+        self._ended |= shorter
+        given = [*self._queue, *shorter]
+        self._queue.clear()
+        self._done.clear()
+        return given
+
+    def forget(self) -> None:
+        """Nothing is unfinished any more, here or at the server."""
+        self._queue.clear()
+        self._done.clear()
+        flights, self._flights = self._flights, {}
+        if flights:
+            self._client.call(*_ABORT_ALL)
+
+    def _flight(self, sample: Sample, routing: RequestedRouting | None) -> InflightRequest:
+        assert self._sampling is not None
+        limit = response_limit(sample, self._sampling, self._max_context_tokens)
+        return InflightRequest(sample, limit, self._version, routing)
+
+    def _requested_routing(self, samples: Sequence[Sample]) -> RequestedRouting | None:
+        """From the first token whose routing one of them lacks: a stream has one start for all."""
+        if self._routing is None:
+            return None
+        return RequestedRouting(self._routing, min(len(sample.routing or ()) for sample in samples))
+
+    def _receive(self, wait_s: float) -> bool:
+        """Take in one event of the server; False where none has come within `wait_s`."""
+        try:
+            item = self._client.inbox.get(timeout=wait_s) if wait_s > 0 else self._client.inbox.get_nowait()
+        except Empty:
+            return False
+        if isinstance(item, Failure):
+            raise item.error
+        if "error" in item:
+            raise EngineError(f"SGLang refused a request: {item['error']}. Its log is in the run folder.")
+        meta = item["meta_info"]
+        flight = self._flights.get(meta["id"])
+        if flight is not None:
+            flight.take(item, self._version)
+            if meta["finish_reason"] is not None:
+                del self._flights[meta["id"]]
+                self._end(flight, meta)
+        return True
+
+    def _end(self, flight: InflightRequest, meta: Mapping[str, Any]) -> None:
+        assert self._sampling is not None
+        sample = flight.end(meta, self._sampling, self._cut)
+        version = sample.policy_versions[-1] if len(sample.tokens) > len(flight.sample.tokens) else flight.version
+        self._divergence.ended(sample, version, len(self._flights))
+        if sample.is_finished:
+            self._done.append(sample)
+            return
+        reason = meta["finish_reason"]
+        if reason["type"] == "abort" and not self._is_aborting:
+            raise EngineError(
+                f"SGLang gave up sample {sample.id} after {len(sample.tokens)} tokens: {reason.get('message')}. "
+                "Its log is in the run folder."
+            )
+        self._queue.appendleft(sample)
+
+    def _check_progress(self) -> None:
+        silent_s = time.monotonic() - max(self._client.last_event_s, self._alive_s)
+        if self._flights and silent_s > self._hang_timeout_s:
+            raise EngineLost(
+                f"the SGLang server has {len(self._flights)} requests and has drawn nothing for {silent_s:.0f} s"
+            )

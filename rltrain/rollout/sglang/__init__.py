@@ -1,1 +1,0 @@
-"""SGLang as a rollout engine: a server in a process of its own, the calls to it, and how weights reach it."""
