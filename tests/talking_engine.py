@@ -11,13 +11,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rltrain.data.tokenizer import TextDecoder
-from rltrain.endpoint.engine_feed import EngineFeed
-from rltrain.endpoint.limits import Limits
-from rltrain.endpoint.mailbox import EngineMailbox
-from rltrain.endpoint.sampling_rules import Policy, SamplingRules
-from rltrain.endpoint.server import EndpointServer, EndpointSettings
+from rltrain.endpoint.app import EndpointServer, EndpointSettings
+from rltrain.endpoint.engine_feed import EngineFeed, EngineMailbox
+from rltrain.endpoint.opening import RecordedSession
+from rltrain.endpoint.requests import Limits, Policy, SamplingRules
 from rltrain.endpoint.session import Session
-from rltrain.endpoint.trajectory import RecordedSession
 from rltrain.rollout.engine import Engine, SamplingParams, check_samples, response_limit, served_version
 from rltrain.rollout.sample import Sample, Status
 from rltrain.serving.command import draw_turns

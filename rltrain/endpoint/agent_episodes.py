@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 from rltrain.data.experience import SIBLINGS_APART
-from rltrain.endpoint.server import EndpointServer
-from rltrain.endpoint.sessions import Opened
-from rltrain.endpoint.trajectory import RecordedSession
+from rltrain.endpoint.app import EndpointServer
+from rltrain.endpoint.opening import RecordedSession
+from rltrain.endpoint.session import Opened
 from rltrain.environments.agent import SESSION
 from rltrain.environments.batch import Event
 from rltrain.rollout.episodes import Answer, EnvironmentEpisodes, Unusable, Waiting, with_shared_reward

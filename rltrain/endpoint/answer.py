@@ -1,16 +1,20 @@
 """What a request is answered with, while it is drawn and after that; also where its client goes, or asks again."""
 
 import asyncio
+import json
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from functools import partial
 from http import HTTPStatus
+from os.path import commonprefix
+from typing import Any
 
-from rltrain.endpoint.opening import Opening, Reply
-from rltrain.endpoint.refused import Refused
-from rltrain.endpoint.trajectory import TurnEnd
-from rltrain.endpoint.turn import EngineBusy, EngineGone, Turns
+from starlette.responses import StreamingResponse
+
+from rltrain.endpoint.engine_feed import EngineBusy, EngineGone, Turns
+from rltrain.endpoint.opening import Opening, Reply, TokenText, TurnEnd
+from rltrain.endpoint.requests import Refused
 from rltrain.rollout.groups import Turn
 from rltrain.rollout.sample import Sample, Status
 
@@ -196,3 +200,85 @@ class Answer:
     def _change(self) -> None:
         pulse, self._pulse = self._pulse, asyncio.Event()
         pulse.set()
+
+
+class Deltas:
+    """Of one choice. What is given out is never taken back: together it is the text of the whole."""
+
+    def __init__(self, answer: Answer, choice: Choice) -> None:
+        self._answer, self._choice = answer, choice
+        self._sent = ""
+        self._num_tokens = 0
+        self._num_tokens_told = 0
+
+    def text(self) -> str:
+        """Returns what has been added since the last call.
+
+        A tokenizer may change text of tokens before, where a new one follows. Then nothing is given until the turn is
+        done, and then what follows the place where the text changed.
+        """
+        if not self._choice.is_done and len(self._choice.tokens) == self._num_tokens:
+            return ""
+        self._num_tokens = len(self._choice.tokens)
+        whole = self._choice.standing(self._answer.opening)
+        if not whole.startswith(self._sent) and not self._choice.is_done:
+            return ""
+        new = whole[len(commonprefix([whole, self._sent])) :]
+        self._sent += new
+        return new
+
+    def reply(self) -> Reply:
+        return self._choice.read(self._answer.opening)
+
+    def new_tokens(self) -> slice:
+        """Which of the turn's tokens have come since the last call."""
+        start, self._num_tokens_told = self._num_tokens_told, len(self._choice.tokens)
+        return slice(start, self._num_tokens_told)
+
+
+def finish_reason(choice: Choice, reply: Reply) -> str:
+    """OpenAI's word for how the turn ended."""
+    if choice.sample.status.name == "TRUNCATED":
+        return "length"
+    return "tool_calls" if reply.tool_calls else "stop"
+
+
+def token_logprobs(choice: Choice, which: slice, tokens: TokenText) -> list[dict[str, Any]]:
+    """Of some of a turn's tokens; those that might have been drawn instead are not known."""
+    items = []
+    for token, logprob in zip(choice.tokens[which], choice.logprobs[which], strict=True):
+        text = tokens.spelling(token)
+        items.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
+    return items
+
+
+Event = Mapping[str, Any] | str
+"""JSON, or a text as it is. One with a `type` that `named` streams is sent under that name."""
+
+
+def event_stream(
+    answer: Answer,
+    events: AsyncIterator[Event],
+    error_of: Callable[[Refused], Mapping[str, Any]],
+    *,
+    named: bool = False,
+) -> StreamingResponse:
+    """`events` are made while the answer is drawn; where it cannot be, `error_of` is the last one. The client is there
+    as long as it reads."""
+
+    async def lines() -> AsyncIterator[str]:
+        with answer.attached():
+            try:
+                async with aclosing(events) as opened:  # type: ignore[type-var]
+                    async for event in opened:
+                        yield _line(event, named)
+            except Refused as refused:
+                yield _line(error_of(refused), named)
+
+    return StreamingResponse(lines(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+def _line(event: Event, named: bool) -> str:
+    data = event if isinstance(event, str) else json.dumps(event, ensure_ascii=False)
+    name = f"event: {event['type']}\n" if named and not isinstance(event, str) else ""
+    return f"{name}data: {data}\n\n"

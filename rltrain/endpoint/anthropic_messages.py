@@ -11,24 +11,20 @@ from starlette.responses import JSONResponse, Response
 
 from rltrain.config.section import TokenCount
 from rltrain.data.chat_template import as_text
-from rltrain.endpoint.answer import Answer, Choice
-from rltrain.endpoint.deltas import Deltas
-from rltrain.endpoint.event_stream import Event, event_stream
-from rltrain.endpoint.history import History
-from rltrain.endpoint.http_request import (
+from rltrain.endpoint.answer import Answer, Choice, Deltas, Event, event_stream
+from rltrain.endpoint.openai import stop_strings_of
+from rltrain.endpoint.opening import ChatOpening, History, Reply
+from rltrain.endpoint.requests import AskedSampling, Refused, invalid, object_in, text_in, unsupported
+from rltrain.endpoint.service import (
     DrawingBody,
     SamplingFields,
+    Service,
     answer_to,
     read_json,
     repetition,
     session_of,
     wait_for,
 )
-from rltrain.endpoint.openai_fields import stop_strings_of
-from rltrain.endpoint.opening import ChatOpening, Reply
-from rltrain.endpoint.refused import Refused, invalid, object_in, text_in, unsupported
-from rltrain.endpoint.sampling_rules import AskedSampling
-from rltrain.endpoint.service import Service
 from rltrain.endpoint.session import Asked
 
 Block = Mapping[str, Any]

@@ -1,28 +1,195 @@
 """The routes of the endpoint, and what becomes of requests that are refused."""
 
+import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+import secrets
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Collection
+from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
+import uvicorn
+from pydantic import Field
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from rltrain.endpoint import session_routes
+from rltrain.config.section import TokenCount, TokenId
+from rltrain.endpoint.answer import Answer, Choice
 from rltrain.endpoint.anthropic_messages import anthropic_error, count_tokens, messages
-from rltrain.endpoint.control import model_info, update_weights_from_disk
-from rltrain.endpoint.http_request import ClientGone, session_of
-from rltrain.endpoint.openai_chat import chat_completions
-from rltrain.endpoint.openai_completions import completions
-from rltrain.endpoint.openai_fields import openai_error
+from rltrain.endpoint.engine_feed import Turns
+from rltrain.endpoint.openai import (
+    MAX_STOP_TOKENS,
+    chat_completions,
+    completions,
+    ends_of_turns,
+    openai_error,
+    stop_strings_of,
+)
 from rltrain.endpoint.openai_responses import responses
-from rltrain.endpoint.refused import Refused
-from rltrain.endpoint.service import Service
-from rltrain.endpoint.sglang_generate import generate
+from rltrain.endpoint.opening import RecordedSession
+from rltrain.endpoint.requests import AskedSampling, Limits, Refused, SamplingRules, invalid, unsupported
+from rltrain.endpoint.service import (
+    Body,
+    ClientGone,
+    DrawingBody,
+    EngineControl,
+    SamplingFields,
+    Service,
+    answer_to,
+    model_info,
+    read_json,
+    repetition,
+    require_owner,
+    session_of,
+    update_weights_from_disk,
+    wait_for,
+)
+from rltrain.endpoint.session import Asked, Opened, Sessions, summary
+from rltrain.errors import ConfigError
+from rltrain.rollout.sample import Status
+from rltrain.runtime.machine import JobThread
+from rltrain.runtime.messages import family_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+MAX_SMALL_BODY_BYTES = 2**20
+
+
+class OpenRequest(Body):
+    metadata: Any = None
+    seed: int | None = None
+
+
+class RewardRequest(Body):
+    reward: float
+    """Of the episode; of one turn, where `turn` or `trajectory` says so."""
+    turn: int | None = None
+    trajectory: int | None = None
+
+
+class FinishRequest(Body):
+    reward: float | None = None
+    status: Literal["completed", "aborted", "failed"] = "completed"
+
+
+STATUS = {"completed": None, "aborted": Status.ABORTED, "failed": Status.FAILED}
+
+
+async def open_session(service: Service, request: Request) -> Response:
+    require_owner(service, request)
+    asked, _ = await read_json(request, OpenRequest, MAX_SMALL_BODY_BYTES)
+    opened = service.sessions.open(asked.metadata, asked.seed)
+    url = str(request.base_url).rstrip("/") + f"/sessions/{opened.id}"
+    return JSONResponse({"id": opened.id, "token": opened.token, "url": url, "base_url": f"{url}/v1"}, 201)
+
+
+async def show_session(service: Service, request: Request) -> Response:
+    session = session_of(service, request)
+    return JSONResponse(summary(session.record()))
+
+
+async def set_reward(service: Service, request: Request) -> Response:
+    session = session_of(service, request)
+    asked, _ = await read_json(request, RewardRequest, MAX_SMALL_BODY_BYTES)
+    session.set_reward(asked.reward, trajectory=asked.trajectory, turn=asked.turn)
+    return JSONResponse({"id": session.id, "reward": asked.reward})
+
+
+async def finish_session(service: Service, request: Request) -> Response:
+    session = session_of(service, request)
+    asked, _ = await read_json(request, FinishRequest, MAX_SMALL_BODY_BYTES)
+    if asked.reward is not None:
+        session.set_reward(asked.reward)
+    return JSONResponse(summary(service.sessions.end(session, "finish", STATUS[asked.status])))
+
+
+async def delete_session(service: Service, request: Request) -> Response:
+    session = session_of(service, request)
+    service.sessions.end(session, "DELETE", Status.ABORTED)
+    return Response(status_code=204)
+
+
+DEFAULT_MAX_NEW_TOKENS = 128
+"""SGLang's."""
+
+
+class GenerateSampling(SamplingFields):
+    max_new_tokens: TokenCount | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)] | None = None
+    ignore_eos: bool = False
+    sampling_seed: int | None = None
+    n: TokenCount = 1
+
+
+class GenerateRequest(DrawingBody):
+    input_ids: Annotated[list[int], Field(min_length=1)] | None = None
+    text: str | None = None
+    sampling_params: GenerateSampling = GenerateSampling()
+    return_logprob: bool = False
+    stream: bool = False
+
+    def prompt(self) -> str | list[int]:
+        """Raises Refused."""
+        if self.stream:
+            raise unsupported("stream", True, "false")
+        if (self.input_ids is None) == (self.text is None):
+            raise invalid("expected either input_ids or text", "input_ids")
+        return self.input_ids if self.input_ids is not None else self.text or ""
+
+    def asked(self, service: Service) -> Asked:
+        """Raises Refused."""
+        params, rules = self.sampling_params, service.rules
+        self.refuse_unknown(rules)
+        params.refuse_unknown(rules, "sampling_params.")
+        ends = ends_of_turns(rules.own.stop_token_ids, params.stop_token_ids, ignore_eos=params.ignore_eos)
+        return Asked(
+            rules.sampling_for(AskedSampling(params.temperature, params.top_p, params.top_k, ends)),
+            num_choices=params.n,
+            max_tokens=params.max_new_tokens or DEFAULT_MAX_NEW_TOKENS,
+            stop=stop_strings_of(params.stop, "sampling_params.stop"),
+            seed=params.sampling_seed,
+        )
+
+
+async def generate(service: Service, request: Request) -> Response:
+    session = session_of(service, request)
+    asked, body = await read_json(request, GenerateRequest, service.limits.max_body_bytes)
+    answer = await answer_to(session, service.prompt(asked.prompt()), asked.asked(service), repetition(request, body))
+    with answer.attached():
+        await wait_for(request, [answer])
+    results = [_result(answer, choice, asked, service) for choice in answer.choices]
+    return JSONResponse(results[0] if asked.sampling_params.n == 1 else results)
+
+
+def _result(answer: Answer, choice: Choice, asked: GenerateRequest, service: Service) -> dict[str, Any]:
+    reply = choice.read(answer.opening)
+    truncated = choice.sample.status.name == "TRUNCATED"
+    versions = choice.sample.policy_versions[choice.start :]
+    meta: dict[str, Any] = {
+        "id": secrets.token_hex(12),
+        "finish_reason": {"type": "length" if truncated else "stop", "matched": reply.stop},
+        "prompt_tokens": len(choice.context),
+        "completion_tokens": len(choice.tokens),
+        "cached_tokens": 0,
+        "weight_version": str(versions[-1]) if versions else None,
+        "weight_versions": versions,
+        **service.weight_version(versions[-1:]),
+    }
+    if asked.return_logprob:
+        pairs = zip(choice.logprobs, choice.tokens, strict=True)
+        meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
+    return {"text": reply.text, "output_ids": choice.tokens, "meta_info": meta}
+
 
 logger = logging.getLogger(__name__)
 
@@ -53,12 +220,12 @@ def build_app(service: Service) -> Starlette:
     routes = [
         route("/healthz", health, "GET"),
         route("/health", health, "GET"),
-        route("/sessions", session_routes.open_session),
-        route("/sessions/{session}", session_routes.show_session, "GET"),
-        route("/sessions/{session}", session_routes.delete_session, "DELETE"),
-        route("/sessions/{session}/samples", session_routes.show_session),
-        route("/sessions/{session}/reward", session_routes.set_reward),
-        route("/sessions/{session}/finish", session_routes.finish_session),
+        route("/sessions", open_session),
+        route("/sessions/{session}", show_session, "GET"),
+        route("/sessions/{session}", delete_session, "DELETE"),
+        route("/sessions/{session}/samples", show_session),
+        route("/sessions/{session}/reward", set_reward),
+        route("/sessions/{session}/finish", finish_session),
     ]
     for prefix in ("", "/sessions/{session}"):
         routes += [route(prefix + path, handler) for path, handler in OF_SESSIONS]
@@ -121,3 +288,147 @@ async def _nobody(request: Request, error: ClientGone) -> Response:
 
 async def _fail(request: Request, error: Exception) -> Response:
     return await _refuse(request, Refused(HTTPStatus.INTERNAL_SERVER_ERROR, "an error of the server; see its log"))
+
+
+START_TIMEOUT_S = 60.0
+CALL_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 10
+"""For requests that are being answered when the server stops."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class EndpointSettings:
+    """`token` opens sessions and uses all of them; None: whoever reaches the port may."""
+
+    rules: SamplingRules
+    limits: Limits
+    model: str
+    token: str | None
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0: one that is free."""
+    answers_passers_by: bool = False
+    """Whether requests outside of a session are answered, from whoever may open sessions."""
+    seed: int = 0
+    first_sample_id: int = 0
+    end_tokens: Collection[int] = ()
+    """What ends a turn in chats, beside what the tokenizer and its template say."""
+
+
+class EndpointServer:
+    """Serves `turns` over HTTP from `start` to `stop`. All methods may be called from any thread but its own.
+
+    `on_end` gets every session when it has ended, in the server's thread. With `control` the owner of `settings.token`
+    may have the engine load other weights.
+    """
+
+    def __init__(
+        self,
+        turns: Turns,
+        tokenizer: "PreTrainedTokenizerBase",
+        settings: EndpointSettings,
+        on_end: Callable[[RecordedSession], None] = lambda _: None,
+        control: EngineControl | None = None,
+    ) -> None:
+        self._sessions = Sessions(
+            turns,
+            settings.limits,
+            token=settings.token,
+            seed=settings.seed,
+            first_sample_id=settings.first_sample_id,
+            on_end=on_end,
+        )
+        self._service = Service(
+            self._sessions,
+            settings.rules,
+            settings.limits,
+            tokenizer,
+            settings.model,
+            settings.answers_passers_by,
+            control,
+            settings.end_tokens,
+        )
+        self._socket = _listen(settings.host, settings.port)
+        self._host = settings.host
+        config = uvicorn.Config(
+            build_app(self._service),
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            limit_concurrency=4 * settings.limits.max_turns + 64,
+            timeout_graceful_shutdown=STOP_TIMEOUT_S,
+            server_header=False,
+        )
+        self._server = uvicorn.Server(config)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_listening = threading.Event()
+        self._thread = JobThread(target=self._run, name="endpoint", daemon=True)
+
+    @property
+    def url(self) -> str:
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self._socket.getsockname()[1]}"
+
+    def start(self) -> None:
+        """Returns once requests are answered."""
+        self._thread.start()
+        if not self._is_listening.wait(START_TIMEOUT_S):
+            raise RuntimeError(f"the endpoint's server has not started within {START_TIMEOUT_S:g} s")
+
+    def open_session(self, metadata: object = None, seed: int | None = None) -> Opened:
+        """Raises Refused where there are as many as may be."""
+        return self._call(lambda: self._sessions.open(metadata, seed))
+
+    def end_session(self, number: str, by: str, status: Status | None = None, reward: float | None = None) -> None:
+        """Where it is open still; `on_end` gets it."""
+
+        def end() -> None:
+            if (session := self._sessions.find(number)) is not None:
+                if reward is not None:
+                    session.set_reward(reward)
+                self._sessions.end(session, by, status)
+
+        self._call(end)
+
+    def stop(self) -> None:
+        """Ends all sessions, and the thread."""
+        if self._thread.is_alive():
+            self._call(lambda: self._sessions.end_all("the server stops"))
+            self._server.should_exit = True
+            self._thread.join(STOP_TIMEOUT_S + CALL_TIMEOUT_S)
+        self._socket.close()
+
+    def _run(self) -> None:
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._loop.call_soon(self._is_listening.set)
+        await self._server.serve(sockets=[self._socket])
+
+    def _call(self, action: Callable[[], T]) -> T:
+        """`action` in the server's thread."""
+        if self._loop is None or not self._thread.is_alive():
+            raise RuntimeError("the endpoint's server does not run")
+        result: Future[T] = Future()
+
+        def act() -> None:
+            try:
+                result.set_result(action())
+            except Exception as error:  # noqa: BLE001 - it is raised again where `action` was asked for
+                result.set_exception(error)
+
+        self._loop.call_soon_threadsafe(act)
+        return result.result(CALL_TIMEOUT_S)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = family_of(host)
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(
+            f"the endpoint cannot listen at {host}, port {port}: {error.strerror}; expected an address of this machine "
+            "and a port that nobody uses, or 0 for one that is free"
+        ) from error

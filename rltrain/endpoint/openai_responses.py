@@ -14,16 +14,11 @@ from starlette.responses import JSONResponse, Response
 
 from rltrain.config.section import TokenCount
 from rltrain.data.chat_template import as_text
-from rltrain.endpoint.answer import Answer
-from rltrain.endpoint.deltas import Deltas, finish_reason
-from rltrain.endpoint.event_stream import Event, event_stream
-from rltrain.endpoint.http_request import SamplingFields, answer_to, read_json, repetition, session_of, wait_for
-from rltrain.endpoint.openai_chat import message_of, offered
-from rltrain.endpoint.openai_fields import openai_error
+from rltrain.endpoint.answer import Answer, Deltas, Event, event_stream, finish_reason
+from rltrain.endpoint.openai import message_of, offered, openai_error
 from rltrain.endpoint.opening import ChatOpening, Reply
-from rltrain.endpoint.refused import Refused, invalid, object_in, text_in, unsupported
-from rltrain.endpoint.sampling_rules import AskedSampling
-from rltrain.endpoint.service import Service
+from rltrain.endpoint.requests import AskedSampling, Refused, invalid, object_in, text_in, unsupported
+from rltrain.endpoint.service import SamplingFields, Service, answer_to, read_json, repetition, session_of, wait_for
 from rltrain.endpoint.session import Asked, Session
 
 MESSAGE_PARTS = ("input_text", "output_text", "text")

@@ -19,9 +19,9 @@ from rltrain.rollout.groups import Guests
 from rltrain.runtime.job_store import poll
 
 if TYPE_CHECKING:
-    from rltrain.endpoint.mailbox import EngineMailbox
-    from rltrain.endpoint.server import EndpointServer
-    from rltrain.endpoint.trajectory import RecordedSession
+    from rltrain.endpoint.app import EndpointServer
+    from rltrain.endpoint.engine_feed import EngineMailbox
+    from rltrain.endpoint.opening import RecordedSession
 
 logger = logging.getLogger(__name__)
 
@@ -127,11 +127,9 @@ class EpisodeSessions:
     ) -> "Conversations":
         """With a server in front of the engine. Its web stack is imported here, for those who have an agent."""
         from rltrain.endpoint.agent_episodes import FIRST_TURN_ID, AgentEpisodes
-        from rltrain.endpoint.engine_feed import EngineFeed
-        from rltrain.endpoint.limits import Limits
-        from rltrain.endpoint.mailbox import EngineMailbox
-        from rltrain.endpoint.sampling_rules import SamplingRules
-        from rltrain.endpoint.server import EndpointServer, EndpointSettings
+        from rltrain.endpoint.app import EndpointServer, EndpointSettings
+        from rltrain.endpoint.engine_feed import EngineFeed, EngineMailbox
+        from rltrain.endpoint.requests import Limits, SamplingRules
 
         config, endpoint = self.job.config, self.job.config.rollout.endpoint
         limits = Limits(

@@ -19,17 +19,14 @@ from rltrain.config.rollout import Sampling
 from rltrain.data.chat_template import ChatTemplate, ends_of_turns
 from rltrain.data.hub import named_checkpoint
 from rltrain.data.tokenizer import TextDecoder, end_token_ids, load_tokenizer
-from rltrain.endpoint.engine_feed import EngineFeed
-from rltrain.endpoint.limits import Limits
-from rltrain.endpoint.mailbox import EngineMailbox
-from rltrain.endpoint.sampling_rules import SamplingRules
-from rltrain.endpoint.server import EndpointServer, EndpointSettings
+from rltrain.endpoint.app import EndpointServer, EndpointSettings
+from rltrain.endpoint.engine_feed import EngineFeed, EngineMailbox
+from rltrain.endpoint.requests import Limits, SamplingRules
+from rltrain.endpoint.served_engine import EngineSettings, Reloads, dtype_of, load_engine, longest_context
 from rltrain.errors import ConfigError, DivergenceError, UserError, command_name
 from rltrain.models import read_architecture
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.groups import Mail
-from rltrain.serving.engine import EngineSettings, dtype_of, load_engine, longest_context
-from rltrain.serving.reloading import Reloads
 from rltrain.system.devices import device_named
 
 if TYPE_CHECKING:

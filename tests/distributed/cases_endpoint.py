@@ -8,8 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rltrain.endpoint.engine_feed import EngineFeed
-from rltrain.endpoint.mailbox import EngineMailbox
+from rltrain.endpoint.engine_feed import EngineFeed, EngineMailbox
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.generation_loop import LeaderDecision, LeaderDecisions
 from rltrain.rollout.groups import Mail, Turn

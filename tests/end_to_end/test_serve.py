@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from rltrain.data.tokenizer import load_tokenizer
+from rltrain.endpoint.served_engine import EngineSettings, load_engine
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample
-from rltrain.serving.engine import EngineSettings, load_engine
 from tests.end_to_end.served import CHECKPOINT, served
 from tests.forked.popen import run
 

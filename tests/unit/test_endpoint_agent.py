@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rltrain.endpoint.trajectory import RecordedSession
+from rltrain.endpoint.opening import RecordedSession
 from rltrain.environments.agent import SESSION, Agent, AgentFailed, printed_reward
 from rltrain.environments.interface import Row, StepResult
 from rltrain.errors import ConfigError

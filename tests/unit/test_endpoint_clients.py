@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from rltrain.endpoint.trajectory import RecordedTrajectory
+from rltrain.endpoint.opening import RecordedTrajectory
 from tests.talking_engine import END, OWNER, Endpoint, byte_tokenizer, endpoint
 
 if TYPE_CHECKING:  # importing them takes seconds, in every process that collects tests

@@ -14,11 +14,10 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
 from rltrain.endpoint.anthropic_messages import MessagesRequest
-from rltrain.endpoint.openai_chat import ChatRequest
-from rltrain.endpoint.openai_completions import CompletionRequest
+from rltrain.endpoint.app import GenerateRequest, GenerateSampling
+from rltrain.endpoint.openai import ChatRequest, CompletionRequest
 from rltrain.endpoint.openai_responses import ResponsesRequest
-from rltrain.endpoint.sglang_generate import GenerateRequest, GenerateSampling
-from rltrain.endpoint.unknown_fields import HARMLESS, NEUTRAL, TRUE_BY_DEFAULT, WISHES
+from rltrain.endpoint.service import HARMLESS, NEUTRAL, TRUE_BY_DEFAULT, WISHES
 from tests.talking_engine import OWNER, Endpoint, endpoint
 
 USER = {"role": "user", "content": "hi"}

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from rltrain.endpoint.refused import Refused
-from rltrain.endpoint.trajectory import RecordedSession
+from rltrain.endpoint.opening import RecordedSession
+from rltrain.endpoint.requests import Refused
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Status
 from tests.talking_engine import CONTEXT_TOKENS, OTHER_END, OWNER, Endpoint, byte_tokenizer, endpoint

@@ -14,10 +14,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from rltrain.data.chat_format import ChatFormat
-from rltrain.endpoint import anthropic_messages, openai_chat, openai_completions, openai_responses
+from rltrain.endpoint import anthropic_messages, openai, openai_responses
 from rltrain.endpoint.answer import Choice
-from rltrain.endpoint.opening import ChatOpening, Opening, TextOpening
-from rltrain.endpoint.token_text import TokenText
+from rltrain.endpoint.opening import ChatOpening, Opening, TextOpening, TokenText
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.groups import Turn
 from rltrain.rollout.sample import Sample, Status
@@ -85,9 +84,9 @@ def service_of(chat: ChatFormat) -> Any:
 
 
 def check_chat(answer: Any, service: Any) -> None:
-    asked = openai_chat.ChatRequest(messages=[*MESSAGES])
-    deltas = [choices[0]["delta"] for choices in texts_of(openai_chat._chunks(answer, asked, service), "choices")]
-    said = openai_chat._completion(answer, asked, service)["choices"][0]["message"]
+    asked = openai.ChatRequest(messages=[*MESSAGES])
+    deltas = [choices[0]["delta"] for choices in texts_of(openai._chunks(answer, asked, service), "choices")]
+    said = openai._completion(answer, asked, service)["choices"][0]["message"]
     calls = [{**call} for delta in deltas for call in delta.get("tool_calls", ())]
     assert "".join(delta.get("content") or "" for delta in deltas) == (said["content"] or "")
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == said.get("reasoning_content", "")
@@ -121,8 +120,8 @@ def check_responses(answer: Any, service: Any) -> None:
 
 
 def check_completions(answer: Any, service: Any) -> None:
-    asked = openai_completions.CompletionRequest(prompt="hi")
-    pieces = texts_of(openai_completions._chunks(answer, asked, service), "choices", 0, "text")
+    asked = openai.CompletionRequest(prompt="hi")
+    pieces = texts_of(openai._completion_chunks(answer, asked, service), "choices", 0, "text")
     assert "".join(pieces) == answer.choices[0].read(answer.opening).text
 
 
@@ -210,6 +209,6 @@ def test_a_tokenizer_that_takes_text_back_ends_no_stream_in_silence() -> None:
             return "I am" if len(tokens) < 3 else "I'm"
 
     answer = Drawn(Joins(), [1, 2, 3, 4], (), Status.STOPPED)  # type: ignore[arg-type]
-    asked = openai_completions.CompletionRequest(prompt="hi")
-    pieces = texts_of(openai_completions._chunks(answer, asked, service_of(chat_of("qwen3"))), "choices", 0, "text")
+    asked = openai.CompletionRequest(prompt="hi")
+    pieces = texts_of(openai._completion_chunks(answer, asked, service_of(chat_of("qwen3"))), "choices", 0, "text")
     assert pieces == ["I am", "'m not"]

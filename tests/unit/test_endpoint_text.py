@@ -4,9 +4,7 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from rltrain.data.assistant_turn import before_marks
-from rltrain.endpoint.history import chat_keys
-from rltrain.endpoint.opening import cut_at
-from rltrain.endpoint.trajectory import Trajectory, TurnEnd
+from rltrain.endpoint.opening import Trajectory, TurnEnd, chat_keys, cut_at
 from rltrain.rollout.sample import Sample, Status
 
 

@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from rltrain.data.tokenizer import TextDecoder
-from rltrain.endpoint.engine_feed import EngineFeed
-from rltrain.endpoint.mailbox import EngineMailbox
-from rltrain.endpoint.turn import EngineBusy, EngineGone
+from rltrain.endpoint.engine_feed import EngineBusy, EngineFeed, EngineGone, EngineMailbox
 from rltrain.rollout.engine import GreedyPlaces, SamplingParams
 from rltrain.rollout.groups import Mail, Turn
 from rltrain.rollout.sample import Sample, Status

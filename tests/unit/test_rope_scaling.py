@@ -9,10 +9,10 @@ import pytest
 import torch
 import transformers
 
+from rltrain.endpoint.served_engine import longest_context
 from rltrain.errors import CheckpointError, ConfigError
 from rltrain.models import DynamicScaling, YarnScaling, read_architecture
 from rltrain.models.attention import inverse_frequencies
-from rltrain.serving.engine import longest_context
 from tests.distributed.family_checkpoints import tiny_config
 from tests.distributed.tiny_checkpoints import LLAMA3_ROPE, SHAPE
 from tests.marks import slow_but

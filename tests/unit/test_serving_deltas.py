@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from rltrain.endpoint import served_engine
+from rltrain.endpoint.served_engine import NO_VERSION, Reloads
 from rltrain.errors import CheckpointError
 from rltrain.models import read_architecture
 from rltrain.rollout.embedded import allocate_parameters
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
-from rltrain.serving import deltas
-from rltrain.serving.reloading import NO_VERSION, Reloads
 from tests.delta_folders import changed_somewhat, damage, tensors_of, write_delta, write_version
 from tests.rollout_models import write_checkpoint
 
@@ -119,14 +119,14 @@ def test_weights_that_somebody_else_changed_are_of_no_version(rig: SimpleNamespa
 
 def test_what_breaks_off_is_of_no_version(rig: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that goes away in between."""
-    compare = deltas._compare
+    compare = served_engine._compare
 
     def lose(*args: Any) -> None:
         compare(*args)
         for path in rig.delta.glob("*.delta"):
             path.unlink()
 
-    monkeypatch.setattr(deltas, "_compare", lose)
+    monkeypatch.setattr(served_engine, "_compare", lose)
     with pytest.raises(
         CheckpointError, match="cannot be read: No such file or directory, after some of it was applied"
     ):

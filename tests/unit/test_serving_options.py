@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from rltrain.data.tokenizer import load_tokenizer
-from rltrain.endpoint.limits import Limits
-from rltrain.endpoint.sampling_rules import SamplingRules
-from rltrain.endpoint.server import EndpointSettings
+from rltrain.endpoint.app import EndpointSettings
+from rltrain.endpoint.requests import Limits, SamplingRules
 from rltrain.errors import ConfigError
 from rltrain.rollout.engine import SamplingParams
 from rltrain.serving.command import greeting, main, parser, sampling_of

@@ -25,17 +25,15 @@ import torch
 
 from rltrain.data.chat_format import ChatFormat
 from rltrain.data.tokenizer import TextDecoder, load_tokenizer
-from rltrain.endpoint.engine_feed import EngineFeed
-from rltrain.endpoint.limits import Limits
-from rltrain.endpoint.mailbox import EngineMailbox
-from rltrain.endpoint.sampling_rules import SamplingRules
-from rltrain.endpoint.server import EndpointServer, EndpointSettings
+from rltrain.endpoint.app import EndpointServer, EndpointSettings
+from rltrain.endpoint.engine_feed import EngineFeed, EngineMailbox
+from rltrain.endpoint.requests import Limits, SamplingRules
+from rltrain.endpoint.served_engine import EngineSettings, load_engine
 from rltrain.rollout.embedded import EmbeddedEngine
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample
 from rltrain.runtime.machine import JobThread
 from rltrain.serving.command import draw_turns
-from rltrain.serving.engine import EngineSettings, load_engine
 from rltrain.tools.quickstart.tiny_model import (
     CHAT_TEMPLATE,
     PAD,

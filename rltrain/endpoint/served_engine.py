@@ -1,0 +1,253 @@
+"""The embedded engine on a Hugging Face checkpoint, in a process that trains nothing."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from rltrain.checkpoint.hf import load_parameters
+from rltrain.data.tokenizer import TextDecoder
+from rltrain.errors import ConfigError
+from rltrain.models import read_architecture
+from rltrain.models.checkpoint_model import positions_of
+from rltrain.models.config_file import ConfigReader
+from rltrain.models.table import item_bytes
+from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters
+from rltrain.rollout.embedded.block_tables import budget_of
+from rltrain.rollout.layout import engine_layout
+from rltrain.rollout.workspace import PASS_TOKENS, workspace
+from rltrain.runtime.grid import Grid
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from rltrain.checkpoint.hf_reader import held_piece, within
+from rltrain.errors import CheckpointError
+from rltrain.models.table import Array
+from rltrain.reshard.checksums import checksum_of
+from rltrain.reshard.layout import Layout
+from rltrain.rollout.layout import form
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    checkpoint: Path
+    dtype: str
+    """float32, bfloat16, float16; auto: the checkpoint's."""
+    device: torch.device
+    max_context_tokens: int
+    max_running_requests: int
+    kv_cache_gb: float | str = "auto"
+
+
+def load_engine(settings: EngineSettings, tokenizer: "PreTrainedTokenizerBase") -> EmbeddedEngine:
+    """On the whole checkpoint. Raises UserError where it cannot be served."""
+    architecture = read_architecture(settings.checkpoint, "--checkpoint")
+    dtype = dtype_of(settings)
+    grid = Grid((0,))
+    layout = engine_layout(architecture, grid, dtype=dtype)
+    parameters = allocate_parameters(layout, 0, device=settings.device)
+    load_parameters(settings.checkpoint, layout, 0, parameters, config_key="--checkpoint")
+    needed = workspace(
+        architecture,
+        grid,
+        num_running=settings.max_running_requests,
+        prefill_tokens=max(PASS_TOKENS, settings.max_context_tokens),
+        item_bytes=item_bytes(dtype),
+    )
+    return EmbeddedEngine(
+        architecture,
+        parameters,
+        tp_group=None,
+        max_running_requests=settings.max_running_requests,
+        max_context_tokens=settings.max_context_tokens,
+        dtype=getattr(torch, dtype),
+        device=settings.device,
+        tokenizer=TextDecoder(tokenizer),
+        kv_budget=budget_of(settings.kv_cache_gb, settings.device, needed.generating),
+    )
+
+
+def longest_context(checkpoint: Path, asked: int | None) -> int:
+    """`asked`, which the checkpoint's positions must allow; by default all of them, but no more than DEFAULT."""
+    architecture = read_architecture(checkpoint, "--checkpoint")
+    if asked is not None and asked > architecture.max_positions:
+        raise ConfigError(
+            f"--max-context-tokens: got {asked}, but the checkpoint has {positions_of(architecture)}; expected at most "
+            "that"
+        )
+    return asked or min(architecture.max_positions, DEFAULT_CONTEXT_TOKENS)
+
+
+DEFAULT_CONTEXT_TOKENS = 8192
+
+
+def dtype_of(settings: EngineSettings) -> str:
+    """Of the weights."""
+    if settings.dtype != "auto":
+        return settings.dtype
+    config = ConfigReader(settings.checkpoint / "config.json", config_key="--checkpoint").values
+    named = config.get("dtype") or config.get("torch_dtype") or "float32"
+    return str(named).removeprefix("torch.")
+
+
+def check_delta(delta: form.Delta, held: str | None, layout: Layout) -> None:
+    """CheckpointError where it cannot be applied to version `held` of what lies as in `layout`."""
+    try:
+        described = delta.check(held)
+    except form.DeltaRefused as refused:
+        raise CheckpointError(f"model_path: {refused}") from None
+    tensors = layout.tensors
+    for name, tensor in described.items():
+        expected = tensors.shapes[tensors.numbers[name]] if name in tensors.numbers else None
+        if tensor.shape != expected:
+            raise CheckpointError(
+                f"model_path: {delta.folder} has tensor {name} of shape {list(tensor.shape)}; the model that is served "
+                f"has {'none of that name' if expected is None else list(expected)}"
+            )
+
+
+def apply_delta(delta: form.Delta, layout: Layout, parameters: Mapping[str, Tensor]) -> None:
+    """All of one that was checked. Raises CheckpointError where a tensor is then not what it was where the delta was
+    made: the parameters are then of no version."""
+    mine = layout.on(layout.ranks[0])
+    flats = [parameters[name].detach().view(-1) for name, _ in mine.parameters]
+    try:
+        for changed in delta.tensors():
+            number = layout.tensors.numbers[changed.name]
+            pieces = mine.pieces[mine.pieces["tensor"] == number]
+            width = int(layout.tensors.matrix_shapes[number][1])
+            for piece in pieces:
+                _put(flats[piece["parameter"]], piece, width, changed)
+            _compare(flats, pieces, width, changed)
+    except form.DeltaRefused as refused:
+        raise CheckpointError(f"model_path: {refused}, after some of it was applied") from None
+
+
+def _put(flat: Tensor, piece: Array, width: int, changed: form.Changed) -> None:
+    """What lies in a `piece` [PIECE] of the tensor, as a matrix `width` wide."""
+    rows = changed.elements // width - int(piece["row"])
+    columns = changed.elements % width - int(piece["col"])
+    inside = (rows >= 0) & (rows < int(piece["rows"])) & (columns >= 0) & (columns < int(piece["cols"]))
+    places = int(piece["offset"]) + rows[inside] * int(piece["stride"]) + columns[inside]
+    flat[places.to(flat.device)] = changed.values[inside].to(flat.device, flat.dtype)
+
+
+def _compare(flats: list[Tensor], pieces: Array, width: int, changed: form.Changed) -> None:
+    """By checksums, where parameters have every bit of the tensor's type."""
+    held_type = flats[pieces[0]["parameter"]].dtype
+    if torch.promote_types(held_type, changed.dtype) != held_type:
+        return
+    held = torch.empty(changed.numel, dtype=changed.dtype, device=flats[0].device)
+    for piece in pieces:
+        held.view(-1, width)[within(piece)] = held_piece(flats, piece).to(changed.dtype)
+    if checksum_of(held) != changed.checksum:
+        raise CheckpointError(
+            f"model_path: {changed.name} is not what was sent once it is applied; expected weights that nobody else "
+            "changes"
+        )
+
+
+STARTED_WITH = "default"
+"""What SGLang calls weights that nobody has given a version."""
+NO_VERSION = "none: an update broke off"
+"""Of weights of which only a part is new."""
+
+
+@dataclass(frozen=True)
+class _Reload:
+    checkpoint: Path
+    label: str | None
+    done: "Future[None]"
+
+
+class Reloads:
+    """Implements `EngineControl`. `carry_out` is for the thread that steps `engine`, which `wake` has look at it."""
+
+    def __init__(self, engine: EmbeddedEngine, checkpoint: Path, dtype: str, wake: Callable[[], None]) -> None:
+        self.checkpoint = checkpoint
+        self._engine, self._wake = engine, wake
+        self._architecture = read_architecture(checkpoint, "--checkpoint")
+        self._layout = engine_layout(self._architecture, Grid((0,)), dtype=dtype)
+        assert engine.policy_version is not None
+        self._version, self._labels = engine.policy_version, {engine.policy_version: STARTED_WITH}
+        self._asked: list[_Reload] = []
+        self._lock = threading.Lock()
+
+    def label(self, version: int | None = None) -> str:
+        return self._labels[self._version if version is None else version]
+
+    async def reload(self, checkpoint: Path, label: str | None) -> None:
+        asked = _Reload(checkpoint, label, Future())
+        with self._lock:
+            self._asked.append(asked)
+        self._wake()
+        await asyncio.wrap_future(asked.done)
+
+    def carry_out(self) -> None:
+        """What has been asked for since the last call. Between two steps."""
+        with self._lock:
+            asked, self._asked = self._asked, []
+        for one in asked:
+            try:
+                self._load(one)
+            except Exception as error:  # noqa: BLE001 - it is raised again where the reload was asked for
+                one.done.set_exception(error)
+            else:
+                one.done.set_result(None)
+
+    def _load(self, asked: _Reload) -> None:
+        if form.is_delta(asked.checkpoint):
+            self._apply(asked)
+        else:
+            self._load_whole(asked)
+
+    def _load_whole(self, asked: _Reload) -> None:
+        """All of it is read before anything is overwritten."""
+        if read_architecture(asked.checkpoint, "model_path") != self._architecture:
+            raise CheckpointError(
+                f"model_path: the model in {asked.checkpoint} has another architecture than the one that is served, "
+                f"{self.checkpoint}; expected the same: start another server for it"
+            )
+        layout = self._layout
+        read = allocate_parameters(layout, 0, device=torch.device("cpu"))
+        load_parameters(asked.checkpoint, layout, 0, read, config_key="model_path")
+        with self._update(asked.label or self.label()) as parameters:
+            for name, parameter in parameters.items():
+                parameter.copy_(read[name])
+        self.checkpoint = asked.checkpoint
+
+    def _apply(self, asked: _Reload) -> None:
+        """What changed since the version that is served, and which no other may be given; it is checked before."""
+        try:
+            delta = form.Delta(asked.checkpoint)
+        except form.DeltaRefused as refused:
+            raise CheckpointError(f"model_path: {refused}") from None
+        if asked.label not in (None, delta.version):
+            raise CheckpointError(
+                f"weight_version: got {asked.label} with {delta.folder}, which makes version {delta.version}"
+            )
+        check_delta(delta, self.label(), self._layout)
+        with self._update(delta.version) as parameters:
+            apply_delta(delta, self._layout, parameters)
+
+    @contextmanager
+    def _update(self, label: str) -> Iterator[Mapping[str, Tensor]]:
+        """The engine's parameters, to be written; then they are called `label`, or where that fails of no version."""
+        version = self._version + 1
+        self._engine.begin_update()
+        self._labels[version] = NO_VERSION
+        try:
+            yield self._engine.incoming(0)
+            self._labels[version] = label
+        finally:
+            self._engine.end_update(version)
+            self._version = version
