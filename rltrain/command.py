@@ -46,8 +46,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         _refuse_options_of_torchrun(arguments)
         if arguments.dry_run:
-            from rltrain.dry_run.description import describe_job
-            from rltrain.dry_run.options import DryRunOptions
+            from rltrain.planning.description import describe_job
+            from rltrain.planning.options import DryRunOptions
 
             print(describe_job(arguments.config, arguments.overrides, DryRunOptions(**_asked(arguments))))
             return 0
@@ -88,10 +88,10 @@ def check_config_in(config: "Config", worlds: Sequence[tuple[int, int]], more_ra
     """UserError for what a config can be in none of `worlds`, pairs of their ranks and those of a node. What needs
     weights, a GPU or the hub is left to the ranks. `more_ranks` tells of a job of one rank how to start more."""
     from rltrain.data.hub import repositories_of
-    from rltrain.dry_run.reward import refuse_missing_functions
-    from rltrain.legality.config import check_config
-    from rltrain.legality.placed import place_config
     from rltrain.models.checkpoint_model import are_quickly_read
+    from rltrain.planning.inputs import refuse_missing_functions
+    from rltrain.planning.validation import check_config
+    from rltrain.planning.validation_schedule import place_config
 
     check_config(config)
     refuse_missing_functions(config)

@@ -107,11 +107,11 @@ def read_config(path: str | Path) -> Config:
 def dry_run(config: schema.Config, **options: Any) -> str:
     """What a job would do, in words: `rltrain dry-run`. Needs no torchrun, GPU or weights.
 
-    `options` are those of `rltrain.dry_run.options.DryRunOptions`: world_size, ranks_per_node, gpu, ... Raises the
+    `options` are those of `rltrain.planning.options.DryRunOptions`: world_size, ranks_per_node, gpu, ... Raises the
     UserError that the job would be refused with.
     """
-    from rltrain.dry_run.description import describe
-    from rltrain.dry_run.options import DryRunOptions
+    from rltrain.planning.description import describe
+    from rltrain.planning.options import DryRunOptions
 
     return describe(config, DryRunOptions(**options))
 

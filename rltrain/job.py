@@ -15,13 +15,13 @@ from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
 from rltrain.data.hub import checkpoint_paths, with_local_copies
 from rltrain.errors import ParityError
-from rltrain.estimate.memory import memory_checkpoint_bytes
-from rltrain.estimate.planned import plan_job
-from rltrain.legality.config import check_config
-from rltrain.legality.doubts import doubts, doubts_about_models, doubts_about_variables
-from rltrain.legality.placed import place_config
 from rltrain.memory_resuming import HeldCheckpoints
 from rltrain.models import Architecture
+from rltrain.planning.doubts import doubts, doubts_about_models, doubts_about_variables
+from rltrain.planning.memory import memory_checkpoint_bytes
+from rltrain.planning.planned import plan_job
+from rltrain.planning.validation import check_config
+from rltrain.planning.validation_schedule import place_config
 from rltrain.reshard import native
 from rltrain.resuming import (
     check_resumed,

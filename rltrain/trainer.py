@@ -9,7 +9,6 @@ import torch
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.checkpointing import Checkpointing
 from rltrain.errors import DivergenceError
-from rltrain.estimate.hardware import known_gpu
 from rltrain.exchange.exchange import Exchange
 from rltrain.exchange.transport import Transport
 from rltrain.hosting import host_roles
@@ -19,6 +18,7 @@ from rltrain.observability.progress import Progress, checkpoints_of
 from rltrain.observability.reporter import Reporter, RoleWork, Sink, of_whole_job
 from rltrain.observability.run_logs import write_job
 from rltrain.observability.trace import start_trace
+from rltrain.planning.hardware import known_gpu
 from rltrain.resuming import restore
 from rltrain.roles.drawing import DrawingRole
 from rltrain.roles.evaluation_sync import EvaluationSync

@@ -9,8 +9,8 @@ import torch.distributed as dist
 import transformers
 
 from rltrain.checkpoint.hf import load_parameters
-from rltrain.estimate.memory import kv_bytes, state_bytes
 from rltrain.models import Architecture, read_architecture
+from rltrain.planning.memory import kv_bytes, state_bytes
 from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters
 from rltrain.rollout.embedded.block_tables import GB, KvBudget
 from rltrain.rollout.embedded.decoder import Record

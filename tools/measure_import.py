@@ -18,8 +18,6 @@ from unittest.mock import patch
 from import_scope import generates_by_its_own, outside
 from stand_in_models import shape_of, write_stand_in
 
-from rltrain.dry_run.description import describe_job
-from rltrain.dry_run.options import DryRunOptions
 from rltrain.errors import UserError
 from rltrain.importing import model_file
 from rltrain.importing.command import imported
@@ -28,6 +26,8 @@ from rltrain.importing.sources import FRAMEWORKS
 from rltrain.importing.steps import Rows
 from rltrain.importing.translation import Translation
 from rltrain.importing.writing import written
+from rltrain.planning.description import describe_job
+from rltrain.planning.options import DryRunOptions
 
 NO_SHAPE = "the name says no shape"
 REASONS = {

@@ -16,7 +16,7 @@ from rltrain.importing.sources import FRAMEWORKS, framework_of, read, translated
 from rltrain.importing.steps import Rows
 from rltrain.importing.translation import Translation, keys_of, refuse_differences
 from rltrain.importing.writing import written
-from rltrain.legality.config import check_config
+from rltrain.planning.validation import check_config
 
 EXIT_USER_ERROR = 2
 UNKNOWN_ROWS = Rows()

@@ -4,7 +4,7 @@ from typing import Any
 
 from rltrain.importing import model_file
 from rltrain.importing.translation import Translation
-from rltrain.legality.mechanisms import SERVED_BY_SGLANG
+from rltrain.planning.validation_models import SERVED_BY_SGLANG
 
 SERVED_APART = ("sglang", "vllm")
 FROM_REPLAY = "enable_return_routed_experts"

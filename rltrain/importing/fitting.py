@@ -9,14 +9,14 @@ from pydantic import ValidationError
 
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError, UserError
-from rltrain.estimate.hardware import Gpu, gpu_named
-from rltrain.estimate.peak import largest, rank_memories
-from rltrain.estimate.planned import plan_job
 from rltrain.importing.translation import PLACEMENT, Setting, Translation
-from rltrain.legality.architecture import check_against_architecture
-from rltrain.legality.config import check_config
-from rltrain.legality.schedule import check_schedule
 from rltrain.models.checkpoint_model import role_architectures
+from rltrain.planning.hardware import Gpu, gpu_named
+from rltrain.planning.memory import largest, rank_memories
+from rltrain.planning.planned import plan_job
+from rltrain.planning.validation import check_config
+from rltrain.planning.validation_models import check_against_architecture
+from rltrain.planning.validation_schedule import check_schedule
 from rltrain.runtime.placement import placement_of
 from rltrain.tasks.roles import model_roles, trained_roles
 

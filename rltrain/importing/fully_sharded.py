@@ -4,7 +4,7 @@ from rltrain.importing import model_file
 from rltrain.importing.batches import cut_fully_sharded
 from rltrain.importing.conversions import NOTHING, count, truth
 from rltrain.importing.translation import SourceKeys, Translation
-from rltrain.legality.mechanisms import UNTOLD_FAMILIES
+from rltrain.planning.validation_models import UNTOLD_FAMILIES
 
 NAMES = ("dp", "fsdp", "fsdp1", "fsdp2")
 """verl's and SkyRL's names of torch's FSDP."""

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from rltrain.config import schema
-from rltrain.estimate.shares import layers_of_chunks
 from rltrain.models import read_architecture
+from rltrain.planning.planned import layers_of_chunks
 from tests.distributed.cases_interleaved import GRIDS, MICRO_BATCH_TOKENS
 from tests.distributed.tiny_checkpoints import make_checkpoints
 from tests.distributed.torchrun import run_distributed

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rltrain.estimate.activations import Activations
 from rltrain.models import canonical_tensors, read_architecture
 from rltrain.models.lora import A, B
+from rltrain.planning.activations import Activations
 from tests.distributed.cases_lora import (
     FAMILIES,
     FROM_PEFT,

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from rltrain.config.loader import load_config
-from rltrain.estimate.memory import resident_bytes
-from rltrain.estimate.planned import plan_job
 from rltrain.models.checkpoint_model import role_architectures
+from rltrain.planning.memory import resident_bytes
+from rltrain.planning.planned import plan_job
 from rltrain.runtime.placement import resolve_placement
 from tests.end_to_end.jobs import REPOSITORY, train
 

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 
 from rltrain.config.loader import load_config
-from rltrain.estimate.memory import resident_bytes
-from rltrain.estimate.planned import plan_job
 from rltrain.models import read_architecture
 from rltrain.models.checkpoint_model import role_architectures
+from rltrain.planning.memory import resident_bytes
+from rltrain.planning.planned import plan_job
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import resolve_placement

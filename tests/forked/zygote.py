@@ -36,7 +36,7 @@ PRELOADED = (
     "megatron.core.optimizer",
     "megatron.core.pipeline_parallel.schedules",
     "rltrain.tools.convert_command",
-    "rltrain.dry_run.description",
+    "rltrain.planning.description",
     "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
     "torch.distributed.elastic.rendezvous.static_tcp_rendezvous",
     "torch.distributed.run",

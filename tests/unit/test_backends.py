@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 
 from rltrain.errors import ConfigError, PlacementError
-from rltrain.estimate.memory import host_bytes, resident_bytes, working_bytes
-from rltrain.estimate.planned import PlannedJob
-from rltrain.legality.architecture import check_against_architecture
-from rltrain.legality.config import check_config
 from rltrain.models import MoE
 from rltrain.models.architecture import Unlisted
 from rltrain.models.checkpoint_model import reference_uses_actor_modules
 from rltrain.models.flops import forward_flops
 from rltrain.models.table import CanonicalTensors
+from rltrain.planning.memory import host_bytes, resident_bytes, working_bytes
+from rltrain.planning.planned import PlannedJob
+from rltrain.planning.validation import check_config
+from rltrain.planning.validation_models import check_against_architecture
 from rltrain.runtime.placement import role_grids
 from tests.model_shards import tiny_architecture
 from tests.unit.schedule_configs import make_config, place

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rltrain.config import schema
 from rltrain.errors import ConfigError, RewardError
-from rltrain.legality.config import check_config
+from rltrain.planning.validation import check_config
 from rltrain.rewards.answers import Scorable
 from rltrain.rewards.functions import RewardFunction
 from rltrain.rewards.scorer import CombinedScorer, Scores, combined

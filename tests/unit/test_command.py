@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from rltrain.command import EXIT_USER_ERROR, main
-from rltrain.dry_run import description
-from rltrain.dry_run.options import DryRunOptions
 from rltrain.evaluating.command import main as evaluate
+from rltrain.planning import description
+from rltrain.planning.options import DryRunOptions
 
 CALL = ["--config", "c.yaml"]
 

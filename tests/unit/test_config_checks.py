@@ -7,8 +7,8 @@ import pytest
 
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError, PlacementError
-from rltrain.legality.architecture import check_against_architecture
-from rltrain.legality.config import check_config
+from rltrain.planning.validation import check_config
+from rltrain.planning.validation_models import check_against_architecture
 from rltrain.runtime.placement import resolve_placement, role_grids
 from tests.model_shards import MOE, tiny_architecture
 

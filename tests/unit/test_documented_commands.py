@@ -19,9 +19,9 @@ from rltrain.command import OF_EVERY_CALL
 from rltrain.commands.main import SUBCOMMANDS
 from rltrain.commands.ranks import torchrun_command
 from rltrain.config.loader import load_config
-from rltrain.dry_run.description import describe_job
-from rltrain.dry_run.options import DryRunOptions
 from rltrain.errors import UserError
+from rltrain.planning.description import describe_job
+from rltrain.planning.options import DryRunOptions
 from tests.forked.popen import run
 from tests.unit.documented_commands import (
     PAGES,

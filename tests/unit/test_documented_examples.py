@@ -13,12 +13,12 @@ import pytest
 import yaml
 
 from rltrain.config.loader import Source, read_source, validated
-from rltrain.dry_run.description import describe
-from rltrain.dry_run.options import DryRunOptions
 from rltrain.environments.agent import SESSION, Agent
 from rltrain.environments.interface import StepResult
 from rltrain.errors import UserError
-from rltrain.estimate.hardware import gpu_named
+from rltrain.planning.description import describe
+from rltrain.planning.hardware import gpu_named
+from rltrain.planning.options import DryRunOptions
 from rltrain.sandbox.means import means
 from tests.talking_engine import byte_tokenizer, endpoint
 from tests.unit.documented_commands import PAGES

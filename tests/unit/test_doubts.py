@@ -7,9 +7,9 @@ import pytest
 
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
-from rltrain.dry_run.description import describe_job
-from rltrain.dry_run.options import DryRunOptions
-from rltrain.legality.doubts import VARIABLES, doubts, doubts_about_variables
+from rltrain.planning.description import describe_job
+from rltrain.planning.doubts import VARIABLES, doubts, doubts_about_variables
+from rltrain.planning.options import DryRunOptions
 from rltrain.runtime.placement import resolve_placement
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"

@@ -7,11 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rltrain.config.schema import Config
-from rltrain.dry_run.description import describe_job
-from rltrain.dry_run.memory import describe_memory
-from rltrain.dry_run.options import DryRunOptions
-from rltrain.dry_run.steps import by_task, describe_mode, describe_order, describe_overlaps
 from rltrain.errors import DataError
+from rltrain.planning.description import (
+    by_task,
+    describe_job,
+    describe_memory,
+    describe_mode,
+    describe_order,
+    describe_overlaps,
+)
+from rltrain.planning.options import DryRunOptions
 from rltrain.runtime.placement import resolve_placement
 from rltrain.schedule.order import Order
 from rltrain.schedule.steps import build_order, fullest_step, steady_order

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.dry_run.description import describe_job
-from rltrain.dry_run.options import DryRunOptions
-from rltrain.dry_run.sizes import seconds, size, sizes
 from rltrain.errors import ConfigError
-from rltrain.estimate.hardware import GPUS
+from rltrain.planning.description import describe_job
+from rltrain.planning.hardware import GPUS
+from rltrain.planning.options import DryRunOptions
+from rltrain.planning.sizes import seconds, size, sizes
 from rltrain.tools.quickstart.tiny_model import Size, qwen3_config
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"

@@ -7,8 +7,8 @@ import pytest
 
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
-from rltrain.dry_run.reward import describe_environment, describe_reward
 from rltrain.errors import ConfigError
+from rltrain.planning.inputs import describe_environment, describe_reward
 
 SHIPPED = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
 

@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rltrain.estimate.hardware import GB, GPUS
-from rltrain.estimate.memory import cache_on_gpu, working_bytes
-from rltrain.estimate.peak import largest, rank_memories
 from rltrain.models import read_architecture
+from rltrain.planning.hardware import GB, GPUS
+from rltrain.planning.memory import cache_on_gpu, largest, rank_memories, working_bytes
 from rltrain.rollout.embedded.engine import budget_within
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample

@@ -8,14 +8,12 @@ import pytest
 
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
-from rltrain.estimate.activations import Activations
-from rltrain.estimate.changes import best_changes
-from rltrain.estimate.hardware import GB, GPUS, gpu_named
-from rltrain.estimate.memory import kv_bytes, memory_checkpoint_bytes, resident_bytes
-from rltrain.estimate.peak import largest, rank_memories
-from rltrain.estimate.planned import plan_job
-from rltrain.estimate.shares import served_bytes
 from rltrain.models import canonical_tensors, quantizable_tensors
+from rltrain.planning.activations import Activations
+from rltrain.planning.hardware import GB, GPUS, gpu_named
+from rltrain.planning.memory import kv_bytes, largest, memory_checkpoint_bytes, rank_memories, resident_bytes
+from rltrain.planning.planned import plan_job, served_bytes
+from rltrain.planning.search import best_changes
 from rltrain.runtime.placement import resolve_placement
 from rltrain.tasks.roles import DECLARED
 from tests.model_shards import tiny_architecture

@@ -4,12 +4,11 @@ from typing import Any
 
 import pytest
 
-from rltrain.estimate.hardware import GPUS
-from rltrain.estimate.memory import host_bytes, resident_bytes, working_bytes
-from rltrain.estimate.optimizer import STAGING_BYTES, orthogonalizing_s
-from rltrain.estimate.planned import PlannedJob
-from rltrain.estimate.training_time import TrainingTime
-from rltrain.estimate.workload import Workload
+from rltrain.planning.hardware import GPUS
+from rltrain.planning.memory import host_bytes, resident_bytes, working_bytes
+from rltrain.planning.optimizer_memory import STAGING_BYTES, orthogonalizing_s
+from rltrain.planning.planned import PlannedJob, Workload
+from rltrain.planning.task_time import TrainingTime
 from tests.unit.test_estimated_memory import job_of
 from tools.benchmarks.model_shapes import qwen3_8b, qwen3_30b_a3b
 

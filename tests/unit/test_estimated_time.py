@@ -6,18 +6,21 @@ import numpy as np
 import pytest
 
 from rltrain.errors import ConfigError, DataError
-from rltrain.estimate.calibration import calibration_of
-from rltrain.estimate.delta import sent_share
-from rltrain.estimate.hardware import GPUS
-from rltrain.estimate.links import group_link
-from rltrain.estimate.peak import cache_bytes, rank_memories
-from rltrain.estimate.rollout_time import decode_step, generation, weights_read
-from rltrain.estimate.search import proposals
-from rltrain.estimate.step_time import Calibration, Clock
-from rltrain.estimate.sync_time import PlannedSync, least_sync_s
-from rltrain.estimate.training_time import SHORT_TOKENS, SHORTEST_FRACTION, TrainingTime
-from rltrain.estimate.workload import Workload
 from rltrain.observability.run_logs import write_job
+from rltrain.planning.hardware import GPUS, group_link
+from rltrain.planning.memory import cache_bytes, rank_memories, sent_share
+from rltrain.planning.planned import Workload
+from rltrain.planning.search import calibration_of, proposals
+from rltrain.planning.step_time import Calibration, Clock
+from rltrain.planning.sync_time import PlannedSync, least_sync_s
+from rltrain.planning.task_time import (
+    SHORT_TOKENS,
+    SHORTEST_FRACTION,
+    TrainingTime,
+    decode_step,
+    generation,
+    weights_read,
+)
 from rltrain.tools.quickstart.tiny_model import Size, qwen3_config
 from rltrain.training import packed_attention
 from tests.unit.test_estimated_memory import anything, job_of

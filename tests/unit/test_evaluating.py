@@ -14,8 +14,8 @@ from rltrain.data.hub import repositories_of
 from rltrain.errors import CheckpointError
 from rltrain.evaluating.command import main
 from rltrain.evaluating.overrides import evaluation_overrides
-from rltrain.legality.config import check_config
 from rltrain.observability.evaluations import EvaluationTable
+from rltrain.planning.validation import check_config
 from tests.unit.schedule_configs import make_config
 
 TRAINING = """

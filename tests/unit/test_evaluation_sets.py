@@ -6,7 +6,7 @@ import pytest
 
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
-from rltrain.legality.config import check_config
+from rltrain.planning.validation import check_config
 from tests.unit.schedule_configs import make_config
 
 HARD = {"name": "hard", "data": {"path": "h"}, "sampling": {"temperature": 0.7}, "samples_per_prompt": 4}

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from rltrain.config.loader import load_config
-from rltrain.dry_run.description import describe_job
-from rltrain.dry_run.options import DryRunOptions
-from rltrain.legality.config import check_config
+from rltrain.planning.description import describe_job
+from rltrain.planning.options import DryRunOptions
+from rltrain.planning.validation import check_config
 from tests.distributed.family_checkpoints import SHAPE, tiny_config
 from tests.forked.popen import REPOSITORY
 from tests.gpu.jobs import JOBS, WARMED_UP

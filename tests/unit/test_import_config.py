@@ -8,14 +8,14 @@ import yaml
 
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
-from rltrain.dry_run.description import describe_job
-from rltrain.dry_run.options import DryRunOptions
 from rltrain.errors import ConfigError
 from rltrain.importing.command import imported, main
 from rltrain.importing.sources import framework_of
 from rltrain.importing.steps import Rows
 from rltrain.importing.translation import Translation
 from rltrain.importing.writing import written
+from rltrain.planning.description import describe_job
+from rltrain.planning.options import DryRunOptions
 
 SLIME = """
 #!/bin/bash

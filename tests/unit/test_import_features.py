@@ -8,13 +8,13 @@ import pytest
 
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
-from rltrain.dry_run.description import describe_job
-from rltrain.dry_run.options import DryRunOptions
 from rltrain.errors import ConfigError
 from rltrain.importing.command import imported
 from rltrain.importing.steps import Rows
 from rltrain.importing.translation import Translation
 from rltrain.importing.writing import written
+from rltrain.planning.description import describe_job
+from rltrain.planning.options import DryRunOptions
 
 SLIME = """python3 train.py --actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate --rollout-num-gpus-per-engine 4
  --hf-checkpoint MODEL --prompt-data /data/a.jsonl --input-key prompt --label-key label --rm-type math --num-rollout 9

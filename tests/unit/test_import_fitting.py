@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from rltrain.errors import ConfigError
-from rltrain.estimate.hardware import gpu_named
 from rltrain.importing.command import imported
 from rltrain.importing.fitting import peak_bytes
 from rltrain.importing.translation import Translation
+from rltrain.planning.hardware import gpu_named
 
 COMMAND = """python3 train.py --actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate --rollout-num-gpus-per-engine 2
  --hf-checkpoint MODEL --prompt-data /data/a.jsonl --input-key prompt --label-key label --rm-type math --num-rollout 9

@@ -3,11 +3,10 @@
 from pathlib import Path
 
 from rltrain.config.loader import load_config
-from rltrain.dry_run.description import describe_job
-from rltrain.dry_run.options import DryRunOptions
-from rltrain.dry_run.shapes import SHIPPED
-from rltrain.legality.doubts import doubts_about_models
 from rltrain.models import read_architecture
+from rltrain.planning.description import describe_job
+from rltrain.planning.doubts import doubts_about_models
+from rltrain.planning.options import SHIPPED, DryRunOptions
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 

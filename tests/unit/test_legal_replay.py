@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from rltrain.errors import ConfigError
-from rltrain.estimate.memory import host_bytes, kv_bytes, resident_bytes, working_bytes
-from rltrain.legality.config import check_config
-from rltrain.legality.router_replay import replay_problems, replay_problems_of_models
+from rltrain.planning.memory import host_bytes, kv_bytes, resident_bytes, working_bytes
+from rltrain.planning.validation import check_config
+from rltrain.planning.validation_models import replay_problems, replay_problems_of_models
 from rltrain.runtime.grid import Grid
 from tests.model_shards import tiny_architecture
 from tests.unit.schedule_configs import make_config

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from rltrain.errors import ConfigError
-from rltrain.legality.schedule import check_schedule
+from rltrain.planning.validation_schedule import check_schedule
 from rltrain.runtime.placement import role_grids
 from tests.unit.schedule_configs import GRPO, PPO, make_config, place
 
@@ -202,7 +202,7 @@ REFUSED = {
 
 
 def test_groups_are_not_selected_by_what_a_model_says_later(monkeypatch):
-    monkeypatch.setattr("rltrain.legality.dynamic_sampling.informing", lambda role, transfer: [("critic", None)])
+    monkeypatch.setattr("rltrain.planning.validation_schedule.informing", lambda role, transfer: [("critic", None)])
     placement = {"actor,critic": 0, "rollout,reward": 1}
     message = refusal(algorithm="ppo", placement=placement, batch={"dynamic_sampling": {}})
     assert message.startswith("placement.critic: placed with batch.dynamic_sampling, which selects groups before")

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rltrain.errors import ConfigError
-from rltrain.legality.config import check_config
+from rltrain.planning.validation import check_config
 from tests.unit.schedule_configs import make_config
 
 HTTP = {"engine": "http", "urls": ["http://server"]}

@@ -6,11 +6,11 @@ import pytest
 
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
-from rltrain.estimate.activations import Activations
-from rltrain.estimate.memory import working_bytes
-from rltrain.legality.config import check_config
-from rltrain.legality.fake_quantization import fake_quantization_problems, fake_quantization_problems_of_models
 from rltrain.models import Architecture
+from rltrain.planning.activations import Activations
+from rltrain.planning.memory import working_bytes
+from rltrain.planning.validation import check_config
+from rltrain.planning.validation_models import fake_quantization_problems, fake_quantization_problems_of_models
 from rltrain.runtime.grid import Grid
 from tests.model_shards import tiny_architecture
 from tests.unit.schedule_configs import make_config

@@ -8,12 +8,11 @@ import pytest
 
 from rltrain.config.rollout import Http
 from rltrain.errors import ConfigError
-from rltrain.estimate.hardware import GPUS
-from rltrain.estimate.memory import working_bytes
-from rltrain.estimate.peak import rank_memories
-from rltrain.estimate.sync_time import least_sync_s, received_bytes
-from rltrain.legality.config import check_config
-from rltrain.legality.http_engines import url_problems
+from rltrain.planning.hardware import GPUS
+from rltrain.planning.memory import rank_memories, working_bytes
+from rltrain.planning.problems import url_problems
+from rltrain.planning.sync_time import least_sync_s, received_bytes
+from rltrain.planning.validation import check_config
 from rltrain.rollout.servers.fleet import checked, read
 from rltrain.rollout.servers.http_engine import token_of
 from tests.unit.schedule_configs import make_config

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from rltrain.errors import ConfigError
-from rltrain.legality.config import check_config
-from rltrain.legality.doubts import doubts
+from rltrain.planning.doubts import doubts
+from rltrain.planning.validation import check_config
 from tests.unit.schedule_configs import NO_EVALUATION, PPO, make_config, place
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

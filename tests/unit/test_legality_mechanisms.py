@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from rltrain.errors import ConfigError
-from rltrain.legality.architecture import check_against_architecture
 from rltrain.models import Architecture, DynamicScaling, LongRopeScaling, YarnScaling
+from rltrain.planning.validation_models import check_against_architecture
 from rltrain.runtime.placement import resolve_placement, role_grids
 from tests.model_shards import tiny_architecture
 from tests.unit.schedule_configs import make_config

@@ -4,7 +4,7 @@ import pytest
 
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
-from rltrain.legality.schedule import check_schedule
+from rltrain.planning.validation_schedule import check_schedule
 from rltrain.runtime.placement import resolve_placement, role_grids
 
 ASYNCHRONOUS = {"mode": "asynchronous", "max_staleness": 1}

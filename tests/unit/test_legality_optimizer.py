@@ -6,7 +6,7 @@ import pytest
 
 from rltrain.config.schema import Optimizer
 from rltrain.errors import ConfigError
-from rltrain.legality.config import check_config
+from rltrain.planning.validation import check_config
 from tests.unit.schedule_configs import make_config
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

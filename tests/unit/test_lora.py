@@ -13,16 +13,16 @@ from rltrain.checkpoint.peft_files import load_adapters
 from rltrain.config.models import Lora
 from rltrain.config.schema import Config
 from rltrain.errors import CheckpointError, ConfigError
-from rltrain.estimate.memory import resident_bytes, working_bytes
-from rltrain.estimate.planned import PlannedJob, plan_job
-from rltrain.estimate.sync_time import PlannedSync
-from rltrain.legality.architecture import check_against_architecture
-from rltrain.legality.config import check_config
-from rltrain.legality.lora import adapted_model_problems
 from rltrain.models import canonical_tensors
 from rltrain.models.architecture import Architecture
 from rltrain.models.canonical import table_of
 from rltrain.models.lora import target_of, targets_in
+from rltrain.planning.memory import resident_bytes, working_bytes
+from rltrain.planning.planned import PlannedJob, plan_job
+from rltrain.planning.problems import adapted_model_problems
+from rltrain.planning.sync_time import PlannedSync
+from rltrain.planning.validation import check_config
+from rltrain.planning.validation_models import check_against_architecture
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.rollout.layout import engine_layout

@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from rltrain.config.schema import Config
-from rltrain.dry_run.evaluation import describe_evaluation, estimator_of_sets
-from rltrain.dry_run.options import DryRunOptions
 from rltrain.errors import ConfigError
-from rltrain.estimate.changes import best_changes
-from rltrain.estimate.hardware import GPUS
-from rltrain.estimate.peak import rank_memories
-from rltrain.estimate.step_time import Clock
-from rltrain.estimate.workload import Workload
-from rltrain.legality.config import check_config
-from rltrain.legality.repeating import obstacle_to_repeating
-from rltrain.legality.schedule import check_schedule
 from rltrain.observability.evaluations import best_verdict_of
+from rltrain.planning.description import describe_evaluation, estimator_of_sets
+from rltrain.planning.doubts import obstacle_to_repeating
+from rltrain.planning.hardware import GPUS
+from rltrain.planning.memory import rank_memories
+from rltrain.planning.options import DryRunOptions
+from rltrain.planning.planned import Workload
+from rltrain.planning.search import best_changes
+from rltrain.planning.step_time import Clock
+from rltrain.planning.validation import check_config
+from rltrain.planning.validation_schedule import check_schedule
 from rltrain.roles import evaluation as evaluation_module
 from rltrain.roles.evaluation import Evaluation
 from rltrain.runtime.grid import Grid

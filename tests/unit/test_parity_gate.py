@@ -14,7 +14,7 @@ from rltrain.algorithms.policy_loss import policy_loss
 from rltrain.config.schema import Checks, Loss
 from rltrain.data.experience import Experience
 from rltrain.errors import ConfigError, ParityError
-from rltrain.legality.config import check_config
+from rltrain.planning.validation import check_config
 from rltrain.roles.parity_gate import ParityGate
 from tests.unit.packed_experience import packed_experience
 from tests.unit.schedule_configs import NO_EVALUATION, make_config

@@ -15,13 +15,13 @@ from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.checkpoint.hf_writer import save_checkpoint
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
-from rltrain.estimate.activations import Activations
-from rltrain.legality.config import check_config
-from rltrain.legality.mtp import mtp_problems, mtp_problems_of_models
 from rltrain.models import Architecture, canonical_tensors, prediction_layer, read_architecture
 from rltrain.models.checkpoint_model import role_architectures
 from rltrain.models.prediction import PREDICTIONS, num_predicting
 from rltrain.models.table import is_hidden_matrix
+from rltrain.planning.activations import Activations
+from rltrain.planning.validation import check_config
+from rltrain.planning.validation_models import mtp_problems, mtp_problems_of_models
 from rltrain.reshard.layout import hf_layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.resuming import _architecture_problems

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.dry_run.description import describe_job
-from rltrain.dry_run.options import DryRunOptions
+from rltrain.planning.description import describe_job
+from rltrain.planning.options import DryRunOptions
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "tools"))

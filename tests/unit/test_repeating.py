@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from rltrain.dry_run.description import describe_repeating
-from rltrain.legality.repeating import obstacle_to_repeating
-from rltrain.legality.schedule import check_schedule
+from rltrain.planning.description import describe_repeating
+from rltrain.planning.doubts import obstacle_to_repeating
+from rltrain.planning.validation_schedule import check_schedule
 from rltrain.runtime.placement import role_grids
 from tests.unit.schedule_configs import make_config, place
 

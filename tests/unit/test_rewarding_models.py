@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from rltrain.config import schema
 from rltrain.errors import CheckpointError, ConfigError
-from rltrain.legality.config import check_config
 from rltrain.models.checkpoint_model import require_classifier
+from rltrain.planning.validation import check_config
 from rltrain.rewards.answers import Scorable
 from rltrain.rewards.functions import Wants
 from rltrain.rewards.scorer import (

@@ -2,9 +2,9 @@
 
 import pytest
 
-from rltrain.estimate.hardware import known_gpu
 from rltrain.models.flops import forward_flops
 from rltrain.observability.reporter import RoleWork, of_whole_job
+from rltrain.planning.hardware import known_gpu
 from rltrain.roles.operations import Operations
 from tests.model_shards import tiny_architecture
 

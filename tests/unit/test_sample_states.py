@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rltrain.errors import ConfigError
-from rltrain.estimate.memory import kv_bytes, state_bytes
+from rltrain.planning.memory import kv_bytes, state_bytes
 from rltrain.rollout.embedded.block_tables import KvBudget, num_blocks
 from rltrain.rollout.embedded.kv_cache import KvCache
 from rltrain.rollout.embedded.sample_states import SampleStates, StateShape

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from rltrain.config.loader import load_config
-from rltrain.dry_run.description import describe_job
-from rltrain.dry_run.options import DryRunOptions
-from rltrain.dry_run.shapes import SHIPPED, shipped_folder
-from rltrain.legality.config import check_config
+from rltrain.planning.description import describe_job
+from rltrain.planning.options import SHIPPED, DryRunOptions, shipped_folder
+from rltrain.planning.validation import check_config
 from rltrain.runtime.placement import resolve_placement, role_grids
 from rltrain.tools.quickstart import additions
 

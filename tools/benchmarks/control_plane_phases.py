@@ -24,7 +24,7 @@ from rltrain.data.experience import Experience
 from rltrain.exchange.exchange import Exchange, Route, Shipment
 from rltrain.exchange.transport import Transport
 from rltrain.job import listen_for_stop
-from rltrain.legality.schedule import check_schedule
+from rltrain.planning.validation_schedule import check_schedule
 from rltrain.reshard.agreement import Agreement
 from rltrain.reshard.plan import TRANSFER
 from rltrain.reshard.rounds import STAGES, StageStreams, streams

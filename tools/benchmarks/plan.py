@@ -22,10 +22,10 @@ from typing import Any
 from model_shapes import deepseek_v3, qwen3_8b, qwen3_30b_a3b, qwen3_32b
 
 from rltrain.models import Architecture
+from rltrain.planning.sync_time import Links, predict
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan import Planner
-from rltrain.reshard.plan.prediction import Links, predict
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
 

@@ -6,7 +6,7 @@ estimates give for the same jobs.
 Published: NVIDIA-NeMo/RL, docs/about/performance-summary.md. Sizes, batches and mean sequence lengths are those of its
 table for v0.4, steps those of v0.4 and, where it is known, of v0.6. Assumed: prompts of 160 tokens, the longest
 response as long as the sequence allows, full recomputation, SGLang as the engine, micro-batches of one longest
-sequence, and nothing but the efficiencies of rltrain/estimate/hardware.py.
+sequence, and nothing but the efficiencies of rltrain/planning/hardware.py.
 
 Training alone: NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md, 25.11 on DGX-H100, with its sizes, but not
 interleaved where layers do not divide. It was in FP8, of which the estimate knows nothing; tokens were spread evenly
@@ -25,13 +25,16 @@ sys.path.insert(0, str(REPOSITORY))
 from model_shapes import deepseek_v3, qwen3_30b_a3b, qwen3_32b, qwen3_235b_a22b  # noqa: E402
 
 from rltrain.config.schema import Config  # noqa: E402
-from rltrain.estimate.hardware import GPUS  # noqa: E402
-from rltrain.estimate.peak import largest, rank_memories  # noqa: E402
-from rltrain.estimate.planned import PlannedJob, plan_job  # noqa: E402
-from rltrain.estimate.step_time import Clock  # noqa: E402
-from rltrain.estimate.training_time import TrainingTime  # noqa: E402
-from rltrain.estimate.workload import Workload  # noqa: E402
 from rltrain.models import Architecture  # noqa: E402
+from rltrain.planning.hardware import GPUS  # noqa: E402
+from rltrain.planning.memory import largest, rank_memories  # noqa: E402
+from rltrain.planning.planned import (  # noqa: E402
+    PlannedJob,
+    Workload,  # noqa: E402
+    plan_job,
+)
+from rltrain.planning.step_time import Clock  # noqa: E402
+from rltrain.planning.task_time import TrainingTime  # noqa: E402
 from rltrain.runtime.placement import resolve_placement  # noqa: E402
 
 PROMPT_TOKENS = 160

@@ -1,0 +1,149 @@
+"""What a config may ask for and is probably not meant: worth a warning, in the dry run and at the start of a job."""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from rltrain.algorithms.registry import algorithm_of
+from rltrain.config.schema import Config
+from rltrain.errors import one_of
+from rltrain.models import Architecture
+from rltrain.rewards.functions import TRUSTED
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.placement import Placement, format_ranks
+from rltrain.schedule.memory_plan import ranks_left_by_engines
+from rltrain.schedule.shape import RunShape
+from rltrain.tasks.roles import served_roles
+
+OF_SEQUENCES = ("gspo", "geometric_mean")
+"""Policy losses that are a mean over sequences."""
+
+
+OF_TESTS = "RLTRAIN_TEST_"
+VARIABLES = (
+    "RLTRAIN_BROWSER",
+    "RLTRAIN_CUDA_ARCHITECTURES",
+    "RLTRAIN_GPU_START",
+    "RLTRAIN_NATIVE",
+    "RLTRAIN_PYTHON",
+    "RLTRAIN_ROW",
+    "RLTRAIN_RUN",
+    "RLTRAIN_SESSION_URL",
+    "RLTRAIN_SGLANG_PYTHON",
+    "RLTRAIN_SGLANG_TOKEN",
+)
+"""Of the environment, that anything of rltrain's reads or sets."""
+
+
+def doubts_about_variables(environment: Iterable[str]) -> Iterator[str]:
+    """Variables that are meant for rltrain by their names, and that nothing reads."""
+    for name in sorted(environment):
+        if name.startswith("RLTRAIN_") and not name.startswith(OF_TESTS) and name not in VARIABLES:
+            yield f"the environment variable {name} is read by nobody; expected {one_of(name, VARIABLES)}"
+
+
+def doubts_about_models(config: Config, architectures: Mapping[str, Architecture]) -> Iterator[str]:
+    """As `doubts`, of the models' config.json; `architectures` are by role, and none where there is no such file."""
+    algorithm, actor = algorithm_of(config), architectures.get("actor")
+    if actor is None or actor.moe is None or not (algorithm.trains and algorithm.generates):
+        return
+    model, rounded = config.model, config.rollout.dtype == "fp8"
+    if model.router_replay != "off" or config.backend_of("actor") != "megatron":
+        return
+    if model.dtype != "float32" or rounded:
+        weights = "rollout.dtype fp8" if rounded else f"model.dtype {model.dtype}"
+        yield (
+            f"model.router_replay: got off with experts and {weights}, in which the engine and the actor choose other "
+            "experts for some tokens, by which runs have come to grief; expected rollout: the actor's tokens visit the "
+            f"experts that the engine chose, for {actor.routing_bytes} bytes a token"
+        )
+
+
+def doubts(config: Config, placement: Placement, *, on_gpus: bool = True) -> Iterator[str]:
+    """One sentence each, with the config key and what to do."""
+    if idle := placement.idle:
+        who = f"ranks {format_ranks(idle)} host" if len(idle) > 1 else f"rank {idle[0]} hosts"
+        yield (
+            f"placement: {who} no role and will do nothing; expected a role on every rank: name more ranks for one, or "
+            f"start {len(placement.hosting)} ranks"
+        )
+    if config.evaluation.interval and not config.evaluations:
+        yield (
+            f"evaluation.interval: got {config.evaluation.interval} without data.eval, so nothing will be evaluated; "
+            "expected held-out prompts in data.eval or evaluation.sets, or 0"
+        )
+    if config.loss.policy in OF_SEQUENCES and config.loss.normalization == "token_mean":
+        yield (
+            f"loss.normalization: got token_mean with loss.policy {config.loss.policy}, so a sequence counts the more "
+            "the longer it is; expected sequence_mean, which its paper has"
+        )
+    if on_gpus and config.synced_delta and (ranks := ranks_left_by_engines(config, placement)):
+        yield (
+            f"weight_sync.delta: got a section with rollout.offload auto on ranks {format_ranks(ranks)}, where engines "
+            "share GPUs with other roles and give their weights up before every sync, which then sends everything; "
+            "expected rollout.offload: false, engines on ranks of their own, or weight_sync.delta: null"
+        )
+    limits = {key: getattr(config.checks, key) for key in ("max_logprob_diff", "max_kl")}
+    if any(limits.values()) and config.schedule.mode == "asynchronous" and not config.schedule.in_flight_sync:
+        key = next(key for key, limit in limits.items() if limit)
+        yield (
+            f"checks.{key}: got {limits[key]} with schedule.mode asynchronous and schedule.in_flight_sync false, so "
+            "every token is of older weights than those that it is compared under, and none is checked; expected "
+            "in_flight_sync: true, or null"
+        )
+    if "rollout" not in config.placed_roles:
+        return
+    if config.model.residual != config.model.dtype and config.rollout.engine == "sglang":
+        yield (
+            f"model.residual_dtype: got {config.model.residual_dtype} with rollout.engine sglang, which rounds what "
+            f"its layers add up to model.dtype {config.model.dtype}: only the trainer heeds it; expected null, or "
+            "rollout.engine: embedded"
+        )
+    if config.rollout.dtype == "fp8" and config.loss.old_logprobs == "actor" and config.loss.correction.high is None:
+        yield (
+            "rollout.dtype: got fp8 with loss.correction.high null, so samples that the rounded weights drew count as "
+            "the actor's own; expected a bound such as 2.0: tokens are then weighed by how likely the actor finds them"
+        )
+
+
+def obstacle_to_repeating(config: Config, grids: Mapping[str, Grid]) -> str | None:
+    """What lets two runs of `config` differ; None where nothing does.
+
+    An engine draws the same as long as it begins and ends the same at the same decode steps. One that is alone counts
+    those itself; of several, as of a server that decodes whether or not it is asked, the fastest is first.
+    """
+    for role in (role for role in served_roles() if role in grids):
+        served, key = config.served(role), config.engine_key(role, "sglang.args.enable_deterministic_inference")
+        if served.engine == "sglang" and not served.sglang.heeds_seeds:
+            return f"SGLang draws with random numbers of its own ({key})"
+        if served.engine == "http":
+            return f"servers that somebody else runs draw as they were started to ({role}.engine http)"
+    if config.evaluates_apart and config.stop_metric is not None:
+        return "when an evaluation beside training is over decides at which step it ends training (evaluation.stop_at)"
+    if "rollout" not in grids:
+        return None
+    rollout, num_engines, shape = config.rollout, grids["rollout"].dp, RunShape.of(config)
+    if shape.syncs_in_flight:
+        return "responses go on with new weights as soon as there are any (schedule.in_flight_sync)"
+    if shape.selects_groups and not TRUSTED.issuperset(config.reward.names):
+        return (
+            "when a reward function answers decides at which decode step other prompts take the place of those that "
+            "are dropped (batch.dynamic_sampling)"
+        )
+    left_open = _left_to_the_fastest(config, shape)
+    if left_open and num_engines > 1:
+        return f"{left_open} depends on how fast each of the {num_engines} engines is"
+    if left_open and rollout.engine == "sglang":
+        return f"{left_open} depends on how fast the SGLang server is"
+    return None
+
+
+def _left_to_the_fastest(config: Config, shape: RunShape) -> str | None:
+    """What engines that get done at different times settle between them."""
+    if config.schedule.partial_rollouts:
+        return "which responses a generate task leaves to the next (schedule.partial_rollouts)"
+    if shape.selects_groups:
+        return "when prompts take the place of those that are dropped (batch.dynamic_sampling)"
+    if shape.num_chunks > 1:
+        return "which prompts make up a chunk (schedule.chunks)"
+    if shape.shares_prompts:
+        return "which prompts an engine takes (schedule.mode)"
+    return None

@@ -1,0 +1,229 @@
+"""What a role's optimizer holds on a rank, on the device and on the host, and how long its steps take."""
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from rltrain.config.schema import Trained
+from rltrain.models import Architecture, canonical_tensors
+from rltrain.models.experts import is_expert
+from rltrain.models.lora import A
+from rltrain.models.table import is_hidden_matrix
+from rltrain.planning.hardware import Gpu, GridLinks
+from rltrain.planning.planned import (
+    Elements,
+    PlannedJob,
+    expert_data_parallel,
+    in_buffers,
+    one_replica,
+    trained_elements,
+)
+from rltrain.reshard.fsdp_layout import fsdp_layout, whole_parameters
+from rltrain.reshard.megatron_layout import megatron_layout
+from rltrain.runtime.grid import Grid
+from rltrain.tasks.roles import trained_roles
+
+FP32 = 4
+MOMENTS = 2
+LAYERS_AT_ONCE = 2
+"""That are whole: one is gathered while another computes."""
+LAYER = re.compile(r".*?\.(\d+)\.")
+
+
+@lru_cache(maxsize=1024)
+def held_elements(architecture: Architecture, grid: Grid) -> int:
+    """Of the shards on the rank with most, the first: shards are rounded up."""
+    return sum(prod(shape) for _, shape in fsdp_layout(architecture, grid).on(grid.ranks[0]).parameters)
+
+
+@lru_cache(maxsize=64)
+def whole_elements(architecture: Architecture) -> tuple[int, int]:
+    """(of the largest layer, of what is in no layer)"""
+    tensors, sizes = canonical_tensors(architecture), Counter[str]()
+    for name, shape in zip(tensors.names, tensors.shapes, strict=True):
+        found = LAYER.match(name)
+        sizes[found[1] if found else ""] += prod(shape)
+    outside = sizes.pop("", 0)
+    return max(sizes.values(), default=0), outside
+
+
+@lru_cache(maxsize=64)
+def whole_a_elements(adapted: Architecture) -> int:
+    """Of the halves A of adapters, which every rank has whole to merge its rows with; those of experts are sharded as
+    these are."""
+    whole = whole_parameters(adapted)
+    shapes = dict(zip(whole.names, whole.shapes, strict=True))
+    return sum(prod(shape) for name, shape in shapes.items() if name.endswith(A) and len(shape) == 2)
+
+
+def sharded_bytes(job: PlannedJob, role: str) -> dict[str, int]:
+    """Of each part of a role's memory. Shards of a model in training are the fp32 weights that the optimizer works
+    on."""
+    elements = held_elements(job.architectures[role], job.grids[role])
+    if role not in trained_roles():
+        models = len(job.config.teacher.checkpoints) if role == "teacher" else 1
+        return {"weights": models * elements * job.item_bytes}
+    frozen, lora = 0, job.config.lora_of(role)
+    if lora:
+        adapted = job.architectures[role].adapted(lora.rank, lora.targets)
+        frozen = elements * job.item_bytes + whole_a_elements(adapted) * FP32
+        elements = held_elements(adapted, job.grids[role])
+    if getattr(job.config, role).optimizer.cpu_offload:
+        return {"weights": 0, "master_weights": 0, "optimizer": 0, "gradients": 0}
+    return {
+        "weights": frozen + elements * FP32,
+        "master_weights": 0,
+        "optimizer": elements * FP32 * MOMENTS,
+        "gradients": elements * FP32,
+    }
+
+
+def gathered_bytes(job: PlannedJob, role: str, *, trains: bool) -> int:
+    """Of weights that are whole at once, and of their gradients on the way to shards, in fp32."""
+    layer, outside = whole_elements(job.architectures[role])
+    if trains and not job.config.fsdp_of(role).reshard_after_forward:
+        layers = job.architectures[role].num_layers
+    else:
+        layers = LAYERS_AT_ONCE
+    weights = (layers * layer + outside) * job.item_bytes
+    return weights + trains * (layer + outside) * (job.item_bytes + FP32)
+
+
+def gathering_s(job: PlannedJob, role: str, links: GridLinks, *, backward: bool) -> float:
+    """Of the collectives of one micro-batch: weights gathered for forward, and for backward unless they stay, gradients
+    reduced to shards and over the model's copies."""
+    elements = sum(prod(shape) for shape in canonical_tensors(job.architectures[role]).shapes)
+    walks = 1 + (backward and job.config.fsdp_of(role).reshard_after_forward)
+    seconds = walks * links.shard.gather(elements * job.item_bytes)
+    if backward:
+        shard = elements * FP32 / links.shard.size
+        seconds += links.shard.gather(elements * FP32) + links.copies.all_reduce(shard)
+    return seconds
+
+
+STAGED_ELEMENTS = 1 << 24
+"""Of gradients, and of weights, that a step on the host has on their way at a time."""
+STAGING_BYTES = 2 * (FP32 + FP32) * STAGED_ELEMENTS
+ROUND_ELEMENTS, ROUND_COPIES = 1 << 25, 6
+"""Of matrices that Muon has whole on a rank at a time, and what is made of them meanwhile: what is sent and received in
+both directions, stacks of equal shapes and their products."""
+
+
+@dataclass(frozen=True)
+class OptimizerBytes:
+    """Of one rank: `hosted` is the share of both that lies on the host."""
+
+    masters: int
+    """0 where the weights are fp32."""
+    states: int
+    hosted: float
+    staging: int = STAGING_BYTES
+    """On the host, where any of it is there."""
+
+    def on_device(self, size: int) -> int:
+        return int(size * (1 - self.hosted))
+
+    @property
+    def on_host(self) -> int:
+        return int((self.masters + self.states) * self.hosted) + (self.staging if self.hosted else 0)
+
+
+def trained_settings(job: PlannedJob, role: str) -> Trained:
+    return job.config.actor if role == "actor" else job.config.critic
+
+
+def optimizer_bytes(job: PlannedJob, role: str, stage: int) -> OptimizerBytes:
+    """On a rank of one of the role's pipeline stages."""
+    settings = trained_settings(job, role).optimizer
+    elements = sharded_elements(job, role, stage)
+    moments = MOMENTS * elements
+    if settings.name == "muon":
+        moments -= int(elements * _hidden(job, role, stage).share)
+    item = FP32 if settings.moments_dtype == "float32" else FP32 // 2
+    if job.grids[role].is_sharded:
+        # What is on the host are weights and gradients too, and no staging memory.
+        beside = 2 * elements * FP32 if settings.cpu_offload else 0
+        return OptimizerBytes(beside, moments * item, float(settings.cpu_offload), staging=0)
+    masters = elements * FP32 if job.item_bytes < FP32 else 0
+    return OptimizerBytes(masters, moments * item, float(settings.cpu_offload))
+
+
+def learns_adapters(job: PlannedJob, role: str) -> bool:
+    """Whether adapters alone are learned, beside weights that stay as they are."""
+    return job.config.lora_of(role) is not None
+
+
+def learned_architecture(job: PlannedJob, role: str) -> Architecture:
+    """Of what is learned: the role's model, or its adapters."""
+    architecture, lora = job.architectures[role], job.config.lora_of(role)
+    return architecture.adapted(lora.rank, lora.targets) if lora else architecture
+
+
+def learned_elements(job: PlannedJob, role: str, stage: int) -> Elements:
+    """On a rank of one of the role's pipeline stages."""
+    return trained_elements(learned_architecture(job, role), job.grids[role], stage)
+
+
+def sharded_elements(job: PlannedJob, role: str, stage: int) -> int:
+    """That a rank makes the steps of."""
+    if job.grids[role].is_sharded:
+        return held_elements(learned_architecture(job, role), job.grids[role])
+    elements, grid = learned_elements(job, role, stage), job.grids[role]
+    replicas = grid.dp * grid.cp
+    if not (trained_settings(job, role).distributed_optimizer and replicas > 1):
+        return elements.total
+    expert_replicas = expert_data_parallel(grid)
+    dense, experts = in_buffers(elements.dense, replicas), in_buffers(elements.experts, expert_replicas)
+    return dense // replicas + experts // expert_replicas
+
+
+def orthogonalizing_bytes(job: PlannedJob, role: str) -> int:
+    """What Muon needs on the device in a step, beside the parts of a role."""
+    return ROUND_ELEMENTS * ROUND_COPIES * FP32 if trained_settings(job, role).optimizer.name == "muon" else 0
+
+
+def orthogonalizing_s(job: PlannedJob, role: str, stage: int, gpu: Gpu) -> float:
+    """Seconds of the products in one step: every matrix is made orthogonal once, by one rank of its stage."""
+    settings, grid = trained_settings(job, role).optimizer, job.grids[role]
+    if settings.name != "muon":
+        return 0.0
+    hidden = _hidden(job, role, stage)
+    flops = hidden.dense_flops / (grid.dp * grid.cp) + hidden.expert_flops / expert_data_parallel(grid)
+    return settings.muon.newton_schulz_steps * flops / (gpu.flops("bfloat16") * gpu.efficiency.matmul)
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """Of the parameters on a rank: `share` lies in matrices of layers; one pass of Newton and Schulz takes as many
+    flops of these, of each as much as the rank has of it."""
+
+    share: float
+    dense_flops: float
+    expert_flops: float
+
+
+def _hidden(job: PlannedJob, role: str, stage: int) -> Hidden:
+    return _hidden_of(job.architectures[role], one_replica(job.grids[role]), stage)
+
+
+@lru_cache(maxsize=1024)
+def _hidden_of(architecture: Architecture, grid: Grid, stage: int) -> Hidden:
+    layout = megatron_layout(architecture, grid, transformer_engine=True)
+    on, tensors = layout.on(int(grid.array[stage].flat[0])), layout.tensors
+    of_expert = [is_expert(name) for name, _ in on.parameters]
+    held, flops = 0, {False: 0.0, True: 0.0}
+    sizes = on.pieces["rows"] * on.pieces["cols"]
+    for piece, size in zip(on.pieces, sizes.tolist(), strict=True):
+        shape = tensors.shapes[piece["tensor"]]
+        if is_hidden_matrix(tensors.names[piece["tensor"]], shape):
+            held += size
+            flops[of_expert[piece["parameter"]]] += size * _pass_flops(shape[0], shape[1]) / (shape[0] * shape[1])
+    return Hidden(held / (int(sizes.sum()) or 1), flops[False], flops[True])
+
+
+def _pass_flops(rows: int, columns: int) -> int:
+    """Three products: of the matrix and itself, of that and itself, of that and the matrix."""
+    short, long = sorted((rows, columns))
+    return 4 * short * short * long + 2 * short**3

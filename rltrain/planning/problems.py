@@ -1,0 +1,196 @@
+"""Refusals. Each names the keys, the values given and what would be accepted; all of a check come in one message."""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from rltrain.algorithms.registry import algorithm_of
+from rltrain.config.evaluation import SHORT_FORM, EvaluationPlan
+from rltrain.config.models import Lora
+from rltrain.config.rollout import Served
+from rltrain.config.schema import Config
+from rltrain.errors import ConfigError, listed
+from rltrain.models import Architecture
+from rltrain.models.canonical import adaptable_table
+from rltrain.models.lora import adapters_of, targets_in
+from rltrain.tasks.roles import served_roles, trained_roles
+
+
+def refuse(
+    problems: Iterable[str], error: type[ConfigError] = ConfigError, several: str = "mistakes in the config"
+) -> None:
+    """Raise `error` with all of `problems`, under a heading where there are `several`; nothing where there is none."""
+    messages = list(dict.fromkeys(problems))
+    if len(messages) == 1:
+        raise error(messages[0])
+    if messages:
+        raise error(f"{len(messages)} {several}:\n" + "\n".join(f"  {message}" for message in messages))
+
+
+def longest_text(config: Config) -> tuple[int, str]:
+    """(tokens, the sum in words) of the longest prompt and response together that are trained on."""
+    prompt = config.data.max_prompt_tokens
+    if algorithm_of(config).reads_responses:
+        limit = config.data.max_response_tokens
+        at_least = f"data.max_response_tokens {limit}" if limit else "1 token of a response"
+        total = prompt + (limit or 1)
+        return total, f"data.max_prompt_tokens {prompt} + {at_least} = {total}"
+    response = config.rollout.sampling.max_response_tokens
+    words = f"data.max_prompt_tokens {prompt} + rollout.sampling.max_response_tokens {response} = {prompt + response}"
+    return prompt + response, words
+
+
+def evaluated_text(config: Config, plan: EvaluationPlan) -> tuple[int, str]:
+    """As `longest_text`, of an evaluation."""
+    prompt, response = config.data.max_prompt_tokens, plan.sampling.max_response_tokens
+    section = "rollout." if plan.name == SHORT_FORM else plan.config_key.removesuffix("data")
+    words = f"data.max_prompt_tokens {prompt} + {section}sampling.max_response_tokens {response} = {prompt + response}"
+    return prompt + response, words
+
+
+def lora_problems(config: Config) -> Iterator[str]:
+    """In any world."""
+    yield from _apart_problems(config)
+    if config.critic.lora is not None and config.critic.lora.path is not None:
+        yield (
+            f"critic.lora.path: got {config.critic.lora.path}; expected null: a critic begins from the checkpoint "
+            "critic.path, which may have adapters merged"
+        )
+    if config.model.lora is None:
+        return
+    if config.model.moe.bias_update_rate:
+        yield (
+            f"model.moe.bias_update_rate: got {config.model.moe.bias_update_rate} with model.lora; expected 0: routers "
+            "are part of the base, which stays as it is"
+        )
+
+
+def _apart_problems(config: Config) -> Iterator[str]:
+    """With adapters that engines keep beside their base."""
+    if config.weight_sync.adapters != "apart":
+        return
+    if config.model.lora is None:
+        yield "weight_sync.adapters: got apart without model.lora; expected merged, since there are no adapters"
+        return
+    if config.rollout.engine == "http":
+        yield (
+            "weight_sync.adapters: got apart with rollout.engine http, whose servers get weights merged; expected "
+            "merged, or rollout.engine: embedded or sglang"
+        )
+    if config.weight_sync.delta is not None:
+        yield (
+            "weight_sync.delta: got a section with weight_sync.adapters apart, of which a sync sends the adapters "
+            "alone, and all of these change; expected null, or weight_sync.adapters: merged"
+        )
+
+
+def lora_key(role: str) -> str:
+    """Where the config says which adapters a role's model learns."""
+    return "model.lora" if role == "actor" else f"{role}.lora"
+
+
+def adapted_model_problems(config: Config, architectures: Mapping[str, Architecture]) -> Iterator[str]:
+    """With the models that learn adapters, by role."""
+    for role in trained_roles():
+        if (lora := config.lora_of(role)) and role in architectures:
+            yield from _problems_of_model(lora_key(role), lora, architectures[role])
+            if role == "actor":
+                yield from _served_expert_problems(config, lora, architectures[role])
+
+
+def _problems_of_model(key: str, lora: Lora, model: Architecture) -> Iterator[str]:
+    if model.unlisted:
+        yield (
+            f"{key}: got adapters for {model.family}, a family without a table, of whose matrices rltrain does not "
+            "know which are to have one; expected null"
+        )
+        return
+    known = targets_in(adaptable_table(model))
+    if lora.targets is not None and (not lora.targets or set(lora.targets) - set(known)):
+        yield f"{key}.targets: got {[*lora.targets]}; expected null, or some of {listed(known)}"
+
+
+def _served_expert_problems(config: Config, lora: Lora, model: Architecture) -> Iterator[str]:
+    if config.rollout.engine != "sglang" or not config.keeps_adapters_apart("rollout") or model.moe is None:
+        return
+    sparse = adapters_of(adaptable_table(model), lora.targets).sparse
+    if sparse is not None and sparse.experts:
+        yield (
+            "weight_sync.adapters: got apart with rollout.engine sglang and adapters of experts, which SGLang adds by "
+            "kernels that this was not tried with; expected merged, rollout.engine: embedded, or model.lora.targets "
+            "of attention alone"
+        )
+
+
+def http_problems(config: Config) -> Iterator[str]:
+    """Of every role that is served by such."""
+    for role in (role for role in served_roles() if role in config.placed_roles):
+        served, engine_key = config.served(role), config.engine_key(role, "engine")
+        if served.engine != "http":
+            if role != "evaluation" and served.urls:
+                yield f"{role}.urls: got some with {engine_key} {served.engine}; expected engine http, or none"
+            continue
+        if role == "evaluation":
+            yield (
+                f"{engine_key}: got http for role evaluation, whose weights are of other steps than those that the "
+                "same servers roll out by; expected evaluation.engine: embedded or sglang, or the role not placed: the "
+                "rollout's servers then evaluate"
+            )
+            continue
+        yield from _settings_problems(config, role)
+
+
+def _settings_problems(config: Config, role: str) -> Iterator[str]:
+    served, (parallel, parallel_key) = config.served(role), config.parallel_of(role)
+    num_ranks = parallel.tp * parallel.pp * parallel.cp * parallel.ep
+    if not served.urls:
+        yield f"{role}.urls: got none with {role}.engine http; expected URLs of servers, or a file with one a line"
+    yield from _group_problems(served, role)
+    if num_ranks > 1:
+        yield (
+            f"{parallel_key}: got tp {parallel.tp}, pp {parallel.pp}, cp {parallel.cp}, ep {parallel.ep} with "
+            f"{role}.engine http, whose ranks each ask servers that are cut as they were started; expected 1 of each"
+        )
+    if served.dtype != "auto":
+        yield (
+            f"{role}.dtype: got {served.dtype} with {role}.engine http, whose servers quantise what they are given as "
+            "they were started; expected auto"
+        )
+    if served.kv_cache_gb != "auto":
+        yield (
+            f"{role}.kv_cache_gb: got {served.kv_cache_gb} with {role}.engine http, whose servers decide; expected auto"
+        )
+    if role == "rollout" and config.model.router_replay == "rollout":
+        yield (
+            "model.router_replay: got rollout with rollout.engine http, whose servers are not asked which experts "
+            "tokens visit; expected recompute or off"
+        )
+
+
+def _group_problems(served: Served, role: str) -> Iterator[str]:
+    """Of weights that servers take over a process group."""
+    if served.http.weights != "group":
+        return
+    if role != "rollout":
+        yield (
+            f"{role}.http.weights: got group, by which syncs bring weights, and role {role} has those of its "
+            "checkpoint; expected folder"
+        )
+    if served.protocol not in ("auto", "sglang"):
+        yield (
+            f"{role}.http.weights: got group with {role}.protocol {served.protocol}; expected sglang or auto, since "
+            "SGLang's servers alone take weights so, or weights: folder"
+        )
+    if served.http.weights_dir is not None:
+        yield (
+            f"{role}.http.weights_dir: got {served.http.weights_dir} with {role}.http.weights group, by which nothing "
+            "is written; expected none, or weights: folder"
+        )
+
+
+def url_problems(config: Config, role: str, num_ranks: int) -> Iterator[str]:
+    """Of a role placed on so many ranks."""
+    urls = config.served(role).urls
+    if config.served(role).engine == "http" and isinstance(urls, tuple) and 0 < len(urls) < num_ranks:
+        yield (
+            f"placement.{role}: got {num_ranks} ranks for {len(urls)} {role}.urls; expected at most one rank for each, "
+            "since a rank asks many servers"
+        )

@@ -1,0 +1,291 @@
+"""The placements and parallel sizes by which a job would step fastest, of those that fit."""
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from pydantic import ValidationError
+
+from rltrain.config.schema import Config, Parallel
+from rltrain.errors import DataError, UserError
+from rltrain.models.checkpoint_model import role_architectures
+from rltrain.observability.run_logs import JOB_FILE, METRICS_FILE
+from rltrain.planning.hardware import Gpu
+from rltrain.planning.memory import RankMemory, largest, rank_memories
+from rltrain.planning.planned import PlannedJob, Workload, plan_job
+from rltrain.planning.step_time import Calibration, Clock, StepTime
+from rltrain.runtime.placement import format_ranks, placement_of
+from rltrain.schedule.steps import fullest_step
+from rltrain.tasks.roles import DECLARED, model_roles, trained_roles
+
+MOST = 3
+CHUNK_TOKENS = 2048
+"""Whose logits may exist at a time: enough for a product at full speed."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """What to write, in the config's terms, and the highest peak of any rank then."""
+
+    text: str
+    memory: RankMemory
+
+
+def best_changes(job: PlannedJob, gpu: Gpu, is_legal: Callable[[PlannedJob], bool]) -> list[Change]:
+    """At most three, lowest peak first; only those that lower the highest peak."""
+    found, before = [], largest(rank_memories(job, gpu)).peak.total
+    for text, config in _changed(job.config, gpu.memory_gb):
+        try:
+            changed = plan_job(config, job.placement, job.architectures, job.ranks_per_node)
+        except (UserError, ValueError):
+            continue
+        if is_legal(changed):
+            memory = largest(rank_memories(changed, gpu))
+            if memory.peak.total < before:
+                found.append(Change(text, memory))
+    return sorted(found, key=lambda change: change.memory.peak.total)[:MOST]
+
+
+def with_keys(config: Config, **values: object) -> Config:
+    """`config` with other values for dotted keys, their dots written as two underscores."""
+    for key, value in values.items():
+        config = _replaced(config, key.split("__"), value)
+    return config
+
+
+def _replaced(section: Config, path: Sequence[str], value: object) -> Config:
+    first, *rest = path
+    inner = _replaced(getattr(section, first), rest, value) if rest else value
+    return section.model_copy(update={first: inner})
+
+
+def _changed(config: Config, gpu_memory_gb: float) -> Iterator[tuple[str, Config]]:
+    """(what to write, the config with it)."""
+    yield "model.recompute: full", with_keys(config, model__recompute="full")
+    if config.model.recomputed.granularity == "full":
+        yield "model.activation_offload: true", with_keys(config, model__activation_offload=True)
+    yield f"model.logits_chunk_tokens: {CHUNK_TOKENS}", with_keys(config, model__logits_chunk_tokens=CHUNK_TOKENS)
+    for role in model_roles():
+        tokens = getattr(config, role).micro_batch_tokens
+        for fewer in (tokens // 2, tokens // 4):
+            yield f"{role}.micro_batch_tokens: {fewer}", with_keys(config, **{f"{role}__micro_batch_tokens": fewer})
+    for role in (*trained_roles(), "rollout"):
+        if getattr(config, role).parallel is not None:
+            yield from _more_parallel(config, role)
+    for role in trained_roles():
+        yield f"{role}.distributed_optimizer: true", with_keys(config, **{f"{role}__distributed_optimizer": True})
+        in_bf16 = {f"{role}__optimizer__moments_dtype": "bfloat16"}
+        yield f"{role}.optimizer.moments_dtype: bfloat16", with_keys(config, **in_bf16)
+        if getattr(config, role).optimizer.name == "adamw":
+            on_host = {f"{role}__optimizer__cpu_offload": True}
+            yield f"{role}.optimizer.cpu_offload: true", with_keys(config, **on_host)
+    for role in (*model_roles(), "rollout"):
+        yield f"{role}.offload: true", with_keys(config, **{f"{role}__offload": True})
+    for role in ("rollout", "evaluation") if config.evaluates_apart else ("rollout",):
+        yield from _smaller_engines(config, role, round(gpu_memory_gb / 4, 1))
+
+
+def _smaller_engines(config: Config, role: str, kv_cache_gb: float) -> Iterator[tuple[str, Config]]:
+    engines = config.served(role)
+    if engines.engine == "embedded":
+        yield f"{role}.kv_cache_gb: {kv_cache_gb}", with_keys(config, **{f"{role}__kv_cache_gb": kv_cache_gb})
+    for fewer in (engines.max_running_requests // 2, engines.max_running_requests // 4):
+        changes = {f"{role}__max_running_requests": max(fewer, 1)}
+        yield f"{role}.max_running_requests: {fewer}", with_keys(config, **changes)
+
+
+def _more_parallel(config: Config, role: str) -> Iterator[tuple[str, Config]]:
+    parallel: Parallel = getattr(config, role).parallel
+    for name in ("tp", "pp", "cp", "ep"):
+        for factor in (2, 4, 8) if name == "ep" else (2, 4):
+            if name == "tp" or role != "rollout":
+                size = getattr(parallel, name) * factor
+                changes: dict[str, object] = {f"{role}__parallel__{name}": size}
+                yield f"{role}.parallel.{name}: {size}", with_keys(config, **changes)
+    if parallel.tp > 1 and role != "rollout" and not parallel.sequence_parallel:
+        changes = {f"{role}__parallel__sequence_parallel": True}
+        yield f"{role}.parallel.sequence_parallel: true", with_keys(config, **changes)
+
+
+TENSOR_SIZES = (1, 2, 4, 8)
+PIPELINE_SIZES = (1, 2, 4, 8)
+CONTEXT_SIZES = (1, 2, 4, 8)
+"""Within a node, beside tensor parallelism."""
+ENGINE_SHARES = (0.25, 0.375, 0.5, 0.625, 0.75)
+"""Of all ranks, for the rollout where it has its own."""
+BEST = 5
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """`keys` are what to write in a config, by dotted name."""
+
+    keys: Mapping[str, object]
+    memory: RankMemory
+    step: StepTime
+
+
+def proposals(
+    job: PlannedJob,
+    gpu: Gpu,
+    workload: Workload,
+    calibration: Calibration,
+    is_legal: Callable[[PlannedJob], bool],
+) -> list[Proposal]:
+    """The best few, fastest step first; of equal ones that with the lowest peak. Deterministic. The schedule's mode
+    stays, except that asynchronous runs and pipelined ones, which need ranks of their own for the rollout, are tried
+    step by step as well where everything shares the ranks."""
+    found = []
+    for keys, candidate in _candidates(job, is_legal):
+        memory = largest(rank_memories(candidate, gpu))
+        if memory.fits(gpu):
+            found.append(
+                (Clock(candidate, gpu, workload, calibration, exact_sync=False).step(), memory, keys, candidate)
+            )
+    found.sort(key=lambda made: (made[0].step_s, made[1].peak.total, str(made[2])))
+    exact = [
+        Proposal(keys, memory, Clock(candidate, gpu, workload, calibration).step())
+        for _, memory, keys, candidate in found[:BEST]
+    ]
+    return sorted(exact, key=lambda made: (made.step.step_s, made.memory.peak.total, str(made.keys)))
+
+
+def _candidates(
+    job: PlannedJob, is_legal: Callable[[PlannedJob], bool]
+) -> Iterator[tuple[dict[str, object], PlannedJob]]:
+    world_size = job.placement.world_size
+    within = [(tp, cp) for tp in TENSOR_SIZES for cp in CONTEXT_SIZES if tp * cp <= job.ranks_per_node]
+    sizes = [(tp, pp, cp) for tp, cp in within for pp in PIPELINE_SIZES]
+    engines = [tp for tp in TENSOR_SIZES if tp <= job.ranks_per_node] if "rollout" in job.grids else [1]
+    for placed in _placements(job, world_size):
+        for tp, pp, cp in sizes:
+            for engine_tp in engines:
+                keys: dict[str, object] = {**placed, "actor.parallel.tp": tp, "actor.parallel.pp": pp}
+                if cp > 1 or job.config.actor.parallel.cp > 1:
+                    keys["actor.parallel.cp"] = cp
+                if "rollout" in job.grids:
+                    keys["rollout.parallel.tp"] = engine_tp
+                candidate = _planned(job, keys)
+                if candidate is not None and is_legal(candidate):
+                    yield keys, candidate
+
+
+def _planned(job: PlannedJob, keys: Mapping[str, object]) -> PlannedJob | None:
+    """None where sizes do not divide ranks or layers."""
+    config = _with_sizes(job.config, keys)
+    try:
+        placement = placement_of(config, job.placement.world_size, job.ranks_per_node)
+        return plan_job(config, placement, job.architectures, job.ranks_per_node)
+    except (UserError, ValueError):
+        return None
+
+
+def _with_sizes(config: Config, keys: Mapping[str, object]) -> Config:
+    """Other models of the training backend take the actor's sizes; what was split by sequence with it goes on so."""
+    plain = {key.replace(".", "__"): value for key, value in keys.items()}
+    inheriting = {f"{role}__parallel": None for role in model_roles() if role != "actor"}
+    plain |= {"actor__parallel__vpp": 1, "actor__parallel__layers_per_stage": None}
+    changed = with_keys(config, **plain, **inheriting)
+    if changed.actor.parallel.tp == 1:
+        changed = with_keys(changed, actor__parallel__sequence_parallel=False)
+    return changed
+
+
+def _placements(job: PlannedJob, world_size: int) -> Iterator[dict[str, object]]:
+    """Everything on all ranks; and the rollout with the reward behind the others. Whoever evaluates beside them all has
+    as many ranks as it has, the last ones."""
+    roles = [role for role in job.placement.roles if not DECLARED[role].beside_steps]
+    apart = [role for role in job.placement.roles if role not in roles]
+    world_size, end = world_size - sum(len(job.placement.ranks(role)) for role in apart), world_size
+    kept = {role: format_ranks(range(world_size, end)) for role in apart}
+    schedule = job.config.schedule
+    everywhere = format_ranks(range(world_size)) if apart else "all"
+    together: dict[str, object] = {"placement": {", ".join(roles): everywhere, **kept}}
+    if schedule.mode == "sequential":
+        yield together
+    else:
+        steps = {"mode": "sequential", "chunks": None, "max_staleness": 0, "sync_every": 1, "partial_rollouts": False}
+        yield {**together, **{f"schedule.{key}": value for key, value in steps.items()}}
+    behind = [role for role in ("rollout", "reward") if role in roles]
+    if "rollout" not in roles:
+        return
+    training = [role for role in roles if role not in behind]
+    for count in sorted({round(world_size * share) for share in ENGINE_SHARES} - {0, world_size}):
+        first = format_ranks(range(world_size - count))
+        last = format_ranks(range(world_size - count, world_size))
+        yield {"placement": {", ".join(training): first, ", ".join(behind): last, **kept}}
+
+
+WARM_UP_STEPS = 2
+"""Steps at the start that are not looked at, where there are more."""
+
+STEP = "perf/step_time_s"
+Record = dict[str, Any]
+
+
+def calibration_of(runs: Iterable[Path], gpu: Gpu) -> Calibration:
+    """By medians of the steps of `runs`, output_dirs of one config, against what is foretold for it on `gpu`.
+
+    Tasks that they did not have are left out. DataError where a folder lacks what a run writes.
+    """
+    job, records = read_measured(runs)
+    workload = measured_workload(job, records)
+    factors = _factors(Clock(job, gpu, workload), records)
+    of_tasks = Clock(job, gpu, workload, Calibration(factors)).step().step_s
+    return Calibration(factors, max(0.0, median(values_of(records, STEP)) - of_tasks))
+
+
+def _factors(clock: Clock, records: list[Record]) -> dict[str, float]:
+    job = clock.job
+    tasks = [entry for _, entry in job.order.of_step(fullest_step(job.order)) if entry.kind == "task"]
+    foretold: dict[str, float] = defaultdict(float)
+    for entry in tasks:
+        foretold[entry.name] += max(clock.task(entry.name, role) for role in entry.roles)
+    took = {task: values_of(records, f"perf/{task}_s") for task in foretold}
+    return {task: median(took[task]) / seconds for task, seconds in foretold.items() if seconds and took[task]}
+
+
+def measured_workload(job: PlannedJob, records: list[Record]) -> Workload:
+    """Lengths of a run's texts: of responses as they were drawn, of prompts by the tokens that were trained on."""
+    assumed = Workload.of(job.config)
+    response = values_of(records, "rollout/response_length_mean")
+    longest = values_of(records, "rollout/response_length_max")
+    if not response or not longest:
+        return assumed
+    trained = values_of(records, "train/tokens")
+    prompt = median(trained) / job.samples_per_step - median(response) if trained else assumed.prompt
+    prompt = min(max(prompt, 1.0), job.config.data.max_prompt_tokens)
+    return Workload(prompt, median(response), median(longest))
+
+
+def values_of(records: list[Record], metric: str) -> list[float]:
+    """Of every record that has it."""
+    return [record[metric] for record in records if record.get(metric) is not None]
+
+
+def read_measured(runs: Iterable[Path]) -> tuple[PlannedJob, list[Record]]:
+    """The job of runs of one config, the first one's, and the metrics of all their steps but the first ones. DataError
+    where one of `runs` is no run's output_dir."""
+    found = [_read(run) for run in runs]
+    return found[0][0], [record for _, records in found for record in records]
+
+
+def _read(run: Path) -> tuple[PlannedJob, list[Record]]:
+    expected = f"expected the output_dir of a run, with {METRICS_FILE} and {JOB_FILE}"
+    try:
+        records = [json.loads(line) for line in (run / METRICS_FILE).read_text(encoding="utf-8").splitlines()]
+        saved = json.loads((run / JOB_FILE).read_text(encoding="utf-8"))
+        config = Config.model_validate_json(json.dumps(saved["config"]))
+        world_size, ranks_per_node = int(saved["world_size"]), int(saved["ranks_per_node"])
+    except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
+        raise DataError(f"option --calibrate: {run}: {error}; {expected}") from error
+    steps = [record for record in records if STEP in record]
+    if not steps:
+        raise DataError(f"option --calibrate: {run}: {METRICS_FILE} has no step that was timed; {expected}")
+    placement = placement_of(config, world_size, ranks_per_node)
+    job = plan_job(config, placement, role_architectures(config, placement.roles), ranks_per_node)
+    return job, steps[WARM_UP_STEPS:] or steps

@@ -1,0 +1,43 @@
+"""Numbers as people read them."""
+
+from collections.abc import Collection, Mapping, Sequence
+
+from rltrain.runtime.placement import format_ranks
+
+WIDTH = 110
+"""Of a line that is wrapped."""
+UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+
+
+def size(num_bytes: float) -> str:
+    """Three digits, in the largest unit of which there is at least one."""
+    for unit, of_unit in UNITS:
+        if num_bytes >= of_unit:
+            return f"{digits(num_bytes / of_unit)} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def sizes(bytes_of: Mapping[str, float]) -> str:
+    """Largest first, of equal ones by name; without what is nothing."""
+    held = [item for item in bytes_of.items() if item[1]]
+    ordered = sorted(held, key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in ordered)
+
+
+def seconds(value: float) -> str:
+    return f"{digits(value)} s" if value >= 1 else f"{value * 1e3:.0f} ms" if value >= 1e-3 else "0 s"
+
+
+def digits(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def numbered(unit: str, numbers: Collection[int]) -> str:
+    """Ranks 0-3, or whatever the unit is."""
+    return f"{unit}{'s' * (len(numbers) > 1)} {format_ranks(numbers)}"
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """One line per row, every column as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

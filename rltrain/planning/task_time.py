@@ -1,0 +1,356 @@
+"""Seconds of a forward pass, a backward pass and an optimizer step of a role's model."""
+
+import sys
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil
+
+from rltrain.config.schema import EvaluationPlan, Trained
+from rltrain.models import Architecture
+from rltrain.models.flops import (
+    BACKWARD,
+    attention_flops,
+    expert_flops,
+    forward_flops,
+    latent_reading_flops,
+    layer_flops,
+    mlp_flops,
+)
+from rltrain.planning.activations import Activations
+from rltrain.planning.hardware import Gpu, GridLinks
+from rltrain.planning.memory import kv_bytes, state_bytes
+from rltrain.planning.optimizer_memory import (
+    gathering_s,
+    learned_elements,
+    learns_adapters,
+    orthogonalizing_s,
+    sharded_elements,
+)
+from rltrain.planning.planned import (
+    MEAN_OF_LONGEST,
+    PlannedJob,
+    Workload,
+    layers_of_chunks,
+    layers_of_stage,
+    longest_response,
+    served_elements,
+)
+from rltrain.runtime.grid import Grid
+
+FP32 = 4
+EXPERT_TILE = 128
+"""Rows that a grouped product computes at a time: of every expert's last tile half are padding, on average."""
+COLLECTIVES_PER_LAYER = 2
+"""Of tensor parallelism in a pass through a layer, each of the layer's hidden states."""
+SHORT_TOKENS, SHORTEST_FRACTION = 128, 0.6
+"""Sequences that need padding share a batch where the longest has no more tokens, or the shortest as large a share of
+its tokens."""
+BUCKET_ELEMENTS, BUCKET_ELEMENTS_PER_REPLICA = 40_000_000, 1_000_000
+"""Of gradients that Megatron reduces at once, unless it is told: as many, or as many for each replica."""
+UPDATE_COLLECTIVES = 8
+"""Of a few numbers each, among replicas in an optimizer step: norms, whether all is finite, divisors, metrics."""
+OPTIMIZER_BYTES = 2 * (2 * FP32) + FP32
+"""Per element of a rank's share: both moments read and written, the gradient read."""
+
+
+@dataclass(frozen=True)
+class TrainingTime:
+    """Of `role`'s model on its grid."""
+
+    job: PlannedJob
+    role: str
+    gpu: Gpu
+    workload: Workload
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        return self.job.architectures[self.role]
+
+    @cached_property
+    def grid(self) -> Grid:
+        return self.job.grids[self.role]
+
+    @cached_property
+    def links(self) -> GridLinks:
+        return GridLinks.of(self.grid, self.job.ranks_per_node, self.gpu)
+
+    def evaluating(self, share: float) -> float:
+        """`share` of a step's samples once through the model."""
+        return self._passes(share, 1, self._micro_batch(backward=False))
+
+    def accumulating(self, share: float) -> float:
+        """Gradients of `share` of a step's samples."""
+        batch = self.job.config.batch
+        return batch.epochs * self._passes(share, batch.mini_batches, self._micro_batch(backward=True))
+
+    def optimizer_steps(self) -> float:
+        """Of all mini-batches of a step: gradients reduced, weights changed and gathered. What overlaps with passes of
+        the model counts as far as it takes longer than these, which it does not slow down."""
+        return max(self._optimizer_steps(stage) for stage in range(self.grid.pp))
+
+    def _optimizer_steps(self, stage: int) -> float:
+        settings, times = self._settings, self.job.shape.updates_per_step
+        item, master = self.job.item_bytes, 2 * FP32 + self.job.item_bytes if self.job.item_bytes < FP32 else 2 * FP32
+        optimized, hosted = sharded_elements(self.job, self.role, stage), float(settings.optimizer.cpu_offload)
+        step = (1 - hosted) * optimized * (OPTIMIZER_BYTES + master) / self.gpu.memory
+        step += hosted * optimized * max(1 / self.gpu.efficiency.host_adam, FP32 / self.gpu.host)
+        told = UPDATE_COLLECTIVES * self.links.dp.latency_s * (self.links.dp.size > 1)
+        besides = self.gpu.efficiency.update_s + told
+        stepping = times * (step + besides + orthogonalizing_s(self.job, self.role, stage, self.gpu))
+        if self.grid.is_sharded:  # gradients are reduced by every micro-batch, and weights gathered
+            return stepping
+        held = learned_elements(self.job, self.role, stage)
+        reduced = gathered = 0.0
+        for elements, link in ((sum(held.dense), self.links.dp), (sum(held.experts), self.links.expert_dp)):
+            if settings.distributed_optimizer:
+                reduced += link.gather(elements * FP32)
+                gathered += link.gather(elements * item)
+            else:
+                reduced += link.all_reduce(elements * FP32)
+        shared = times * (reduced + gathered)
+        if settings.overlap is not False and not self._accumulates:
+            forward_s, backward_s = self._passes_of_one_micro_batch(stage)
+            last_bucket = min(1.0, self._bucket_elements() / held.total)
+            shared = times * max(reduced - backward_s, reduced * last_bucket)
+            shared += gathered + (times - 1) * max(gathered - forward_s, 0.0)
+        return shared + stepping
+
+    @property
+    def _settings(self) -> Trained:
+        return self.job.config.actor if self.role == "actor" else self.job.config.critic
+
+    @property
+    def _accumulates(self) -> bool:
+        """Whether gradients are made in tasks of their own, apart from the optimizer's step."""
+        shape = self.job.shape
+        return shape.accumulates_actor if self.role == "actor" else shape.accumulates_critic
+
+    def _bucket_elements(self) -> float:
+        given = self._settings.gradient_bucket_mb
+        if given is not None:
+            return given * 2**20 / FP32
+        return max(BUCKET_ELEMENTS, BUCKET_ELEMENTS_PER_REPLICA * self.grid.dp * self.grid.cp)
+
+    def _passes_of_one_micro_batch(self, stage: int) -> tuple[float, float]:
+        """Seconds (forward, backward) on a stage."""
+        tokens = self.job.samples_per_replica(self.role) * self.workload.sample / self.job.config.batch.mini_batches
+        per_token, each = self._stage(stage, True)
+        both = per_token * tokens / self._num_micro_batches(tokens) + each
+        return both / (1 + BACKWARD), both * BACKWARD / (1 + BACKWARD)
+
+    def _passes(self, share: float, times: int, micro_batch: tuple[float, float]) -> float:
+        """`share` of a step's samples in as many parts as `times` says, each by 1F1B: micro-batches, and the pipeline's
+        filling and emptying."""
+        seconds_per_token, seconds_each = micro_batch
+        tokens = self.job.samples_per_replica(self.role) * share * self.workload.sample / times
+        num = self._num_micro_batches(tokens)
+        filling = (self.grid.pp - 1) / self.grid.vpp
+        return times * (num + filling) / num * (tokens * seconds_per_token + num * seconds_each)
+
+    def _num_micro_batches(self, tokens: float) -> int:
+        return max(1, ceil(tokens / max(self.job.micro_batch_limit(self.role), self.workload.sample)))
+
+    def _micro_batch(self, *, backward: bool) -> tuple[float, float]:
+        """(seconds per token, seconds beside them) of the slowest pipeline stage, through it and back."""
+        costs = [self._stage(stage, backward) for stage in range(self.grid.pp)]
+        return max(per_token for per_token, _ in costs), max(each for _, each in costs)
+
+    def _stage(self, stage: int, backward: bool) -> tuple[float, float]:
+        a, gpu, model = self.architecture, self.gpu, self.job.config.model
+        recompute, layers = model.recomputed, layers_of_stage(a, self.grid, stage)
+        experts = sum(layers) * expert_flops(a)
+        products = sum(layer_flops(a, sparse) for sparse in layers) - experts
+        head = forward_flops(a).head if stage == self.grid.pp - 1 else 0
+        attention = len(layers) / a.num_layers * self._attention_flops()
+        times = 1 + BACKWARD if backward else 1
+        gradients = 1 if learns_adapters(self.job, self.role) else BACKWARD  # of frozen matrices the inputs' alone
+        multiplied = 1 + backward * gradients
+        whole = sum(recompute.full_layers(len(chunk)) for chunk in layers_of_chunks(a, self.grid, stage))
+        repeated = backward * whole / (len(layers) or 1)
+        of_layers = products / gpu.efficiency.matmul + experts * self._unevenness() / gpu.efficiency.experts
+        attended = times + (backward if recompute.repeats("core_attn") else repeated)
+        of_attention = attended * attention / gpu.efficiency.attention
+        of_head = (multiplied + (backward and model.logits_chunk_tokens is not None)) * head
+        at_peak = (multiplied + repeated) * of_layers + of_head / gpu.efficiency.matmul + of_attention
+        if backward and recompute.repeats("mlp"):
+            at_peak += (len(layers) - sum(layers)) * mlp_flops(a) / gpu.efficiency.matmul
+        if backward and recompute.repeats("moe"):
+            at_peak += experts * self._unevenness() / gpu.efficiency.experts
+        flops = gpu.flops(model.dtype) * self.grid.tp * self.grid.cp
+        passes = len(layers) * (1 + backward + (backward if recompute.repeats("core_attn") else repeated))
+        per_token = at_peak / flops + self._moved_by_attention(passes, of_attention / flops)
+        if backward:  # beside the computation, there and back
+            per_token = max(per_token, 2 * Activations(self.job, self.role, stage).leaving() / gpu.host)
+        walks = 1 + backward + repeated
+        latencies = walks * COLLECTIVES_PER_LAYER * len(layers) * self.links.tp.latency_s * (self.grid.tp > 1)
+        if self.links.ep.size > 1:
+            latencies += walks * 2 * sum(layers) * (gpu.efficiency.dispatch_s + self.links.ep.latency_s)
+        latencies += walks * len(layers) * self.links.cp.latency_s * (self.grid.cp > 1)
+        each = walks * (len(layers) * gpu.efficiency.layer_s + gpu.efficiency.micro_batch_s) + latencies
+        if self.grid.is_sharded:  # as far as it takes longer than what it goes on beside
+            collectives = gathering_s(self.job, self.role, self.links, backward=backward)
+            each += max(0.0, collectives - per_token * self.job.micro_batch_rows(self.role))
+        return per_token + walks * self._moved(layers) / self.grid.cp, each
+
+    def _attention_flops(self) -> float:
+        """Of one token in all layers. Sequences that no kernel takes as they lie are padded to the longest among those
+        of similar length, or among all where they are short."""
+        flops, mean = forward_flops(self.architecture), self.workload.sample
+        if self.job.attends_packed:
+            return flops.of_attention(mean / 2)
+        longest = self.workload.prompt + self.workload.longest_response
+        width = longest if longest <= SHORT_TOKENS else mean * 2 / (1 + SHORTEST_FRACTION)
+        return width / mean * flops.of_attention(width / 2)
+
+    def _moved_by_attention(self, passes: float, attention_s: float) -> float:
+        """Seconds per token in which context parallelism sends keys and values, heads, or their gradients in as many
+        passes through attention: on a ring as far as it takes longer than the attention beside it, else all of it."""
+        a, model, link = self.architecture, self.job.config.model, self.links.cp
+        if link.size == 1:
+            return 0.0
+        values = a.num_heads * a.mla.value_head_dim if a.mla else a.kv_size
+        keys = a.query_size if a.mla else a.kv_size
+        item = self.job.item_bytes / self.grid.tp
+        if model.cp_communication == "all_to_all":
+            output = values if a.mla else a.query_size
+            return passes * link.scattered((a.query_size + keys + values + output) * item / link.size)
+        sent = passes * (keys + values) * item * (link.size - 1) / link.size / link.bandwidth
+        return sent if self.job.has_local_layers(self.role) else max(sent - attention_s, 0.0)
+
+    def _unevenness(self) -> float:
+        """What the products of experts take over those of as many tokens that are spread evenly and fill tiles."""
+        moe, ep = self.architecture.moe, self.links.ep.size
+        if moe is None:
+            return 1.0
+        tokens = self.job.micro_batch_rows(self.role) * ep * moe.top_k / moe.num_experts
+        return (1 + EXPERT_TILE / 2 / tokens) * (self.gpu.efficiency.expert_imbalance if ep > 1 else 1.0)
+
+    def _moved(self, layers: tuple[bool, ...]) -> float:
+        """Seconds per token in which hidden states go between ranks in one walk through a stage's layers."""
+        hidden, tp, ep = self.architecture.hidden_size * self.job.item_bytes, self.links.tp, self.links.ep
+        seconds = 2 * COLLECTIVES_PER_LAYER * len(layers) * hidden * (tp.size - 1) / tp.size / tp.bandwidth
+        if self.architecture.moe:
+            sent = self.architecture.moe.top_k * hidden / self.grid.tp * self.gpu.efficiency.expert_imbalance
+            seconds += 2 * sum(layers) * ep.scattered(sent)  # there and back
+        if self.grid.pp > 1:
+            seconds += self.grid.vpp * self.architecture.hidden_size * self.job.residual_bytes / self.links.pp
+        return seconds
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Of one engine for a step's samples."""
+
+    prefill_s: float
+    decode_s: float
+    num_steps: float
+    running: float
+    """Mean number of responses in a decode step."""
+
+
+def generation(job: PlannedJob, gpu: Gpu, workload: Workload, cache_bytes: int) -> Generation:
+    """Of a step on the engine with most samples, with `cache_bytes` for keys and values on each rank. All slots are
+    taken while responses wait; at the end those that are longer than the mean run on, fewer and fewer, unless they are
+    left to the next step."""
+    num = job.samples_per_replica("rollout")
+    tail = 0.0 if job.config.schedule.partial_rollouts else max(workload.longest_response - workload.response, 0.0)
+    return drawing(job, "rollout", gpu, workload, cache_bytes, num, job.shape.samples_per_group, tail)
+
+
+def drawing(
+    job: PlannedJob,
+    role: str,
+    gpu: Gpu,
+    workload: Workload,
+    cache_bytes: int,
+    num: float,
+    samples_per_prompt: int,
+    tail: float,
+) -> Generation:
+    """Of `num` samples on one engine of a role; the longest has `tail` tokens more than all have on average. Servers
+    that somebody else runs are taken for one GPU each, with room for all that may run there."""
+    architecture, grid = job.architectures[role], job.grids[role]
+    if job.runs_elsewhere(role):
+        num, cache_bytes = num / servers_per_rank(job, role), sys.maxsize
+    kept = kv_bytes(architecture, 1, tp=grid.tp, item_bytes=job.item_bytes) * workload.sample
+    kept += state_bytes(architecture, 1, tp=grid.tp, item_bytes=job.item_bytes)
+    slots = max(1.0, min(num, job.config.served(role).max_running_requests, cache_bytes / kept))
+    num_steps = num * workload.response / slots + tail
+    running = num * workload.response / num_steps
+    prompts = ceil(num / samples_per_prompt)
+    peak = gpu.flops(job.config.model.dtype) * grid.tp
+    prefill = prompts * workload.prompt * _at_peak(architecture, gpu, workload.prompt / 2) / peak
+    return Generation(prefill, num_steps * decode_step(job, gpu, workload, running, role), num_steps, running)
+
+
+def servers_per_rank(job: PlannedJob, role: str) -> float:
+    """Of engines that somebody else runs; one where a file says which there are."""
+    urls = job.config.served(role).urls
+    return 1.0 if isinstance(urls, str) else len(urls) / len(job.grids[role].ranks)
+
+
+def evaluating(
+    job: PlannedJob, gpu: Gpu, workload: Workload, plan: EvaluationPlan, cache_bytes: int, num_prompts: int
+) -> float:
+    """Seconds in which so many prompts of an evaluation set are answered by all engines that do so. Responses are as
+    much shorter than they may be as those of training are taken to be."""
+    role = "evaluation" if job.config.evaluates_apart else "rollout"
+    longest = plan.sampling.max_response_tokens
+    response = longest * workload.response / longest_response(job.config)
+    of_set = Workload(prompt=workload.prompt, response=response, longest_response=longest)
+    num = max(1.0, num_prompts * plan.samples_per_prompt / job.grids[role].dp)
+    made = drawing(job, role, gpu, of_set, cache_bytes, num, plan.samples_per_prompt, longest - response)
+    return made.prefill_s + made.decode_s
+
+
+def judging(job: PlannedJob, gpu: Gpu, workload: Workload) -> float:
+    """Seconds of a step's questions to the judge, each as long as the sample that it shows. Answers are as much shorter
+    than they may be as responses are taken to be."""
+    architecture, grid, settings = job.architectures["judge"], job.grids["judge"], job.config.judge
+    num, answer = float(job.samples_per_replica("judge")), settings.sampling.max_response_tokens * MEAN_OF_LONGEST
+    asked = Workload(prompt=workload.sample, response=answer, longest_response=answer)
+    running = min(num, settings.max_running_requests)
+    peak = gpu.flops(job.config.model.dtype) * grid.tp
+    prefill = num * asked.prompt * _at_peak(architecture, gpu, asked.prompt / 2) / peak
+    return prefill + num * answer / running * decode_step(job, gpu, asked, running, "judge")
+
+
+def decode_step(job: PlannedJob, gpu: Gpu, workload: Workload, running: float, role: str = "rollout") -> float:
+    """One token of each of `running` responses: what has to be read of weights, keys and values, or what has to be
+    multiplied, whichever takes longer; and what tensor parallelism sends."""
+    architecture, grid, efficiency = job.architectures[role], job.grids[role], gpu.efficiency
+    context = workload.prompt + workload.response / 2
+    bytes_per_element = job.served_bytes_of(role) / served_elements(architecture, grid.tp, grid.ep)
+    read = weights_read(architecture, grid.tp, running, grid.ep) * bytes_per_element
+    read += running * kv_bytes(architecture, 1, tp=grid.tp, item_bytes=job.item_bytes) * context
+    # States are read and written.
+    read += 2 * running * state_bytes(architecture, 1, tp=grid.tp, item_bytes=job.item_bytes)
+    wider = latent_reading_flops(architecture) - attention_flops(architecture) if architecture.mla else 0
+    products = _at_peak(architecture, gpu, context) + architecture.num_layers * context * wider / efficiency.matmul
+    products *= running / grid.tp
+    work = max(read / gpu.memory, products / gpu.flops(job.config.model.dtype))
+    link = GridLinks.of(grid, job.ranks_per_node, gpu).tp
+    hidden = running * architecture.hidden_size * job.item_bytes
+    sent = 2 * architecture.num_layers * link.all_reduce(hidden)
+    return work + sent + architecture.num_layers * efficiency.decode_layer_s + efficiency.decode_step_s
+
+
+def _at_peak(architecture: Architecture, gpu: Gpu, context: float) -> float:
+    """Operations at the device's peak that take as long as those of a token that attends to `context` positions do."""
+    experts = sum(architecture.sparse_layers) * expert_flops(architecture)
+    others = forward_flops(architecture).of_token(context) - experts
+    return others / gpu.efficiency.matmul + experts / gpu.efficiency.experts
+
+
+def weights_read(architecture: Architecture, tp: int, running: float, ep: int = 1) -> float:
+    """Elements of a rank's weights that a step with `running` tokens reads: of experts those that a token visits, if
+    each visits any of them with equal chance. Of the embedding it reads next to nothing."""
+    held = served_elements(architecture, tp, ep)
+    if not architecture.tied_embeddings:
+        held -= architecture.vocab_size * architecture.hidden_size // tp
+    moe = architecture.moe
+    if moe is None:
+        return held
+    experts = 3 * moe.num_experts * moe.ffn_hidden_size * architecture.hidden_size * sum(architecture.sparse_layers)
+    visited = 1 - (1 - moe.top_k / moe.num_experts) ** running
+    return held - experts // tp * (1 - visited)

@@ -1,0 +1,593 @@
+"""What a config may ask for with the models that it names, on the grids that its placement makes."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from rltrain.algorithms.registry import algorithm_of
+from rltrain.config.models import OF_POLICY, FakeQuantization
+from rltrain.config.schema import Config
+from rltrain.models import Architecture, DynamicScaling, YarnScaling
+from rltrain.models.architecture import FAMILIES
+from rltrain.models.checkpoint_model import local_mechanisms, positions_of
+from rltrain.models.prediction import PREDICTIONS, num_predicting
+from rltrain.planning.problems import adapted_model_problems, evaluated_text, longest_text, refuse, url_problems
+from rltrain.runtime.grid import Grid, planned_layers
+from rltrain.schedule.shape import RunShape
+from rltrain.tasks.roles import DECLARED, device_roles, model_roles, served_roles, trained_roles
+
+SERVED_BY_SGLANG = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+"""Families that SGLang is given weights of."""
+UNTOLD_FAMILIES = ("nemotron",)
+"""Whose attention in transformers is not told which tokens are of one sample, so that backend fsdp cannot pack them."""
+
+
+def trained_mechanism_problems(config: Config, key: str, grid: Grid, architecture: Architecture) -> Iterator[str]:
+    """Of a model that is trained or evaluated, whose parallel sizes stand under `key`."""
+    mechanisms = local_mechanisms(architecture)
+    if mechanisms and config.model.transformer_impl == "transformer_engine":
+        yield (
+            f"model.transformer_impl: got transformer_engine, but a model of {architecture.family} has "
+            f"{' and '.join(mechanisms)}, which are trained by Megatron's own layers alone; expected auto or local"
+        )
+    if grid.cp > 1 and not grid.is_sharded and architecture.windows is not None:
+        yield (
+            f"{key}.cp: got {grid.cp}; expected 1: a model of {architecture.family} has layers with a window of "
+            f"{architecture.windows.size} tokens, and ranks that share out sequences attend to all that came before"
+        )
+    if grid.cp > 1 and not grid.is_sharded and architecture.attention_softcap is not None:
+        yield f"{key}.cp: got {grid.cp}; expected 1: a model of {architecture.family} bends its scores (soft caps)"
+    if grid.cp > 1 and not grid.is_sharded and architecture.attention_sinks:
+        yield f"{key}.cp: got {grid.cp}; expected 1: a model of {architecture.family} has attention sinks"
+    if architecture.delta is not None:
+        yield from _delta_problems(key, grid, architecture)
+    bends_logits = architecture.head == "vocabulary" and architecture.logits_softcap is not None
+    if bends_logits and config.model.logits_chunk_tokens is not None:
+        yield (
+            f"model.logits_chunk_tokens: got {config.model.logits_chunk_tokens}; expected null: a model of "
+            f"{architecture.family} bends its logits (final_logit_softcapping), which are made whole for it"
+        )
+
+
+def _delta_problems(key: str, grid: Grid, architecture: Architecture) -> Iterator[str]:
+    """Of gated delta nets that are trained or evaluated."""
+    assert architecture.delta is not None
+    yield from _delta_head_problems(key, grid, architecture)
+    num_key_heads = architecture.delta.num_key_heads
+    if num_key_heads % grid.tp == 0 and num_key_heads % (grid.tp * grid.cp):
+        yield (
+            f"{key}.cp: got {grid.cp} with tp {grid.tp}; expected a divisor of {num_key_heads // grid.tp}: ranks that "
+            f"share out sequences have all tokens of some of the {num_key_heads} key heads of gated delta nets"
+        )
+    if grid.is_sharded and grid.cp > 1:
+        yield (
+            f"{key}.cp: got {grid.cp} with backend fsdp; expected 1, or megatron: a model of {architecture.family} has "
+            "gated delta nets, whose states go on from token to token"
+        )
+
+
+def _delta_head_problems(key: str, grid: Grid, architecture: Architecture) -> Iterator[str]:
+    delta = architecture.delta
+    if delta is not None and delta.num_key_heads % grid.tp:
+        yield (
+            f"{key}.tp: got {grid.tp}, which does not divide the {delta.num_key_heads} key heads of the model's gated "
+            "delta nets"
+        )
+
+
+def served_mechanism_problems(config: Config, role: str, grid: Grid, architecture: Architecture) -> Iterator[str]:
+    """Of the model of an engine of `role`."""
+    yield from _delta_head_problems(config.parallel_of(role)[1], grid, architecture)
+    if config.served(role).engine != "sglang" or architecture.mla is not None:
+        return
+    path, key = config.checkpoint_of(role)
+    if lacks := _lacking_in_sglang(architecture):
+        yield (
+            f"{role}.engine: got sglang, but the model in {path} ({key}) has {lacks}, which rltrain has served by its "
+            "own alone; expected embedded"
+        )
+
+
+def _lacking_in_sglang(architecture: Architecture) -> str | None:
+    """What a model has that SGLang (0.5.23) lacks, computes otherwise, or nobody has compared."""
+    scaling = architecture.rope_scaling
+    found = {
+        "sliding windows": architecture.windows is not None,
+        f"model_type {architecture.family}": architecture.family not in SERVED_BY_SGLANG,
+        "biases in MLPs (mlp_bias)": architecture.mlp_bias,
+        "dynamic RoPE scaling, by which it scales short texts too": isinstance(scaling, DynamicScaling),
+        "an attention_factor of YaRN": isinstance(scaling, YarnScaling) and scaling.attention_factor is not None,
+    }
+    return next((what for what, is_there in found.items() if is_there), None)
+
+
+def served_model_problems(config: Config, role: str, grid: Grid, architecture: Architecture) -> Iterator[str]:
+    """Of the model of an engine of `role`; what servers that somebody else runs can serve is theirs to say."""
+    if config.served(role).engine == "http":
+        return
+    if architecture.unlisted:
+        path, key = config.checkpoint_of(role)
+        yield (
+            f"{key}: the model in {path} is of family {architecture.family}, which backend fsdp trains and no engine "
+            f"of rltrain serves, so that role {role} cannot draw from it; expected a model of {', '.join(FAMILIES)}, "
+            "or an algorithm without a rollout: sft, dpo, reward_model"
+        )
+        return
+    parallel_key = config.parallel_of(role)[1]
+    is_sglang = config.served(role).engine == "sglang"
+    if is_sglang and architecture.mla is not None:
+        path, key = config.checkpoint_of(role)
+        yield (
+            f"{role}.engine: got sglang, but the model in {path} ({key}) has latent attention, which rltrain has "
+            "served by its own alone; expected embedded"
+        )
+    yield from served_mechanism_problems(config, role, grid, architecture)
+    if architecture.moe is None:
+        if grid.ep > 1:
+            yield f"{parallel_key}.ep: got {grid.ep}; expected 1: the model has no experts to share out"
+        return
+    if is_sglang and grid.ep > 1:
+        yield (
+            f"{parallel_key}.ep: got {grid.ep} with {role}.engine sglang; expected 1: its servers cut every expert "
+            "over all of their ranks"
+        )
+    yield from _share_problems(parallel_key, grid, architecture)
+
+
+def _share_problems(key: str, grid: Grid, architecture: Architecture) -> Iterator[str]:
+    moe = architecture.moe
+    assert moe is not None
+    if architecture.num_experts % grid.ep:
+        yield f"{key}.ep: got {grid.ep}, which does not divide the {architecture.num_experts} experts of the model"
+    cut = grid.tp // grid.ep
+    if moe.ffn_hidden_size % cut:
+        yield (
+            f"{key}.tp: got {grid.tp} with {key}.ep {grid.ep}, which cuts each expert in {cut}; expected a divisor of "
+            f"its {moe.ffn_hidden_size} units, or a larger ep"
+        )
+
+
+KEPT = "whose experts' matrices are kept as its files have them"
+
+
+def interleaved_expert_problems(
+    config: Config, grids: Mapping[str, Grid], architectures: Mapping[str, Architecture]
+) -> Iterator[str]:
+    """Of the placed models."""
+    found = [role for role in grids if role in architectures and _has_such(architectures[role])]
+    for role in found:
+        what = f"the model of role {role} is {architectures[role].family}, {KEPT}"
+        if role in trained_roles() and getattr(config, role).optimizer.name == "muon":
+            yield (
+                f"{role}.optimizer.name: got muon, but {what}, all of a layer in one tensor that is no matrix; "
+                "expected adamw"
+            )
+        if role in served_roles() and config.served(role).dtype == "fp8":
+            yield (
+                f"{config.engine_key(role, 'dtype')}: got fp8, but {what}, and are not rounded: attention alone would "
+                "be; expected auto"
+            )
+    if found and config.model.fake_quantization:
+        role = found[0]
+        yield (
+            f"model.fake_quantization: got a section, but the model of role {role} is {architectures[role].family}, "
+            f"{KEPT}; expected null"
+        )
+
+
+def _has_such(architecture: Architecture) -> bool:
+    return architecture.moe is not None and architecture.moe.interleaved
+
+
+KEY = "model.fake_quantization"
+GIVEN = f"{KEY}: got a section"
+
+
+def fake_quantization_problems(config: Config) -> Iterator[str]:
+    """In any world: sentences with the key, the reason, and what is expected in its place."""
+    if config.model.fake_quantization is None:
+        return
+    for role in (role for role in served_roles() if role in OF_POLICY and role in config.placed_roles):
+        if config.served(role).dtype == "fp8":
+            yield (
+                f"{GIVEN} with {config.engine_key(role, 'dtype')} fp8, which would round the rounded weights again; "
+                "expected either alone"
+            )
+    if config.rollout.engine == "http" and not algorithm_of(config).trains:
+        yield (
+            f"{GIVEN} with rollout.engine http, whose servers load the checkpoint themselves; expected null, or "
+            "rollout.engine: embedded or sglang"
+        )
+    recomputed = config.model.recomputed
+    if config.model.activation_offload and (recomputed.granularity != "full" or recomputed.layers is not None):
+        yield (
+            f"model.activation_offload: got true with {KEY}, whose rounded weights would go to the host and back with "
+            "what layers leave; expected false, or model.recompute: full"
+        )
+    yield from _adapter_problems(config)
+
+
+def _adapter_problems(config: Config) -> Iterator[str]:
+    """With low-rank adapters, which are added to the rounded base and are not rounded themselves."""
+    if config.model.lora is None:
+        return
+    if config.weight_sync.adapters == "apart":
+        yield (
+            f"weight_sync.adapters: got apart with {KEY}; expected merged: engines get the rounded base with the "
+            "adapters in one"
+        )
+    if config.reference.refresh_every:
+        yield (
+            f"reference.refresh_every: got {config.reference.refresh_every} with {KEY} and model.lora; expected 0: the "
+            "reference would round what adapters add too"
+        )
+
+
+def fake_quantization_problems_of_models(
+    config: Config, grids: Mapping[str, Grid], architectures: Mapping[str, Architecture]
+) -> Iterator[str]:
+    """As above, of the placed models. Role inference is in `grids` where it is not the actor itself."""
+    settings = config.model.fake_quantization
+    if settings is None:
+        return
+    if architectures["actor"].moe is None:
+        yield f"{GIVEN}; expected null: the model in {config.model.path} has no experts, which alone are rounded"
+        return
+    if config.model.lora and "inference" in grids:
+        yield (
+            f"{GIVEN} with model.lora and role inference, whose ranks would round what adapters add too; expected "
+            "either alone, or no inference in placement"
+        )
+    loads = not algorithm_of(config).trains
+    for role in (role for role in OF_POLICY if role in grids and architectures[role].moe):
+        if role not in served_roles() or loads:
+            yield from _cut_groups(config, settings, role, grids[role], architectures[role])
+
+
+def _cut_groups(
+    config: Config, settings: FakeQuantization, role: str, grid: Grid, architecture: Architecture
+) -> Iterator[str]:
+    """Of rows of experts' matrices, which groups are to fill on every rank. What engines get of a trained model is
+    rounded before it is cut for them."""
+    moe, size, key = architecture.moe, settings.group_size, config.parallel_of(role)[1]
+    assert moe is not None
+    if architecture.hidden_size % size:
+        yield (
+            f"{KEY}.group_size: got {size}; expected a divisor of {architecture.hidden_size}, the hidden size of the "
+            f"model of role {role}"
+        )
+    is_engine = role in served_roles()
+    num_ranks = grid.tp // grid.ep if is_engine else 1 if grid.is_sharded else grid.etp or grid.tp
+    share = moe.ffn_hidden_size // num_ranks
+    if share % size:
+        cut = f", cut over {num_ranks} ranks" if num_ranks > 1 else ""
+        remedy = f", or experts on fewer ranks ({key}.{'ep' if is_engine else 'etp'})" if num_ranks > 1 else ""
+        yield (
+            f"{KEY}.group_size: got {size}; expected a divisor of {share}, the rows of an expert's last matrix in role "
+            f"{role}{cut}{remedy}"
+        )
+
+
+MTP = "model.mtp"
+ASKED = f"{MTP}: got a section"
+
+
+def mtp_problems(config: Config) -> Iterator[str]:
+    """In any world: sentences with the key, the reason, and what is expected in its place."""
+    algorithm, model = algorithm_of(config), config.model
+    if model.mtp is None or not algorithm.trains:
+        return
+    if algorithm.name == "reward_model":
+        yield f"{ASKED} with algorithm reward_model, whose model ends in a score and has no such layer; expected null"
+    for role in ("actor", "inference"):
+        if role in config.placed_roles and config.backend_of(role) == "fsdp":
+            yield (
+                f"{ASKED} with backend fsdp for role {role}, whose model is transformers', which has no such layer; "
+                f"expected null, or {role}.backend: megatron"
+            )
+    if model.lora is not None:
+        yield f"{ASKED} with model.lora, which trains adapters alone; expected either alone"
+    if model.residual_dtype is not None:
+        yield f"model.residual_dtype: got {model.residual_dtype} with {MTP}; expected null"
+    reference_path, key = config.checkpoint_of("reference")
+    if config.reference.refresh_every and not config.predicts("reference"):
+        yield (
+            f"reference.refresh_every: got {config.reference.refresh_every} with {MTP} and {key} {reference_path}; "
+            "expected 0, or no path: the reference would have to have the actor's layer that predicts a further token"
+        )
+
+
+def mtp_problems_of_models(
+    config: Config, grids: Mapping[str, Grid], architectures: Mapping[str, Architecture]
+) -> Iterator[str]:
+    """As above, of the placed models."""
+    if config.model.mtp is None or not algorithm_of(config).trains or "actor" not in grids:
+        return
+    path, model = config.model.path, architectures["actor"]
+    found = num_predicting(Path(path), model.family)
+    if model.family not in PREDICTIONS:
+        yield (
+            f"{ASKED}, but the model in {path} is of family {model.family}; expected null: such layers are trained of "
+            f"{', '.join(PREDICTIONS)}, and are carried along of others"
+        )
+    elif found != 1:
+        yield (
+            f"{ASKED}, but {PREDICTIONS[model.family].counts[0]} is {found} in the config.json of {path} (model.path); "
+            "expected null, or a checkpoint with one such layer"
+        )
+    elif model.tied_embeddings and grids["actor"].pp > 1:
+        yield (
+            f"actor.parallel.pp: got {grids['actor'].pp} with {MTP} and tied embeddings; expected 1: the last stage "
+            "would need the embedding for its tokens too"
+        )
+
+
+def replay_problems(config: Config) -> Iterator[str]:
+    """Sentences with the key, the reason, and what is expected in its place."""
+    algorithm, mode = algorithm_of(config), config.model.router_replay
+    if mode == "off" or not algorithm.trains:
+        return
+    given = f"model.router_replay: got {mode}"
+    if not algorithm.generates:
+        yield f"{given} with algorithm {algorithm.name}, whose samples no engine draws; expected off"
+    elif mode == "recompute" and not algorithm.needs_actor_logprobs():
+        yield (
+            f"{given}, but the actor computes no old log-probs, whose choice of experts that would be, with "
+            f"loss.old_logprobs {config.loss.old_logprobs} and algorithm {algorithm.name}; expected loss.old_logprobs: "
+            "actor, or model.router_replay: rollout or off"
+        )
+
+
+def replay_problems_of_models(
+    config: Config, grids: Mapping[str, Grid], architectures: Mapping[str, Architecture]
+) -> Iterator[str]:
+    """As `replay_problems`, of the placed models. Role inference is in `grids` where it is not the actor itself."""
+    mode = config.model.router_replay
+    if mode == "off" or not algorithm_of(config).trains:
+        return
+    if architectures["actor"].moe is None:
+        yield f"model.router_replay: got {mode}; expected off: the model in {config.model.path} has no experts"
+    elif mode == "recompute" and "inference" in grids:
+        yield (
+            "model.router_replay: got recompute with role inference, whose ranks would choose the experts that the "
+            "actor's are to use; expected rollout or off, or no inference in placement"
+        )
+
+
+DEEPEP_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
+"""That its buffers have settings for (deep_ep, Buffer.get_dispatch_config)."""
+DEEPEP_ELEMENTS = 8
+"""Of bfloat16, in the 16 bytes that it copies at a time."""
+
+
+def check_against_architecture(
+    config: Config, grids: Mapping[str, Grid], architectures: Mapping[str, Architecture]
+) -> None:
+    """Refuse models that cannot be served, grids that do not divide the model or the batch, and texts longer than a
+    model takes. `architectures` are by role, that of model.path under actor. ConfigError."""
+    problems = [*_data_parallel_problems(config, grids), *_balance_problems(config, grids, architectures)]
+    problems += adapted_model_problems(config, architectures)
+    problems += replay_problems_of_models(config, grids, architectures)
+    problems += fake_quantization_problems_of_models(config, grids, architectures)
+    problems += interleaved_expert_problems(config, grids, architectures)
+    problems += mtp_problems_of_models(config, grids, architectures)
+    problems += _dispatcher_problems(config, grids, architectures)
+    for role in grids:
+        if role in device_roles():
+            problems += _model_problems(config, role, architectures)
+            problems += _grid_problems(config.parallel_of(role)[1], grids[role], architectures[role])
+            if role in served_roles():
+                problems += url_problems(config, role, len(grids[role].ranks))
+                problems += _stop_problems(config, role, architectures[role])
+                problems += served_model_problems(config, role, grids[role], architectures[role])
+            else:
+                key = config.parallel_of(role)[1]
+                problems += trained_mechanism_problems(config, key, grids[role], architectures[role])
+                problems += _sharded_problems(config, role, grids[role], architectures[role])
+                problems += _slice_problems(config, key, grids[role], architectures[role])
+                problems += _expert_problems(config, role, grids[role], architectures)
+    refuse(problems)
+
+
+def _model_problems(config: Config, role: str, architectures: Mapping[str, Architecture]) -> Iterator[str]:
+    architecture = architectures[role]
+    path, key = config.checkpoint_of(role)
+    found = f"{key}: the model in {path} has"
+    if DECLARED[role].reads_text:
+        yield from _context_problems(config, role, architecture)
+        return
+    if architecture.vocab_size < architectures["actor"].vocab_size:
+        yield (
+            f"{found} a vocabulary of {architecture.vocab_size}; expected at least the "
+            f"{architectures['actor'].vocab_size} of model.path, whose tokens it is to evaluate"
+        )
+    texts = [longest_text(config)]
+    if role == ("evaluation" if config.evaluates_apart else "rollout"):
+        texts += [evaluated_text(config, plan) for plan in config.evaluations]
+    for longest, sizes in texts:
+        if longest > architecture.max_positions:
+            yield (
+                f"{sizes}, but the model in {key} ({path}) has {positions_of(architecture)}; expected a sum of at most "
+                "that"
+            )
+
+
+def _context_problems(config: Config, role: str, architecture: Architecture) -> Iterator[str]:
+    """Of an engine that reads other texts than the policy's samples."""
+    if DECLARED[role].model == "served":
+        longest = getattr(config, role).max_context_tokens
+        if longest > architecture.max_positions:
+            yield (
+                f"{role}.max_context_tokens: got {longest}, but the model in {role}.path has "
+                f"{positions_of(architecture)}; expected at most that"
+            )
+
+
+def _stop_problems(config: Config, role: str, architecture: Architecture) -> Iterator[str]:
+    """Of the tokens that end what a model draws."""
+    sampling = config.judge.sampling if role == "judge" else config.rollout.sampling
+    key = "judge" if role == "judge" else "rollout"
+    beyond = [token for token in sampling.stop_token_ids if token >= architecture.vocab_size]
+    if beyond:
+        yield (
+            f"{key}.sampling.stop_token_ids: got {beyond[0]}; expected less than {architecture.vocab_size}, the "
+            f"vocabulary of the model in {config.checkpoint_of(role)[1]}"
+        )
+
+
+def _data_parallel_problems(config: Config, grids: Mapping[str, Grid]) -> Iterator[str]:
+    """Every replica needs a prompt group in each of its batches; an evaluation shares out what there is."""
+    if not algorithm_of(config).trains:
+        return
+    batch, blocks = config.batch, RunShape.of(config).prompt_blocks
+    for role, grid in grids.items():
+        if DECLARED[role].beside_steps:
+            continue
+        groups, of = batch.prompts_per_step, f"batch.prompts_per_step {batch.prompts_per_step}"
+        if role in trained_roles():
+            groups //= blocks
+            of += f" in {blocks} blocks for mini-batches" if blocks > 1 else ""
+        if groups < grid.dp:
+            yield (
+                f"placement.{role}: {len(grid.ranks)} ranks make {grid.dp} data-parallel replicas, but {of} gives "
+                f"{groups} prompts to share out; expected at least {grid.dp} prompts, or fewer ranks"
+            )
+
+
+def _balance_problems(
+    config: Config, grids: Mapping[str, Grid], architectures: Mapping[str, Architecture]
+) -> Iterator[str]:
+    """Keys that would do nothing, as no model that is trained has what they are about. Where none is, they may be those
+    of the run whose checkpoint is evaluated."""
+    if not algorithm_of(config).trains:
+        return
+    found = [architectures[role].moe for role in trained_roles() if role in grids]
+    with_biases = any(moe and moe.score == "sigmoid" for moe in found)
+    for name, about, is_there in (
+        ("aux_loss_coef", "experts", any(found)),
+        ("z_loss_coef", "experts", any(found)),
+        ("bias_update_rate", "experts that are chosen by a bias, as deepseek_v3's and glm4_moe's are", with_biases),
+    ):
+        value = getattr(config.model.moe, name)
+        if value and not is_there:
+            yield f"model.moe.{name}: got {value}; expected 0: no model that is trained has {about}"
+
+
+def _grid_problems(key: str, grid: Grid, architecture: Architecture) -> Iterator[str]:
+    moe = architecture.moe
+    units = [("attention heads", architecture.num_heads)]
+    if moe is None or moe.dense_layers:
+        units.append(("feed-forward units", architecture.ffn_hidden_size))
+    if moe and moe.shared_ffn_hidden_size:
+        units.append(("feed-forward units of shared experts", moe.shared_ffn_hidden_size))
+    for name, size in units:
+        if size % grid.tp:
+            yield f"{key}.tp: got {grid.tp}, which does not divide the model's {size} {name}"
+    num_kv_heads = architecture.num_kv_heads
+    if num_kv_heads % grid.tp and grid.tp % num_kv_heads:
+        yield (
+            f"{key}.tp: got {grid.tp}; expected a divisor or a multiple of the model's {num_kv_heads} key-value heads"
+        )
+    num_layers, num_chunks = architecture.num_layers, grid.pp * grid.vpp
+    if grid.layers_per_stage is not None:
+        if len(grid.layers_per_stage) != num_chunks or sum(grid.layers_per_stage) != num_layers:
+            planned = f", such as {[*planned_layers(num_layers, num_chunks)]}" if num_layers >= num_chunks else ""
+            yield (
+                f"{key}.layers_per_stage: got {[*grid.layers_per_stage]}; expected {num_chunks} numbers "
+                f"(pp {grid.pp} x vpp {grid.vpp}) that sum up to the model's {num_layers} layers{planned}"
+            )
+    elif num_layers < num_chunks:
+        yield (
+            f"{key}.pp: got {grid.pp} with vpp {grid.vpp}, which makes {num_chunks} chunks of the model's {num_layers} "
+            "layers; expected at most as many chunks as layers, or layers_per_stage with a 0 for those without any"
+        )
+
+
+def _sharded_problems(config: Config, role: str, grid: Grid, architecture: Architecture) -> Iterator[str]:
+    path, key = config.checkpoint_of(role)
+    if grid.is_sharded and architecture.moe and architecture.moe.score == "sigmoid":
+        yield (
+            f"{role}.backend: got fsdp, but the model in {path} ({key}) chooses experts by a bias that is no parameter "
+            "of transformers' model and would not be sharded; expected megatron"
+        )
+    if grid.is_sharded and architecture.family in UNTOLD_FAMILIES:
+        yield (
+            f"{role}.backend: got fsdp, but transformers' {architecture.family}, which the model in {path} ({key}) is, "
+            "does not tell its attention which tokens are of one sample; expected megatron"
+        )
+    if architecture.unlisted and architecture.head == "value" and not architecture.unlisted.classifier:
+        yield f"{key}: the model in {path} has no classifier in transformers, which a score would be saved as"
+
+
+def _slice_problems(config: Config, key: str, grid: Grid, architecture: Architecture) -> Iterator[str]:
+    if grid.cp == 1:
+        return
+    if architecture.num_experts and grid.is_sharded:
+        yield f"{key}.cp: got {grid.cp}; expected 1: backend fsdp shares out the sequences of dense models alone"
+    if config.model.cp_communication != "all_to_all" and not grid.is_sharded:
+        return
+    how, remedy = "model.cp_communication all_to_all", ", or model.cp_communication: auto"
+    if grid.is_sharded:
+        how, remedy = "backend fsdp, by which ranks have all tokens of some heads", ""
+    num_heads, num_kv_heads = architecture.num_heads // grid.tp, max(1, architecture.num_kv_heads // grid.tp)
+    if num_heads % grid.cp or (num_kv_heads % grid.cp and grid.cp % num_kv_heads):
+        yield (
+            f"{key}.cp: got {grid.cp} with {how}, and a tensor-parallel rank has {num_heads} attention heads and "
+            f"{num_kv_heads} key-value heads; expected a divisor of the former and a divisor or multiple of the "
+            f"latter{remedy}"
+        )
+
+
+def _expert_problems(config: Config, role: str, grid: Grid, architectures: Mapping[str, Architecture]) -> Iterator[str]:
+    moe, key = architectures[role].moe, config.parallel_of(role)[1]
+    owner = key.partition(".")[0]
+    if moe is None:
+        if owner == role or architectures[owner].moe:
+            yield from _shares_of_nothing(key, grid, "" if owner == role else role)
+        return
+    for name, size, whole, of in (
+        ("ep", grid.ep, moe.num_experts, "experts"),
+        ("etp", grid.etp or grid.tp, moe.ffn_hidden_size, "feed-forward units of an expert"),
+    ):
+        if whole % size:
+            given = f"{size}" if name == "ep" or grid.etp else f"null, which means tp {size}"
+            nearest = min((n for n in range(1, whole + 1) if whole % n == 0), key=lambda n: (abs(n - size), n))
+            yield (
+                f"{key}.{name}: got {given}, which does not divide the model's {whole} {of}; the nearest that does is "
+                f"{nearest}"
+            )
+
+
+def _dispatcher_problems(
+    config: Config, grids: Mapping[str, Grid], architectures: Mapping[str, Architecture]
+) -> Iterator[str]:
+    """What DeepEP has no kernels for."""
+    if config.model.moe.dispatcher != "deepep":
+        return
+    given = "model.moe.dispatcher: got deepep"
+    found = [role for role in grids if role in model_roles() and architectures[role].moe]
+    if found and config.model.dtype != "bfloat16":
+        yield (
+            f"{given} with model.dtype {config.model.dtype}; expected alltoall, or model.dtype bfloat16: it sends "
+            "nothing else"
+        )
+    for role in found:
+        num_ranks, key = grids[role].ep * (grids[role].etp or grids[role].tp), config.parallel_of(role)[1]
+        if num_ranks > 1 and num_ranks not in DEEPEP_RANKS:
+            closest = min(DEEPEP_RANKS, key=lambda n: (abs(n - num_ranks), n))
+            yield (
+                f"{given}, and {key} has {num_ranks} ranks share a layer's experts (ep x etp), for which it has no "
+                f"buffers; expected alltoall, or a number that it has: the nearest is {closest}"
+            )
+        if architectures[role].hidden_size % DEEPEP_ELEMENTS:
+            yield (
+                f"{given}, and the model of role {role} has a hidden size of {architectures[role].hidden_size}; "
+                f"expected alltoall: it sends multiples of {DEEPEP_ELEMENTS} elements"
+            )
+
+
+def _shares_of_nothing(key: str, grid: Grid, borrower: str) -> Iterator[str]:
+    """Of a model without experts; `borrower` is its role, where that has another role's parallel sizes."""
+    whose, remedy = (f"the model of role {borrower}", f", or {borrower}.parallel") if borrower else ("the model", "")
+    for name, size, none in (("ep", grid.ep, "1"), ("etp", grid.etp or 1, "null")):
+        if size > 1:
+            yield f"{key}.{name}: got {size}; expected {none}{remedy}: {whose} has no experts"
