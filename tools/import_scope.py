@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rltrain.errors import UserError
-from rltrain.importing.sources import Framework, read
+from rltrain.import_config.sources import Framework, read
 
 TRAINS = re.compile(r"^\s+(trainer\.\w+|data\.train_\w+|--rollout-batch-size)", re.MULTILINE)
 """Keys of a training, in the text of a script of which no launch can be read."""

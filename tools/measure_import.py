@@ -19,13 +19,10 @@ from import_scope import generates_by_its_own, outside
 from stand_in_models import shape_of, write_stand_in
 
 from rltrain.errors import UserError
-from rltrain.importing import model_file
-from rltrain.importing.command import imported
-from rltrain.importing.fitting import KEEP
-from rltrain.importing.sources import FRAMEWORKS
-from rltrain.importing.steps import Rows
-from rltrain.importing.translation import Translation
-from rltrain.importing.writing import written
+from rltrain.import_config import translation
+from rltrain.import_config.command import KEEP, imported, written
+from rltrain.import_config.sources import FRAMEWORKS
+from rltrain.import_config.translation import Rows, Translation
 from rltrain.planning.description import describe_job
 from rltrain.planning.options import DryRunOptions
 
@@ -110,7 +107,7 @@ def tried(script: str, arguments: argparse.Namespace, folder: Path) -> Outcome:
 def once(script: str, arguments: argparse.Namespace, folder: Path, allowed: bool) -> None:
     """UserError where it is refused on its way."""
     rows, source = Rows(rows=arguments.rows), [script, *arguments.arguments]
-    with patch.object(model_file, "model_config", lambda name: shape_of(str(name)) or {}):
+    with patch.object(translation, "model_config", lambda name: shape_of(str(name)) or {}):
         found = imported(arguments.framework, source, rows=rows, allow_differences=allowed, gpu=KEEP)
         settings = stand_ins(found, folder)
         found = imported(

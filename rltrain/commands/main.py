@@ -37,7 +37,9 @@ class Subcommand:
 SUBCOMMANDS = {
     "train": Subcommand("rltrain.command", "train a model: --config FILE [key=value ...]", starts_ranks="always"),
     "dry-run": Subcommand("rltrain.command", "what a job would do, without a GPU: --config FILE", ("--dry-run",)),
-    "import-config": Subcommand("rltrain.importing.command", "a config or launch script of another trainer as ours"),
+    "import-config": Subcommand(
+        "rltrain.import_config.command", "a config or launch script of another trainer as ours"
+    ),
     "convert": Subcommand("rltrain.tools.convert_command", "checkpoints between Hugging Face and Megatron"),
     "evaluate": Subcommand("rltrain.evaluating.command", "evaluate a checkpoint", starts_ranks="always"),
     "serve": Subcommand("rltrain.serving.command", "serve a checkpoint by HTTP"),

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from rltrain.config.explain import all_keys
-from rltrain.importing.pages import FOLDER, PAGES, TEMPLATE, modules_of, page
-from rltrain.importing.sources import FRAMEWORKS
+from rltrain.import_config.pages import FOLDER, PAGES, TEMPLATE, modules_of, page
+from rltrain.import_config.sources import FRAMEWORKS
 
 KEYS = set(all_keys())
 
@@ -18,7 +18,7 @@ def is_key(path: str) -> bool:
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_page_is_what_the_rules_make(framework: str) -> None:
     found = (FOLDER / f"{framework}.md").read_text()
-    assert found == page(framework), "run: python -m rltrain.importing.pages"
+    assert found == page(framework), "run: python -m rltrain.import_config.pages"
     assert found.count("\n| `") > 30, "its tables have the rules"
 
 

@@ -9,11 +9,9 @@ import yaml
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
-from rltrain.importing.command import imported, main
-from rltrain.importing.sources import framework_of
-from rltrain.importing.steps import Rows
-from rltrain.importing.translation import Translation
-from rltrain.importing.writing import written
+from rltrain.import_config.command import imported, main, written
+from rltrain.import_config.sources import framework_of
+from rltrain.import_config.translation import Rows, Translation
 from rltrain.planning.description import describe_job
 from rltrain.planning.options import DryRunOptions
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rltrain.errors import UserError
-from rltrain.importing.translation import Translation
+from rltrain.import_config.translation import Translation
 from tests.unit.test_import_features import config_of, found_of
 
 EXAMPLE = "--use-tis --custom-tis-function-path my.mis.compute_mis_weights_with_cp --custom-config-path weights.yaml "

@@ -9,10 +9,8 @@ import pytest
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
-from rltrain.importing.command import imported
-from rltrain.importing.steps import Rows
-from rltrain.importing.translation import Translation
-from rltrain.importing.writing import written
+from rltrain.import_config.command import imported, written
+from rltrain.import_config.translation import Rows, Translation
 from rltrain.planning.description import describe_job
 from rltrain.planning.options import DryRunOptions
 

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from rltrain.errors import ConfigError
-from rltrain.importing.command import imported
-from rltrain.importing.fitting import peak_bytes
-from rltrain.importing.translation import Translation
+from rltrain.import_config.command import imported, peak_bytes
+from rltrain.import_config.translation import Translation
 from rltrain.planning.hardware import gpu_named
 
 COMMAND = """python3 train.py --actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate --rollout-num-gpus-per-engine 2

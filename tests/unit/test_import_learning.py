@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from rltrain.errors import ConfigError
-from rltrain.importing.command import imported
-from rltrain.importing.writing import written
+from rltrain.import_config.command import imported, written
 from tests.unit.test_import_features import config_of, found_of
 
 ALG, CORRECTION = "trainer.algorithm.", "algorithm.rollout_correction."

@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 from import_scope import generates_by_its_own, outside  # noqa: E402
 
-from rltrain.importing.sources import FRAMEWORKS  # noqa: E402
+from rltrain.import_config.sources import FRAMEWORKS  # noqa: E402
 
 VERL = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=/data/a.parquet "
 SKYRL = "python -m PROGRAM data.train_data=/data/a.parquet trainer.epochs=1 "

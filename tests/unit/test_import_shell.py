@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rltrain.errors import ConfigError
-from rltrain.importing.shell_script import read_text
-from rltrain.importing.shell_values import UNKNOWN
+from rltrain.import_config.shell_script import read_text
+from rltrain.import_config.shell_values import UNKNOWN
 
 BASH = shutil.which("bash")
 

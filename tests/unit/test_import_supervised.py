@@ -7,9 +7,8 @@ import pytest
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
-from rltrain.importing.command import imported
-from rltrain.importing.steps import Rows
-from rltrain.importing.writing import written
+from rltrain.import_config.command import imported, written
+from rltrain.import_config.translation import Rows
 
 COMMAND = """uv run --extra megatron python -m skyrl.train.main_sft strategy=STRATEGY model.path=Qwen/Qwen3-0.6B
  train_datasets="['owner/talks']" train_dataset_splits="['train[:4000]']" messages_key=messages max_length=2048

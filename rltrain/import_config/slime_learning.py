@@ -1,12 +1,182 @@
 """Of slime's flags what is learned, and how samples are drawn."""
 
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from rltrain.importing import slime_teacher
-from rltrain.importing.conversions import count, estimator, number, real, truth
-from rltrain.importing.conversions import top_k as top_k_of
-from rltrain.importing.engine import choose_engine
-from rltrain.importing.translation import SourceKeys, Translation, UntranslatableError
+import yaml
+
+from rltrain.import_config.shared_rules import WEIGHTS, choose_engine
+from rltrain.import_config.translation import (
+    NOTHING,
+    SourceKeys,
+    Translation,
+    UntranslatableError,
+    count,
+    estimator,
+    number,
+    ranks,
+    real,
+    truth,
+)
+from rltrain.import_config.translation import top_k as top_k_of
+
+FUNCTION, FILE = "custom-tis-function-path", "custom-config-path"
+ICEPOP = ".loss.icepop_function"
+MIS = ".mis.compute_mis_weights_with_cp"
+KNOWN = {
+    *("use_tis", "use_rs", "tis_level", "rs_level", "tis_mode", "tis_lower_bound", "tis_upper_bound"),
+    *("rs_lower_bound", "rs_upper_bound", "rs_veto_threshold", "tis_batch_normalize"),
+}
+LEVELS = ("token", "sequence", "geometric")
+UNBOUNDED = 1e9
+"""No ratio is above; the example cuts them at exp(20)."""
+
+
+def set_correction(keys: SourceKeys, out: Translation) -> None:
+    """After the KL and the entropy, whose terms leave out what the example rejects."""
+    function = str(keys.get(FUNCTION, ""))
+    if function.endswith(MIS):
+        _set_by_example(_options(keys), keys, out)
+    elif truth(keys.get("use-tis", False)):
+        out.set("loss.correction.high", real(keys.get("tis-clip", 2.0)), "use-tis, tis-clip")
+        if real(keys.get("tis-clip-low", 0)):
+            out.set("loss.correction.low", real(keys.get("tis-clip-low")), "tis-clip-low")
+        if function.endswith(ICEPOP):
+            out.set("loss.correction.method", "icepop", FUNCTION)
+        elif function:
+            out.differs(FUNCTION, function, "weights here are those of loss.correction: docs/policy_losses.md")
+    if "use-opsm" in keys:
+        out.set("loss.correction.opsm_delta", real(keys.get("opsm-delta", 1e-4)), "use-opsm, opsm-delta")
+
+
+def _options(keys: SourceKeys) -> Mapping[str, Any]:
+    """What the file of the example says; it is found from the script's folder and its parents."""
+    named = keys.get(FILE)
+    near = keys.folder.resolve()
+    found = [folder / str(named) for folder in (near, *near.parents) if (folder / str(named)).is_file()]
+    if named is None or not found:
+        raise UntranslatableError(f"--{FILE}: {named} is not to be found, which says how {FUNCTION} weighs")
+    options = yaml.safe_load(found[0].read_text(encoding="utf-8")) or {}
+    if not isinstance(options, dict):
+        raise UntranslatableError(f"--{FILE}: expected keys with values in {Path(str(named)).name}")
+    return options
+
+
+def _set_by_example(options: Mapping[str, Any], keys: SourceKeys, out: Translation) -> None:
+    for name in sorted({*options} - KNOWN):
+        out.differs(f"{FILE}: {name}", options[name], "nothing here stands for it")
+    if not truth(options.get("use_tis", keys.get("use-tis", False))):
+        return
+    level, mode = str(options.get("tis_level")), str(options.get("tis_mode"))
+    if level not in LEVELS or mode not in ("truncate", "clip", "mask"):
+        raise UntranslatableError(f"--{FILE}: tis_level {level}, tis_mode {mode} are none of the example's")
+    high = real(options.get("tis_upper_bound"))
+    low = _bound(options, "tis_lower_bound", 1 / high)
+    out.set("loss.correction.high", high, "tis_upper_bound")
+    if mode != "truncate":
+        out.set("loss.correction.low", low, "tis_lower_bound")
+    if mode == "mask":
+        out.set("loss.correction.method", "icepop", "tis_mode: mask")
+    if level != "token":
+        out.set("loss.correction.level", level, "tis_level")
+    if truth(options.get("tis_batch_normalize", False)):
+        _normalize(level, mode, out)
+    if truth(options.get("use_rs", False)):
+        _set_masks(options, low, high, out)
+
+
+def _normalize(level: str, mode: str, out: Translation) -> None:
+    if mode == "mask":
+        out.differs("tis_batch_normalize", True, "the mean there has weights that are left out, and here has not")
+    elif level == "geometric":
+        raise UntranslatableError("tis_batch_normalize is of tokens or sequences in the example")
+    out.set("loss.correction.normalize", "mini_batch", "tis_batch_normalize")
+    out.notes.append("tis_batch_normalize: the mean is of a rank's micro-batch there, and of the mini-batch here")
+
+
+def _set_masks(options: Mapping[str, Any], low: float, high: float, out: Translation) -> None:
+    """What is rejected has no gradient there, and stays in the divisors."""
+    level = str(options.get("rs_level"))
+    if level not in LEVELS:
+        raise UntranslatableError(f"--{FILE}: rs_level {level} is none of the example's")
+    bounds = {"low": _bound(options, "rs_lower_bound", low), "high": _bound(options, "rs_upper_bound", high)}
+    masks = [{"level": level, **bounds}]
+    if options.get("rs_veto_threshold") not in NOTHING:
+        veto = {"low": real(options["rs_veto_threshold"]), "high": UNBOUNDED}
+        masks.append({"level": "every_token", **veto})
+    out.set("loss.correction.masks", masks, "use_rs, rs_*")
+    out.set("loss.correction.rejected", "weight_0", "use_rs: divisors are of all tokens")
+    if out.get("loss.entropy_coef") or out.get("loss.kl.coef"):
+        out.differs("use_rs", True, "what it rejects is out of the terms of entropy and KL too, and here it is not")
+
+
+def _bound(options: Mapping[str, Any], name: str, otherwise: float) -> float:
+    return otherwise if options.get(name) in NOTHING else real(options[name])
+
+
+SERVER = "sglang.launch_server"
+MODEL, CUT = "served-model", "served-tp"
+"""The keys under which a server's model stands among the flags, and the ranks that it is cut over."""
+ROUNDS, GROUP = "variable OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "variable OPEN_TRAINING_INT4_GROUP_SIZE"
+"""The keys under which variables stand among the flags that have training round weights: no flag of slime's does."""
+GROUP_SIZE = 128
+"""Where no variable says another."""
+VARIABLE = re.compile(r'"?(OPEN_TRAINING_INT4_\w+)"?\s*[:=]\s*"?(\d+)\b')
+
+
+def beside_training(commands: Sequence[Sequence[str]]) -> dict[str, Any]:
+    return {**_served(commands), **_variables(commands)}
+
+
+def _served(commands: Sequence[Sequence[str]]) -> dict[str, Any]:
+    for words in commands:
+        if SERVER in words or f"-m {SERVER}" in words:
+            following = dict(zip(words, words[1:], strict=False))
+            tp = following.get("--tp", following.get("--tp-size", following.get("--tensor-parallel-size", 1)))
+            return {MODEL: following["--model-path"], CUT: tp} if "--model-path" in following else {}
+    return {}
+
+
+def _variables(commands: Sequence[Sequence[str]]) -> dict[str, Any]:
+    found = (one for words in commands for word in words for one in VARIABLE.finditer(word))
+    given = {f"variable {one[1]}": int(one[2]) for one in found}
+    return given if given.get(ROUNDS) == 1 else {}
+
+
+def set_fake_quantization(keys: SourceKeys, out: Translation) -> None:
+    """Experts that are trained to be served in INT4, which slime rounds for training as it does for its engines."""
+    if not keys.get(ROUNDS):
+        return
+    name = ROUNDS.removeprefix("variable ")
+    out.set("model.fake_quantization.group_size", count(keys.get(GROUP, GROUP_SIZE)), name)
+    out.notes.append(WEIGHTS)
+
+
+REWARD = "slime.rollout.on_policy_distillation.reward_func"
+
+
+def set_teacher(keys: SourceKeys, out: Translation, actor: str) -> None:
+    """`actor` are the actor's ranks. A teacher that is served has ranks of its own here, behind all others."""
+    model, tp = keys.get(MODEL), keys.get(CUT, 1)
+    if not keys.get("use-opd"):
+        return
+    kind = keys.get("opd-type", "sglang")
+    if kind == "sglang" and model is None:
+        out.differs("opd-type", kind, "which weights the server at rm-url has is not told: docs/roles.md")
+        return
+    out.set("teacher.coef", real(keys.get("opd-kl-coef", 1.0)), "opd-kl-coef")
+    if kind == "sglang":
+        out.set("teacher.path", str(model), f"the model that {SERVER} serves")
+        out.set("teacher.parallel.tp", count(tp), f"as {SERVER} has it")
+        out.place(["teacher"], ranks(out.world_size, count(tp)), f"{SERVER}: behind the others")
+        out.world_size += count(tp)
+        keys.get("rm-url")
+        return
+    out.set("teacher.path", str(keys.get("opd-teacher-load")), "opd-teacher-load: in Hugging Face's format here")
+    out.place(["teacher"], actor, "use-opd")
+
 
 PROGRAMS = ("train.py", "train_async.py")
 
@@ -140,7 +310,7 @@ def set_reward(keys: SourceKeys, out: Translation) -> None:
     if generate is not None:
         out.set("env.function", _function(generate), "custom-generate-function-path")
         out.place(["env"], ranks_of(out, "rollout"), "custom-generate-function-path")
-    if own == slime_teacher.REWARD:
+    if own == REWARD:
         out.set("reward.function", "environment", "custom-rm-path: the teacher is asked by it, and the reward is 0")
         keys.get("custom-reward-post-process-path")
     elif own is not None:

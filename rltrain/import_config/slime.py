@@ -3,29 +3,169 @@
 from collections.abc import Sequence
 from typing import Any
 
-from rltrain.importing import model_file
-from rltrain.importing.conversions import count, interval, one_of, paths, ranks, real, text, truth
-from rltrain.importing.conversions import top_k as top_k_of
-from rltrain.importing.fully_sharded import set_fully_sharded
-from rltrain.importing.megatron_optimizer import megatron_options, set_megatron_optimizer
-from rltrain.importing.prediction_head import set_slimes_prediction_layers
-from rltrain.importing.slime_commands import set_fake_quantization
-from rltrain.importing.slime_correction import set_correction
-from rltrain.importing.slime_learning import (
+from rltrain.import_config import translation
+from rltrain.import_config.shared_rules import (
+    megatron_options,
+    set_fully_sharded,
+    set_megatron_optimizer,
+    set_slimes_prediction_layers,
+)
+from rltrain.import_config.slime_learning import (
     is_supervised,
     ranks_of,
     set_algorithm,
+    set_correction,
     set_engine,
     set_evaluation,
+    set_fake_quantization,
     set_kl,
     set_reward,
     set_schedule,
     set_supervised,
+    set_teacher,
 )
-from rltrain.importing.slime_leftovers import HARMLESS
-from rltrain.importing.slime_teacher import set_teacher
-from rltrain.importing.steps import Rows, set_steps
-from rltrain.importing.translation import Rule, SourceKeys, Translation, UntranslatableError, apply, sort_out
+from rltrain.import_config.translation import (
+    Rows,
+    Rule,
+    SourceKeys,
+    Translation,
+    UntranslatableError,
+    apply,
+    count,
+    interval,
+    one_of,
+    paths,
+    ranks,
+    real,
+    set_steps,
+    sort_out,
+    text,
+    truth,
+)
+from rltrain.import_config.translation import top_k as top_k_of
+
+OF_MODEL = "of the model's shape, which config.json tells"
+
+
+SPEED = "of speed or memory alone"
+
+
+HARMLESS = {
+    **dict.fromkeys(
+        (
+            "use-rotary-position-embeddings",
+            "no-position-embedding",
+            "no-masked-softmax-fusion",
+            "enable-experimental",
+            "post-self-attn-layernorm",
+            "post-mlp-layernorm",
+            "num-layers",
+            "hidden-size",
+            "ffn-hidden-size",
+            "num-attention-heads",
+            "num-query-groups",
+            "group-query-attention",
+            "kv-channels",
+            "vocab-size",
+            "make-vocab-size-divisible-by",
+            "max-position-embeddings",
+            "normalization",
+            "norm-epsilon",
+            "position-embedding-type",
+            "rotary-*",
+            "no-rope-fusion",
+            "rope-type",
+            "use-rope-scaling",
+            "swiglu",
+            "qk-layernorm",
+            "qk-head-dim",
+            "qk-pos-emb-head-dim",
+            "q-lora-rank",
+            "kv-lora-rank",
+            "v-head-dim",
+            "multi-latent-attention",
+            "mscale*",
+            "original-max-position-embeddings",
+            "beta-*",
+            "attn-mscale",
+            "disable-bias-linear",
+            "add-qkv-bias",
+            "untie-embeddings-and-output-weights",
+            "num-experts",
+            "moe-ffn-hidden-size",
+            "moe-layer-freq",
+            "moe-router-topk",
+            "moe-router-topk-scaling-factor",
+            "moe-router-score-function",
+            "moe-router-pre-softmax",
+            "moe-router-num-groups",
+            "moe-router-group-topk",
+            "moe-router-enable-expert-bias",
+            "moe-router-load-balancing-type",
+            "moe-shared-expert-intermediate-size",
+            "moe-shared-expert-gate",
+            "moe-shared-expert-overlap",
+            "spec",
+            "attention-output-gate",
+            "apply-layernorm-1p",
+            "use-gated-attention",
+        ),
+        OF_MODEL,
+    ),
+    **dict.fromkeys(
+        (
+            "balance-data",
+            "allgather-cp",
+            "overlap-cpu-optimizer-d2h-h2d",
+            "use-precision-aware-optimizer",
+            "accumulate-allreduce-grads-in-fp32",
+            "attention-softmax-in-fp32",
+            "attention-backend",
+            "moe-grouped-gemm",
+            "moe-permute-fusion",
+            "moe-router-dtype",
+            "moe-token-drop-policy",
+            "moe-token-dispatcher-type",
+            "moe-enable-deepep",
+            "no-gradient-accumulation-fusion",
+            "update-weight-*",
+            "data-pad-size-multiplier",
+            "over-sampling-batch-size",
+            "no-offload-*",
+            "offload*",
+            "use-distributed-optimizer",
+            "recompute-method",
+            "micro-batch-size",
+            "ref-micro-batch-size",
+            "bf16",
+            "transformer-impl",
+            "distributed-*",
+            "seq-length",
+            "vocab-*",
+            "num-gpus-per-node",
+            "no-check-for-nan-in-loss-and-grad",
+            "deterministic-mode",
+            "prefill-num-servers",
+            "cpu-offload*",
+        ),
+        SPEED,
+    ),
+    "sglang-speculative-*": "speculative decoding draws from the same distribution, faster",
+    "sglang-*": "of the engine's layout or speed alone",
+    "mtp-*": "of layers that draft alone",
+    **dict.fromkeys(("wandb-*", "use-wandb", "disable-wandb*", "dump-details", "save-debug-*"), "of logs alone"),
+    **dict.fromkeys(("load", "ref-load", "save-hf*", "ckpt-*", "async-save"), "of checkpoint files"),
+    "served-*": "a server that the script starts beside the training",
+    "program": "supervised steps have no engine to be ahead of",
+    **dict.fromkeys(("n-samples-per-eval-prompt", "eval-*"), "no evaluation set is given"),
+    "metadata-key": "all columns of a row are at hand for rewards and environments",
+    "custom-config-path": "of slime's own functions",
+    "model-name": "config.json tells the model's family",
+    "debug-train-only": "nothing is drawn for supervised steps",
+    "disable-compute-advantages-and-returns": "supervised steps have no advantages",
+    "loss-mask-type": "templates tell which tokens an assistant's turn has",
+}
+
 
 OPTIMIZER = (
     Rule("lr", "actor.optimizer.lr", 1e-6, real),
@@ -153,7 +293,7 @@ def _data(keys: SourceKeys, out: Translation) -> None:
 
 def _stop_at(ids: Any, keys: SourceKeys, out: Translation) -> None:
     """The checkpoint's end-of-sequence tokens end one in any case."""
-    own = model_file.model_config(keys.get("hf-checkpoint")).get("eos_token_id", [])
+    own = translation.model_config(keys.get("hf-checkpoint")).get("eos_token_id", [])
     ended = {str(token) for token in (own if isinstance(own, list) else [own])}
     given = ids if isinstance(ids, list) else [ids]
     if ended.issuperset(given):

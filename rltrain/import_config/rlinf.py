@@ -2,12 +2,31 @@
 
 from typing import Any
 
-from rltrain.importing.batches import ALGORITHMS, set_context, set_evaluation
-from rltrain.importing.conversions import NOTHING, count, estimator, interval, number, one_of, paths, real, text, truth
-from rltrain.importing.conversions import top_k as top_k_of
-from rltrain.importing.engine import choose_engine
-from rltrain.importing.steps import Rows, set_steps
-from rltrain.importing.translation import Rule, SourceKeys, Translation, UntranslatableError, apply, sort_out
+from rltrain.import_config.shared_rules import choose_engine
+from rltrain.import_config.translation import (
+    ALGORITHMS,
+    NOTHING,
+    Rows,
+    Rule,
+    SourceKeys,
+    Translation,
+    UntranslatableError,
+    apply,
+    count,
+    estimator,
+    interval,
+    number,
+    one_of,
+    paths,
+    real,
+    set_context,
+    set_evaluation,
+    set_steps,
+    sort_out,
+    text,
+    truth,
+)
+from rltrain.import_config.translation import top_k as top_k_of
 
 SECTIONS = ("cluster", "runner", "algorithm", "actor", "rollout", "data", "reward", "critic", "env", "inference")
 PLACED = "cluster.component_placement."

@@ -1,25 +1,138 @@
 """Of SkyRL's keys what is learned: algorithm, loss, reward."""
 
+import ast
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from rltrain.importing.batches import (
+from rltrain.import_config.shared_rules import WEIGHTS, set_adapters
+from rltrain.import_config.translation import (
     ALGORITHMS,
     DISCOUNTED,
+    NOTHING,
     WHITENED,
     WITH_STD,
-    take_rewards,
-)
-from rltrain.importing.conversions import (
-    NOTHING,
+    Rule,
+    SourceKeys,
+    Translation,
+    UntranslatableError,
+    apply,
     count,
     estimator,
     real,
+    take_rewards,
     text,
     truth,
 )
-from rltrain.importing.registered_environments import entry_point_of
-from rltrain.importing.registered_functions import ADVANTAGES, LOSSES, function_of
-from rltrain.importing.translation import Rule, SourceKeys, Translation, UntranslatableError, apply
+
+
+def texts_of(module: str, near: Path) -> Iterator[tuple[str, ast.AST]]:
+    """(name, parsed text) of the program `module`, then of the modules of the same tree that it imports.
+
+    Its file is looked for from `near` and its parents. Nothing where there is none.
+    """
+    file = _file_of(module, near) if module else None
+    if file is None:
+        return
+    tree = file
+    for _ in module.split("."):
+        tree = tree.parent
+    program = _parsed(file)
+    yield module, program
+    for name in _imports(program):
+        imported = _file_of(name, tree)
+        if imported is not None:
+            yield name, _parsed(imported)
+
+
+def texts(*nodes: ast.AST | None) -> list[str] | None:
+    """What stands there, where all are texts."""
+    found = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return found if len(found) == len(nodes) else None
+
+
+def last_name(node: ast.AST) -> str:
+    """Of a dotted name its last part."""
+    return ast.unparse(node).rsplit(".", 1)[-1]
+
+
+def _file_of(module: str, near: Path) -> Path | None:
+    path = Path(*module.split("."))
+    for folder in (near.resolve(), *near.resolve().parents):
+        for name in (path.with_suffix(".py"), path / "__init__.py"):
+            if (folder / name).is_file():
+                return folder / name
+    return None
+
+
+def _parsed(file: Path) -> ast.AST:
+    """Empty where it is no Python that can be read."""
+    try:
+        return ast.parse(file.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return ast.Module([], [])
+
+
+def _imports(program: ast.AST) -> Iterator[str]:
+    for node in ast.walk(program):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def entry_point_of(environment: str, module: str, near: Path) -> str | None:
+    """ "module:class" that the program `module`, or a module of the same tree that it imports, registers under this id.
+
+    None where there is none, or it registers no such id.
+    """
+    for _, text in texts_of(module, near):
+        for identifier, entry_point in _registered_environments(text):
+            if identifier == environment:
+                return entry_point
+    return None
+
+
+def _registered_environments(program: ast.AST) -> Iterator[tuple[str, str]]:
+    """(id, entry point) of every call `register(id=..., entry_point=...)` whose arguments are texts."""
+    for node in ast.walk(program):
+        if isinstance(node, ast.Call) and last_name(node.func) == "register":
+            given = {keyword.arg: keyword.value for keyword in node.keywords}
+            found = texts(given.get("id"), given.get("entry_point"))
+            if found:
+                yield found[0], found[1]
+
+
+LOSSES = ("PolicyLossRegistry", "register_policy_loss")
+ADVANTAGES = ("AdvantageEstimatorRegistry", "register_advantage_estimator")
+"""The class whose method `register` does it, and the decorator."""
+
+
+def function_of(name: str, registry: tuple[str, str], module: str, near: Path) -> str | None:
+    """ "module:function" that the program `module`, or a module of the same tree that it imports, registers under this
+    name. None where there is none, or it registers no such name."""
+    for found_in, text in texts_of(module, near):
+        for registered, function in _registered(text, *registry):
+            if registered == name:
+                return f"{found_in}:{function}"
+    return None
+
+
+def _registered(program: ast.AST, registry: str, decorator: str) -> Iterator[tuple[str, str]]:
+    """(name, function) of every `registry.register("name", function)`, and of functions under `@decorator("name")`."""
+    for node in ast.walk(program):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "register":
+            named = texts(*node.args[:1])
+            if last_name(node.func.value) == registry and named and len(node.args) > 1:
+                function = node.args[1]
+                if isinstance(function, ast.Name):
+                    yield named[0], function.id
+        elif isinstance(node, ast.FunctionDef):
+            for call in node.decorator_list:
+                if isinstance(call, ast.Call) and last_name(call.func) == decorator:
+                    yield from ((named, node.name) for named in texts(*call.args[:1]) or ())
+
 
 T, G, ALG = "trainer.", "generator.", "trainer.algorithm."
 ENGINE = "generator.inference_engine."
@@ -323,3 +436,66 @@ def set_reward(keys: SourceKeys, out: Translation) -> None:
     else:
         out.set("env.function", f"{env}.env:Env", "environment.env_class: name its module and class")
         out.differs("environment.env_class", env, "an environment of one's own: write env.function as module:class")
+
+
+REPLAY = T + "policy.megatron_config.moe_enable_routing_replay"
+INT4 = T + "policy.model.fake_int4_qat."
+SMALLEST = {7.0: -7.0, 7.5: -8.0}
+"""INT4's smallest integer by the divisor of scales."""
+RETURNED = ENGINE + "enable_return_routed_experts"
+MEGATRON = {
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "context_parallel_size": "cp",
+    "expert_model_parallel_size": "ep",
+    "expert_tensor_parallel_size": "etp",
+}
+
+
+def slices_of(keys: SourceKeys) -> int:
+    """Ranks that share out a sequence."""
+    if str(keys.get(T + "strategy", "fsdp")) == "megatron":
+        return count(keys.get(T + "policy.megatron_config.context_parallel_size", 1))
+    return count(keys.get(T + "policy.sequence_parallel_size", 1))
+
+
+def set_lora(keys: SourceKeys, out: Translation, prefix: str, kind: str | None, section: str = "model.lora") -> None:
+    """`prefix` is that of the adapters' keys, and `kind` the key of Megatron's kinds of them; None: FSDP trains."""
+    names = {"rank": "rank", "alpha": "alpha", "dropout": "dropout", "targets": "target_modules"}
+    names |= {"exclude": "exclude_modules", "init": "init_method"}
+    given = {here: keys.get(prefix + name) for here, name in names.items()}
+    own = kind and keys.get(kind)
+    set_adapters({**given, "type": own}, out, prefix, 16, kind is not None, section)
+
+
+def set_critic_lora(keys: SourceKeys, out: Translation) -> None:
+    if keys.get(ALG + "advantage_estimator") == "gae":
+        set_lora(keys, out, T + "critic.model.lora.", None, "critic.lora")
+
+
+def set_router_replay(keys: SourceKeys, out: Translation) -> None:
+    replays, returned = truth(keys.get(REPLAY, False)), truth(keys.get(RETURNED, False))
+    if replays:
+        out.set("model.router_replay", "rollout", REPLAY)
+    elif returned:
+        out.leave(RETURNED, returned, "nothing replays what the engine chose")
+
+
+def set_fake_quantization(keys: SourceKeys, out: Translation) -> None:
+    """The weights that SkyRL's trainer rounds are those of a checkpoint beside the engines' in INT4."""
+    given = keys.under(INT4)
+    if not truth(given.get("enabled", False)):
+        return
+    divisor = real(given.get("scale_divisor", 7.5))
+    out.set("model.fake_quantization.group_size", count(given.get("group_size", 32)), INT4 + "group_size")
+    out.set("model.fake_quantization.scale_divisor", divisor, INT4 + "scale_divisor")
+    smallest = real(given.get("q_min", -8))
+    if smallest != SMALLEST.get(divisor):
+        out.differs(INT4 + "q_min", smallest, "with a scale_divisor of 7.5 it is -8 here, and with one of 7 it is -7")
+    if not truth(given.get("symmetric", True)):
+        out.differs(INT4 + "symmetric", False, "groups have a scale here and no zero point")
+    path = given.get("bf16_base_path")
+    if path in NOTHING:
+        out.notes.append(WEIGHTS)
+    else:
+        out.set("model.path", str(path), INT4 + "bf16_base_path: what the trainer loads")

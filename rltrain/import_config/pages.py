@@ -1,6 +1,6 @@
 """The pages on coming from other trainers: what is written by hand, with the tables that imports work by.
 
-python -m rltrain.importing.pages    # writes docs/coming_from/*.md from the templates beside them
+python -m rltrain.import_config.pages    # writes docs/coming_from/*.md from the templates beside them
 """
 
 import importlib
@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 from rltrain import importing
-from rltrain.importing.translation import Rule
+from rltrain.import_config.translation import Rule
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "coming_from"
 PAGES = ("slime", "verl", "skyrl", "rlinf")
@@ -23,7 +23,8 @@ def page(framework: str) -> str:
     for name, table in (("one_to_one", one_to_one(framework)), ("left_over", left_over(framework))):
         text = text.replace(f"<!-- {name} -->", table)
     return (
-        text + f"\nMade by `python -m rltrain.importing.pages` from {framework}{TEMPLATE} and the rules of imports.\n"
+        text
+        + f"\nMade by `python -m rltrain.import_config.pages` from {framework}{TEMPLATE} and the rules of imports.\n"
     )
 
 

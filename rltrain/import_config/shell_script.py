@@ -14,9 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rltrain.errors import ConfigError
-from rltrain.importing.shell_expansion import Expansion, Variables
-from rltrain.importing.shell_parser import parse_script
-from rltrain.importing.shell_syntax import (
+from rltrain.import_config.shell_parser import (
     Assignment,
     Calculation,
     Case,
@@ -30,8 +28,9 @@ from rltrain.importing.shell_syntax import (
     Simple,
     Test,
     While,
+    parse_script,
 )
-from rltrain.importing.shell_values import UNKNOWN, calculate, holds, shown, unknown
+from rltrain.import_config.shell_values import UNKNOWN, Expansion, Variables, calculate, holds, shown, unknown
 
 MOST_TURNS = 10000
 """Of all loops of a script together."""

@@ -1,0 +1,333 @@
+"""The command `rltrain import-config`."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from rltrain.config.loader import Source
+from rltrain.config.schema import Config
+from rltrain.errors import ConfigError, UserError, command_name
+from rltrain.import_config.sources import FRAMEWORKS, framework_of, read, translated
+from rltrain.import_config.translation import (
+    PLACEMENT,
+    Leftover,
+    Rows,
+    Setting,
+    Translation,
+    keys_of,
+    refuse_differences,
+)
+from rltrain.models.checkpoint_model import role_architectures
+from rltrain.planning.hardware import Gpu, gpu_named
+from rltrain.planning.memory import largest, rank_memories
+from rltrain.planning.planned import plan_job
+from rltrain.planning.validation import check_config
+from rltrain.planning.validation_models import check_against_architecture
+from rltrain.planning.validation_schedule import check_schedule
+from rltrain.runtime.placement import placement_of
+from rltrain.tasks.roles import model_roles, trained_roles
+
+WIDTH = 118
+ORDER = {name: number for number, name in enumerate(Config.model_fields)}
+
+
+def written(out: Translation, source: str) -> str:
+    """The config file's text."""
+    nested: dict[str, Any] = {}
+    for path, setting in out.settings.items():
+        *sections, name = keys_of(path)
+        section = nested
+        for key in sections:
+            section = section.setdefault(key, {})
+        section[name] = setting
+    lines = [
+        f"# world size: {out.world_size}",
+        f"# Imported from {out.framework}: {source}",
+        *(f"# {note}" for note in out.notes),
+    ]
+    for name in sorted(nested, key=lambda key: ORDER.get(key, len(ORDER))):
+        lines += _lines(name, nested[name], 0)
+    lines += _listed("Not translated, and without influence on what is computed:", out.leftovers)
+    lines += _listed("NOT TRANSLATED, ALTHOUGH IT CHANGES WHAT IS COMPUTED:", out.differences)
+    return "\n".join(lines) + "\n"
+
+
+def _lines(name: str, value: Any, depth: int) -> list[str]:
+    key = "  " * depth + (json.dumps(name) if any(char in name for char in ":{}[]#") else name)
+    if isinstance(value, Setting):
+        text = f"{key}: {scalar(value.value)}"
+        comment = f"# {value.origin}"
+        return [f"{text}   {comment}"] if len(text) + len(comment) < WIDTH else ["  " * depth + comment, text]
+    return [f"{key}:", *(line for inner, one in value.items() for line in _lines(inner, one, depth + 1))]
+
+
+def scalar(value: Any) -> str:
+    """On one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {scalar(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(scalar(one) for one in value) + "]"
+    text: str = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
+    text = text.removesuffix("\n").removesuffix("\n...").strip()
+    return json.dumps(value) if isinstance(value, str) and any(char in text for char in ",{}[]#:") else text
+
+
+def _listed(title: str, found: list[Leftover]) -> list[str]:
+    if not found:
+        return []
+    return ["", f"# {title}", *(f"#   {one.key}: {scalar(_short(one.value))}   ({one.reason})" for one in found)]
+
+
+def _short(value: Any) -> Any:
+    text = str(value)
+    return value if len(text) <= 80 else text[:80] + "..."
+
+
+LEAST_TOKENS = 2048
+"""Of a micro-batch, and of logits at a time: enough for products at full speed."""
+BY_MICRO_BATCH = ("clip_cov", "kl_cov")
+"""Policy losses that look at a micro-batch as a whole."""
+MOST_CHANGES = 12
+TENSOR_PARALLEL = (2, 4, 8)
+"""Tried where Megatron takes the place of a backend whose optimizer stays on the device."""
+
+USUAL = "h100"
+"""The GPU where none is named: 80 GB are what most launch scripts that name none were written for."""
+KEEP = "none"
+"""The name that leaves memory as the source has it."""
+
+Changed = Mapping[str, Any]
+"""Values of config keys."""
+
+
+def fit_memory(out: Translation, name: str | None) -> None:
+    """Settings of memory for the GPU of this name; None: for the usual one, if the model's config.json is at hand.
+    ConfigError where a GPU is named, and there is no config.json to take the model's shape from."""
+    path = out.get("model.path")
+    if name == KEEP:
+        return
+    if Path(str(path), "config.json").is_file():
+        _fit(out, name or USUAL)
+    elif name is None:
+        out.notes.append(f"memory is as the source has it, since {path} has no config.json at hand (--gpu)")
+    else:
+        raise ConfigError(
+            f"--gpu: {path} has no config.json at hand, which tells the model's shape; expected a checkpoint's folder, "
+            "as by --set model.path=FOLDER"
+        )
+
+
+def _fit(out: Translation, name: str) -> None:
+    """Change what costs least speed until the estimate fits, or nothing helps any more; the dry run then says what is
+    missing."""
+    gpu = gpu_named(name)
+    held = peak_bytes(out, {}, gpu)
+    for _ in range(MOST_CHANGES):
+        if held is None or held <= gpu.usable_bytes:
+            return
+        tried = [(peak_bytes(out, changed, gpu), changed) for changed in _changes(out, gpu)]
+        helping = [(peak, changed) for peak, changed in tried if peak is not None and peak < held]
+        if not helping:
+            return
+        enough = [one for one in helping if one[0] <= gpu.usable_bytes]
+        held, chosen = enough[0] if enough else min(helping, key=lambda one: one[0])
+        for path, value in chosen.items():
+            given = out.settings[path].origin if path in out.settings else None
+            out.set(path, value, f"--gpu {name}: of memory alone" + (f", in the place of {given}" if given else ""))
+
+
+def peak_bytes(out: Translation, changed: Changed, gpu: Gpu) -> int | None:
+    """What the fullest rank would hold; None where the result would be refused for something else."""
+    settings = {**out.settings, **{path: Setting(value, "") for path, value in changed.items()}}
+    try:
+        config = Config.model_validate(replace(out, settings=settings).data)
+        check_config(config)
+        placement = placement_of(config, out.world_size, min(out.ranks_per_node, out.world_size))
+        architectures = role_architectures(config, placement.roles)
+        job = plan_job(config, placement, architectures, min(out.ranks_per_node, out.world_size))
+        check_schedule(config, placement, job.grids)
+        check_against_architecture(config, job.grids, architectures)
+        return largest(rank_memories(job, gpu)).peak.total
+    except (UserError, ValidationError, ValueError):
+        return None
+
+
+def _changes(out: Translation, gpu: Gpu) -> Iterator[Changed]:
+    """From those that cost least speed to those that cost most."""
+    sharded, placed = out.get("actor.backend") == "fsdp", _placed(out)
+    if not sharded and out.get("model.logits_chunk_tokens") is None:
+        yield {"model.logits_chunk_tokens": LEAST_TOKENS}
+    yield from _smaller_engines(out, gpu)
+    if out.get("loss.policy") not in BY_MICRO_BATCH:
+        for role in sorted(placed & {*model_roles()}):
+            path = f"{role}.micro_batch_tokens"
+            if out.get(path) >= 2 * LEAST_TOKENS:
+                yield {path: out.get(path) // 2}
+    if out.get("model.recompute") != "full":
+        yield {"model.recompute": "full"}
+    for role in sorted(placed & {*trained_roles()}):
+        yield {f"{role}.optimizer.cpu_offload": True}
+    yield {"model.activation_offload": True}
+    tp = out.get("rollout.parallel.tp")
+    yield {"rollout.parallel.tp": 2 * tp}
+    if sharded and not any(path.startswith("actor.fsdp.") for path in out.settings):
+        for size in dict.fromkeys((tp, *TENSOR_PARALLEL)):
+            cut = {"actor.parallel.tp": size, "actor.parallel.sequence_parallel": size > 1}
+            yield {"actor.backend": "megatron", **cut, "actor.optimizer.cpu_offload": True}
+    if not sharded:
+        yield {"actor.parallel.ep": 2 * out.get("actor.parallel.ep")}
+
+
+def _placed(out: Translation) -> set[str]:
+    """Roles with ranks."""
+    paths = [path.removeprefix(PLACEMENT) for path in out.settings if path.startswith(PLACEMENT)]
+    return {role for path in paths for role in path.split(", ")}
+
+
+def _of(whole: Any, share: int) -> float:
+    return round(float(whole) / share, 1)
+
+
+def _smaller_engines(out: Translation, gpu: Gpu) -> Iterator[Changed]:
+    """Less memory for keys and values."""
+    if out.get("rollout.engine") == "embedded":
+        given = out.get("rollout.kv_cache_gb")
+        shares = (2, 4) if given == "auto" else (2,)
+        yield from (
+            {"rollout.kv_cache_gb": _of(gpu.memory_gb if given == "auto" else given, share)} for share in shares
+        )
+        return
+    arguments = out.get("rollout.sglang.args") or {}
+    share = float(arguments.get("mem_fraction_static", 0.85))
+    if share > 0.4:
+        yield {"rollout.sglang.args": {**arguments, "mem_fraction_static": round(share - 0.1, 2)}}
+
+
+EXIT_USER_ERROR = 2
+UNKNOWN_ROWS = Rows()
+SUFFIXES = (".sh", ".yaml", ".yml", ".json")
+"""The first word of a command has none of these."""
+SHELLS = ("bash", "sh", "source", ".")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit status: 0 done, 2 a mistake the user can mend."""
+    arguments = parsed(argv)
+    try:
+        found = imported(
+            arguments.framework or framework_of(arguments.source, os.environ),
+            arguments.source,
+            rows=Rows(arguments.rows, arguments.steps),
+            settings=arguments.set,
+            allow_differences=arguments.allow_differences,
+            gpu=arguments.gpu,
+        )
+        text = written(found, " ".join(arguments.source) if Path(arguments.source[0]).is_file() else "a command")
+        if arguments.output is None:
+            print(text, end="")
+        else:
+            arguments.output.write_text(text, encoding="utf-8")
+    except UserError as error:
+        print(f"{command_name()}: refused: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    return 0
+
+
+def imported(
+    framework: str,
+    source: Sequence[str],
+    *,
+    rows: Rows = UNKNOWN_ROWS,
+    settings: Sequence[str] = (),
+    allow_differences: bool = False,
+    gpu: str | None = None,
+) -> Translation:
+    """What a config or a command of `framework` becomes, with settings of memory for a `gpu` (see `fit_memory`).
+    ConfigError where it cannot be read, where it changes what is computed by keys that have no counterpart, unless
+    these are allowed, and where the result is no legal config."""
+    named = FRAMEWORKS[framework]
+    out = translated(named, read(named, source, os.environ), rows)
+    for text in settings:
+        own = Source(out.data, "the import")
+        own.override(text)
+        path = text.partition("=")[0].strip()
+        value = own.data
+        for key in keys_of(path):
+            value = value[key]
+        out.set(path, value, "--set")
+    if not allow_differences:
+        refuse_differences(out)
+    try:
+        check_config(Config.model_validate(out.data))
+    except ValidationError as error:
+        problems = "\n".join(f"  {'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        raise ConfigError(f"what it becomes is no config of rltrain:\n{problems}\n--set KEY=VALUE mends it") from None
+    fit_memory(out, gpu)
+    return out
+
+
+def _named_file(source: Sequence[str]) -> str | None:
+    """Returns the file that a source is read from; None where it is a command of its own."""
+    first, *words = source
+    if len(first.split()) != 1:
+        return None
+    if Path(first).suffix in SUFFIXES or not words:
+        return first
+    if first not in SHELLS or "-c" in words:
+        return None
+    return next((word for word in words if not word.startswith("-")), None)
+
+
+def parsed(argv: Sequence[str]) -> argparse.Namespace:
+    """Returns the options and the words of the source. Options may also follow a file; what comes after "--" is the
+    script's."""
+    options = _options()
+    made = argparse.ArgumentParser(
+        prog=command_name(),
+        description="Print a config of rltrain that does what a config or a launch script of another trainer does.",
+        parents=[options],
+        allow_abbrev=False,
+    )
+    made.add_argument(
+        "source",
+        nargs=argparse.REMAINDER,
+        metavar="FILE_OR_COMMAND",
+        help="a shell script with its arguments, a YAML file with overrides, or a command line",
+    )
+    arguments = made.parse_args(argv)
+    if not arguments.source:
+        made.error("expected a script, a YAML file or a command to import")
+    file, *words = arguments.source
+    if (named := _named_file(arguments.source)) is not None and not Path(named).is_file():
+        made.error(f"there is no file {named} (relative paths start at {Path.cwd()})")
+    if Path(file).is_file():
+        end = words.index("--") if "--" in words else len(words)
+        _, own = options.parse_known_args(words[:end], arguments)
+        arguments.source = [file, *own, *words[end + 1 :]]
+    return arguments
+
+
+def _options() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog=command_name(), add_help=False, allow_abbrev=False)
+    made.add_argument("--from", dest="framework", choices=[*FRAMEWORKS], help="by default what the source shows")
+    made.add_argument("--rows", type=int, help="rows of the training files, where steps follow from epochs")
+    made.add_argument("--steps", type=int, help="steps of the run, in the place of what the source says")
+    made.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a config key of rltrain to set")
+    made.add_argument(
+        "--allow-differences", action="store_true", help="import although some keys that matter have no counterpart"
+    )
+    made.add_argument(
+        "--gpu",
+        help=f"that settings of memory alone are chosen for, where it would not fit: a100, h100, ..., a YAML file, or "
+        f"{KEEP} (default {USUAL}, if the model's config.json is at hand)",
+    )
+    made.add_argument("--output", type=Path, help="write to this file")
+    return made

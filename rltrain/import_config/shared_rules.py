@@ -1,0 +1,281 @@
+"""Layers that predict further tokens (multi-token prediction), trained as their source trains them or left alone."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from rltrain.import_config import translation
+from rltrain.import_config.translation import NOTHING, SourceKeys, Translation, count, cut_fully_sharded, real, truth
+from rltrain.planning.validation_models import SERVED_BY_SGLANG, UNTOLD_FAMILIES
+
+DRAFTING = "of layers that draft alone"
+APART = "what they learn stays in them there, and here they stay as the checkpoint has them (docs/families.md)"
+WEIGHED = (
+    "model.mtp: here each sample's tokens have equal parts of what the sample counts for in the main loss; the source "
+    "takes the mean of every micro-batch's tokens"
+)
+SAVED = "model.mtp: engines here draft with no such layer; what it learns is in what is saved and exported"
+SHIFTED = (
+    "model.mtp: here the loss is of the tokens of responses; slime's mask of it stands one token earlier, so that it "
+    "has the last token of a prompt, and not that of a response"
+)
+Trained = Literal["layer", "head", "model"]
+
+
+def set_slimes_prediction_layers(keys: SourceKeys, out: Translation) -> None:
+    """slime detaches the last hidden states, the embedding and the head."""
+    name = "enable-mtp-training"
+    if truth(keys.get(name, False)):
+        _set(out, name, real(keys.get("mtp-loss-scaling-factor", 0.2)), "layer")
+        out.notes.append(SHIFTED)
+        layers = keys.get("mtp-num-layers", 1)
+        if str(layers) != "1":
+            out.differs("mtp-num-layers", layers, "here one such layer is trained, and no more")
+
+
+def set_verls_prediction_layers(keys: SourceKeys, out: Translation, prefix: str, megatron: bool) -> None:
+    """verl detaches the last hidden states and the embedding with `detach_encoder`; the head learns with the Megatron
+    that it pins, core 0.18. `prefix` is that of its model."""
+    own = prefix + "mtp."
+    if megatron and truth(keys.get(own + "enable", False)) and truth(keys.get(own + "enable_train", False)):
+        detached = truth(keys.get(own + "detach_encoder", False))
+        factor = real(keys.get(own + "mtp_loss_scaling_factor", 0.1))
+        _set(out, own + "enable_train", factor, "head" if detached else "model")
+    for name, value in keys.under(own).items():
+        if value not in (None, False):
+            out.leave(own + name, value, DRAFTING)
+
+
+def leave_skyrls_prediction_layers(keys: SourceKeys, out: Translation, key: str, prefix: str) -> None:
+    """SkyRL's gradients of them have a norm of their own, so that the others learn as without them: a note, as they
+    draft alone. `key` turns their training on; what begins with `prefix` says how."""
+    if truth(keys.get(key, False)):
+        out.notes.append(f"{key}: layers that predict further tokens draft alone; {APART}")
+        for name, value in keys.under(prefix).items():
+            out.leave(prefix + name, value, DRAFTING)
+
+
+def _set(out: Translation, origin: str, coef: float, trains: Trained) -> None:
+    out.set("model.mtp.coef", coef, origin)
+    out.set("model.mtp.trains", trains, origin)
+    out.notes += [WEIGHED, SAVED]
+
+
+SERVED_APART = ("sglang", "vllm")
+FROM_REPLAY = "enable_return_routed_experts"
+"""SGLang's argument that follows from model.router_replay."""
+
+
+def choose_engine(out: Translation, named: str, ep: Any, arguments: dict[str, Any], origin: str) -> None:
+    """SGLang in the place of SGLang and vLLM, unless experts are dealt out whole or the family is not one of SGLang's
+    here, which the embedded engine alone does. `arguments` are SGLang's."""
+    latent = translation.has_latent_attention(out.get("model.path"))
+    family = translation.model_config(out.get("model.path")).get("model_type")
+    own = family is not None and family not in SERVED_BY_SGLANG
+    ep = ep if isinstance(ep, int) else 1
+    if named in SERVED_APART and ep == 1 and not latent and not own:
+        out.set("rollout.engine", "sglang", named if named == "sglang" else f"{named}: SGLang in its place")
+        arguments = {name: value for name, value in arguments.items() if name != FROM_REPLAY}
+        if arguments:
+            out.set("rollout.sglang.args", arguments, origin)
+        return
+    reasons = {
+        "it deals out whole experts": ep > 1,
+        "it serves latent attention": latent,
+        f"it serves {family}": own,
+        "it is always there": True,
+    }
+    why = next(reason for reason, holds in reasons.items() if holds)
+    out.set("rollout.engine", "embedded", f"{named}: rltrain's own in its place, as {why}")
+    if ep > 1:
+        tp = out.get("rollout.parallel.tp")
+        if tp % ep:
+            out.leave("expert parallel size", ep, f"no divisor of the engine's {tp} ranks; experts are cut over all")
+        else:
+            out.set("rollout.parallel.ep", ep, "expert parallel size")
+    for name, value in arguments.items():
+        out.leave(name, value, "an argument of SGLang's server")
+
+
+MEGATRON_TARGETS = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+ALL = ("all-linear", "all")
+KNOWN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+SHARED = (
+    "Megatron-Bridge's adapters of q, k, v, and of gate and up, share one A; here each has its own, as in PEFT's files"
+)
+
+
+def set_adapters(
+    given: Mapping[str, Any], out: Translation, prefix: str, alpha: float, megatron: bool, section: str = "model.lora"
+) -> None:
+    """Into the config's `section`. `given`: rank, alpha, targets, exclude, dropout, init, type, path, those that the
+    source has; `alpha` is the source's default. `prefix` names them in messages. A rank of 0 is no adapters."""
+    rank = given.get("rank")
+    if rank in NOTHING or not count(rank):
+        return
+    out.set(f"{section}.rank", count(rank), prefix + "rank")
+    out.set(f"{section}.alpha", real(given["alpha"] if given.get("alpha") not in NOTHING else alpha), prefix + "alpha")
+    _set_targets(given, out, prefix, section)
+    dropout = given.get("dropout")
+    if dropout not in NOTHING and real(dropout):
+        out.set(f"{section}.dropout", real(dropout), prefix + "dropout")
+    if given.get("init") not in (*NOTHING, "kaiming"):
+        out.differs(prefix + "init_method", given["init"], "A is drawn uniformly here, as kaiming and PEFT draw it")
+    if given.get("type") not in (*NOTHING, "lora", "canonical_lora"):
+        out.differs(prefix + "type", given["type"], "adapters here are of the kind lora")
+    if given.get("path") not in NOTHING:
+        out.set(f"{section}.path", str(given["path"]), prefix + "path: PEFT's files")
+    if megatron and given.get("type") != "canonical_lora":
+        out.notes.append(SHARED)
+
+
+def _set_targets(given: Mapping[str, Any], out: Translation, prefix: str, section: str) -> None:
+    targets = given.get("targets")
+    excluded = given.get("exclude")
+    if excluded not in (*NOTHING, []) and "visual" not in str(excluded):
+        out.differs(prefix + "exclude_modules", excluded, f"write the others as {section}.targets")
+    if targets in NOTHING or targets in ALL or targets in ([], *([one] for one in ALL)):
+        return
+    names = [targets] if isinstance(targets, str) else [*targets]
+    found = [one for name in names for one in MEGATRON_TARGETS.get(str(name), (str(name),))]
+    if set(found) - set(KNOWN):
+        out.differs(prefix + "target_modules", targets, f"matrices with adapters are some of {', '.join(KNOWN)}")
+    elif set(found) != set(KNOWN):
+        out.set(f"{section}.targets", found, prefix + "target_modules")
+
+
+WEIGHTS = (
+    "model.fake_quantization: trainer and engines start from weights in bfloat16, so model.path has to be such a "
+    "checkpoint, and not the one in INT4 that the source gives its engines; engines hold the rounded weights in "
+    "model.dtype, which draws as INT4 does and saves no memory"
+)
+
+
+NAMES = ("dp", "fsdp", "fsdp1", "fsdp2")
+"""verl's and SkyRL's names of torch's FSDP."""
+WITH_LOGITS = 16384
+"""Tokens of a micro-batch where the source made logits in chunks. What is learned does not depend on it."""
+BIASED_ROUTERS = ("deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite", "minimax_m2", "hy_v3")
+EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+
+
+def set_fully_sharded(keys: SourceKeys, out: Translation, key: str, name: str, slices: int, section: str) -> None:
+    """How the actor is sharded, and its reference with it.
+
+    `slices` share out a sequence; `section` is the prefix of FSDP's own keys. Megatron takes its place where adapters,
+    sequences that are cut or routers that replay are asked of experts, or sequences that are cut of gated delta nets,
+    as `backend: fsdp` refuses these."""
+    own = {name: keys.get(section + name) for name in ("fsdp_size", "reshard_after_forward")}
+    out.set("actor.parallel.cp", slices, "sequences are shared out by heads")
+    reason = _refused(out, name, slices)
+    if reason:
+        cut_fully_sharded(out, key, name)
+        out.notes.append(f"{key} {name}: Megatron trains, as backend fsdp does not take {reason}")
+        return
+    out.set("actor.backend", "fsdp", f"{key} {name}")
+    size, ranks = own["fsdp_size"], _ranks_of_actor(out)
+    if size not in NOTHING and 0 < count(size) < ranks and ranks % count(size) == 0:
+        out.set("actor.fsdp.replicas", ranks // count(size), f"{section}fsdp_size {size} of {ranks} ranks")
+    if own["reshard_after_forward"] not in NOTHING and not truth(own["reshard_after_forward"]):
+        out.set("actor.fsdp.reshard_after_forward", False, section + "reshard_after_forward")
+    chunk = out.settings.pop("model.logits_chunk_tokens", None)
+    if chunk is not None:
+        out.leave(chunk.origin, chunk.value, "transformers makes a micro-batch's logits at once: of memory alone")
+        if out.get("actor.micro_batch_tokens") > WITH_LOGITS:
+            origin = f"in the place of {chunk.origin}: a micro-batch's logits exist at once"
+            out.set("actor.micro_batch_tokens", WITH_LOGITS, origin)
+
+
+def _refused(out: Translation, name: str, slices: int) -> str | None:
+    """What of the model or the config `backend: fsdp` does not take; None: nothing that can be told here."""
+    if name not in NAMES:
+        return f"the strategy {name}"
+    replicas = _ranks_of_actor(out) // slices
+    prompts = out.get("batch.prompts_per_step") // out.get("batch.mini_batches")
+    if replicas > prompts:
+        return f"more ranks ({replicas}) than a mini-batch has prompts ({prompts})"
+    model = translation.language_model(out.get("model.path"))
+    if model.get("topk_method") == "noaux_tc" or model.get("model_type") in BIASED_ROUTERS:
+        return "experts that are chosen by a bias"
+    if model.get("model_type") in UNTOLD_FAMILIES:
+        return "a family whose attention in transformers is not told which tokens are of one sample"
+    if slices > 1 and translation.has_delta_nets(out.get("model.path")):
+        return "slices of sequences with gated delta nets"
+    asked = {
+        "adapters": "model.lora.rank" in out.settings,
+        "slices of sequences": slices > 1,
+        "replayed routers": out.get("model.router_replay") not in ("off", None),
+    }
+    found = [what for what, given in asked.items() if given]
+    if found and any(model.get(experts) for experts in EXPERTS):
+        return f"{' and '.join(found)} with experts"
+    return None
+
+
+def _ranks_of_actor(out: Translation) -> int:
+    for path, setting in out.settings.items():
+        if "actor" in path.removeprefix("placement.").split(", ") and path.startswith("placement."):
+            first, _, last = str(setting.value).partition("-")
+            return int(last or first) - int(first) + 1
+    return 1
+
+
+ADAM = ("adam", "adamw")
+BFLOAT16 = ("bf16", "bfloat16", "torch.bfloat16")
+SCALE = 0.2
+"""By which Muon's updates are as large as AdamW's, Liu et al. 2025, arXiv:2502.16982: rltrain's factor."""
+
+OPTIONS = (
+    "optimizer",
+    "optimizer_cpu_offload",
+    "optimizer_offload_fraction",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
+    "muon_momentum",
+    "muon_use_nesterov",
+    "muon_num_ns_steps",
+    "muon_scale_mode",
+    "muon_extra_scale_factor",
+)
+
+
+def megatron_options(keys: SourceKeys, prefix: str, dashes: bool = False) -> dict[str, Any]:
+    """Those of `OPTIONS` that the source gives below `prefix`, or as flags with dashes."""
+    names = {option: prefix + (option.replace("_", "-") if dashes else option) for option in OPTIONS}
+    return {option: keys.get(name) for option, name in names.items() if name in keys}
+
+
+def set_megatron_optimizer(given: Mapping[str, Any], out: Translation, prefix: str, momentum: float = 0.95) -> None:
+    """`given` has Megatron's names with underscores; `momentum` is the source's default of Muon's."""
+    here = "actor.optimizer."
+    if truth(given.get("optimizer_cpu_offload", False)):
+        share = given.get("optimizer_offload_fraction")
+        part = 1.0 if share in NOTHING else real(share)
+        out.set(here + "cpu_offload", True if part >= 1 else part, prefix + "optimizer_cpu_offload")
+    moments = [str(given.get(name, "fp32")).lower() for name in ("exp_avg_dtype", "exp_avg_sq_dtype")]
+    if all(one in BFLOAT16 for one in moments):
+        out.set(here + "moments_dtype", "bfloat16", prefix + "exp_avg_dtype, exp_avg_sq_dtype")
+    elif any(one not in ("fp32", "float32", "torch.float32") for one in moments):
+        out.differs(prefix + "exp_avg_dtype", ", ".join(moments), "both moments have one type here, fp32 or bf16")
+    name = str(given.get("optimizer", "adam")).lower()
+    if name in ("muon", "dist_muon"):
+        _set_muon(given, out, prefix, momentum)
+    elif name not in ADAM:
+        out.differs(prefix + "optimizer", name, "optimizers here are adamw and muon")
+
+
+def _set_muon(given: Mapping[str, Any], out: Translation, prefix: str, momentum: float) -> None:
+    here = "actor.optimizer."
+    out.set(here + "name", "muon", prefix + "optimizer")
+    out.set(here + "muon.momentum", real(given.get("muon_momentum", momentum)), prefix + "muon_momentum")
+    nesterov = truth(given.get("muon_use_nesterov", False))
+    out.set(here + "muon.nesterov", nesterov, prefix + "muon_use_nesterov")
+    out.set(here + "muon.newton_schulz_steps", count(given.get("muon_num_ns_steps", 5)), prefix + "muon_num_ns_steps")
+    factor, mode = real(given.get("muon_extra_scale_factor", 1.0)), str(given.get("muon_scale_mode", "spectral"))
+    if factor != SCALE or mode != "spectral":
+        reason = f"updates are {SCALE} sqrt(max(rows, columns)) here: spectral with a factor of {SCALE}"
+        out.differs(prefix + "muon_scale_mode, muon_extra_scale_factor", f"{mode}, {factor}", reason)

@@ -1,0 +1,656 @@
+"""SkyRL's keys. Defaults are those of skyrl/train/config/config.py."""
+
+import re
+from typing import Any
+
+from rltrain.import_config.shared_rules import (
+    choose_engine,
+    leave_skyrls_prediction_layers,
+    megatron_options,
+    set_fully_sharded,
+    set_megatron_optimizer,
+)
+from rltrain.import_config.skyrl_learning import (
+    ALG,
+    DECAYS,
+    ENGINE,
+    MEGATRON,
+    G,
+    T,
+    distills,
+    set_algorithm,
+    set_correction,
+    set_critic_lora,
+    set_fake_quantization,
+    set_lora,
+    set_loss,
+    set_reward,
+    set_router_replay,
+    slices_of,
+)
+from rltrain.import_config.translation import (
+    NOTHING,
+    Rows,
+    Rule,
+    SourceKeys,
+    Translation,
+    UntranslatableError,
+    apply,
+    count,
+    interval,
+    one_of,
+    pair,
+    paths,
+    ranks,
+    real,
+    set_evaluation,
+    set_mini_batches,
+    set_steps,
+    sort_out,
+    text,
+    truth,
+)
+from rltrain.import_config.translation import top_k as top_k_of
+
+SPEED = "of speed or memory alone"
+LOGS = "of logs alone"
+
+HARMLESS = {
+    "trainer.logger": LOGS,
+    "trainer.log_*": LOGS,
+    "trainer.tags": LOGS,
+    "trainer.dump_*": LOGS,
+    "trainer.print_*": LOGS,
+    "trainer.num_logger_*": LOGS,
+    "trainer.enable_ray_*": LOGS,
+    "trainer.export_path": "of checkpoint files",
+    "trainer.resume_path": "of checkpoint files",
+    "trainer.eval_batch_size": SPEED,
+    "trainer.eval_before_train": "evaluated before the first step always",
+    "trainer.micro_*": SPEED,
+    "trainer.critic_mini_batch_size": "no critic",
+    "trainer.critic.*": "no critic",
+    "trainer.ref.*": SPEED,
+    "trainer.placement.critic_*": "no critic",
+    "trainer.placement.ref_*": "no reference, or the policy's ranks",
+    "trainer.placement.reward_*": "rewards are functions",
+    "trainer.placement.colocate_*": "of the placement",
+    "trainer.flash_attn": SPEED,
+    "trainer.remove_microbatch_padding": "sequences are packed always",
+    "trainer.use_sample_packing": "sequences are packed always",
+    "trainer.use_expandable_segments": SPEED,
+    "trainer.fused_lm_head_*": SPEED,
+    "trainer.logprobs_chunk_size": SPEED,
+    "trainer.vocab_entropy_*": SPEED,
+    "trainer.disable_fast_tokenizer": SPEED,
+    "trainer.bf16": "model.dtype",
+    "trainer.policy.fsdp_config.*": "of FSDP",
+    "trainer.policy.record_memory": LOGS,
+    "trainer.policy.torch_profiler_config.*": LOGS,
+    "trainer.policy.use_torch_compile": SPEED,
+    "trainer.policy.sequence_parallel_size": SPEED,
+    "trainer.policy.language_model_only": "prompts are text",
+    "trainer.policy.inference_only_init": SPEED,
+    "trainer.policy.model.lora.*": "no adapters, or of how they are stored",
+    "trainer.policy.megatron_config.optimizer_config_kwargs.*": SPEED,
+    "trainer.policy.megatron_config.ddp_config.*": SPEED,
+    "trainer.policy.megatron_config.transformer_config_kwargs.recompute_*": SPEED,
+    "trainer.policy.megatron_config.transformer_config_kwargs.num_layers_in_*": "stages are planned here",
+    "trainer.policy.megatron_config.transformer_config_kwargs.account_for_*": "stages are planned here",
+    "trainer.policy.megatron_config.torch_profiler_config.*": LOGS,
+    "trainer.policy.megatron_config.empty_cuda_cache": SPEED,
+    "trainer.policy.megatron_config.moe_grouped_gemm": SPEED,
+    "trainer.policy.megatron_config.moe_token_dispatcher_type": SPEED,
+    "trainer.policy.megatron_config.moe_router_score_function": "config.json tells it",
+    "trainer.policy.megatron_config.moe_router_enable_expert_bias": "config.json tells it",
+    "trainer.policy.megatron_config.lora_config.merge_lora": "engines get merged weights always",
+    "trainer.policy.megatron_config.mtp_*": "of layers that draft alone",
+    "trainer.policy.megatron_config.lora_config.*": "no adapters",
+    "trainer.policy.megatron_config.*_async_*": "of checkpoint files",
+    "trainer.policy.megatron_config.dist_ckpt_*": "of checkpoint files",
+    "trainer.fully_async.num_parallel_generation_workers": "engines take prompts as they get free",
+    "trainer.fully_async.max_staleness_steps": "not asynchronous",
+    "trainer.fully_async.clear_kv_cache_on_weight_sync": SPEED,
+    "trainer.fully_async.sample_full_batch": SPEED,
+    "trainer.algorithm.clip_ratio_c": "of policy_loss_type dual_clip",
+    "trainer.algorithm.overlong_buffer_penalty_factor": "no buffer",
+    "trainer.algorithm.kl_loss_coef": "no penalty",
+    "trainer.algorithm.kl_estimator_type": "no penalty",
+    "trainer.algorithm.entropy_loss_coef": "no entropy term",
+    "trainer.algorithm.max_seq_len": "the longest response, by which sums are divided",
+    "trainer.algorithm.dynamic_sampling.*": "no selection",
+    "trainer.algorithm.cispo.*": "of another policy loss",
+    "trainer.algorithm.kl_cov.*": "of another policy loss",
+    "trainer.algorithm.value_clip": "no critic",
+    "generator.batched": SPEED,
+    "generator.async_engine": SPEED,
+    "generator.rate_limit.*": SPEED,
+    "generator.use_cache_salt": SPEED,
+    "generator.max_input_length": "of a single turn",
+    "generator.use_conversation_multi_turn": "ids are kept, and never encoded anew",
+    "generator.append_eos_token_after_stop_str_in_multi_turn": "ids are those that were drawn",
+    "generator.step_wise_trajectories": "conversations are one sequence while they can be",
+    "generator.merge_stepwise_output": "conversations are one sequence while they can be",
+    "generator.sampling_params.logprobs": "engines always say them",
+    "generator.eval_sampling_params.stop": "those of training",
+    "generator.eval_sampling_params.logprobs": LOGS,
+    "generator.weight_sync_backend": "the weight sync is rltrain's own",
+    "generator.enforce_eager": SPEED,
+    "generator.enable_*": SPEED,
+    "generator.inference_engine.weight_sync_backend": "the weight sync is rltrain's own",
+    "generator.inference_engine.delta_weight_sync.*": "the weight sync is rltrain's own",
+    "generator.inference_engine.async_engine": SPEED,
+    "generator.inference_engine.max_num_batched_tokens": SPEED,
+    "generator.inference_engine.enable_prefix_caching": SPEED,
+    "generator.inference_engine.enable_chunked_prefill": SPEED,
+    "generator.inference_engine.enable_pd": SPEED,
+    "generator.inference_engine.num_prefill": SPEED,
+    "generator.inference_engine.distributed_executor_backend": SPEED,
+    "generator.inference_engine.served_model_name": LOGS,
+    "generator.inference_engine.language_model_only": "prompts are text",
+    "generator.inference_engine.speculative_config*": "speculative decoding draws from the same distribution, faster",
+    "generator.inference_engine.use_*": SPEED,
+    "generator.inference_engine.offload_*": SPEED,
+    "generator.inference_engine.model_dtype": "model.dtype",
+    "generator.inference_engine.external_*": "engines are the job's own",
+    "generator.inference_engine.engine_init_kwargs.max_model_len": "rollout.max_context_tokens",
+    "generator.inference_engine.engine_init_kwargs.enable_*": LOGS,
+    "generator.inference_engine.engine_init_kwargs.language_model_only": "prompts are text",
+    "generator.inference_engine.engine_init_kwargs.kv_*": SPEED,
+    "generator.inference_engine.engine_init_kwargs.gdn_prefill_backend": SPEED,
+    "generator.inference_engine.engine_init_kwargs.kernel_config.*": SPEED,
+    "generator.inference_engine.engine_init_kwargs.compilation_config*": SPEED,
+    "generator.inference_engine.engine_init_kwargs.disable_*": SPEED,
+    "environment.skyrl_gym.*": "of other environments",
+    "data.*num_workers": SPEED,
+    "-m": "the trainer",
+    "--*": "of Hydra",
+}
+
+
+SFT_SECTIONS = ("model", "optimizer_config", "placement", "megatron_config", "fsdp_config")
+RULES = (
+    Rule("model.path", "model.path", "Qwen/Qwen3-0.6B", text),
+    Rule("seed", "seed", 42, count),
+    Rule("batch_size", "batch.prompts_per_step", 4, count),
+    Rule("messages_key", "data.train.prompt_key", "messages", text),
+    Rule("tools_key", "data.train.tools_key", None, text),
+    Rule("system_key", "data.train.system_key", None, text),
+    Rule("ckpt_interval", "checkpoint.save_interval", 0, interval),
+    Rule("max_ckpts_to_keep", "checkpoint.keep", -1, interval),
+    Rule("hf_save_interval", "checkpoint.save_hf_interval", 0, interval),
+    Rule("project_name", "logging.wandb.project", "skyrl_sft", text),
+    Rule("run_name", "logging.wandb.name", "skyrl_sft_run", text),
+    Rule("optimizer_config.lr", "actor.optimizer.lr", 1e-6, real),
+    Rule("optimizer_config.weight_decay", "actor.optimizer.weight_decay", 1e-2, real),
+    Rule("optimizer_config.max_grad_norm", "actor.optimizer.clip_grad", 1.0, real),
+    Rule("optimizer_config.num_warmup_steps", "actor.optimizer.warmup_steps", 0, count),
+    Rule("optimizer_config.scheduler", "actor.optimizer.decay", "constant", one_of(DECAYS, "learning rates")),
+)
+TURNS = {"last_assistant_message": "last", "all_assistant_messages": "all"}
+SPLIT = re.compile(r"(\w+)(?:\[:(\d+)\])?")
+"""A whole split of a data set, or so many of its first rows."""
+ALPACA = "rows of instruction, input and output (Alpaca) have to be written as messages before"
+SFT_HARMLESS = {
+    "logger": "of logs alone",
+    "tags": "of logs alone",
+    "record_memory": "of logs alone",
+    "torch_profiler_config.*": "of logs alone",
+    "enable_ray_*": "of logs alone",
+    "export_path": "of checkpoint files",
+    "eval_*": "held-out conversations are not taken over: data.eval names them here",
+    "*num_workers": "of speed alone",
+    "dataloader_*": "of speed alone",
+    "async_batch_collation": "of speed alone",
+    "cache_dir": "of speed alone",
+    "force_recache": "of speed alone",
+    "disable_cache": "of speed alone",
+    "use_torch_compile": "of speed alone",
+    "remove_microbatch_padding": "sequences are packed always",
+    "use_sample_packing": "sequences are packed always",
+    "use_sequence_packing": "sequences are packed always",
+    "max_tokens_per_microbatch": "of use_sequence_packing",
+    "model.lora.*": "no adapters, or of how they are stored",
+    "fsdp_config.*": "of FSDP: of memory alone",
+    "megatron_config.*": "of Megatron: of speed or memory alone",
+    "-m": "the trainer",
+    "--*": "of Hydra",
+}
+
+
+def translate_sft(keys: SourceKeys, out: Translation, rows: Rows) -> None:
+    out.set("algorithm", "sft", "skyrl.train.main_sft")
+    apply(RULES, keys, out)
+    first, second = pair(keys.get("optimizer_config.adam_betas", [0.9, 0.999]))
+    out.set("actor.optimizer.beta1", first, "optimizer_config.adam_betas")
+    out.set("actor.optimizer.beta2", second, "optimizer_config.adam_betas")
+    _data(keys, out)
+    nodes, per_node = count(keys.get("placement.num_nodes", 1)), count(keys.get("placement.num_gpus_per_node", 4))
+    out.place(["actor"], ranks(0, nodes * per_node), "placement.num_nodes x placement.num_gpus_per_node")
+    out.world_size, out.ranks_per_node = nodes * per_node, per_node
+    _sft_batch(keys, out)
+    _sft_trainer(keys, out)
+    _sft_records(keys, out)
+    steps = keys.first("max_training_steps", "num_steps")[1]
+    epochs = None if keys.get("num_steps") not in NOTHING else keys.get("num_epochs", 1)
+    set_steps(out, rows, steps, epochs, ("num_steps, max_training_steps", "num_epochs"))
+    sort_out(keys, SFT_HARMLESS, out)
+
+
+def _listed(value: Any) -> list[Any]:
+    return [*value] if isinstance(value, list) else [] if value in NOTHING else [value]
+
+
+def _data(keys: SourceKeys, out: Translation) -> None:
+    names = _listed(keys.first("train_datasets", "dataset_name", default="yahma/alpaca-cleaned")[1])
+    splits = _listed(keys.first("train_dataset_splits", "dataset_split", default="train[:100]")[1])
+    if len(splits) != len(names):
+        raise UntranslatableError(f"train_datasets has {len(names)} entries and train_dataset_splits {len(splits)}")
+    parts = [{"path": name, **_part(name, str(split))} for name, split in zip(names, splits, strict=True)]
+    if len(parts) == 1:
+        for name, value in parts[0].items():
+            out.set(f"data.train.{name}", value, "train_datasets, train_dataset_splits")
+    else:
+        weights = keys.get("train_dataset_weights") or [1 / len(parts)] * len(parts)
+        sources = [{**part, "weight": real(weight)} for part, weight in zip(parts, weights, strict=True)]
+        out.set("data.train.sources", sources, "train_datasets, train_dataset_splits, train_dataset_weights")
+    out.set("data.train.response_key", None, "messages are whole conversations")
+    out.set("data.train.label_key", None, "conversations have no labels")
+    learnt = keys.get("train_on_what", "last_assistant_message")
+    if learnt not in TURNS:
+        raise UntranslatableError(f"turns that are learnt are {' or '.join(TURNS)}")
+    if TURNS[learnt] != "all":
+        out.set("data.train.learnt_turns", TURNS[learnt], "train_on_what, by default last_assistant_message")
+    sampler = keys.get("sampler", "random")
+    if sampler == "sequential":
+        out.set("data.shuffle", False, "sampler")
+    elif sampler != "random":
+        out.differs("sampler", sampler, "rows are drawn at random or in their order here")
+    out.notes.append(ALPACA)
+
+
+def _part(name: object, split: str) -> dict[str, Any]:
+    found = SPLIT.fullmatch(split)
+    if found is None:
+        raise UntranslatableError(f"of {name} the split {split}: a split here is whole, or so many of its first rows")
+    rows = {"max_rows": count(found[2])} if found[2] else {}
+    return {"split": found[1], **rows}
+
+
+def _sft_batch(keys: SourceKeys, out: Translation) -> None:
+    longest = keys.get("max_length")
+    if longest in NOTHING:
+        raise UntranslatableError("max_length is not given: a longest conversation is expected here")
+    out.set("data.max_prompt_tokens", count(longest), "max_length")
+    out.set("data.max_response_tokens", count(longest), "max_length")
+    out.set("data.on_bad_row", "skip", "max_length: longer conversations are left out")
+    samples = count(keys.get("micro_train_batch_size_per_gpu", 2))
+    packed = count(keys.get("max_tokens_per_microbatch") or longest)
+    tokens = packed if truth(keys.get("use_sequence_packing", False)) else samples * count(longest)
+    out.set("actor.micro_batch_tokens", tokens, "micro_train_batch_size_per_gpu, max_tokens_per_microbatch, max_length")
+
+
+def _sft_trainer(keys: SourceKeys, out: Translation) -> None:
+    strategy = str(keys.get("strategy", "megatron"))
+    megatron = strategy == "megatron"
+    set_lora(keys, out, "model.lora.", "megatron_config.lora_config.lora_type" if megatron else None)
+    if megatron:
+        prefix = "megatron_config.optimizer_config_kwargs."
+        set_megatron_optimizer(megatron_options(keys, prefix), out, prefix)
+        for name, here in MEGATRON.items():
+            size = keys.get(f"megatron_config.{name}", 2 if here in ("tp", "pp") else None)
+            if size not in NOTHING:
+                out.set(f"actor.parallel.{here}", count(size), f"megatron_config.{name}")
+        if out.get("actor.parallel.tp") > 1:
+            out.set("actor.parallel.sequence_parallel", True, "SkyRL's with tensor parallelism")
+    else:
+        slices = count(keys.get("sequence_parallel_size", 1))
+        set_fully_sharded(keys, out, "strategy", strategy, slices, "fsdp_config.")
+    out.set("model.recompute", "full", "activations are always recomputed")
+
+
+def _sft_records(keys: SourceKeys, out: Translation) -> None:
+    if keys.get("ckpt_path") not in NOTHING:
+        out.set("checkpoint.dir", str(keys.get("ckpt_path")), "ckpt_path")
+    resume = keys.get("resume_from")
+    if resume != "latest":
+        out.set("checkpoint.resume", "none" if resume in NOTHING else str(resume), "resume_from")
+
+
+BACKEND, SYNC_DIR = "weight_sync_backend", ENGINE + "delta_weight_sync.sync_dir"
+URLS, PROXY = ENGINE + "external_server_urls", ENGINE + "external_proxy_url"
+
+
+def started_by_the_job(keys: SourceKeys) -> bool:
+    return truth(keys.first(ENGINE + "run_engines_locally", G + "run_engines_locally", default=True)[1])
+
+
+def set_servers(keys: SourceKeys, out: Translation, policy: int) -> bool:
+    """Whether engines are such servers, asked by the first of the `policy`'s ranks, which need no device for it."""
+    urls, proxy, local = keys.get(URLS), keys.get(PROXY), started_by_the_job(keys)
+    if urls in NOTHING and proxy in NOTHING:
+        return False
+    if urls in NOTHING or local:
+        out.differs(PROXY if urls in NOTHING else URLS, proxy or urls, "servers are named one by one, all of them")
+        return False
+    servers = [urls] if isinstance(urls, str) else [*urls]
+    out.set("rollout.engine", "http", URLS)
+    out.set("rollout.urls", servers, URLS)
+    out.settings.pop("rollout.parallel.tp", None)
+    out.place(["rollout", "reward"], ranks(0, min(len(servers), policy)), URLS + ": ranks that ask")
+    out.notes.append(f"{URLS}: servers load new weights from rollout.http.weights_dir, which they have to see")
+    if proxy not in NOTHING:
+        out.leave(PROXY, proxy, "servers are asked one by one, the least loaded first")
+    return True
+
+
+def set_delta(keys: SourceKeys, out: Translation, *, of_others: bool) -> None:
+    """Syncs of what changed. Such servers are vLLM's, which load whole checkpoints, here from the same folder."""
+    name, backend = keys.first(ENGINE + BACKEND, G + BACKEND, default="nccl")
+    if backend != "delta":
+        return
+    if not of_others:
+        out.set("weight_sync.delta", {}, name)
+        return
+    folder = keys.get(SYNC_DIR)
+    if isinstance(folder, str) and "://" not in folder:
+        out.set("rollout.http.weights_dir", folder, SYNC_DIR)
+    out.notes.append(
+        f"{name}: vLLM's servers load whole checkpoints; with weight_sync.delta: {{}} those of SGLang and of "
+        "launch/serve.py are given files of what changed (docs/engines.md)"
+    )
+
+
+SECTIONS = ("trainer", "generator", "environment", "data", *SFT_SECTIONS)
+LABEL = "reward_spec.ground_truth"
+OPTIMIZER = "trainer.policy.optimizer_config."
+
+PLAIN = (
+    Rule(T + "policy.model.path", "model.path", "Qwen/Qwen2.5-1.5B-Instruct", text),
+    Rule(T + "seed", "seed", 42, count),
+    Rule(T + "max_prompt_length", "data.max_prompt_tokens", 512, count),
+    Rule(T + "train_batch_size", "batch.prompts_per_step", 1024, count),
+    Rule(T + "update_epochs_per_batch", "batch.epochs", 1, count),
+    Rule(T + "eval_interval", "evaluation.interval", 5, interval),
+    Rule(T + "ckpt_interval", "checkpoint.save_interval", 10, interval),
+    Rule(T + "ckpt_path", "checkpoint.dir", None, text),
+    Rule(T + "max_ckpts_to_keep", "checkpoint.keep", -1, interval),
+    Rule(T + "hf_save_interval", "checkpoint.save_hf_interval", -1, interval),
+    Rule(T + "project_name", "logging.wandb.project", "skyrl", text),
+    Rule(T + "run_name", "logging.wandb.name", "test_run", text),
+    Rule("data.train_data", "data.train.path", "~/data/gsm8k/train.parquet", paths),
+    Rule(G + "n_samples_per_prompt", "batch.samples_per_prompt", 5, count),
+    Rule(G + "apply_overlong_filtering", "advantages.mask_truncated", False, truth),
+    Rule(G + "sampling_params.max_generate_length", "rollout.sampling.max_response_tokens", 1024, count),
+    Rule(G + "sampling_params.temperature", "rollout.sampling.temperature", 1.0, real),
+    Rule(G + "sampling_params.top_p", "rollout.sampling.top_p", 1.0, real),
+    Rule(G + "sampling_params.top_k", "rollout.sampling.top_k", -1, top_k_of),
+    Rule(ENGINE + "max_num_seqs", "rollout.max_running_requests", 1024, count),
+    Rule(ALG + "eps_clip_low", "loss.clip_low", 0.2, real),
+    Rule(ALG + "eps_clip_high", "loss.clip_high", 0.2, real),
+    Rule(ALG + "sapo.tau_pos", "loss.sapo.tau_pos", 1.0, real),
+    Rule(ALG + "sapo.tau_neg", "loss.sapo.tau_neg", 1.05, real),
+    Rule(ALG + "clip_cov.clip_ratio", "loss.clip_cov.ratio", None, real),
+    Rule(ALG + "clip_cov.clip_cov_lb", "loss.clip_cov.low", None, real),
+    Rule(ALG + "clip_cov.clip_cov_ub", "loss.clip_cov.high", None, real),
+    Rule(OPTIMIZER + "lr", "actor.optimizer.lr", 1e-6, real),
+    Rule(OPTIMIZER + "weight_decay", "actor.optimizer.weight_decay", 1e-2, real),
+    Rule(OPTIMIZER + "max_grad_norm", "actor.optimizer.clip_grad", 1.0, real),
+    Rule(OPTIMIZER + "num_warmup_steps", "actor.optimizer.warmup_steps", 0, count),
+    Rule(OPTIMIZER + "scheduler", "actor.optimizer.decay", "constant", one_of(DECAYS, "learning rates")),
+)
+
+
+def translate(keys: SourceKeys, out: Translation, rows: Rows) -> None:
+    if "sft" in str(keys.get("-m", "")):
+        translate_sft(keys, out, rows)
+        return
+    apply(PLAIN, keys, out)
+    out.set("data.train.prompt_key", "prompt", "SkyRL's column")
+    out.set("data.train.label_key", LABEL, "SkyRL's column")
+    first, second = pair(keys.get(OPTIMIZER + "adam_betas", [0.9, 0.999]))
+    out.set("actor.optimizer.beta1", first, OPTIMIZER + "adam_betas")
+    out.set("actor.optimizer.beta2", second, OPTIMIZER + "adam_betas")
+    _batch(keys, out)
+    _placement(keys, out)
+    _trainer(keys, out)
+    set_algorithm(keys, out)
+    set_loss(keys, out)
+    set_correction(keys, out)
+    set_reward(keys, out)
+    _sampling(keys, out)
+    _schedule(keys, out)
+    _engine(keys, out)
+    named = (T + "max_training_steps", T + "epochs")
+    set_steps(out, rows, keys.get(named[0]), keys.get(named[1], 1), named)
+    sort_out(keys, HARMLESS, out)
+
+
+def _batch(keys: SourceKeys, out: Translation) -> None:
+    prompts = out.get("batch.prompts_per_step")
+    mini = keys.get(T + "policy_mini_batch_size", 256)
+    set_mini_batches(out, prompts, mini, T + "policy_mini_batch_size, which counts prompts")
+    own = count(keys.get(T + "critic_mini_batch_size", 256))
+    if keys.get(ALG + "advantage_estimator") == "gae" and own != count(mini):
+        out.differs(T + "critic_mini_batch_size", own, "actor and critic have the same mini-batches here")
+    tokens = count(keys.get(T + "max_tokens_per_microbatch", -1))
+    longest = out.get("data.max_prompt_tokens") + out.get("rollout.sampling.max_response_tokens")
+    longest = -(-longest // slices_of(keys))
+    samples = count(keys.get(T + "micro_train_batch_size_per_gpu", 1))
+    if tokens > 0:
+        out.set("actor.micro_batch_tokens", tokens, T + "max_tokens_per_microbatch")
+    else:
+        origin = f"{T}micro_train_batch_size_per_gpu {samples} x {longest} tokens"
+        out.set("actor.micro_batch_tokens", samples * longest, origin)
+    chunk = keys.get(T + "logprobs_chunk_size", 1024)
+    if chunk not in NOTHING:
+        out.set("model.logits_chunk_tokens", count(chunk), T + "logprobs_chunk_size")
+    evaluated = count(keys.get(T + "micro_forward_batch_size_per_gpu", 1)) * longest
+    origin = T + "micro_forward_batch_size_per_gpu"
+    out.set(f"{_frozen(keys)}.micro_batch_tokens", tokens if tokens > 0 else evaluated, origin)
+
+
+def _gpus(keys: SourceKeys, role: str) -> int:
+    """GPUs of a role; the first releases had the keys right below `trainer`."""
+    number = 1
+    for what in ("num_nodes", "num_gpus_per_node"):
+        number *= count(keys.first(f"{T}placement.{role}_{what}", f"{T}{role}_{what}", default=1)[1])
+    return number
+
+
+def _frozen(keys: SourceKeys) -> str:
+    """What SkyRL's reference is here."""
+    return "teacher" if distills(keys) else "reference"
+
+
+def _roles(keys: SourceKeys) -> list[str]:
+    critic = ["critic"] if keys.get(ALG + "advantage_estimator") == "gae" else []
+    penalty = truth(keys.get(ALG + "use_kl_loss", True)) or truth(keys.get(ALG + "use_kl_in_reward", False))
+    return [*critic, *([_frozen(keys)] if penalty else [])]
+
+
+def _placement(keys: SourceKeys, out: Translation) -> None:
+    """SkyRL's rules: all colocated, with as many GPUs for the policy as for the engines; or the policy with the
+    reference, and the others behind them."""
+    engine_size, engines = 1, 1
+    for size in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        engine_size *= count(keys.first(ENGINE + size, f"{G}inference_engine_{size}", default=1)[1])
+    engines = count(keys.first(ENGINE + "num_engines", G + "num_inference_engines", default=1)[1])
+    tp = count(keys.first(ENGINE + "tensor_parallel_size", G + "inference_engine_tensor_parallel_size", default=1)[1])
+    out.set("rollout.parallel.tp", tp, ENGINE + "tensor_parallel_size")
+    policy, rollout = _gpus(keys, "policy"), engines * engine_size
+    out.ranks_per_node = count(
+        keys.first(T + "placement.policy_num_gpus_per_node", T + "policy_num_gpus_per_node", default=1)[1]
+    )
+    others, together = (
+        _roles(keys),
+        truth(keys.first(T + "placement.colocate_all", T + "colocate_all", default=True)[1]),
+    )
+    of_others = set_servers(keys, out, policy)
+    set_delta(keys, out, of_others=of_others)
+    if together and started_by_the_job(keys):
+        _all_together(keys, out, others, policy, rollout)
+        return
+    taken = policy
+    out.place(["actor"], ranks(0, policy), T + "placement.policy_num_*")
+    with_reference = truth(keys.first(T + "placement.colocate_policy_ref", T + "colocate_policy_ref", default=True)[1])
+    frozen = _frozen(keys)
+    if frozen in others and with_reference:
+        own = _gpus(keys, "ref")
+        if own != policy:
+            raise UntranslatableError(
+                f"num_policy_gpus {policy} and num_ref_gpus {own} must be the same when colocate_policy_ref is true"
+            )
+        out.place([frozen], ranks(0, policy), T + "placement.colocate_policy_ref")
+        others.remove(frozen)
+    for role, name in ((frozen, "ref"), ("critic", "critic")):
+        if role in others:
+            own = _gpus(keys, name)
+            out.place([role], ranks(taken, own), f"{T}placement.{name}_num_*, behind the others")
+            taken += own
+    if of_others:
+        out.world_size = taken
+        return
+    out.place(["rollout", "reward"], ranks(taken, rollout), ENGINE + "num_engines x tensor_parallel_size, behind them")
+    out.world_size = taken + rollout
+
+
+def _all_together(keys: SourceKeys, out: Translation, others: list[str], policy: int, rollout: int) -> None:
+    if policy != rollout:
+        raise UntranslatableError(
+            f"num_policy_gpus ({policy}) and num_rollout_gpus ({rollout}) must be the same when colocating all models"
+        )
+    for role, name in (("critic", "critic"), (_frozen(keys), "ref")):
+        given = f"{T}placement.{name}_num_gpus_per_node"
+        if role in others and given in keys and _gpus(keys, name) != policy:
+            raise UntranslatableError(
+                f"num_policy_gpus ({policy}) and num_{name}_gpus ({_gpus(keys, name)}) must be the same when "
+                "colocating all models"
+            )
+    for name in ("critic", "ref"):
+        _gpus(keys, name)
+    out.place(["actor", *others, "rollout", "reward"], ranks(0, policy), T + "placement.colocate_all")
+    out.world_size = policy
+
+
+def _trainer(keys: SourceKeys, out: Translation) -> None:
+    strategy = str(keys.get(T + "strategy", "fsdp"))
+    kind = T + "policy.megatron_config.lora_config.lora_type" if strategy == "megatron" else None
+    set_lora(keys, out, T + "policy.model.lora.", kind)
+    set_critic_lora(keys, out)
+    set_router_replay(keys, out)
+    set_fake_quantization(keys, out)
+    leave_skyrls_prediction_layers(keys, out, T + "mtp.enabled", T + "mtp.")
+    if strategy == "megatron":
+        prefix = T + "policy.megatron_config.optimizer_config_kwargs."
+        set_megatron_optimizer(megatron_options(keys, prefix), out, prefix)
+        for name, here in MEGATRON.items():
+            size = keys.get(f"{T}policy.megatron_config.{name}")
+            if size not in NOTHING:
+                out.set(f"actor.parallel.{here}", count(size), f"{T}policy.megatron_config.{name}")
+        if out.get("actor.parallel.tp") > 1:
+            out.set("actor.parallel.sequence_parallel", True, "SkyRL's with tensor parallelism")
+        _reference_parallel(keys, out)
+    else:
+        set_fully_sharded(keys, out, T + "strategy", strategy, slices_of(keys), T + "policy.fsdp_config.")
+    if truth(keys.get(T + "gradient_checkpointing", True)):
+        out.set("model.recompute", "full", T + "gradient_checkpointing")
+    _experts(keys, out)
+    _records(keys, out)
+
+
+def _records(keys: SourceKeys, out: Translation) -> None:
+    mode, path = keys.get(T + "resume_mode", "latest"), keys.get(T + "resume_path")
+    if mode in NOTHING:
+        out.set("checkpoint.resume", "none", T + "resume_mode")
+    elif mode == "from_path" and path not in NOTHING:
+        out.set("checkpoint.resume", str(path), T + "resume_path")
+    own = keys.get(T + "ref.model.path")
+    if own not in NOTHING and (own != out.get("model.path") or distills(keys)):
+        out.set(f"{_frozen(keys)}.path", str(own), T + "ref.model.path")
+
+
+def _experts(keys: SourceKeys, out: Translation) -> None:
+    balanced = keys.get(T + "policy.megatron_config.moe_router_load_balancing_type", "none")
+    if balanced != "none":
+        out.set(
+            "model.moe.aux_loss_coef",
+            real(keys.get(T + "policy.megatron_config.moe_aux_loss_coeff", 0)),
+            "moe_aux_loss_coeff",
+        )
+
+
+def _reference_parallel(keys: SourceKeys, out: Translation) -> None:
+    given = {here: keys.get(f"{T}ref.megatron_config.{name}") for name, here in MEGATRON.items()}
+    own = {here: count(size) for here, size in given.items() if size not in NOTHING}
+    actor = {here: out.get(f"actor.parallel.{here}") for here in MEGATRON.values()}
+    frozen = _frozen(keys)
+    if frozen in _roles(keys) and any(actor[here] != size for here, size in own.items()):
+        for here, size in {**actor, **own}.items():
+            if size is not None:
+                out.set(f"{frozen}.parallel.{here}", size, T + "ref.megatron_config.*")
+
+
+def _sampling(keys: SourceKeys, out: Translation) -> None:
+    variables = keys.under(G + "chat_template_kwargs.")
+    if variables:
+        out.set("data.chat_template_args", variables, G + "chat_template_kwargs")
+    stop = keys.get(G + "sampling_params.stop")
+    if stop not in NOTHING:
+        out.set("rollout.sampling.stop", [stop] if isinstance(stop, str) else stop, G + "sampling_params.stop")
+    longest = keys.first(ENGINE + "engine_init_kwargs.max_model_len", G + "max_input_length")[1]
+    needed = out.get("data.max_prompt_tokens") + out.get("rollout.sampling.max_response_tokens")
+    most = max(count(longest), needed) if longest not in NOTHING else needed
+    if "env.function" in out.settings and longest not in NOTHING:
+        most = max(most, count(longest) + out.get("rollout.sampling.max_response_tokens"))
+    out.set("rollout.max_context_tokens", most, "prompt and response" if most == needed else G + "max_input_length")
+    files = keys.get("data.val_data", "~/data/gsm8k/validation.parquet")
+    if files in NOTHING:
+        out.settings.pop("evaluation.interval", None)
+        return
+    prefix = G + "eval_sampling_params."
+    given = any(key.startswith(prefix) for key in keys.left())
+    sampling: dict[str, Any] = {
+        "temperature": real(keys.get(prefix + "temperature", 1.0 if given else 0.0)),
+        "top_p": real(keys.get(prefix + "top_p", 1.0)),
+        "top_k": top_k_of(keys.get(prefix + "top_k", -1)),
+        "max_response_tokens": count(
+            keys.get(prefix + "max_generate_length", out.get("rollout.sampling.max_response_tokens"))
+        ),
+    }
+    data = {"path": paths(files), "prompt_key": "prompt", "label_key": LABEL}
+    samples = count(keys.get(G + "eval_n_samples_per_prompt", 1))
+    set_evaluation(out, data, sampling, samples, "data.val_data, generator.eval_sampling_params")
+
+
+def _schedule(keys: SourceKeys, out: Translation) -> None:
+    if truth(keys.get(T + "fully_async.enabled", False)) or "fully_async" in str(keys.get("-m", "")):
+        out.set("schedule.mode", "asynchronous", T + "fully_async.enabled")
+        out.set("schedule.max_staleness", count(keys.get(T + "fully_async.max_staleness_steps", 4)), T + "fully_async")
+    elif "async" in str(keys.get("-m", "")):
+        out.set("schedule.mode", "asynchronous", str(keys.get("-m")))
+        out.set("schedule.max_staleness", 1, "one step ahead")
+
+
+def _engine(keys: SourceKeys, out: Translation) -> None:
+    arguments: dict[str, Any] = {
+        "mem_fraction_static": real(
+            keys.first(ENGINE + "gpu_memory_utilization", G + "gpu_memory_utilization", default=0.8)[1]
+        )
+    }
+    if truth(keys.get(ENGINE + "enforce_eager", False)):
+        arguments["disable_cuda_graph"] = True
+    rounded = keys.get(ENGINE + "engine_init_kwargs.quantization")
+    if rounded == "fp8":
+        out.set("rollout.dtype", "fp8", ENGINE + "engine_init_kwargs.quantization")
+    elif rounded not in NOTHING:
+        out.differs(
+            ENGINE + "engine_init_kwargs.quantization", rounded, "engines' weights here are rounded to fp8 alone"
+        )
+    backend = str(keys.first(ENGINE + "backend", G + "backend", default="vllm")[1])
+    ep = count(keys.get(ENGINE + "expert_parallel_size", 1))
+    if out.get("rollout.engine") == "http":
+        for name, value in arguments.items():
+            out.leave(name, value, "of how the servers were started")
+        return
+    choose_engine(out, backend, min(ep, out.get("rollout.parallel.tp")), arguments, ENGINE + "*")

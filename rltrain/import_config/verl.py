@@ -1,0 +1,591 @@
+"""verl's keys. Defaults are those of verl/trainer/config (ppo_trainer.yaml)."""
+
+from typing import Any
+
+from rltrain.import_config.shared_rules import choose_engine, set_fully_sharded, set_verls_prediction_layers
+from rltrain.import_config.translation import (
+    NOTHING,
+    Rows,
+    Rule,
+    SourceKeys,
+    Translation,
+    apply,
+    count,
+    interval,
+    one_of,
+    pair,
+    paths,
+    ranks,
+    real,
+    set_context,
+    set_evaluation,
+    set_mini_batches,
+    set_steps,
+    sort_out,
+    sort_out_override,
+    text,
+    truth,
+)
+from rltrain.import_config.translation import top_k as top_k_of
+from rltrain.import_config.verl_learning import (
+    A,
+    R,
+    is_megatron,
+    named_estimator,
+    set_algorithm,
+    set_correction,
+    set_critic,
+    set_kind_of_optimizer,
+    set_kl,
+    set_lora,
+    set_loss,
+    set_micro,
+    set_optimizer,
+    set_reward,
+    set_router_replay,
+    set_teacher,
+    slices_of,
+)
+
+SPEED = "of speed or memory alone"
+LOGS = "of logs alone"
+ONE_ROLE = "the role is not placed"
+
+HARMLESS = {
+    "ray_kwargs.*": "no Ray",
+    "global_profiler.*": LOGS,
+    "*.profiler.*": LOGS,
+    "trainer.logger": LOGS,
+    "trainer.log_val_generations": LOGS,
+    "trainer.rollout_data_dir": LOGS,
+    "trainer.validation_data_dir": LOGS,
+    "trainer.val_before_train": "evaluated before the first step always",
+    "trainer.val_only": LOGS,
+    "trainer.balance_batch": SPEED,
+    "trainer.device": "found by itself",
+    "trainer.critic_warmup": ONE_ROLE,
+    "trainer.use_legacy_worker_impl": SPEED,
+    "trainer.use_v1": SPEED,
+    "trainer.v1.*": "of the trainer's queues",
+    "trainer.default_hdfs_dir": "of checkpoint files",
+    "trainer.del_local_ckpt_after_load": "of checkpoint files",
+    "trainer.max_*_ckpt_to_keep": "of checkpoint files",
+    "trainer.resume_from_path": "of checkpoint files",
+    "trainer.nccl_timeout": SPEED,
+    "*.checkpoint.*": "of checkpoint files",
+    "transfer_queue.*": SPEED,
+    "async_training.*": "of the trainer's queues",
+    "data.return_raw_*": "rows are read as they are",
+    "data.reward_fn_key": "functions take the columns that they name",
+    "data.val_batch_size": SPEED,
+    "data.gen_batch_size": "prompts are drawn as engines get free",
+    "data.*num_workers": SPEED,
+    "data.filter_overlong_prompts_workers": SPEED,
+    "data.trust_remote_code": "no code of a checkpoint is run",
+    "data.image_patch_size": "prompts are text",
+    "data.image_key": "prompts are text",
+    "data.use_shm": SPEED,
+    "data.truncation": "no prompt is longer than data.max_prompt_length",
+    "data.validation_shuffle": "all rows are evaluated",
+    "model_engine": "of the trainer",
+    "critic.*": ONE_ROLE,
+    "reward*.num_workers": SPEED,
+    "reward*.rollout.*": ONE_ROLE,
+    "reward*.launch_reward_fn_async": SPEED,
+    "reward.reward_model.*": ONE_ROLE,
+    "reward_model.*": ONE_ROLE,
+    "algorithm.kl_ctrl.*": "no penalty",
+    "algorithm.filter_groups.metric": "groups whose rewards are equal have equal metrics",
+    "actor_rollout_ref.nccl_timeout": SPEED,
+    "actor_rollout_ref.model.trust_remote_code": "no code of a checkpoint is run",
+    "actor_rollout_ref.model.use_remove_padding": "sequences are packed always",
+    "actor_rollout_ref.model.use_fused_kernels": SPEED,
+    "actor_rollout_ref.model.fused_kernel_options.*": SPEED,
+    "actor_rollout_ref.model.use_liger": SPEED,
+    "actor_rollout_ref.model.use_shm": SPEED,
+    "actor_rollout_ref.model.enable_*": SPEED,
+    "actor_rollout_ref.model.lora*": "no adapters, or of how they are stored",
+    "actor_rollout_ref.model.override_config.attn_implementation": SPEED,
+    "actor_rollout_ref.model.override_config.model_config.max_position_embeddings": "config.json tells it",
+    "actor_rollout_ref.*.use_torch_compile": SPEED,
+    "actor_rollout_ref.*.entropy_*": SPEED,
+    "actor_rollout_ref.*.fsdp_config.*": "of FSDP",
+    "actor_rollout_ref.*.model_engine": "of the trainer",
+    "actor_rollout_ref.*.strategy": "of the trainer",
+    "actor_rollout_ref.*.use_dynamic_bsz": SPEED,
+    "actor_rollout_ref.*.log_prob_*": SPEED,
+    "actor_rollout_ref.*.ppo_micro_batch_size*": SPEED,
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": SPEED,
+    "actor_rollout_ref.*.ulysses_sequence_parallel_size": SPEED,
+    "actor_rollout_ref.*.megatron.*_offload": SPEED,
+    "actor_rollout_ref.*.megatron.use_*": "of checkpoint files or speed",
+    "actor_rollout_ref.*.megatron.*mbridge": "of checkpoint files",
+    "actor_rollout_ref.*.megatron.dist_checkpointing_path": "of checkpoint files",
+    "actor_rollout_ref.*.megatron.dtype": "model.dtype",
+    "actor_rollout_ref.*.megatron.sequence_parallel": SPEED,
+    "actor_rollout_ref.*.megatron.override_ddp_config.*": SPEED,
+    "actor_rollout_ref.*.megatron.override_transformer_config.apply_rope_fusion": SPEED,
+    "actor_rollout_ref.*.megatron.override_transformer_config.attention_backend": SPEED,
+    "actor_rollout_ref.*.megatron.override_transformer_config.*fusion*": SPEED,
+    "actor_rollout_ref.*.megatron.override_transformer_config.moe_router_dtype": SPEED,
+    "actor_rollout_ref.*.megatron.override_transformer_config.moe_token_dispatcher_type": SPEED,
+    "actor_rollout_ref.*.megatron.override_transformer_config.moe_enable_deepep": SPEED,
+    "actor_rollout_ref.*.megatron.override_transformer_config.moe_grouped_gemm": SPEED,
+    "actor_rollout_ref.*.megatron.override_transformer_config.moe_shared_expert_overlap": SPEED,
+    "actor_rollout_ref.*.megatron.override_transformer_config.recompute_*": SPEED,
+    "actor_rollout_ref.*.megatron.override_transformer_config.use_*": SPEED,
+    "actor_rollout_ref.*.megatron.override_transformer_config.account_for_*": "stages are planned here",
+    "actor_rollout_ref.*.megatron.override_transformer_config.num_layers_in_*": "stages are planned here",
+    "actor_rollout_ref.*.megatron.override_transformer_config.pipeline_model_parallel_layout": "stages are planned",
+    "actor_rollout_ref.*.megatron.override_transformer_config.sequence_parallel": SPEED,
+    "actor_rollout_ref.*.megatron.override_transformer_config.context_parallel_*": SPEED,
+    "actor_rollout_ref.*.megatron.override_transformer_config.swiglu": "config.json tells it",
+    "actor_rollout_ref.*.megatron.override_transformer_config.deallocate_pipeline_outputs": SPEED,
+    "actor_rollout_ref.*.megatron.override_transformer_config.persist_layer_norm": SPEED,
+    "actor_rollout_ref.*.megatron.override_transformer_config.moe_router_enable_expert_bias": "config.json tells it",
+    "actor_rollout_ref.*.megatron.override_transformer_config.moe_router_score_function": "config.json tells it",
+    "actor_rollout_ref.*.megatron.override_transformer_config.gradient_accumulation_fusion": SPEED,
+    "actor_rollout_ref.*.megatron.override_transformer_config.batch_p2p_comm": SPEED,
+    "actor_rollout_ref.*.megatron.override_transformer_config.overlap_moe_*": SPEED,
+    "actor_rollout_ref.*.megatron.override_transformer_config.variable_seq_lengths": SPEED,
+    "actor_rollout_ref.*.megatron.override_transformer_config.bias_*": SPEED,
+    "actor_rollout_ref.*.megatron.override_transformer_config.normalization": "config.json tells it",
+    "actor_rollout_ref.*.optim.override_optimizer_config.*": SPEED,
+    "actor_rollout_ref.*.optim.optimizer_impl": "torch's or Megatron's",
+    "actor_rollout_ref.*.optim.lr_decay_steps": "the whole run",
+    "actor_rollout_ref.*.optim.lr_warmup_init": "from 0",
+    "actor_rollout_ref.*.optim.total_training_steps": "the whole run",
+    "actor_rollout_ref.actor.use_prefix_grouper": SPEED,
+    "actor_rollout_ref.actor.calculate_sum_pi_squared": "of metrics alone",
+    "actor_rollout_ref.actor.shuffle": "mini-batches keep the order in which prompts were drawn",
+    "actor_rollout_ref.actor.kl_loss_*": "no penalty",
+    "actor_rollout_ref.actor.clip_ratio": "clip_ratio_low and clip_ratio_high say it",
+    "actor_rollout_ref.actor.clip_ratio_c": "of loss_mode vanilla",
+    "actor_rollout_ref.actor.calculate_*": LOGS,
+    "actor_rollout_ref.actor.freeze_vision_tower": "no vision tower",
+    "actor_rollout_ref.actor.grad_clip": "optim.clip_grad says it",
+    "actor_rollout_ref.actor.data_loader_seed": SPEED,
+    "actor_rollout_ref.actor.policy_loss.*": "of other losses",
+    "actor_rollout_ref.ref.*": SPEED,
+    "actor_rollout_ref.rollout.mode": SPEED,
+    "actor_rollout_ref.rollout.nnodes": "of engines apart",
+    "actor_rollout_ref.rollout.n_gpus_per_node": "of engines apart",
+    "actor_rollout_ref.rollout.enable_chunked_prefill": SPEED,
+    "actor_rollout_ref.rollout.enable_prefix_caching": SPEED,
+    "actor_rollout_ref.rollout.free_cache_engine": "engines leave the device where it is shared",
+    "actor_rollout_ref.rollout.max_num_batched_tokens": SPEED,
+    "actor_rollout_ref.rollout.load_format": "weights come by the weight sync",
+    "actor_rollout_ref.rollout.layered_summon": SPEED,
+    "actor_rollout_ref.rollout.calculate_log_probs": "engines always say them",
+    "actor_rollout_ref.rollout.logprobs_mode": "of the distribution that is drawn from",
+    "actor_rollout_ref.rollout.ignore_eos": "false",
+    "actor_rollout_ref.rollout.prompt_length": "data.max_prompt_length",
+    "actor_rollout_ref.rollout.response_length": "data.max_response_length",
+    "actor_rollout_ref.rollout.dtype": "model.dtype",
+    "actor_rollout_ref.rollout.agent.num_workers": SPEED,
+    "actor_rollout_ref.rollout.agent.default_agent_loop": "single turns",
+    "actor_rollout_ref.rollout.multi_turn.*": "single turns",
+    "actor_rollout_ref.rollout.checkpoint_engine.*": "the weight sync is rltrain's own",
+    "actor_rollout_ref.rollout.update_weights_bucket_megabytes": "the weight sync is rltrain's own",
+    "actor_rollout_ref.rollout.trace.*": LOGS,
+    "actor_rollout_ref.rollout.prometheus.*": LOGS,
+    "actor_rollout_ref.rollout.disable_log_stats": LOGS,
+    "actor_rollout_ref.rollout.val_kwargs.*": "greedy",
+    "actor_rollout_ref.rollout.moe_*": SPEED,
+    "actor_rollout_ref.rollout.engine_kwargs.*": SPEED,
+    "actor_rollout_ref.rollout.skip*": SPEED,
+    "actor_rollout_ref.rollout.cudagraph_*": SPEED,
+    "actor_rollout_ref.rollout.multi_stage_wake_up": SPEED,
+    "actor_rollout_ref.rollout.disaggregation.*": SPEED,
+    "actor_rollout_ref.actor.veomni.*": "of VeOmni",
+    "actor_rollout_ref.actor.torchtitan.*": "of torchtitan",
+    "--config-*": "of Hydra",
+    "hydra.*": "of Hydra",
+}
+
+
+RULES = (
+    Rule("data.train_files", "data.train.path", None, paths),
+    Rule("data.messages_key", "data.train.prompt_key", "messages", text),
+    Rule("data.train_batch_size", "batch.prompts_per_step", 256, count),
+    Rule("model.path", "model.path", None, text),
+    Rule("trainer.seed", "seed", 1, count),
+    Rule("trainer.default_local_dir", "checkpoint.dir", None, text),
+    Rule("trainer.project_name", "logging.wandb.project", "gsm8k-sft", text),
+    Rule("trainer.experiment_name", "logging.wandb.name", "test", text),
+    Rule("engine.tensor_model_parallel_size", "actor.parallel.tp", None, count),
+    Rule("engine.pipeline_model_parallel_size", "actor.parallel.pp", None, count),
+    Rule("engine.virtual_pipeline_model_parallel_size", "actor.parallel.vpp", None, count),
+    Rule("engine.context_parallel_size", "actor.parallel.cp", None, count),
+    Rule("engine.expert_model_parallel_size", "actor.parallel.ep", None, count),
+    Rule("engine.expert_tensor_parallel_size", "actor.parallel.etp", None, count),
+    Rule("engine.ulysses_sequence_parallel_size", "actor.parallel.cp", None, count),
+    Rule("optim.lr", "actor.optimizer.lr", 1e-3, real),
+    Rule("optim.weight_decay", "actor.optimizer.weight_decay", 0.01, real),
+    Rule("optim.clip_grad", "actor.optimizer.clip_grad", 1.0, real),
+    Rule("optim.min_lr", "actor.optimizer.min_lr", None, real),
+)
+EACH_EPOCH = "after_each_epoch"
+DECAYS = ("constant", "cosine", "linear")
+SFT_HARMLESS = {
+    "engine.*": "of speed or checkpoint files",
+    "engine": "of the trainer",
+    "strategy": "of the trainer",
+    "model_engine": "of the trainer",
+    "model": "of the trainer",
+    "optim": "of the trainer",
+    "optim.override_optimizer_config.*": "of speed or memory alone",
+    "optim.lr_warmup_init": "from 0",
+    "optim.lr_decay_steps": "the whole run",
+    "model.use_remove_padding": "sequences are packed always",
+    "model.trust_remote_code": "no code of a checkpoint is run",
+    "model.enable_gradient_checkpointing": "of memory alone",
+    "model.use_liger": "of speed alone",
+    "model.lora*": "no adapters, or of how they are stored",
+    "optim.optimizer_impl": "torch's or Megatron's",
+    "data.*micro_batch_size*": "micro-batches are counted in tokens",
+    "data.use_dynamic_bsz": "micro-batches are counted in tokens",
+    "data.max_token_len_per_gpu": "micro-batches are counted in tokens",
+    "data.pad_mode": "sequences are packed always",
+    "data.ignore_input_ids_mismatch": "templates are checked",
+    "data.truncation": "longer conversations are left out",
+    "data.num_workers": "of speed alone",
+    "data.*": "of reading rows",
+    "trainer.test_freq": "without data.val_files nothing is held out",
+    "trainer.*": "of logs and checkpoint files",
+    "global_profiler.*": "of logs alone",
+    "profiler.*": "of logs alone",
+    "checkpoint.*": "of checkpoint files",
+    "--*": "of Hydra and torchrun",
+    "-m": "the trainer",
+}
+
+
+def translate_sft(keys: SourceKeys, out: Translation, rows: Rows) -> None:
+    out.set("algorithm", "sft", "verl.trainer.sft_trainer")
+    apply(RULES, keys, out)
+    out.set("data.train.response_key", None, "messages are whole conversations")
+    out.set("data.train.label_key", None, "conversations have no labels")
+    longest = count(keys.get("data.max_length", 1024))
+    out.set("data.max_prompt_tokens", longest, "data.max_length")
+    out.set("data.max_response_tokens", longest, "data.max_length")
+    out.set("data.on_bad_row", "skip", "longer conversations are left out")
+    if truth(keys.get("data.use_dynamic_bsz", True)):
+        out.set(
+            "actor.micro_batch_tokens", count(keys.get("data.max_token_len_per_gpu", 8192)), "max_token_len_per_gpu"
+        )
+    else:
+        samples = count(keys.get("data.micro_batch_size_per_gpu", 4))
+        out.set("actor.micro_batch_tokens", samples * longest, "data.micro_batch_size_per_gpu x data.max_length")
+    given = keys.get("--nproc-per-node", keys.get("trainer.n_gpus_per_node", 1))
+    per_node = count(given)
+    nodes = count(keys.get("--nnodes", keys.get("trainer.nnodes", 1)))
+    out.place(["actor"], ranks(0, nodes * per_node), "trainer.nnodes x trainer.n_gpus_per_node")
+    out.world_size, out.ranks_per_node = nodes * per_node, per_node
+    _backend(keys, out)
+    if truth(keys.get("model.enable_gradient_checkpointing", True)):
+        out.set("model.recompute", "full", "model.enable_gradient_checkpointing")
+    _optimizer(keys, out)
+    named = ("trainer.total_training_steps", "trainer.total_epochs")
+    set_steps(out, rows, keys.get(named[0]), keys.get(named[1], 4), named, name=named[0])
+    saved = keys.get("trainer.save_freq", -1)
+    each_epoch = max(out.get("steps") // count(keys.get(named[1], 4)), 1)
+    out.set("checkpoint.save_interval", each_epoch if saved == EACH_EPOCH else interval(saved), "trainer.save_freq")
+    if (held_out := keys.get("data.val_files")) not in NOTHING:
+        out.set("data.eval.path", paths(held_out), "data.val_files")
+        out.set("data.eval.prompt_key", out.get("data.train.prompt_key"), "data.messages_key")
+        out.set("data.eval.response_key", None, "messages are whole conversations")
+        out.set("data.eval.label_key", None, "conversations have no labels")
+        tested = keys.get("trainer.test_freq", -1)
+        out.set("evaluation.interval", each_epoch if tested == EACH_EPOCH else interval(tested), "trainer.test_freq")
+    ratio = real(keys.get("optim.lr_warmup_steps_ratio", 0) or 0)
+    warmup = keys.get("optim.lr_warmup_steps")
+    steps = count(warmup) if warmup not in NOTHING and count(warmup) >= 0 else round(ratio * out.get("steps"))
+    if steps:
+        out.set("actor.optimizer.warmup_steps", steps, "optim.lr_warmup_steps, _ratio")
+    sort_out(keys, SFT_HARMLESS, out)
+
+
+def _backend(keys: SourceKeys, out: Translation) -> None:
+    """The engine is FSDP unless it is named."""
+    engine = str(keys.get("engine", keys.get("engine.strategy", "fsdp")))
+    megatron = "megatron" in engine
+    set_lora(keys, out, "model.", megatron)
+    set_verls_prediction_layers(keys, out, "model.", megatron)
+    set_kind_of_optimizer(keys, out, "optim.")
+    if not megatron:
+        set_fully_sharded(keys, out, "engine", engine, out.get("actor.parallel.cp"), "engine.")
+    elif out.get("actor.parallel.tp") > 1:
+        out.set("actor.parallel.sequence_parallel", True, "engine.sequence_parallel, on by default")
+
+
+def _optimizer(keys: SourceKeys, out: Translation) -> None:
+    first, second = pair(keys.get("optim.betas", [0.9, 0.999]))
+    out.set("actor.optimizer.beta1", first, "optim.betas")
+    out.set("actor.optimizer.beta2", second, "optim.betas")
+    key, decay = keys.first("optim.lr_scheduler_type", "optim.lr_decay_style", "optim.lr_scheduler", default="constant")
+    if str(decay) in DECAYS:
+        out.set("actor.optimizer.decay", str(decay), key)
+    else:
+        out.differs(key, decay, f"learning rates here are {', '.join(DECAYS)}")
+
+
+SECTIONS = (
+    "actor_rollout_ref",
+    "algorithm",
+    "critic",
+    "data",
+    "trainer",
+    "reward",
+    "reward_model",
+    "custom_reward_function",
+    "model_engine",
+    "model",
+    "optim",
+    "engine",
+    "rollout",
+    "async_training",
+    "ray_kwargs",
+    "distillation",
+    "global_profiler",
+    "checkpoint",
+    "transfer_queue",
+)
+MODULE = "-m"
+LABEL = "reward_model.ground_truth"
+
+MEGATRON = (
+    Rule(A + "megatron.tensor_model_parallel_size", "actor.parallel.tp", 1, count),
+    Rule(A + "megatron.pipeline_model_parallel_size", "actor.parallel.pp", 1, count),
+    Rule(A + "megatron.context_parallel_size", "actor.parallel.cp", 1, count),
+    Rule(A + "megatron.expert_model_parallel_size", "actor.parallel.ep", 1, count),
+    Rule(A + "megatron.expert_tensor_parallel_size", "actor.parallel.etp", None, count),
+    Rule(A + "megatron.virtual_pipeline_model_parallel_size", "actor.parallel.vpp", None, count),
+)
+TRANSFORMER = A + "megatron.override_transformer_config."
+EXPERTS = (
+    Rule(TRANSFORMER + "moe_aux_loss_coeff", "model.moe.aux_loss_coef", None, real),
+    Rule(TRANSFORMER + "moe_z_loss_coeff", "model.moe.z_loss_coef", None, real),
+    Rule(TRANSFORMER + "moe_router_bias_update_rate", "model.moe.bias_update_rate", None, real),
+)
+PLAIN = (
+    Rule("data.train_files", "data.train.path", "~/data/rlhf/gsm8k/train.parquet", paths),
+    Rule("data.prompt_key", "data.train.prompt_key", "prompt", text),
+    Rule("data.max_prompt_length", "data.max_prompt_tokens", 512, count),
+    Rule("data.max_response_length", "rollout.sampling.max_response_tokens", 512, count),
+    Rule("data.shuffle", "data.shuffle", True, truth),
+    Rule("data.seed", "seed", None, count),
+    Rule("data.train_batch_size", "batch.prompts_per_step", 1024, count),
+    Rule(R + "n", "batch.samples_per_prompt", 1, count),
+    Rule(R + "temperature", "rollout.sampling.temperature", 1.0, real),
+    Rule(R + "top_p", "rollout.sampling.top_p", 1.0, real),
+    Rule(R + "top_k", "rollout.sampling.top_k", -1, top_k_of),
+    Rule(R + "tensor_model_parallel_size", "rollout.parallel.tp", 2, count),
+    Rule(R + "max_num_seqs", "rollout.max_running_requests", 256, count),
+    Rule(R + "quantization", "rollout.dtype", None, one_of({"fp8": "fp8"}, "types of engines' weights")),
+    Rule(A + "ppo_epochs", "batch.epochs", 1, count),
+    Rule(A + "clip_ratio_low", "loss.clip_low", 0.2, real),
+    Rule(A + "clip_ratio_high", "loss.clip_high", 0.2, real),
+    Rule(A + "entropy_coeff", "loss.entropy_coef", 0.0, real),
+    Rule(A + "tau_pos", "loss.sapo.tau_pos", 1.0, real),
+    Rule(A + "tau_neg", "loss.sapo.tau_neg", 1.05, real),
+    Rule(A + "policy_loss.clip_cov_ratio", "loss.clip_cov.ratio", None, real),
+    Rule(A + "policy_loss.clip_cov_lb", "loss.clip_cov.low", None, real),
+    Rule(A + "policy_loss.clip_cov_ub", "loss.clip_cov.high", None, real),
+    Rule(A + "policy_loss.kl_cov_ratio", "loss.kl_cov.ratio", None, real),
+    Rule(A + "policy_loss.ppo_kl_coef", "loss.kl_cov.coef", None, real),
+    Rule("actor_rollout_ref.model.path", "model.path", "~/models/deepseek-llm-7b-chat", text),
+    Rule("trainer.save_freq", "checkpoint.save_interval", -1, interval),
+    Rule("trainer.test_freq", "evaluation.interval", -1, interval),
+    Rule("trainer.default_local_dir", "checkpoint.dir", None, text),
+    Rule("trainer.max_actor_ckpt_to_keep", "checkpoint.keep", None, interval),
+    Rule("trainer.project_name", "logging.wandb.project", None, text),
+    Rule("trainer.experiment_name", "logging.wandb.name", None, text),
+)
+
+
+def translate(keys: SourceKeys, out: Translation, rows: Rows) -> None:
+    if "sft" in str(keys.get(MODULE, "")):
+        translate_sft(keys, out, rows)
+        return
+    apply(PLAIN, keys, out)
+    _batch(keys, out)
+    _placement(keys, out)
+    _trainer(keys, out)
+    set_algorithm(keys, out)
+    set_loss(keys, out)
+    set_kl(keys, out)
+    set_correction(keys, out)
+    _data(keys, out)
+    set_reward(keys, out)
+    _engine(keys, out)
+    _records(keys, out)
+    _steps(keys, out, rows)
+    set_optimizer(keys, out, A + "optim.", "actor", 1e-6)
+    if out.get("algorithm") == "ppo":
+        set_critic(keys, out)
+    set_teacher(keys, out)
+    sort_out(keys, HARMLESS, out)
+
+
+def _steps(keys: SourceKeys, out: Translation, rows: Rows) -> None:
+    steps, epochs = "trainer.total_training_steps", "trainer.total_epochs"
+    most = keys.get(DRAWN)
+    if most in NOTHING:
+        set_steps(out, rows, keys.get(steps), keys.get(epochs, 30), (steps, epochs), name=steps)
+    else:
+        named = (f"{DRAWN} {most} // prompts per step", epochs)
+        set_steps(out, rows, count(most) // out.get("batch.prompts_per_step"), keys.get(epochs, 30), named)
+
+
+DRAWN = "rollout.total_rollout_steps"
+"""Prompts that a fully asynchronous run draws, at most those of its epochs."""
+CHUNKED = (
+    A + "entropy_from_logits_with_chunking",
+    A + "fsdp_config.entropy_from_logits_with_chunking",
+    A + "megatron.entropy_from_logits_with_chunking",
+    "actor_rollout_ref.model.use_fused_kernels",
+)
+CHUNK = 2048
+
+
+def _batch(keys: SourceKeys, out: Translation) -> None:
+    prompts = out.get("batch.prompts_per_step")
+    if prompts == 0:  # fully asynchronous: a step is what is required of samples between two updates
+        prompts = count(keys.get(A + "ppo_mini_batch_size", 256)) * count(keys.get("async_training.require_batches", 1))
+        out.set("batch.prompts_per_step", prompts, "ppo_mini_batch_size x async_training.require_batches")
+    mini = keys.get(A + "ppo_mini_batch_size", 256)
+    set_mini_batches(out, prompts, mini, A + "ppo_mini_batch_size, which counts prompts")
+    chunked = [key for key in CHUNKED if truth(keys.get(key, False))]
+    if chunked:
+        out.set("model.logits_chunk_tokens", CHUNK, chunked[0])
+    longest = out.get("data.max_prompt_tokens") + out.get("rollout.sampling.max_response_tokens")
+    longest = -(-longest // slices_of(keys))
+    dynamic = truth(keys.get(A + "use_dynamic_bsz", False))
+    set_micro(keys, out, "actor", A + "ppo_max_token_len_per_gpu", A + "ppo_micro_batch_size_per_gpu", dynamic, longest)
+
+
+def _placement(keys: SourceKeys, out: Translation) -> None:
+    """The hybrid engine has all roles on all GPUs; asynchronous trainers have engines on GPUs of their own."""
+    nodes, per_node = count(keys.get("trainer.nnodes", 1)), count(keys.get("trainer.n_gpus_per_node", 8))
+    trained = nodes * per_node
+    module, mode = str(keys.get(MODULE, "")), keys.get("trainer.v1.trainer_mode", "sync")
+    hybrid = truth(keys.get("actor_rollout_ref.hybrid_engine", True))
+    apart = "fully_async" in module or not hybrid or mode == "separate_async"
+    roles = ["actor", "critic"] if named_estimator(keys) == "gae" else ["actor"]
+    if truth(keys.get(A + "use_kl_loss", False)) or truth(keys.get("algorithm.use_kl_in_reward", False)):
+        roles.append("reference")
+    out.ranks_per_node = per_node
+    out.place(roles, ranks(0, trained), f"trainer.nnodes {nodes} x trainer.n_gpus_per_node {per_node}")
+    if not apart:
+        out.place(["rollout", "reward"], ranks(0, trained), "hybrid engine")
+        out.world_size = trained
+        return
+    own_nodes = keys.first("rollout.nnodes", R + "nnodes", default=nodes)[1] or nodes
+    own_per_node = keys.first("rollout.n_gpus_per_node", R + "n_gpus_per_node", default=per_node)[1]
+    engines = count(own_nodes) * count(own_per_node)
+    out.place(["rollout", "reward"], ranks(trained, engines), "rollout.nnodes x rollout.n_gpus_per_node, behind them")
+    out.world_size = trained + engines
+    every = count(
+        keys.first("async_training.trigger_parameter_sync_step", SEPARATE + "parameter_sync_step", default=1)[1]
+    )
+    out.set("schedule.mode", "asynchronous", module or "trainer.v1.trainer_mode")
+    stale = real(keys.get("async_training.staleness_threshold", 0))
+    off_policy = keys.get("trainer.v1.sampler.max_off_policy_threshold")
+    most = every + round(stale * every) if off_policy is None else count(off_policy)
+    out.set("schedule.max_staleness", max(most, every), "staleness threshold, in steps")
+    out.set("schedule.sync_every", every, "parameter sync step")
+    if truth(keys.get("async_training.partial_rollout", False)):
+        out.set("schedule.partial_rollouts", True, "async_training.partial_rollout")
+
+
+SEPARATE = "trainer.v1.separate_async."
+
+
+def _trainer(keys: SourceKeys, out: Translation) -> None:
+    strategy = str(keys.get(A + "strategy", keys.get("model_engine", "dp")))
+    checkpointing = truth(keys.get("actor_rollout_ref.model.enable_gradient_checkpointing", True))
+    megatron = is_megatron(keys)
+    set_lora(keys, out, "actor_rollout_ref.model.", megatron)
+    set_router_replay(keys, out)
+    set_verls_prediction_layers(keys, out, "actor_rollout_ref.model.", megatron)
+    set_kind_of_optimizer(keys, out, A + "optim.")
+    if megatron:
+        apply(MEGATRON, keys, out)
+        apply(EXPERTS, keys, out)
+        if out.get("actor.parallel.vpp") > 1 and out.get("actor.parallel.pp") == 1:
+            chunks = out.settings.pop("actor.parallel.vpp")
+            out.leave(chunks.origin, chunks.value, "one stage has no other to take turns with")
+        own = truth(keys.get(A + "megatron.sequence_parallel", True))
+        if own and out.get("actor.parallel.tp") > 1:
+            out.set("actor.parallel.sequence_parallel", True, A + "megatron.sequence_parallel")
+        granularity = keys.get(TRANSFORMER + "recompute_granularity")
+        if granularity not in NOTHING:
+            block = keys.get(TRANSFORMER + "recompute_method") == "block"
+            layers = count(keys.get(TRANSFORMER + "recompute_num_layers", 1))
+            value: Any = {"granularity": "full", "layers": layers} if block and granularity == "full" else granularity
+            out.set("model.recompute", value, TRANSFORMER + "recompute_granularity")
+        offloads = [A + f"megatron.{what}_offload" for what in ("param", "grad", "optimizer")]
+    else:
+        set_fully_sharded(keys, out, "strategy", strategy, slices_of(keys), A + "fsdp_config.")
+        if checkpointing:
+            out.set("model.recompute", "full", "actor_rollout_ref.model.enable_gradient_checkpointing")
+        offloads = [A + f"fsdp_config.{what}_offload" for what in ("param", "optimizer")]
+    given = [name for name in offloads if truth(keys.get(name, False))]
+    if given:
+        out.set("actor.offload", True, ", ".join(name.rsplit(".", 1)[-1] for name in given))
+
+
+def _data(keys: SourceKeys, out: Translation) -> None:
+    out.set("data.train.label_key", LABEL, "what verl's reward functions compare with")
+    overlong = truth(keys.get("data.filter_overlong_prompts", False)) or keys.get("data.truncation", "error") != "error"
+    if overlong:
+        out.set("data.on_bad_row", "skip", "data.filter_overlong_prompts, data.truncation: longer prompts are left out")
+    if keys.get("data.truncation", "error") in ("left", "right", "middle"):
+        out.leave("data.truncation", keys.get("data.truncation"), "longer prompts are left out, and none is cut")
+    rows = keys.get("data.train_max_samples", -1)
+    if rows not in NOTHING and count(rows) > 0:
+        out.set("data.train.max_rows", count(rows), "data.train_max_samples")
+    variables = keys.under("data.apply_chat_template_kwargs.")
+    if variables:
+        out.set("data.chat_template_args", variables, "data.apply_chat_template_kwargs")
+    set_context(out, keys.get(R + "max_model_len"), R + "max_model_len")
+    files = keys.get("data.val_files")
+    if files in NOTHING:
+        out.settings.pop("evaluation.interval", None)
+        return
+    prefix = R + "val_kwargs."
+    draws = truth(keys.get(prefix + "do_sample", False))
+    given = keys.first(prefix + "n", "'n'", default=1)[1]
+    sampling: dict[str, Any] = {"temperature": real(keys.get(prefix + "temperature", 0)) if draws else 0.0}
+    if draws:
+        sampling["top_p"] = real(keys.get(prefix + "top_p", 1.0))
+        sampling["top_k"] = top_k_of(keys.get(prefix + "top_k", -1))
+    data = {"path": paths(files), "prompt_key": out.get("data.train.prompt_key"), "label_key": LABEL}
+    set_evaluation(out, data, sampling, count(given), "data.val_files, rollout.val_kwargs")
+
+
+def _engine(keys: SourceKeys, out: Translation) -> None:
+    arguments = {name.replace("-", "_"): value for name, value in keys.under(R + "engine_kwargs.sglang.").items()}
+    for name, value in keys.under(R + "engine_kwargs.vllm.").items():
+        if name.startswith("hf_overrides"):
+            sort_out_override(f"{R}engine_kwargs.vllm.{name}", value, out)
+    arguments["mem_fraction_static"] = real(keys.get(R + "gpu_memory_utilization", 0.5))
+    if truth(keys.get(R + "enforce_eager", False)):
+        arguments["disable_cuda_graph"] = True
+    replicas = count(keys.get(R + "data_parallel_size", 1) or 1)
+    if replicas > 1:
+        out.leave(R + "data_parallel_size", replicas, "as many engines more, each of rollout.parallel.tp ranks")
+    ep = count(keys.get(R + "expert_parallel_size", 1) or 1)
+    tp = out.get("rollout.parallel.tp")
+    choose_engine(out, str(keys.get(R + "name", "vllm")), min(ep, tp), arguments, R + "gpu_memory_utilization, ...")
+
+
+def _records(keys: SourceKeys, out: Translation) -> None:
+    mode, path = keys.get("trainer.resume_mode", "auto"), keys.get("trainer.resume_from_path")
+    if mode == "disable":
+        out.set("checkpoint.resume", "none", "trainer.resume_mode")
+    elif mode == "resume_path" and path not in NOTHING:
+        out.set("checkpoint.resume", str(path), "trainer.resume_from_path")
+    if str(out.get("checkpoint.dir") or "").startswith("$"):
+        del out.settings["checkpoint.dir"]

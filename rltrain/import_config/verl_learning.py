@@ -1,0 +1,554 @@
+"""Of verl's keys what is learned: algorithm, loss, optimizer."""
+
+import math
+from typing import Any
+
+from rltrain.import_config.shared_rules import megatron_options, set_adapters, set_megatron_optimizer
+from rltrain.import_config.translation import (
+    ALGORITHMS,
+    DISCOUNTED,
+    NOTHING,
+    WHITENED,
+    WITH_STD,
+    Rule,
+    SourceKeys,
+    Translation,
+    UntranslatableError,
+    apply,
+    count,
+    estimator,
+    one_of,
+    pair,
+    ranks,
+    real,
+    take_rewards,
+    text,
+    truth,
+)
+
+PREFIX = "algorithm.rollout_correction."
+LEVELS = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric", "seq_max": "every_token"}
+"""Of masks by ratios: verl's k1, and what bounds every token's own ratio."""
+PER_TOKEN = ("token", "seq_max")
+HALVINGS = 60
+
+
+def set_correction(keys: SourceKeys, out: Translation) -> None:
+    bypass = truth(keys.get(PREFIX + "bypass_mode", False))
+    kind = str(keys.get(PREFIX + "loss_type", "ppo_clip"))
+    if bypass:
+        out.set("loss.old_logprobs", "rollout", PREFIX + "bypass_mode")
+        if kind not in ("ppo_clip", "reinforce"):
+            raise UntranslatableError("losses of bypass_mode are ppo_clip and reinforce")
+        if kind == "reinforce":
+            out.set("loss.policy", "reinforce", PREFIX + "loss_type")
+            out.settings.pop("loss.dual_clip", None)
+    _set_weights(keys, out, bypass and kind == "ppo_clip")
+    given, bounds = keys.get(PREFIX + "rollout_rs"), keys.get(PREFIX + "rollout_rs_threshold")
+    if given not in NOTHING:
+        _set_masks(str(given), bounds, out)
+
+
+def _set_weights(keys: SourceKeys, out: Translation, by_ratio: bool) -> None:
+    """`by_ratio`: the policy's own ratio compares with the engine, and no weights are applied."""
+    level, threshold = keys.get(PREFIX + "rollout_is"), keys.get(PREFIX + "rollout_is_threshold", 2.0)
+    normalised = truth(keys.get(PREFIX + "rollout_is_batch_normalize", False))
+    if level in NOTHING:
+        return
+    if by_ratio:
+        out.leave(PREFIX + "rollout_is", level, "of metrics alone: with bypass_mode ppo_clip applies no weights")
+        return
+    low, _, high = str(threshold).rpartition("_")
+    out.set("loss.correction.level", str(level), PREFIX + "rollout_is")
+    out.set("loss.correction.high", real(high), PREFIX + "rollout_is_threshold")
+    if low:
+        out.set("loss.correction.method", "icepop", PREFIX + "rollout_is_threshold")
+        out.set("loss.correction.low", real(low), PREFIX + "rollout_is_threshold")
+    if normalised and truth(keys.get(PREFIX + "bypass_mode", False)):
+        out.set("loss.correction.normalize", "mini_batch", PREFIX + "rollout_is_batch_normalize")
+        out.notes.append(
+            f"{PREFIX}rollout_is_batch_normalize: with bypass_mode the mean is of a micro-batch of all ranks there, "
+            "and of the mini-batch here"
+        )
+    elif normalised:
+        out.set("loss.correction.normalize", "step", PREFIX + "rollout_is_batch_normalize")
+
+
+def _set_masks(named: str, thresholds: Any, out: Translation) -> None:
+    options = [option.strip() for option in named.split(",")]
+    values = [value.strip() for value in str(thresholds).split(",")]
+    values = values * len(options) if len(values) == 1 else values
+    masks = []
+    for option, value in zip(options, values, strict=True):
+        level, _, kind = option.rpartition("_")
+        if level == "seq_mean" and kind in ("k2", "k3"):
+            out.set("loss.correction.reject_above", real(value), PREFIX + "rollout_rs_threshold")
+            out.set("loss.correction.reject_by", kind, PREFIX + "rollout_rs")
+        elif level in PER_TOKEN or (level in LEVELS and kind == "k1"):
+            masks.append({"level": LEVELS[level], **_bounds(kind, value)})
+        else:
+            out.differs(PREFIX + "rollout_rs", option, "a sum of k2 or k3 over a sequence bounds nothing here")
+    if masks:
+        out.set("loss.correction.masks", masks, PREFIX + "rollout_rs, rollout_rs_threshold")
+
+
+def _bounds(kind: str, threshold: str) -> dict[str, float]:
+    """Of the ratio actor / engine: verl's r, of which k1 is -log r. With k1 its thresholds are of the inverse."""
+    if kind == "k1":
+        first, _, last = threshold.rpartition("_")
+        highest = real(last)
+        lowest = real(first) if first else 1 / highest
+        return {"low": 1 / highest, "high": 1 / lowest}
+    most = real(threshold)
+    if kind == "k2":
+        return {"low": math.exp(-math.sqrt(2 * most)), "high": math.exp(math.sqrt(2 * most))}
+    return {"low": math.exp(_root(most, -1.0)), "high": math.exp(_root(most, 1.0))}
+
+
+def _root(most: float, sign: float) -> float:
+    """log r of this sign with r - 1 - log r = `most`, by halving: the estimate grows with the distance from 0."""
+    near, far = 0.0, sign * (most + 2 + math.sqrt(2 * most))
+    for _ in range(HALVINGS):
+        middle = (near + far) / 2
+        near, far = (middle, far) if math.expm1(middle) - middle < most else (near, middle)
+    return near
+
+
+REPLAYS = {"R2": "recompute", "R3": "rollout"}
+REPLAY = "actor_rollout_ref.actor.megatron.router_replay.mode"
+RETURNED = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
+
+
+def is_megatron(keys: SourceKeys) -> bool:
+    strategy = str(keys.get("actor_rollout_ref.actor.strategy", keys.get("model_engine", "dp")))
+    return "megatron" in strategy + str(keys.get("--config-name", ""))
+
+
+def slices_of(keys: SourceKeys) -> int:
+    """Ranks that share out a sequence."""
+    actor = "actor_rollout_ref.actor."
+    if is_megatron(keys):
+        return count(keys.get(actor + "megatron.context_parallel_size", 1))
+    names = (actor + "fsdp_config.ulysses_sequence_parallel_size", actor + "ulysses_sequence_parallel_size")
+    return count(keys.first(*names, default=1)[1])
+
+
+def set_lora(keys: SourceKeys, out: Translation, prefix: str, megatron: bool, section: str = "model.lora") -> None:
+    """FSDP has `lora_rank` and the like, Megatron a section `lora`, whose alpha is 32 by default instead of 16."""
+    names = {"rank": "rank", "alpha": "alpha"}
+    given = {here: keys.first(f"{prefix}lora_{name}", f"{prefix}lora.{name}")[1] for here, name in names.items()}
+    given["targets"] = keys.first(prefix + "target_modules", prefix + "lora.target_modules")[1]
+    given["exclude"] = keys.first(prefix + "exclude_modules", prefix + "lora.exclude_modules")[1]
+    given["path"] = keys.first(prefix + "lora_adapter_path", prefix + "lora.adapter_path")[1]
+    given["dropout"] = keys.get(prefix + "lora.dropout")
+    given["type"] = keys.get(prefix + "lora.type")
+    init = keys.get(prefix + "lora.lora_A_init_method", "xavier" if megatron else None)
+    set_adapters({**given, "init": init}, out, prefix + "lora.", 32 if megatron else 16, megatron, section)
+
+
+def set_router_replay(keys: SourceKeys, out: Translation) -> None:
+    """R2: training visits the experts of the pass of the old log-probs. R3: those that the engine chose."""
+    mode = str(keys.get(REPLAY, "disabled"))
+    returned = truth(keys.get(RETURNED, False))
+    if mode in REPLAYS:
+        out.set("model.router_replay", REPLAYS[mode], REPLAY)
+    elif mode != "disabled":
+        out.differs(REPLAY, mode, f"modes here are those of {', '.join(REPLAYS)}")
+    elif returned:
+        out.leave(RETURNED, returned, "nothing replays what the engine chose")
+
+
+def set_kind_of_optimizer(keys: SourceKeys, out: Translation, prefix: str) -> None:
+    """`optimizer` is a class of torch's, or Megatron's name; what Megatron alone has stands in a section of its own."""
+    own = prefix + "override_optimizer_config."
+    given = {"optimizer": keys.get(prefix + "optimizer", "adam"), **megatron_options(keys, own)}
+    set_megatron_optimizer(given, out, own)
+
+
+A, R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+POLICIES = {
+    "vanilla": "clip",
+    "gspo": "gspo",
+    "cispo": "cispo",
+    "sapo": "sapo",
+    "clip_cov": "clip_cov",
+    "kl_cov": "kl_cov",
+    "geo_mean": "geometric_mean",
+    "gpg": "reinforce",
+    "dppo_tv": "dppo",
+    "dppo_kl": "dppo",
+}
+
+
+MEANS = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean", "seq-mean-token-sum-norm": "dr_grpo"}
+
+
+DECAYS = {"constant": "constant", "cosine": "cosine", "linear": "linear"}
+
+
+def set_micro(
+    keys: SourceKeys, out: Translation, role: str, tokens: str, sequences: str, dynamic: bool, longest: int
+) -> None:
+    """Micro-batches: by tokens, else by samples, of which each may be the longest."""
+    most, per_gpu = keys.get(tokens), keys.get(sequences)
+    if dynamic:
+        of_critic = 32768 if role == "critic" else 16384
+        out.set(f"{role}.micro_batch_tokens", count(of_critic if most is None else most), tokens)
+    elif per_gpu not in NOTHING:
+        out.set(f"{role}.micro_batch_tokens", count(per_gpu) * longest, f"{sequences} x {longest} tokens")
+
+
+def named_estimator(keys: SourceKeys) -> str:
+    return str(keys.get("algorithm.adv_estimator", "gae"))
+
+
+ALONE = ("grpo", "rloo", "reinforce_plus_plus_baseline")
+"""Which in verl leave a sample that is alone its reward, where there is nothing to compare it with."""
+
+
+def set_algorithm(keys: SourceKeys, out: Translation) -> None:
+    name = named_estimator(keys)
+    if name not in ALGORITHMS:
+        out.differs("algorithm.adv_estimator", name, "no algorithm here estimates advantages so")
+        return
+    algorithm = ALGORITHMS[name]
+    if algorithm in ALONE and out.get("batch.samples_per_prompt") == 1:
+        _take_rewards(keys, out, name)
+        return
+    out.set("algorithm", algorithm, "algorithm.adv_estimator")
+    if algorithm == "pass_at_k":
+        out.set("advantages.k", out.get("batch.samples_per_prompt"), "algorithm.adv_estimator: of all samples the best")
+    by_std = truth(keys.get("algorithm.norm_adv_by_std_in_grpo", True))
+    if algorithm in WITH_STD and not by_std:
+        out.set("advantages.normalize_std", False, "algorithm.norm_adv_by_std_in_grpo")
+    if algorithm in WHITENED:
+        out.set("advantages.whiten", True, "verl whitens always")
+    if algorithm == "gpg":
+        out.set("advantages.scale_by", "rewarded", "algorithm.adv_estimator: verl counts rewards that are not 0")
+    if algorithm == "optimal_token_baseline" and not truth(keys.get(A + "calculate_sum_pi_squared", False)):
+        raise UntranslatableError(f"{name} requires {A}calculate_sum_pi_squared=True")
+    gamma, gae_lambda = real(keys.get("algorithm.gamma", 1.0)), real(keys.get("algorithm.lam", 1.0))
+    if algorithm in DISCOUNTED and gamma != 1:
+        out.set("advantages.gamma", gamma, "algorithm.gamma")
+    if algorithm == "ppo":
+        out.set("advantages.gae_lambda", gae_lambda, "algorithm.lam, whose default is 1")
+    _set_selection(keys, out)
+
+
+def _take_rewards(keys: SourceKeys, out: Translation, name: str) -> None:
+    if truth(keys.get("algorithm.use_kl_in_reward", False)):
+        out.differs("algorithm.use_kl_in_reward", True, "a sample that is alone has its KL token by token here")
+    whitens = ALGORITHMS[name] in WHITENED
+    take_rewards(out, f"algorithm.adv_estimator {name}", R + "n", whitens=whitens)
+    for key in ("norm_adv_by_std_in_grpo", "gamma", "lam"):
+        keys.get("algorithm." + key)
+
+
+def _set_selection(keys: SourceKeys, out: Translation) -> None:
+    if truth(keys.get("algorithm.filter_groups.enable", False)):
+        out.set("batch.dynamic_sampling.filter", "rewards_differ", "algorithm.filter_groups.enable")
+        most = count(keys.get("algorithm.filter_groups.max_num_gen_batches", 0))
+        size = count(keys.get("data.gen_batch_size") or out.get("batch.prompts_per_step"))
+        if most > 0:
+            drawn = max(most * size / out.get("batch.prompts_per_step"), 1)
+            out.set(
+                "batch.dynamic_sampling.max_drawn", drawn, "max_num_gen_batches x gen_batch_size / train_batch_size"
+            )
+
+
+def set_loss(keys: SourceKeys, out: Translation) -> None:
+    policy = one_of(POLICIES, "policy losses")
+    mode = keys.get(A + "policy_loss.loss_mode", "vanilla")
+    try:
+        out.set("loss.policy", policy(mode), A + "policy_loss.loss_mode")
+    except UntranslatableError as reason:
+        out.differs(A + "policy_loss.loss_mode", mode, str(reason))
+        return
+    bound = keys.get(A + "clip_ratio_c", 3.0)
+    if mode == "vanilla" and bound not in NOTHING:
+        given = A + "clip_ratio_c" in keys
+        out.set("loss.dual_clip", real(bound), A + "clip_ratio_c" + ("" if given else ", on by default"))
+    if str(mode).startswith("dppo_"):
+        out.set("loss.dppo.divergence", str(mode).removeprefix("dppo_"), A + "policy_loss.loss_mode")
+        if bound not in NOTHING:
+            out.set("loss.dppo.ratio_max", real(bound), A + "clip_ratio_c, by default 3")
+    mean = str(keys.get(A + "loss_agg_mode", "token-mean"))
+    if mode in ("gspo", "geo_mean"):
+        mean = "seq-mean-token-mean"
+    if mean not in MEANS:
+        out.differs(A + "loss_agg_mode", mean, f"means here are those of {', '.join(MEANS)}")
+    else:
+        out.set("loss.normalization", MEANS[mean], A + "loss_agg_mode")
+    factor = keys.get(A + "loss_scale_factor")
+    if mean == "seq-mean-token-sum-norm" and factor not in (None, out.get("rollout.sampling.max_response_tokens")):
+        out.differs(A + "loss_scale_factor", factor, "sums are divided by the longest response here")
+
+
+def set_kl(keys: SourceKeys, out: Translation) -> None:
+    in_loss, in_reward = truth(keys.get(A + "use_kl_loss", False)), truth(keys.get("algorithm.use_kl_in_reward", False))
+    coef = real(keys.get(A + "kl_loss_coef", 0.001))
+    kind = keys.get(A + "kl_loss_type", "low_var_kl")
+    other, reward_kind = keys.get("algorithm.kl_ctrl.kl_coef", 0.001), keys.get("algorithm.kl_penalty", "kl")
+    if in_loss and in_reward and coef and real(other):
+        out.differs("algorithm.use_kl_in_reward", True, "the penalty stands in the loss already, and here in one place")
+    if in_loss and coef:
+        out.set("loss.kl.coef", coef, A + "kl_loss_coef")
+        out.set("loss.kl.estimator", estimator(kind), A + "kl_loss_type")
+        out.set("loss.kl.unbiased", False, "verl does not weigh it by the ratio")
+    elif in_reward and real(other):
+        out.set("loss.kl.coef", real(other), "algorithm.kl_ctrl.kl_coef")
+        out.set("loss.kl.estimator", estimator(reward_kind), "algorithm.kl_penalty")
+        out.set("loss.kl.where", "reward", "algorithm.use_kl_in_reward")
+        if keys.get("algorithm.kl_ctrl.type", "fixed") == "adaptive":
+            target = {
+                "target": real(keys.get("algorithm.kl_ctrl.target_kl", 0.1)),
+                "horizon": count(keys.get("algorithm.kl_ctrl.horizon", 10000)),
+            }
+            out.set("loss.kl.adaptive", target, "algorithm.kl_ctrl.type")
+    if in_loss or in_reward:
+        tokens = keys.get("actor_rollout_ref.ref.log_prob_max_token_len_per_gpu", out.get("actor.micro_batch_tokens"))
+        out.set("reference.micro_batch_tokens", count(tokens), "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu")
+        _reference_parallel(keys, out)
+
+
+def _reference_parallel(keys: SourceKeys, out: Translation) -> None:
+    names = {
+        "tensor_model": "tp",
+        "pipeline_model": "pp",
+        "context": "cp",
+        "expert_model": "ep",
+        "expert_tensor": "etp",
+    }
+    prefix = "actor_rollout_ref.ref.megatron."
+    given = {here: keys.get(f"{prefix}{name}_parallel_size") for name, here in names.items()}
+    own = {here: count(size) for here, size in given.items() if size not in NOTHING}
+    actor = {here: out.get(f"actor.parallel.{here}") for here in names.values()}
+    if any(actor[here] != size for here, size in own.items()):
+        for here, size in {**actor, **own}.items():
+            if size is not None:
+                out.set(f"reference.parallel.{here}", size, prefix + "*")
+
+
+def set_optimizer(keys: SourceKeys, out: Translation, prefix: str, role: str, lr: float) -> None:
+    """verl's learning rate follows training steps, of which each has several updates here."""
+    here = f"{role}.optimizer."
+    decay = str(keys.first(prefix + "lr_scheduler_type", prefix + "lr_decay_style", default="constant")[1])
+    rules = (
+        Rule(prefix + "lr", here + "lr", lr, real),
+        Rule(prefix + "weight_decay", here + "weight_decay", 0.01, real),
+        Rule(prefix + "clip_grad", here + "clip_grad", 1.0, real),
+        Rule(prefix + "min_lr", here + "min_lr", None, real),
+    )
+    apply(rules, keys, out)
+    if decay in DECAYS:
+        out.set(here + "decay", DECAYS[decay], prefix + "lr_scheduler_type")
+    else:
+        out.differs(prefix + "lr_scheduler_type", decay, f"learning rates here are {', '.join(DECAYS)}")
+    least = keys.get(prefix + "min_lr_ratio")
+    if least not in NOTHING and real(least):
+        out.set(here + "min_lr", real(least) * out.get(here + "lr"), prefix + "min_lr_ratio")
+    first, second = pair(keys.get(prefix + "betas", [0.9, 0.999]))
+    out.set(here + "beta1", first, prefix + "betas")
+    out.set(here + "beta2", second, prefix + "betas")
+    steps = keys.get(prefix + "lr_warmup_steps", -1)
+    ratio = real(keys.get(prefix + "lr_warmup_steps_ratio", 0.0) or 0)
+    warmup = count(steps) if steps not in NOTHING and count(steps) >= 0 else int(ratio * out.get("steps"))
+    if warmup:
+        updates = out.get("batch.mini_batches") * out.get("batch.epochs")
+        out.set(here + "warmup_steps", warmup * updates, f"{warmup} training steps of {updates} updates")
+
+
+def set_critic(keys: SourceKeys, out: Translation) -> None:
+    set_optimizer(keys, out, "critic.optim.", "critic", 1e-5)
+    rules = (
+        Rule("critic.model.path", "critic.path", None, text),
+        Rule("critic.cliprange_value", "critic.value_clip", 0.5, real),
+        Rule("trainer.critic_warmup", "critic.critic_warmup_steps", 0, count),
+        Rule("critic.megatron.tensor_model_parallel_size", "critic.parallel.tp", None, count),
+        Rule("critic.megatron.pipeline_model_parallel_size", "critic.parallel.pp", None, count),
+    )
+    apply(rules, keys, out)
+    dynamic = truth(keys.get("critic.use_dynamic_bsz", keys.get(A + "use_dynamic_bsz", False)))
+    longest = out.get("rollout.max_context_tokens")
+    tokens, sequences = "critic.ppo_max_token_len_per_gpu", "critic.ppo_micro_batch_size_per_gpu"
+    set_micro(keys, out, "critic", tokens, sequences, dynamic, longest)
+    set_lora(keys, out, "critic.model.", out.get("actor.backend") != "fsdp", "critic.lora")
+    own = keys.get("critic.ppo_mini_batch_size")
+    if own not in (None, keys.get(A + "ppo_mini_batch_size", 256)):
+        out.differs("critic.ppo_mini_batch_size", own, "actor and critic have the same mini-batches here")
+
+
+MODEL = "reward.reward_model."
+MANAGERS = ("naive", "dapo", "prime", "batch", "rate_limited")
+
+
+def set_reward(keys: SourceKeys, out: Translation) -> None:
+    path = keys.first("reward.custom_reward_function.path", "custom_reward_function.path")[1]
+    name = keys.first("reward.custom_reward_function.name", "custom_reward_function.name", default="compute_score")[1]
+    function = None if path in NOTHING else f"{path}:{name}"
+    manager = keys.first("reward.reward_manager.name", "reward_model.reward_manager", default="naive")[1]
+    scored = truth(keys.first(MODEL + "enable", "reward_model.enable", default=False)[1])
+    if scored:
+        _set_model(keys, out, function)
+    elif manager == "gdpo":
+        _set_parts(keys, out, function)
+    elif function is not None:
+        out.set("reward.function", function, "custom_reward_function.path, .name")
+    else:
+        out.set("reward.function", "math", "verl's by data_source: here answers are compared as mathematics")
+    if manager not in (*MANAGERS, "gdpo"):
+        out.differs("reward.reward_manager.name", manager, "a manager of one's own is a function here")
+    _set_penalty(keys, out)
+    if truth(keys.get("actor_rollout_ref.rollout.multi_turn.enable", False)):
+        key = "actor_rollout_ref.rollout.multi_turn.enable"
+        out.differs(key, True, "turns are those of an environment, env.function here")
+
+
+def _set_parts(keys: SourceKeys, out: Translation, function: str | None) -> None:
+    """Of one function several numbers, each a reward that is compared by itself."""
+    named = keys.get("algorithm.gdpo_reward_keys")
+    if function is None or not isinstance(named, list) or len(named) < 2:
+        raise UntranslatableError("gdpo has a function of its own, and two or more algorithm.gdpo_reward_keys")
+    weights = keys.get("algorithm.gdpo_reward_weights") or [1.0] * len(named)
+    if len(weights) != len(named):
+        raise UntranslatableError(f"{len(weights)} weights for {len(named)} rewards")
+    parts = [
+        {"function": function, "score_key": str(key), "name": str(key), "weight": real(weight)}
+        for key, weight in zip(named, weights, strict=True)
+    ]
+    out.set("reward.functions", parts, "algorithm.gdpo_reward_keys of custom_reward_function")
+
+
+def _set_model(keys: SourceKeys, out: Translation, function: str | None) -> None:
+    """A classifier's score is the whole reward; it stands on all GPUs, or behind them on its own."""
+    if function is not None:
+        raise UntranslatableError("a function of one's own beside a reward model asks the model itself")
+    path = keys.first(MODEL + "model_path", "reward_model.model.path")[1]
+    if path in NOTHING:
+        raise UntranslatableError(f"{MODEL}model_path: expected the model's checkpoint")
+    out.set("reward_model.path", str(path), MODEL + "model_path: a classifier of one label")
+    out.set("reward.functions", [], "the model alone says what responses are worth")
+    if truth(keys.get(MODEL + "enable_resource_pool", False)):
+        number = count(keys.get(MODEL + "nnodes", 0)) * count(keys.get(MODEL + "n_gpus_per_node", 8))
+        out.place(["reward_model"], ranks(out.world_size, number), MODEL + "nnodes x n_gpus_per_node, behind them")
+        out.world_size += number
+    else:
+        first = next(path for path in out.settings if path.startswith("placement.") and "actor" in path)
+        out.place(["reward_model"], str(out.settings[first].value), MODEL + "enable_resource_pool is off")
+    tp = count(keys.get(MODEL + "rollout.tensor_model_parallel_size", 2))
+    out.set("reward_model.backend", "megatron", "a model that is cut by tensor parallelism")
+    out.set("reward_model.parallel.tp", tp, MODEL + "rollout.tensor_model_parallel_size")
+
+
+def _set_penalty(keys: SourceKeys, out: Translation) -> None:
+    buffer: dict[str, Any] = {}
+    for section in ("reward.reward_kwargs.", "reward_model.reward_kwargs.", "reward.reward_manager.reward_kwargs."):
+        buffer |= keys.under(section)
+    if truth(buffer.get("overlong_buffer_cfg.enable", False)):
+        penalty = {
+            "buffer_tokens": count(buffer.get("overlong_buffer_cfg.len")),
+            "factor": real(buffer.get("overlong_buffer_cfg.penalty_factor", 1.0)),
+        }
+        out.set("advantages.overlong_penalty", penalty, "overlong_buffer_cfg")
+
+
+TEACHER_PREFIX = "distillation."
+LOSS = TEACHER_PREFIX + "distillation_loss."
+TEACHERS = TEACHER_PREFIX + "teacher_models."
+MAX_LOSS = 10.0
+FORWARD = "forward_kl_topk"
+DRAWN = ("kl", "k1")
+"""Distances that are, as an advantage, log p - log q of the drawn token."""
+SPEED = "of the server that the teacher is there, and a model that is evaluated here"
+
+
+def set_teacher(keys: SourceKeys, out: Translation) -> None:
+    """Behind everything else, since it takes the ranks behind the others'."""
+    if not truth(keys.get(TEACHER_PREFIX + "enabled", False)):
+        keys.under(TEACHER_PREFIX)
+        return
+    _set_models(keys, out)
+    if truth(keys.get(LOSS + "use_task_rewards", True)):
+        out.differs(LOSS + "use_task_rewards", True, "two losses, each with a clip of its own, are one loss here")
+    else:
+        out.set("algorithm", "distillation", LOSS + "use_task_rewards: rewards teach nothing")
+        for path in [path for path in out.settings if path.startswith("advantages.")]:
+            del out.settings[path]
+    _set_distance(keys, out)
+    own = str(keys.get(LOSS + "policy_loss_mode", "vanilla"))
+    if own != "vanilla":
+        out.differs(LOSS + "policy_loss_mode", own, "the policy loss is that of loss.policy")
+    for end in ("low", "high"):
+        out.set(f"loss.clip_{end}", real(keys.get(f"{LOSS}clip_ratio_{end}", 0.2)), f"{LOSS}clip_ratio_{end}")
+
+
+def _set_distance(keys: SourceKeys, out: Translation) -> None:
+    mode, by_gradient = str(keys.get(LOSS + "loss_mode", "k3")), truth(keys.get(LOSS + "use_policy_gradient", False))
+    if mode == FORWARD and not by_gradient:
+        _set_forward(keys, out)
+        return
+    out.set("teacher.where", "advantage", LOSS + "use_policy_gradient")
+    if mode not in DRAWN or not by_gradient:
+        reason = "k1 with use_policy_gradient is teacher.where advantage; of others docs/roles.md has what is there"
+        out.differs(LOSS + "loss_mode", f"{mode}, use_policy_gradient {by_gradient}", reason)
+    elif out.get("batch.mini_batches") * out.get("batch.epochs") > 1:
+        reason = "by the weights of each mini-batch there, of the step's start here: the same for one mini-batch"
+        out.differs(LOSS + "use_policy_gradient", True, reason)
+    bound = keys.get(LOSS + "loss_max_clamp", MAX_LOSS)
+    if bound not in NOTHING:
+        out.set("teacher.max_distance", real(bound), f"{LOSS}loss_max_clamp, by default {MAX_LOSS}")
+    for key in ("topk", "log_prob_min_clamp"):
+        if LOSS + key in keys:
+            out.leave(LOSS + key, keys.get(LOSS + key), "of losses over several tokens")
+
+
+def _set_forward(keys: SourceKeys, out: Translation) -> None:
+    """A term of the loss over the teacher's likeliest tokens, in the place of the policy loss with all its terms."""
+    out.set("teacher.where", "loss", LOSS + "use_policy_gradient: off")
+    out.set("teacher.kl", "forward", LOSS + "loss_mode")
+    out.set("teacher.rest", False, LOSS + "loss_mode: the sum over topk tokens alone")
+    out.set("teacher.top_k", count(keys.get(LOSS + "topk", 128)), LOSS + "topk, by default 128")
+    bounds = (("loss_max_clamp", "max_distance", MAX_LOSS), ("log_prob_min_clamp", "min_logprob", -10.0))
+    for key, path, default in bounds:
+        bound = keys.get(LOSS + key, default)
+        if bound not in NOTHING:
+            out.set(f"teacher.{path}", real(bound), f"{LOSS}{key}, by default {default}")
+    for key in ("use_chunked_topk", "chunked_topk_chunk_size"):
+        if LOSS + key in keys:
+            out.leave(LOSS + key, keys.get(LOSS + key), "of memory")
+    for path in [path for path in out.settings if path.startswith(("loss.kl.", "loss.entropy_coef"))]:
+        del out.settings[path]
+
+
+def _set_models(keys: SourceKeys, out: Translation) -> None:
+    given = keys.under(TEACHERS)
+    names = {name.split(".")[0] for name in given if name.endswith(".model_path")}
+    if not names:
+        raise UntranslatableError(f"{TEACHERS}*.model_path: expected a teacher's checkpoint")
+    nodes, per_node = (
+        count(keys.get(TEACHER_PREFIX + "nnodes", 0)),
+        count(keys.get(TEACHER_PREFIX + "n_gpus_per_node", 8)),
+    )
+    tp = count(given.get(f"{min(names)}.inference.tensor_model_parallel_size", 2))
+    out.place(
+        ["teacher"],
+        ranks(out.world_size, nodes * per_node),
+        f"{TEACHER_PREFIX}nnodes x n_gpus_per_node, behind the others",
+    )
+    out.world_size += nodes * per_node
+    out.set("teacher.parallel.tp", tp, TEACHERS + "*.inference.tensor_model_parallel_size")
+    out.set("teacher.parallel.sequence_parallel", tp > 1, "with tensor parallelism")
+    out.set("teacher.backend", "megatron", "a model that is cut by tensor parallelism")
+    if len(names) == 1:
+        out.set("teacher.path", str(given[f"{min(names)}.model_path"]), TEACHERS + "*.model_path")
+    else:
+        paths = {str(given.get(f"{name}.key", name)): str(given[f"{name}.model_path"]) for name in sorted(names)}
+        out.set("teacher.path", paths, TEACHERS + "*.key, *.model_path")
+        out.set(
+            "teacher.column",
+            str(keys.get(TEACHER_PREFIX + "teacher_key", "data_source")),
+            TEACHER_PREFIX + "teacher_key",
+        )
+    for name, value in given.items():
+        if not name.endswith((".model_path", ".key", ".tensor_model_parallel_size")):
+            out.leave(TEACHERS + name, value, SPEED)
