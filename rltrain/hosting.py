@@ -10,14 +10,11 @@ from rltrain.roles.actor import Actor
 from rltrain.roles.critic import Critic
 from rltrain.roles.env import Env
 from rltrain.roles.evaluation import Evaluation
-from rltrain.roles.inference import Inference
-from rltrain.roles.judge import Judge
-from rltrain.roles.reference import Reference, is_actors_base, uses_actor_modules
+from rltrain.roles.reference import Inference, Reference, Teacher, is_actors_base, uses_actor_modules
 from rltrain.roles.reward import Reward
-from rltrain.roles.reward_model import RewardModel
 from rltrain.roles.role import Job, Role
 from rltrain.roles.rollout import Rollout
-from rltrain.roles.teacher import Teacher
+from rltrain.roles.scoring_models import Judge, RewardModel
 from rltrain.schedule.order import Order
 from rltrain.tasks.roles import device_roles
 

@@ -15,7 +15,6 @@ from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
 from rltrain.data.hub import checkpoint_paths, with_local_copies
 from rltrain.errors import ParityError
-from rltrain.memory_resuming import HeldCheckpoints
 from rltrain.models import Architecture
 from rltrain.planning.doubts import doubts, doubts_about_models, doubts_about_variables
 from rltrain.planning.memory import memory_checkpoint_bytes
@@ -23,7 +22,9 @@ from rltrain.planning.planned import plan_job
 from rltrain.planning.validation import check_config
 from rltrain.planning.validation_schedule import place_config
 from rltrain.reshard import native
-from rltrain.resuming import (
+from rltrain.roles.inputs import Inputs, JobRows, agreed_inputs
+from rltrain.roles.resuming import (
+    HeldCheckpoints,
     check_resumed,
     claim_folders,
     find_checkpoint,
@@ -31,7 +32,6 @@ from rltrain.resuming import (
     remaining_order,
     with_present_inputs,
 )
-from rltrain.roles.inputs import Inputs, JobRows, agreed_inputs
 from rltrain.roles.role import Job
 from rltrain.runtime.ending import Ending, end_quietly
 from rltrain.runtime.grid import job_leader

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 
 from rltrain.algorithms.registry import algorithm_of
-from rltrain.checkpointing import Checkpointing
 from rltrain.errors import DivergenceError
 from rltrain.exchange.exchange import Exchange
 from rltrain.exchange.transport import Transport
@@ -19,16 +18,15 @@ from rltrain.observability.reporter import Reporter, RoleWork, Sink, of_whole_jo
 from rltrain.observability.run_logs import write_job
 from rltrain.observability.trace import start_trace
 from rltrain.planning.hardware import known_gpu
-from rltrain.resuming import restore
+from rltrain.roles.checkpointing import Checkpointing
 from rltrain.roles.drawing import DrawingRole
-from rltrain.roles.evaluation_sync import EvaluationSync
-from rltrain.roles.model_sync import ModelSync
+from rltrain.roles.resuming import restore
 from rltrain.roles.role import Job, Metrics, Role
-from rltrain.roles.weight_sync import WeightSync
+from rltrain.roles.transfers import Transfers
+from rltrain.roles.weight_sync import EvaluationSync, ModelSync, WeightSync
 from rltrain.rollout.in_flight_sync import InFlightSync
 from rltrain.schedule.order import CHECKPOINT, SYNC_EVALUATION, WEIGHT_SYNC, Entry, Order
 from rltrain.tasks.roles import DECLARED, SYNCED
-from rltrain.transfers import Transfers
 
 
 def reporting_rank(job: Job, entry: Entry) -> int | None:

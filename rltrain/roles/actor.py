@@ -1,26 +1,41 @@
 """The actor: the policy being trained."""
 
+import logging
 import shutil
 import time
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from rltrain.algorithms import correction, parity
-from rltrain.algorithms.algorithm import Replicas
+from rltrain.algorithms import correction
+from rltrain.algorithms.advantages import (
+    KlCoefficient,
+    mean_kl_sums,
+    num_truncated,
+    overlong_penalties,
+    response_kl,
+    without_truncated,
+)
+from rltrain.algorithms.algorithm import Algorithm, Replicas
 from rltrain.algorithms.correction import apply_staleness_limit
-from rltrain.algorithms.losses import LossFunction
-from rltrain.algorithms.parity import measuring_parity
+from rltrain.algorithms.kl import kl_estimate, with_teacher_advantages
+from rltrain.algorithms.losses import LossFunction, LossOutput, SharedLoss, masked_sum, of_response
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.checkpoint.hf import NO_NOTES, replace_checkpoint, save_checkpoint
+from rltrain.checkpoint.peft_files import replace_adapters, save_adapters
 from rltrain.checkpoint.run_files import Contents, read_texts
 from rltrain.checkpoint.run_folder import name_of
 from rltrain.config.evaluation import has_reached
+from rltrain.config.schema import Checks
 from rltrain.data.experience import Experience
 from rltrain.data.prompts import report_dropped
+from rltrain.errors import ParityError
 from rltrain.observability.evaluations import (
     BEST_FILE,
     BEST_FOLDER,
@@ -31,21 +46,236 @@ from rltrain.observability.evaluations import (
     reported,
 )
 from rltrain.reshard.layout import MADE_BYTES
-from rltrain.roles.adapter_export import adapters_folder, export_adapters, keep_exported_adapters
-from rltrain.roles.advantage_estimation import AdvantageEstimation
-from rltrain.roles.parity_gate import ParityGate
-from rltrain.roles.replica_gather import gathered
-from rltrain.roles.role import Job, Metrics
-from rltrain.roles.sample_log import SampleLog
-from rltrain.roles.staleness import StalenessCounts
-from rltrain.roles.step_batch import StepBatch, summarize
-from rltrain.roles.trained import TrainedRole
+from rltrain.roles.role import Job, Metrics, SampleLog
+from rltrain.roles.trained import StepBatch, TrainedRole, summarize
+from rltrain.runtime.grid import Grid
 from rltrain.tasks.roles import informing
-from rltrain.training.backend import published_weights
+from rltrain.training.backend import AdaptedModel, Model, published_weights
+
+SHARE, DIFFERENCE, KL = "fresh_tokens", "fresh_logprob_abs_diff", "fresh_kl"
+METRICS = frozenset({SHARE, DIFFERENCE, KL})
+"""Measured under the weights that drew the samples, which only a step's first mini-batch still has."""
+
+
+def measuring_parity(loss_function: LossFunction, step: int) -> LossFunction:
+    """A policy's loss function, samples counting for as much in it, that also sums METRICS over the tokens whose policy
+    version is `step`."""
+
+    def measured(experience: Experience, logprobs: Tensor, *others: Any) -> LossOutput:
+        output = loss_function(experience, logprobs, *others)
+        fresh = (experience.response_mask & (experience.policy_version == step)).float()
+        trained = logprobs.detach().masked_fill(~experience.response_mask, 0)
+        drawn = of_response(experience, "rollout_logprobs")
+        sums = {
+            SHARE: fresh.sum(),
+            DIFFERENCE: masked_sum((trained - drawn).abs(), fresh),
+            KL: masked_sum(kl_estimate(drawn, trained, "k3"), fresh),
+        }
+        return replace(output, token_sums={**output.token_sums, **sums})
+
+    return replace(loss_function, function=measured) if isinstance(loss_function, SharedLoss) else measured
+
+
+def summarize_parity(metrics: Mapping[str, float]) -> dict[str, float]:
+    """A step's metrics with means over fresh tokens in the place of those over all; without them where there are no
+    fresh tokens."""
+    share = metrics.get(SHARE, 0.0)
+    if not share:
+        return {name: value for name, value in metrics.items() if name not in METRICS - {SHARE}}
+    return {name: value / share if name in (DIFFERENCE, KL) else value for name, value in metrics.items()}
+
+
+logger = logging.getLogger(__name__)
+
+
+class ParityGate:
+    """`speaks`: whether this rank is the one that warns. `pause` has the job save and end, for the reason given."""
+
+    def __init__(self, checks: Checks, *, speaks: bool, pause: Callable[[str], None]) -> None:
+        self.action, self.speaks, self.pause = checks.action, speaks, pause
+        self.limits = {
+            ("checks.max_logprob_diff", DIFFERENCE): checks.max_logprob_diff,
+            ("checks.max_kl", KL): checks.max_kl,
+        }
+
+    def check(self, step: int, metrics: Mapping[str, float]) -> None:
+        """`metrics` are the step's, equal on all ranks of the actor. ParityError beyond a limit, with action stop."""
+        beyond = [
+            f"train/{metric} is {metrics[metric]:.3g}, {key} {limit:g}"
+            for (key, metric), limit in self.limits.items()
+            # A value that is not a number is beyond every limit.
+            if limit is not None and metric in metrics and not metrics[metric] <= limit
+        ]
+        if not beyond:
+            return
+        said = (
+            f"step {step}: the trainer's log-probs are far from those of the engine that drew the tokens with the same "
+            f"weights: {'; '.join(beyond)}"
+        )
+        if self.action == "stop":
+            raise ParityError(
+                f"{said}. No checkpoint is saved of this step. tools/parity.py compares the two layer by layer on the "
+                "last one that was exported; docs/precision.md says what precision alone does: raise the limit if that "
+                "is all, set checks.action to warn to go on"
+            )
+        if self.action == "pause":
+            self.pause(
+                f"{said} (checks.action pause). tools/parity.py compares the two layer by layer; raise the limit, set "
+                "checks.action to warn, or go back by checkpoint.resume to a checkpoint before"
+            )
+        elif self.speaks:
+            logger.warning("%s (checks.action warn)", said)
+
+
+SUMMED = ("samples", "overlong_samples", "overlong_penalty", "masked_truncated")
+
+
+class AdvantageEstimation:
+    """Of one replica of the actor. `shaped` a chunk's samples, then, of what is left of them to train on,
+    `with_advantages`; a step's first chunk begins new counts. `kl` is equal on all replicas."""
+
+    def __init__(self, algorithm: Algorithm, kl_coef: float | None = None) -> None:
+        """`kl_coef` is where an adaptive coefficient was in the run that goes on."""
+        self.algorithm, config = algorithm, algorithm.config
+        self.settings = config.advantages
+        self.max_response_tokens = config.rollout.sampling.max_response_tokens
+        self.kl = KlCoefficient(config.loss.kl, config.loss.kl.coef if kl_coef is None else kl_coef)
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        self.counts: dict[str, float] = defaultdict(float)
+        self.kl_sums = torch.zeros(2, dtype=torch.float64)
+
+    def shaped(self, experience: Experience) -> Experience:
+        """The samples that are to be trained on, with rewards as the config shapes them. Whole as they were drawn."""
+        if self.settings.overlong_penalty is not None:
+            penalties = overlong_penalties(experience, self.settings.overlong_penalty, self.max_response_tokens)
+            rewards = experience.rewards + penalties.to(experience.rewards.dtype)
+            experience = experience.with_fields(rewards=rewards)
+            self.counts["overlong_samples"] += int((penalties < 0).sum())
+            self.counts["overlong_penalty"] += float(penalties.sum())
+        self.counts["samples"] += experience.num_samples
+        return self.algorithm.compared_with_greedy(experience)
+
+    def with_advantages(self, experience: Experience) -> Experience:
+        """Ready for the loss. What is out of the response mask counts nowhere."""
+        penalty = None
+        if self.algorithm.penalizes_reward():
+            token_kl = response_kl(experience, self.kl.settings)
+            self.kl_sums += mean_kl_sums(experience, token_kl)
+            penalty = -self.kl.coef * token_kl
+        experience = self.algorithm.with_advantages(experience, penalty)
+        teacher = self.algorithm.config.teacher
+        if experience.has("teacher_logprobs") and teacher.where == "advantage":
+            experience = with_teacher_advantages(experience, teacher.coef, teacher.max_distance)
+        if self.settings.mask_truncated:
+            self.counts["masked_truncated"] += num_truncated(experience)
+            experience = without_truncated(experience)
+        return experience
+
+    def end_step(self, total: Callable[[Tensor], Tensor]) -> Metrics:
+        """What is reported of the step, after which the coefficient is the next one's; `total` adds up a tensor over
+        all replicas. Collective over: the actor's ranks, unless there is nothing to report."""
+        penalizes = self.algorithm.penalizes_reward()
+        if not penalizes and self.settings.overlong_penalty is None and not self.settings.mask_truncated:
+            return {}
+        sums = torch.tensor([self.counts[name] for name in SUMMED], dtype=torch.float64)
+        *counts, kl_sum, num_responses = total(torch.cat([sums, self.kl_sums])).tolist()
+        return {**self._counted(dict(zip(SUMMED, counts, strict=True))), **self._adapted(kl_sum, num_responses)}
+
+    def _counted(self, sums: dict[str, float]) -> Metrics:
+        metrics = {}
+        if self.settings.overlong_penalty is not None:
+            metrics["overlong_samples"] = sums["overlong_samples"]
+            metrics["overlong_penalty"] = sums["overlong_penalty"] / max(sums["samples"], 1)
+        if self.settings.mask_truncated:
+            metrics["masked_truncated"] = sums["masked_truncated"]
+        return metrics
+
+    def _adapted(self, kl_sum: float, num_responses: float) -> Metrics:
+        if not self.algorithm.penalizes_reward():
+            return {}
+        reward_kl, coef = kl_sum / max(num_responses, 1), self.kl.coef
+        self.kl.after(reward_kl, num_responses)
+        return {"reward_kl": reward_kl, "kl_coef": coef}
+
+
+STALENESS_SUMMED = ("stale_samples", "stale_tokens", "tokens", "staleness_sum")
+
+
+class StalenessCounts:
+    """Of one replica and step; what is counted, rltrain.algorithms.correction says."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.longest = 0
+
+    def add(self, counts: Mapping[str, int]) -> None:
+        """Those of a chunk."""
+        self.counts.update({name: counts[name] for name in STALENESS_SUMMED})
+        self.longest = max(self.longest, counts["staleness_max"])
+
+    def sums(self) -> Tensor:
+        """[4] fp64 to be added up over replicas."""
+        return torch.tensor([self.counts[name] for name in STALENESS_SUMMED], dtype=torch.float64)
+
+    @staticmethod
+    def metrics(sums: Tensor, longest: int) -> dict[str, float]:
+        """From the sums and the maximum over all replicas."""
+        stale_samples, stale_tokens, tokens, total = sums.tolist()
+        return {
+            "stale_samples": stale_samples,
+            "stale_tokens": stale_tokens,
+            "staleness_mean": total / max(tokens, 1),
+            "staleness_max": longest,
+        }
+
+
+def adapters_folder(export: Path) -> Path:
+    """Beside the folder of an export: transformers would put adapters within it onto what has them merged already."""
+    return export.with_name(f"{export.name}_adapter")
+
+
+def export_adapters(job: Job, model: Model, export: Path) -> None:
+    """Of an actor with adapters. Collective over: the actor's ranks."""
+    lora, grid = job.config.model.lora, job.grids["actor"]
+    if lora is None or not isinstance(model, AdaptedModel):
+        return
+    save_adapters(
+        adapters_folder(export),
+        model.adapters,
+        model.adapters_layout,
+        job.architecture.adapted(lora.rank, lora.targets),
+        lora,
+        group=job.groups[grid.ranks],
+        cpu_group=job.groups.cpu[grid.ranks],
+        rank=job.world.rank,
+        base=job.config.model.path,
+    )
+
+
+def keep_exported_adapters(export: Path, candidate: Path) -> None:
+    """Have those of the export `candidate` be those of `export`. By one process."""
+    if adapters_folder(candidate).exists():
+        replace_adapters(adapters_folder(export), adapters_folder(candidate))
+
+
+def gathered(values: Tensor, grid: Grid, group: dist.ProcessGroup) -> Tensor:
+    """[n] of all replicas in their order, of which each has `values`, as many as it likes, equal on its ranks and in
+    host memory. Collective over: `group`, the ranks of `grid`."""
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in grid.ranks]
+    dist.all_gather(sizes, torch.tensor([len(values)]), group=group)
+    padded = values.new_zeros(max(map(int, sizes)))
+    padded[: len(values)] = values
+    of_ranks = [torch.empty_like(padded) for _ in grid.ranks]
+    dist.all_gather(of_ranks, padded, group=group)
+    owners = [dist.get_group_rank(group, owner) for owner in grid.owners()]
+    return torch.cat([of_ranks[owner][: int(sizes[owner])] for owner in owners])
+
 
 CANDIDATE = "hf_candidate"
 """Folder of output_dir."""
-ON_POLICY_METRICS = parity.METRICS | {
+ON_POLICY_METRICS = METRICS | {
     *("train_rollout_logprob_abs_diff", "train_rollout_logprob_abs_diff_max"),
     "replayed_choices_differing",
 }
@@ -166,7 +396,7 @@ class Actor(TrainedRole):
         self.warn_of_skipped(step, updates)
         self.replicas.check(step, self.model)
         updates = [correction.summarize(update) for update in updates]
-        summary = parity.summarize(summarize(updates, ON_POLICY_METRICS))
+        summary = summarize_parity(summarize(updates, ON_POLICY_METRICS))
         self.parity_gate.check(step, summary)
         metrics = {f"train/{name}": value for name, value in summary.items()}
         num_tokens = float(self._total(torch.tensor(experience.num_tokens)))

@@ -3,8 +3,7 @@
 from rltrain.algorithms import losses
 from rltrain.data.experience import Experience
 from rltrain.roles.role import Job, Metrics
-from rltrain.roles.step_batch import StepBatch, summarize
-from rltrain.roles.trained import TrainedRole
+from rltrain.roles.trained import StepBatch, TrainedRole, summarize
 
 
 class Critic(TrainedRole):

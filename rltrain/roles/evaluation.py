@@ -1,24 +1,255 @@
 """Evaluation by engines of its own, beside training and generation, which never wait for it."""
 
-from collections.abc import Mapping
-from dataclasses import replace
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import fsum
 from pathlib import Path
+from statistics import stdev
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from rltrain.checkpoint.hf import save_checkpoint
-from rltrain.checkpoint.run_files import Contents
-from rltrain.observability.evaluations import BEST_FILE, BEST_FOLDER, Best, best_verdict_of
-from rltrain.rewards.scorer import CombinedScorer
+from rltrain.checkpoint.run_files import Contents, read_texts
+from rltrain.config.evaluation import SHORT_FORM, EvaluationPlan, has_reached
+from rltrain.data.experience import SIBLINGS_APART, Experience
+from rltrain.data.prompts import PromptDataset
+from rltrain.data.tokenizer import TextDecoder
+from rltrain.observability.evaluations import (
+    BEST_FILE,
+    BEST_FOLDER,
+    BEST_STATE_FILE,
+    REACHED,
+    Best,
+    BestSoFar,
+    best_at_k,
+    best_verdict_of,
+    end_verdict_of,
+    pass_at_k,
+    reported,
+    sizes_up_to,
+)
+from rltrain.rewards.scorer import CombinedScorer, CombinedScores, Scores
 from rltrain.roles.drawing import DrawingRole
-from rltrain.roles.evaluation_scoring import EvaluationScoring
-from rltrain.roles.failure_limit import FailureLimit
-from rltrain.roles.rank_records import RankRecords
-from rltrain.roles.role import Job, Metrics
+from rltrain.roles.reward_statistics import RewardStatistics, is_of_one_function
+from rltrain.roles.role import Job, Metrics, SampleLog
+from rltrain.roles.scoring import FailureLimit, RankRecords, Scorables, sample_records, with_scores
 from rltrain.rollout.in_flight_sync import InFlightSync, NoInFlightSync
 from rltrain.rollout.layout import engine_parts, whole_engine
 from rltrain.rollout.sample import pack_groups
-from rltrain.runtime.job_store import poll, poll_s
+from rltrain.runtime.job_store import POLL_S, poll, poll_s
+
+Record = Mapping[str, Any]
+"""What JSON can write of a rank's outcomes."""
+
+
+def record_of(experience: Experience) -> Record:
+    """Of the scored samples of a rank: each prompt's rewards, one of an episode however many trajectories it has, and
+    the oldest and newest weights that drew a token (None where no token was drawn)."""
+    episodes = zip(
+        experience.prompt_ids.tolist(),
+        (experience.sample_ids % SIBLINGS_APART).tolist(),
+        experience.rewards.tolist(),
+        strict=True,
+    )
+    rewards: dict[str, list[float]] = defaultdict(list)
+    for (prompt, _), reward in {(prompt, episode): reward for prompt, episode, reward in episodes}.items():
+        rewards[str(prompt)].append(reward)
+    versions = experience.policy_version[experience.response_mask]
+    seen = [int(versions.min()), int(versions.max())] if len(versions) else None
+    return {"rewards": rewards, "versions": seen}
+
+
+def metrics_of(records: Sequence[Record], *, num_samples: int, threshold: float) -> dict[str, float]:
+    """From the records of all ranks: the policy version, the number of prompts, the standard error of their mean
+    reward, and with several samples per prompt what k of them reach.
+
+    A sample passes with a reward above `threshold`. Means are over prompts.
+    """
+    metrics: dict[str, float] = {}
+    versions = [version for record in records for version in record["versions"] or ()]
+    if versions:
+        metrics["policy_version"] = min(versions)
+        if max(versions) > min(versions):
+            metrics["policy_version_max"] = max(versions)
+    prompts = _by_prompt(records)
+    metrics["prompts"] = len(prompts)
+    if len(prompts) > 1:
+        means = [sum(rewards) / len(rewards) for rewards in prompts]
+        metrics["score_stderr"] = stdev(means) / len(means) ** 0.5
+    if num_samples == 1 or not prompts:
+        return metrics
+    passed = [sum(reward > threshold for reward in rewards) for rewards in prompts]
+    metrics[f"mean@{num_samples}"] = _mean(best_at_k(rewards, 1) for rewards in prompts)
+    for k in sizes_up_to(num_samples):
+        pairs = zip(prompts, passed, strict=True)
+        metrics[f"pass@{k}"] = _mean(pass_at_k(len(rewards), count, k) for rewards, count in pairs)
+        if k > 1:
+            metrics[f"best@{k}"] = _mean(best_at_k(rewards, k) for rewards in prompts)
+    return metrics
+
+
+def _by_prompt(records: Sequence[Record]) -> list[list[float]]:
+    prompts: dict[int, list[float]] = defaultdict(list)
+    for record in records:
+        for prompt, rewards in record["rewards"].items():
+            prompts[int(prompt)] += rewards
+    return [prompts[prompt] for prompt in sorted(prompts)]
+
+
+def _mean(values: Iterable[float]) -> float:
+    listed = [*values]
+    return fsum(listed) / len(listed)
+
+
+OF_ALL_SAMPLES = {
+    "reward_mean": "score",
+    "response_length_mean": "response_length_mean",
+    "truncated_ratio": "truncated_ratio",
+}
+"""What RewardStatistics calls it -> the metric, behind the set's prefix."""
+
+
+@dataclass(frozen=True)
+class Judges:
+    """The reward functions of a section of the config."""
+
+    scorer: CombinedScorer
+    limit: FailureLimit
+
+
+class EvaluatedSet:
+    """One of the run's evaluation sets; without a reward of its own it is scored by `of_run`."""
+
+    def __init__(
+        self,
+        plan: EvaluationPlan,
+        dataset: PromptDataset,
+        decoder: TextDecoder,
+        of_run: Judges,
+        advance: Callable[[], None],
+    ) -> None:
+        self.plan = plan
+        self.judges = of_run
+        if plan.reward is not None:
+            scorer = CombinedScorer(plan.reward, advance, plan.config_key.removesuffix("data") + "reward")
+            self.judges = Judges(scorer, FailureLimit(scorer.parts, plan.reward))
+        self.scorables = Scorables(self.judges.scorer.functions, dataset, decoder, plan.file, plan.config_key)
+
+    def shown(self, experience: Experience, num_prompts: int | Literal["all"]) -> Experience:
+        """The samples of the set's first `num_prompts` prompts that are in `experience`."""
+        if num_prompts == "all":
+            return experience
+        return experience.select(torch.nonzero(experience.prompt_ids < num_prompts).flatten())
+
+    def metrics(
+        self, of_samples: Mapping[str, float], outcomes: Sequence[Mapping[str, Any]], threshold: float
+    ) -> dict[str, float]:
+        """From the statistics of all samples, as RewardStatistics has them, and the outcomes of all ranks."""
+        shown = {metric: of_samples[name] for name, metric in OF_ALL_SAMPLES.items()}
+        shown |= {name: value for name, value in of_samples.items() if is_of_one_function(name)}
+        shown |= metrics_of(outcomes, num_samples=self.plan.samples_per_prompt, threshold=threshold)
+        return {f"{self.plan.prefix}/{name}": value for name, value in shown.items()}
+
+
+SCORING_ROLES = ("reward", "evaluation")
+"""Those that may have scored the evaluations of a run that goes on."""
+
+
+class EvaluationScoring:
+    """`scorer` is the run's, for sets without a reward of their own; `records` bring ranks together."""
+
+    def __init__(self, job: Job, scorer: CombinedScorer, limit: FailureLimit, records: RankRecords) -> None:
+        self.job, self.config, self.records = job, job.config, records
+        self.of_run = Judges(scorer, limit)
+        self.sets = [
+            EvaluatedSet(plan, dataset, job.prompts.decoder, self.of_run, job.heartbeat.advance)
+            for plan, dataset in zip(self.config.evaluations, job.prompts.evaluations, strict=True)
+        ]
+        self.best = self._best()
+        self.log = SampleLog(self.config.output_dir, f"evaluation_samples/rank{job.world.rank}.jsonl")
+
+    def _best(self) -> BestSoFar | None:
+        """As the checkpoint has it that the run goes on from."""
+        if self.config.evaluation.keep_best is None:
+            return None
+        best = BestSoFar(self.config.evaluation.keep_best)
+        for role in SCORING_ROLES if self.job.resumed else ():
+            for file in self.job.resumed.files(role):  # type: ignore[union-attr]
+                if file.name == BEST_STATE_FILE:
+                    best.restore(read_texts(file)["best"])
+        return best
+
+    def score(
+        self,
+        step: int,
+        number: int,
+        experience: Experience,
+        told: Sequence[Scores] = (),
+        serve: Callable[[], None] | None = None,
+    ) -> Metrics:
+        """What the set of this number is worth, which the leader of the ranks learns from the others. Models have
+        `told` of the samples what is part of the run's reward. `serve` is what the rank does for others meanwhile."""
+        evaluated, statistics = self.sets[number], RewardStatistics()
+        plan, scorer = evaluated.plan, evaluated.judges.scorer
+        scores = self._scores(evaluated, experience, step, told if scorer is self.of_run.scorer else (), serve)
+        experience = with_scores(experience, scores)
+        statistics.add_of(evaluated.scorables.dataset, experience, scores)
+        shown = evaluated.shown(experience, self.config.evaluation.logged_prompts)
+        records = sample_records(evaluated.scorables, shown, step, scorer.parts)
+        self.log.append(*({"set": plan.name, **record} for record in records))
+        what = "evaluation" if plan.name == SHORT_FORM else f"evaluation {plan.name}"
+        record = [statistics.record(), statistics.first_failures, record_of(experience)]
+        gathered = self.records.collect(what, step, record, serve)
+        if not gathered:
+            return {}
+        of_samples = evaluated.judges.limit.judged(f"{what}[{step}]", gathered)
+        metrics = evaluated.metrics(
+            of_samples, [outcomes for *_, outcomes in gathered], self.config.evaluation.pass_threshold
+        )
+        self._leave_verdicts(step, plan, metrics)
+        return metrics
+
+    def _scores(
+        self,
+        evaluated: EvaluatedSet,
+        experience: Experience,
+        step: int,
+        told: Sequence[Scores],
+        serve: Callable[[], None] | None,
+    ) -> CombinedScores:
+        scorer = evaluated.judges.scorer
+        pending = scorer.begin(evaluated.scorables.of(experience, step))
+        while serve and not all(scores.is_done for scores in pending):  # at work, so that a stall is this rank's
+            serve()
+            time.sleep(POLL_S)
+        return scorer.wait(pending, told)
+
+    def _leave_verdicts(self, step: int, plan: EvaluationPlan, metrics: Metrics) -> None:
+        """For those who wait for them."""
+        goal, metric, job_store = self.config.evaluation.stop_at, self.config.stop_metric, self.job.job_store
+        if self.best is not None and plan.reports(self.best.settings.metric):
+            job_store.put(best_verdict_of(step), self.best.verdict(step, metrics))
+        if goal is not None and metric is not None and plan.reports(metric):
+            is_reached = has_reached(metric, reported(metrics, metric, "evaluation.stop_metric"), goal)
+            job_store.put(end_verdict_of(step), is_reached)
+            if is_reached:
+                job_store.put(REACHED, step)
+
+    def save_state(self) -> Mapping[str, Contents]:
+        """Which evaluation was the best so far."""
+        if self.best is None or self.job.world.rank != self.records.ranks[0]:
+            return {}
+        return {BEST_STATE_FILE: Contents({}, {"best": self.best.state()})}
+
+    def close(self) -> None:
+        """End the processes of sets' own reward functions."""
+        for evaluated in self.sets:
+            if evaluated.judges is not self.of_run:
+                evaluated.judges.scorer.close()
 
 
 class Evaluation(DrawingRole):

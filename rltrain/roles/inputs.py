@@ -1,27 +1,119 @@
 """A checkpoint records what identifies the training rows, the reward functions and the chat template of a run. So a
-change of them is noticed when the run goes on."""
+change of them is noticed when the run goes on.
+"""
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.config.schema import Config
+from rltrain.data.order import Order, prompt_order
 from rltrain.data.prompt_rows import PromptRow
-from rltrain.data.prompts import PromptDataset, SourceRows
+from rltrain.data.prompts import PromptDataset, SourceRows, load_prompts, repeated_within_a_step, report_dropped
 from rltrain.data.row_index import IndexFolder
 from rltrain.data.supervised import Demonstrations, Preferences
-from rltrain.data.tokenizer import ModelLimits
+from rltrain.data.tokenizer import UNKNOWN_MODEL, ModelLimits, PromptEncoder, TextDecoder, load_encoder
 from rltrain.models import Architecture
+from rltrain.rewards.functions import labels_of
 from rltrain.rewards.locating import source_file
-from rltrain.roles.job_work import JobWork
-from rltrain.roles.prompts import Prompts, read_prompts
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.job_store import JobStore
+
+
+class JobWork:
+    """data/shared_work.py's SharedWork."""
+
+    def __init__(self, job_store: JobStore) -> None:
+        self.job_store = job_store
+
+    def claim(self, key: str) -> int:
+        return int(self.job_store.store.add(f"claimed/{key}", 1)) - 1
+
+    def tell(self, key: str, text: str) -> None:
+        self.job_store.put(f"told/{key}", text)
+
+    def hear(self, key: str, what: str) -> str:
+        return str(self.job_store.get(f"told/{key}", what))
+
+    def advance(self) -> None:
+        self.job_store.heartbeat.advance()
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Training prompts with the order they are used in, where any are answered, and those of every evaluation set."""
+
+    decoder: TextDecoder
+    encoder: PromptEncoder
+    training: tuple[PromptDataset, Order] | None
+    evaluations: tuple[PromptDataset, ...]
+    """As Config.evaluations has them."""
+    keys: tuple[str, ...]
+    """Where these stand in the config."""
+
+    @property
+    def train(self) -> PromptDataset:
+        return self._of_training[0]
+
+    @property
+    def order(self) -> Order:
+        return self._of_training[1]
+
+    @property
+    def _of_training(self) -> tuple[PromptDataset, Order]:
+        assert self.training is not None, "only an algorithm that generates has training prompts"
+        return self.training
+
+    def report_rows(self, prompts_per_step: int) -> None:
+        """Say which rows of the files are not used, and whether a step has to use some several times."""
+        train = [("data.train", self.train)] if self.training else []
+        for key, dataset in (*train, *zip(self.keys, self.evaluations, strict=True)):
+            report_dropped(key, dataset)
+        repeated = repeated_within_a_step(len(self.train), prompts_per_step) if train else None
+        if repeated:
+            logger.warning(repeated)
+
+
+def read_prompts(config: Config, indexes: IndexFolder | None = None, model: ModelLimits = UNKNOWN_MODEL) -> Prompts:
+    """Every rank that calls this numbers the prompts alike. `indexes` and `model` as in load_prompts."""
+    data, plans = config.data, config.evaluations
+    encoder = load_encoder(config)
+    training = None
+    if algorithm_of(config).generates:
+        train = load_prompts(
+            data.train,
+            data,
+            encoder,
+            needs=labels_of(config.reward),
+            config_key="data.train",
+            indexes=indexes,
+            model=model,
+        )
+        training = train, prompt_order(train, config)
+    evaluations = tuple(
+        load_prompts(
+            plan.file,
+            data,
+            encoder,
+            needs=labels_of(plan.reward or config.reward),
+            config_key=plan.config_key,
+            indexes=indexes,
+            model=model,
+        )
+        for plan in plans
+    )
+    keys = tuple(plan.config_key for plan in plans)
+    return Prompts(TextDecoder(encoder.tokenizer), encoder, training, evaluations, keys)
+
 
 INDEX_FOLDER = "row_index"
 """In output_dir."""

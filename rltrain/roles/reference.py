@@ -1,13 +1,17 @@
 """The reference: the policy that a KL penalty or metric compares the actor with, frozen or refreshed now and then."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.algorithms.registry import algorithm_of
-from rltrain.checkpoint.run_files import Contents
+from rltrain.checkpoint.run_files import AnyFile, Contents
+from rltrain.checkpoint.saved_state import Counts, Destination, SavedState, contents, flat_name
+from rltrain.data.columns import teachers_of_rows
+from rltrain.data.experience import Experience
 from rltrain.data.supervised import Preferences
 from rltrain.exchange.exchange import Shipment
 from rltrain.models.checkpoint_model import reference_is_actors_base, reference_uses_actor_modules
@@ -19,7 +23,111 @@ from rltrain.roles.role import Job, Role
 from rltrain.runtime.world import TRANSPORT_TIMEOUT_S
 from rltrain.training.backend import AdaptedModel, Model, log_probs
 from rltrain.training.build import training_backend
-from rltrain.training.saved_weights import load_weights, save_weights
+from rltrain.training.shards import answered_for, replica_of
+
+
+class Inference(Role):
+    """Its model has the actor's weights, in a layout of its own, as of the last weight sync before the task."""
+
+    name = "inference"
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self.model = training_backend(job.config, self.name).frozen_model(job.model_site(self.name))
+        self.parts = self.model.parts
+        self.temperature = algorithm_of(job.config).temperature()
+
+    def inference_logprobs(self, step: int, chunk: int) -> None:
+        """Log-probs of the drawn tokens under the weights at hand. Collective over: this replica."""
+        scored = self.shipments.pop(("scored", step, chunk))
+        logprobs = self.model.evaluate(
+            scored.experience,
+            max_tokens=self.config.inference.micro_batch_tokens,
+            temperature=self.temperature,
+        )
+        self.shipments["inference_logprobs", step, chunk] = scored.with_fields(actor_logprobs=logprobs)
+
+
+class Teacher(Role):
+    """Several have one architecture and layout; a row's column says whose it is."""
+
+    name = "teacher"
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self.settings = job.config.teacher
+        self.temperature = algorithm_of(job.config).temperature()
+        checkpoints = self.settings.checkpoints
+        sites = [job.model_site(self.name, checkpoint) for checkpoint in checkpoints.values()]
+        self.models: list[Model] = [training_backend(job.config, self.name).frozen_model(site) for site in sites]
+        self.parts = {"weights": MemoryPart(self._weights)}
+        self.teacher_of_row: Tensor | None = None
+        """[rows of data.train] the number of each one's teacher; None where all have the same."""
+        if len(checkpoints) > 1:
+            train, column = job.config.data.train, self.settings.column
+            assigned = teachers_of_rows(job.prompts.train, train, column, [*checkpoints])
+            self.teacher_of_row = torch.tensor(assigned, dtype=torch.int16)
+        vocabulary = job.architectures[self.name].vocab_size
+        self.count = vocabulary if self.settings.top_k == "full" else self.settings.top_k
+
+    def teacher_logprobs(self, step: int, chunk: int) -> None:
+        """What the samples' teachers think of the drawn tokens, and where it is wanted of the likeliest ones.
+
+        Collective over: this replica.
+        """
+        scored = self.shipments.pop(("scored", step, chunk))
+        experience = scored.experience
+        logprobs = torch.zeros(experience.num_tokens)
+        ids = torch.zeros(experience.num_tokens, self.count, dtype=torch.int64)
+        top = torch.zeros(experience.num_tokens, self.count)
+        for number, model in enumerate(self.models):
+            mine = self._samples_of(number, experience)
+            at = torch.nonzero(torch.repeat_interleave(mine, experience.lengths)).flatten()
+            found = log_probs(
+                model,
+                experience.select(torch.nonzero(mine).flatten()),
+                count=self.count,
+                max_tokens=self.settings.micro_batch_tokens,
+                temperature=self.temperature,
+            )
+            for result, values in zip((logprobs, ids, top), found, strict=True):
+                result[at] = values
+        self.shipments["teacher_logprobs", step, chunk] = scored.with_fields(
+            teacher_logprobs=logprobs, teacher_top_ids=ids, teacher_top_logprobs=top
+        )
+
+    def _samples_of(self, number: int, experience: Experience) -> Tensor:
+        """[samples] whether it is their teacher."""
+        if self.teacher_of_row is None:
+            return torch.ones(experience.num_samples, dtype=torch.bool)
+        return self.teacher_of_row[experience.prompt_ids] == number
+
+    def _weights(self) -> list[Tensor]:
+        return [parameter for model in self.models for parameter in model.parameters.values()]
+
+
+WEIGHTS = "weights"
+
+
+def save_weights(layout: Layout, rank: int, read: Callable[[str], Tensor]) -> Contents:
+    """The parameters that `rank` answers for: of ranks with the same ones, the first. `read` gives a parameter by its
+    name, flat and on the host."""
+    names = [name for name, _ in layout.on(rank).parameters]
+    pieces = answered_for(layout, rank)
+    if replica_of(layout, rank)[0]:
+        pieces = pieces[:0]
+    flats = {flat_name(WEIGHTS, names[number]): read(names[number]) for number in sorted({*pieces["parameter"]})}
+    return contents(layout.tensors, names, pieces, flats, Counts(0, 0))
+
+
+def load_weights(layout: Layout, rank: int, files: Sequence[AnyFile], parameters: Mapping[str, Tensor]) -> None:
+    """Fill `parameters`, those of `rank` in `layout`, from the files of all ranks that saved, whatever their layout.
+
+    CheckpointError as `SavedState` raises it. Not collective.
+    """
+    mine = layout.on(rank)
+    flats = [parameters[name].detach().view(-1) for name, _ in mine.parameters]
+    SavedState(files, layout.tensors).read([Destination(WEIGHTS, mine.pieces, flats)])
 
 
 def uses_actor_modules(job: Job) -> bool:

@@ -1,5 +1,6 @@
 """The reward: scores responses against their prompts' labels."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -12,19 +13,54 @@ from rltrain.data.experience import Experience
 from rltrain.exchange.exchange import Shipment
 from rltrain.rewards.group_filter import load_group_filter
 from rltrain.rewards.scorer import CombinedScorer, Scores, rewarding_models
-from rltrain.roles.evaluation_scoring import EvaluationScoring
-from rltrain.roles.failure_limit import FailureLimit
-from rltrain.roles.flat_rewards import FlatRewards
-from rltrain.roles.group_scoring import GroupScoring
-from rltrain.roles.outcomes import OutcomeTeller
-from rltrain.roles.rank_records import RankRecords
-from rltrain.roles.reward_statistics import RewardStatistics
-from rltrain.roles.role import Job, Metrics, Role
+from rltrain.roles.evaluation import EvaluationScoring
+from rltrain.roles.group_scoring import GroupScoring, OutcomeTeller
+from rltrain.roles.reward_statistics import FLAT_GROUPS, RewardStatistics
+from rltrain.roles.role import Job, Metrics, Role, SampleLog
 from rltrain.roles.rollout import Rollout
-from rltrain.roles.sample_log import SampleLog
-from rltrain.roles.sample_records import sample_records
-from rltrain.roles.scorables import Scorables
-from rltrain.roles.scored_samples import with_scores
+from rltrain.roles.scoring import FailureLimit, RankRecords, Scorables, sample_records, with_scores
+
+logger = logging.getLogger(__name__)
+
+ADVICE = (
+    "Look at the responses and rewards in samples.jsonl: the reward function may be wrong for the task, or the prompts "
+    "too hard or too easy for the model (batch.dynamic_sampling draws others in their place)"
+)
+
+
+class FlatRewards:
+    """Watches the steps of a run.
+
+    The first step in which no group has a spread of rewards is logged once. A row of `warn_after` such steps is a
+    warning, once per row; None turns the warning off.
+    """
+
+    def __init__(self, warn_after: int | None) -> None:
+        self.warn_after = warn_after
+        self._first_step: int | None = None
+        self._num_steps = 0
+        self._has_said = False
+
+    def look(self, step: int, metrics: Mapping[str, float]) -> None:
+        """`metrics` are those of the step's rewards."""
+        if metrics.get(FLAT_GROUPS) != 1.0:
+            self._first_step, self._num_steps = None, 0
+            return
+        if self._first_step is None:
+            self._first_step = step
+        self._num_steps += 1
+        if self._num_steps == self.warn_after:
+            logger.warning(
+                "in %d steps in a row, since step %d, 100 %% of the groups have no spread of rewards: the reward "
+                "teaches nothing. %s",
+                *(self._num_steps, self._first_step, ADVICE),
+            )
+        elif not self._has_said:
+            logger.info(
+                "step %d: 100 %% of the groups have no spread of rewards (mean %.3g): the reward teaches nothing. %s",
+                *(step, metrics["reward_mean"], ADVICE),
+            )
+        self._has_said = True
 
 
 class Reward(Role):

@@ -1,23 +1,24 @@
 """What every role is made of."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 
 from rltrain.checkpoint.node_memory import NodeMemory
 from rltrain.checkpoint.run_files import Contents
 from rltrain.checkpoint.run_folder import Resumed
 from rltrain.config.schema import Config, Offload
 from rltrain.data.supervised import Demonstrations, Preferences
+from rltrain.errors import cannot_write
 from rltrain.exchange.exchange import Shipment
 from rltrain.models import Architecture
+from rltrain.models.flops import forward_flops
 from rltrain.offload.memory_parts import MemoryPart
 from rltrain.reshard.layout import Layout
-from rltrain.roles.inputs import Inputs, JobRows
-from rltrain.roles.operations import Operations
-from rltrain.roles.prompts import Prompts
-from rltrain.roles.sample_log import SampleLog
+from rltrain.roles.inputs import Inputs, JobRows, Prompts
 from rltrain.runtime.grid import Grid, job_leader
 from rltrain.runtime.heartbeat import Heartbeat
 from rltrain.runtime.job_store import JobStore, Waiter
@@ -29,6 +30,51 @@ from rltrain.schedule.shape import RunShape
 from rltrain.tasks.roles import device_roles, device_roles_if_offloaded
 from rltrain.training.backend import ModelSite
 from rltrain.training.build import training_backend
+
+
+class Begun(NamedTuple):
+    operations: float = 0.0
+    tokens: float = 0.0
+
+
+class Operations:
+    """This rank's share of those that its replicas have begun since they were last taken."""
+
+    def __init__(self) -> None:
+        self._begun = Begun()
+
+    def add(self, architecture: Architecture, lengths: Sequence[int], num_ranks: int, *, backward: bool) -> None:
+        """Of sequences of these lengths, forward and perhaps `backward`, on a replica of `num_ranks`."""
+        cost = forward_flops(architecture)
+        operations = cost.training(lengths) if backward else cost.forward(lengths)
+        self._begun = Begun(
+            self._begun.operations + operations / num_ranks, self._begun.tokens + sum(lengths) / num_ranks
+        )
+
+    def take(self) -> Begun:
+        begun, self._begun = self._begun, Begun()
+        return begun
+
+
+class SampleLog:
+    """A file of <output_dir>, made with its folder at the first record. ConfigError where it cannot be written."""
+
+    def __init__(self, output_dir: str, name: str) -> None:
+        self.name, self.path = name, Path(output_dir, name)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.path.stat().st_size if self.path.exists() else 0
+
+    def append(self, *records: Mapping[str, Any]) -> None:
+        """On disk when this returns."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(record) + "\n" for record in records)
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
+
 
 Metrics = dict[str, float]
 

@@ -15,8 +15,7 @@ from rltrain.models.routing_shape import RoutingShape
 from rltrain.offload.memory_parts import MemoryPart
 from rltrain.roles.drawing import DrawingRole
 from rltrain.roles.episode_sessions import Conversations
-from rltrain.roles.group_scoring import GroupScoring
-from rltrain.roles.outcomes import RATES_FILES, training_rows
+from rltrain.roles.group_scoring import RATES_FILES, GroupScoring, training_rows
 from rltrain.roles.role import Job, Metrics
 from rltrain.rollout.build import serve_checkpoint
 from rltrain.rollout.engine import GreedyPlaces, response_limit

@@ -1,14 +1,159 @@
 """What the roles that learn have in common: a model with its optimizer, and how both go into checkpoints of the run."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from rltrain.checkpoint.run_files import Contents
 from rltrain.config import schema
-from rltrain.roles.replica_check import ReplicaCheck
+from rltrain.config.schema import Config
+from rltrain.data.experience import Experience, join, mini_batch_of
+from rltrain.errors import ReplicaError
+from rltrain.reshard.checksums import checksum_of
+from rltrain.reshard.layout import Layout
 from rltrain.roles.role import Job, Role
-from rltrain.training.backend import LOSS_SCALE, OVERFLOWED, SKIPPED
+from rltrain.schedule.shape import RunShape
+from rltrain.training.backend import LOSS_SCALE, OVERFLOWED, SKIPPED, AdaptedModel, Model
 from rltrain.training.build import training_backend
+
+
+class StepBatch:
+    """Chunks in the order of arrival. In a step chunk c's groups follow those of chunk c - 1."""
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.shape = config, RunShape.of(config)
+        self.chunks: dict[int, Experience] = {}
+        self.mini_batch = torch.empty(0)
+        """[samples] of each sample that was taken last."""
+
+    def add(self, chunk: int, experience: Experience) -> None:
+        """Chunk 0 begins a step, whatever became of the one before."""
+        if chunk == 0:
+            self.chunks = {}
+        self.chunks[chunk] = experience
+
+    def take(self) -> Experience:
+        """All chunks as one, whose group ids are the groups' places in the step; the next step begins with none."""
+        chunks, self.chunks = sorted(self.chunks.items()), {}
+        parts = [part.with_fields(group_ids=self._groups_of(chunk, part)) for chunk, part in chunks]
+        self.mini_batch = torch.cat([self._mini_batch_of(part) for part in parts])
+        return join(parts)
+
+    def mini_batches(self, experience: Experience) -> list[Experience]:
+        """The samples that were taken last, a mini-batch for each of the step's optimizer steps: all of them, in one
+        order, in each pass."""
+        batch = self.config.batch
+        numbers = range(batch.mini_batches)
+        return [experience.select(torch.nonzero(self.mini_batch == i).flatten()) for i in numbers] * batch.epochs
+
+    def _groups_of(self, chunk: int, experience: Experience) -> torch.Tensor:
+        """[samples] their places in the step."""
+        return experience.group_ids + chunk * (self.config.batch.prompts_per_step // self.shape.num_chunks)
+
+    def _mini_batch_of(self, experience: Experience) -> torch.Tensor:
+        batch, samples = self.config.batch, self.shape.samples_per_group
+        return mini_batch_of(
+            experience.group_ids, batch.prompts_per_step, samples, batch.mini_batches, self.shape.prompt_blocks
+        )
+
+
+def summarize(updates: list[dict[str, float]], first_only: frozenset[str] = frozenset()) -> dict[str, float]:
+    """A step's metrics from those of its optimizer steps: maxima for names ending in _max, means for the others, what
+    only the first can tell from that, and how many were skipped.
+
+    What skipped ones say is not finite, and is left out unless there are no others.
+    """
+    made = [update for update in updates if not update[SKIPPED]] or updates
+    summary = {}
+    for name in made[0]:
+        values = [update[name] for update in made]
+        summary[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
+        if name in first_only:
+            summary[name] = values[0]
+    counts = (name for name in (SKIPPED, OVERFLOWED) if name in made[0])
+    return summary | {name: sum(update[name] for update in updates) for name in counts}
+
+
+@dataclass(frozen=True)
+class OddRank:
+    """`rank` holds other values of `parameter` than `others`, with equal parts of the model, most of which agree; or
+    where `is_alone` is false nobody can tell who of them is wrong."""
+
+    rank: int
+    parameter: str
+    others: tuple[int, ...]
+    is_alone: bool
+
+    def __str__(self) -> str:
+        ranks = f"rank{'s' * (len(self.others) > 1)} {', '.join(map(str, self.others))}"
+        if self.is_alone:
+            return f"rank {self.rank} holds other values of {self.parameter} than {ranks}, which agree"
+        return f"rank {self.rank} and {ranks} hold different values of {self.parameter}, and either may be wrong"
+
+
+class ReplicaCheck:
+    """Compares checksums of what ranks with equal parts of a role's model hold, every so many steps."""
+
+    def __init__(self, every: int, role: str, rank: int, group: dist.ProcessGroup) -> None:
+        """`every` is 0 for never. `group` has the role's ranks, over host memory."""
+        self._every, self._role, self._rank, self._group = every, role, rank, group
+
+    def check(self, step: int, model: Model) -> None:
+        """After the updates of `step`. ReplicaError on all ranks where replicas differ. Collective over: the role's
+        ranks."""
+        if not self._every or (step + 1) % self._every:
+            return
+        for layout, tensors in held_by(model):
+            if odd := self._odd_rank(layout, tensors):
+                raise ReplicaError(
+                    f"step {step}: replicas of the {self._role} are no longer equal (checks.replicas): {odd}. A GPU, "
+                    "or the memory or network of its host, computes or carries wrong numbers: take the host out of the "
+                    "job and start it again. No checkpoint is saved of this step; those that were saved since the last "
+                    "comparison may have the fault (checkpoint.resume names an earlier one)"
+                )
+
+    def _odd_rank(self, layout: Layout, tensors: Mapping[str, Tensor]) -> OddRank | None:
+        names = [[name for name, _ in layout.on(rank).parameters] for rank in layout.ranks]
+        mine = names[layout.ranks.index(self._rank)]
+        sums = torch.zeros(max(map(len, names)), dtype=torch.int64)
+        sums[: len(mine)] = torch.tensor([checksum_of(tensors[name].contiguous()) for name in mine], dtype=torch.int64)
+        told = [torch.empty_like(sums) for _ in layout.ranks]
+        dist.all_gather(told, sums, group=self._group)
+        return find_odd_rank(layout.ranks, layout.parts, names, [one.tolist() for one in told])
+
+
+def held_by(model: Model) -> Iterator[tuple[Layout, Mapping[str, Tensor]]]:
+    """What a rank has of a model, by layout."""
+    yield model.layout, model.parameters
+    if isinstance(model, AdaptedModel):
+        yield model.adapters_layout, model.adapters
+
+
+def find_odd_rank(
+    ranks: Sequence[int], parts: Sequence[int], names: Sequence[Sequence[str]], sums: Sequence[Sequence[int]]
+) -> OddRank | None:
+    """The first of a rank's checksums that its replicas, the ranks with the same part, have otherwise. None: all agree.
+
+    `names` and `sums` are by rank, in the order of `ranks`; a rank's sums are of its parameters in the order of their
+    names, and those after them mean nothing.
+    """
+    for part in dict.fromkeys(parts):
+        members = [index for index, of_rank in enumerate(parts) if of_rank == part]
+        for number, name in enumerate(names[members[0]]):
+            counts = Counter(sums[index][number] for index in members)
+            if len(counts) == 1:
+                continue
+            (usual, most), (_, next_most) = counts.most_common(2)
+            odd = next(index for index in reversed(members) if sums[index][number] != usual)
+            agreeing = [ranks[index] for index in members if sums[index][number] == usual]
+            return OddRank(ranks[odd], name, tuple(agreeing), is_alone=most > next_most)
+    return None
+
 
 logger = logging.getLogger(__name__)
 

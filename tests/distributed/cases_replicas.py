@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from rltrain.errors import ReplicaError
 from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.roles.replica_check import ReplicaCheck
-from rltrain.roles.replica_gather import gathered
+from rltrain.roles.actor import gathered
+from rltrain.roles.trained import ReplicaCheck
 from rltrain.runtime.grid import Grid
 from tests.model_shards import tiny_architecture
 

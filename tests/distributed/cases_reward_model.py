@@ -14,8 +14,8 @@ from rltrain.data.experience import Experience
 from rltrain.exchange.exchange import Shipment
 from rltrain.models.checkpoint_model import role_architectures
 from rltrain.roles.inputs import JobRows
-from rltrain.roles.reward_model import RewardModel
 from rltrain.roles.role import Job
+from rltrain.roles.scoring_models import RewardModel
 from rltrain.runtime.placement import group_lists, resolve_placement, role_grids
 from rltrain.runtime.process_groups import ProcessGroups
 from tests.end_to_end.jobs import REPOSITORY

@@ -79,7 +79,7 @@ class Rank:
         if self.number in GRIDS["rollout"].ranks:
             rollout = SimpleNamespace(parameters=self.destination, engine=self._engine(), parts={"base": None})
         self.engine = rollout and rollout.engine
-        with mock.patch("rltrain.roles.role_resharding.TRANSPORT_TIMEOUT_S", timeout_s):  # a watchdog would come before
+        with mock.patch("rltrain.roles.weight_sync.TRANSPORT_TIMEOUT_S", timeout_s):  # a watchdog would come before
             self.role = WeightSync(job, actor, rollout)  # type: ignore[arg-type]
 
     def attempt(self, step: int) -> dict[str, Any]:

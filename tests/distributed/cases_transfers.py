@@ -12,6 +12,7 @@ from torch import Tensor
 from rltrain.config.schema import Config
 from rltrain.exchange.exchange import Exchange, Shipment
 from rltrain.exchange.transport import Transport
+from rltrain.roles.transfers import Transfers
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.job_store import JobStore, Waiter
 from rltrain.runtime.placement import resolve_placement
@@ -19,7 +20,6 @@ from rltrain.runtime.world import LOOPBACK, join_world
 from rltrain.schedule.order import Order
 from rltrain.schedule.shape import RunShape
 from rltrain.schedule.steps import build_order
-from rltrain.transfers import Transfers
 from tests.unit.test_experience import make_experience
 
 NUM_RANKS, RANKS_PER_NODE = 4, 2

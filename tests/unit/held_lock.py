@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rltrain.folders import LOCK_FILE
+from rltrain.roles.resuming import LOCK_FILE
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import torch
 
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.data.experience import Experience
-from rltrain.roles.advantage_estimation import AdvantageEstimation
+from rltrain.roles.actor import AdvantageEstimation
 from tests.unit.packed_experience import packed_experience
 from tests.unit.schedule_configs import make_config
 

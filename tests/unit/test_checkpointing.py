@@ -15,9 +15,9 @@ import torch.distributed as dist
 from rltrain.checkpoint.run_files import Contents, random_states, read_manifest, write_files
 from rltrain.checkpoint.run_folder import Resumed, name_of
 from rltrain.checkpoint.run_writer import FilesWriter, Target
-from rltrain.checkpointing import MAX_INCOMPLETE, Checkpointing
 from rltrain.config.schema import Config
-from rltrain.resuming import restore
+from rltrain.roles.checkpointing import MAX_INCOMPLETE, Checkpointing
+from rltrain.roles.resuming import restore
 from rltrain.runtime.heartbeat import TaskClock
 from rltrain.runtime.job_store import JobStore
 from rltrain.runtime.placement import resolve_placement
@@ -181,7 +181,7 @@ class TimedRank:
 
     def _set_clock(self) -> None:
         clock = SimpleNamespace(monotonic=lambda: self.now, perf_counter=time.perf_counter)
-        self.monkeypatch.setattr("rltrain.checkpointing.time", clock)
+        self.monkeypatch.setattr("rltrain.roles.checkpointing.time", clock)
 
 
 @pytest.fixture

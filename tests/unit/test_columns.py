@@ -18,8 +18,7 @@ from rltrain.data.prompts import PromptDataset, load_prompts
 from rltrain.data.tokenizer import PromptEncoder, TextDecoder
 from rltrain.errors import ConfigError, DataError
 from rltrain.rewards.functions import load_rewards
-from rltrain.roles.sample_records import sample_records
-from rltrain.roles.scorables import Scorables
+from rltrain.roles.scoring import Scorables, sample_records
 from tests.unit.packed_experience import packed_experience
 from tests.unit.test_prompts import CHAT_TEMPLATE, byte_tokenizer, jsonl
 

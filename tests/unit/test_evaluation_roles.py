@@ -14,7 +14,6 @@ from rltrain.checkpoint.run_folder import Resumed
 from rltrain.config.schema import Config
 from rltrain.data.experience import SIBLINGS_APART, Experience
 from rltrain.errors import ConfigError
-from rltrain.evaluation.outcomes import metrics_of, record_of
 from rltrain.exchange.exchange import Shipment
 from rltrain.observability.evaluations import (
     BEST_FILE,
@@ -27,6 +26,7 @@ from rltrain.observability.evaluations import (
 from rltrain.roles import actor as actor_module
 from rltrain.roles import drawing
 from rltrain.roles.actor import Actor
+from rltrain.roles.evaluation import metrics_of, record_of
 from rltrain.roles.reward import Reward
 from rltrain.roles.rollout import Rollout
 from rltrain.rollout.engine import SamplingParams

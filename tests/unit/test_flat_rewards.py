@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rltrain.rewards.scorer import CombinedScores, Scores
-from rltrain.roles.flat_rewards import FlatRewards
+from rltrain.roles.reward import FlatRewards
 from rltrain.roles.reward_statistics import RewardStatistics
 from tests.unit.packed_experience import packed_experience
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from rltrain import folders
 from rltrain.errors import ConfigError
-from rltrain.folders import LOCK_FILE, NO_LOCKS, lock_folder, set_aside
+from rltrain.roles import resuming
+from rltrain.roles.resuming import LOCK_FILE, NO_LOCKS, lock_folder, set_aside
 from tests.unit.held_lock import locked
 
 HOLDER = {"host": "node7", "pid": 1234, "since": "2026-01-02 03:04:05 +0000"}
@@ -25,7 +25,7 @@ HOLDER = {"host": "node7", "pid": 1234, "since": "2026-01-02 03:04:05 +0000"}
 def held(monkeypatch: pytest.MonkeyPatch) -> dict[Path, int]:
     """What this process has locked, none of it after the test."""
     held: dict[Path, int] = {}
-    monkeypatch.setattr(folders, "_held", held)
+    monkeypatch.setattr(resuming, "_held", held)
     return held
 
 
@@ -83,7 +83,7 @@ def test_it_waits_for_a_job_that_is_about_to_end(tmp_path: Path, caplog: pytest.
 
 def test_a_job_that_is_killed_leaves_no_lock(tmp_path: Path) -> None:
     program = (
-        "import os, pathlib, signal, sys\nfrom rltrain.folders import lock_folder\n"
+        "import os, pathlib, signal, sys\nfrom rltrain.roles.resuming import lock_folder\n"
         "lock_folder(pathlib.Path(sys.argv[1]), 'output_dir')\nos.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False, timeout=60)
@@ -98,7 +98,7 @@ def test_a_file_system_without_locks_is_warned_of(
     def flock(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(folders.fcntl, "flock", flock)
+    monkeypatch.setattr(resuming.fcntl, "flock", flock)
     with caplog.at_level(logging.WARNING):
         lock_folder(tmp_path, "output_dir", wait_s=0)
     assert f"{tmp_path} cannot be locked" in caplog.text
@@ -108,7 +108,7 @@ def test_a_lock_that_cannot_be_written_is_a_config_error(tmp_path: Path, monkeyp
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(folders.os, "pwrite", full)
+    monkeypatch.setattr(resuming.os, "pwrite", full)
     with pytest.raises(ConfigError, match=f"checkpoint.dir: cannot write {tmp_path}/{LOCK_FILE}: No space left"):
         lock_folder(tmp_path, "checkpoint.dir", wait_s=0)
     monkeypatch.undo()

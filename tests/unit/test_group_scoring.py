@@ -16,7 +16,7 @@ from rltrain.rewards.group_filter import FAILED, load_group_filter
 from rltrain.rewards.scorer import CombinedScorer, CombinedScores, PendingScores, Scores
 from rltrain.roles.group_scoring import GroupScoring
 from rltrain.roles.reward_statistics import RewardStatistics
-from rltrain.roles.sample_log import SampleLog
+from rltrain.roles.role import SampleLog
 from rltrain.rollout.sample import Sample, SampleGroup, Status, pack_groups
 
 DIFFER = schema.DynamicSampling()

@@ -18,9 +18,9 @@ from rltrain.data.prompts import load_prompts
 from rltrain.data.supervised import Demonstrations
 from rltrain.data.tokenizer import PromptEncoder
 from rltrain.errors import CheckpointError
-from rltrain.resuming import remaining_order, with_present_inputs
 from rltrain.rewards.locating import source_file
 from rltrain.roles.inputs import Inputs, data_changes, identity, other_changes
+from rltrain.roles.resuming import remaining_order, with_present_inputs
 from rltrain.rollout.rollout_state import FixedRows
 from rltrain.schedule.steps import build_order
 from tests.unit.schedule_configs import make_config, place

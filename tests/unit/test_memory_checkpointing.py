@@ -16,7 +16,7 @@ from rltrain.checkpoint.memory_files import Address, FileServer, fetch
 from rltrain.checkpoint.node_memory import KEPT, NodeFolder, NodeMemory
 from rltrain.checkpoint.run_files import Contents, find_damage, read_manifest, record_of
 from rltrain.checkpoint.run_writer import FilesWriter
-from rltrain.memory_checkpointing import MemoryCheckpointing
+from rltrain.roles.checkpointing import MemoryCheckpointing
 from rltrain.runtime.job_store import JobStore
 from rltrain.runtime.world import LOOPBACK, World
 from tests.unit.shared_store import Jobs, at_the_same_time, open_store

@@ -24,9 +24,8 @@ from rltrain.config.loader import load_config
 from rltrain.config.schema import Config, MemoryCheckpoints, Timeouts
 from rltrain.errors import CheckpointError
 from rltrain.job import where_to_begin
-from rltrain.memory_resuming import HeldCheckpoints
 from rltrain.observability.run_logs import ID_FILE
-from rltrain.resuming import find_checkpoint
+from rltrain.roles.resuming import HeldCheckpoints, find_checkpoint
 from rltrain.runtime.job_store import JobStore
 from rltrain.runtime.machine import launcher, process_here, this_process
 from rltrain.runtime.placement import placement_of

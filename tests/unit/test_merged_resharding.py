@@ -9,7 +9,7 @@ import pytest
 from rltrain.config.models import Lora
 from rltrain.reshard.delta_turns import Turn
 from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.roles.merged_resharding import MergedResharding, _groups_of
+from rltrain.roles.weight_sync import MergedResharding, _groups_of
 from rltrain.runtime.grid import Grid
 from tests.model_shards import tiny_architecture
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rltrain.config.schema import Batch
 from rltrain.data.experience import assign_groups, mini_batch_of
-from rltrain.roles.step_batch import StepBatch
+from rltrain.roles.trained import StepBatch
 from rltrain.schedule.shape import prompt_blocks_of
 from tests.unit.packed_experience import packed_experience
 from tests.unit.schedule_configs import make_config

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from rltrain.data.own_text import OwnText, UnreadableTextError
 from rltrain.errors import CheckpointError
+from rltrain.roles.scoring_models import OwnText, UnreadableTextError
 from tests.forked.popen import REPOSITORY
 
 SAID = [{"role": "assistant", "content": "3"}]

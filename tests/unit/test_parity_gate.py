@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from rltrain.algorithms.losses import LossOutput, sample_shares, token_weights
-from rltrain.algorithms.parity import measuring_parity, summarize
 from rltrain.algorithms.policy_loss import policy_loss
 from rltrain.config.schema import Checks, Loss
 from rltrain.data.experience import Experience
 from rltrain.errors import ConfigError, ParityError
 from rltrain.planning.validation import check_config
-from rltrain.roles.parity_gate import ParityGate
+from rltrain.roles.actor import ParityGate, measuring_parity, summarize_parity
 from tests.unit.packed_experience import packed_experience
 from tests.unit.schedule_configs import NO_EVALUATION, make_config
 
@@ -30,7 +29,7 @@ def measured(experience: Experience, logprobs: Tensor, step: int) -> dict[str, f
     """As a step's metrics, which are means over all response tokens, have it."""
     output = measuring_parity(no_loss, step)(experience, logprobs, logprobs)
     num_tokens = float(experience.response_mask.sum())
-    return summarize({name: float(value) / (num_tokens or 1) for name, value in output.token_sums.items()})
+    return summarize_parity({name: float(value) / (num_tokens or 1) for name, value in output.token_sums.items()})
 
 
 @pytest.mark.parametrize("step", range(6))

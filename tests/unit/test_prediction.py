@@ -24,7 +24,7 @@ from rltrain.planning.validation import check_config
 from rltrain.planning.validation_models import mtp_problems, mtp_problems_of_models
 from rltrain.reshard.layout import hf_layout
 from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.resuming import _architecture_problems
+from rltrain.roles.resuming import _architecture_problems
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
 from rltrain.training.megatron.prediction import AHEAD, weights_of_rows

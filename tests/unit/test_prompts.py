@@ -19,7 +19,7 @@ from rltrain.data.order import PromptOrder
 from rltrain.data.prompts import PromptDataset, load_prompts, report_dropped
 from rltrain.data.tokenizer import PromptEncoder, end_token_ids, load_tokenizer
 from rltrain.errors import CheckpointError, ConfigError, DataError
-from rltrain.roles.prompts import read_prompts
+from rltrain.roles.inputs import read_prompts
 
 GSM8K = Path(__file__).resolve().parents[3] / "shared/data/gsm8k/train.jsonl"
 CHAT_TEMPLATE = (

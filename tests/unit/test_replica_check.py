@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rltrain.roles.replica_check import find_odd_rank
+from rltrain.roles.trained import find_odd_rank
 
 NAMES = [["a", "b"]] * 3
 

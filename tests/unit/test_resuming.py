@@ -10,15 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rltrain import folders
 from rltrain.checkpoint.run_files import MANIFEST_FILE, Contents, write_files
 from rltrain.checkpoint.run_folder import CheckpointFolder, Resumed, name_of
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config, Timeouts
 from rltrain.errors import CheckpointError, ConfigError
 from rltrain.observability.run_logs import ID_FILE, read_id
-from rltrain.resuming import check_resumed, claim_folders, find_checkpoint, open_history
-from rltrain.roles.sample_log import SampleLog
+from rltrain.roles import resuming
+from rltrain.roles.resuming import check_resumed, claim_folders, find_checkpoint, open_history
+from rltrain.roles.role import SampleLog
 from rltrain.runtime.job_store import JobStore
 from rltrain.runtime.world import World
 from rltrain.tools.report.run_folder import read_run
@@ -361,8 +361,8 @@ def test_a_run_that_saves_nothing_leaves_the_checkpoints_of_others_where_they_ar
 @pytest.fixture
 def claim(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Callable[[Config], None]:
     """As the ranks of a job do whose actor's leader is rank 1; the error of that one."""
-    monkeypatch.setattr(folders, "_held", {})
-    monkeypatch.setattr(folders.lock_folder, "__kwdefaults__", {"wait_s": 0.0, "advance": lambda: None})
+    monkeypatch.setattr(resuming, "_held", {})
+    monkeypatch.setattr(resuming.lock_folder, "__kwdefaults__", {"wait_s": 0.0, "advance": lambda: None})
 
     def on_all(config: Config) -> None:
         def body(rank: int, store: dist.Store) -> Exception | None:

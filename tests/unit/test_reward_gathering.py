@@ -12,10 +12,9 @@ from rltrain.config import schema
 from rltrain.errors import RewardError
 from rltrain.rewards.functions import load_rewards
 from rltrain.rewards.scorer import CombinedScores, Scores
-from rltrain.roles.failure_limit import FailureLimit
-from rltrain.roles.rank_records import RankRecords
 from rltrain.roles.reward import Reward
 from rltrain.roles.reward_statistics import RewardStatistics
+from rltrain.roles.scoring import FailureLimit, RankRecords
 from rltrain.runtime.grid import Grid
 from tests.unit.shared_store import LIMIT_S, ShortPatience
 from tests.unit.test_reporter import FakeBulletin

@@ -5,7 +5,7 @@ import pytest
 from rltrain.models.flops import forward_flops
 from rltrain.observability.reporter import RoleWork, of_whole_job
 from rltrain.planning.hardware import known_gpu
-from rltrain.roles.operations import Operations
+from rltrain.roles.role import Operations
 from tests.model_shards import tiny_architecture
 
 

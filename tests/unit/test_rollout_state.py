@@ -21,8 +21,8 @@ from rltrain.config.schema import Config
 from rltrain.data.experience import Experience
 from rltrain.data.order import PromptOrder
 from rltrain.errors import CheckpointError
-from rltrain.resuming import remaining_order
 from rltrain.roles import drawing
+from rltrain.roles.resuming import remaining_order
 from rltrain.roles.rollout import Rollout
 from rltrain.rollout.rollout_state import Consumed, RolloutState
 from rltrain.runtime.grid import Grid

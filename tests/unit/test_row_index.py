@@ -26,7 +26,7 @@ from rltrain.data.row_index import IndexedRows, IndexFolder, SharedWork, WorkAlo
 from rltrain.data.rows import count_lines
 from rltrain.data.tokenizer import PromptEncoder
 from rltrain.errors import DataError
-from rltrain.roles.job_work import JobWork
+from rltrain.roles.inputs import JobWork
 from rltrain.runtime.job_store import JobStore
 from rltrain.runtime.world import World
 from tests.unit.shared_store import on_ranks, open_store

@@ -13,8 +13,8 @@ from rltrain.checkpoint.run_files import Contents, read_contents, write_files
 from rltrain.data.experience import FIELDS
 from rltrain.errors import CheckpointError
 from rltrain.exchange.exchange import Shipment, as_tensors, joined, read_parts, share
+from rltrain.roles.transfers import Transfers
 from rltrain.schedule.order import Entries, Order
-from rltrain.transfers import Transfers
 from tests.unit.test_experience import make_experience
 
 KEY = ("rollout", "samples", 7, 0)

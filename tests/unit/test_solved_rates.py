@@ -18,7 +18,7 @@ from rltrain.config.data import SolvedRate
 from rltrain.data.experience import SIBLINGS_APART
 from rltrain.data.order import Mix, Order, Outcomes, PromptOrder, SolvedRateOrder, SolvedRates
 from rltrain.errors import CheckpointError
-from rltrain.roles.outcomes import OutcomeTeller, training_rows
+from rltrain.roles.group_scoring import OutcomeTeller, training_rows
 from rltrain.rollout.rollout_state import Consumed, OutcomeLog, SolvedRateRows
 from rltrain.runtime.grid import Grid
 from tests.unit.packed_experience import packed_experience

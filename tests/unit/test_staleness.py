@@ -2,7 +2,7 @@
 
 import pytest
 
-from rltrain.roles.staleness import StalenessCounts
+from rltrain.roles.actor import StalenessCounts
 
 FIRST = {"stale_samples": 1, "stale_tokens": 5, "tokens": 20, "staleness_sum": 30, "staleness_max": 2}
 SECOND = {"stale_samples": 2, "stale_tokens": 7, "tokens": 30, "staleness_sum": 20, "staleness_max": 4}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rltrain.data.experience import Experience, mini_batch_of
-from rltrain.roles.step_batch import StepBatch, summarize
+from rltrain.roles.trained import StepBatch, summarize
 from rltrain.training.backend import SKIPPED
 from tests.unit.packed_experience import packed_experience
 from tests.unit.schedule_configs import make_config

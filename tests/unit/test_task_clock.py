@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from rltrain.observability.reporter import RoleWork
 from rltrain.observability.trace import NullTrace, Trace
-from rltrain.roles.operations import Operations
+from rltrain.roles.role import Operations
 from rltrain.runtime.heartbeat import TaskClock, TaskTime
 from rltrain.runtime.job_store import JobStore, Waiter
 from rltrain.runtime.world import World

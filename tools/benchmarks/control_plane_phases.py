@@ -19,7 +19,6 @@ from counted_store import Traffic
 
 from rltrain.checkpoint.run_files import FileRecord
 from rltrain.checkpoint.run_writer import Written
-from rltrain.checkpointing import Checkpointing
 from rltrain.data.experience import Experience
 from rltrain.exchange.exchange import Exchange, Route, Shipment
 from rltrain.exchange.transport import Transport
@@ -28,7 +27,8 @@ from rltrain.planning.validation_schedule import check_schedule
 from rltrain.reshard.agreement import Agreement
 from rltrain.reshard.plan import TRANSFER
 from rltrain.reshard.rounds import STAGES, StageStreams, streams
-from rltrain.resuming import claim_folders, find_checkpoint
+from rltrain.roles.checkpointing import Checkpointing
+from rltrain.roles.resuming import claim_folders, find_checkpoint
 from rltrain.rollout.in_flight_sync import InFlightSync
 from rltrain.runtime.ending import Ending
 from rltrain.runtime.grid import job_leader

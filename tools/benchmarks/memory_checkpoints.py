@@ -31,13 +31,12 @@ from rltrain.checkpoint.run_writer import FilesWriter
 from rltrain.checkpoint.saved_state import MASTER, Counts, Destination, SavedState, contents, flat_name
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
-from rltrain.memory_checkpointing import MemoryCheckpointing
-from rltrain.memory_resuming import HeldCheckpoints
 from rltrain.models import read_architecture
 from rltrain.observability.run_logs import ID_FILE
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.resuming import find_checkpoint
+from rltrain.roles.checkpointing import MemoryCheckpointing
+from rltrain.roles.resuming import HeldCheckpoints, find_checkpoint
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.job_store import JobStore
 from rltrain.runtime.world import LOOPBACK, World

@@ -22,7 +22,7 @@ from rltrain.data.order import PromptOrder
 from rltrain.data.prompts import load_prompts
 from rltrain.data.row_index import IndexFolder
 from rltrain.data.tokenizer import PromptEncoder, load_tokenizer
-from rltrain.roles.job_work import JobWork
+from rltrain.roles.inputs import JobWork
 from rltrain.runtime.job_store import JobStore
 from rltrain.runtime.world import World
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from control_plane_job import RANKS_PER_NODE, JobAtSize
 
 from rltrain.exchange.transport import Transport
-from rltrain.resuming import claim_folders, find_checkpoint
+from rltrain.roles.resuming import claim_folders, find_checkpoint
 from rltrain.runtime import heartbeat
 from rltrain.runtime.ending import Ending
 from rltrain.runtime.grid import job_leader

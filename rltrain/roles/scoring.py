@@ -1,6 +1,7 @@
 """Samples of an experience as reward functions and models get them: what those of this run ask for, and no more."""
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +12,12 @@ from rltrain.data.columns import RowColumns, read_columns
 from rltrain.data.experience import Experience
 from rltrain.data.prompts import PromptDataset
 from rltrain.data.tokenizer import TextDecoder
-from rltrain.errors import ConfigError
+from rltrain.errors import ConfigError, RewardError
 from rltrain.rewards.answers import Scorable, Turn
 from rltrain.rewards.scorer import CombinedScores, Part
+from rltrain.roles.reward_statistics import RewardStatistics, prefix
+from rltrain.roles.role import Job
+from rltrain.runtime.job_store import poll, poll_s
 
 ENVIRONMENT_FIELDS = frozenset({"turns", "env_reward"})
 TOKEN_FIELDS = frozenset({"prompt_ids", "response_ids", "response_mask"})
@@ -150,3 +154,123 @@ def _wanted_columns(
 def reward_parts(scores: CombinedScores) -> Tensor:
     """[samples, functions] what each function gave, unweighted; NaN where it is not for the sample."""
     return torch.tensor(scores.by_sample(), dtype=torch.float32).view(len(scores.rewards), len(scores.by_function))
+
+
+def with_scores(experience: Experience, scores: CombinedScores) -> Experience:
+    """With what `scored` carries beside the samples."""
+    return experience.with_fields(
+        rewards=torch.tensor(scores.rewards, dtype=torch.float32),
+        turn_rewards=at_turn_ends(experience, scores.turn_rewards),
+        reward_parts=reward_parts(scores),
+    )
+
+
+def at_turn_ends(experience: Experience, turn_rewards: Mapping[int, Sequence[float]]) -> torch.Tensor:
+    """[tokens] the rewards of each turn at its last token, of the samples that have such."""
+    placed = torch.zeros(experience.num_tokens)
+    starts = experience.offsets().tolist()
+    for sample, rewards in turn_rewards.items():
+        ends = starts[sample] + turn_ends(experience.response_mask[starts[sample] : starts[sample + 1]])
+        placed[ends[: len(rewards)] - 1] = torch.tensor(rewards[: len(ends)])
+    return placed
+
+
+def sample_records(source: Scorables, scored: Experience, step: int, parts: Sequence[Part]) -> Iterator[dict[str, Any]]:
+    """What JSON can write of each of the samples, which were drawn for the prompts of `source`; of several `parts` of
+    the reward, what each gave. `rendered_prompt` is what the model was shown before it first drew, where that is not
+    the row's prompt."""
+    versions = scored.policy_version.split(scored.lengths.tolist())
+    masks = scored.response_mask.split(scored.lengths.tolist())
+    samples = zip(source.of(scored, step), scored.rewards.tolist(), versions, masks, strict=True)
+    for number, (sample, reward, version, mask) in enumerate(samples):
+        record = {
+            "step": step,
+            "prompt": sample.prompt,
+            "response": sample.response,
+            "label": sample.label,
+            "reward": reward,
+            "length": int(mask.sum()),
+            "policy_version_min": min(version[mask].tolist(), default=None),
+            "policy_version_max": max(version[mask].tolist(), default=None),
+        }
+        rendered = source.rendered_prompt(scored, number)
+        if rendered not in (None, sample.prompt):
+            record["rendered_prompt"] = rendered
+        if len(parts) > 1:
+            given = zip(parts, scored.reward_parts[number].tolist(), strict=True)
+            record["rewards"] = {part.title: None if math.isnan(value) else value for part, value in given}
+        if len(source.dataset.sources) > 1:
+            record["source"] = source.dataset.source_of(int(scored.prompt_ids[number]))
+        if turns := source.conversation(scored, number):
+            record["turns"] = turns
+        yield record
+
+
+class FailureLimit:
+    """Of the reward's parts, or those of an evaluation set's own reward, over the tasks of a run."""
+
+    def __init__(self, parts: Sequence[Part], settings: schema.Reward) -> None:
+        self.parts, self.settings = parts, settings
+        self.has_judged = False
+
+    def judge(self, task: str, sums: Mapping[str, float], first_failures: Mapping[str, str]) -> None:
+        """Raise RewardError if a function failed on more samples of `task` than may, or on all of the first task's.
+
+        `sums` and `first_failures` are of all ranks of the role, as RewardStatistics has them.
+        """
+        is_first, self.has_judged = not self.has_judged, True
+        num_samples, settings = int(sums["samples"]), self.settings
+
+        def are_too_many(num_failed: int) -> bool:
+            return num_failed > settings.max_failures * num_samples or (is_first and num_failed == num_samples)
+
+        rule = (
+            "Expected a number for every response, 0 for one that deserves nothing: the job ends where more than "
+            f"reward.max_failures = {settings.max_failures:g} of a step's samples fail, or all of the first."
+        )
+        for part in self.parts:
+            errors, timeouts = (int(sums[f"{prefix(part.title)}_{kind}"]) for kind in ("errors", "timeouts"))
+            if are_too_many(errors + timeouts):
+                raise RewardError(
+                    f"{part.key}: {part.place} failed on {errors + timeouts} of {num_samples} "
+                    f"samples of {task}: {errors} by an error, {timeouts} by taking longer than reward.timeout_s = "
+                    f"{settings.timeout_s:g}. {rule} The first failure was {first_failures.get(part.title)}"
+                )
+        unscored = int(sums["reward_unscored"])
+        if are_too_many(unscored):
+            raise RewardError(
+                f"reward: every function returned None for {unscored} of {num_samples} samples of {task}. {rule}"
+            )
+
+    def judged(self, task: str, gathered: Sequence[Any]) -> dict[str, float]:
+        """Metrics of what ranks have recorded: [statistics, first failures, ...] each. RewardError as by `judge`."""
+        records = [record for record, *_ in gathered]
+        first_failures = {title: failure for _, of, *_ in reversed(gathered) for title, failure in of.items()}
+        self.judge(task, RewardStatistics.sums_of(records), first_failures)
+        return RewardStatistics.metrics(records)
+
+
+class RankRecords:
+    """Of `ranks` of a role, the first of which is their leader.
+
+    No collective: these ranks may be an engine's too, which others need for weight syncs while it waits.
+    """
+
+    def __init__(self, job: Job, role: str, ranks: Sequence[int]) -> None:
+        self.job, self.role, self.ranks = job, role, tuple(ranks)
+
+    def collect(self, what: str, step: int, record: Any, serve: Callable[[], None] | None) -> list[Any]:
+        """The records of all ranks on the leader, nothing on the others. `serve` is what it does for others while it
+        waits."""
+        job_store, rank = self.job.job_store, self.job.world.rank
+        keys = {other: f"{self.role} {what}/{step}/{other}" for other in self.ranks}
+        job_store.put(keys[rank], record)
+        if rank != self.ranks[0]:
+            return []
+        others = [other for other in keys if other != rank]
+        what, every_s = f"the rewards of step {step}", poll_s(len(keys))
+        poll(self.job.waiter, lambda: job_store.has(*keys.values()) or None, what, others, serve, every_s)
+        gathered = [job_store.get(key, waiting_for=key) for key in keys.values()]
+        for key in keys.values():
+            job_store.forget(key)
+        return gathered

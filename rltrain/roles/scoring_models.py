@@ -1,0 +1,324 @@
+"""The judge: a model that is asked what every response is worth, and answers in words."""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from rltrain.algorithms.registry import algorithm_of
+from rltrain.data.chat_template import ChatTemplate, RenderError, ends_of_turns
+from rltrain.data.experience import Experience
+from rltrain.data.tokenizer import TextDecoder, end_token_ids, load_tokenizer
+from rltrain.errors import CheckpointError
+from rltrain.models.checkpoint_model import padding_token
+from rltrain.rewards.answers import Scorable
+from rltrain.rewards.scorer import NoVerdictError, Question, rewarding_models, verdict_parser
+from rltrain.roles.role import Job, Metrics, Role
+from rltrain.roles.scoring import Scorables
+from rltrain.rollout.build import build_engine, serve_checkpoint
+from rltrain.rollout.engine import EngineSite, SamplingParams
+from rltrain.rollout.sample import Sample, Status, request_seed
+from rltrain.schedule.memory_plan import leaving_roles
+from rltrain.training.build import training_backend
+
+logger = logging.getLogger(__name__)
+
+MAX_LOGGED_FAILURES = 10
+
+
+class TellingRole(Role):
+    """What was drawn leaves the policy's vocabulary here: it is decoded, and encoded once by the model's own
+    tokenizer."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        prompts, data, wanting = job.prompts, self.config.data, rewarding_models(self.config, (self.name,))
+        self.training = None
+        if algorithm_of(self.config).generates:
+            self.training = Scorables(wanting, prompts.train, prompts.decoder, data.train, "data.train")
+        self.evaluations = [
+            Scorables(wanting, dataset, prompts.decoder, plan.file, plan.config_key)
+            for plan, dataset in zip(self.config.evaluations, prompts.evaluations, strict=True)
+        ]
+        self._num_failures = 0
+
+    def tell(self, samples: Sequence[Scorable]) -> list[float]:
+        """What the model says of each; NaN where it says nothing, of which `log_failure` has told why."""
+        raise NotImplementedError
+
+    def tell_reward(self, of: str, leaves: str, step: int, chunk: int) -> None:
+        """Take the samples that the transfer `of` brought, and leave what is said of them for the transfer `leaves`."""
+        source = self.training if of == "samples" else self.evaluations[chunk]
+        assert source is not None, "only an algorithm that generates has samples to train on"
+        samples = self.shipments.pop((of, step, chunk))
+        told = torch.tensor(self.tell(source.of(samples.experience, step)), dtype=torch.float32)
+        self.shipments[leaves, step, chunk] = samples.with_fields(model_scores=told)
+
+    def log_failure(self, sample: Scorable, reason: str) -> None:
+        self._num_failures += 1
+        if self._num_failures <= MAX_LOGGED_FAILURES:
+            last = " (further failures are only counted)" if self._num_failures == MAX_LOGGED_FAILURES else ""
+            logger.warning("%s on response %.80r: %s%s", self.name, sample.response, reason, last)
+
+
+Message = Mapping[str, Any]
+
+
+class UnreadableTextError(Exception):
+    """Why a text cannot be given to the model."""
+
+
+class OwnText:
+    """Texts that another model drew, each encoded once, as a whole."""
+
+    def __init__(
+        self, path: Path, config_key: str, *, vocab_size: int, chat_template: Literal["auto", "never"]
+    ) -> None:
+        """CheckpointError where the checkpoint's folder has no usable tokenizer."""
+        self.tokenizer, self.vocab_size = load_tokenizer(path, config_key), vocab_size
+        self.config_key, self.named_ends = config_key, end_token_ids(path, config_key)
+        uses_template = chat_template == "auto" and self.tokenizer.chat_template is not None
+        self.template = ChatTemplate(self.tokenizer, (), {}) if uses_template else None
+
+    def ids(self, prompt: str, messages: Sequence[Message], completion: Sequence[Message]) -> list[int]:
+        """Of a conversation that has ended: what the prompt was as text, its chat messages if it had any, and those
+        that followed. Without a template the texts stand one after the other. Raises UnreadableTextError."""
+        if self.template is None:
+            said = (str(message.get("content") or "") for message in completion)
+            return self._usable(self.tokenizer("".join([prompt, *said]))["input_ids"])
+        asked = messages or [{"role": "user", "content": prompt}]
+        try:
+            text = self.template.render([*asked, *completion], generation_prompt=False)
+        except RenderError as error:
+            raise UnreadableTextError(f"its chat template refuses the conversation: {error}") from error
+        return self._usable(self.template.encode(text))
+
+    def up_to_eos(self, ids: Sequence[int]) -> list[int]:
+        """Without what stands behind the last end-of-sequence token, which is added where there is none."""
+        eos = self.eos
+        behind = next((count for count, token in enumerate(reversed(ids)) if token == eos), None)
+        return [*ids, eos] if behind is None else [*ids[: len(ids) - behind]]
+
+    @property
+    def eos(self) -> int:
+        """CheckpointError where the tokenizer names none."""
+        token = self.tokenizer.eos_token_id
+        if not isinstance(token, int):
+            raise CheckpointError(f"{self.config_key}: the tokenizer has no eos_token; set it in tokenizer_config.json")
+        return token
+
+    def question_ids(self, question: str) -> list[int]:
+        """Of a user's question, up to where the model's answer begins. Raises UnreadableTextError."""
+        if self.template is None:
+            return self._usable(self.tokenizer(question)["input_ids"])
+        try:
+            text = self.template.render([{"role": "user", "content": question}])
+        except RenderError as error:
+            raise UnreadableTextError(f"its chat template refuses the question: {error}") from error
+        return self._usable(self.template.encode(text))
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """The tokens that end an answer."""
+        return ends_of_turns(self.tokenizer, self.named_ends, self.template)
+
+    def _usable(self, ids: Sequence[int]) -> list[int]:
+        if not ids:
+            raise UnreadableTextError("the text has no token")
+        if max(ids) >= self.vocab_size:
+            raise UnreadableTextError(
+                f"its tokenizer gives token {max(ids)}, and the model's vocabulary has {self.vocab_size}"
+            )
+        return list(ids)
+
+
+class Judge(TellingRole):
+    """One engine per data-parallel replica, with weights of its own."""
+
+    name = "judge"
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self.settings = self.config.judge
+        self.question, self.verdict = Question(self.settings.prompt), verdict_parser(self.settings)
+        (path, key), architecture = self.config.checkpoint_of(self.name), job.architectures[self.name]
+        self.text = OwnText(
+            Path(path), key, vocab_size=architecture.vocab_size, chat_template=self.settings.chat_template
+        )
+        self.decoder = TextDecoder(self.text.tokenizer)
+        site = self._site()
+        hosted = build_engine(site, lambda: hosted.engine.release_cache())
+        self.engine, self.parts = hosted.engine, hosted.parts
+        serve_checkpoint(self.engine, site, version=0)
+        self.sampling = self._sampling()
+        self.num_answers = self.num_question_tokens = self.num_answer_tokens = self.num_cut = 0
+
+    def _site(self) -> EngineSite:
+        job, offload = self.job, self.job.offloads
+        return EngineSite(
+            config=self.config,
+            world=job.world,
+            ranks=self.grid.replica(self.dp),
+            grid=self.grid,
+            groups=job.groups,
+            architecture=job.architectures[self.name],
+            tokenizer=self.decoder,
+            job_store=job.job_store,
+            leaves=self.name in leaving_roles(offload),
+            draws_during_syncs=False,
+            others=tuple(role for role in offload if role != self.name),
+            role=self.name,
+            updates_together=True,
+            weights_change=False,
+        )
+
+    def _sampling(self) -> SamplingParams:
+        sampling = self.settings.sampling
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_response_tokens=sampling.max_response_tokens,
+            stop_token_ids=tuple(sorted({*self.text.end_tokens, *sampling.stop_token_ids})),
+            stop=sampling.stop,
+        )
+
+    def verdicts(self, step: int, chunk: int) -> Metrics:
+        """What each response is worth. Collective over: this engine's ranks."""
+        if chunk == 0:
+            self.num_answers = self.num_question_tokens = self.num_answer_tokens = self.num_cut = 0
+        self.tell_reward("samples", "verdicts", step, chunk)
+        if chunk < self.job.shape.num_chunks - 1 or not self.num_answers:
+            return {}
+        return {
+            "judge/question_tokens_mean": self.num_question_tokens / self.num_answers,
+            "judge/answer_tokens_mean": self.num_answer_tokens / self.num_answers,
+            "judge/cut_ratio": self.num_cut / self.num_answers,
+        }
+
+    def evaluation_verdicts(self, step: int, chunk: int) -> None:
+        """What each answer to a held-out prompt is worth. Collective over: this engine's ranks."""
+        self.tell_reward("evaluation_samples", "evaluation_verdicts", step, chunk)
+
+    def tell(self, samples: Sequence[Scorable]) -> list[float]:
+        """Collective over: this engine's ranks."""
+        questions = [self._asked(number, sample) for number, sample in enumerate(samples)]
+        answers = self._answers([question for question in questions if question is not None])
+        return [self._verdict(answers.get(number), sample) for number, sample in enumerate(samples)]
+
+    def _asked(self, number: int, sample: Scorable) -> Sample | None:
+        """None where the question cannot be put to the model."""
+        try:
+            prompt = tuple(self.text.question_ids(self.question.of(sample)))
+        except UnreadableTextError as error:
+            self.log_failure(sample, str(error))
+            return None
+        limit = self.settings.max_context_tokens
+        if len(prompt) >= limit:
+            self.log_failure(
+                sample, f"the question has {len(prompt)} tokens; expected fewer than judge.max_context_tokens {limit}"
+            )
+            return None
+        return Sample(number, prompt, request_seed(self.config.seed, sample.step, 0, sample.sample_id))
+
+    def _answers(self, questions: Sequence[Sample]) -> dict[int, Sample]:
+        """By the questions' numbers. Collective over: this engine's ranks."""
+        answers: dict[int, Sample] = {}
+        self.engine.submit(questions, self.sampling)
+        while self.engine.num_unfinished:
+            answers |= {answer.id: answer for answer in self.engine.step()}
+            self.job.heartbeat.advance()
+        lengths = [len(answer.context) for answer in answers.values()]
+        ranks = len(self.grid.replica(self.dp))
+        self.job.operations.add(self.job.architectures[self.name], lengths, ranks, backward=False)
+        return answers
+
+    def _verdict(self, answer: Sample | None, sample: Scorable) -> float:
+        if answer is None:
+            return math.nan
+        self.num_answers += 1
+        self.num_question_tokens += len(answer.prompt)
+        self.num_answer_tokens += len(answer.tokens)
+        self.num_cut += answer.status == Status.TRUNCATED
+        text = self.decoder.decode(answer.tokens)
+        try:
+            return self.verdict(text)
+        except NoVerdictError as error:
+            self.log_failure(sample, f"{error}; the answer was {text!r:.200}")
+            return math.nan
+
+    def close(self) -> None:
+        """End what the engine has outside of this process."""
+        self.engine.close()
+
+
+class RewardModel(TellingRole):
+    """A conversation is written as the reward model's own chat template has it; its score is that of the last token."""
+
+    name = "reward_model"
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self.settings = self.config.reward_model
+        self.model = training_backend(job.config, self.name).frozen_model(job.model_site(self.name))
+        self.parts = self.model.parts
+        (path, key), architecture = self.config.checkpoint_of(self.name), job.architectures[self.name]
+        self.text = OwnText(
+            Path(path), key, vocab_size=architecture.vocab_size, chat_template=self.settings.chat_template
+        )
+        self.padding = padding_token(Path(path), key)
+        self.max_tokens = min(self.settings.max_tokens or architecture.max_positions, architecture.max_positions)
+        self.num_samples = self.num_tokens = self.num_cut = 0
+
+    def model_scores(self, step: int, chunk: int) -> Metrics:
+        """A score for each response. Collective over: this replica."""
+        if chunk == 0:
+            self.num_samples = self.num_tokens = self.num_cut = 0
+        self.tell_reward("samples", "model_scores", step, chunk)
+        if chunk < self.job.shape.num_chunks - 1 or not self.num_samples:
+            return {}
+        return {
+            "reward_model/text_tokens_mean": self.num_tokens / self.num_samples,
+            "reward_model/cut_ratio": self.num_cut / self.num_samples,
+        }
+
+    def evaluation_model_scores(self, step: int, chunk: int) -> None:
+        """A score for each answer to a held-out prompt. Collective over: this replica."""
+        self.tell_reward("evaluation_samples", "evaluation_model_scores", step, chunk)
+
+    def tell(self, samples: Sequence[Scorable]) -> list[float]:
+        """Collective over: this replica."""
+        texts = [self._read(sample) for sample in samples]
+        scores = iter(self._scores_of([ids for ids in texts if ids]))
+        return [next(scores) if ids else math.nan for ids in texts]
+
+    def _read(self, sample: Scorable) -> list[int]:
+        """The sample's ids that are read; none where it cannot be."""
+        try:
+            ids = self.text.ids(sample.prompt, sample.messages, sample.completion())
+        except UnreadableTextError as error:
+            self.log_failure(sample, str(error))
+            return []
+        if self.settings.ends_with_eos:
+            ids = self.text.up_to_eos(ids)
+        self.num_samples += 1
+        self.num_cut += len(ids) > self.max_tokens
+        ids = ids[-self.max_tokens :]
+        while len(ids) > 1 and ids[-1] == self.padding:
+            ids.pop()
+        self.num_tokens += len(ids)
+        return ids
+
+    def _scores_of(self, texts: list[list[int]]) -> list[float]:
+        """The score at the last token of each."""
+        lengths = torch.tensor([len(ids) for ids in texts], dtype=torch.int64)
+        experience = Experience(
+            group_ids=torch.arange(len(texts)),
+            lengths=lengths,
+            tokens=torch.tensor([token for ids in texts for token in ids], dtype=torch.int64),
+        )
+        scores = self.model.evaluate(experience, max_tokens=self.settings.micro_batch_tokens)
+        return [float(score) for score in scores[lengths.cumsum(0) - 1]]
