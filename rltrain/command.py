@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     except UserError as error:
         return refuse(f"{command_name()}: refused: {error}")
     begin_as_rank()
-    from rltrain.job import run_job
+    from rltrain.trainer import run_job
 
     return run_job(arguments.config, arguments.overrides)
 

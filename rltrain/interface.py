@@ -65,7 +65,7 @@ def run(config: schema.Config | Callable[[], schema.Config]) -> None:
     from rltrain.command import begin_as_rank
 
     begin_as_rank()
-    from rltrain.job import run_config
+    from rltrain.trainer import run_config
 
     os.environ[RUNNING] = "1"
     try:

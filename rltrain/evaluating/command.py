@@ -19,7 +19,7 @@ def main(argv: Sequence[str]) -> int:
         overrides = _overrides(arguments)
     except UserError as error:
         return refuse(f"{command_name()}: refused: {error}")
-    from rltrain.job import run_job
+    from rltrain.trainer import run_job
 
     return run_job(arguments.config, overrides)
 

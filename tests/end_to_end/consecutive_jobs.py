@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from rltrain import job
+from rltrain import trainer
 from rltrain.runtime.world import World, join_world
 from tests.uneven_products import uneven_products
 
@@ -23,8 +23,8 @@ def run_apart(name: str, config: Path, overrides: list[str]) -> None:
         world = join_world(timeout_s)
         return dataclasses.replace(world, store=dist.PrefixStore(name, world.store), restarted=False)
 
-    job.join_within = join
-    job.run_job(config, overrides)
+    trainer.join_within = join
+    trainer.run_job(config, overrides)
 
 
 if __name__ == "__main__":

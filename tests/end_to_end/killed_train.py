@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rltrain import job
+from rltrain import trainer as job
 from rltrain.checkpoint import run_writer
 from rltrain.checkpoint.run_folder import CheckpointFolder, name_of
 from rltrain.command import begin_as_rank, main

@@ -10,7 +10,7 @@ import sys
 
 import torch
 
-from rltrain import hosting
+from rltrain import trainer
 from rltrain.command import main
 from rltrain.roles.role import Role
 from rltrain.tasks.declaration import RoleTasks, Task
@@ -34,7 +34,7 @@ DECLARED["adviser"] = RoleTasks(
     "adviser", (Task(TASK, takes=("scored",), leaves=(TASK,), informs="actor"),), needed_by_algorithm=False
 )
 TRANSFERS[TASK] = ("group_ids", "lengths", "reference_logprobs")
-hosting.ROLES["adviser"] = Adviser
+trainer.ROLES["adviser"] = Adviser
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -31,7 +31,7 @@ from tests.forked.namespaces import NAMESPACES, enter
 PRELOADED = (
     "rltrain.training.megatron.backend",  # first: it loads Megatron without torch's compiler, as jobs do
     "rltrain.training.fsdp_backend",
-    "rltrain.job",
+    "rltrain.trainer",
     "megatron.core.distributed",
     "megatron.core.optimizer",
     "megatron.core.pipeline_parallel.schedules",

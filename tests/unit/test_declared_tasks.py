@@ -3,9 +3,9 @@
 import pytest
 
 from rltrain.data.experience import FIELDS
-from rltrain.hosting import ROLES
 from rltrain.tasks.declaration import Needs, RoleTasks, Task, parts_of
 from rltrain.tasks.roles import DECLARED, JOINT, TRANSFERS, all_tasks, informing, model_tasks, needs_of
+from rltrain.trainer import ROLES
 from tests.unit.schedule_configs import GRPO, PPO, order_of
 
 RUNS = {

@@ -341,7 +341,7 @@ def test_code_in_a_checkpoint_is_refused_and_not_run(file: str, copy: Path, tmp_
     assert not victim.exists()
 
 
-@pytest.mark.parametrize("module", ["os", "posix", "subprocess", "importlib", "builtins", "sys", "rltrain.job"])
+@pytest.mark.parametrize("module", ["os", "posix", "subprocess", "importlib", "builtins", "sys", "rltrain.trainer"])
 def test_only_packages_of_known_data_may_be_named(module: str, tmp_path: Path) -> None:
     (tmp_path / "pickle").write_bytes(b"c" + module.encode() + b"\nsystem\n(S'true'\ntR.")
     with pytest.raises(CheckpointError, match=f"{module}.system"):

@@ -23,13 +23,13 @@ from rltrain.checkpoint.run_folder import CheckpointFolder, Resumed, name_of
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config, MemoryCheckpoints, Timeouts
 from rltrain.errors import CheckpointError
-from rltrain.job import where_to_begin
 from rltrain.observability.run_logs import ID_FILE
 from rltrain.roles.resuming import HeldCheckpoints, find_checkpoint
 from rltrain.runtime.job_store import JobStore
 from rltrain.runtime.machine import launcher, process_here, this_process
 from rltrain.runtime.placement import placement_of
 from rltrain.runtime.world import World
+from rltrain.trainer import where_to_begin
 from tests.model_shards import tiny_architecture
 from tests.unit.shared_store import Jobs, open_store
 

@@ -12,7 +12,7 @@ PROGRAM = """
 import sys, torch
 torch.cuda.is_available = lambda: {has_gpu}
 compiled = torch.compile
-import rltrain.job, rltrain.training.megatron.backend
+import rltrain.trainer, rltrain.training.megatron.backend
 print("torch._inductor.compile_fx" in sys.modules, torch.compile is compiled)
 """
 

@@ -22,7 +22,6 @@ from rltrain.checkpoint.run_writer import Written
 from rltrain.data.experience import Experience
 from rltrain.exchange.exchange import Exchange, Route, Shipment
 from rltrain.exchange.transport import Transport
-from rltrain.job import listen_for_stop
 from rltrain.planning.validation_schedule import check_schedule
 from rltrain.reshard.agreement import Agreement
 from rltrain.reshard.plan import TRANSFER
@@ -41,7 +40,7 @@ from rltrain.schedule.order import WEIGHT_SYNC
 from rltrain.schedule.replay import check
 from rltrain.schedule.steps import build_order
 from rltrain.tasks.roles import TRANSFERS
-from rltrain.trainer import Trainer
+from rltrain.trainer import Trainer, listen_for_stop
 
 NOTHING = streams(np.zeros(0, TRANSFER), np.zeros(0, np.uint8))
 NOTHING_EXCHANGED = tuple(StageStreams(kind, NOTHING, NOTHING, NOTHING, np.zeros(0, int)) for kind in STAGES)
