@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any
 from rltrain.errors import UserError
 
 if TYPE_CHECKING:
-    from rltrain.interface import Config, dry_run, run
+    from rltrain.cli.interface import Config, dry_run, run
     from rltrain.runtime.placement import Placement
 
 __all__ = ["Config", "Placement", "UserError", "dry_run", "run"]
 
 _WHERE = {
-    "Config": "rltrain.interface",
+    "Config": "rltrain.cli.interface",
     "Placement": "rltrain.runtime.placement",
-    "run": "rltrain.interface",
+    "run": "rltrain.cli.interface",
 }
 """Names that are imported when they are asked for. `dry_run` is the package of that name, which can be called."""
 

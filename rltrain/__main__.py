@@ -5,6 +5,6 @@ import sys
 if sys.version_info < (3, 11):  # noqa: UP036 - from a checkout it is started by any Python
     sys.exit(f"rltrain needs Python 3.11 or newer; {sys.executable} is {sys.version.split()[0]}")
 
-from rltrain.commands.main import main
+from rltrain.cli.main import main
 
 sys.exit(main())

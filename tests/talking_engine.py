@@ -10,6 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from rltrain.cli.serve import draw_turns
 from rltrain.data.tokenizer import TextDecoder
 from rltrain.endpoint.app import EndpointServer, EndpointSettings
 from rltrain.endpoint.engine_feed import EngineFeed, EngineMailbox
@@ -18,7 +19,6 @@ from rltrain.endpoint.requests import Limits, Policy, SamplingRules
 from rltrain.endpoint.session import Session
 from rltrain.rollout.engine import Engine, SamplingParams, check_samples, response_limit, served_version
 from rltrain.rollout.sample import Sample, Status
-from rltrain.serving.command import draw_turns
 
 END, OTHER_END = "<|im_end|>", "<|endoftext|>"
 CHATML = (

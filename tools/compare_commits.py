@@ -43,7 +43,7 @@ module, name, config, world_size = sys.argv[1:]
 kind, made = getattr(importlib.import_module(module), name), []
 begin = kind.__init__
 kind.__init__ = lambda self, *args, **kwargs: (begin(self, *args, **kwargs), made.append(self))[0]
-from rltrain.commands.main import main
+from rltrain.cli.main import main
 with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
     main(["dry-run", "--config", config, "--world-size", world_size])
 print(json.dumps([order.digest() for order in made]))

@@ -13,7 +13,7 @@ tools/convert_checkpoint.py ...` splits the work over N processes. Exit status: 
 import signal
 import sys
 
-from rltrain.tools.convert_command import main
+from rltrain.cli.convert import main
 
 if __name__ == "__main__":
     # torchrun's, where another process failed: raised as an error, so that what was begun is deleted.

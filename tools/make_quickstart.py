@@ -2,7 +2,7 @@
 
 import sys
 
-from rltrain.tools.quickstart.additions import main
+from rltrain.cli.quickstart import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -18,10 +18,10 @@ import random
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from rltrain.cli.quickstart import EOS, PAD, character_tokenizer
+from rltrain.cli.tiny_model import Size, SpecialTokens, write_checkpoint
 from rltrain.environments.guess_number import GuessNumber
 from rltrain.environments.interface import Action
-from rltrain.tools.quickstart.additions import EOS, PAD, character_tokenizer
-from rltrain.tools.quickstart.tiny_model import Size, SpecialTokens, write_checkpoint
 
 SMALLEST, LARGEST = 0, 9
 PROMPT = f"{SMALLEST},{LARGEST}="

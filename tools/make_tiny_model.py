@@ -5,7 +5,7 @@ python tools/make_tiny_model.py --output DIR --corpus FILE.jsonl --vocab 1024 --
 
 import sys
 
-from rltrain.tools.quickstart.tiny_model import main
+from rltrain.cli.tiny_model import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -17,20 +17,23 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from rltrain.config import schema
-from rltrain.errors import UserError
-from rltrain.models import read_architecture
-from rltrain.system.devices import device_named
-from rltrain.tools.parity.comparison import (
+from rltrain.cli.parity import (
     THRESHOLDS,
+    Checked,
     Difference,
     LogprobDifference,
+    Run,
     differences,
     first_beyond,
     logprob_difference,
+    random_samples,
+    read_samples,
+    stages,
 )
-from rltrain.tools.parity.samples import random_samples, read_samples
-from rltrain.tools.parity.states import Checked, Run, stages
+from rltrain.cli.serve import device_named
+from rltrain.config import schema
+from rltrain.errors import UserError
+from rltrain.models import read_architecture
 
 TRAINER, SHARDED, ENGINE, TRANSFORMERS = "trainer", "sharded trainer", "engine", "transformers"
 
@@ -85,13 +88,13 @@ def compare(arguments: argparse.Namespace, console: Console) -> bool:
 def _run_of(name: str) -> Run:
     """Imported when it is run: Megatron and transformers take seconds to load."""
     if name == TRAINER:
-        from rltrain.tools.parity.trainer_side import run_trainer as run
+        from rltrain.cli.parity import run_trainer as run
     elif name == SHARDED:
-        from rltrain.tools.parity.sharded_side import run_sharded as run
+        from rltrain.cli.parity import run_sharded as run
     elif name == ENGINE:
-        from rltrain.tools.parity.engine_side import run_engine as run
+        from rltrain.cli.parity import run_engine as run
     else:
-        from rltrain.tools.parity.transformers_side import run_transformers as run
+        from rltrain.cli.parity import run_transformers as run
     return run
 
 

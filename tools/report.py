@@ -2,8 +2,8 @@
 
 import sys
 
-from rltrain.tools.report.command import main
-from rltrain.tools.report.command import report as report
+from rltrain.cli.report import main
+from rltrain.cli.report import report as report
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -8,12 +8,8 @@ import torch.distributed as dist
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
+from rltrain.cli.parity import Checked, logprob_difference, random_samples, run_engine, run_trainer
 from rltrain.config import schema
-from rltrain.tools.parity.comparison import logprob_difference
-from rltrain.tools.parity.engine_side import run_engine
-from rltrain.tools.parity.samples import random_samples
-from rltrain.tools.parity.states import Checked
-from rltrain.tools.parity.trainer_side import run_trainer
 from tests.distributed import family_checkpoints
 from tests.distributed.tiny_checkpoints import VOCAB_SIZE
 from tools.parity import compare, parser

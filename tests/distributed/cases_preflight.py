@@ -23,7 +23,7 @@ def disturb() -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    from rltrain.command import main
+    from rltrain.cli.train import main
 
     disturb()
     sys.exit(main(sys.argv[1:]))

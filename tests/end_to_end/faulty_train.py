@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from rltrain.command import main
+from rltrain.cli.train import main
 from rltrain.trainer import Trainer
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from rltrain import trainer as job
 from rltrain.checkpoint import run_writer
 from rltrain.checkpoint.run_folder import CheckpointFolder, name_of
-from rltrain.command import begin_as_rank, main
+from rltrain.cli.train import begin_as_rank, main
 from rltrain.trainer import Trainer
 from tests.end_to_end.host_job import JOINS_WITHIN_S
 

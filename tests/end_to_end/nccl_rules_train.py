@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from rltrain.command import main
+from rltrain.cli.train import main
 from rltrain.reshard import execute
 from rltrain.rollout.embedded import engine
 from rltrain.rollout.embedded.decoder import Record

@@ -11,7 +11,7 @@ import sys
 import torch
 
 from rltrain import trainer
-from rltrain.command import main
+from rltrain.cli.train import main
 from rltrain.roles.role import Role
 from rltrain.tasks.declaration import RoleTasks, Task
 from rltrain.tasks.roles import DECLARED, TRANSFERS

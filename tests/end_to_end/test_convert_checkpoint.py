@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rltrain.tools.convert_command import main
+from rltrain.cli.convert import main
 from tests.converted_checkpoints import make_checkpoint, stored_tensors
 from tests.forked.popen import FORKED_ENVIRONMENT, REPOSITORY, SETTING, Popen, run
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rltrain.cli.convert import main as convert
 from rltrain.config.loader import load_config
 from rltrain.models import read_architecture
 from rltrain.models.checkpoint_model import role_architectures
@@ -16,7 +17,6 @@ from rltrain.planning.planned import plan_job
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import resolve_placement
-from rltrain.tools.convert_command import main as convert
 from tests.converted_checkpoints import stored_tensors
 from tests.end_to_end.jobs import REPOSITORY, column, run, train
 from tests.tolerances import EPS_OF_ACTOR, near

@@ -11,7 +11,7 @@ import pytest
 
 from rltrain.checkpoint.run_files import read_manifest
 from rltrain.checkpoint.run_folder import RUN_FILE
-from rltrain.tools.convert_command import main as convert
+from rltrain.cli.convert import main as convert
 from tests.end_to_end.jobs import REPOSITORY, column, run, sample_ids, train
 from tests.end_to_end.test_fp8_rollouts import FP8
 from tests.tolerances import EPS_OF_ACTOR, EPS_OF_CRITIC, near

@@ -35,7 +35,7 @@ PRELOADED = (
     "megatron.core.distributed",
     "megatron.core.optimizer",
     "megatron.core.pipeline_parallel.schedules",
-    "rltrain.tools.convert_command",
+    "rltrain.cli.convert",
     "rltrain.planning.description",
     "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
     "torch.distributed.elastic.rendezvous.static_tcp_rendezvous",

@@ -12,7 +12,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from rltrain.checkpoint.run_folder import way_on
-from rltrain.commands.agent import RANK_MODULE, main
+from rltrain.cli.ranks import RANK_MODULE, main
 from rltrain.config.schema import Config
 
 CONFIG = """\

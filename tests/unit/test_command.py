@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.command import EXIT_USER_ERROR, main
-from rltrain.evaluating.command import main as evaluate
+from rltrain.cli.evaluate import main as evaluate
+from rltrain.cli.train import EXIT_USER_ERROR, main
 from rltrain.planning import description
 from rltrain.planning.options import DryRunOptions
 
@@ -49,7 +49,7 @@ def test_a_rank_that_refuses_its_call_leaves_the_reason_for_torchrun(
     tmp_path: Path,
 ) -> None:
     """One of a node's ranks says it on the screen."""
-    monkeypatch.setattr("rltrain.evaluating.command.begin_as_rank", lambda: None)
+    monkeypatch.setattr("rltrain.cli.evaluate.begin_as_rank", lambda: None)
     for rank in range(2):
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("LOCAL_RANK", str(rank))

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import rltrain.cli.train
-from rltrain.commands.completion import script
-from rltrain.commands.main import SUBCOMMANDS, main
-from rltrain.commands.ranks import possible_worlds, torchrun_command, torchrun_options, wants_ranks
+from rltrain.cli.completion import script
+from rltrain.cli.main import SUBCOMMANDS, main
+from rltrain.cli.ranks import possible_worlds, torchrun_command, torchrun_options, wants_ranks
 from rltrain.config import json_schema
 from rltrain.config.explain import all_keys
 from rltrain.config.schema import Config
@@ -82,8 +82,8 @@ def test_plainly_started_training_is_one_rank_under_torchrun(monkeypatch: pytest
     arguments = ["--config", "c.yaml", "steps=3"]
     assert wants_ranks(arguments) and not wants_ranks([*arguments, "--dry-run"])
     started = torchrun_command("train", arguments)
-    assert started[:4] == [sys.executable, "-m", "rltrain.commands.agent", "--standalone"]
-    assert started[4:] == ["--nproc-per-node=1", "-m", "rltrain.commands.main", "train", *arguments]
+    assert started[:4] == [sys.executable, "-m", "rltrain.cli.ranks", "--standalone"]
+    assert started[4:] == ["--nproc-per-node=1", "-m", "rltrain.cli.main", "train", *arguments]
     several = torchrun_command("evaluate", ["--nproc-per-node", "8", "--nnodes=2", "--node-rank", "1", "a.b=c"])
     assert several[3:6] == ["--nproc-per-node=8", "--nnodes=2", "--node-rank=1"] and several[-1] == "a.b=c"
     monkeypatch.setenv("RANK", "0")
@@ -179,7 +179,7 @@ def test_a_wrong_call_is_one_line_too(
 
 def test_what_is_refused_is_refused_without_torch() -> None:
     arguments = ["train", "--nproc-per-node=4", *QUICKSTART, "schedule.sync_every=2"]
-    program = f"import sys; from rltrain.commands.main import main; print(main({arguments}), 'torch' in sys.modules)"
+    program = f"import sys; from rltrain.cli.main import main; print(main({arguments}), 'torch' in sys.modules)"
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True

@@ -19,9 +19,9 @@ from torch import Tensor
 from rltrain.checkpoint.conversion import convert_to_hf, open_source
 from rltrain.checkpoint.durable_file import DurableFile
 from rltrain.checkpoint.sources import HfSource, Processes
+from rltrain.cli.convert import main
 from rltrain.errors import CheckpointError
 from rltrain.models import read_architecture
-from rltrain.tools.convert_command import main
 from tests.converted_checkpoints import make_checkpoint
 from tests.megatron_checkpoints import write_megatron
 

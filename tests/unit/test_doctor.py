@@ -15,11 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packaging.requirements import Requirement
 
-from rltrain.doctor import command, installed, limits, storage
-from rltrain.doctor.finding import FINE, WRONG, Finding, has_fault
-from rltrain.doctor.links import Link, rounds_of_pairs
-from rltrain.doctor.report import merged, of_clocks, of_links, of_storage
-from rltrain.doctor.storage import Storage, try_storage
+from rltrain.cli import doctor, doctor_job
+from rltrain.cli.doctor import FINE, WRONG, Finding, has_fault
+from rltrain.cli.doctor_job import Link, Storage, merged, of_clocks, of_links, of_storage, rounds_of_pairs, try_storage
 from rltrain.runtime.nodes import Compared, Difference, NodeBoard, Spoken, compare_nodes
 from rltrain.runtime.world import World
 from tests.unit.shared_store import on_ranks, open_store
@@ -35,12 +33,12 @@ def world_of(node: int, num_nodes: int, store: dist.Store, timeout_s: float = 10
 
 
 def test_it_tells_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(limits, "LEAST_SHARED_GB", 0)
-    assert command.main([]) == 0
+    monkeypatch.setattr(doctor, "LEAST_SHARED_GB", 0)
+    assert doctor.main([]) == 0
     told = capsys.readouterr().out
     assert "megatron-core" in told and "Megatron's own: " in told and "open files" in told
-    monkeypatch.setattr(installed, "NEEDED", ("torch", "no-such-package"))
-    assert command.main(["--sglang-python", "/nowhere/python"]) == 1
+    monkeypatch.setattr(doctor, "NEEDED", ("torch", "no-such-package"))
+    assert doctor.main(["--sglang-python", "/nowhere/python"]) == 1
     told = capsys.readouterr().out
     assert "MISSING no-such-package" in told and "/nowhere/python" in told and "pip install -e ." in told
 
@@ -59,13 +57,13 @@ def test_it_needs_no_package(asked: list[str]) -> None:
         check=False,
     )
     assert done.returncode == 1 and not done.stderr
-    assert all(f"MISSING {name}" in done.stdout for name in installed.NEEDED)
+    assert all(f"MISSING {name}" in done.stdout for name in doctor.NEEDED)
     assert "open files" in done.stdout and "bash launch/quickstart.sh" in done.stdout.splitlines()[-1]
 
 
 def test_it_asks_for_all_dependencies() -> None:
     texts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["dependencies"]
-    assert [Requirement(text).name for text in texts] == [*installed.NEEDED]
+    assert [Requirement(text).name for text in texts] == [*doctor.NEEDED]
 
 
 def test_a_torch_that_cannot_be_imported_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,19 +73,19 @@ def test_a_torch_that_cannot_be_imported_is_a_fault(monkeypatch: pytest.MonkeyPa
                 raise ImportError("libcudart.so.13: cannot open shared object file")
 
     monkeypatch.delitem(sys.modules, "torch")
-    monkeypatch.setattr(installed.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
-    told = next(finding for finding in installed.what_is_installed() if finding.what == "GPUs")
+    told = next(finding for finding in doctor.what_is_installed() if finding.what == "GPUs")
     assert told.state == WRONG and "libcudart.so.13" in told.detail
 
 
 def test_limits_that_are_too_low_are_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "ulimit -n (up to 4000" in limits.open_files(1024, 4000).detail
-    assert limits.open_files(resource.RLIM_INFINITY, resource.RLIM_INFINITY).state == FINE
-    assert "unlimited" in limits.locked_memory(2**23).detail
-    assert limits.room("disk", tmp_path / "none", 1).state == WRONG
-    monkeypatch.setattr(limits, "free_bytes", lambda _: 64 << 20)
-    told = [finding for finding in limits.what_is_allowed([tmp_path]) if finding.what.startswith(("shared", "disk"))]
+    assert "ulimit -n (up to 4000" in doctor.open_files(1024, 4000).detail
+    assert doctor.open_files(resource.RLIM_INFINITY, resource.RLIM_INFINITY).state == FINE
+    assert "unlimited" in doctor.locked_memory(2**23).detail
+    assert doctor.room("disk", tmp_path / "none", 1).state == WRONG
+    monkeypatch.setattr(doctor, "free_bytes", lambda _: 64 << 20)
+    told = [finding for finding in doctor.what_is_allowed([tmp_path]) if finding.what.startswith(("shared", "disk"))]
     assert len(told) == 3 and all("0.0671 GB free" in finding.detail for finding in told)
     assert "--shm-size" in told[0].detail and has_fault(told)
 
@@ -145,7 +143,7 @@ def test_clocks_apart_are_a_fault() -> None:
 
 
 def test_a_folder_that_nodes_do_not_share_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "VISIBLE_WITHIN_S", 0.3)
+    monkeypatch.setattr(doctor_job, "VISIBLE_WITHIN_S", 0.3)
     folders = [tmp_path / "shared", tmp_path / "shared", tmp_path / "own"]
     for folder in folders:
         folder.mkdir(exist_ok=True)

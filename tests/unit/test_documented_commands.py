@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from rltrain.command import OF_EVERY_CALL
-from rltrain.commands.main import SUBCOMMANDS
-from rltrain.commands.ranks import torchrun_command
+from rltrain.cli.main import SUBCOMMANDS
+from rltrain.cli.ranks import torchrun_command
+from rltrain.cli.train import OF_EVERY_CALL
 from rltrain.config.loader import load_config
 from rltrain.errors import UserError
 from rltrain.planning.description import describe_job
@@ -267,7 +267,7 @@ def check(command: Command, parse: Any, monkeypatch: pytest.MonkeyPatch, folder:
         elif program == "python" and rest[0] == "-m":
             assert importlib.util.find_spec(rest[1]), rest[1]
         elif program == "sbatch":
-            main = importlib.import_module("rltrain.command").main
+            main = importlib.import_module("rltrain.cli.train").main
             check_config(parse(main, script_and_rest(rest)[1]), command, folder)
         elif program == "bash":
             check_shell_script(*script_and_rest(rest), parse, monkeypatch)

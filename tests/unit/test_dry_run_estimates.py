@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from rltrain.cli.tiny_model import Size, qwen3_config
 from rltrain.errors import ConfigError
 from rltrain.planning.description import describe_job
 from rltrain.planning.hardware import GPUS
 from rltrain.planning.options import DryRunOptions
 from rltrain.planning.sizes import seconds, size, sizes
-from rltrain.tools.quickstart.tiny_model import Size, qwen3_config
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 MOST_LINES = 135

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from rltrain.cli.tiny_model import Size, qwen3_config
 from rltrain.errors import ConfigError, DataError
 from rltrain.observability.run_logs import write_job
 from rltrain.planning.hardware import GPUS, group_link
@@ -21,7 +22,6 @@ from rltrain.planning.task_time import (
     generation,
     weights_read,
 )
-from rltrain.tools.quickstart.tiny_model import Size, qwen3_config
 from rltrain.training import packed_attention
 from tests.unit.test_estimated_memory import anything, job_of
 from tools.benchmarks.model_shapes import qwen3_8b, qwen3_30b_a3b

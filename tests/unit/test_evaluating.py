@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from rltrain.cli.evaluate import evaluation_overrides, main
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
 from rltrain.data.hub import repositories_of
 from rltrain.errors import CheckpointError
-from rltrain.evaluating.command import main
-from rltrain.evaluating.overrides import evaluation_overrides
 from rltrain.observability.evaluations import EvaluationTable
 from rltrain.planning.validation import check_config
 from tests.unit.schedule_configs import make_config

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from rltrain.checkpoint.hf_reader import HfFolder, further_layers
 from rltrain.checkpoint.peft_files import load_adapters
 from rltrain.checkpoint.sources import HfSource
+from rltrain.cli.serve import parser, serve
 from rltrain.config.models import Lora
 from rltrain.data.tokenizer import end_token_ids
 from rltrain.errors import CheckpointError, UserError
@@ -28,7 +29,6 @@ from rltrain.models.unlisted import read_unlisted
 from rltrain.reshard.fsdp_layout import fsdp_layout
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.json_text import MOST_NESTED, parse_json, parse_json_at
-from rltrain.serving.command import parser, serve
 from tests.mutations import mutated_json
 
 CONFIG = {

@@ -14,9 +14,9 @@ import pytest
 
 import rltrain
 from rltrain import Config, Placement, UserError, dry_run, run
+from rltrain.cli.interface import read_config
 from rltrain.config.loader import load_config
 from rltrain.errors import ConfigError, PlacementError
-from rltrain.interface import read_config
 from rltrain.rewards.locating import locate
 from tests.unit import user_rewards
 
@@ -74,7 +74,7 @@ def test_functions_and_classes_are_found_again_by_the_names_that_they_get() -> N
 def test_a_function_of_a_script_has_the_file_in_its_name(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import beside\nfrom rltrain.config.python_values import name_of\n"
+        "import beside\nfrom rltrain.cli.interface import name_of\n"
         "def mine(prompt, response, label): return 1.0\n"
         "print(name_of(mine, 'reward'), name_of(beside.other, 'reward'))\n"
     )
@@ -138,7 +138,7 @@ def test_run_without_torchrun_starts_one_rank_and_ends_with_its_status(
         """A job that gets Ctrl-C, and ends after that."""
 
         def __init__(self, command: list[str], env: dict[str, str]) -> None:
-            assert command[1:3] == ["-m", "rltrain.commands.agent"] and "--nproc-per-node=1" in command
+            assert command[1:3] == ["-m", "rltrain.cli.ranks"] and "--nproc-per-node=1" in command
             assert env["PYTHONPATH"].split(os.pathsep)[0] == str(tmp_path)
             started.append(read_config(command[-1]))
             self.waits = iter((KeyboardInterrupt, status))

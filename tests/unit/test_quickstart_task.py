@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rltrain.tools.quickstart import additions as make_quickstart
-from rltrain.tools.quickstart.tiny_model import Size, qwen3_weights
+from rltrain.cli import quickstart as make_quickstart
+from rltrain.cli.tiny_model import Size, qwen3_weights
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 

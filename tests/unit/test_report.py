@@ -14,14 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from rltrain.cli import report_page, report_run
+from rltrain.cli.report_page import COLOURS, MAX_RANKS, NUM_TASK_COLOURS, colours_of, timeline
+from rltrain.cli.report_run import documentation, facts, number, sections, thinned
 from rltrain.errors import DataError
 from rltrain.observability.names import METRICS
 from rltrain.observability.trace import Trace
 from rltrain.tasks.roles import kinds_of_tasks
-from rltrain.tools.report import occupation, page, run_folder
-from rltrain.tools.report.curves import documentation, sections, thinned
-from rltrain.tools.report.facts import facts, number
-from rltrain.tools.report.timeline import COLOURS, MAX_RANKS, NUM_TASK_COLOURS, colours_of, timeline
 from tests.forked.popen import PYTHON_PATH
 from tests.run_folders import HOSTED, HOSTILE, RankLog, write_metrics, write_run, write_samples, write_traces
 from tools.report import report
@@ -30,12 +29,12 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> run_folder.Run:
-    return run_folder.read_run(write_run(tmp_path_factory.mktemp("runs") / "a <b>run</b>", num_steps=20))
+def run(tmp_path_factory: pytest.TempPathFactory) -> report_run.Run:
+    return report_run.read_run(write_run(tmp_path_factory.mktemp("runs") / "a <b>run</b>", num_steps=20))
 
 
 class TestReading:
-    def test_a_whole_run(self, run: run_folder.Run) -> None:
+    def test_a_whole_run(self, run: report_run.Run) -> None:
         assert [record["step"] for record in run.records] == list(range(20))
         assert len(run.samples) == 80
         assert {rank.rank: rank.roles for rank in run.ranks} == HOSTED
@@ -48,29 +47,29 @@ class TestReading:
             of_rank = [{"set": "hard", "step": step, "response": str(rank)} for step in (0, 1)]
             lines = "".join(json.dumps(sample) + "\n" for sample in of_rank)
             (tmp_path / f"evaluation_samples/rank{rank}.jsonl").write_text(lines)
-        samples = run_folder.read_run(tmp_path).samples
+        samples = report_run.read_run(tmp_path).samples
         assert [(sample["step"], sample.get("set")) for sample in samples] == [
             *[(0, None), (0, "hard"), (0, "hard"), (1, None), (1, "hard"), (1, "hard")]
         ]
-        assert page.shortened(samples[1])["set"] == "hard"
+        assert report_page.shortened(samples[1])["set"] == "hard"
 
     @pytest.mark.parametrize("write", [write_metrics, write_traces, write_samples])
     def test_any_file_alone_is_enough(self, tmp_path: Path, write: Any) -> None:
         write(tmp_path, 3)
-        found = run_folder.read_run(tmp_path)
+        found = report_run.read_run(tmp_path)
         assert len(found.notes) == 2
         assert sum(map(bool, (found.records, found.ranks, found.samples))) == 1
 
     def test_a_folder_without_any_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(DataError, match="nothing to report: expected the output_dir of a run"):
-            run_folder.read_run(tmp_path)
+            report_run.read_run(tmp_path)
 
     def test_a_line_torn_by_a_kill_is_left_out_and_said(self, tmp_path: Path) -> None:
         write_run(tmp_path, num_steps=4)
         for name in ("metrics.jsonl", "samples.jsonl", "trace/rank2.json"):
             path = tmp_path / name
             path.write_text(path.read_text().rstrip("\n]")[:-9])
-        found = run_folder.read_run(tmp_path)
+        found = report_run.read_run(tmp_path)
         assert len(found.records) == 3 and len(found.samples) == 15 and len(found.ranks) == 4
         assert [note.split(":")[0] for note in found.notes] == ["metrics.jsonl", "samples.jsonl", "rank2.json"]
 
@@ -78,14 +77,14 @@ class TestReading:
         written = [
             {"step": step, "start": start} for start, steps in ((0, range(5)), (1, range(3, 7))) for step in steps
         ]
-        kept = run_folder.one_record_per_step([*written, {"step": None}])
+        kept = report_run.one_record_per_step([*written, {"step": None}])
         assert [(record["step"], record["start"]) for record in kept] == [
             (0, 0), (1, 0), (2, 0), (3, 1), (4, 1), (5, 1), (6, 1),
         ]  # fmt: skip
 
     def test_an_evaluation_that_came_later_stands_at_its_step(self) -> None:
         written = [{"step": step, "time_s": step, "loss": 1.0} for step in range(3)]
-        kept = run_folder.one_record_per_step([*written, {"step": 0, "time_s": 9.0, "eval/score": 0.5}])
+        kept = report_run.one_record_per_step([*written, {"step": 0, "time_s": 9.0, "eval/score": 0.5}])
         assert kept == [{**written[0], "eval/score": 0.5}, *written[1:]]
 
     def test_a_trace_of_an_earlier_run_in_the_folder_is_left_out(self, tmp_path: Path) -> None:
@@ -94,7 +93,7 @@ class TestReading:
         for i in range(len(old.lines)):
             old.lines[i] = json.dumps({**json.loads(old.lines[i]), "ts": 1.0})
         old.write()
-        found = run_folder.read_run(tmp_path)
+        found = report_run.read_run(tmp_path)
         assert [rank.rank for rank in found.ranks] == [0, 1, 2, 3]
         assert any("ranks 9 are of an earlier run" in note for note in found.notes)
 
@@ -103,7 +102,7 @@ class TestReading:
         log.event("B", "update", cat="task", args={"step": 3})
         log.span("part", "part", 2.0)
         log.write(closed=False)
-        (rank,) = run_folder.read_run(tmp_path).ranks
+        (rank,) = report_run.read_run(tmp_path).ranks
         assert [(s.name, s.depth, s.end_us - s.start_us, s.is_unfinished) for s in rank.spans] == [
             ("update", 0, 2e6, True),
             ("part", 1, 2e6, False),
@@ -115,17 +114,17 @@ class TestReading:
             pass
         trace.counter("running", 3)
         trace.close()
-        (rank,) = run_folder.read_run(tmp_path).ranks
+        (rank,) = report_run.read_run(tmp_path).ranks
         assert rank.roles == ("actor", "critic")
         assert [(s.name, s.category, s.depth, s.thread) for s in rank.spans] == [
-            ("update", "task", 0, run_folder.MAIN_THREAD),
-            ("scored", "wait", 1, run_folder.MAIN_THREAD),
+            ("update", "task", 0, report_run.MAIN_THREAD),
+            ("scored", "wait", 1, report_run.MAIN_THREAD),
         ]
         assert rank.spans[0].arguments == {"step": 1, "role": "actor"}
         assert [value for _, value in rank.counters["running"]] == [3.0]
 
-    def test_the_merged_trace_is_strict_json_with_every_event(self, run: run_folder.Run) -> None:
-        merged = json.loads(run_folder.merged_trace(run.ranks))["traceEvents"]
+    def test_the_merged_trace_is_strict_json_with_every_event(self, run: report_run.Run) -> None:
+        merged = json.loads(report_run.merged_trace(run.ranks))["traceEvents"]
         assert merged == [event for rank in run.ranks for event in rank.events]
 
 
@@ -144,9 +143,9 @@ PLAN = st.recursive(
 def play(log: RankLog, plan: tuple[str, str, Any], outer: str, seconds: list[str]) -> None:
     """Write `plan` to `log`, and for each of its seconds to `seconds` what role a does in it."""
     category, roles, rest = plan
-    purpose = {"wait": occupation.WAITING, "onload": occupation.MEMORY, "part": outer}.get(category)
+    purpose = {"wait": report_run.WAITING, "onload": report_run.MEMORY, "part": outer}.get(category)
     if purpose is None:
-        purpose = occupation.OWN if "a" in roles.split("+") else occupation.OTHER
+        purpose = report_run.OWN if "a" in roles.split("+") else report_run.OTHER
     log.event("B", "x", cat=category, args={"role": roles} if category == "task" else {})
     if isinstance(rest, int):
         seconds += [purpose] * rest
@@ -169,13 +168,13 @@ class TestOccupation:
         seconds: list[str] = []
         log.span("frame", "wait", 1.0)
         for plan in plans:
-            play(log, plan, occupation.IDLE, seconds)
+            play(log, plan, report_run.IDLE, seconds)
         log.span("frame", "wait", 1.0)
-        rank = run_folder.pair_events(0, [json.loads(line) for line in log.lines])
+        rank = report_run.pair_events(0, [json.loads(line) for line in log.lines])
         rank.roles = ("a", "b")
-        found = occupation.occupations([rank])[0].seconds
-        expected = {purpose: float(seconds.count(purpose)) for purpose in occupation.PURPOSES}
-        expected[occupation.WAITING] += 2.0
+        found = report_run.occupations([rank])[0].seconds
+        expected = {purpose: float(seconds.count(purpose)) for purpose in report_run.PURPOSES}
+        expected[report_run.WAITING] += 2.0
         assert found == pytest.approx(expected, abs=1e-3)
 
     def test_idle_is_waiting_and_nothing_over_all_ranks_of_the_role(self, tmp_path: Path) -> None:
@@ -185,7 +184,7 @@ class TestOccupation:
         idle.span("scored", "wait", 3.0)
         for log in (busy, idle):
             log.write()
-        (found,) = occupation.occupations(run_folder.read_run(tmp_path).ranks)
+        (found,) = report_run.occupations(report_run.read_run(tmp_path).ranks)
         assert found.ranks == (0, 1)
         assert found.idle_fraction == pytest.approx((3 + 3) / 16)
 
@@ -204,11 +203,11 @@ class TestOccupation:
         log.span("generate", "task", 1.0, role="rollout")
         log.event("E", "leaving", cat="part")
         log.write()
-        ranks = run_folder.read_run(tmp_path).ranks
-        assert occupation.task_seconds(ranks) == {"generate": pytest.approx(6.0), "weight_sync": pytest.approx(2.0)}
-        (rollout,) = occupation.occupations(ranks)
-        assert rollout.seconds[occupation.WAITING] == pytest.approx(100.0)
-        assert rollout.seconds[occupation.OWN] == pytest.approx(8.0)
+        ranks = report_run.read_run(tmp_path).ranks
+        assert report_run.task_seconds(ranks) == {"generate": pytest.approx(6.0), "weight_sync": pytest.approx(2.0)}
+        (rollout,) = report_run.occupations(ranks)
+        assert rollout.seconds[report_run.WAITING] == pytest.approx(100.0)
+        assert rollout.seconds[report_run.OWN] == pytest.approx(8.0)
 
 
 class TestCurves:
@@ -289,7 +288,7 @@ def test_numbers_are_short(value: float, unit: str, text: str) -> None:
 
 
 class TestTimeline:
-    def test_lanes_hold_spans_that_do_not_overlap(self, run: run_folder.Run) -> None:
+    def test_lanes_hold_spans_that_do_not_overlap(self, run: report_run.Run) -> None:
         drawn = timeline(run.ranks)
         assert drawn is not None and drawn.notes == []
         assert sum(len(lane.spans) for row in drawn.rows for lane in row.lanes) == sum(len(r.spans) for r in run.ranks)
@@ -308,7 +307,7 @@ class TestTimeline:
         log.span("the last groups", "wait", 1.0)
         log.event("E", "generate", cat="task")
         log.write()
-        drawn = timeline(run_folder.read_run(tmp_path).ranks)
+        drawn = timeline(report_run.read_run(tmp_path).ranks)
         assert drawn is not None
         assert [(lane.depth, lane.shades, [span.name for span in lane.spans]) for lane in drawn.rows[0].lanes] == [
             (0, False, ["samples", "generate"]),
@@ -317,7 +316,7 @@ class TestTimeline:
             (1, True, ["the others"]),
         ]
 
-    def test_a_page_that_would_be_too_large_lacks_short_spans_but_none_in_the_middle(self, run: run_folder.Run) -> None:
+    def test_a_page_that_would_be_too_large_lacks_short_spans_but_none_in_the_middle(self, run: report_run.Run) -> None:
         drawn = timeline(run.ranks, max_spans=100)
         assert drawn is not None and "only; trace.json has all of them" in drawn.notes[0]
         shown = {id(span) for row in drawn.rows for lane in row.lanes for span in lane.spans}
@@ -331,7 +330,7 @@ class TestTimeline:
         longest_missing = max(length for key, length in duration.items() if key not in shown)
         assert longest_missing < min(length for key, length in duration.items() if key in shown)
 
-    def test_many_ranks(self, run: run_folder.Run) -> None:
+    def test_many_ranks(self, run: report_run.Run) -> None:
         drawn = timeline(run.ranks[:1] * (MAX_RANKS + 1))
         assert drawn is not None and len(drawn.rows) == MAX_RANKS and drawn.notes
 
@@ -359,14 +358,14 @@ def page_colours(text: str) -> dict[str, str]:
     """By purpose of the time of ranks, what of the timeline has its colour, or nothing."""
     used = re.findall(r"\.purpose(\d) \{ background: var\(--(\w+)\); \}", text)
     kinds = {colour: kind for kind, colour in COLOURS.items()}
-    return {occupation.PURPOSES[int(number)]: kinds.get(f"--{colour}", "") for number, colour in used}
+    return {report_run.PURPOSES[int(number)]: kinds.get(f"--{colour}", "") for number, colour in used}
 
 
 @pytest.fixture(scope="module")
-def text(run: run_folder.Run) -> str:
+def text(run: report_run.Run) -> str:
     """The page of `run`."""
-    roles = occupation.occupations(run.ranks)
-    return page.render(run, facts(run, roles), roles, timeline(run.ranks), sections(run.records, run.ranks))
+    roles = report_run.occupations(run.ranks)
+    return report_page.render(run, facts(run, roles), roles, timeline(run.ranks), sections(run.records, run.ranks))
 
 
 class TestPage:
@@ -407,7 +406,9 @@ class TestPage:
         of_a_new_role = colours_of([*kinds.values(), "teacher logprobs"])
         assert of_a_new_role.keys() - COLOURS.keys() == {"teacher logprobs"}
         assert len({*of_a_new_role.values()}) == len(of_a_new_role)
-        light, dark = Path(page.__file__).with_name("page.css").read_text().split("@media (prefers-color-scheme: dark)")
+        light, dark = (
+            Path(report_page.__file__).with_name("page.css").read_text().split("@media (prefers-color-scheme: dark)")
+        )
         many = colours_of(map(str, range(NUM_TASK_COLOURS + 1)))
         assert many["0"] == many[str(NUM_TASK_COLOURS)]
         for colour in many.values():
@@ -421,26 +422,28 @@ class TestPage:
     @settings(max_examples=25)
     @given(st.recursive(st.none() | st.integers() | st.text(), lambda inner: st.lists(inner), max_leaves=5))
     def test_embedded_json_has_no_markup_and_says_the_same(self, value: Any) -> None:
-        text = page.embedded_json(value)
+        text = report_page.embedded_json(value)
         assert not set("<>&") & set(text)
         assert json.loads(text) == value
 
     def test_long_runs_show_samples_of_the_whole_run(self) -> None:
         samples = [{"step": step, "response": ""} for step in range(1000)]
-        chosen = [sample["step"] for sample in page.chosen_samples(samples, 50)]
+        chosen = [sample["step"] for sample in report_page.chosen_samples(samples, 50)]
         gaps = {after - before for before, after in zip(chosen, chosen[1:], strict=False)}
         assert chosen[0] == 0 and chosen[-1] == 999 and len(chosen) == 50 and gaps <= {20, 21}
 
     def test_long_texts_are_cut_and_messages_are_shown_as_json(self) -> None:
-        shown = page.shortened({"response": "x" * 9000, "prompt": [{"role": "user"}], "reward": None, "other": 1})
-        rendered = page.shortened({"prompt": "a", "rendered_prompt": "<user>" + "a" * 9000})["rendered_prompt"]
+        shown = report_page.shortened(
+            {"response": "x" * 9000, "prompt": [{"role": "user"}], "reward": None, "other": 1}
+        )
+        rendered = report_page.shortened({"prompt": "a", "rendered_prompt": "<user>" + "a" * 9000})["rendered_prompt"]
         assert rendered.startswith("<user>aa") and len(rendered) < 9000
         assert shown == {"response": "x" * 8000 + "… (1000 more characters)", "prompt": '[{"role": "user"}]'}
 
     def test_a_conversation_is_shown_turn_by_turn(self) -> None:
         said = {"message": {"role": "assistant", "content": "5"}, "reward": 0.5}
         turns = [{**said, "replies": [{"role": "user", "content": "higher"}]}, {**said, "replies": [], "reward": 0.0}]
-        shown = page.shortened({"response": "55", "turns": turns})
+        shown = report_page.shortened({"response": "55", "turns": turns})
         assert shown["turns"] == [("turn 1, reward 0.5", "5"), ("environment", "higher"), ("turn 2", "5")]
 
 

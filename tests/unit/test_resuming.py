@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from rltrain.checkpoint.run_files import MANIFEST_FILE, Contents, write_files
 from rltrain.checkpoint.run_folder import CheckpointFolder, Resumed, name_of
+from rltrain.cli.report_run import read_run
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config, Timeouts
 from rltrain.errors import CheckpointError, ConfigError
@@ -21,7 +22,6 @@ from rltrain.roles.resuming import check_resumed, claim_folders, find_checkpoint
 from rltrain.roles.role import SampleLog
 from rltrain.runtime.job_store import JobStore
 from rltrain.runtime.world import World
-from rltrain.tools.report.run_folder import read_run
 from tests.unit.held_lock import locked
 from tests.unit.shared_store import Jobs, open_store
 

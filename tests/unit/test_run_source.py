@@ -9,12 +9,12 @@ from torch import Tensor
 
 from rltrain.checkpoint.run_files import checksum
 from rltrain.checkpoint.run_folder import CheckpointFolder, name_of
+from rltrain.cli.convert import main
 from rltrain.config.loader import load_config
 from rltrain.models import read_architecture
 from rltrain.models.lora import PEFT_PREFIX, WEIGHT, A, B
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.runtime.grid import Grid
-from rltrain.tools.convert_command import main
 from tests.converted_checkpoints import make_checkpoint, stored_tensors
 from tests.state_files import save, whole_tensors
 

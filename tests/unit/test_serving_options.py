@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from rltrain.cli.serve import device_named, greeting, main, parser, sampling_of
 from rltrain.data.tokenizer import load_tokenizer
 from rltrain.endpoint.app import EndpointSettings
 from rltrain.endpoint.requests import Limits, SamplingRules
 from rltrain.errors import ConfigError
 from rltrain.rollout.engine import SamplingParams
-from rltrain.serving.command import greeting, main, parser, sampling_of
-from rltrain.system.devices import device_named
 from tests.talking_engine import byte_tokenizer
 
 WARMED_UP = Path(__file__).resolve().parents[1] / "warmed_up"

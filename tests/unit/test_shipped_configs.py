@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from rltrain.cli import quickstart
 from rltrain.config.loader import load_config
 from rltrain.planning.description import describe_job
 from rltrain.planning.options import SHIPPED, DryRunOptions, shipped_folder
 from rltrain.planning.validation import check_config
 from rltrain.runtime.placement import resolve_placement, role_grids
-from rltrain.tools.quickstart import additions
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").rglob("*.yaml"))
 HEADER = re.compile(r"^# world size: (\d+)$", re.MULTILINE)
@@ -66,7 +66,7 @@ def test_shipped_shapes_take_the_place_of_absent_folders_alone(tmp_path: Path, m
 @pytest.mark.parametrize(("name", "experts"), [("quickstart", 0), ("quickstart_moe", 8)])
 def test_the_quickstarts_shape_is_that_of_what_it_makes(name: str, experts: int, tmp_path: Path) -> None:
     rows = ["--train-rows", "1", "--eval-rows", "1", "--experts", str(experts)]
-    additions.main(["--output", str(tmp_path), *rows])
+    quickstart.main(["--output", str(tmp_path), *rows])
     shipped, made = (
         json.loads((folder / "config.json").read_text()) for folder in (SHIPPED / name, tmp_path / "model")
     )

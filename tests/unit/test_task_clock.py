@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rltrain.cli.report_run import read_run
 from rltrain.observability.reporter import RoleWork
 from rltrain.observability.trace import NullTrace, Trace
 from rltrain.roles.role import Operations
@@ -16,7 +17,6 @@ from rltrain.runtime.heartbeat import TaskClock, TaskTime
 from rltrain.runtime.job_store import JobStore, Waiter
 from rltrain.runtime.world import World
 from rltrain.schedule.order import Entry
-from rltrain.tools.report.run_folder import read_run
 from rltrain.trainer import Trainer
 
 

@@ -5,8 +5,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from rltrain.tools.report.picture import LABEL, WIDTH, picture
-from rltrain.tools.report.run_folder import MAIN_THREAD, RankTrace, Span
+from rltrain.cli.report_page import LABEL, WIDTH, picture
+from rltrain.cli.report_run import MAIN_THREAD, RankTrace, Span
 
 SVG = "{http://www.w3.org/2000/svg}"
 SECOND = 1e6

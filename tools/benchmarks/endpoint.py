@@ -23,6 +23,16 @@ from typing import Any
 import httpx
 import torch
 
+from rltrain.cli.serve import draw_turns
+from rltrain.cli.tiny_model import (
+    CHAT_TEMPLATE,
+    PAD,
+    TURN_END,
+    Size,
+    SpecialTokens,
+    byte_level_tokenizer,
+    write_checkpoint,
+)
 from rltrain.data.chat_format import ChatFormat
 from rltrain.data.tokenizer import TextDecoder, load_tokenizer
 from rltrain.endpoint.app import EndpointServer, EndpointSettings
@@ -33,16 +43,6 @@ from rltrain.rollout.embedded import EmbeddedEngine
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample
 from rltrain.runtime.machine import JobThread
-from rltrain.serving.command import draw_turns
-from rltrain.tools.quickstart.tiny_model import (
-    CHAT_TEMPLATE,
-    PAD,
-    TURN_END,
-    Size,
-    SpecialTokens,
-    byte_level_tokenizer,
-    write_checkpoint,
-)
 
 CONTEXT_TOKENS = 2048
 OBSERVATION = "The tool says: 42. Go on."

@@ -23,13 +23,16 @@ from typing import NamedTuple
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
 
+from rltrain.cli.report_run import (  # noqa: E402
+    Span,
+    own_seconds,  # noqa: E402
+    read_run,
+)
 from rltrain.config.loader import load_config  # noqa: E402
 from rltrain.runtime.placement import resolve_placement  # noqa: E402
 from rltrain.schedule.order import WEIGHT_SYNC, Entry, Order  # noqa: E402
 from rltrain.schedule.replay import timetable  # noqa: E402
 from rltrain.schedule.steps import build_order  # noqa: E402
-from rltrain.tools.report.occupation import own_seconds  # noqa: E402
-from rltrain.tools.report.run_folder import Span, read_run  # noqa: E402
 
 NUM_RANKS = 3
 WARM_UP_STEPS = 4

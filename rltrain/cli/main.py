@@ -7,15 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rltrain.commands.ranks import (
-    dry_run_options,
-    has_torchrun,
-    possible_worlds,
-    start_ranks,
-    torchrun_options,
-    wants_ranks,
-)
-from rltrain.doctor.installed import missing_packages, remedy
+from rltrain.cli.doctor import missing_packages, remedy
+from rltrain.cli.ranks import dry_run_options, has_torchrun, possible_worlds, start_ranks, torchrun_options, wants_ranks
 from rltrain.errors import UserError, one_of, typed
 
 EXIT_USER_ERROR = 2
@@ -35,21 +28,21 @@ class Subcommand:
 
 
 SUBCOMMANDS = {
-    "train": Subcommand("rltrain.command", "train a model: --config FILE [key=value ...]", starts_ranks="always"),
-    "dry-run": Subcommand("rltrain.command", "what a job would do, without a GPU: --config FILE", ("--dry-run",)),
+    "train": Subcommand("rltrain.cli.train", "train a model: --config FILE [key=value ...]", starts_ranks="always"),
+    "dry-run": Subcommand("rltrain.cli.train", "what a job would do, without a GPU: --config FILE", ("--dry-run",)),
     "import-config": Subcommand(
         "rltrain.import_config.command", "a config or launch script of another trainer as ours"
     ),
-    "convert": Subcommand("rltrain.tools.convert_command", "checkpoints between Hugging Face and Megatron"),
-    "evaluate": Subcommand("rltrain.evaluating.command", "evaluate a checkpoint", starts_ranks="always"),
-    "serve": Subcommand("rltrain.serving.command", "serve a checkpoint by HTTP"),
-    "report": Subcommand("rltrain.tools.report.command", "a page and a trace of what became of a run"),
+    "convert": Subcommand("rltrain.cli.convert", "checkpoints between Hugging Face and Megatron"),
+    "evaluate": Subcommand("rltrain.cli.evaluate", "evaluate a checkpoint", starts_ranks="always"),
+    "serve": Subcommand("rltrain.cli.serve", "serve a checkpoint by HTTP"),
+    "report": Subcommand("rltrain.cli.report", "a page and a trace of what became of a run"),
     "doctor": Subcommand(
-        "rltrain.doctor.command", "what machines have, lack and allow, and how they are linked", starts_ranks="if asked"
+        "rltrain.cli.doctor", "what machines have, lack and allow, and how they are linked", starts_ranks="if asked"
     ),
-    "make-quickstart": Subcommand("rltrain.tools.quickstart.additions", "a tiny model and its problems"),
+    "make-quickstart": Subcommand("rltrain.cli.quickstart", "a tiny model and its problems"),
     "schema": Subcommand("rltrain.config.json_schema", "the JSON schema of config files"),
-    "completion": Subcommand("rltrain.commands.completion", "completion for bash, zsh or fish"),
+    "completion": Subcommand("rltrain.cli.completion", "completion for bash, zsh or fish"),
 }
 
 

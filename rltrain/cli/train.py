@@ -16,6 +16,7 @@ from rltrain.runtime.machine import launcher, leave_for_launcher
 if TYPE_CHECKING:
     from rltrain.config.schema import Config
 
+
 EXIT_USER_ERROR = 2
 OF_EVERY_CALL = ("config", "dry_run", "overrides")
 OPTIONS = {"every_rank": "--ranks"}

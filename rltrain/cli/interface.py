@@ -9,10 +9,59 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from pydantic import BaseModel
+
 from rltrain.config import schema
 from rltrain.config.loader import Source, read_source, validated
-from rltrain.config.python_values import plain
-from rltrain.errors import UserError
+from rltrain.errors import ConfigError, UserError
+
+
+def plain(value: Any, key: str) -> Any:
+    """`value` of the dotted `key` without Python objects, down to its leaves. ConfigError for a function that has no
+    name by which another process finds it."""
+    if isinstance(value, Mapping):
+        return {name: plain(item, f"{key}.{name}" if key else str(name)) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item, f"{key}.{index}") for index, item in enumerate(value)]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if callable(value) and not isinstance(value, BaseModel):
+        return name_of(value, key)
+    return value
+
+
+def name_of(function: Callable[..., Any], key: str) -> str:
+    """ "module:function", or "file.py:function" where the file is the script itself or lies outside the working
+    directory. Workers find it by that name, in processes of their own."""
+    module_name, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    if module_name is None or name is None:
+        raise _refused(function, key, "it is an object without a name")
+    if name == "<lambda>":
+        raise _refused(function, key, "a lambda has no name")
+    if "<locals>" in name:
+        raise _refused(function, key, "it is defined inside another function")
+    module = sys.modules.get(module_name)
+    if getattr(module, name, None) is not function:
+        raise _refused(function, key, f"{module_name} has not this object under the name {name}")
+    file = getattr(module, "__file__", None)
+    if module_name == "__main__" and (file is None or not file.endswith(".py")):
+        raise _refused(function, key, "it is defined in no file")
+    if module_name == "__main__" or ("." not in module_name and not _is_found(module_name, file)):
+        return f"{Path(str(file)).resolve()}:{name}"
+    return f"{module_name}:{name}"
+
+
+def _is_found(module_name: str, file: str | None) -> bool:
+    """Whether a process that starts in this working directory imports the module by its name."""
+    return file is None or not file.endswith(".py") or Path(file).resolve().parent == Path.cwd()
+
+
+def _refused(function: object, key: str, reason: str) -> ConfigError:
+    return ConfigError(
+        f"{key}: got {function!r}, but {reason}; expected a function or class at the top level of a module, by whose "
+        'name other processes find it, or that name: "file.py:function" or "module:function"'
+    )
+
 
 MORE_RANKS = "run starts one rank; more are started by torchrun --nproc-per-node N FILE.py, where FILE.py calls run"
 RUNNING = "RLTRAIN_RUN"
@@ -62,7 +111,7 @@ def run(config: schema.Config | Callable[[], schema.Config]) -> None:
     if "RANK" not in os.environ:
         _run_on_one_rank(config() if callable(config) else config)
         return
-    from rltrain.command import begin_as_rank
+    from rltrain.cli.train import begin_as_rank
 
     begin_as_rank()
     from rltrain.trainer import run_config
@@ -76,16 +125,16 @@ def run(config: schema.Config | Callable[[], schema.Config]) -> None:
 
 def _run_on_one_rank(config: schema.Config) -> None:
     """Starts torchrun with one rank, and waits for its end."""
-    from rltrain.command import check_config_in
+    from rltrain.cli.train import check_config_in
 
     check_config_in(config, [(1, 1)], MORE_RANKS)
-    command = [sys.executable, "-m", "rltrain.commands.agent", "--standalone", "--nproc-per-node=1"]
+    command = [sys.executable, "-m", "rltrain.cli.ranks", "--standalone", "--nproc-per-node=1"]
     # The rank finds modules where this process does.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folder or os.getcwd() for folder in sys.path)}
     with TemporaryDirectory(prefix="rltrain_") as folder:
         path = Path(folder, "config.json")
         path.write_text(json.dumps(config.model_dump(mode="json", exclude_unset=True)))
-        status = _status_of(subprocess.Popen([*command, "-m", "rltrain.interface", str(path)], env=environment))
+        status = _status_of(subprocess.Popen([*command, "-m", "rltrain.cli.interface", str(path)], env=environment))
     if status:
         sys.exit(status)
 

@@ -22,8 +22,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models
 
+from rltrain.cli.tiny_model import Size, SpecialTokens, write_checkpoint
 from rltrain.errors import command_name
-from rltrain.tools.quickstart.tiny_model import Size, SpecialTokens, write_checkpoint
 
 SMALLEST, LARGEST = 100, 999
 HELD_OUT_SHARE = 10

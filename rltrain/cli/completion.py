@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from rltrain.commands.main import SUBCOMMANDS
+from rltrain.cli.main import SUBCOMMANDS
 from rltrain.config.explain import all_keys
 from rltrain.errors import command_name
 

@@ -1,0 +1,335 @@
+"""How far two models are apart at every stage, and where they part."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rltrain.checkpoint.hf import load_parameters
+from rltrain.config import schema
+from rltrain.errors import DataError
+from rltrain.models import Architecture, read_architecture
+from rltrain.models.table import EMBEDDING, FINAL_NORM, LOGITS, LOGPROBS, stages_of_layer
+from rltrain.rollout.embedded.kv_cache import CacheShape
+from rltrain.rollout.embedded.model import EngineModel
+from rltrain.rollout.embedded.parameters import TensorParallel, allocate_parameters
+from rltrain.rollout.embedded.slot_cache import SlotCache
+from rltrain.rollout.layout import engine_layout
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.placement import group_lists
+from rltrain.runtime.process_groups import ProcessGroups
+
+Samples = tuple[tuple[int, ...], ...]
+"""Token ids of each; two or more."""
+States = dict[str, Tensor]
+"""By stage, fp32 on the host, for the tokens of all samples, end to end: [tokens, values]. Log-probs are [tokens], of
+each token's follower, 0 at a sample's last."""
+Run = Callable[["Checked", Samples], States]
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A checkpoint, and how it is computed with: `model` has its folder and types."""
+
+    model: schema.Model
+    device: str
+
+    @property
+    def path(self) -> Path:
+        return Path(self.model.path)
+
+
+class Notes:
+    """What stages put out, call after call."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[Tensor]] = {}
+
+    def add(self, stage: str, hidden: Tensor | tuple[Tensor, ...]) -> None:
+        """[..., values]; of several tensors the first."""
+        values = hidden[0] if isinstance(hidden, tuple) else hidden
+        self._values.setdefault(stage, []).append(values.detach().flatten(0, -2).float().cpu().clone())
+
+    def states(self) -> States:
+        return {stage: torch.cat(values) for stage, values in self._values.items()}
+
+
+def stages(num_layers: int) -> list[str]:
+    """In the order of a forward pass."""
+    of_layers = [stage for index in range(num_layers) for stage in stages_of_layer(index)]
+    return [EMBEDDING, *of_layers, FINAL_NORM, LOGITS, LOGPROBS]
+
+
+def next_token_logprobs(logits: Tensor, samples: Samples) -> Tensor:
+    """[tokens] from logits [tokens, vocabulary] of all samples."""
+    parts = []
+    for of_sample, tokens in zip(logits.split([len(sample) for sample in samples]), samples, strict=True):
+        labels = of_sample.new_tensor(tokens[1:]).long()[:, None]
+        parts += [of_sample[:-1].log_softmax(-1).gather(1, labels)[:, 0], of_sample.new_zeros(1)]
+    return torch.cat(parts)
+
+
+THRESHOLDS = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
+"""By model.dtype: relative differences that nothing but rounding stays below in models of usual depth."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    stage: str
+    relative: float
+    """Norm of the difference over that of the first model's values; not finite where either has values that are not."""
+    largest: float
+    token: int
+    """Where the largest is, counted over all samples end to end."""
+
+
+@dataclass(frozen=True)
+class LogprobDifference:
+    """Of tokens given those before them."""
+
+    mean: float
+    largest: float
+    kl: float
+    """Estimated of the second model from the first, as checks.max_kl has it, if the second drew the tokens."""
+
+
+def differences(first: States, second: States, stages: Sequence[str]) -> list[Difference]:
+    """In the order of `stages`, of those that both have."""
+    return [_difference(stage, first[stage], second[stage]) for stage in stages if stage in first and stage in second]
+
+
+def first_beyond(found: Sequence[Difference], threshold: float) -> Difference | None:
+    """The first stage that differs by more; a difference that is not finite is more."""
+    return next((one for one in found if not one.relative <= threshold), None)
+
+
+def logprob_difference(first: States, second: States, samples: Samples) -> LogprobDifference:
+    follows = torch.cat([torch.arange(len(sample)) < len(sample) - 1 for sample in samples])
+    log_ratio = (first[LOGPROBS] - second[LOGPROBS])[follows]
+    distance = log_ratio.abs()
+    kl = torch.expm1(log_ratio) - log_ratio
+    return LogprobDifference(float(distance.mean()), float(distance.max()), float(kl.mean()))
+
+
+def _difference(stage: str, first: Tensor, second: Tensor) -> Difference:
+    by_token = (first - second).abs().view(len(first), -1).amax(1)
+    norm = float(first.norm())
+    relative = float((first - second).norm()) / (norm or 1.0)
+    return Difference(stage, relative, float(by_token.max()), int(by_token.argmax()))
+
+
+class Decoding:
+    """The engine on a checkpoint. UserError where that cannot be read or served."""
+
+    def __init__(self, checked: Checked, max_positions: int) -> None:
+        architecture, settings = read_architecture(checked.path), checked.model
+        device, dtype = torch.device(checked.device), getattr(torch, settings.dtype)
+        layout = engine_layout(architecture, Grid((0,)), dtype=settings.dtype)
+        parameters = allocate_parameters(layout, 0, device=device)
+        load_parameters(checked.path, layout, 0, parameters, config_key="--checkpoint")
+        self.device, self.dtype, self.max_positions = device, dtype, max_positions
+        self.vocab_size = architecture.vocab_size
+        self.model = EngineModel(
+            architecture,
+            parameters,
+            {},
+            TensorParallel(None),
+            max_positions,
+            dtype,
+            device,
+            residual_dtype=getattr(torch, settings.residual),
+            head_dtype=getattr(torch, settings.head),
+        )
+
+    @torch.inference_mode()
+    def run(self, samples: Samples) -> States:
+        """Every token is fed in turn, of all samples at once; shorter ones are fed their last token again."""
+        model, longest = self.model, max(len(sample) for sample in samples)
+        sizes = (model.num_attention_layers, model.attention_shape, len(samples), self.max_positions)
+        cache = SlotCache(CacheShape(*sizes, self.dtype, self.device, states=model.state_shape))
+        cache.reserve(len(samples), longest, num_used=0)
+        collected: dict[str, list[torch.Tensor]] = {}
+        model.observe = lambda stage, values: collected.setdefault(stage, []).append(values.float().cpu().clone())
+        for position in range(longest):
+            fed = torch.tensor([sample[min(position, len(sample) - 1)] for sample in samples], device=self.device)
+            positions = torch.full_like(fed, position)
+            hidden = model.forward(fed, positions, cache.decode_attention(positions, position + 1))
+            model.observe(LOGITS, model.logits(hidden)[:, : self.vocab_size])
+        states = {stage: _end_to_end(steps, samples) for stage, steps in collected.items()}
+        return {**states, LOGPROBS: next_token_logprobs(states[LOGITS], samples)}
+
+
+def run_engine(checked: Checked, samples: Samples) -> States:
+    return Decoding(checked, max(len(sample) for sample in samples)).run(samples)
+
+
+def _end_to_end(steps: Sequence[torch.Tensor], samples: Samples) -> torch.Tensor:
+    """[tokens, values] from those of every position, [samples, values] each."""
+    by_sample = torch.stack(list(steps), dim=1)
+    return torch.cat([by_sample[index, : len(sample)] for index, sample in enumerate(samples)])
+
+
+SHORTEST = 2
+"""A log-prob is of a token that follows another."""
+
+
+def random_samples(count: int, length: int, vocab_size: int, seed: int = 0) -> Samples:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(tuple(torch.randint(vocab_size, (length,), generator=generator).tolist()) for _ in range(count))
+
+
+def read_samples(file: Path, checkpoint: Path, limit: int) -> Samples:
+    """One for each line of a file of texts, of at most `limit` tokens. DataError where there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except OSError as error:
+        raise DataError(
+            f"--texts {file}: cannot read it: {error.strerror}; expected a file of one text per line"
+        ) from error
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    encoded = (tuple(tokenizer(line)["input_ids"][:limit]) for line in lines)
+    samples = tuple(ids for ids in encoded if len(ids) >= SHORTEST)
+    if not samples:
+        raise DataError(f"--texts {file}: got no text of {SHORTEST} tokens or more; expected one text per line")
+    return samples
+
+
+GRID = Grid((0,))
+TIMEOUT_S = 60.0
+
+
+def run_trainer(checked: Checked, samples: Samples) -> States:
+    """All samples packed into one micro-batch, as in training, in a world of one rank. UserError where the checkpoint
+    cannot be read or trained."""
+    device = torch.device(checked.device)
+    architecture = read_architecture(checked.path)
+    with world_of_one(device) as backend:
+        return _run(checked, samples, architecture, device, backend)
+
+
+def _run(checked: Checked, samples: Samples, architecture: Architecture, device: torch.device, backend: str) -> States:
+    from rltrain.training.megatron.model import build_model, local_parameters
+
+    model = build_model(
+        architecture,
+        GRID,
+        ProcessGroups(group_lists({"actor": GRID}), backend=backend, timeout_s=TIMEOUT_S),
+        model=checked.model,
+        parallel=schema.Parallel(),
+        device=device,
+    ).eval()
+    load_parameters(checked.path, model.layout, 0, local_parameters(model), config_key="--checkpoint")
+    (chunk,) = model.chunks
+    states = _watched(chunk)
+    tokens = torch.tensor([token for sample in samples for token in sample], device=device)
+    with torch.no_grad():
+        logits = chunk(
+            input_ids=tokens[None],
+            position_ids=None,
+            attention_mask=None,
+            packed_seq_params=model.sequences([len(sample) for sample in samples]),
+        )[0]
+    states[LOGITS] = logits[:, : architecture.vocab_size].float().cpu()
+    states[LOGPROBS] = next_token_logprobs(states[LOGITS], samples)
+    return states
+
+
+@contextmanager
+def world_of_one(device: torch.device) -> Iterator[str]:
+    """A process group of one rank; its backend. RuntimeError where torch.distributed is initialised already."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield backend
+    finally:
+        dist.destroy_process_group()
+
+
+def _watched(model: Any) -> States:
+    """Filled by the model's next forward pass."""
+    states: States = {}
+
+    def note(stage: str, hidden: Tensor) -> None:
+        states[stage] = hidden.detach().flatten(0, 1).float().cpu().clone()
+
+    model.embedding.register_forward_hook(lambda module, given, made: note(EMBEDDING, made))
+    for index, layer in enumerate(model.decoder.layers):
+        attention, mlp = stages_of_layer(index)
+        layer.pre_mlp_layernorm.register_forward_pre_hook(lambda module, given, stage=attention: note(stage, given[0]))
+        layer.register_forward_hook(lambda module, given, made, stage=mlp: note(stage, made[0]))
+    model.decoder.final_layernorm.register_forward_hook(lambda module, given, made: note(FINAL_NORM, made))
+    return states
+
+
+def run_transformers(checked: Checked, samples: Samples) -> States:
+    """In model.dtype throughout: it knows no wider residual stream."""
+    from transformers import AutoModelForCausalLM
+
+    # Of its attention that of eager execution alone has soft caps, and leaves them out otherwise without a word.
+    load = AutoModelForCausalLM.from_pretrained
+    model: Any = load(checked.path, dtype=getattr(torch, checked.model.dtype), attn_implementation="eager")
+    model.to(checked.device).eval()
+    notes = Notes()
+    watch(model.model, notes.add)
+    with torch.no_grad():
+        for sample in samples:
+            notes.add(LOGITS, model(torch.tensor([sample], device=checked.device), use_cache=False).logits)
+    states = notes.states()
+    return {**states, LOGPROBS: next_token_logprobs(states[LOGITS], samples)}
+
+
+def watch(decoder: Any, note: Callable[[str, Any], None]) -> None:
+    """Have transformers' decoder tell what its stages put out in every forward pass."""
+    decoder.embed_tokens.register_forward_hook(lambda module, given, made: note(EMBEDDING, made))
+    for index, layer in enumerate(decoder.layers):
+        attention, mlp = stages_of_layer(index)
+        norm = layer.post_attention_layernorm
+        norm.register_forward_pre_hook(lambda module, given, stage=attention: note(stage, given[0]))
+        layer.register_forward_hook(lambda module, given, made, stage=mlp: note(stage, made))
+    decoder.norm.register_forward_hook(lambda module, given, made: note(FINAL_NORM, made))
+
+
+SHARDED_GRID = Grid((0,), copies=1)
+
+
+def run_sharded(checked: Checked, samples: Samples) -> States:
+    """All samples packed into one micro-batch, as in training, in a world of one rank. UserError where the checkpoint
+    cannot be read or trained."""
+    device = torch.device(checked.device)
+    with world_of_one(device) as backend:
+        from rltrain.training.fsdp_attention import SEQUENCES
+        from rltrain.training.fsdp_model import ShardedModel
+
+        model = ShardedModel(
+            read_architecture(checked.path),
+            SHARDED_GRID,
+            ProcessGroups(group_lists({"actor": SHARDED_GRID}), backend=backend, timeout_s=TIMEOUT_S),
+            folder=checked.path,
+            model=checked.model,
+            fsdp=schema.Fsdp(),
+            device=device,
+            trains=False,
+        )
+        load_parameters(checked.path, model.layout, 0, dict(model.parameters), config_key="--checkpoint")
+        module: Any = model.module
+        notes = Notes()
+        watch(module.language_model.model, notes.add)
+        tokens = torch.tensor([token for sample in samples for token in sample], device=device)
+        sequences = model.sequences([len(sample) for sample in samples])
+        with torch.no_grad():
+            logits = module(
+                input_ids=tokens[None],
+                position_ids=sequences.positions[None],
+                use_cache=False,
+                **{SEQUENCES: sequences},
+            )
+            notes.add(LOGITS, logits)
+    states = notes.states()
+    return {**states, LOGPROBS: next_token_logprobs(states[LOGITS], samples)}

@@ -1,1 +1,0 @@
-"""Evaluation of a checkpoint without training: the config's sets, by the tasks that evaluate during training."""

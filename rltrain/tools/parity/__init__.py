@@ -1,1 +1,0 @@
-"""Trainer and engine on the same tokens, stage by stage."""

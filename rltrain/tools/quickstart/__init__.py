@@ -1,1 +1,0 @@
-"""The quickstart's files: a tiny model, its tokenizer and its problems."""
