@@ -1,4 +1,4 @@
-"""Builds the native libraries of csrc/ into rltrain/reshard/kernels/; all else is declared in pyproject.toml.
+"""Builds the native libraries of csrc/ into rltrain/reshard/; all else is declared in pyproject.toml.
 
 They have a plain C interface and are loaded by ctypes: neither torch nor Python's headers are needed. The CPU library
 needs a C++ compiler (CXX, g++, c++ or clang++), the CUDA library nvcc (of CUDA_HOME or CUDA_PATH where set, else on
@@ -23,8 +23,8 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 HEADERS = sorted(str(path) for path in Path("csrc").glob("*.h"))
-CPU = Extension("rltrain.reshard.kernels._reshard_cpu", ["csrc/reshard_cpu.cpp"], depends=HEADERS)
-CUDA = Extension("rltrain.reshard.kernels._reshard_cuda", ["csrc/reshard_cuda.cu"], depends=HEADERS)
+CPU = Extension("rltrain.reshard._reshard_cpu", ["csrc/reshard_cpu.cpp"], depends=HEADERS)
+CUDA = Extension("rltrain.reshard._reshard_cuda", ["csrc/reshard_cuda.cu"], depends=HEADERS)
 
 ARCHITECTURES = "RLTRAIN_CUDA_ARCHITECTURES"
 CUDA_ARCHITECTURES = ("80", "90a", "100a")

@@ -14,9 +14,10 @@ __all__ = ["Config", "Placement", "UserError", "dry_run", "run"]
 _WHERE = {
     "Config": "rltrain.cli.interface",
     "Placement": "rltrain.runtime.placement",
+    "dry_run": "rltrain.cli.interface",
     "run": "rltrain.cli.interface",
 }
-"""Names that are imported when they are asked for. `dry_run` is the package of that name, which can be called."""
+"""Names that are imported when they are asked for."""
 
 
 def __getattr__(name: str) -> Any:

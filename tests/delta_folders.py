@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rltrain.reshard.changes import changes_on
 from rltrain.rollout.servers.disk_weights import encoded, write_changes
-from rltrain.rollout.sglang.server import rltrain_delta_files
+from rltrain.rollout.servers.in_sglang import rltrain_delta_files
 
 
 def tensors_of(checkpoint: Path) -> dict[str, Tensor]:

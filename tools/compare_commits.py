@@ -36,7 +36,7 @@ MEASURED = re.compile(r"time|second|_s$|_s/|/s$|per_s|memory|_bytes|_mb|_gb|toke
 PATH_IN_TEXT = re.compile(r"\brltrain(\.\w+)+|\b(rltrain|tools|tests)(/\w+)+\.py\b")
 WORLD_SIZE = re.compile(r"^# world size: (\d+)", re.MULTILINE)
 STEPS, SEED, RANKS = 20, 5, 4
-KERNELS = "rltrain/reshard/kernels"
+KERNELS = "rltrain/reshard"
 DIGESTS = """
 import contextlib, importlib, io, json, sys
 module, name, config, world_size = sys.argv[1:]

@@ -27,7 +27,7 @@ WHEELS = (
 )
 """Packages that a machine with torch, transformers and pytest usually lacks."""
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
-KERNELS = "rltrain/reshard/kernels"
+KERNELS = "rltrain/reshard"
 MANIFEST = "prepared.json"
 MOST_BYTES = 60_000_000
 STARTS: dict[str, tuple[str, ...]] = {

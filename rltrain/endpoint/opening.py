@@ -177,9 +177,9 @@ class History:
 
     def after_messages(self, keys: Sequence[ChatKey]) -> tuple[TurnEnd | None, int]:
         """(the last turn that these messages contain, how many of the messages there are up to it)."""
-        for count in range(len(keys) - 1, 0, -1):
-            if (end := self._by_messages.get(keys[count])) is not None:
-                return end, count
+        for length in range(len(keys) - 1, 0, -1):
+            if (end := self._by_messages.get(keys[length])) is not None:
+                return end, length
         return None, 0
 
     def after_text(self, text: str) -> tuple[TurnEnd | None, int]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-from rltrain import importing
+from rltrain import import_config
 from rltrain.import_config.translation import Rule
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "coming_from"
@@ -47,9 +47,9 @@ def left_over(framework: str) -> str:
 
 def modules_of(framework: str) -> Iterator[ModuleType]:
     """Its file, and those beside it that are named after it."""
-    for module in pkgutil.iter_modules(importing.__path__):
+    for module in pkgutil.iter_modules(import_config.__path__):
         if module.name == framework or module.name.startswith(f"{framework}_"):
-            yield importlib.import_module(f"{importing.__name__}.{module.name}")
+            yield importlib.import_module(f"{import_config.__name__}.{module.name}")
 
 
 def _rules_in(module: ModuleType) -> Iterator[Rule]:

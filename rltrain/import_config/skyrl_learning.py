@@ -87,8 +87,8 @@ def entry_point_of(environment: str, module: str, near: Path) -> str | None:
 
     None where there is none, or it registers no such id.
     """
-    for _, text in texts_of(module, near):
-        for identifier, entry_point in _registered_environments(text):
+    for _, program in texts_of(module, near):
+        for identifier, entry_point in _registered_environments(program):
             if identifier == environment:
                 return entry_point
     return None
@@ -112,8 +112,8 @@ ADVANTAGES = ("AdvantageEstimatorRegistry", "register_advantage_estimator")
 def function_of(name: str, registry: tuple[str, str], module: str, near: Path) -> str | None:
     """ "module:function" that the program `module`, or a module of the same tree that it imports, registers under this
     name. None where there is none, or it registers no such name."""
-    for found_in, text in texts_of(module, near):
-        for registered, function in _registered(text, *registry):
+    for found_in, program in texts_of(module, near):
+        for registered, function in _registered(program, *registry):
             if registered == name:
                 return f"{found_in}:{function}"
     return None

@@ -260,7 +260,7 @@ PACKED_WORD, TAKEN_WORD = 0, 16
 
 class RankMemory:
     """One rank's, as it is mapped here: two slots, and how many rounds it has `packed` into them and has `taken` out of
-    its neighbours'. `process` is the rank's, as system/processes.py names it."""
+    its neighbours'. `process` is the rank's, as runtime/machine.py names it."""
 
     def __init__(self, memory: SharedMemory, process: str) -> None:
         mapped = memory.map()

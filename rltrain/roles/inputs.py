@@ -27,7 +27,7 @@ from rltrain.runtime.job_store import JobStore
 
 
 class JobWork:
-    """data/shared_work.py's SharedWork."""
+    """data/row_index.py's SharedWork."""
 
     def __init__(self, job_store: JobStore) -> None:
         self.job_store = job_store

@@ -175,6 +175,6 @@ def _fused_rows(architecture: Architecture, index: int, tp: int) -> list[Segment
 if TYPE_CHECKING:
     import rltrain_delta_files as form
 else:
-    from rltrain.rollout.sglang.server import rltrain_delta_files as form
+    from rltrain.rollout.servers.in_sglang import rltrain_delta_files as form
 
 __all__ = ["form"]

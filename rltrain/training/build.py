@@ -14,7 +14,7 @@ def _megatron() -> TrainingBackend:
 
 
 def _fsdp() -> TrainingBackend:
-    from rltrain.training import fsdp_backend as fsdp_backend
+    from rltrain.training import fsdp_backend
 
     return fsdp_backend
 

@@ -9,8 +9,8 @@ from typing import Any
 from rltrain.models import read_architecture
 from rltrain.reshard.layout import Layout, split
 from rltrain.rollout.layout import engine_layout
+from rltrain.rollout.servers.in_sglang.rltrain_supervise import descendants
 from rltrain.rollout.servers.sglang_process import Server, ServerSpec
-from rltrain.rollout.sglang.server.rltrain_supervise import descendants
 from rltrain.runtime.grid import Grid
 from tests.sglang.forked_python import forks_of
 

@@ -5,8 +5,8 @@ from urllib.error import HTTPError
 
 import pytest
 
+from rltrain.rollout.servers.in_sglang.rltrain_delta_files import FORMAT, FORMAT_KEY
 from rltrain.rollout.servers.sglang_process import Server
-from rltrain.rollout.sglang.server.rltrain_delta_files import FORMAT, FORMAT_KEY
 from tests.delta_folders import changed_somewhat, damage, tensors_of, write_delta, write_version
 from tests.sglang.servers import call, checksums, greedy
 

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from rltrain.rollout.sglang.server.rltrain_delta_files import FORMAT, FORMAT_KEY
+from rltrain.rollout.servers.in_sglang.rltrain_delta_files import FORMAT, FORMAT_KEY
 from tests.unit.fake_sglang import logprob_of, next_token
 from tests.unit.http_broadcasts import StandInBroadcasts
 

@@ -27,7 +27,7 @@ from rltrain.reshard.checksums import checksum_of
 from rltrain.reshard.layout import Layout, hf_layout, split
 from rltrain.rollout.servers.calls import ServerRefuses
 from rltrain.rollout.servers.disk_weights import DeltaWeights, DiskWeights
-from rltrain.rollout.sglang.server.rltrain_delta_files import (
+from rltrain.rollout.servers.in_sglang.rltrain_delta_files import (
     Delta,
     DeltaRefused,
     is_delta,

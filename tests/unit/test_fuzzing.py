@@ -19,7 +19,7 @@ from rltrain.config.loader import load_config
 from rltrain.data.experience import Experience
 from rltrain.errors import UserError
 from rltrain.exchange.exchange import Shipment, body_bytes, decode, encode
-from rltrain.rollout.sglang.server import rltrain_weight_loader
+from rltrain.rollout.servers.in_sglang import rltrain_weight_loader
 from rltrain.runtime.messages import Connection, MessageServer, PeerLost
 from tests.mutations import mutated_bytes, mutated_json
 from tests.talking_engine import OWNER, Endpoint, endpoint

@@ -32,7 +32,7 @@ done
 BUILT_FROM = (
     *("setup.py", "pyproject.toml", "README.md", "LICENSE", "csrc", "rltrain/__init__.py", "rltrain/errors.py"),
     "rltrain/runtime/json_text.py",
-    *("rltrain/models", "rltrain/reshard/__init__.py", "rltrain/reshard/kernels"),
+    *("rltrain/models", "rltrain/reshard/__init__.py", "rltrain/reshard"),
 )
 COPY_FOLDER = functools.partial(shutil.copytree, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
 
@@ -75,7 +75,7 @@ class Build:
         return self.run("setup.py -q build_ext --inplace", **environment)
 
     def libraries(self) -> list[str]:
-        return sorted(path.name for path in (self.tree / "rltrain/reshard/kernels").glob("_reshard_*"))
+        return sorted(path.name for path in (self.tree / "rltrain/reshard").glob("_reshard_*"))
 
     def compiled(self) -> list[str]:
         """The commands since the last call that made a library."""
@@ -126,7 +126,7 @@ def test_without_compilers_nothing_is_built_and_old_libraries_go(build: Build) -
     assert build.libraries() == []
     required = build.build(RLTRAIN_NATIVE="require")
     assert required.returncode != 0
-    assert "RLTRAIN_NATIVE is require, but rltrain.reshard.kernels._reshard_cpu was not built" in required.stderr
+    assert "RLTRAIN_NATIVE is require, but rltrain.reshard._reshard_cpu was not built" in required.stderr
 
 
 @pytest.mark.parametrize("compiler", ["cxx", "nvcc"])
@@ -168,7 +168,7 @@ def test_wheels_and_source_archives_hold_what_they_need(build: Build) -> None:
 
 
 def choice(build: Build, **environment: str) -> subprocess.CompletedProcess[str]:
-    code = "-c from rltrain.reshard.kernels import native; print([native.backend('cpu') for _ in range(3)])"
+    code = "-c from rltrain.reshard import native; print([native.backend('cpu') for _ in range(3)])"
     return build.run(code, **environment)
 
 
@@ -186,7 +186,7 @@ def test_without_a_library_torch_replaces_it_which_is_said_once(build: Build) ->
 
 
 def test_a_file_that_is_no_library_counts_as_none(build: Build) -> None:
-    (build.tree / "rltrain/reshard/kernels/_reshard_cpu.so").write_text("no library")
+    (build.tree / "rltrain/reshard/_reshard_cpu.so").write_text("no library")
     result = choice(build)
     assert result.stdout.strip() == "['torch', 'torch', 'torch']", result.stderr
     assert "cannot be loaded" in result.stderr

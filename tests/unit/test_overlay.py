@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rltrain.rollout.sglang.server.rltrain_overlay import CannotLoad, Count, Overlay, load_changes
+from rltrain.rollout.servers.in_sglang.rltrain_overlay import CannotLoad, Count, Overlay, load_changes
 
 Loader = Callable[[Tensor, Tensor], object]
 

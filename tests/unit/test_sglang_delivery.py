@@ -17,9 +17,9 @@ from torch import Tensor
 from rltrain.errors import EngineError, EngineLost
 from rltrain.reshard.layout import split
 from rltrain.rollout.layout import engine_layout
+from rltrain.rollout.servers.in_sglang import rltrain_weight_loader as loader
 from rltrain.rollout.servers.sglang_staging import Staging, fields_of
 from rltrain.rollout.servers.sglang_weights import Delivery, checksum_of, payload
-from rltrain.rollout.sglang.server import rltrain_weight_loader as loader
 from rltrain.runtime.grid import Grid
 from tests.loading_server import NOISE, LoadingServer, Model, model_of, unpickled
 from tests.model_shards import tiny_architecture

@@ -100,7 +100,7 @@ def test_the_environment_is_not_that_of_a_rank(
     start(server)
     environment = read_record(tmp_path / "record")["environment"]
     assert not set(dropped) & environment.keys()
-    assert environment["PYTHONPATH"] == str(REPOSITORY / "rltrain/rollout/sglang/server")
+    assert environment["PYTHONPATH"] == str(REPOSITORY / "rltrain/rollout/servers/in_sglang")
     assert (environment["OMP_NUM_THREADS"], environment["NCCL_SOCKET_IFNAME"]) == ("3", "eth7")
     assert environment["CUDA_VISIBLE_DEVICES"] == ""
 

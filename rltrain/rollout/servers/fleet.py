@@ -261,8 +261,8 @@ class Server:
                 upcoming.set_exception(error)
                 upcoming.exception()  # nobody may be left who does
                 continue
-            for drawing, count in drawn:
-                drawing.num_certain = max(drawing.num_certain, count)
+            for drawing, num_certain in drawn:
+                drawing.num_certain = max(drawing.num_certain, num_certain)
             upcoming.set_result(None)
 
     def _check(self, label: str | None) -> None:

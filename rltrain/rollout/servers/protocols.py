@@ -242,8 +242,8 @@ async def flush_and_label(calls: Calls, label: str, limit_s: float) -> None:
 
 FROM_DISK = "/update_weights_from_disk"
 SGLANG_HOW = (
-    "start it with rltrain's plugin for SGLang, of the same rltrain: PYTHONPATH=<rltrain>/rollout/sglang/server, or "
-    "have weight_sync.delta: null, so that it is given whole checkpoints"
+    "start it with rltrain's plugin for SGLang, of the same rltrain: PYTHONPATH=<rltrain>/rollout/servers/in_sglang, "
+    "or have weight_sync.delta: null, so that it is given whole checkpoints"
 )
 NO_SUCH_ROUTE = (404, 405)
 

@@ -23,7 +23,7 @@ from rltrain.errors import ConfigError, EngineError, cannot_write, nearest
 from rltrain.reshard.slices import BLOCK
 from rltrain.runtime.messages import family_of
 
-SERVER_FOLDER = Path(__file__).parent / "server"
+SERVER_FOLDER = Path(__file__).parent / "in_sglang"
 """Modules that SGLang's Python imports."""
 
 FOR_THE_RANK = ("LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "PYTHON")

@@ -139,10 +139,10 @@ def _read(table: Tensor, tokens: Tensor, logprobs: Tensor, known: Mapping[int, S
     """The inverse of `_fill`."""
     (drawn, versions), values = tokens.tolist(), logprobs.tolist()
     samples, start = [], 0
-    for number, status, count in table.tolist():
-        span = slice(start, start + count)
+    for number, status, length in table.tolist():
+        span = slice(start, start + length)
         samples.append(known[number].drawn(drawn[span], values[span], versions[span], Status(status)))
-        start += count
+        start += length
     return samples
 
 

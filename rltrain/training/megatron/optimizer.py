@@ -234,7 +234,7 @@ def build_optimizer(
     chunks: Sequence[DistributedDataParallel], settings: schema.Optimizer, groups: ProcessGroupCollection
 ) -> MegatronOptimizer:
     """AdamW over the parameters of a model's `chunks`, sharded over data parallelism where these say so; fp32 master
-    weights, and in fp16 a loss scale. What makes the steps may be replaced: megatron/stepping.py.
+    weights, and in fp16 a loss scale. What makes the steps may be replaced: training/megatron/optimizer.py.
 
     Weights must be loaded before: parameters in half precision are copied to their masters here. Goes past Megatron's
     `get_megatron_optimizer`, which gathers parameter groups over the whole world and so hangs when some ranks of the
