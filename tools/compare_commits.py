@@ -37,13 +37,14 @@ PATH_IN_TEXT = re.compile(r"\brltrain(\.\w+)+|\b(rltrain|tools|tests)(/\w+)+\.py
 WORLD_SIZE = re.compile(r"^# world size: (\d+)", re.MULTILINE)
 STEPS, SEED, RANKS = 20, 5, 4
 KERNELS = "rltrain/reshard"
+"""Where native libraries lie; older commits have them in a folder below."""
 DIGESTS = """
 import contextlib, importlib, io, json, sys
-module, name, config, world_size = sys.argv[1:]
+module, name, command, config, world_size = sys.argv[1:]
 kind, made = getattr(importlib.import_module(module), name), []
 begin = kind.__init__
 kind.__init__ = lambda self, *args, **kwargs: (begin(self, *args, **kwargs), made.append(self))[0]
-from rltrain.cli.main import main
+main = importlib.import_module(command).main
 with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
     main(["dry-run", "--config", config, "--world-size", world_size])
 print(json.dumps([order.digest() for order in made]))
@@ -80,8 +81,9 @@ def check_out(commit: str, folder: Path) -> Path:
     folder.mkdir()
     archive = subprocess.run(["git", "archive", commit], cwd=REPOSITORY, capture_output=True, check=True).stdout
     subprocess.run(["tar", "-x"], cwd=folder, input=archive, check=True)
+    home = folder / KERNELS / "kernels" if (folder / KERNELS / "kernels").is_dir() else folder / KERNELS
     for library in (REPOSITORY / KERNELS).glob("*.so"):
-        shutil.copy(library, folder / KERNELS)
+        shutil.copy(library, home)
     return folder
 
 
@@ -185,6 +187,7 @@ def dry_runs(tree: Path) -> dict[str, str]:
         path for path in (tree / "rltrain").rglob("*.py") if re.search(r"^class Order\b", path.read_text(), re.M)
     )
     module = ".".join(home.relative_to(tree).with_suffix("").parts)
+    (entry,) = re.findall(r"from (rltrain\.[\w.]+) import main", (tree / "rltrain/__main__.py").read_text())
     found = {}
     for config in sorted((tree / "configs").glob("*.yaml")):
         told = WORLD_SIZE.search(config.read_text())
@@ -192,7 +195,7 @@ def dry_runs(tree: Path) -> dict[str, str]:
         name = f"configs/{config.name}"
         command = ["-m", "rltrain", "dry-run", "--config", name, "--world-size", size]
         found[f"{name}, output"] = run(tree, *command).replace(str(tree), "")
-        found[f"{name}, digests"] = run(tree, "-c", DIGESTS, module, "Order", name, size)
+        found[f"{name}, digests"] = run(tree, "-c", DIGESTS, module, "Order", entry, name, size)
     return found
 
 

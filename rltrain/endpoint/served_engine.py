@@ -34,7 +34,7 @@ from rltrain.errors import CheckpointError
 from rltrain.models.table import Array
 from rltrain.reshard.checksums import checksum_of
 from rltrain.reshard.layout import Layout
-from rltrain.rollout.layout import form
+from rltrain.rollout.delta_form import form
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from rltrain.endpoint.requests import Limits, Refused, SamplingRules, invalid, u
 from rltrain.endpoint.session import Asked, Repetition, Session, Sessions
 from rltrain.environments.interface import Message
 from rltrain.errors import ConfigError, DataError, UserError
-from rltrain.rollout.layout import form
+from rltrain.rollout.delta_form import form
 
 HARMLESS = frozenset({
     "cache_control", "cache_salt", "client_metadata", "inference_geo", "log_metrics", "max_tool_calls", "metadata",

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -170,11 +170,3 @@ def _fused_rows(architecture: Architecture, index: int, tp: int) -> list[Segment
         heads = range(first_query, first_query + num_queries)
         queries, keys = [Segment(section, of * head, head) for of in heads for section in (0, 1)], 2
     return [*queries, *(Segment(section, first_kv * head, num_kv * head) for section in (keys, keys + 1))]
-
-
-if TYPE_CHECKING:
-    import rltrain_delta_files as form
-else:
-    from rltrain.rollout.servers.in_sglang import rltrain_delta_files as form
-
-__all__ = ["form"]

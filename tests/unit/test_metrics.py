@@ -234,7 +234,7 @@ def test_every_metric_named_in_the_code_is_documented() -> None:
     named = {
         node.value
         for path in (REPOSITORY / "rltrain").rglob("*.py")
-        if path.name != "aliases.py"
+        if path.name != "names.py"  # which documents them
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and pattern.fullmatch(node.value)
     }

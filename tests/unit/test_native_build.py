@@ -32,7 +32,7 @@ done
 BUILT_FROM = (
     *("setup.py", "pyproject.toml", "README.md", "LICENSE", "csrc", "rltrain/__init__.py", "rltrain/errors.py"),
     "rltrain/runtime/json_text.py",
-    *("rltrain/models", "rltrain/reshard/__init__.py", "rltrain/reshard"),
+    *("rltrain/models", "rltrain/reshard"),
 )
 COPY_FOLDER = functools.partial(shutil.copytree, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
 

@@ -232,10 +232,10 @@ def test_a_row_of_a_file_that_has_changed_is_refused(tmp_path: Path, table: bool
 
 
 def test_a_file_that_changes_while_its_rows_are_checked_is_refused(tmp_path: Path) -> None:
-    file = large_file(tmp_path)
+    file, index_part = large_file(tmp_path), row_index.index_part
 
     def meanwhile(*arguments: Any) -> None:
-        row_index.index_part(*arguments)
+        index_part(*arguments)
         os.utime(str(file.path), ns=(0, 1))
 
     with mock.patch.object(row_index, "index_part", meanwhile):

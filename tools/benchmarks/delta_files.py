@@ -26,7 +26,7 @@ from weight_sync_timing import describe_machine
 from rltrain.checkpoint.safetensors_file import Entry, SafetensorsFile
 from rltrain.models import canonical_tensors
 from rltrain.reshard.changes import changes_on
-from rltrain.rollout.layout import form
+from rltrain.rollout.delta_form import form
 from rltrain.rollout.servers.disk_weights import encoded, write_changes
 
 SHARES = (0.001, 0.01, 0.03, 0.1, 1.0)

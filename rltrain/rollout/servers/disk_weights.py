@@ -19,7 +19,7 @@ from rltrain.reshard.changes import Changes, Extent, changes_on, mark
 from rltrain.reshard.checksums import checksum_of
 from rltrain.reshard.delta_turns import Turn, Turns
 from rltrain.reshard.layout import Layout
-from rltrain.rollout.layout import form
+from rltrain.rollout.delta_form import form
 from rltrain.rollout.servers.calls import Calls, ServerRefuses
 from rltrain.rollout.servers.http_weights import WholeUpdates, empty_tensors, shared_run
 from rltrain.rollout.servers.protocols import ServerProtocol

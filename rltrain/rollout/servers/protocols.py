@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rltrain.checkpoint.safetensors_file import Entry
 from rltrain.rollout.engine import SamplingParams
-from rltrain.rollout.layout import form
+from rltrain.rollout.delta_form import form
 from rltrain.rollout.servers.calls import Calls, Drawing, ServerBusy, ServerGone, ServerRefuses
 from rltrain.rollout.servers.sglang_session import sampling_fields
 from rltrain.runtime.messages import family_of
