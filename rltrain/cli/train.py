@@ -89,7 +89,7 @@ def check_config_in(config: "Config", worlds: Sequence[tuple[int, int]], more_ra
     """UserError for what a config can be in none of `worlds`, pairs of their ranks and those of a node. What needs
     weights, a GPU or the hub is left to the ranks. `more_ranks` tells of a job of one rank how to start more."""
     from rltrain.data.hub import repositories_of
-    from rltrain.models.checkpoint_model import are_quickly_read
+    from rltrain.models.of_roles import are_quickly_read
     from rltrain.planning.inputs import refuse_missing_functions
     from rltrain.planning.validation import check_config
     from rltrain.planning.validation_schedule import place_config

@@ -25,7 +25,7 @@ from rltrain.import_config.translation import (
     keys_of,
     refuse_differences,
 )
-from rltrain.models.checkpoint_model import role_architectures
+from rltrain.models.of_roles import role_architectures
 from rltrain.planning.hardware import Gpu, gpu_named
 from rltrain.planning.memory import largest, rank_memories
 from rltrain.planning.planned import plan_job

@@ -9,8 +9,9 @@ from math import lcm, prod
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
 from rltrain.models import Architecture
-from rltrain.models.checkpoint_model import local_mechanisms, reference_is_actors_base, reference_uses_actor_modules
+from rltrain.models.checkpoint_model import local_mechanisms
 from rltrain.models.experts import is_expert
+from rltrain.models.of_roles import reference_is_actors_base, reference_uses_actor_modules
 from rltrain.models.table import item_bytes
 from rltrain.reshard.megatron_layout import chunks_of, megatron_layout
 from rltrain.rollout.layout import engine_layout, engine_of

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from rltrain.config.schema import Config, Parallel
 from rltrain.errors import DataError, UserError
-from rltrain.models.checkpoint_model import role_architectures
+from rltrain.models.of_roles import role_architectures
 from rltrain.observability.run_logs import JOB_FILE, METRICS_FILE
 from rltrain.planning.hardware import Gpu
 from rltrain.planning.memory import RankMemory, largest, rank_memories

@@ -10,7 +10,7 @@ from rltrain.config.evaluation import OF_SOURCES, SHORT_FORM, EvaluationPlan
 from rltrain.config.schema import Config
 from rltrain.errors import one_of
 from rltrain.models import Architecture
-from rltrain.models.checkpoint_model import role_architectures
+from rltrain.models.of_roles import role_architectures
 from rltrain.observability.evaluations import sizes_up_to
 from rltrain.planning.problems import evaluated_text, longest_text, refuse
 from rltrain.planning.validation_models import check_against_architecture

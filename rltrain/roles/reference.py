@@ -14,7 +14,7 @@ from rltrain.data.columns import teachers_of_rows
 from rltrain.data.experience import Experience
 from rltrain.data.supervised import Preferences
 from rltrain.exchange.exchange import Shipment
-from rltrain.models.checkpoint_model import reference_is_actors_base, reference_uses_actor_modules
+from rltrain.models.of_roles import reference_is_actors_base, reference_uses_actor_modules
 from rltrain.offload.host_memory import HostTensors, NodeCopy
 from rltrain.offload.memory_parts import MemoryPart, Overlay
 from rltrain.reshard.layout import Layout

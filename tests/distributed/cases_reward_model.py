@@ -12,7 +12,7 @@ import torch.distributed as dist
 from rltrain.config.schema import Config
 from rltrain.data.experience import Experience
 from rltrain.exchange.exchange import Shipment
-from rltrain.models.checkpoint_model import role_architectures
+from rltrain.models.of_roles import role_architectures
 from rltrain.roles.inputs import JobRows
 from rltrain.roles.role import Job
 from rltrain.roles.scoring_models import RewardModel

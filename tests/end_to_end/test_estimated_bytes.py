@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rltrain.config.loader import load_config
-from rltrain.models.checkpoint_model import role_architectures
+from rltrain.models.of_roles import role_architectures
 from rltrain.planning.memory import resident_bytes
 from rltrain.planning.planned import plan_job
 from rltrain.runtime.placement import resolve_placement

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from rltrain.cli.convert import main as convert
 from rltrain.config.loader import load_config
 from rltrain.models import read_architecture
-from rltrain.models.checkpoint_model import role_architectures
+from rltrain.models.of_roles import role_architectures
 from rltrain.planning.memory import resident_bytes
 from rltrain.planning.planned import plan_job
 from rltrain.rollout.layout import engine_layout

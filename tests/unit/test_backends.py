@@ -8,8 +8,8 @@ import pytest
 from rltrain.errors import ConfigError, PlacementError
 from rltrain.models import MoE
 from rltrain.models.architecture import Unlisted
-from rltrain.models.checkpoint_model import reference_uses_actor_modules
 from rltrain.models.flops import forward_flops
+from rltrain.models.of_roles import reference_uses_actor_modules
 from rltrain.models.table import CanonicalTensors
 from rltrain.planning.memory import host_bytes, resident_bytes, working_bytes
 from rltrain.planning.planned import PlannedJob

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.checkpoint.safetensors_file import Entry
-from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.delta_form import form
+from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.servers.calls import Calls, Drawing, ServerBusy, ServerGone, ServerRefuses
 from rltrain.rollout.servers.sglang_session import sampling_fields
 from rltrain.runtime.messages import family_of
