@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from rltrain.checkpoint.hf import load_parameters
+from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.models import Architecture, read_architecture
 from rltrain.planning.memory import kv_bytes, state_bytes
 from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters

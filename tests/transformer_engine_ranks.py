@@ -22,7 +22,7 @@ from megatron.core.transformer import multi_latent_attention
 from transformer_engine.pytorch import attention_rules
 
 from rltrain.algorithms.losses import likelihood_loss
-from rltrain.checkpoint.hf import load_parameters
+from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.config import schema
 from rltrain.errors import ConfigError
 from rltrain.models import Architecture, LinearScaling, YarnScaling

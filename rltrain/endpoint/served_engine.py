@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rltrain.checkpoint.hf import load_parameters
+from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.data.tokenizer import TextDecoder
 from rltrain.errors import ConfigError
 from rltrain.models import read_architecture

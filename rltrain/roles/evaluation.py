@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rltrain.checkpoint.hf import save_checkpoint
+from rltrain.checkpoint.hf_writer import save_checkpoint
 from rltrain.checkpoint.run_files import Contents, read_texts
 from rltrain.config.evaluation import SHORT_FORM, EvaluationPlan, has_reached
 from rltrain.data.experience import SIBLINGS_APART, Experience

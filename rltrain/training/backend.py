@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rltrain.algorithms.losses import LossFunction
-from rltrain.checkpoint.hf import load_parameters
+from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.checkpoint.run_files import AnyFile, Contents
 from rltrain.config.schema import Config, Trained
 from rltrain.data.experience import Experience

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.algorithms import losses as value
-from rltrain.checkpoint.hf import load_parameters
+from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.config import schema
 from rltrain.data.experience import FIELDS, Experience
 from rltrain.errors import ConfigError, DivergenceError

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from rltrain.algorithms.losses import LossFunction, direct_preference_loss, of_states, ranking_loss, value_loss
 from rltrain.algorithms.policy_loss import policy_loss
-from rltrain.checkpoint.hf import load_parameters
+from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.models import Architecture, LongRopeScaling

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rltrain.algorithms.losses import likelihood_loss
-from rltrain.checkpoint.hf import load_parameters
+from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.checkpoint.hf_writer import save_checkpoint
 from rltrain.config import schema
 from rltrain.data.experience import Experience

@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor, apply_factories
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-from rltrain.checkpoint.hf import load_parameters
+from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.config import schema
 from rltrain.models import Architecture
 from rltrain.reshard.megatron_layout import megatron_layout

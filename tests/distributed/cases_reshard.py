@@ -19,7 +19,8 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rltrain.checkpoint.hf import load_parameters, save_checkpoint
+from rltrain.checkpoint.hf_reader import load_parameters
+from rltrain.checkpoint.hf_writer import save_checkpoint
 from rltrain.models import Architecture, read_architecture
 from rltrain.models.table import ITEM_BYTES, Array
 from rltrain.reshard import execute

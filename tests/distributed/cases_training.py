@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rltrain.algorithms.losses import LossOutput, masked_max, masked_sum, token_weights
-from rltrain.checkpoint.hf import load_parameters
+from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.errors import ConfigError, DivergenceError

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rltrain.algorithms.losses import LossFunction, likelihood_loss, of_states, value_loss
-from rltrain.checkpoint.hf import load_parameters
+from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.checkpoint.saved_state import PIECES, Destination, SavedState
 from rltrain.config import schema
 from rltrain.data.experience import Experience

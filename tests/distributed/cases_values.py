@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rltrain.algorithms.losses import before_tokens, sample_scores
-from rltrain.checkpoint.hf import load_parameters
+from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.models import read_architecture

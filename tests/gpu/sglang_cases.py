@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.checkpoint.hf import load_parameters
+from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.config.schema import SGLang
 from rltrain.models import read_architecture
 from rltrain.reshard.execute import Resharding

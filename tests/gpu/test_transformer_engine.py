@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from rltrain.algorithms.losses import likelihood_loss
-from rltrain.checkpoint.hf import load_parameters
+from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.config import schema
 from rltrain.models import Architecture
 from rltrain.models.architecture import MLA

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rltrain.checkpoint.hf import load_parameters
+from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.errors import EngineLost
 from rltrain.models import read_architecture
 from rltrain.reshard.layout import Layout, split

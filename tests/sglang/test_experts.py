@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from rltrain.checkpoint.hf import load_parameters
+from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.config.schema import SGLang
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.servers.sglang_client import Client

@@ -12,7 +12,7 @@ import torch
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from rltrain.checkpoint.hf import load_parameters
+from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.config.schema import SGLang
 from rltrain.errors import DivergenceError, EngineError
 from rltrain.rollout.engine import SamplingParams

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from rltrain.checkpoint.hf import load_parameters
+from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.errors import EngineError, EngineLost
 from rltrain.models import read_architecture
 from rltrain.reshard.layout import split

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from rltrain.checkpoint.hf import hf_layout
+from rltrain.reshard.layout import hf_layout
 from rltrain.models import Architecture
 from rltrain.reshard.layout import BOX_FIELDS, Layout
 from rltrain.reshard.match import elements

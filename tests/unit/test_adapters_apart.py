@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rltrain.checkpoint.hf import load_parameters
+from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.checkpoint.peft_files import load_adapters
 from rltrain.config.models import Lora
 from rltrain.models import canonical_tensors, read_architecture

@@ -24,7 +24,9 @@ from rltrain.checkpoint.conversion import (
     writers_grid,
 )
 from rltrain.checkpoint.durable_file import BEHIND_BYTES
-from rltrain.checkpoint.hf import hf_layout, load_parameters, save_checkpoint
+from rltrain.checkpoint.hf_reader import load_parameters
+from rltrain.reshard.layout import hf_layout
+from rltrain.checkpoint.hf_writer import save_checkpoint
 from rltrain.checkpoint.hf_reader import Box
 from rltrain.checkpoint.sources import Processes
 from rltrain.models import read_architecture, table_of

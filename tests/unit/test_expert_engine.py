@@ -7,7 +7,7 @@ import torch
 import transformers
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from rltrain.checkpoint.hf import load_parameters
+from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.models import read_architecture
 from rltrain.models.products import LIMIT, clamped_swiglu
 from rltrain.reshard.execute import Resharding

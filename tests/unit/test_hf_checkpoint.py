@@ -15,7 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rltrain.checkpoint.durable_file import DurableFile
-from rltrain.checkpoint.hf import hf_layout, load_parameters, save_checkpoint
+from rltrain.checkpoint.hf_reader import load_parameters
+from rltrain.reshard.layout import hf_layout
+from rltrain.checkpoint.hf_writer import save_checkpoint
 from rltrain.checkpoint.hf_writer import WRITTEN_BYTES
 from rltrain.errors import CheckpointError
 from rltrain.models import Architecture, read_architecture

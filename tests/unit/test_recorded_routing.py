@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rltrain.checkpoint.hf import load_parameters
+from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.models import read_architecture
 from rltrain.models.routing_shape import NOT_RECORDED, RoutingShape
 from rltrain.rollout.embedded import EmbeddedEngine

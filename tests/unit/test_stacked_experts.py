@@ -7,7 +7,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from rltrain.checkpoint.hf import load_parameters
+from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.models import canonical_tensors, read_architecture
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout

@@ -10,7 +10,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rltrain.checkpoint.hf import load_parameters, save_checkpoint
+from rltrain.checkpoint.hf_reader import load_parameters
+from rltrain.checkpoint.hf_writer import save_checkpoint
 from rltrain.errors import CheckpointError
 from rltrain.models import read_architecture
 from rltrain.reshard.layout import Layout

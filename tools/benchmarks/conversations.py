@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from rltrain.checkpoint.hf import load_parameters
+from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.models import read_architecture
 from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters
 from rltrain.rollout.engine import SamplingParams

@@ -30,7 +30,7 @@ import transformers
 from rollout_cases import CASES, MAX_CONTEXT_TOKENS, MAX_RUNNING, PROMPT_TOKENS, Case
 from rollout_rivals import ContinuousBatching, Generate, SGLang
 
-from rltrain.checkpoint.hf import load_parameters
+from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.models import Architecture, read_architecture
 from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters
 from rltrain.rollout.engine import SamplingParams
