@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rltrain.checkpoint.conversion import finish_checkpoint, write_checkpoint
 from rltrain.checkpoint.megatron_arguments import megatron_arguments
 from rltrain.checkpoint.megatron_keys import GlobalTensors
 from rltrain.checkpoint.megatron_reader import MegatronReader
-from rltrain.checkpoint.megatron_writer import finish_checkpoint, write_checkpoint
 from rltrain.models import Architecture, canonical_tensors
 from rltrain.runtime.grid import Grid
 from tests.model_shards import LATENT, tiny_architecture

@@ -14,7 +14,7 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tools/benchmarks")]
 
 from orders import CASES, MODES, run_mode  # noqa: E402
 
-from rltrain.cli.report_page import picture  # noqa: E402
+from rltrain.cli.report import picture  # noqa: E402
 from rltrain.cli.report_run import read_run  # noqa: E402
 
 COLOCATED = [

@@ -340,7 +340,7 @@ def facts(run: Run, occupations: Sequence[Occupation]) -> list[Fact]:
     ]
     staleness = column(run.records, "train/staleness_max")
     if staleness:
-        found.append(Fact("Staleness", number(max(staleness)), "steps", "at most"))
+        found.append(Fact("Staleness", readable(max(staleness)), "steps", "at most"))
     if occupations:
         idlest = max(occupations, key=lambda occupation: occupation.idle_fraction)
         found.append(Fact("Most idle role", f"{idlest.idle_fraction:.0%}", "idle", idlest.role))
@@ -353,7 +353,7 @@ def column(records: Sequence[Record], name: str) -> list[float]:
     return [float(value) for value in values if isinstance(value, int | float) and math.isfinite(value)]
 
 
-def number(value: float, unit: str = "") -> str:
+def readable(value: float, unit: str = "") -> str:
     """Short, with the prefixes people use: 1.23k, 4.5M; bytes in powers of 1024."""
     if unit == "bytes":
         for prefix, num_bytes in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
@@ -372,13 +372,13 @@ def _from_to(records: Sequence[Record], name: str, label: str, unit: str = "") -
     values = column(records, name)
     if not values:
         return []
-    return [Fact(label, number(values[-1]), unit, f"from {number(values[0])}, at most {number(max(values))}")]
+    return [Fact(label, readable(values[-1]), unit, f"from {readable(values[0])}, at most {readable(max(values))}")]
 
 
 def _average(records: Sequence[Record], name: str, label: str, unit: str) -> list[Fact]:
     """The median: the first step is slower than the others."""
     values = sorted(column(records, name))
-    return [Fact(label, number(values[len(values) // 2]), unit, "median of the steps")] if values else []
+    return [Fact(label, readable(values[len(values) // 2]), unit, "median of the steps")] if values else []
 
 
 MAX_POINTS = 600

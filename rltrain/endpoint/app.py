@@ -30,9 +30,9 @@ from rltrain.endpoint.openai import (
     completions,
     ends_of_turns,
     openai_error,
+    responses,
     stop_strings_of,
 )
-from rltrain.endpoint.openai_responses import responses
 from rltrain.endpoint.opening import RecordedSession
 from rltrain.endpoint.requests import AskedSampling, Limits, Refused, SamplingRules, invalid, unsupported
 from rltrain.endpoint.service import (

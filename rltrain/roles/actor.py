@@ -27,8 +27,7 @@ from rltrain.algorithms.correction import apply_staleness_limit
 from rltrain.algorithms.kl import kl_estimate, with_teacher_advantages
 from rltrain.algorithms.losses import LossFunction, LossOutput, SharedLoss, masked_sum, of_response
 from rltrain.algorithms.registry import algorithm_of
-from rltrain.checkpoint.hf_reader import NO_NOTES
-from rltrain.checkpoint.hf_writer import replace_checkpoint, save_checkpoint
+from rltrain.checkpoint.hf_writer import NO_NOTES, replace_checkpoint, save_checkpoint
 from rltrain.checkpoint.peft_files import replace_adapters, save_adapters
 from rltrain.checkpoint.run_files import Contents, read_texts
 from rltrain.checkpoint.run_folder import name_of

@@ -6,8 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rltrain.checkpoint.hf_reader import load_parameters
-from rltrain.checkpoint.hf_reader import load_quantized
+from rltrain.checkpoint.hf_reader import load_parameters, load_quantized
 from rltrain.config.schema import FakeQuantization
 from rltrain.models.experts import is_expert
 from rltrain.models.products import int4_rounded

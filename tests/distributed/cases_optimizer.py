@@ -18,7 +18,7 @@ from rltrain.errors import CheckpointError
 from rltrain.offload import activations as activation_offload
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
-from rltrain.training.megatron.state import MASTER
+from rltrain.training.megatron.backend import MASTER
 from rltrain.training.optimizers import COEFFICIENTS
 from tests.distributed.cases_training import (
     GRIDS,

@@ -23,9 +23,8 @@ from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
-from rltrain.training.megatron.backend import TrainableModel
+from rltrain.training.megatron.backend import MASTER, MOMENTS, TrainableModel, optimized_parameters, step_count
 from rltrain.training.megatron.model import ROUTER_BIAS, build_model, local_parameters
-from rltrain.training.megatron.state import MASTER, MOMENTS, optimized_parameters, step_count
 from rltrain.training.optimizers import ADAM_STATES
 from tests.tolerances import ADAM_EPS
 from tests.uneven_products import uneven_products

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rltrain.cli.report_page import COLOURS
+from rltrain.cli.report import COLOURS
 from tests.end_to_end.browser import Browser, find_browser
 from tests.run_folders import HOSTILE, write_run
 from tools.report import report

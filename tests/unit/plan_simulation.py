@@ -5,9 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from rltrain.reshard.layout import hf_layout
 from rltrain.models import Architecture
-from rltrain.reshard.layout import BOX_FIELDS, Layout
+from rltrain.reshard.layout import BOX_FIELDS, Layout, hf_layout
 from rltrain.reshard.match import elements
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan import Planner, RankPlan, traffic

@@ -9,8 +9,7 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from rltrain.checkpoint.hf_reader import load_parameters
-from rltrain.checkpoint.hf_reader import load_quantized
+from rltrain.checkpoint.hf_reader import load_parameters, load_quantized
 from rltrain.config.schema import Config
 from rltrain.errors import CheckpointError
 from rltrain.models import read_architecture

@@ -13,8 +13,8 @@ import transformers
 from safetensors.torch import save_file
 
 from rltrain.checkpoint import conversion as hf_writer
+from rltrain.checkpoint import conversion as megatron_writer
 from rltrain.checkpoint import durable_file
-from rltrain.checkpoint import megatron_writer as megatron_writer
 from rltrain.checkpoint.conversion import (
     convert_to_hf,
     convert_to_megatron,
@@ -24,12 +24,11 @@ from rltrain.checkpoint.conversion import (
     writers_grid,
 )
 from rltrain.checkpoint.durable_file import BEHIND_BYTES
-from rltrain.checkpoint.hf_reader import load_parameters
-from rltrain.reshard.layout import hf_layout
+from rltrain.checkpoint.hf_reader import Box, load_parameters
 from rltrain.checkpoint.hf_writer import save_checkpoint
-from rltrain.checkpoint.hf_reader import Box
 from rltrain.checkpoint.sources import Processes
 from rltrain.models import read_architecture, table_of
+from rltrain.reshard.layout import hf_layout
 from tests.converted_checkpoints import SIZES, TOKENIZER_FILES, loads_alike, make_checkpoint, stored_tensors
 from tests.distributed.family_checkpoints import CHECKPOINTS, QUICK_DENSE, QUICK_SPARSE
 from tests.marks import slow_but

@@ -15,8 +15,7 @@ from openai.types.responses import response_create_params
 
 from rltrain.endpoint.anthropic_messages import MessagesRequest
 from rltrain.endpoint.app import GenerateRequest, GenerateSampling
-from rltrain.endpoint.openai import ChatRequest, CompletionRequest
-from rltrain.endpoint.openai_responses import ResponsesRequest
+from rltrain.endpoint.openai import ChatRequest, CompletionRequest, ResponsesRequest
 from rltrain.endpoint.service import HARMLESS, NEUTRAL, TRUE_BY_DEFAULT, WISHES
 from tests.talking_engine import OWNER, Endpoint, endpoint
 

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from rltrain.data.chat_format import ChatFormat
-from rltrain.endpoint import anthropic_messages, openai, openai_responses
+from rltrain.endpoint import anthropic_messages, openai
 from rltrain.endpoint.answer import Choice
 from rltrain.endpoint.opening import ChatOpening, Opening, TextOpening, TokenText
 from rltrain.rollout.engine import SamplingParams
@@ -109,8 +109,8 @@ def check_messages(answer: Any, service: Any) -> None:
 
 
 def check_responses(answer: Any, service: Any) -> None:
-    asked = openai_responses.ResponsesRequest(input="hi")
-    events = asyncio.run(all_of(openai_responses._events(answer, asked, {"id": "resp_1"})))
+    asked = openai.ResponsesRequest(input="hi")
+    events = asyncio.run(all_of(openai._events(answer, asked, {"id": "resp_1"})))
     ended = events[-1]["response"]["output"]
     texts = [part["text"] for item in ended if item["type"] == "message" for part in item["content"]]
     given = [event["delta"] for event in events if event["type"] == "response.output_text.delta"]

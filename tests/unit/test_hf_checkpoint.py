@@ -16,13 +16,11 @@ from torch import Tensor
 
 from rltrain.checkpoint.durable_file import DurableFile
 from rltrain.checkpoint.hf_reader import load_parameters
-from rltrain.reshard.layout import hf_layout
-from rltrain.checkpoint.hf_writer import save_checkpoint
-from rltrain.checkpoint.hf_writer import WRITTEN_BYTES
+from rltrain.checkpoint.hf_writer import WRITTEN_BYTES, save_checkpoint
 from rltrain.errors import CheckpointError
 from rltrain.models import Architecture, read_architecture
 from rltrain.reshard.execute import execute
-from rltrain.reshard.layout import Layout
+from rltrain.reshard.layout import Layout, hf_layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan import plan
 from rltrain.rollout.layout import engine_layout

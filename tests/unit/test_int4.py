@@ -13,7 +13,7 @@ from rltrain.config.schema import FakeQuantization
 from rltrain.models import products
 from rltrain.models.products import int4_rounded
 from rltrain.training.fake_quantization import rounded, rounded_weights
-from rltrain.training.fsdp_lora import round_experts
+from rltrain.training.fsdp_model import round_experts
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FOUR = FakeQuantization(group_size=4)

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rltrain.checkpoint.conversion import chunks_of_writer
 from rltrain.checkpoint.megatron_keys import GlobalTensors, extra_state_keys
-from rltrain.checkpoint.megatron_writer import chunks_of_writer
 from rltrain.errors import CheckpointError
 from rltrain.models import Architecture, canonical_tensors
 from rltrain.runtime.grid import Grid

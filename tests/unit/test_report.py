@@ -14,9 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from rltrain.cli import report_page, report_run
-from rltrain.cli.report_page import COLOURS, MAX_RANKS, NUM_TASK_COLOURS, colours_of, timeline
-from rltrain.cli.report_run import documentation, facts, number, sections, thinned
+from rltrain.cli import report_run
+from rltrain.cli.report import (
+    COLOURS,
+    MAX_RANKS,
+    NUM_TASK_COLOURS,
+    __file__,
+    chosen_samples,
+    colours_of,
+    embedded_json,
+    render,
+    shortened,
+    timeline,
+)
+from rltrain.cli.report_run import documentation, facts, readable, sections, thinned
 from rltrain.errors import DataError
 from rltrain.observability.names import METRICS
 from rltrain.observability.trace import Trace
@@ -51,7 +62,7 @@ class TestReading:
         assert [(sample["step"], sample.get("set")) for sample in samples] == [
             *[(0, None), (0, "hard"), (0, "hard"), (1, None), (1, "hard"), (1, "hard")]
         ]
-        assert report_page.shortened(samples[1])["set"] == "hard"
+        assert shortened(samples[1])["set"] == "hard"
 
     @pytest.mark.parametrize("write", [write_metrics, write_traces, write_samples])
     def test_any_file_alone_is_enough(self, tmp_path: Path, write: Any) -> None:
@@ -284,7 +295,7 @@ class TestCurves:
      (3072, "bytes", "3 KiB")],
 )  # fmt: skip
 def test_numbers_are_short(value: float, unit: str, text: str) -> None:
-    assert number(value, unit) == text
+    assert readable(value, unit) == text
 
 
 class TestTimeline:
@@ -365,7 +376,7 @@ def page_colours(text: str) -> dict[str, str]:
 def text(run: report_run.Run) -> str:
     """The page of `run`."""
     roles = report_run.occupations(run.ranks)
-    return report_page.render(run, facts(run, roles), roles, timeline(run.ranks), sections(run.records, run.ranks))
+    return render(run, facts(run, roles), roles, timeline(run.ranks), sections(run.records, run.ranks))
 
 
 class TestPage:
@@ -406,9 +417,7 @@ class TestPage:
         of_a_new_role = colours_of([*kinds.values(), "teacher logprobs"])
         assert of_a_new_role.keys() - COLOURS.keys() == {"teacher logprobs"}
         assert len({*of_a_new_role.values()}) == len(of_a_new_role)
-        light, dark = (
-            Path(report_page.__file__).with_name("page.css").read_text().split("@media (prefers-color-scheme: dark)")
-        )
+        light, dark = Path(__file__).with_name("page.css").read_text().split("@media (prefers-color-scheme: dark)")
         many = colours_of(map(str, range(NUM_TASK_COLOURS + 1)))
         assert many["0"] == many[str(NUM_TASK_COLOURS)]
         for colour in many.values():
@@ -422,28 +431,26 @@ class TestPage:
     @settings(max_examples=25)
     @given(st.recursive(st.none() | st.integers() | st.text(), lambda inner: st.lists(inner), max_leaves=5))
     def test_embedded_json_has_no_markup_and_says_the_same(self, value: Any) -> None:
-        text = report_page.embedded_json(value)
+        text = embedded_json(value)
         assert not set("<>&") & set(text)
         assert json.loads(text) == value
 
     def test_long_runs_show_samples_of_the_whole_run(self) -> None:
         samples = [{"step": step, "response": ""} for step in range(1000)]
-        chosen = [sample["step"] for sample in report_page.chosen_samples(samples, 50)]
+        chosen = [sample["step"] for sample in chosen_samples(samples, 50)]
         gaps = {after - before for before, after in zip(chosen, chosen[1:], strict=False)}
         assert chosen[0] == 0 and chosen[-1] == 999 and len(chosen) == 50 and gaps <= {20, 21}
 
     def test_long_texts_are_cut_and_messages_are_shown_as_json(self) -> None:
-        shown = report_page.shortened(
-            {"response": "x" * 9000, "prompt": [{"role": "user"}], "reward": None, "other": 1}
-        )
-        rendered = report_page.shortened({"prompt": "a", "rendered_prompt": "<user>" + "a" * 9000})["rendered_prompt"]
+        shown = shortened({"response": "x" * 9000, "prompt": [{"role": "user"}], "reward": None, "other": 1})
+        rendered = shortened({"prompt": "a", "rendered_prompt": "<user>" + "a" * 9000})["rendered_prompt"]
         assert rendered.startswith("<user>aa") and len(rendered) < 9000
         assert shown == {"response": "x" * 8000 + "… (1000 more characters)", "prompt": '[{"role": "user"}]'}
 
     def test_a_conversation_is_shown_turn_by_turn(self) -> None:
         said = {"message": {"role": "assistant", "content": "5"}, "reward": 0.5}
         turns = [{**said, "replies": [{"role": "user", "content": "higher"}]}, {**said, "replies": [], "reward": 0.0}]
-        shown = report_page.shortened({"response": "55", "turns": turns})
+        shown = shortened({"response": "55", "turns": turns})
         assert shown["turns"] == [("turn 1, reward 0.5", "5"), ("environment", "higher"), ("turn 2", "5")]
 
 

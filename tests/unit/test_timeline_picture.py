@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from rltrain.cli.report_page import LABEL, WIDTH, picture
+from rltrain.cli.report import LABEL, WIDTH, picture
 from rltrain.cli.report_run import MAIN_THREAD, RankTrace, Span
 
 SVG = "{http://www.w3.org/2000/svg}"
