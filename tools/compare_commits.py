@@ -31,7 +31,9 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 FOLDERS = ("rltrain", "launch", "tools")
-MEASURED = re.compile(r"time|second|_s$|_s/|/s$|per_s|memory|_bytes|_mb|_gb|tokens_per|throughput|utili[sz]ation|idle")
+MEASURED = re.compile(
+    r"time|second|_s$|_s/|/s$|per_s|memory|_bytes|_mb|_gb|tokens_per|throughput|utili[sz]ation|idle|flops"
+)
 """Metrics that differ between two runs of one commit."""
 PATH_IN_TEXT = re.compile(r"\brltrain(\.\w+)+|\b(rltrain|tools|tests)(/\w+)+\.py\b")
 WORLD_SIZE = re.compile(r"^# world size: (\d+)", re.MULTILINE)
@@ -183,9 +185,8 @@ def compare_texts(what: str, old: dict[str, str], new: dict[str, str]) -> list[s
 
 def dry_runs(tree: Path) -> dict[str, str]:
     """Returns by config the output of its dry run, and the digests of the orders that it makes."""
-    (home,) = (
-        path for path in (tree / "rltrain").rglob("*.py") if re.search(r"^class Order\b", path.read_text(), re.M)
-    )
+    homes = {path: path.read_text() for path in (tree / "rltrain").rglob("*.py")}
+    (home,) = (path for path, text in homes.items() if "class Order" in text and "def digest(" in text)
     module = ".".join(home.relative_to(tree).with_suffix("").parts)
     (entry,) = re.findall(r"from (rltrain\.[\w.]+) import main", (tree / "rltrain/__main__.py").read_text())
     found = {}
@@ -194,7 +195,7 @@ def dry_runs(tree: Path) -> dict[str, str]:
         size = told[1] if told else "1"
         name = f"configs/{config.name}"
         command = ["-m", "rltrain", "dry-run", "--config", name, "--world-size", size]
-        found[f"{name}, output"] = run(tree, *command).replace(str(tree), "")
+        found[f"{name}, output"] = PATH_IN_TEXT.sub("rltrain", run(tree, *command).replace(str(tree), ""))
         found[f"{name}, digests"] = run(tree, "-c", DIGESTS, module, "Order", entry, name, size)
     return found
 
