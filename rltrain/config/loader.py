@@ -219,7 +219,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """The config of a YAML file with `a.b.c=value` overrides applied in order; values are parsed as YAML.
 
     ConfigError lists every mistake with FILE:LINE or the override, the dotted key, the value given and what was
-    expected. What spans several keys is checked by `rltrain.legality`.
+    expected. What spans several keys is checked by `rltrain.planning.validation`.
     """
     source = read_source(path)
     for override in overrides:

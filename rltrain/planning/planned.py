@@ -161,7 +161,7 @@ class Kind:
 @dataclass(frozen=True, eq=False)
 class PlannedJob:
     """`architectures` are by role, that of model.path under actor. Nothing is asked of what may be trained today: a
-    config of which `rltrain.legality` refuses the model can be estimated all the same."""
+    config of which `rltrain.planning.validation` refuses the model can be estimated all the same."""
 
     config: Config
     placement: Placement

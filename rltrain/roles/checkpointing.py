@@ -35,7 +35,7 @@ from rltrain.tasks.roles import roles_beside_steps
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.05
-"""Between two looks of a rank's thread for what it waits for; with many ranks more, as in liveness.polling."""
+"""Between two looks of a rank's thread for what it waits for; with many ranks more, as in job_store.polling."""
 MAX_INCOMPLETE_IN_MEMORY = MOST - KEPT
 """Steps that may be under way: older ones are given up, since newer ones are worth more."""
 REMEMBERED = 8

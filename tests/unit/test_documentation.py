@@ -40,6 +40,25 @@ def test_docstrings_of_attributes_are_read_with_those_of_the_classes_that_a_sect
     assert "mode" in docstrings(Schedule) and "steps" not in docstrings(Schedule)
 
 
+ARCHITECTURE = (REPOSITORY / "ARCHITECTURE.md").read_text()
+
+
+def test_the_architecture_page_names_files_that_exist() -> None:
+    roots = (REPOSITORY, REPOSITORY / "rltrain", REPOSITORY / "rltrain/rollout/servers/in_sglang")
+    named = set(re.findall(r"`((?:\w+/)*\w+\.py)`", ARCHITECTURE))
+    assert [name for name in sorted(named) if not any((root / name).is_file() for root in roots)] == []
+    assert len(ARCHITECTURE.splitlines()) <= 400
+
+
+def test_every_change_has_a_file_to_open_that_defines_the_name() -> None:
+    table = ARCHITECTURE.split("## To change X, open Y")[1].split("## ")[0]
+    rows = re.findall(r"^\| .+ \| `([\w/]+\.py)` \| `(\w+)` \|$", table, flags=re.MULTILINE)
+    assert len(rows) == table.count("\n| ") - 1 >= 40, "a row is: change | `file` | `name`"
+    for file, name in rows:
+        body = ast.parse((REPOSITORY / "rltrain" / file).read_text()).body
+        assert name in {getattr(node, "name", None) for node in body}, f"{file} defines no {name}"
+
+
 @functools.cache
 def texts_of_the_code() -> str:
     """All that the code may say, the parts of a text that stand for values left out."""
