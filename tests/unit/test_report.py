@@ -19,7 +19,6 @@ from rltrain.cli.report import (
     COLOURS,
     MAX_RANKS,
     NUM_TASK_COLOURS,
-    __file__,
     chosen_samples,
     colours_of,
     embedded_json,
@@ -417,7 +416,7 @@ class TestPage:
         of_a_new_role = colours_of([*kinds.values(), "teacher logprobs"])
         assert of_a_new_role.keys() - COLOURS.keys() == {"teacher logprobs"}
         assert len({*of_a_new_role.values()}) == len(of_a_new_role)
-        light, dark = Path(__file__).with_name("page.css").read_text().split("@media (prefers-color-scheme: dark)")
+        light, dark = (REPOSITORY / "rltrain/cli/page.css").read_text().split("@media (prefers-color-scheme: dark)")
         many = colours_of(map(str, range(NUM_TASK_COLOURS + 1)))
         assert many["0"] == many[str(NUM_TASK_COLOURS)]
         for colour in many.values():
