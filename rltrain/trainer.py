@@ -31,7 +31,7 @@ from rltrain.observability.run_logs import write_job
 from rltrain.observability.trace import AnyTrace, start_trace
 from rltrain.offload.device_memory import device_memory
 from rltrain.offload.memory_parts import memory_saver
-from rltrain.offload.offload import CommunicatorPlan, Communicators, Residency
+from rltrain.offload.offload import CommunicatorPlan, Communicators, Offloader
 from rltrain.planning.doubts import doubts, doubts_about_models, doubts_about_variables
 from rltrain.planning.hardware import known_gpu
 from rltrain.planning.memory import memory_checkpoint_bytes
@@ -39,14 +39,14 @@ from rltrain.planning.planned import plan_job
 from rltrain.planning.validation import check_config
 from rltrain.planning.validation_schedule import place_config
 from rltrain.reshard import native
-from rltrain.roles.actor import Actor
+from rltrain.roles.actor import ActorRole
 from rltrain.roles.checkpointing import Checkpointing
-from rltrain.roles.critic import Critic
+from rltrain.roles.critic import CriticRole
 from rltrain.roles.drawing import DrawingRole
-from rltrain.roles.env import Env
-from rltrain.roles.evaluation import Evaluation
+from rltrain.roles.env import EnvRole
+from rltrain.roles.evaluation import EvaluationRole
 from rltrain.roles.inputs import Inputs, JobRows, agreed_inputs
-from rltrain.roles.reference import Inference, Reference, Teacher, is_actors_base, uses_actor_modules
+from rltrain.roles.reference import InferenceRole, ReferenceRole, TeacherRole, is_actors_base, uses_actor_modules
 from rltrain.roles.resuming import (
     HeldCheckpoints,
     check_resumed,
@@ -57,12 +57,12 @@ from rltrain.roles.resuming import (
     restore,
     with_present_inputs,
 )
-from rltrain.roles.reward import Reward
+from rltrain.roles.reward import RewardRole
 from rltrain.roles.role import Job, Metrics, Role
-from rltrain.roles.rollout import Rollout
-from rltrain.roles.scoring_models import Judge, RewardModel
+from rltrain.roles.rollout import RolloutRole
+from rltrain.roles.scoring_models import JudgeRole, RewardModelRole
 from rltrain.roles.transfers import Transfers
-from rltrain.roles.weight_sync import EvaluationSync, ModelSync, WeightSync
+from rltrain.roles.weight_sync import EvaluationSync, ModelSync, WeightSyncTask
 from rltrain.rollout.in_flight_sync import InFlightSync
 from rltrain.runtime.ending import Ending, end_quietly
 from rltrain.runtime.grid import job_leader
@@ -81,13 +81,13 @@ from rltrain.tasks.roles import DECLARED, SYNCED, device_roles
 ROLES: dict[str, type[Role]] = {
     role.name: role
     for role in (
-        *(Actor, Critic, Reference, Teacher, Inference, RewardModel, Judge),
-        *(Evaluation, Env, Rollout, Reward),
+        *(ActorRole, CriticRole, ReferenceRole, TeacherRole, InferenceRole, RewardModelRole, JudgeRole),
+        *(EvaluationRole, EnvRole, RolloutRole, RewardRole),
     )
 }
 
 
-def host_roles(job: Job, order: Order, trace: AnyTrace) -> tuple[dict[str, Role], Residency]:
+def host_roles(job: Job, order: Order, trace: AnyTrace) -> tuple[dict[str, Role], Offloader]:
     """The roles that this rank hosts, and who of them is on its device when. Collective over: all ranks."""
     residency = _residency(job, order, trace)
     roles: dict[str, Role] = {}
@@ -98,12 +98,12 @@ def host_roles(job: Job, order: Order, trace: AnyTrace) -> tuple[dict[str, Role]
     return roles, residency
 
 
-def _residency(job: Job, order: Order, trace: AnyTrace) -> Residency:
+def _residency(job: Job, order: Order, trace: AnyTrace) -> Offloader:
     def span(name: str, category: str) -> AbstractContextManager[object]:
         return trace.span(name, category)
 
     settings = job.config.residency
-    return Residency(
+    return Offloader(
         order,
         job.offloads,
         device_memory(job.world.device),
@@ -340,7 +340,7 @@ class Trainer:
     def _sync(self, task: str) -> Callable[[int, int], Metrics | None]:
         actor, follower = self.roles.get("actor"), self.roles.get(SYNCED[task])
         if task == WEIGHT_SYNC:
-            return WeightSync(self.job, actor, follower)  # type: ignore[arg-type]
+            return WeightSyncTask(self.job, actor, follower)  # type: ignore[arg-type]
         if task == SYNC_EVALUATION:
             return EvaluationSync(self.job, actor, follower)
         return ModelSync(self.job, SYNCED[task], actor, follower)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rltrain.models import MLA, Architecture, DeltaNet, MoE, Windows
+from rltrain.models import MLA, Architecture, DeltaNet, ExpertLayers, Windows
 
 Tensors = dict[str, np.ndarray]
 
@@ -15,12 +15,12 @@ PADDING = -7.0
 
 
 MOE = {
-    "qwen3_moe": MoE(num_experts=4, top_k=2, ffn_hidden_size=8, dense_layers=(1,)),
-    "mixtral": MoE(num_experts=4, top_k=2, ffn_hidden_size=24),
-    "deepseek_v3": MoE(
+    "qwen3_moe": ExpertLayers(num_experts=4, top_k=2, ffn_hidden_size=8, dense_layers=(1,)),
+    "mixtral": ExpertLayers(num_experts=4, top_k=2, ffn_hidden_size=24),
+    "deepseek_v3": ExpertLayers(
         num_experts=8, top_k=2, ffn_hidden_size=8, shared_ffn_hidden_size=16, dense_layers=(0,), score="sigmoid"
     ),
-    "qwen2_moe": MoE(
+    "qwen2_moe": ExpertLayers(
         num_experts=4, top_k=2, ffn_hidden_size=8, shared_ffn_hidden_size=16, dense_layers=(1,), shared_gate=True
     ),
 }
@@ -28,8 +28,8 @@ MOE["glm4_moe"] = MOE["glm4_moe_lite"] = MOE["deepseek_v3"]
 MOE["hy_v3"] = MOE["deepseek_v3"]
 MOE["qwen3_next"] = MOE["qwen2_moe"]
 MOE["qwen3_5_moe_text"] = replace(MOE["qwen2_moe"], dense_layers=())
-MOE["gpt_oss"] = MoE(num_experts=4, top_k=2, ffn_hidden_size=8, interleaved=True)
-MOE["minimax_m2"] = MoE(num_experts=8, top_k=2, ffn_hidden_size=24, score="sigmoid")
+MOE["gpt_oss"] = ExpertLayers(num_experts=4, top_k=2, ffn_hidden_size=8, interleaved=True)
+MOE["minimax_m2"] = ExpertLayers(num_experts=8, top_k=2, ffn_hidden_size=24, score="sigmoid")
 POST_NORMS = {
     "gemma3_text": ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
     "gemma2": ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),

@@ -15,7 +15,7 @@ from rltrain.data.tokenizer import TextDecoder
 from rltrain.endpoint.app import EndpointServer, EndpointSettings
 from rltrain.endpoint.engine_feed import EngineFeed, EngineMailbox
 from rltrain.endpoint.opening import RecordedSession
-from rltrain.endpoint.requests import Limits, Policy, SamplingRules
+from rltrain.endpoint.requests import Policy, RequestLimits, SamplingRules
 from rltrain.endpoint.session import Session
 from rltrain.rollout.engine import Engine, SamplingParams, check_samples, response_limit, served_version
 from rltrain.rollout.sample import Sample, Status
@@ -188,7 +188,7 @@ def endpoint(
     engine = TalkingEngine(tokenizer, say, num_slots, context_tokens)
     engine.before_step = before_step
     own = sampling or SamplingParams(1.0, 1.0, 0, context_tokens, (tokenizer.eos_token_id,))
-    bounds = replace(Limits(context_tokens, len(tokenizer), repeat_within_s=5.0), **limits)
+    bounds = replace(RequestLimits(context_tokens, len(tokenizer), repeat_within_s=5.0), **limits)
     settings = EndpointSettings(
         SamplingRules(own, policy), bounds, "model", OWNER, answers_passers_by=True, end_tokens=end_tokens
     )

@@ -22,7 +22,7 @@ from rltrain.errors import UserError
 from rltrain.import_config import translation
 from rltrain.import_config.command import KEEP, imported, written
 from rltrain.import_config.sources import FRAMEWORKS
-from rltrain.import_config.translation import Rows, Translation
+from rltrain.import_config.translation import RowCounts, Translation
 from rltrain.planning.description import describe_job
 from rltrain.planning.options import DryRunOptions
 
@@ -106,7 +106,7 @@ def tried(script: str, arguments: argparse.Namespace, folder: Path) -> Outcome:
 
 def once(script: str, arguments: argparse.Namespace, folder: Path, allowed: bool) -> None:
     """UserError where it is refused on its way."""
-    rows, source = Rows(rows=arguments.rows), [script, *arguments.arguments]
+    rows, source = RowCounts(rows=arguments.rows), [script, *arguments.arguments]
     with patch.object(translation, "model_config", lambda name: shape_of(str(name)) or {}):
         found = imported(arguments.framework, source, rows=rows, allow_differences=allowed, gpu=KEEP)
         settings = stand_ins(found, folder)

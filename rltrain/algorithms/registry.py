@@ -7,7 +7,7 @@ from rltrain.algorithms.reinforcement import (
     Grpo,
     MaxRl,
     OptimalTokenBaseline,
-    Own,
+    OwnAdvantages,
     PassAtK,
     Ppo,
     ReinforcePlusPlus,
@@ -15,15 +15,15 @@ from rltrain.algorithms.reinforcement import (
     ReMax,
     Rloo,
 )
-from rltrain.algorithms.supervised import Distillation, Dpo, Evaluate, RewardModel, Sft
+from rltrain.algorithms.supervised import Distillation, Dpo, Evaluate, RewardModelling, Sft
 from rltrain.config.schema import Config
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     algorithm.name: algorithm
     for algorithm in (
         *(Grpo, Rloo, ReinforcePlusPlus, ReinforcePlusPlusBaseline, ReMax, MaxRl, PassAtK, Gdpo, Gpg),
-        *(OptimalTokenBaseline, Ppo, Own),
-        *(Distillation, Sft, Dpo, RewardModel, Evaluate),
+        *(OptimalTokenBaseline, Ppo, OwnAdvantages),
+        *(Distillation, Sft, Dpo, RewardModelling, Evaluate),
     )
 }
 

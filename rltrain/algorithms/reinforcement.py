@@ -410,7 +410,7 @@ COEFFICIENTS = ("gamma", "lambd", "lam")
 TOKEN_FIELDS = ("advantages", "response_mask")
 
 
-class Own(Algorithm):
+class OwnAdvantages(Algorithm):
     """advantages.function is called once a step with the samples of all replicas, by its parameters' names:
 
         (rewards, groups)        [samples] rewards and numbers of prompts; it gives [samples] advantages

@@ -140,7 +140,7 @@ class Dpo(FromPairs):
         return direct_preference_loss(self.config.preference)
 
 
-class RewardModel(FromPairs):
+class RewardModelling(FromPairs):
     name = "reward_model"
     has_no_use_for = frozenset({"loss", "beta", "label_smoothing", "sft_coef"})
 

@@ -26,7 +26,7 @@ from rltrain.checkpoint.durable_file import BEHIND_BYTES, DurableFile, populate
 from rltrain.checkpoint.hf_files import (
     METADATA,
     HfFile,
-    PredictionLayers,
+    StoredPredictionLayers,
     copy_carried_files,
     planned_files,
     write_config,
@@ -34,7 +34,7 @@ from rltrain.checkpoint.hf_files import (
 )
 from rltrain.checkpoint.hf_reader import Box
 from rltrain.checkpoint.megatron_arguments import megatron_arguments
-from rltrain.checkpoint.megatron_keys import EMBEDDING, Chunk, GlobalTensors, Matrix, extra_state_keys
+from rltrain.checkpoint.megatron_keys import EMBEDDING, GlobalMatrix, GlobalTensors, TensorChunk, extra_state_keys
 from rltrain.checkpoint.megatron_pickles import around_elements
 from rltrain.checkpoint.megatron_reader import (
     COMMON_FILE,
@@ -51,11 +51,11 @@ from rltrain.checkpoint.safetensors_file import SafetensorsFile
 from rltrain.checkpoint.sources import (
     CHOICES,
     HF_FOLDER,
+    CheckpointSource,
     HfSource,
     MegatronSource,
     Processes,
     RunSource,
-    Source,
     num_bytes,
     target_type,
     type_name,
@@ -68,7 +68,7 @@ from rltrain.reshard.layout import BOX_FIELDS, hf_layout
 from rltrain.runtime.grid import Grid
 
 
-def chunks_of_writer(tensors: GlobalTensors, writers: Grid, rank: int) -> Iterator[Chunk]:
+def chunks_of_writer(tensors: GlobalTensors, writers: Grid, rank: int) -> Iterator[TensorChunk]:
     """The chunks that `rank` of `writers` writes, in the order of the model.
 
     Pipeline stages take consecutive layers, expert-parallel ranks consecutive experts, replicas turns. Numbers that do
@@ -88,13 +88,13 @@ def chunks_of_writer(tensors: GlobalTensors, writers: Grid, rank: int) -> Iterat
             yield from _cut(tensors, matrix, expert_at.etp, etp)
 
 
-def _stage(matrix: Matrix, num_layers: int, num_stages: int) -> int:
+def _stage(matrix: GlobalMatrix, num_layers: int, num_stages: int) -> int:
     if matrix.layer is not None:
         return matrix.layer * num_stages // num_layers
     return 0 if matrix.key == EMBEDDING else num_stages - 1
 
 
-def _cut(tensors: GlobalTensors, matrix: Matrix, index: int, size: int) -> Iterator[Chunk]:
+def _cut(tensors: GlobalTensors, matrix: GlobalMatrix, index: int, size: int) -> Iterator[TensorChunk]:
     """Share `index` of `size` of a matrix, cut as tensor parallelism cuts its row of the table; whole where it does
     not."""
     axis = len(matrix.shape) - 1 if matrix.row.split == "columns" else 0
@@ -161,7 +161,7 @@ def write_checkpoint(
 class _Values:
     """The values of `chunk`, zero where it has padding."""
 
-    def __init__(self, tensors: GlobalTensors, chunk: Chunk, read: ReadBox, dtype: torch.dtype) -> None:
+    def __init__(self, tensors: GlobalTensors, chunk: TensorChunk, read: ReadBox, dtype: torch.dtype) -> None:
         self._chunk, self._read, self.dtype = chunk, read, dtype
         self._boxes = tensors.inside(chunk)
         self._width = chunk.shape[-1]
@@ -270,7 +270,7 @@ class CountedSource:
     """Reads a source and counts by tensor the elements that were read. What is written, the writers count themselves:
     they refuse what is not due, and files that lack something."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: CheckpointSource) -> None:
         self.source = source
         self.num_read = np.zeros(len(source.tensors.names), dtype=np.int64)
 
@@ -299,7 +299,7 @@ class CountedSource:
             )
 
 
-def row_blocks(source: Source, tensor: int) -> Iterator[Box]:
+def row_blocks(source: CheckpointSource, tensor: int) -> Iterator[Box]:
     """A tensor in boxes of whole rows, about BLOCK_BYTES large. A vector is one row."""
     rows, cols = (int(size) for size in source.tensors.matrix_shapes[tensor])
     step = max(1, BLOCK_BYTES // (cols * source.dtypes[tensor].itemsize))
@@ -399,7 +399,12 @@ class ConversionProgress:
 
 
 def convert_to_hf(
-    source: Source, output: Path, processes: Processes, *, dtype: str | None = None, max_file_bytes: int = 5 * 10**9
+    source: CheckpointSource,
+    output: Path,
+    processes: Processes,
+    *,
+    dtype: str | None = None,
+    max_file_bytes: int = 5 * 10**9,
 ) -> None:
     """Write `source` into the new folder `output`, with the config and tokenizer of `source.settings`.
 
@@ -408,7 +413,7 @@ def convert_to_hf(
     """
     dtype = target_type(source, dtype)
     layout = hf_layout(source.architecture, tuple(range(processes.count)), dtype=dtype)
-    further = PredictionLayers(source.settings, source.option, trained=source.tensors.numbers)
+    further = StoredPredictionLayers(source.settings, source.option, trained=source.tensors.numbers)
     files = planned_files(layout, max_file_bytes, further.entries)
     counted = CountedSource(source)
     total_bytes = sum(entry.bytes for file in files for entry in file.entries)
@@ -426,7 +431,7 @@ def convert_to_hf(
 
 
 def _write_file(
-    path: Path, file: HfFile, counted: CountedSource, further: PredictionLayers, bar: ConversionProgress
+    path: Path, file: HfFile, counted: CountedSource, further: StoredPredictionLayers, bar: ConversionProgress
 ) -> None:
     numbers = counted.source.tensors.numbers
     with SafetensorsFile(path, file.entries, METADATA, behind_bytes=BEHIND_BYTES) as opened:
@@ -443,7 +448,7 @@ def _write_file(
 
 
 def convert_to_megatron(
-    source: Source,
+    source: CheckpointSource,
     output: Path,
     processes: Processes,
     *,
@@ -486,7 +491,7 @@ def convert_to_megatron(
             (folder / HF_FOLDER).mkdir()
             write_config(source.settings, folder / HF_FOLDER, dtype)
             copy_carried_files(source.settings, folder / HF_FOLDER)
-            PredictionLayers(source.settings, source.option).write_into(folder / HF_FOLDER)
+            StoredPredictionLayers(source.settings, source.option).write_into(folder / HF_FOLDER)
             MegatronSource(folder, "--output")
 
 
@@ -510,7 +515,9 @@ BITS = {4: torch.int32, 2: torch.int16}
 """By the bytes of an element: the type to compare it as, for which not-a-numbers equal themselves."""
 
 
-def first_difference(a: Source, b: Source, processes: Processes, *, dtype: str | None = None) -> str | None:
+def first_difference(
+    a: CheckpointSource, b: CheckpointSource, processes: Processes, *, dtype: str | None = None
+) -> str | None:
     """What differs first, in words: the architecture, a tensor's type, then its values, tensor by tensor; or None.
 
     Values are compared bit for bit. With `dtype` types may differ, and values are compared as rounded to it.
@@ -528,7 +535,7 @@ def first_difference(a: Source, b: Source, processes: Processes, *, dtype: str |
     return min(((int(tensor), difference) for tensor, difference in found), default=(0, None))[1]
 
 
-def _architectures(a: Source, b: Source) -> str | None:
+def _architectures(a: CheckpointSource, b: CheckpointSource) -> str | None:
     for field in fields(a.architecture):
         ours, theirs = getattr(a.architecture, field.name), getattr(b.architecture, field.name)
         if ours != theirs:
@@ -536,7 +543,7 @@ def _architectures(a: Source, b: Source) -> str | None:
     return None
 
 
-def _types(a: Source, b: Source) -> str | None:
+def _types(a: CheckpointSource, b: CheckpointSource) -> str | None:
     for name, ours, theirs in zip(a.tensors.names, a.dtypes, b.dtypes, strict=True):
         if ours != theirs:
             return (
@@ -546,7 +553,9 @@ def _types(a: Source, b: Source) -> str | None:
     return None
 
 
-def _values(a: Source, b: Source, tensor: int, dtype: torch.dtype | None, bar: ConversionProgress) -> str | None:
+def _values(
+    a: CheckpointSource, b: CheckpointSource, tensor: int, dtype: torch.dtype | None, bar: ConversionProgress
+) -> str | None:
     for box in row_blocks(a, tensor):
         ours, theirs = (source.read(box).to(dtype or source.dtypes[tensor]) for source in (a, b))
         differing = _bits(ours) != _bits(theirs)
@@ -591,7 +600,9 @@ def format_of(path: Path, option: str) -> Format:
     )
 
 
-def open_source(path: Path, option: str, *, settings: Path | None = None, compare_tied_head: bool = True) -> Source:
+def open_source(
+    path: Path, option: str, *, settings: Path | None = None, compare_tied_head: bool = True
+) -> CheckpointSource:
     """The checkpoint at `path`; `settings` is the folder with the config.json of one that has none of its own."""
     found = format_of(path, option)
     if found == "megatron":

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from rltrain.checkpoint.hf_reader import HfFolder, further_layers
-from rltrain.checkpoint.safetensors_file import TYPE_NAMES, Entry, SafetensorsFile
+from rltrain.checkpoint.safetensors_file import TYPE_NAMES, SafetensorsFile, TensorEntry
 from rltrain.models.architecture import CONFIG_FILE
 from rltrain.models.config_file import parse_object
 from rltrain.models.table import INDEX_FILE, SINGLE_FILE, ElementType
@@ -31,20 +31,20 @@ class HfFile:
 
     name: str
     writer: int
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
 
 
-def planned_files(layout: Layout, max_file_bytes: int, further: Sequence[Entry] = ()) -> list[HfFile]:
+def planned_files(layout: Layout, max_file_bytes: int, further: Sequence[TensorEntry] = ()) -> list[HfFile]:
     """All files of a checkpoint whose tensors lie as in `layout`, a result of hf_layout, and those of `further`
     tensors, which its ranks write in turn; the same on every rank.
 
     A file is larger than `max_file_bytes` only where one tensor is.
     """
-    contents: list[tuple[int, list[Entry]]] = []
+    contents: list[tuple[int, list[TensorEntry]]] = []
     for rank in layout.ranks:
         filled = max_file_bytes
         for name, shape in layout.on(rank).parameters:
-            entry = Entry(name, DTYPES[ElementType(layout.types[layout.tensors.numbers[name]])], shape)
+            entry = TensorEntry(name, DTYPES[ElementType(layout.types[layout.tensors.numbers[name]])], shape)
             if filled + entry.bytes > max_file_bytes:
                 contents.append((rank, []))
                 filled = 0
@@ -123,7 +123,7 @@ PREDICTION_FILE = "prediction_layers.safetensors"
 TYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
 
 
-class PredictionLayers:
+class StoredPredictionLayers:
     """Those of the checkpoint folder `folder`, as it holds them: those that its config.json tells of, or none. Without
     the tensors `trained`, which the model has itself."""
 
@@ -147,10 +147,10 @@ class PredictionLayers:
                 for entry in opened.entries:
                     opened.append(entry.name, self.read(entry.name))
 
-    def _entry(self, name: str) -> Entry:
+    def _entry(self, name: str) -> TensorEntry:
         with safe_open(self._folder / self._file_of[name], framework="pt") as opened:
             stored = opened.get_slice(name)
-            return Entry(name, TYPES[stored.get_dtype()], tuple(stored.get_shape()))
+            return TensorEntry(name, TYPES[stored.get_dtype()], tuple(stored.get_shape()))
 
 
 def _files(folder: Path, config_key: str) -> dict[str, str]:

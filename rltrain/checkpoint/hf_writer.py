@@ -19,7 +19,7 @@ from torch import Tensor
 from rltrain.checkpoint.hf_files import (
     METADATA,
     HfFile,
-    PredictionLayers,
+    StoredPredictionLayers,
     carried_files,
     copy_carried_files,
     planned_files,
@@ -75,7 +75,7 @@ def _taken(layout: Layout, numbers: Iterable[int], max_bytes: int) -> Iterator[t
 
 @contextmanager
 def writing_share(
-    folder: Path, files: Sequence[HfFile], further: PredictionLayers, device: torch.device
+    folder: Path, files: Sequence[HfFile], further: StoredPredictionLayers, device: torch.device
 ) -> Iterator["ShareWriter"]:
     """For a rank's `files` in `folder`, which are complete when the block ends without an error.
 
@@ -100,7 +100,9 @@ class ShareWriter:
     """Tensors come in any order, or rows of them one after the other; what is not due waits, with the memory of those
     that it came with. What `further` has does not come. A thread writes."""
 
-    def __init__(self, folder: Path, files: Sequence[HfFile], further: PredictionLayers, device: torch.device) -> None:
+    def __init__(
+        self, folder: Path, files: Sequence[HfFile], further: StoredPredictionLayers, device: torch.device
+    ) -> None:
         self._folder, self._files, self._further, self._device = folder, files, further, device
         self._types = {entry.name: entry.dtype for file in files for entry in file.entries}
         self._waiting: dict[str, Tensor] = {}
@@ -198,7 +200,7 @@ def save_checkpoint(
     """
     with _writing(directory):
         _refuse_foreign(directory, like, notes)
-        further = PredictionLayers(like, trained=source_layout.tensors.numbers)
+        further = StoredPredictionLayers(like, trained=source_layout.tensors.numbers)
     any_tensor = next(iter(source_tensors.values()))
     dtype = dtype or any_tensor.dtype
     layout = hf_layout(architecture, source_layout.ranks, dtype=str(dtype).removeprefix("torch."))

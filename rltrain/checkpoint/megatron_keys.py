@@ -47,7 +47,7 @@ LOCATION = np.dtype(
 
 
 @dataclass(frozen=True)
-class Chunk:
+class TensorChunk:
     """A box of a global tensor, in all its dimensions."""
 
     key: str
@@ -57,7 +57,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Matrix:
+class GlobalMatrix:
     """One matrix or vector of a global tensor: its place along the tensor's leading axes, and its own shape.
 
     `layer` and `expert` are None where it belongs to none. `row` is that of the family's table.
@@ -143,21 +143,21 @@ class GlobalTensors:
         first, stop = np.searchsorted(self._by_tensor["tensor"], [tensor, tensor + 1])
         return self._by_tensor[first:stop]
 
-    def chunk_of(self, box: np.void) -> Chunk:
+    def chunk_of(self, box: np.void) -> TensorChunk:
         """Where the box of a LOCATION lies."""
         key = self.keys[box["key"]]
         num_leading, shape = self._num_leading[key], self.shapes[key]
         leading = np.unravel_index(int(box["leading"]), shape[:num_leading]) if num_leading else ()
         at, size = (int(box["key_row"]), int(box["key_col"])), (int(box["rows"]), int(box["cols"]))
         inner = num_leading - len(shape)
-        return Chunk(key, shape, (*map(int, leading), *at[inner:]), (1,) * num_leading + size[inner:])
+        return TensorChunk(key, shape, (*map(int, leading), *at[inner:]), (1,) * num_leading + size[inner:])
 
-    def chunk(self, matrix: Matrix, offsets: tuple[int, ...], shape: tuple[int, ...]) -> Chunk:
+    def chunk(self, matrix: GlobalMatrix, offsets: tuple[int, ...], shape: tuple[int, ...]) -> TensorChunk:
         """A box of one matrix, whose `offsets` and `shape` are those in the matrix."""
         leading = matrix.leading
-        return Chunk(matrix.key, self.shapes[matrix.key], leading + offsets, (1,) * len(leading) + shape)
+        return TensorChunk(matrix.key, self.shapes[matrix.key], leading + offsets, (1,) * len(leading) + shape)
 
-    def inside(self, chunk: Chunk) -> Array:
+    def inside(self, chunk: TensorChunk) -> Array:
         """LOCATIONs of what lies in `chunk`, a part of one matrix, with key_row and key_col counted from its beginning.
 
         What they leave over is padding.
@@ -174,7 +174,7 @@ class GlobalTensors:
             boxes[key_place], boxes[size] = low - at[axis], high - low
         return boxes[(boxes["rows"] > 0) & (boxes["cols"] > 0)]
 
-    def _named(self, parameters: Parameters) -> Iterator[Matrix]:
+    def _named(self, parameters: Parameters) -> Iterator[GlobalMatrix]:
         """The parameters of an undivided model as matrices, in their order."""
         rows = self._rows()
         for name, shape in parameters:
@@ -183,7 +183,7 @@ class GlobalTensors:
             plain, layer, expert = _address(name)
             key = plain if layer is None or self.stacked else plain.replace("layers.", f"layers.{layer}.", 1)
             leading = (layer if self.stacked else None, expert)
-            yield Matrix(key, tuple(i for i in leading if i is not None), shape, layer, expert, rows[plain])
+            yield GlobalMatrix(key, tuple(i for i in leading if i is not None), shape, layer, expert, rows[plain])
 
     def _rows(self) -> dict[str, Row]:
         """The table's row of every parameter, by its name without numbers."""

@@ -16,7 +16,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from rltrain.checkpoint.run_files import READ_BYTES, FileRecord, Rows, SavedFile
+from rltrain.checkpoint.run_files import READ_BYTES, FileRecord, SavedFile, TensorRows
 from rltrain.checkpoint.safetensors_file import LENGTH_BYTES, TYPE_NAMES
 from rltrain.errors import CheckpointError
 from rltrain.reshard.native import crc32
@@ -24,43 +24,43 @@ from rltrain.runtime.machine import JobThread
 from rltrain.runtime.messages import family_of
 
 
-class Span(NamedTuple):
+class ByteSpan(NamedTuple):
     begin: int
     end: int
 
 
-def merged(spans: Iterable[Span], gap: int = 0) -> list[Span]:
+def merged(spans: Iterable[ByteSpan], gap: int = 0) -> list[ByteSpan]:
     """In order and apart: what lies between two that are no more than `gap` from each other is taken too."""
-    found: list[Span] = []
+    found: list[ByteSpan] = []
     for span in sorted(span for span in spans if span.begin < span.end):
         if found and span.begin <= found[-1].end + gap:
-            found[-1] = Span(found[-1].begin, max(found[-1].end, span.end))
+            found[-1] = ByteSpan(found[-1].begin, max(found[-1].end, span.end))
         else:
             found.append(span)
     return found
 
 
-def without(spans: Iterable[Span], there: Iterable[Span]) -> list[Span]:
+def without(spans: Iterable[ByteSpan], there: Iterable[ByteSpan]) -> list[ByteSpan]:
     """What of `spans` is not in `there`; both are as `merged` returns them."""
     found, held = [], [*there]
     for begin, end in spans:
         for other in held:
             if other.end <= begin or end <= other.begin:
                 continue
-            found.append(Span(begin, other.begin))
+            found.append(ByteSpan(begin, other.begin))
             begin = other.end
-        found.append(Span(begin, end))
+        found.append(ByteSpan(begin, end))
     return [span for span in found if span.begin < span.end]
 
 
-def spans_of(rows: Rows, begin: int, item_bytes: int, gap: int) -> Iterator[Span]:
+def spans_of(rows: TensorRows, begin: int, item_bytes: int, gap: int) -> Iterator[ByteSpan]:
     """Of elements of a tensor whose bytes are from `begin` on. Rows that are near each other are one span."""
     first, row_bytes, stride_bytes = begin + rows.first * item_bytes, rows.cols * item_bytes, rows.stride * item_bytes
     if rows.rows and stride_bytes - row_bytes <= gap:
-        yield Span(first, first + (rows.rows - 1) * stride_bytes + row_bytes)
+        yield ByteSpan(first, first + (rows.rows - 1) * stride_bytes + row_bytes)
         return
     for row in range(rows.rows):
-        yield Span(first + row * stride_bytes, first + row * stride_bytes + row_bytes)
+        yield ByteSpan(first + row * stride_bytes, first + row * stride_bytes + row_bytes)
 
 
 TIMEOUT_S = 60.0
@@ -120,14 +120,14 @@ class FileServer:
             except OSError:  # the other side sees that the connection has ended, and says what it lacks
                 return
 
-    def _asked_for(self, peer: socket.socket) -> tuple[Path, list[Span] | None] | None:
+    def _asked_for(self, peer: socket.socket) -> tuple[Path, list[ByteSpan] | None] | None:
         """The file and what of it, None for all; None where the peer may not have it."""
         with peer.makefile("rb") as lines:
             line = lines.readline(MAX_REQUEST_BYTES)
         try:
             request = json.loads(line)
             token, name = str(request["token"]), str(request["file"])
-            spans = [Span(int(begin), int(end)) for begin, end in request["spans"]] if "spans" in request else None
+            spans = [ByteSpan(int(begin), int(end)) for begin, end in request["spans"]] if "spans" in request else None
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return None
         if not hmac.compare_digest(token.encode(errors="replace"), self.address.token.encode()):
@@ -136,7 +136,7 @@ class FileServer:
         return (path, spans) if path.is_relative_to(self._root) and path.is_file() else None
 
 
-def _send_spans(peer: socket.socket, file: FileIO, spans: Sequence[Span]) -> None:
+def _send_spans(peer: socket.socket, file: FileIO, spans: Sequence[ByteSpan]) -> None:
     """OSError where the file is shorter."""
     block = memoryview(bytearray(READ_BYTES))
     for span in spans:
@@ -168,7 +168,9 @@ def fetch(address: Address, name: str, path: Path, expected: FileRecord, closing
     return None
 
 
-def received(address: Address, name: str, num_bytes: int, spans: Sequence[Span]) -> Iterator[tuple[int, memoryview]]:
+def received(
+    address: Address, name: str, num_bytes: int, spans: Sequence[ByteSpan]
+) -> Iterator[tuple[int, memoryview]]:
     """(where, bytes) of `spans` of the file `name`, which has `num_bytes`, piece by piece in memory that is used again.
 
     CheckpointError, perhaps after some pieces, which are then not to be used, where they do not come or have changed
@@ -242,7 +244,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 ITEM_BYTES = {name: dtype.itemsize for dtype, name in TYPE_NAMES.items()}
 
 
-class Source(NamedTuple):
+class FileSource(NamedTuple):
     """Where the file is: `name` there is relative to what the server serves, and `num_bytes` the manifest's.
 
     The node has compared the file's checksum as the job began, and what travels has one of its own.
@@ -266,7 +268,7 @@ class FetchedFile(SavedFile):
 
     is_whole = False
 
-    def __init__(self, path: Path, source: Source) -> None:
+    def __init__(self, path: Path, source: FileSource) -> None:
         super().__init__(path)
         self.source = source
         self.shared = path.with_name(path.name + SUFFIX)
@@ -280,26 +282,26 @@ class FetchedFile(SavedFile):
     def begin(self) -> None:
         """Ask for the header, before anything else. CheckpointError where the folder has no room even for that."""
         try:
-            self._fetch_shared([Span(0, HEAD_BYTES)])
-            self._fetch_shared([Span(0, self._header_end)])
+            self._fetch_shared([ByteSpan(0, HEAD_BYTES)])
+            self._fetch_shared([ByteSpan(0, self._header_end)])
         except OSError as error:
             raise self._unwritten(error) from error
 
     def ask_for_tensor(self, name: str) -> None:
         begin, end, _ = self._place_of(name, self._header())
-        self._ask_for([Span(begin, end)])
+        self._ask_for([ByteSpan(begin, end)])
 
-    def ask_for_rows(self, rows: Sequence[Rows]) -> None:
-        header, found = self._header(), list[Span]()
+    def ask_for_rows(self, rows: Sequence[TensorRows]) -> None:
+        header, found = self._header(), list[ByteSpan]()
         for one in rows:
             begin, _, item_bytes = self._place_of(one.tensor, header)
             found += spans_of(one, begin, item_bytes, GAP_BYTES)
         self._ask_for(found)
 
     def ask_for_all(self) -> None:
-        self._ask_for([Span(0, self.source.num_bytes)])
+        self._ask_for([ByteSpan(0, self.source.num_bytes)])
 
-    def _ask_for(self, spans: Sequence[Span]) -> None:
+    def _ask_for(self, spans: Sequence[ByteSpan]) -> None:
         wanted = merged(spans, GAP_BYTES)
         if self._own is None:
             try:
@@ -309,11 +311,11 @@ class FetchedFile(SavedFile):
                     raise self._unwritten(error) from error
                 self._own = _OwnMemory(self.source.num_bytes)
         if self._own is not None:
-            wanted = without(merged([Span(0, self._header_end), *wanted]), self._own.there)
+            wanted = without(merged([ByteSpan(0, self._header_end), *wanted]), self._own.there)
             self._fetch(wanted, self._own.descriptor)
             self._own.there = merged([*self._own.there, *wanted])
 
-    def _fetch_shared(self, wanted: Sequence[Span]) -> None:
+    def _fetch_shared(self, wanted: Sequence[ByteSpan]) -> None:
         """What no rank of the node has asked for yet. OSError where it cannot be written."""
         descriptor = os.open(self.shared, os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -337,14 +339,14 @@ class FetchedFile(SavedFile):
             else:
                 return
 
-    def _fetch(self, spans: Sequence[Span], descriptor: int) -> None:
+    def _fetch(self, spans: Sequence[ByteSpan], descriptor: int) -> None:
         address, name, num_bytes, advance = self.source
         for offset, block in received(address, name, num_bytes, spans):
             _write(descriptor, block, offset)
             advance()
 
-    def _clipped(self, spans: Sequence[Span]) -> list[Span]:
-        return [Span(begin, min(end, self.source.num_bytes)) for begin, end in spans]
+    def _clipped(self, spans: Sequence[ByteSpan]) -> list[ByteSpan]:
+        return [ByteSpan(begin, min(end, self.source.num_bytes)) for begin, end in spans]
 
     @cached_property
     def _header_end(self) -> int:
@@ -376,16 +378,16 @@ class _OwnMemory:
         self.descriptor = os.memfd_create("checkpoint", os.MFD_CLOEXEC)
         os.ftruncate(self.descriptor, num_bytes)
         self.path = Path(f"/proc/self/fd/{self.descriptor}")
-        self.there: list[Span] = []
+        self.there: list[ByteSpan] = []
 
     def __del__(self) -> None:
         os.close(self.descriptor)
 
 
-def spans_there(path: Path) -> list[Span]:
+def spans_there(path: Path) -> list[ByteSpan]:
     """What the list at `path` says. Nothing where there is none, or half of one that a killed rank has left."""
     try:
-        return [Span(*span) for span in json.loads(path.read_text(encoding="utf-8"))]
+        return [ByteSpan(*span) for span in json.loads(path.read_text(encoding="utf-8"))]
     except (FileNotFoundError, ValueError, TypeError):
         return []
 

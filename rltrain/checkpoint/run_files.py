@@ -18,12 +18,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rltrain.checkpoint.durable_file import BEHIND_BYTES, DurableFile
-from rltrain.checkpoint.safetensors_file import Entry, SafetensorsFile
+from rltrain.checkpoint.safetensors_file import SafetensorsFile, TensorEntry
 from rltrain.errors import CheckpointError
 from rltrain.reshard.native import crc32
 
 
-class Rows(NamedTuple):
+class TensorRows(NamedTuple):
     """Elements of a flat tensor: from `first` on, in each of `rows` that lie `stride` apart, `cols`."""
 
     tensor: str
@@ -54,7 +54,7 @@ class SavedFile:
     def ask_for_tensor(self, name: str) -> None:
         """CheckpointError, as of all of these, where it cannot be had."""
 
-    def ask_for_rows(self, rows: Sequence[Rows]) -> None:
+    def ask_for_rows(self, rows: Sequence[TensorRows]) -> None:
         """Of several tensors."""
 
     def ask_for_all(self) -> None:
@@ -100,7 +100,9 @@ def write_files(folder: Path, files: Mapping[str, Contents]) -> dict[str, FileRe
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
-        entries = [Entry(tensor, values.dtype, tuple(values.shape)) for tensor, values in contents.tensors.items()]
+        entries = [
+            TensorEntry(tensor, values.dtype, tuple(values.shape)) for tensor, values in contents.tensors.items()
+        ]
         with SafetensorsFile(
             path,
             entries,

@@ -31,7 +31,7 @@ LENGTH_BYTES = 8
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor of a file."""
 
     name: str
@@ -43,7 +43,7 @@ class Entry:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def in_file_order(entries: Sequence[Entry]) -> tuple[Entry, ...]:
+def in_file_order(entries: Sequence[TensorEntry]) -> tuple[TensorEntry, ...]:
     """The given order but for wide types, which come first, so that every tensor is aligned."""
     return tuple(sorted(entries, key=lambda entry: -entry.dtype.itemsize))
 
@@ -61,7 +61,7 @@ class SafetensorsFile(DurableFile):
     def __init__(
         self,
         path: Path,
-        entries: Sequence[Entry],
+        entries: Sequence[TensorEntry],
         metadata: Mapping[str, str],
         *,
         checksum: bool = False,
@@ -106,7 +106,7 @@ class SafetensorsFile(DurableFile):
         super().close()
 
 
-def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
+def _header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> bytes:
     """Length and JSON: of every tensor its type, its shape and where its bytes lie behind the header."""
     contents: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rltrain.checkpoint.durable_file import populate
 from rltrain.checkpoint.hf_reader import Box
-from rltrain.checkpoint.run_files import AnyFile, Contents, Rows, SavedFile, saved_file
+from rltrain.checkpoint.run_files import AnyFile, Contents, SavedFile, TensorRows, saved_file
 from rltrain.errors import CheckpointError, named_by
 from rltrain.models.table import Array, CanonicalTensors, IntArray
 from rltrain.reshard.layout import BOX_FIELDS, PIECE
@@ -146,13 +146,13 @@ class SavedState:
             for move in moves:
                 self._copy(opened, number, move)
 
-    def _wanted(self, number: int, move: _Moves) -> Iterator[Rows]:
+    def _wanted(self, number: int, move: _Moves) -> Iterator[TensorRows]:
         """What comes from file `number`."""
         for index in np.flatnonzero(move.file == number):
             saved, box = self._pieces[move.found.fragment[index]], move.found.boxes[index]
             name = flat_name(move.to.kind, self._parameters[number][saved["parameter"]])
             shape = int(box["rows"]), int(box["cols"]), int(saved["stride"])
-            yield Rows(name, int(move.saved_begin[index]), *shape)
+            yield TensorRows(name, int(move.saved_begin[index]), *shape)
 
     def _open(self, file: SavedFile) -> tuple[Array, Counts]:
         """The table of pieces in one file, and its counts."""

@@ -32,7 +32,7 @@ from rltrain.models.table import Array, CanonicalTensors, ElementType
 TYPES_BY_NAME = {name: dtype for dtype, name in WEIGHT_TYPE_NAMES.items()}
 
 
-class Source(Protocol):
+class CheckpointSource(Protocol):
     """A checkpoint whose headers were found to have exactly the tensors of its architecture, in their shapes."""
 
     path: Path
@@ -110,7 +110,7 @@ class HfSource:
         return TYPES_BY_NAME[stored.get_dtype()]
 
 
-def num_bytes(source: Source) -> int:
+def num_bytes(source: CheckpointSource) -> int:
     """Of all its tensors, without what a format adds."""
     elements = source.tensors.matrix_shapes.prod(axis=1).tolist()
     return sum(count * dtype.itemsize for count, dtype in zip(elements, source.dtypes, strict=True))
@@ -251,7 +251,7 @@ def join_processes() -> Processes:
 CHOICES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 
 
-def target_type(source: Source, chosen: str | None) -> str:
+def target_type(source: CheckpointSource, chosen: str | None) -> str:
     """`chosen`, or what all tensors of the source have but for those that are fp32 in any model of their family.
 
     CheckpointError where they differ.

@@ -16,7 +16,7 @@ from rltrain.checkpoint.conversion import (
     open_source,
     writers_grid,
 )
-from rltrain.checkpoint.sources import CHOICES, HfSource, Processes, RunSource, Source, join_processes
+from rltrain.checkpoint.sources import CHOICES, CheckpointSource, HfSource, Processes, RunSource, join_processes
 from rltrain.errors import CheckpointError, UserError, command_name
 
 EXIT_DIFFERENT = 1
@@ -64,7 +64,7 @@ def _run_to_hf(arguments: argparse.Namespace, processes: Processes) -> int:
     return _to_hf(RunSource(arguments.input, "--input", arguments.hf_config, share=share), arguments, processes)
 
 
-def _to_hf(source: Source, arguments: argparse.Namespace, processes: Processes) -> int:
+def _to_hf(source: CheckpointSource, arguments: argparse.Namespace, processes: Processes) -> int:
     max_file_bytes = int(arguments.max_file_gb * 10**9)
     return _timed(
         arguments.output,

@@ -30,9 +30,9 @@ from rltrain.cli.report_run import (
     Panel,
     RankTrace,
     Record,
+    ReportSection,
     Run,
-    Section,
-    Span,
+    TimelineSpan,
     column,
     documentation,
     facts,
@@ -90,11 +90,11 @@ class Lane:
     label: str
     depth: int
     shades: bool = False
-    spans: list[Span] = field(default_factory=list)
+    spans: list[TimelineSpan] = field(default_factory=list)
 
 
 @dataclass
-class Row:
+class TimelineRow:
     rank: int
     roles: tuple[str, ...]
     lanes: list[Lane]
@@ -106,12 +106,12 @@ class Timeline:
 
     start_us: float
     end_us: float
-    rows: list[Row]
+    rows: list[TimelineRow]
     steps: list[tuple[int, float, float]]
     notes: list[str]
 
 
-def kind_of(span: Span) -> str:
+def kind_of(span: TimelineSpan) -> str:
     """One of COLOURS."""
     return _KIND_OF_CATEGORY.get(span.category) or kind_of_task(span.name)
 
@@ -121,7 +121,7 @@ def kind_of_task(name: str) -> str:
     return _KIND_OF_TASK.get(name, OTHER)
 
 
-def description(span: Span) -> str:
+def description(span: TimelineSpan) -> str:
     """What to say of a span beside its name and its times."""
     parts = [f"{key} {value}" for key, value in span.arguments.items()]
     return " · ".join([span.category, *parts, *(["not finished"] if span.is_unfinished else [])])
@@ -148,7 +148,7 @@ def timeline(ranks: list[RankTrace], max_spans: int = MAX_SPANS) -> Timeline | N
     return Timeline(
         start_us=origin_us,
         end_us=max(span.end_us for span in spans),
-        rows=[Row(rank.rank, rank.roles, _lanes(rank.spans, detail)) for rank in shown],
+        rows=[TimelineRow(rank.rank, rank.roles, _lanes(rank.spans, detail)) for rank in shown],
         steps=_steps(spans),
         notes=notes,
     )
@@ -162,11 +162,11 @@ class Detail:
     to_us: float = 0.0
     shortest_us: float = 0.0
 
-    def keeps(self, span: Span) -> bool:
+    def keeps(self, span: TimelineSpan) -> bool:
         return self.from_us <= span.start_us <= self.to_us or span.end_us - span.start_us >= self.shortest_us
 
 
-def _detail(spans: list[Span], max_spans: int) -> Detail:
+def _detail(spans: list[TimelineSpan], max_spans: int) -> Detail:
     """Half of the spans that may be drawn are those in the middle of the run, the others the longest of the rest."""
     by_start = sorted(spans, key=lambda span: span.start_us)
     num_whole = max_spans // 2
@@ -177,7 +177,7 @@ def _detail(spans: list[Span], max_spans: int) -> Detail:
     return Detail(middle[0].start_us, middle[-1].start_us, durations[max_spans - num_whole - 1])
 
 
-def _lanes(spans: list[Span], detail: Detail) -> list[Lane]:
+def _lanes(spans: list[TimelineSpan], detail: Detail) -> list[Lane]:
     lanes: dict[tuple[bool, str, int, bool], Lane] = {}
     for span in spans:
         depth, shades = _depth(span), _shades(span)
@@ -188,17 +188,17 @@ def _lanes(spans: list[Span], detail: Detail) -> list[Lane]:
     return [lanes[key] for key in sorted(lanes)]
 
 
-def _shades(span: Span) -> bool:
+def _shades(span: TimelineSpan) -> bool:
     """Whether it is a wait within something else, which it is drawn over."""
     return span.category == "wait" and span.depth > 0
 
 
-def _depth(span: Span) -> int:
+def _depth(span: TimelineSpan) -> int:
     """Of the lane that it is drawn in."""
     return span.depth - _shades(span)
 
 
-def _steps(spans: list[Span]) -> list[tuple[int, float, float]]:
+def _steps(spans: list[TimelineSpan]) -> list[tuple[int, float, float]]:
     """When each step's tasks began and ended; steps may overlap."""
     found: dict[int, tuple[float, float]] = {}
     for span in spans:
@@ -232,7 +232,7 @@ def render(
     facts: Sequence[Fact],
     occupations: Sequence[Occupation],
     timeline: Timeline | None,
-    sections: Sequence[Section],
+    sections: Sequence[ReportSection],
 ) -> str:
     """The text of report.html."""
     data = {
@@ -382,7 +382,7 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {text}"
 
 
-def _curve_sections(sections: Sequence[Section]) -> str:
+def _curve_sections(sections: Sequence[ReportSection]) -> str:
     text, index = [], 0
     for section in sections:
         figures = []
@@ -428,7 +428,7 @@ def _timeline_data(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def _row_data(row: Row, origin_us: float, names: dict[str, int], details: dict[str, int]) -> dict[str, Any]:
+def _row_data(row: TimelineRow, origin_us: float, names: dict[str, int], details: dict[str, int]) -> dict[str, Any]:
     lanes = []
     for lane in row.lanes:
         flat: list[float] = []
@@ -517,7 +517,7 @@ def _updates(ranks: list[RankTrace], step: int) -> float:
     return max(ends, default=min(span.start_us for rank in ranks for span in rank.spans))
 
 
-def _main(row: Row) -> Iterator[Span]:
+def _main(row: TimelineRow) -> Iterator[TimelineSpan]:
     """Tasks and what else stands by itself, then the waits inside them."""
     for shades in (False, True):
         for lane in row.lanes:
@@ -525,7 +525,7 @@ def _main(row: Row) -> Iterator[Span]:
                 yield from lane.spans
 
 
-def _bar(span: Span, x: float, top: float, width: float, colour: str) -> str:
+def _bar(span: TimelineSpan, x: float, top: float, width: float, colour: str) -> str:
     title = f"{span.name}: {(span.end_us - span.start_us) / 1e3:.0f} ms"
     bar = (
         f'<rect x="{x:.1f}" y="{top}" width="{width:.1f}" height="{ROW}" fill="{colour}">'

@@ -22,7 +22,7 @@ MAIN_THREAD = "MainThread"
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TimelineSpan:
     """One stretch of a thread. Times in microseconds of wall-clock time; `depth` counts the spans around it."""
 
     name: str
@@ -42,7 +42,7 @@ class RankTrace:
 
     rank: int
     roles: tuple[str, ...] = ()
-    spans: list[Span] = field(default_factory=list)
+    spans: list[TimelineSpan] = field(default_factory=list)
     """By start; where two start together the outer one comes first."""
     counters: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     """(time in microseconds, value) by name."""
@@ -196,8 +196,10 @@ def pair_events(rank: int, events: list[Record]) -> RankTrace:
     return trace
 
 
-def _span(started: Record, ended: Record, threads: dict[int, str], depth: int, is_unfinished: bool = False) -> Span:
-    return Span(
+def _span(
+    started: Record, ended: Record, threads: dict[int, str], depth: int, is_unfinished: bool = False
+) -> TimelineSpan:
+    return TimelineSpan(
         name=str(started["name"]),
         category=str(started.get("cat", "")),
         start_us=started["ts"],
@@ -271,7 +273,7 @@ def _total(role: str, hosting: list[RankTrace], run_s: float) -> dict[str, float
     return total
 
 
-def _seconds_by_purpose(spans: Iterable[Span], role: str) -> dict[str, float]:
+def _seconds_by_purpose(spans: Iterable[TimelineSpan], role: str) -> dict[str, float]:
     """Of one rank's main thread."""
     seconds = dict.fromkeys(PURPOSES, 0.0)
     for span, own_s in own_seconds(spans, lambda span: _purpose(span, role) is not None):
@@ -279,9 +281,11 @@ def _seconds_by_purpose(spans: Iterable[Span], role: str) -> dict[str, float]:
     return seconds
 
 
-def own_seconds(spans: Iterable[Span], counts: Callable[[Span], bool]) -> Iterator[tuple[Span, float]]:
+def own_seconds(
+    spans: Iterable[TimelineSpan], counts: Callable[[TimelineSpan], bool]
+) -> Iterator[tuple[TimelineSpan, float]]:
     """The spans of a rank's main thread that count, with their seconds less those of others that count within them."""
-    around: list[tuple[Span, float]] = []
+    around: list[tuple[TimelineSpan, float]] = []
     for span in spans:
         if span.thread != MAIN_THREAD or not counts(span):
             continue
@@ -295,7 +299,7 @@ def own_seconds(spans: Iterable[Span], counts: Callable[[Span], bool]) -> Iterat
     yield from around
 
 
-def _purpose(span: Span, role: str) -> str | None:
+def _purpose(span: TimelineSpan, role: str) -> str | None:
     """None: that of the span around it."""
     if span.category in _WORK and "role" in span.arguments:
         return OWN if role in str(span.arguments["role"]).split("+") else OTHER
@@ -410,7 +414,7 @@ class Panel:
 
 
 @dataclass(frozen=True)
-class Section:
+class ReportSection:
     """`zeros` names what is zero throughout, which no panel draws."""
 
     title: str
@@ -504,7 +508,7 @@ _DOCUMENTED_PATTERNS = [
 ]
 
 
-def sections(records: Sequence[Record], ranks: Iterable[RankTrace] = ()) -> list[Section]:
+def sections(records: Sequence[Record], ranks: Iterable[RankTrace] = ()) -> list[ReportSection]:
     """All metrics of `records` and counters of `ranks`, each in exactly one panel or among the zeros of its section; in
     the order of SECTIONS."""
     remaining = sorted({name for record in records for name in record} - {"step", "time_s"})
@@ -524,7 +528,7 @@ def sections(records: Sequence[Record], ranks: Iterable[RankTrace] = ()) -> list
     return [_without_zeros(title, panels) for title, panels in found.items() if panels]
 
 
-def _without_zeros(title: str, panels: Sequence[Panel]) -> Section:
+def _without_zeros(title: str, panels: Sequence[Panel]) -> ReportSection:
     kept, zeros = [], []
     for panel in panels:
         rest = tuple(series for series in panel.series if not series.is_zero)
@@ -535,7 +539,7 @@ def _without_zeros(title: str, panels: Sequence[Panel]) -> Section:
             zeros += [f"{panel.title} ({', '.join(left_out)})"] if left_out else []
         else:
             zeros.append(panel.title)
-    return Section(title, tuple(kept), tuple(zeros))
+    return ReportSection(title, tuple(kept), tuple(zeros))
 
 
 def _place(name: str, num_alike: int) -> tuple[str, str]:

@@ -27,7 +27,7 @@ from rltrain.data.hub import named_checkpoint
 from rltrain.data.tokenizer import TextDecoder, end_token_ids, load_tokenizer
 from rltrain.endpoint.app import EndpointServer, EndpointSettings
 from rltrain.endpoint.engine_feed import EngineFeed, EngineMailbox
-from rltrain.endpoint.requests import Limits, SamplingRules
+from rltrain.endpoint.requests import RequestLimits, SamplingRules
 from rltrain.endpoint.served_engine import EngineSettings, Reloads, dtype_of, load_engine, longest_context
 from rltrain.errors import ConfigError, DivergenceError, command_name
 from rltrain.models import read_architecture
@@ -114,7 +114,9 @@ def serve(arguments: argparse.Namespace, stopping: threading.Event) -> None:
     token = None if arguments.no_token else arguments.token or "sk-" + secrets.token_urlsafe(24)
     settings = EndpointSettings(
         SamplingRules(SamplingParams(given.temperature, given.top_p, given.top_k, context, ends), "request"),
-        Limits(context, architecture.vocab_size, max_turns=arguments.max_requests, max_sessions=arguments.max_requests),
+        RequestLimits(
+            context, architecture.vocab_size, max_turns=arguments.max_requests, max_sessions=arguments.max_requests
+        ),
         model=arguments.model_name or (named.resolve().name if isinstance(named, Path) else named.name),
         token=token,
         host=arguments.host,

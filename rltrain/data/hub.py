@@ -123,7 +123,7 @@ def with_local_copies(config: Config, world: "World", advance: Callable[[], obje
     UserError where a repository cannot be had.
     """
     repositories = {repository.title: repository for repository in repositories_of(config)}
-    job = _Copies(world, advance)
+    job = _HubCopies(world, advance)
     if world.rank == 0:
         commits = {title: one.copy(files=SMALL_FILES).name for title, one in repositories.items()}
         job.tell("commits", commits)
@@ -219,7 +219,7 @@ def _mapped_items(
             yield change(item, f"{key}.{number}", mark) if mark is not None and isinstance(item, str) else item
 
 
-class _Copies:
+class _HubCopies:
     """What ranks tell each other of copies, by the job's store."""
 
     def __init__(self, world: "World", advance: Callable[[], object]) -> None:

@@ -58,7 +58,7 @@ COMPUTED_ROWS = 2**10
 """Of neighbouring positions, which mostly are asked for together."""
 
 
-class Order(ABC):
+class RowOrder(ABC):
     """Which row stands at which position of the stream; step k uses positions k * prompts_per_step and following."""
 
     @abstractmethod
@@ -71,7 +71,7 @@ class Order(ABC):
         return [self.row(position) for position in range(first, first + prompts_per_step)]
 
 
-class PromptOrder(Order):
+class PromptOrder(RowOrder):
     """Row numbers in epochs one after the other, each in an order of its own if shuffled. Steps may cross epochs: a row
     comes twice in a step only where an epoch ends within it."""
 
@@ -163,11 +163,11 @@ def _times(number: int, share: Fraction) -> int:
     return (2 * number * share.numerator + share.denominator) // (2 * share.denominator)
 
 
-class Mix(Order):
+class Mix(RowOrder):
     """The rows of several sources, each in an order and in epochs of its own."""
 
     def __init__(
-        self, orders: Sequence[Order], firsts: Sequence[int], weights: Sequence[float], *, seed: int, shuffle: bool
+        self, orders: Sequence[RowOrder], firsts: Sequence[int], weights: Sequence[float], *, seed: int, shuffle: bool
     ) -> None:
         """`firsts` [sources] are added to the rows of the orders."""
         self.orders, self.firsts = orders, firsts
@@ -203,7 +203,7 @@ class _Block:
     places: tuple[tuple[int, int], ...]
 
 
-class CurriculumOrder(Order):
+class CurriculumOrder(RowOrder):
     """In each of the first steps rows of a window that slides over all of them, sorted by difficulty; then another
     order from its beginning.
 
@@ -219,7 +219,7 @@ class CurriculumOrder(Order):
         per_step: int,
         seed: int,
         shuffle: bool,
-        then: Order,
+        then: RowOrder,
     ) -> None:
         """`difficulties` [rows]; ties keep the rows' order. `per_step`: positions that a step takes."""
         self.sorted = np.argsort(difficulties, kind="stable")
@@ -242,7 +242,7 @@ class CurriculumOrder(Order):
         return np.random.default_rng([self.seed, step, self.window]).permutation(rows) if self.shuffle else rows
 
 
-def prompt_order(dataset: PromptDataset, config: schema.Config) -> Order:
+def prompt_order(dataset: PromptDataset, config: schema.Config) -> RowOrder:
     """Of the rows of data.train, which `dataset` has."""
     weights = [source.weight for source in dataset.sources if source.weight is not None]
     if not weights or len(dataset.sources) == 1:
@@ -259,7 +259,7 @@ def prompt_order(dataset: PromptDataset, config: schema.Config) -> Order:
 
 def _of_rows(
     num_rows: int, difficulties: Difficulties, config: schema.Config, share: float, stream: tuple[int, ...]
-) -> Order:
+) -> RowOrder:
     """Of rows of which a step takes about `share` of its prompts."""
     seed, shuffle, curriculum = config.seed, config.data.shuffle, config.data.curriculum
     order = PromptOrder(num_rows, seed=seed, shuffle=shuffle, stream=stream)
@@ -345,7 +345,7 @@ class SolvedRateOrder:
     source has fewer rows than that takes, and there always is a next prompt.
     """
 
-    def __init__(self, order: Order, rates: SolvedRates, *, per_window: int, seed: int) -> None:
+    def __init__(self, order: RowOrder, rates: SolvedRates, *, per_window: int, seed: int) -> None:
         """`order` is a PromptOrder of all rows, or a Mix of those of several sources."""
         self.order, self.rates, self.per_window, self.seed = order, rates, per_window, seed
         of_sources = order.orders if isinstance(order, Mix) else [order]

@@ -208,7 +208,7 @@ ADVANCE_ROWS = 2**12
 
 
 @dataclass(frozen=True)
-class Part:
+class SourcePart:
     """Slices of files; or of one file with plain lines those that begin at the bytes `begin` up to `end`."""
 
     slices: Sequence[FileSlice]
@@ -231,21 +231,21 @@ class Part:
         return 0 if self.end is None else count_lines(self.slices[0].files[0].path, self.begin, self.end)
 
 
-def parts_of(source: schema.PromptSource, slices: Sequence[FileSlice]) -> list[Part]:
+def parts_of(source: schema.PromptSource, slices: Sequence[FileSlice]) -> list[SourcePart]:
     """One where it matters for a row how many come before; else at least one for each file."""
     if source.max_rows is not None or not all(one.is_whole for one in slices):
-        return [Part(slices)]
+        return [SourcePart(slices)]
     return [part for one in slices for file in one.files for part in _parts_of_file(file)]
 
 
-def _parts_of_file(file: RowFile) -> list[Part]:
+def _parts_of_file(file: RowFile) -> list[SourcePart]:
     whole, num_bytes = (FileSlice((file,)),), file.num_bytes
     if not file.has_plain_lines or num_bytes <= PART_BYTES:
-        return [Part(whole)]
-    return [Part(whole, begin, end) for begin, end in pairwise([*range(0, num_bytes, PART_BYTES), num_bytes])]
+        return [SourcePart(whole)]
+    return [SourcePart(whole, begin, end) for begin, end in pairwise([*range(0, num_bytes, PART_BYTES), num_bytes])]
 
 
-def index_part(part: Part, checker: RowChecker, path: Path, advance: Callable[[], None]) -> None:
+def index_part(part: SourcePart, checker: RowChecker, path: Path, advance: Callable[[], None]) -> None:
     """Write the index of the part's usable rows to `path`. DataError as of RowChecker."""
     parser, key = checker.parser, checker.key
     with_difficulties = parser.difficulty_key is not None
@@ -430,7 +430,9 @@ def _make(
             work.tell(f"{name}/made", "yes")
 
 
-def _join(parts: Sequence[Part], files: Sequence[Path], path: Path, checker: RowChecker, work: SharedWork) -> Summary:
+def _join(
+    parts: Sequence[SourcePart], files: Sequence[Path], path: Path, checker: RowChecker, work: SharedWork
+) -> Summary:
     """Write the index whose parts are in `files`, and remove these."""
     whole = Summary()
     found = [open_index(file).summary for file in files]

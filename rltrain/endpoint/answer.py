@@ -13,9 +13,9 @@ from typing import Any
 from starlette.responses import StreamingResponse
 
 from rltrain.endpoint.engine_feed import EngineBusy, EngineGone, Turns
-from rltrain.endpoint.opening import Opening, Reply, TokenText, TurnEnd
-from rltrain.endpoint.requests import Refused
-from rltrain.rollout.groups import Turn
+from rltrain.endpoint.opening import Opening, PlaceOfTurn, Reply, TokenText
+from rltrain.endpoint.requests import RequestRefused
+from rltrain.rollout.groups import PendingTurn
 from rltrain.rollout.sample import Sample, Status
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ FIRST_CLIENT_S = 5.0
 class Choice:
     """One of the turns that are drawn for a request. No other turn has its `mark`."""
 
-    def __init__(self, turn: Turn, mark: str) -> None:
+    def __init__(self, turn: PendingTurn, mark: str) -> None:
         self.turn, self.sample, self.mark = turn, turn.sample, mark
         self.start = len(turn.sample.tokens)
         """Response tokens before the turn."""
@@ -73,8 +73,8 @@ class Answer:
     def __init__(
         self,
         opening: Opening,
-        wanted: Sequence[Turn],
-        end: TurnEnd | None,
+        wanted: Sequence[PendingTurn],
+        end: PlaceOfTurn | None,
         *,
         mark: str,
         settle: Callable[["Answer", bool], None],
@@ -82,7 +82,7 @@ class Answer:
     ) -> None:
         self.opening, self.end = opening, end
         self.choices = [Choice(turn, f"{mark}.{number}") for number, turn in enumerate(wanted)]
-        self.error: Refused | None = None
+        self.error: RequestRefused | None = None
         self.is_settled = False
         self.is_followed = False
         """Whether a later turn goes on from it."""
@@ -147,7 +147,7 @@ class Answer:
             task.cancel()
         if not self.is_settled:
             self.is_settled = True
-            self.error = self.error or Refused(HTTPStatus.GONE, reason, code="given_up")
+            self.error = self.error or RequestRefused(HTTPStatus.GONE, reason, code="given_up")
             self._settle(self, False)
         self._change()
 
@@ -155,15 +155,15 @@ class Answer:
         try:
             choice.sample = await turns.draw(choice.turn, partial(self._progress, choice))
         except EngineGone as gone:
-            self._fail(Refused(HTTPStatus.SERVICE_UNAVAILABLE, f"no engine draws any more: {gone}", code="gone"))
+            self._fail(RequestRefused(HTTPStatus.SERVICE_UNAVAILABLE, f"no engine draws any more: {gone}", code="gone"))
         except EngineBusy as busy:
-            self._fail(Refused(HTTPStatus.TOO_MANY_REQUESTS, str(busy), code="busy"))
+            self._fail(RequestRefused(HTTPStatus.TOO_MANY_REQUESTS, str(busy), code="busy"))
         except Exception as error:  # noqa: BLE001 - the engine refused it: its client is told why
-            self._fail(Refused(HTTPStatus.BAD_REQUEST, f"the engine refuses this request: {error}"))
+            self._fail(RequestRefused(HTTPStatus.BAD_REQUEST, f"the engine refuses this request: {error}"))
         else:
             if choice.sample.status == Status.FAILED:
                 said = "the model's log-probs are not finite for this request: nothing can be drawn"
-                self._fail(Refused(HTTPStatus.INTERNAL_SERVER_ERROR, said, code="not_finite"))
+                self._fail(RequestRefused(HTTPStatus.INTERNAL_SERVER_ERROR, said, code="not_finite"))
             else:
                 self._drawn()
 
@@ -172,7 +172,7 @@ class Answer:
             self._settle_if_whole()
         except Exception:
             logger.exception("what was drawn for a request could not be read")
-            self.error = Refused(HTTPStatus.INTERNAL_SERVER_ERROR, "an error of the server; see its log")
+            self.error = RequestRefused(HTTPStatus.INTERNAL_SERVER_ERROR, "an error of the server; see its log")
         self._change()
 
     def _progress(self, choice: Choice, sample: Sample) -> None:
@@ -180,7 +180,7 @@ class Answer:
             choice.sample = sample
             self._change()
 
-    def _fail(self, error: Refused) -> None:
+    def _fail(self, error: RequestRefused) -> None:
         if self.error is None:
             self.error = error
             self.give_up()
@@ -259,7 +259,7 @@ Event = Mapping[str, Any] | str
 def event_stream(
     answer: Answer,
     events: AsyncIterator[Event],
-    error_of: Callable[[Refused], Mapping[str, Any]],
+    error_of: Callable[[RequestRefused], Mapping[str, Any]],
     *,
     named: bool = False,
 ) -> StreamingResponse:
@@ -272,7 +272,7 @@ def event_stream(
                 async with aclosing(events) as opened:  # type: ignore[type-var]
                     async for event in opened:
                         yield _line(event, named)
-            except Refused as refused:
+            except RequestRefused as refused:
                 yield _line(error_of(refused), named)
 
     return StreamingResponse(lines(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})

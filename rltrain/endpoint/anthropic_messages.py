@@ -14,7 +14,7 @@ from rltrain.data.chat_template import as_text
 from rltrain.endpoint.answer import Answer, Choice, Deltas, Event, event_stream
 from rltrain.endpoint.openai import stop_strings_of
 from rltrain.endpoint.opening import ChatOpening, History, Reply
-from rltrain.endpoint.requests import AskedSampling, Refused, invalid, object_in, text_in, unsupported
+from rltrain.endpoint.requests import AskedSampling, RequestRefused, invalid, object_in, text_in, unsupported
 from rltrain.endpoint.service import (
     DrawingBody,
     SamplingFields,
@@ -227,7 +227,7 @@ ERROR_TYPES = {
 }
 
 
-def anthropic_error(refused: Refused) -> dict[str, Any]:
+def anthropic_error(refused: RequestRefused) -> dict[str, Any]:
     """In the form that Anthropic's clients read."""
     default = "invalid_request_error" if refused.status < 500 else "api_error"
     error: dict[str, Any] = {"type": ERROR_TYPES.get(refused.status, default), "message": refused.message}

@@ -34,7 +34,7 @@ from rltrain.endpoint.openai import (
     stop_strings_of,
 )
 from rltrain.endpoint.opening import RecordedSession
-from rltrain.endpoint.requests import AskedSampling, Limits, Refused, SamplingRules, invalid, unsupported
+from rltrain.endpoint.requests import AskedSampling, RequestLimits, RequestRefused, SamplingRules, invalid, unsupported
 from rltrain.endpoint.service import (
     Body,
     ClientGone,
@@ -236,7 +236,7 @@ def build_app(service: Service) -> Starlette:
             Route("/model_info", partial(model_info, service, control), methods=["GET"]),
             Route("/update_weights_from_disk", partial(update_weights_from_disk, service, control), methods=["POST"]),
         ]
-    handlers = {Refused: _refuse, HTTPException: _refuse_http, ClientGone: _nobody, Exception: _fail}
+    handlers = {RequestRefused: _refuse, HTTPException: _refuse_http, ClientGone: _nobody, Exception: _fail}
     return Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
 
 
@@ -256,7 +256,7 @@ async def one_model(service: Service, request: Request) -> Response:
     session_of(service, request)
     name = request.path_params["model"]
     if name != service.model:
-        raise Refused(HTTPStatus.NOT_FOUND, f"model: got {name!r}; expected {service.model!r}", param="model")
+        raise RequestRefused(HTTPStatus.NOT_FOUND, f"model: got {name!r}; expected {service.model!r}", param="model")
     return JSONResponse(_model(service, request))
 
 
@@ -269,7 +269,7 @@ def _model(service: Service, request: Request) -> dict[str, Any]:
     return {"id": service.model, "object": "model", "created": 0, "owned_by": "rltrain", **context}
 
 
-async def _refuse(request: Request, refused: Refused) -> Response:
+async def _refuse(request: Request, refused: RequestRefused) -> Response:
     is_anthropics = "/v1/messages" in request.url.path or OF_ANTHROPIC in request.headers
     error_of = anthropic_error if is_anthropics else openai_error
     retry = {"Retry-After": str(RETRY_AFTER_S)} if refused.status == HTTPStatus.TOO_MANY_REQUESTS else {}
@@ -279,7 +279,7 @@ async def _refuse(request: Request, refused: Refused) -> Response:
 async def _refuse_http(request: Request, error: HTTPException) -> Response:
     """Of a path that there is not, or a method that it has not."""
     message = f"{request.method} {request.url.path}: {error.detail}"
-    return await _refuse(request, Refused(HTTPStatus(error.status_code), message))
+    return await _refuse(request, RequestRefused(HTTPStatus(error.status_code), message))
 
 
 async def _nobody(request: Request, error: ClientGone) -> Response:
@@ -287,7 +287,9 @@ async def _nobody(request: Request, error: ClientGone) -> Response:
 
 
 async def _fail(request: Request, error: Exception) -> Response:
-    return await _refuse(request, Refused(HTTPStatus.INTERNAL_SERVER_ERROR, "an error of the server; see its log"))
+    return await _refuse(
+        request, RequestRefused(HTTPStatus.INTERNAL_SERVER_ERROR, "an error of the server; see its log")
+    )
 
 
 START_TIMEOUT_S = 60.0
@@ -302,7 +304,7 @@ class EndpointSettings:
     """`token` opens sessions and uses all of them; None: whoever reaches the port may."""
 
     rules: SamplingRules
-    limits: Limits
+    limits: RequestLimits
     model: str
     token: str | None
     host: str = "127.0.0.1"

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from rltrain.errors import DataError
 from rltrain.rollout.engine import Engine, SamplingParams
-from rltrain.rollout.groups import Mail, Turn
+from rltrain.rollout.groups import Mail, PendingTurn
 from rltrain.rollout.sample import Sample, Status
 from rltrain.rollout.stop_strings import StopStrings, Tokenizer
 
@@ -29,7 +29,7 @@ class EngineBusy(Exception):  # noqa: N818
 class Turns(Protocol):
     """Draws turns. All that a server of requests knows of engines."""
 
-    async def draw(self, turn: Turn, progress: Progress | None = None) -> Sample:
+    async def draw(self, turn: PendingTurn, progress: Progress | None = None) -> Sample:
         """The turn's sample when the turn has ended. Cancelling gives the turn up.
 
         Raises EngineGone and EngineBusy.
@@ -58,7 +58,7 @@ class EngineMailbox:
     def __init__(self, max_turns: int) -> None:
         self._max_turns = max_turns
         self._changed = threading.Condition()
-        self._new: dict[int, Turn] = {}
+        self._new: dict[int, PendingTurn] = {}
         self._waiters: dict[int, _Waiter] = {}
         self._given_up: set[int] = set()
         self._forgotten: set[int] = set()
@@ -70,7 +70,7 @@ class EngineMailbox:
         """Under way."""
         return len(self._waiters)
 
-    async def draw(self, turn: Turn, progress: Progress | None = None) -> Sample:
+    async def draw(self, turn: PendingTurn, progress: Progress | None = None) -> Sample:
         """As `Turns` says. ValueError where a turn of the same sample is under way."""
         number, loop = turn.sample.id, asyncio.get_running_loop()
         waiter = _Waiter(loop, loop.create_future(), progress)
@@ -227,7 +227,7 @@ class _StopSearch:
 class _Entry:
     """A turn that was taken from the mailbox, and how far it has come when it was last off the engine."""
 
-    turn: Turn
+    turn: PendingTurn
     sample: Sample
     search: _StopSearch | None
 
@@ -370,7 +370,7 @@ class EngineFeed:
             mailbox.deliver(ended)
         mailbox.report(going_on)
 
-    def _entry(self, turn: Turn) -> _Entry:
+    def _entry(self, turn: PendingTurn) -> _Entry:
         search = None
         if turn.stop and self.mailbox is not None:
             strings = StopStrings(self.tokenizer, turn.stop)

@@ -16,7 +16,7 @@ from rltrain.config.section import TokenCount, TokenId
 from rltrain.data.chat_template import as_text
 from rltrain.endpoint.answer import Answer, Choice, Deltas, Event, event_stream, finish_reason, token_logprobs
 from rltrain.endpoint.opening import ChatOpening, Reply
-from rltrain.endpoint.requests import AskedSampling, Refused, invalid, object_in, text_in, unsupported
+from rltrain.endpoint.requests import AskedSampling, RequestRefused, invalid, object_in, text_in, unsupported
 from rltrain.endpoint.service import (
     Body,
     SamplingFields,
@@ -112,7 +112,7 @@ def head(prefix: str, kind: str, service: Service) -> dict[str, Any]:
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "service_unavailable"}
 
 
-def openai_error(refused: Refused) -> dict[str, Any]:
+def openai_error(refused: RequestRefused) -> dict[str, Any]:
     """In the form that OpenAI's clients read."""
     kind = ERROR_TYPES.get(refused.status, "invalid_request_error" if refused.status < 500 else "server_error")
     return {"error": {"message": refused.message, "type": kind, "param": refused.param, "code": refused.code}}
@@ -404,7 +404,7 @@ class ResponsesRequest(SamplingFields):
 def _messages_until(session: Session, name: str) -> list[Mapping[str, Any]]:
     answer = session.responses.get(name)
     if answer is None or not isinstance(answer.opening, ChatOpening):
-        raise Refused(
+        raise RequestRefused(
             HTTPStatus.NOT_FOUND,
             f"previous_response_id: this session has no response {name!r}; responses are kept within a session",
             param="previous_response_id",
@@ -594,5 +594,5 @@ async def _unnumbered(
     yield {"type": f"response.{ended['status']}", "response": ended}
 
 
-def _stream_error(refused: Refused) -> dict[str, Any]:
+def _stream_error(refused: RequestRefused) -> dict[str, Any]:
     return {"type": "error", **openai_error(refused)["error"], "sequence_number": 0}

@@ -53,10 +53,10 @@ class TokenText:
 
 
 @dataclass(frozen=True)
-class TurnEnd:
+class PlaceOfTurn:
     """The place behind a trajectory's turn number `turn`, of 0, 1, ..."""
 
-    trajectory: "Trajectory"
+    trajectory: "SessionTrajectory"
     turn: int
 
     @property
@@ -85,7 +85,7 @@ class TurnEnd:
 
 
 @dataclass(eq=False)
-class Trajectory:
+class SessionTrajectory:
     """`sample` holds its ids, masks, log-probs, versions and turns; between turns it has the status of the last one."""
 
     sample: Sample
@@ -163,11 +163,11 @@ class History:
     """The ends of a session's turns: by the messages up to there, by the text, by the ids. Of equal ones the first."""
 
     def __init__(self) -> None:
-        self._ends: list[TurnEnd] = []
-        self._by_messages: dict[ChatKey, TurnEnd] = {}
-        self._by_text: dict[str, TurnEnd] = {}
+        self._ends: list[PlaceOfTurn] = []
+        self._by_messages: dict[ChatKey, PlaceOfTurn] = {}
+        self._by_text: dict[str, PlaceOfTurn] = {}
 
-    def add(self, end: TurnEnd, *, key: ChatKey | None = None, text: str | None = None) -> None:
+    def add(self, end: PlaceOfTurn, *, key: ChatKey | None = None, text: str | None = None) -> None:
         """A turn has ended; `key` of the messages up to it, or the `text`, is how it can be found besides by ids."""
         self._ends.append(end)
         if key is not None:
@@ -175,21 +175,21 @@ class History:
         if text is not None:
             self._by_text.setdefault(text, end)
 
-    def after_messages(self, keys: Sequence[ChatKey]) -> tuple[TurnEnd | None, int]:
+    def after_messages(self, keys: Sequence[ChatKey]) -> tuple[PlaceOfTurn | None, int]:
         """(the last turn that these messages contain, how many of the messages there are up to it)."""
         for length in range(len(keys) - 1, 0, -1):
             if (end := self._by_messages.get(keys[length])) is not None:
                 return end, length
         return None, 0
 
-    def after_text(self, text: str) -> tuple[TurnEnd | None, int]:
+    def after_text(self, text: str) -> tuple[PlaceOfTurn | None, int]:
         """(the turn whose text is the longest that `text` goes on from, the length of that)."""
         found = max((known for known in self._by_text if text.startswith(known)), key=len, default=None)
         return (None, 0) if found is None else (self._by_text[found], len(found))
 
-    def after_ids(self, ids: Sequence[int]) -> tuple[TurnEnd | None, int]:
+    def after_ids(self, ids: Sequence[int]) -> tuple[PlaceOfTurn | None, int]:
         """(the turn whose ids are the most that `ids` go on from, how many these are)."""
-        best: tuple[TurnEnd | None, int] = None, 0
+        best: tuple[PlaceOfTurn | None, int] = None, 0
         given = tuple(ids)
         for end in self._ends:
             sample, num_tokens = end.trajectory.sample, end.num_tokens
@@ -241,7 +241,7 @@ class Reply:
 class Opening(Protocol):
     """A prompt in the form of one kind of request."""
 
-    def begin(self, history: History) -> tuple[TurnEnd | None, tuple[int, ...]]:
+    def begin(self, history: History) -> tuple[PlaceOfTurn | None, tuple[int, ...]]:
         """(the turn that it goes on from, the tokens that follow its end); (None, all tokens) where it is a new one."""
         ...
 
@@ -253,7 +253,7 @@ class Opening(Protocol):
         """Returns the beginning of an unfinished turn's text that `read` will begin with, whatever is drawn next."""
         ...
 
-    def remember(self, history: History, end: TurnEnd, reply: Reply) -> None:
+    def remember(self, history: History, end: PlaceOfTurn, reply: Reply) -> None:
         """The turn that ended at `end` answered it with `reply`."""
         ...
 
@@ -276,7 +276,7 @@ class ChatOpening:
         calls = (call for message in self.messages for call in message.get("tool_calls") or ())
         return frozenset(id for call in calls if isinstance(id := call.get("id"), str))
 
-    def begin(self, history: History) -> tuple[TurnEnd | None, tuple[int, ...]]:
+    def begin(self, history: History) -> tuple[PlaceOfTurn | None, tuple[int, ...]]:
         end, count = history.after_messages(self.keys)
         if end is not None:
             with suppress(DataError):  # the template has no place for these messages behind a turn: it is begun anew
@@ -294,7 +294,7 @@ class ChatOpening:
     def standing(self, tokens: Sequence[int], stop: Sequence[str]) -> str:
         return before_marks(self.format.standing_content(tokens), stop).rstrip()
 
-    def remember(self, history: History, end: TurnEnd, reply: Reply) -> None:
+    def remember(self, history: History, end: PlaceOfTurn, reply: Reply) -> None:
         calls = [{"name": call.name, "arguments": call.arguments} for call in reply.tool_calls]
         message = {"role": "assistant", "content": reply.text, "tool_calls": calls}
         history.add(end, key=next_key(self.keys[-1], message))
@@ -307,7 +307,7 @@ class TextOpening:
     text: str
     tokens: TokenText
 
-    def begin(self, history: History) -> tuple[TurnEnd | None, tuple[int, ...]]:
+    def begin(self, history: History) -> tuple[PlaceOfTurn | None, tuple[int, ...]]:
         end, length = history.after_text(self.text)
         return end, self.tokens.encode(self.text[length:], begins=end is None)
 
@@ -318,7 +318,7 @@ class TextOpening:
     def standing(self, tokens: Sequence[int], stop: Sequence[str]) -> str:
         return before_marks(self.tokens.standing(tokens), stop).rstrip()
 
-    def remember(self, history: History, end: TurnEnd, reply: Reply) -> None:
+    def remember(self, history: History, end: PlaceOfTurn, reply: Reply) -> None:
         history.add(end, text=self.text + reply.text)
 
 
@@ -329,7 +329,7 @@ class IdsOpening:
     ids: tuple[int, ...]
     tokens: TokenText
 
-    def begin(self, history: History) -> tuple[TurnEnd | None, tuple[int, ...]]:
+    def begin(self, history: History) -> tuple[PlaceOfTurn | None, tuple[int, ...]]:
         end, length = history.after_ids(self.ids)
         return end, self.ids[length:]
 
@@ -340,7 +340,7 @@ class IdsOpening:
     def standing(self, tokens: Sequence[int], stop: Sequence[str]) -> str:
         return before_marks(self.tokens.standing(tokens), stop).rstrip()
 
-    def remember(self, history: History, end: TurnEnd, reply: Reply) -> None:
+    def remember(self, history: History, end: PlaceOfTurn, reply: Reply) -> None:
         history.add(end)
 
 

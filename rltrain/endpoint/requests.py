@@ -8,7 +8,7 @@ from typing import Any, Literal
 from rltrain.rollout.engine import SamplingParams
 
 
-class Refused(Exception):  # noqa: N818 - names what happened
+class RequestRefused(Exception):  # noqa: N818 - names what happened
     """`status` is HTTP's. `param` names the field of the request, `code` the reason in one word for programs."""
 
     def __init__(self, status: HTTPStatus, message: str, *, param: str | None = None, code: str | None = None) -> None:
@@ -16,9 +16,9 @@ class Refused(Exception):  # noqa: N818 - names what happened
         self.status, self.message, self.param, self.code = status, message, param, code
 
 
-def invalid(message: str, param: str | None = None, code: str | None = None) -> Refused:
+def invalid(message: str, param: str | None = None, code: str | None = None) -> RequestRefused:
     """The request is wrong, and would be whenever it came."""
-    return Refused(HTTPStatus.BAD_REQUEST, message, param=param, code=code)
+    return RequestRefused(HTTPStatus.BAD_REQUEST, message, param=param, code=code)
 
 
 def object_in(part: object, where: str) -> Mapping[str, Any]:
@@ -36,14 +36,14 @@ def text_in(part: Mapping[str, Any], where: str) -> str:
     return text
 
 
-def unsupported(param: str, given: object, expected: str) -> Refused:
+def unsupported(param: str, given: object, expected: str) -> RequestRefused:
     """A field that would change what is answered, and that this server does not do."""
     message = f"{param}: got {given!r}, which this server does not support; expected {expected}"
     return invalid(message, param, "unsupported_value")
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """Whoever exceeds one gets an answer of status 4xx that names it."""
 
     max_context_tokens: int

@@ -19,7 +19,7 @@ from rltrain.data.chat_format import ChatFormat
 from rltrain.data.chat_template import text_of
 from rltrain.endpoint.answer import Answer
 from rltrain.endpoint.opening import ChatOpening, IdsOpening, Opening, TextOpening, TokenText
-from rltrain.endpoint.requests import Limits, Refused, SamplingRules, invalid, unsupported
+from rltrain.endpoint.requests import RequestLimits, RequestRefused, SamplingRules, invalid, unsupported
 from rltrain.endpoint.session import Asked, Repetition, Session, Sessions
 from rltrain.environments.interface import Message
 from rltrain.errors import ConfigError, DataError, UserError
@@ -85,15 +85,15 @@ def _asks_for_nothing(name: str, value: object) -> bool:
     return value is None or value is False or value == "" or value == [] or value == {}
 
 
-class Function(BaseModel):
+class FunctionFields(BaseModel):
     model_config = ConfigDict(extra="allow")
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
-class Call(BaseModel):
+class CallFields(BaseModel):
     model_config = ConfigDict(extra="allow")
-    function: Function
+    function: FunctionFields
 
 
 class ChatMessage(BaseModel):
@@ -102,7 +102,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow")
     role: str
     content: str | list[str | dict[str, Any]] | None = None
-    tool_calls: list[Call] | None = None
+    tool_calls: list[CallFields] | None = None
     name: str | None = None
 
 
@@ -139,7 +139,7 @@ class Service:
 
     sessions: Sessions
     rules: SamplingRules
-    limits: Limits
+    limits: RequestLimits
     tokenizer: "PreTrainedTokenizerBase"
     model: str
     answers_passers_by: bool
@@ -229,7 +229,7 @@ class ClientGone(Exception):  # noqa: N818 - names what happened
 
 async def read_body(request: Request, max_bytes: int, timeout_s: float = BODY_TIMEOUT_S) -> bytes:
     """Raises Refused where it is larger, and where it does not come."""
-    too_large = Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body has more than {max_bytes} bytes")
+    too_large = RequestRefused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body has more than {max_bytes} bytes")
     told = request.headers.get("content-length", "")
     if told.isdigit() and int(told) > max_bytes:
         raise too_large
@@ -241,7 +241,7 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float = BODY_TI
                 if len(body) > max_bytes:
                     raise too_large
     except TimeoutError as error:
-        raise Refused(HTTPStatus.REQUEST_TIMEOUT, f"the body has not come within {timeout_s:g} s") from error
+        raise RequestRefused(HTTPStatus.REQUEST_TIMEOUT, f"the body has not come within {timeout_s:g} s") from error
     except ClientDisconnect as error:
         raise ClientGone from error
     return bytes(body)
@@ -277,7 +277,7 @@ def session_of(service: Service, request: Request) -> Session:
     if service.answers_passers_by and service.sessions.is_owner(token):
         return service.sessions.passing()
     expected = "a session's token as bearer token or x-api-key; POST /sessions opens one"
-    raise Refused(
+    raise RequestRefused(
         HTTPStatus.UNAUTHORIZED, f"the request has no valid token; expected {expected}", code="invalid_api_key"
     )
 
@@ -285,7 +285,9 @@ def session_of(service: Service, request: Request) -> Session:
 def require_owner(service: Service, request: Request) -> None:
     """Raises Refused for who may not open sessions."""
     if not service.sessions.is_owner(credential(request)):
-        raise Refused(HTTPStatus.UNAUTHORIZED, "expected the server's token as bearer token", code="invalid_api_key")
+        raise RequestRefused(
+            HTTPStatus.UNAUTHORIZED, "expected the server's token as bearer token", code="invalid_api_key"
+        )
 
 
 def repetition(request: Request, body: bytes, part: int = 0) -> Repetition:

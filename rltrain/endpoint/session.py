@@ -12,12 +12,12 @@ from http import HTTPStatus
 
 from rltrain.endpoint.answer import Answer
 from rltrain.endpoint.engine_feed import Turns
-from rltrain.endpoint.opening import History, Opening, RecordedSession, SampleIds, Trajectory, TurnEnd
-from rltrain.endpoint.requests import Limits, Refused, invalid
+from rltrain.endpoint.opening import History, Opening, PlaceOfTurn, RecordedSession, SampleIds, SessionTrajectory
+from rltrain.endpoint.requests import RequestLimits, RequestRefused, invalid
 from rltrain.errors import one_of
 from rltrain.rewards.answers import EXPECTED_REWARD, is_reward
 from rltrain.rollout.engine import SamplingParams
-from rltrain.rollout.groups import Turn
+from rltrain.rollout.groups import PendingTurn
 from rltrain.rollout.sample import Sample, Status, request_seed
 
 REMEMBERED_ANSWERS = 128
@@ -56,7 +56,7 @@ class Session:
         self,
         number: str,
         turns: Turns,
-        limits: Limits,
+        limits: RequestLimits,
         ids: SampleIds,
         *,
         seed: int,
@@ -64,7 +64,7 @@ class Session:
         is_recorded: bool = True,
     ) -> None:
         self.id, self.metadata, self.is_recorded = number, metadata, is_recorded
-        self.trajectories: dict[int, Trajectory] = {}
+        self.trajectories: dict[int, SessionTrajectory] = {}
         self.reward: float | None = None
         self.ended_by: str | None = None
         self.responses: dict[str, Answer] = {}
@@ -86,7 +86,7 @@ class Session:
         """Draws what `asked` wants, on from what the session has seen or anew, unless the request is known. Raises
         Refused."""
         if self.ended_by is not None:
-            raise Refused(HTTPStatus.GONE, f"this session has ended: {self.ended_by}", code="session_ended")
+            raise RequestRefused(HTTPStatus.GONE, f"this session has ended: {self.ended_by}", code="session_ended")
         if repetition is not None and (known := self._repeated(repetition)) is not None:
             return known
         self._check_budget(asked)
@@ -155,11 +155,11 @@ class Session:
         if asked.num_choices > limits.max_choices:
             raise invalid(f"n: got {asked.num_choices}; expected at most {limits.max_choices}", "n")
         if self._num_turns >= limits.max_session_turns:
-            raise Refused(
+            raise RequestRefused(
                 HTTPStatus.TOO_MANY_REQUESTS, f"this session has had its {limits.max_session_turns} turns", code="turns"
             )
         if self._num_drawn_tokens >= limits.max_session_tokens:
-            raise Refused(
+            raise RequestRefused(
                 HTTPStatus.TOO_MANY_REQUESTS,
                 f"{limits.max_session_tokens} tokens have been drawn in this session: it may have no more",
                 code="tokens",
@@ -175,7 +175,7 @@ class Session:
                 "prompt",
             )
 
-    def _wanted(self, end: TurnEnd | None, tokens: tuple[int, ...], asked: Asked) -> list[Turn]:
+    def _wanted(self, end: PlaceOfTurn | None, tokens: tuple[int, ...], asked: Asked) -> list[PendingTurn]:
         """A turn for each choice."""
         limit = self._turn_limit(end, tokens, asked)
         wanted = []
@@ -190,10 +190,10 @@ class Session:
                 seed = before.seed if continues and asked.seed is None else seed
                 sample = replace(before.observed(tokens, turn_limit=limit), id=number, seed=seed)
             sample = replace(sample, goes_on=self.is_recorded)
-            wanted.append(Turn(sample, asked.sampling, asked.stop, asked.is_watched))
+            wanted.append(PendingTurn(sample, asked.sampling, asked.stop, asked.is_watched))
         return wanted
 
-    def _turn_limit(self, end: TurnEnd | None, tokens: tuple[int, ...], asked: Asked) -> int:
+    def _turn_limit(self, end: PlaceOfTurn | None, tokens: tuple[int, ...], asked: Asked) -> int:
         """Response tokens that there may be at the end of the turn."""
         prompt = len(tokens) if end is None else len(end.trajectory.sample.prompt)
         before = 0 if end is None else end.num_tokens + len(tokens)
@@ -216,7 +216,7 @@ class Session:
         budget = self._limits.max_session_tokens - self._num_drawn_tokens
         return before + min(room, left, budget, asked.max_tokens or room)
 
-    def _may_extend(self, end: TurnEnd) -> bool:
+    def _may_extend(self, end: PlaceOfTurn) -> bool:
         """Whether the turn's trajectory goes on from there; otherwise it branches."""
         if not end.is_tip:
             return False
@@ -252,14 +252,14 @@ class Session:
             trajectory.sample = sample
         else:
             parent = (None, 0) if end is None else (end.trajectory.id, end.num_tokens)
-            trajectory = self.trajectories[sample.id] = Trajectory(sample, *parent)
+            trajectory = self.trajectories[sample.id] = SessionTrajectory(sample, *parent)
         if end is not None:
             self._follow(end)
-        place = TurnEnd(trajectory, len(sample.turns) - 1)
+        place = PlaceOfTurn(trajectory, len(sample.turns) - 1)
         choice = next(choice for choice in answer.choices if choice.sample is sample)
         answer.opening.remember(self._history, place, choice.read(answer.opening))
 
-    def _follow(self, end: TurnEnd) -> None:
+    def _follow(self, end: PlaceOfTurn) -> None:
         for known in self._answers.values():
             for choice in known.choices:
                 is_before = len(choice.sample.tokens) <= end.num_tokens
@@ -330,7 +330,7 @@ class Sessions:
     def __init__(
         self,
         turns: Turns,
-        limits: Limits,
+        limits: RequestLimits,
         *,
         token: str | None,
         seed: int = 0,
@@ -352,7 +352,9 @@ class Sessions:
     def open(self, metadata: object = None, seed: int | None = None) -> Opened:
         """Raises Refused where there are as many as may be."""
         if len(self._open) >= self._limits.max_sessions:
-            raise Refused(HTTPStatus.TOO_MANY_REQUESTS, f"{self._limits.max_sessions} sessions are open", code="busy")
+            raise RequestRefused(
+                HTTPStatus.TOO_MANY_REQUESTS, f"{self._limits.max_sessions} sessions are open", code="busy"
+            )
         opened = Opened("session_" + secrets.token_hex(8), "sk-" + secrets.token_urlsafe(32))
         session = self._new(opened.id, metadata, seed, is_recorded=True)
         self._open[opened.id] = session
@@ -386,13 +388,13 @@ class Sessions:
         if session is not None and (self.is_owner(credential) or self.of_token(credential) is session):
             return session
         if self.is_owner(credential):
-            raise Refused(HTTPStatus.NOT_FOUND, f"there is no open session {number!r}", code="session_not_found")
-        raise Refused(HTTPStatus.UNAUTHORIZED, "the token is not this session's", code="invalid_api_key")
+            raise RequestRefused(HTTPStatus.NOT_FOUND, f"there is no open session {number!r}", code="session_not_found")
+        raise RequestRefused(HTTPStatus.UNAUTHORIZED, "the token is not this session's", code="invalid_api_key")
 
     def end(self, session: Session, by: str, status: Status | None = None) -> RecordedSession:
         """Raises Refused where it has ended before."""
         if self._open.pop(session.id, None) is None:
-            raise Refused(HTTPStatus.GONE, f"this session has ended: {session.ended_by}", code="session_ended")
+            raise RequestRefused(HTTPStatus.GONE, f"this session has ended: {session.ended_by}", code="session_ended")
         self._by_token = {digest: known for digest, known in self._by_token.items() if known[1] is not session}
         self._timers.pop(session.id).cancel()
         recorded = session.end(by, status)

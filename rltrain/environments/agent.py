@@ -35,7 +35,7 @@ class AgentFailed(BadAnswer):
     """It ended otherwise than it should."""
 
 
-class Agent:
+class AgentEnvironment:
     """An `Environment` whose episodes are over when they begin: `reset` awaits the agent's whole run.
 
     Either `command` is started for every episode, in a sandbox that reaches nothing but the endpoint (`sandbox` none:

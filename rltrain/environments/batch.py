@@ -34,7 +34,7 @@ DIFFERING = re.compile(r"[\d/\\_]")
 
 
 @dataclass(frozen=True)
-class Failure:
+class EpisodeFailure:
     """Why an episode could not go on."""
 
     kind: FailureKind
@@ -52,7 +52,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Event:
+class EpisodeEvent:
     """What came of `begin`, or of an action: exactly one for each, but for episodes that were abandoned."""
 
     episode: int
@@ -63,7 +63,7 @@ class Event:
     info: Mapping[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
     """That the environment's call took, of the whole batch."""
-    failure: Failure | None = None
+    failure: EpisodeFailure | None = None
     """Then done."""
     truncated: bool = False
     """Done by the limit of turns."""
@@ -75,7 +75,7 @@ SavedBatch = Mapping[str, Json]
 
 
 @dataclass(eq=False)
-class Batch:
+class EpisodeBatch:
     """`environment` is its number in the worker `place`, the two ways to it; -1 before there is one."""
 
     episodes: Sequence[int]
@@ -95,7 +95,7 @@ class Batch:
     seconds: float = 0.0
 
     @classmethod
-    def of(cls, begun: Sequence[tuple[int, Row, int]]) -> "Batch":
+    def of(cls, begun: Sequence[tuple[int, Row, int]]) -> "EpisodeBatch":
         episodes, rows, seeds = zip(*begun, strict=True)
         return cls(episodes, rows, seeds, set(episodes))
 
@@ -122,7 +122,7 @@ class Batch:
         }
 
     @classmethod
-    def load(cls, saved: SavedBatch) -> "Batch":
+    def load(cls, saved: SavedBatch) -> "EpisodeBatch":
         """Without its rows and seeds, which its environment's state has in their place."""
         actions = {episode: action for episode, message in saved["actions"] if (action := decode_action(message))}
         return cls(

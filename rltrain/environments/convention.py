@@ -11,7 +11,7 @@ Build = Callable[..., Any]
 """What env.function names: a class, or a function that returns an environment."""
 
 
-class Convention(Protocol):
+class EnvironmentConvention(Protocol):
     """A module that has these two."""
 
     def recognises(self, thing: Any) -> bool:

@@ -11,7 +11,14 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import IO, Any, Literal
 
-from rltrain.environments.batch import Batch, EnvironmentFactory, EpisodeLimits, Event, Failure, SavedBatch
+from rltrain.environments.batch import (
+    EnvironmentFactory,
+    EpisodeBatch,
+    EpisodeEvent,
+    EpisodeFailure,
+    EpisodeLimits,
+    SavedBatch,
+)
 from rltrain.environments.encoding import Json, decode_observation, decode_trajectory, to_line
 from rltrain.environments.interface import Action, Row
 from rltrain.errors import ConfigError
@@ -37,12 +44,12 @@ class Description:
 
 
 @dataclass(eq=False)
-class Call:
+class WorkerCall:
     """`batch` is None of a call to all environments of a process."""
 
     number: int
     kind: Kind
-    batch: Batch | None
+    batch: EpisodeBatch | None
     limit_s: float
     builds: bool = False
     """An environment is built for it."""
@@ -50,22 +57,22 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Answer:
+class WorkerAnswer:
     """`failure`: in the place of a result."""
 
     result: Json
     seconds: float
-    failure: Failure | None
+    failure: EpisodeFailure | None
     is_rid: bool
     """The worker has given up the environment."""
 
 
 @dataclass(frozen=True)
-class Loss:
+class LostWorker:
     """A process is gone or has to go: through `culprits`, by `failure`."""
 
-    failure: Failure
-    culprits: Sequence[Call]
+    failure: EpisodeFailure
+    culprits: Sequence[WorkerCall]
 
 
 class Patience:
@@ -80,7 +87,7 @@ class Patience:
         return self.start_s / 2**self.num_hung
 
 
-class Connection:
+class WorkerConnection:
     """One worker process, started when it is first needed and again after it was lost, and the pipes to it.
 
     It never blocks. Calls wait in the pipe; a process that calls one environment at a time takes them in order, so
@@ -97,7 +104,7 @@ class Connection:
         self.process: subprocess.Popen[bytes] | None = None
         self.description: Description | None = None
         """None until the process is ready."""
-        self.calls: dict[int, Call] = {}
+        self.calls: dict[int, WorkerCall] = {}
         self._clear()
 
     def _clear(self) -> None:
@@ -137,7 +144,7 @@ class Connection:
     def return_environment(self, number: int) -> None:
         self._free_environments.append(number)
 
-    def call(self, call: Call, message: dict[str, Any]) -> None:
+    def call(self, call: WorkerCall, message: dict[str, Any]) -> None:
         """Its answer comes from `answers`."""
         self.start()
         self.calls[call.number] = call
@@ -162,7 +169,7 @@ class Connection:
         if had_more:
             self.selector.unregister(self._stdin)
 
-    def answers(self) -> Iterator[tuple[Call, Answer]]:
+    def answers(self) -> Iterator[tuple[WorkerCall, WorkerAnswer]]:
         """Those that have come. Raises ConfigError where the process says that it cannot begin."""
         while self.process is not None and not self._is_ended:
             try:
@@ -186,29 +193,29 @@ class Connection:
             raise ConfigError(message["refused"])
         self.description = Description(**message["description"])
 
-    def _answer(self, call: Call, message: Json) -> Answer:
+    def _answer(self, call: WorkerCall, message: Json) -> WorkerAnswer:
         limit_s, seconds = self._limit_of(call), message["seconds"]
         if call.kind == "step":
             self._is_warm = True
             self.patience.num_hung = 0
         failure = None
         if "error" in message:
-            failure = Failure("error", message["error"], message["traceback"])
+            failure = EpisodeFailure("error", message["error"], message["traceback"])
         elif "timeout" in message or seconds > limit_s:
             failure = self._over_limit(call, limit_s)
-        return Answer(message.get("result"), seconds, failure, "result" not in message)
+        return WorkerAnswer(message.get("result"), seconds, failure, "result" not in message)
 
-    def _limit_of(self, call: Call) -> float:
+    def _limit_of(self, call: WorkerCall) -> float:
         is_first = not self._is_warm or call.builds
         return max(call.limit_s, self.patience.seconds) if is_first else call.limit_s
 
-    def _over_limit(self, call: Call, limit_s: float) -> Failure:
+    def _over_limit(self, call: WorkerCall, limit_s: float) -> EpisodeFailure:
         took = f"{call.kind} took longer than {limit_s:.3g} s"
         if limit_s < self.limits.step_s:
-            return Failure("episode_time", f"{took}, all that env.episode_timeout_s left")
+            return EpisodeFailure("episode_time", f"{took}, all that env.episode_timeout_s left")
         if limit_s > call.limit_s:
-            return Failure("step_time", f"{took}, in one of the first calls of its process or environment")
-        return Failure("step_time", f"{took} (env.step_timeout_s)")
+            return EpisodeFailure("step_time", f"{took}, in one of the first calls of its process or environment")
+        return EpisodeFailure("step_time", f"{took} (env.step_timeout_s)")
 
     def deadline(self) -> float | None:
         """When `loss` has to be asked for at the latest."""
@@ -219,16 +226,16 @@ class Connection:
         deadlines = [self._deadline_of(call) for call in self._at_work()]
         return min(deadlines) if deadlines else None
 
-    def _at_work(self) -> list[Call]:
+    def _at_work(self) -> list[WorkerCall]:
         calls = list(self.calls.values())
         return calls if self.description is not None and self.description.concurrent else calls[:1]
 
-    def _deadline_of(self, call: Call) -> float:
+    def _deadline_of(self, call: WorkerCall) -> float:
         assert self.description is not None
         since = call.sent + GRACE_S if self.description.concurrent else max(call.sent, self._idle_since)
         return since + self._limit_of(call)
 
-    def loss(self, now: float) -> Loss | None:
+    def loss(self, now: float) -> LostWorker | None:
         """Whether the process has ended or must, once `answers` has been read. Raises ConfigError where it has not
         even begun."""
         if self.process is None:
@@ -238,14 +245,14 @@ class Connection:
             self._check_start(now, ended)
             return None
         if ended:
-            return Loss(Failure("process", "the environment's process ended by itself"), self._at_work())
+            return LostWorker(EpisodeFailure("process", "the environment's process ended by itself"), self._at_work())
         overdue = next((call for call in self._at_work() if now > self._deadline_of(call)), None)
         if overdue is None:
             return None
         limit_s = self._limit_of(overdue)
         if not self._is_warm or overdue.builds:
             self.patience.num_hung += 1
-        return Loss(self._over_limit(overdue, limit_s), [overdue])
+        return LostWorker(self._over_limit(overdue, limit_s), [overdue])
 
     def _has_ended(self) -> bool:
         """Nobody can write any more; or, where a process that it has forked still could, it had exited before
@@ -264,7 +271,7 @@ class Connection:
             "built; its own message is on standard error"
         )
 
-    def kill(self) -> list[Call]:
+    def kill(self) -> list[WorkerCall]:
         """With all that it has started. Returns the calls that were under way; it starts anew at the next one."""
         calls = list(self.calls.values())
         self.calls.clear()
@@ -316,13 +323,13 @@ class EnvironmentHost:
         self.on_event = on_event
         self._selector = selectors.DefaultSelector()
         patience = Patience(self.limits.start_s)
-        self._workers = [Connection(factory, self.limits, patience, self._selector) for _ in range(num_workers)]
+        self._workers = [WorkerConnection(factory, self.limits, patience, self._selector) for _ in range(num_workers)]
         self._loads = [0] * num_workers
         """Live episodes of each."""
         self._begun: list[tuple[int, Row, int]] = []
-        self._batches: dict[int, Batch] = {}
+        self._batches: dict[int, EpisodeBatch] = {}
         """Of every episode that is not done, or of whose end nobody has heard."""
-        self._events: list[Event] = []
+        self._events: list[EpisodeEvent] = []
         self._controls: dict[int, Json] = {}
         self._numbers = count()
         self._logged_failures: set[str] = set()
@@ -349,7 +356,7 @@ class EnvironmentHost:
     def flush(self) -> None:
         """What has been begun goes ahead, be it less than a batch."""
         if self._begun:
-            self._reset(Batch.of(self._begun))
+            self._reset(EpisodeBatch.of(self._begun))
             self._begun = []
 
     def act(self, episode: int, action: Action) -> None:
@@ -369,7 +376,7 @@ class EnvironmentHost:
             self._end(batch, episode)
             self._step_if_all_acted(batch)
 
-    def events(self) -> list[Event]:
+    def events(self) -> list[EpisodeEvent]:
         """What has come since the last call."""
         self.flush()
         self._receive(0.0)
@@ -417,7 +424,7 @@ class EnvironmentHost:
         """
         if not saved or not self.describe().saved:
             return [episode for batch in saved for episode in batch["live"]]
-        batches = [Batch.load(batch) for batch in saved]
+        batches = [EpisodeBatch.load(batch) for batch in saved]
         calls = {self._load(batch, message["state"]): batch for batch, message in zip(batches, saved, strict=True)}
         self._settle()
         lost = []
@@ -442,7 +449,7 @@ class EnvironmentHost:
         """Nothing can be begun afterwards. Environments of processes that are idle close first, all in CLOSE_S."""
         idle = [worker for worker in self._workers if worker.description is not None and not worker.calls]
         for worker in idle:
-            worker.call(Call(next(self._numbers), "close", None, CLOSE_S), {})
+            worker.call(WorkerCall(next(self._numbers), "close", None, CLOSE_S), {})
         end = time.monotonic() + CLOSE_S
         while any(worker.calls for worker in idle) and time.monotonic() < end:
             self._selector.select(max(end - time.monotonic(), 0.0))
@@ -459,18 +466,18 @@ class EnvironmentHost:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _describe(self, batch: Batch) -> Description:
+    def _describe(self, batch: EpisodeBatch) -> Description:
         description = self._workers[batch.place].description
         assert description is not None, "a batch whose process is lost has no live episodes"
         return description
 
-    def _reset(self, batch: Batch) -> None:
+    def _reset(self, batch: EpisodeBatch) -> None:
         self._call(self._placed(batch), "reset", rows=batch.rows, seeds=batch.seeds)
 
-    def _load(self, batch: Batch, state: Json) -> int:
+    def _load(self, batch: EpisodeBatch, state: Json) -> int:
         return self._call(self._placed(batch), "load_state", state=state)
 
-    def _placed(self, batch: Batch) -> Batch:
+    def _placed(self, batch: EpisodeBatch) -> EpisodeBatch:
         """In the process with the fewest live episodes, and an environment of its own there."""
         batch.place = self._loads.index(min(self._loads))
         self._loads[batch.place] += len(batch.live)
@@ -479,18 +486,18 @@ class EnvironmentHost:
         self._batches |= dict.fromkeys(batch.live, batch)
         return batch
 
-    def _step_if_all_acted(self, batch: Batch) -> None:
+    def _step_if_all_acted(self, batch: EpisodeBatch) -> None:
         if batch.can_step:
             self._call(batch, "step", actions=batch.take_actions())
 
-    def _call(self, batch: Batch, kind: Kind, **message: Any) -> int:
+    def _call(self, batch: EpisodeBatch, kind: Kind, **message: Any) -> int:
         batch.is_called = True
-        call = Call(next(self._numbers), kind, batch, self._limit_s(batch, kind), builds=batch.builds)
+        call = WorkerCall(next(self._numbers), kind, batch, self._limit_s(batch, kind), builds=batch.builds)
         batch.builds = False
         self._workers[batch.place].call(call, {"environment": batch.environment, **message})
         return call.number
 
-    def _limit_s(self, batch: Batch, kind: Kind) -> float:
+    def _limit_s(self, batch: EpisodeBatch, kind: Kind) -> float:
         if kind not in PLAYED:
             return self.limits.start_s
         if self.limits.episode_s is None:
@@ -503,7 +510,7 @@ class EnvironmentHost:
         self._settle()
         for worker in self._workers:
             if worker.process is not None:
-                worker.call(Call(next(self._numbers), kind, None, self.limits.start_s), {})
+                worker.call(WorkerCall(next(self._numbers), kind, None, self.limits.start_s), {})
         self._settle()
 
     def _settle(self) -> None:
@@ -525,7 +532,7 @@ class EnvironmentHost:
             if loss is not None:
                 self._lost(worker, loss)
 
-    def _answered(self, worker: Connection, call: Call, answer: Answer) -> None:
+    def _answered(self, worker: WorkerConnection, call: WorkerCall, answer: WorkerAnswer) -> None:
         batch = call.batch
         if batch is None:
             if answer.failure is not None:
@@ -544,7 +551,7 @@ class EnvironmentHost:
             worker.return_environment(batch.environment)
         self._step_if_all_acted(batch)
 
-    def _take_result(self, batch: Batch, call: Call, answer: Answer) -> None:
+    def _take_result(self, batch: EpisodeBatch, call: WorkerCall, answer: WorkerAnswer) -> None:
         if call.kind == "get_state":
             self._controls[call.number] = answer.result
         elif call.kind == "load_state":
@@ -557,15 +564,15 @@ class EnvironmentHost:
                     self._take_turn(batch, episode, result, answer.seconds)
             if is_late:
                 limit = f"took longer than {self.limits.episode_s:g} s (env.episode_timeout_s)"
-                self._fail(batch, Failure("episode_time", limit), answer.seconds)
+                self._fail(batch, EpisodeFailure("episode_time", limit), answer.seconds)
 
-    def _take_turn(self, batch: Batch, episode: int, result: Json, seconds: float) -> None:
+    def _take_turn(self, batch: EpisodeBatch, episode: int, result: Json, seconds: float) -> None:
         is_over = result.get("done", False)
         truncated = not is_over and batch.turns == self.limits.turns
         if is_over or truncated:
             self._leave(batch, episode)
         self._happened(
-            Event(
+            EpisodeEvent(
                 episode,
                 decode_observation(result["observation"]),
                 reward=result.get("reward", 0.0),
@@ -577,12 +584,12 @@ class EnvironmentHost:
             )
         )
 
-    def _lost(self, worker: Connection, loss: Loss) -> None:
+    def _lost(self, worker: WorkerConnection, loss: LostWorker) -> None:
         """Its process ends; batches that it has not begun begin elsewhere, and those that it knows are lost."""
         place = self._workers.index(worker)
         not_begun = {call.batch for call in worker.kill() if call.kind in ("reset", "load_state")}
         culprits = {call.batch for call in loss.culprits}
-        neighbour = Failure(
+        neighbour = EpisodeFailure(
             "neighbour", f"its process was ended because of another episode: {loss.failure.description}"
         )
         for batch in [batch for batch in dict.fromkeys(self._batches.values()) if batch.place == place]:
@@ -595,31 +602,31 @@ class EnvironmentHost:
             else:
                 self._fail(batch, neighbour)
 
-    def _fail(self, batch: Batch, failure: Failure, seconds: float = 0.0) -> None:
+    def _fail(self, batch: EpisodeBatch, failure: EpisodeFailure, seconds: float = 0.0) -> None:
         """All its live episodes."""
         failed = [episode for episode in batch.episodes if episode in batch.live]
         for episode in failed:
             self._leave(batch, episode)
-            self._happened(Event(episode, None, done=True, seconds=seconds, failure=failure))
+            self._happened(EpisodeEvent(episode, None, done=True, seconds=seconds, failure=failure))
         batch.actions.clear()
         if failed:
             self._log(failed, failure)
 
-    def _end(self, batch: Batch, episode: int) -> None:
+    def _end(self, batch: EpisodeBatch, episode: int) -> None:
         self._leave(batch, episode)
         batch.actions.pop(episode, None)
         if not batch.live and not batch.is_called and batch.environment >= 0:
             self._workers[batch.place].return_environment(batch.environment)
 
-    def _leave(self, batch: Batch, episode: int) -> None:
+    def _leave(self, batch: EpisodeBatch, episode: int) -> None:
         batch.live.discard(episode)
         self._loads[batch.place] -= 1
 
-    def _happened(self, event: Event) -> None:
+    def _happened(self, event: EpisodeEvent) -> None:
         self._events.append(event)
         self.on_event()
 
-    def _log(self, episodes: Sequence[int], failure: Failure) -> None:
+    def _log(self, episodes: Sequence[int], failure: EpisodeFailure) -> None:
         """A failure like an earlier one is not said again."""
         num_said = len(self._logged_failures)
         self._logged_failures.add(failure.alike)

@@ -25,7 +25,7 @@ Result = Mapping[str, Any]
 """{"observation", "reward", "done"}, as OpenEnv's servers answer."""
 
 
-class Session(Protocol):
+class OpenEnvSession(Protocol):
     """One episode's way to its environment."""
 
     def reset(self, arguments: Mapping[str, Any]) -> Result: ...
@@ -58,7 +58,7 @@ def served(factory: EnvironmentFactory) -> Callable[[], Environment]:
     return lambda: _environment(lambda: OverWebSocket(url, timeout_s, headers), factory)
 
 
-def _environment(open_session: Callable[[], Session], factory: EnvironmentFactory) -> Environment:
+def _environment(open_session: Callable[[], OpenEnvSession], factory: EnvironmentFactory) -> Environment:
     environment: Environment = one_by_one(lambda: OpenEnvEpisode(open_session(), factory))
     return environment
 
@@ -72,7 +72,7 @@ class OpenEnvEpisode:
     the row that the reset gets beside the seed; by default none.
     """
 
-    def __init__(self, session: Session, factory: EnvironmentFactory) -> None:
+    def __init__(self, session: OpenEnvSession, factory: EnvironmentFactory) -> None:
         options = factory.options
         unknown = sorted(options.keys() - {*OPTIONS})
         if unknown:

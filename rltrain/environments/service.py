@@ -8,7 +8,7 @@ from dataclasses import asdict
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from rltrain.environments.batch import Event, Failure, SavedBatch
+from rltrain.environments.batch import EpisodeEvent, EpisodeFailure, SavedBatch
 from rltrain.environments.encoding import (
     decode_action,
     decode_observation,
@@ -46,7 +46,7 @@ class EnvironmentService:
         self._server = MessageServer(address, self.token)
         self._peers: dict[int, int] = {}
         """Episode -> the engine's connection."""
-        self._unclaimed: list[Event] = []
+        self._unclaimed: list[EpisodeEvent] = []
         """Of episodes that go on from a checkpoint, before their engine has asked for them."""
         self._savers: dict[int, set[int]] = {}
         """Number of a checkpoint -> engines that wait for it."""
@@ -150,7 +150,7 @@ class EnvironmentService:
         for event in host.events():
             self._send(event)
 
-    def _send(self, event: Event) -> None:
+    def _send(self, event: EpisodeEvent) -> None:
         peer = self._peers.get(event.episode)
         if peer is None:
             self._unclaimed.append(event)
@@ -160,7 +160,7 @@ class EnvironmentService:
         self._server.send(peer, encode_event(event))
 
 
-def encode_event(event: Event) -> Message:
+def encode_event(event: EpisodeEvent) -> Message:
     return {
         "episode": event.episode,
         "observation": encode_observation(event.observation),
@@ -202,7 +202,7 @@ class RemoteEnvironments:
     def abandon(self, episode: int) -> None:
         self._send({"episode": episode})
 
-    def events(self) -> list[Event]:
+    def events(self) -> list[EpisodeEvent]:
         """What has come since the last call."""
         try:
             messages = self._connection.receive()
@@ -224,13 +224,13 @@ class RemoteEnvironments:
         return EpisodeError(f"the environments on rank {self.rank} cannot be reached any more: {error}")
 
 
-def _decode_event(message: Message) -> Event:
+def _decode_event(message: Message) -> EpisodeEvent:
     failure = message["failure"]
-    return Event(
+    return EpisodeEvent(
         **{
             **message,
             "observation": decode_observation(message["observation"]),
-            "failure": Failure(**failure) if failure else None,
+            "failure": EpisodeFailure(**failure) if failure else None,
             "trajectories": tuple(decode_trajectory(trajectory) for trajectory in message["trajectories"]),
         }
     )

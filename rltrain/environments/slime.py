@@ -17,7 +17,7 @@ from rltrain.environments.batch import EnvironmentFactory
 from rltrain.environments.convention import Build, parameters_of
 from rltrain.environments.interface import Action, Environment, Opening, Row, StepResult, TokenIds, Trajectory
 from rltrain.environments.one_by_one import one_by_one
-from rltrain.rewards.slime_sample import SlimeSample, Status
+from rltrain.rewards.slime_sample import SlimeSample, SlimeStatus
 
 _EPISODE: ContextVar["Episode"] = ContextVar("episode")
 
@@ -71,7 +71,7 @@ NUM_AT_ONCE = 1 << 16
 POST_TIMEOUT_S = 600.0
 
 
-ENDED = {"length": Status.TRUNCATED, "abort": Status.ABORTED, "stop": Status.COMPLETED}
+ENDED = {"length": SlimeStatus.TRUNCATED, "abort": SlimeStatus.ABORTED, "stop": SlimeStatus.COMPLETED}
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Sample(SlimeSample):
     """What slime's functions fill."""
 
     multimodal_inputs: dict[str, Any] | None = None
-    status: Status = Status.PENDING
+    status: SlimeStatus = SlimeStatus.PENDING
     train_metadata: dict[str, Any] | None = None
     non_generation_time: float = 0.0
 
@@ -90,7 +90,7 @@ class Sample(SlimeSample):
         self.status = ENDED[meta_info["finish_reason"]["type"]]
 
 
-class Arguments:
+class EnvironmentArguments:
     """env.options as attributes, beside what functions commonly read; anything else is an error that says so."""
 
     def __init__(self, factory: EnvironmentFactory) -> None:
@@ -115,7 +115,7 @@ class Arguments:
 class GenerateState:
     """What functions ask for the tokenizer."""
 
-    def __init__(self, args: Arguments) -> None:
+    def __init__(self, args: EnvironmentArguments) -> None:
         self.args = args
         self.sampling_params = dict(args.sampling)
         self.semaphore = asyncio.Semaphore(NUM_AT_ONCE)
@@ -140,7 +140,7 @@ def tokenizer_of(path: str | None) -> Any:
     return _TOKENIZERS[path]
 
 
-class Texts:
+class EpisodeTexts:
     """Of an episode that posts texts: what was posted and drawn so far, as text and as ids. What comes behind it is
     encoded alone, so that drawn ids stay as they were drawn."""
 
@@ -159,12 +159,12 @@ class Texts:
         self.text, self.ids = text, tuple(ids)
 
 
-_TEXTS: ContextVar[Texts] = ContextVar("texts")
+_TEXTS: ContextVar[EpisodeTexts] = ContextVar("texts")
 
 
-async def play(generate: Callable[..., Any], args: Arguments, *rest: Any, **more: Any) -> Any:
+async def play(generate: Callable[..., Any], args: EnvironmentArguments, *rest: Any, **more: Any) -> Any:
     """What the function returns, which may post texts."""
-    _TEXTS.set(Texts(args.hf_checkpoint))
+    _TEXTS.set(EpisodeTexts(args.hf_checkpoint))
     return await generate(args, *rest, **more)
 
 
@@ -262,7 +262,7 @@ class SlimeGenerate:
     def __init__(self, generate: Build, factory: EnvironmentFactory) -> None:
         self.generate = generate
         self.factory = factory
-        self.args = Arguments(factory)
+        self.args = EnvironmentArguments(factory)
         parameters = inspect.signature(generate).parameters
         evaluation = parameters.get("evaluation")
         needs_it = evaluation is not None and evaluation.default is inspect.Parameter.empty

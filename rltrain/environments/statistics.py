@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 
-from rltrain.environments.batch import FAILURE_KINDS, Event
+from rltrain.environments.batch import FAILURE_KINDS, EpisodeEvent
 from rltrain.environments.interface import Action
 
 Sums = Mapping[str, float]
@@ -28,7 +28,7 @@ class EpisodeStatistics:
         self._turns[episode] += 1
         self._calls[episode] = len(action.tool_calls)
 
-    def happened(self, event: Event) -> None:
+    def happened(self, event: EpisodeEvent) -> None:
         """Seconds of a batch count to each of its episodes: they are what an episode waits."""
         num_calls = self._calls.pop(event.episode, 0)
         self._sums["seconds"] += event.seconds
@@ -55,7 +55,7 @@ class EpisodeStatistics:
         self._turns.pop(episode, None)
         self._calls.pop(episode, None)
 
-    def _ended(self, event: Event) -> None:
+    def _ended(self, event: EpisodeEvent) -> None:
         turns = self._turns.pop(event.episode, 0)
         self._sums["episodes"] += 1
         self._sums["turns"] += turns

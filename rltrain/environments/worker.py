@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from rltrain.environments import gymnasium_adapter, nemo_rl, one_by_one, openenv, own, skyrl_gym, slime, trl_environment
 from rltrain.environments.batch import EnvironmentFactory
-from rltrain.environments.convention import Convention
+from rltrain.environments.convention import EnvironmentConvention
 from rltrain.environments.encoding import BadAnswer, Json, decode_action, encode_openings, encode_results, to_line
 from rltrain.environments.interface import Environment
 from rltrain.errors import ConfigError, UserError
@@ -27,12 +27,12 @@ from rltrain.rewards.locating import locate
 from rltrain.runtime.machine import become_worker, describe_raised
 
 BUILT_IN = {
-    "agent": "rltrain.environments.agent:Agent",
+    "agent": "rltrain.environments.agent:AgentEnvironment",
     "calculator": "rltrain.environments.calculator:Calculator",
     "guess_number": "rltrain.environments.guess_number:GuessNumber",
     "python": "rltrain.environments.python_tool:PythonTool",
 }
-CONVENTIONS: Sequence[Convention] = (
+CONVENTIONS: Sequence[EnvironmentConvention] = (
     slime,
     own,
     nemo_rl,
@@ -63,7 +63,7 @@ def load_environment(factory: EnvironmentFactory) -> Callable[[], Environment]:
     return lambda: convention.adapt(named, factory)
 
 
-def _convention_of(named: Callable[..., Any], factory: EnvironmentFactory) -> Convention:
+def _convention_of(named: Callable[..., Any], factory: EnvironmentFactory) -> EnvironmentConvention:
     for convention in CONVENTIONS:
         if convention.recognises(named):
             return convention
@@ -91,7 +91,7 @@ def _methods_of(thing: Any) -> str:
 OWN_FILES = {__file__, __file__, *(inspect.getfile(convention.adapt) for convention in CONVENTIONS)}
 
 
-class Environments:
+class WorkerEnvironments:
     """Those of this process, by the numbers that the host gave them. The first is built at once."""
 
     def __init__(self, build: Callable[[], Any]) -> None:
@@ -172,10 +172,10 @@ def failure_of(error: BaseException) -> Json:
     return {"error": what, "traceback": traceback}
 
 
-class Server:
+class CallServer:
     """Answers calls, one at a time or, where environments are coroutines, beside each other."""
 
-    def __init__(self, environments: Environments, write: Callable[[bytes], None]) -> None:
+    def __init__(self, environments: WorkerEnvironments, write: Callable[[bytes], None]) -> None:
         self.environments = environments
         self.write = write
 
@@ -243,7 +243,7 @@ def main() -> None:
         return
     factory = EnvironmentFactory(**json.loads(first))
     try:
-        environments = Environments(load_environment(factory))
+        environments = WorkerEnvironments(load_environment(factory))
         description = environments.describe()
     except UserError as error:
         return write(to_line({"refused": str(error), "finished": time.monotonic()}))
@@ -252,7 +252,7 @@ def main() -> None:
         refused = f"env.function: {factory.function!r} cannot be built with env.options {factory.options}: {what}"
         return write(to_line({"refused": f"{refused}\n{traceback}".strip(), "finished": time.monotonic()}))
     write(to_line({"description": description, "finished": time.monotonic()}))
-    server = Server(environments, write)
+    server = CallServer(environments, write)
     if environments.is_concurrent:
         asyncio.run(server.serve_concurrently(requests))
     else:

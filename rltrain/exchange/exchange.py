@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rltrain.data.experience import FIELDS, WIDE, Experience, assign_groups, join
 from rltrain.errors import ExchangeError
-from rltrain.exchange.transport import Delivery, Transport
+from rltrain.exchange.transport import InTransit, Transport
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.job_store import Waiter
 
@@ -205,7 +205,7 @@ class Sent:
     route: Route
     of_groups: Shipment
     """What is said of all groups, without samples."""
-    deliveries: list[Delivery] = field(default_factory=list)
+    deliveries: list[InTransit] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
 
 
@@ -319,7 +319,7 @@ class Exchange:
         self._await(deliveries, f"wait {route.name}")
         return {leg: opened(one.message, route.fields) for leg, one in zip(missing, deliveries, strict=True)}
 
-    def _await(self, deliveries: Sequence[Delivery], what: str) -> None:
+    def _await(self, deliveries: Sequence[InTransit], what: str) -> None:
         ranks = sorted({delivery.peer for delivery in deliveries})
         self.waiter.until(lambda seconds: self.transport.wait(deliveries, seconds), what, ranks, self.serve)
 

@@ -189,7 +189,7 @@ READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 
 @dataclass(eq=False)
-class Delivery:
+class InTransit:
     """A message on its way to or from `peer`; `message` [bytes] uint8 is one that has come."""
 
     peer: int
@@ -218,14 +218,14 @@ class Transport:
         self._selector.register(self._wakes, READ)
         self._changed = threading.Condition()
         self._arrived: dict[tuple[int, int], Bytes] = {}
-        self._expected: dict[tuple[int, int], Delivery] = {}
+        self._expected: dict[tuple[int, int], InTransit] = {}
         self._lost: dict[int, str] = {}
-        self._wanted: deque[tuple[Delivery, Sequence[memoryview] | None]] = deque()
+        self._wanted: deque[tuple[InTransit, Sequence[memoryview] | None]] = deque()
         """What this rank's own thread asks for: a message to be sent, or (None) a connection to who is waited for."""
         self._callers: dict[int, Caller] = {}
-        self._unknown: dict[int, list[tuple[Delivery, Sequence[memoryview] | None]]] = {}
+        self._unknown: dict[int, list[tuple[InTransit, Sequence[memoryview] | None]]] = {}
         """What waits for the addresses of its peers."""
-        self._unreceived: dict[tuple[int, int], Delivery] = {}
+        self._unreceived: dict[tuple[int, int], InTransit] = {}
         self._look_up_at, self._look_up_s = 0.0, LOOK_UP_S
         self._is_closed = False
         place = json.dumps([address, self._listener.getsockname()[1], self._token])
@@ -233,19 +233,19 @@ class Transport:
         self._thread = JobThread(target=self._run, name="exchange", daemon=True)
         self._thread.start()
 
-    def send(self, peer: int, tag: int, parts: Sequence[Tensor]) -> Delivery:
+    def send(self, peer: int, tag: int, parts: Sequence[Tensor]) -> InTransit:
         """A message of these tensors' bytes, which stay as they are until it is done: received by the other side.
 
         `tag` is its own among all that ever go from this rank to `peer`. Does not wait.
         """
-        delivery = Delivery(peer, tag)
+        delivery = InTransit(peer, tag)
         views = [part.numpy().data.cast("B") for part in parts if part.numel()]
         self._ask(delivery, views)
         return delivery
 
-    def receive(self, peer: int, tag: int) -> Delivery:
+    def receive(self, peer: int, tag: int) -> InTransit:
         """The message of that tag, which is done once it has come. Does not wait."""
-        delivery = Delivery(peer, tag)
+        delivery = InTransit(peer, tag)
         with self._changed:
             if (found := self._arrived.pop((peer, tag), None)) is not None:
                 _complete(delivery, found)
@@ -254,7 +254,7 @@ class Transport:
         self._ask(delivery, None)
         return delivery
 
-    def wait(self, deliveries: Iterable[Delivery], seconds: float) -> bool:
+    def wait(self, deliveries: Iterable[InTransit], seconds: float) -> bool:
         """Whether all are done, within so many seconds. Raises ConnectionError where the other side of one has gone."""
         pending = list(deliveries)
 
@@ -276,7 +276,7 @@ class Transport:
         for end in (self._wake, self._wakes):  # not before: the thread may have ended before it was woken
             end.close()
 
-    def _ask(self, delivery: Delivery, message: Sequence[memoryview] | None) -> None:
+    def _ask(self, delivery: InTransit, message: Sequence[memoryview] | None) -> None:
         self._wanted.append((delivery, message))
         self._wake.send(b"\0")
 
@@ -294,7 +294,7 @@ class Transport:
             self._look_up()
         self._close()
 
-    def _begin(self, delivery: Delivery, message: Sequence[memoryview] | None) -> None:
+    def _begin(self, delivery: InTransit, message: Sequence[memoryview] | None) -> None:
         caller, peer = self._callers.get(delivery.peer), delivery.peer
         if peer in self._lost:
             return
@@ -376,5 +376,5 @@ class Transport:
         self._selector.close()
 
 
-def _complete(delivery: Delivery, message: Bytes) -> None:
+def _complete(delivery: InTransit, message: Bytes) -> None:
     delivery.message, delivery.is_done = torch.from_numpy(message), True

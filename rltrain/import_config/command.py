@@ -19,7 +19,7 @@ from rltrain.import_config.sources import FRAMEWORKS, framework_of, read, transl
 from rltrain.import_config.translation import (
     PLACEMENT,
     Leftover,
-    Rows,
+    RowCounts,
     Setting,
     Translation,
     keys_of,
@@ -212,7 +212,7 @@ def _smaller_engines(out: Translation, gpu: Gpu) -> Iterator[Changed]:
 
 
 EXIT_USER_ERROR = 2
-UNKNOWN_ROWS = Rows()
+UNKNOWN_ROWS = RowCounts()
 SUFFIXES = (".sh", ".yaml", ".yml", ".json")
 """The first word of a command has none of these."""
 SHELLS = ("bash", "sh", "source", ".")
@@ -225,7 +225,7 @@ def main(argv: Sequence[str]) -> int:
         found = imported(
             arguments.framework or framework_of(arguments.source, os.environ),
             arguments.source,
-            rows=Rows(arguments.rows, arguments.steps),
+            rows=RowCounts(arguments.rows, arguments.steps),
             settings=arguments.set,
             allow_differences=arguments.allow_differences,
             gpu=arguments.gpu,
@@ -245,7 +245,7 @@ def imported(
     framework: str,
     source: Sequence[str],
     *,
-    rows: Rows = UNKNOWN_ROWS,
+    rows: RowCounts = UNKNOWN_ROWS,
     settings: Sequence[str] = (),
     allow_differences: bool = False,
     gpu: str | None = None,

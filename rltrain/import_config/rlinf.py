@@ -6,7 +6,7 @@ from rltrain.import_config.shared_rules import choose_engine
 from rltrain.import_config.translation import (
     ALGORITHMS,
     NOTHING,
-    Rows,
+    RowCounts,
     Rule,
     SourceKeys,
     Translation,
@@ -119,7 +119,7 @@ HARMLESS = {
 }
 
 
-def translate(keys: SourceKeys, out: Translation, rows: Rows) -> None:
+def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
     apply(RULES, keys, out)
     _placement(keys, out)
     _trainer(keys, out)

@@ -117,7 +117,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Function:
+class ShellFunction:
     name: str
     body: "Command"
 
@@ -127,7 +127,7 @@ class Group:
     body: "Block"
 
 
-Command = Simple | Test | Calculation | Chain | If | For | ForCount | While | Case | Function | Group
+Command = Simple | Test | Calculation | Chain | If | For | ForCount | While | Case | ShellFunction | Group
 Block = tuple[Command, ...]
 
 
@@ -406,7 +406,7 @@ class _Parser(WordReader):
             raise self.fail(f"{keyword[1]} has no beginning")
         if declared := DECLARED.match(self.text, self.at):
             self.at = declared.end()
-            return Function(declared[1] or declared[2], self.command())
+            return ShellFunction(declared[1] or declared[2], self.command())
         if self.take("(("):
             return Calculation(self.calculation())
         if self.take("[["):

@@ -22,9 +22,9 @@ from rltrain.import_config.shell_parser import (
     Command,
     For,
     ForCount,
-    Function,
     Group,
     If,
+    ShellFunction,
     Simple,
     Test,
     While,
@@ -42,7 +42,7 @@ BUILT_IN = {"true": True, ":": True, "false": False}
 
 
 @dataclass(frozen=True)
-class Started:
+class StartedCommand:
     """A command that the script would start."""
 
     arguments: tuple[str, ...]
@@ -51,7 +51,7 @@ class Started:
 
 @dataclass
 class ScriptReading:
-    started: list[Started] = field(default_factory=list)
+    started: list[StartedCommand] = field(default_factory=list)
     assumed: dict[str, None] = field(default_factory=dict)
     """What was taken to be so without being run, in words."""
     unset: set[str] = field(default_factory=set)
@@ -105,7 +105,7 @@ class _Script:
         if isinstance(command, Calculation):
             result = self.step(command.text)
             return None if result is None else bool(result)
-        if isinstance(command, Function):
+        if isinstance(command, ShellFunction):
             self.functions[command.name] = command.body
             return True
         if isinstance(command, Group):
@@ -210,7 +210,7 @@ class _Script:
         if known is None or isinstance(known, bool):
             return known
         if self.printed is None:
-            self.reading.started.append(Started(tuple(arguments), command.line))
+            self.reading.started.append(StartedCommand(tuple(arguments), command.line))
         return None
 
     def built_in(self, arguments: list[str], command: Simple) -> object:

@@ -30,7 +30,7 @@ from rltrain.import_config.skyrl_learning import (
 )
 from rltrain.import_config.translation import (
     NOTHING,
-    Rows,
+    RowCounts,
     Rule,
     SourceKeys,
     Translation,
@@ -218,7 +218,7 @@ SFT_HARMLESS = {
 }
 
 
-def translate_sft(keys: SourceKeys, out: Translation, rows: Rows) -> None:
+def translate_sft(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
     out.set("algorithm", "sft", "skyrl.train.main_sft")
     apply(RULES, keys, out)
     first, second = pair(keys.get("optimizer_config.adam_betas", [0.9, 0.999]))
@@ -401,7 +401,7 @@ PLAIN = (
 )
 
 
-def translate(keys: SourceKeys, out: Translation, rows: Rows) -> None:
+def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
     if "sft" in str(keys.get("-m", "")):
         translate_sft(keys, out, rows)
         return

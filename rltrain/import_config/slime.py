@@ -25,7 +25,7 @@ from rltrain.import_config.slime_learning import (
     set_teacher,
 )
 from rltrain.import_config.translation import (
-    Rows,
+    RowCounts,
     Rule,
     SourceKeys,
     Translation,
@@ -240,7 +240,7 @@ def parse_flags(arguments: Sequence[str]) -> dict[str, Any]:
     return flags
 
 
-def translate(keys: SourceKeys, out: Translation, rows: Rows) -> None:
+def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
     for rules in (OPTIMIZER, PARALLEL, SAMPLING, DATA, LOSS, RECORDS):
         apply(rules, keys, out)
     _data(keys, out)

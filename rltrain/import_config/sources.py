@@ -12,10 +12,10 @@ import yaml
 from rltrain.config.loader import PlainLoader
 from rltrain.errors import ConfigError
 from rltrain.import_config import rlinf, skyrl, slime, slime_learning, verl
-from rltrain.import_config.shell_script import ScriptReading, Started, read_script, read_text
+from rltrain.import_config.shell_script import ScriptReading, StartedCommand, read_script, read_text
 from rltrain.import_config.shell_values import UNKNOWN
 from rltrain.import_config.slime_learning import beside_training
-from rltrain.import_config.translation import PLACEMENT, Rows, SourceKeys, Translation, UntranslatableError
+from rltrain.import_config.translation import PLACEMENT, RowCounts, SourceKeys, Translation, UntranslatableError
 
 INTERPOLATION = re.compile(r"\$\{([^${}]*)\}")
 OVERRIDE = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w./@-]*(?:\.[\w-]+)*)=(.*)", re.DOTALL)
@@ -233,7 +233,7 @@ class Framework:
     name: str
     arguments: Callable[[Sequence[str]], Sequence[str] | None]
     keys: Callable[[Sequence[str]], dict[str, Any]]
-    translate: Callable[[SourceKeys, Translation, Rows], None]
+    translate: Callable[[SourceKeys, Translation, RowCounts], None]
     marks: Sequence[str]
     """What its modules, keys or flags begin with, and those of no other framework here."""
     beside: Callable[[Sequence[Sequence[str]]], dict[str, Any]] | None = None
@@ -387,11 +387,11 @@ def _name(given: Sequence[str]) -> str:
     return given[0] if Path(given[0]).is_file() else "a command"
 
 
-def _lines(launches: Sequence[tuple[Started, object]]) -> str:
+def _lines(launches: Sequence[tuple[StartedCommand, object]]) -> str:
     return "lines " + ", ".join(str(started.line) for started, _ in launches)
 
 
-def translated(framework: Framework, source: ReadSource, rows: Rows) -> Translation:
+def translated(framework: Framework, source: ReadSource, rows: RowCounts) -> Translation:
     """ConfigError where the source asks for what its own framework, or this one, refuses."""
     out = Translation(framework.name)
     out.notes += source.notes

@@ -439,7 +439,7 @@ def cut_fully_sharded(out: Translation, key: str, name: object) -> None:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowCounts:
     """What the caller says: of rows in all files of data.train, or of steps."""
 
     rows: int | None = None
@@ -447,7 +447,7 @@ class Rows:
 
 
 def set_steps(
-    out: Translation, given: Rows, steps: Any, epochs: Any, named: tuple[str, str], name: str | None = None
+    out: Translation, given: RowCounts, steps: Any, epochs: Any, named: tuple[str, str], name: str | None = None
 ) -> None:
     """steps, or epochs * floor(rows / prompts per step). ConfigError where the rows cannot be counted."""
     most = None if steps in NOTHING or count(steps) < 1 else count(steps)

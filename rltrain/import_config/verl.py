@@ -5,7 +5,7 @@ from typing import Any
 from rltrain.import_config.shared_rules import choose_engine, set_fully_sharded, set_verls_prediction_layers
 from rltrain.import_config.translation import (
     NOTHING,
-    Rows,
+    RowCounts,
     Rule,
     SourceKeys,
     Translation,
@@ -261,7 +261,7 @@ SFT_HARMLESS = {
 }
 
 
-def translate_sft(keys: SourceKeys, out: Translation, rows: Rows) -> None:
+def translate_sft(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
     out.set("algorithm", "sft", "verl.trainer.sft_trainer")
     apply(RULES, keys, out)
     out.set("data.train.response_key", None, "messages are whole conversations")
@@ -404,7 +404,7 @@ PLAIN = (
 )
 
 
-def translate(keys: SourceKeys, out: Translation, rows: Rows) -> None:
+def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
     if "sft" in str(keys.get(MODULE, "")):
         translate_sft(keys, out, rows)
         return
@@ -428,7 +428,7 @@ def translate(keys: SourceKeys, out: Translation, rows: Rows) -> None:
     sort_out(keys, HARMLESS, out)
 
 
-def _steps(keys: SourceKeys, out: Translation, rows: Rows) -> None:
+def _steps(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
     steps, epochs = "trainer.total_training_steps", "trainer.total_epochs"
     most = keys.get(DRAWN)
     if most in NOTHING:

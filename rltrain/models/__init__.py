@@ -15,7 +15,7 @@ from rltrain.models.canonical import (
 )
 from rltrain.models.checkpoint_model import read_architecture
 from rltrain.models.delta_net import DeltaNet
-from rltrain.models.experts import MoE
+from rltrain.models.experts import ExpertLayers
 from rltrain.models.rope_scaling import DynamicScaling, LinearScaling, LongRopeScaling, RopeScaling, YarnScaling
 from rltrain.models.table import Layer, LayerKind, Part, Row, Split, Table
 
@@ -29,7 +29,7 @@ __all__ = [
     "DynamicScaling",
     "LinearScaling",
     "LongRopeScaling",
-    "MoE",
+    "ExpertLayers",
     "Part",
     "RopeScaling",
     "Row",

@@ -15,7 +15,7 @@ from rltrain.models.delta_net import (
     names_of_files,
     read_delta_net,
 )
-from rltrain.models.experts import READ_MOE, MoE, read_moe
+from rltrain.models.experts import READ_MOE, ExpertLayers, read_moe
 from rltrain.models.rope_scaling import LAYER_TYPES, Scaling, YarnScaling, read_rope
 from rltrain.models.table import CanonicalTensors, LayerKind, stored_names
 from rltrain.runtime.json_text import read_json
@@ -271,7 +271,7 @@ GEMMA_QUERY_SCALAR = 256  # what transformers assumes where the key is absent
 
 
 @dataclass(frozen=True)
-class Adapters:
+class AdapterTargets:
     """Of which matrices there are low-rank adapters, by the last part of their names; None: of all."""
 
     rank: int
@@ -330,7 +330,7 @@ class Architecture:
     rope_scaling: Scaling | None
     max_positions: int
     eos_token_ids: tuple[int, ...]
-    moe: MoE | None = None
+    moe: ExpertLayers | None = None
     mla: MLA | None = None
     head: Head = "vocabulary"
     output_bias: bool = False
@@ -354,7 +354,7 @@ class Architecture:
     decoder_prefix: str = DECODER_PREFIX
     stacked_experts: bool = False
     predicts: bool = False
-    adapters: Adapters | None = None
+    adapters: AdapterTargets | None = None
     unlisted: Unlisted | None = None
 
     def value_model(self) -> "Architecture":
@@ -367,7 +367,7 @@ class Architecture:
 
     def adapted(self, rank: int, targets: tuple[str, ...] | None) -> "Architecture":
         """The low-rank adapters of such a model, as models.lora has them; `targets` None: of all matrices."""
-        return replace(self, adapters=Adapters(rank, targets))
+        return replace(self, adapters=AdapterTargets(rank, targets))
 
     @property
     def query_size(self) -> int:

@@ -8,7 +8,7 @@ from rltrain.models.config_file import ConfigReader
 
 
 @dataclass(frozen=True)
-class MoE:
+class ExpertLayers:
     """Layers whose MLP is a router and experts, of which every token visits `top_k`.
 
     `ffn_hidden_size` is that of one expert. `shared_ffn_hidden_size` is that of the experts that every token visits,
@@ -42,14 +42,14 @@ def is_expert(parameter: str) -> bool:
     return ".experts." in parameter
 
 
-def _read_qwen3_moe(config: ConfigReader, num_layers: int) -> MoE:
+def _read_qwen3_moe(config: ConfigReader, num_layers: int) -> ExpertLayers:
     step = config.count("decoder_sparse_step", default=1)
     listed = config.values.get("mlp_only_layers") or []
     if not isinstance(listed, list) or not all(type(layer) is int for layer in listed):
         raise config.error("mlp_only_layers", "a list of layer numbers")
     # transformers 5 writes num_local_experts, 4 wrote num_experts.
     experts_key = "num_local_experts" if "num_local_experts" in config.values else "num_experts"
-    return MoE(
+    return ExpertLayers(
         num_experts=config.count(experts_key),
         top_k=config.count("num_experts_per_tok"),
         ffn_hidden_size=config.count("moe_intermediate_size"),
@@ -58,30 +58,30 @@ def _read_qwen3_moe(config: ConfigReader, num_layers: int) -> MoE:
     )
 
 
-def _read_qwen2_moe(config: ConfigReader, num_layers: int) -> MoE:
+def _read_qwen2_moe(config: ConfigReader, num_layers: int) -> ExpertLayers:
     routed = _read_qwen3_moe(config, num_layers)
     return replace(routed, shared_ffn_hidden_size=config.count("shared_expert_intermediate_size"), shared_gate=True)
 
 
-def _read_qwen3_5_moe(config: ConfigReader, num_layers: int) -> MoE:
+def _read_qwen3_5_moe(config: ConfigReader, num_layers: int) -> ExpertLayers:
     return replace(_read_qwen2_moe(config, num_layers), normalized=True)
 
 
-def _read_mixtral(config: ConfigReader, num_layers: int) -> MoE:
-    return MoE(
+def _read_mixtral(config: ConfigReader, num_layers: int) -> ExpertLayers:
+    return ExpertLayers(
         num_experts=config.count("num_local_experts"),
         top_k=config.count("num_experts_per_tok"),
         ffn_hidden_size=config.count("intermediate_size"),
     )
 
 
-def _read_minimax_m2(config: ConfigReader, num_layers: int) -> MoE:
+def _read_minimax_m2(config: ConfigReader, num_layers: int) -> ExpertLayers:
     if config.values.get("attn_type_list") and not config.are_all("attn_type_list", (1,)):
         raise config.error("attn_type_list", "1 for every layer: attention, which alone is supported")
     return replace(_read_mixtral(config, num_layers), score="sigmoid")
 
 
-def _read_gpt_oss(config: ConfigReader, num_layers: int) -> MoE:
+def _read_gpt_oss(config: ConfigReader, num_layers: int) -> ExpertLayers:
     return replace(_read_mixtral(config, num_layers), interleaved=True)
 
 
@@ -98,7 +98,7 @@ def _read_dense_layers(config: ConfigReader, num_layers: int) -> tuple[int, ...]
     return tuple(range(num_dense))
 
 
-def _read_deepseek_v3(config: ConfigReader, num_layers: int) -> MoE:
+def _read_deepseek_v3(config: ConfigReader, num_layers: int) -> ExpertLayers:
     dense_layers = _read_dense_layers(config, num_layers)
     expert_size = config.count("moe_intermediate_size")
     # transformers 5 writes GLM-4.5's as num_local_experts, which is a name for the same.
@@ -112,7 +112,7 @@ def _read_deepseek_v3(config: ConfigReader, num_layers: int) -> MoE:
         raise config.error("topk_group", f"half of num_experts_per_tok = {top_k}, or n_group = {num_groups}")
     if not config.take("norm_topk_prob", bool, default=True) or top_k == 1:
         raise config.error("norm_topk_prob", "true, with num_experts_per_tok of at least 2")
-    return MoE(
+    return ExpertLayers(
         num_experts=num_experts,
         top_k=top_k,
         ffn_hidden_size=expert_size,
@@ -125,11 +125,11 @@ def _read_deepseek_v3(config: ConfigReader, num_layers: int) -> MoE:
     )
 
 
-def _read_hy_v3(config: ConfigReader, num_layers: int) -> MoE:
+def _read_hy_v3(config: ConfigReader, num_layers: int) -> ExpertLayers:
     """As DeepSeek-V3 under other keys: unless the first layer alone is dense, layers say what they are."""
     expert_size = config.count("moe_intermediate_size")
     listed = config.values.get("mlp_layer_types") is not None or "first_k_dense_replace" in config.values
-    return MoE(
+    return ExpertLayers(
         num_experts=config.count("num_experts"),
         top_k=config.count("num_experts_per_tok"),
         ffn_hidden_size=expert_size,
@@ -140,7 +140,7 @@ def _read_hy_v3(config: ConfigReader, num_layers: int) -> MoE:
     )
 
 
-READ_MOE: dict[str, Callable[[ConfigReader, int], MoE]] = {
+READ_MOE: dict[str, Callable[[ConfigReader, int], ExpertLayers]] = {
     "qwen2_moe": _read_qwen2_moe,
     "qwen3_moe": _read_qwen3_moe,
     "qwen3_next": _read_qwen2_moe,
@@ -160,7 +160,7 @@ MOST_EXPERTS = 2**18
 """In all layers. Kimi K2 has 23,040."""
 
 
-def read_moe(config: ConfigReader, num_layers: int) -> MoE:
+def read_moe(config: ConfigReader, num_layers: int) -> ExpertLayers:
     """Returns the experts of a model of READ_MOE. CheckpointError where they are too many."""
     moe = READ_MOE[config.values["model_type"]](config, num_layers)
     if moe.top_k > moe.num_experts:

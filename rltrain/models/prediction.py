@@ -20,7 +20,7 @@ MEGATRON_DECODER_LAYER = MEGATRON_PREDICTION + "transformer_layer."
 
 
 @dataclass(frozen=True)
-class Prediction:
+class PredictionNames:
     """A family's: the names in files of the two norms, the matrix and the last norm, and what begins those of the
     decoder layer, in which "{depth}" is the number of the model's layers. With `hidden_first` the hidden state has the
     first columns of the matrix, and the embedding the others. `counts` are the keys of config.json that tell how many
@@ -67,7 +67,7 @@ def _moved(row: Row, prefix: str) -> Row:
     return replace(row, parts=parts, megatron=megatron, megatron_te=of_te, engine=engine, quantizable=False)
 
 
-MIMO = Prediction(
+MIMO = PredictionNames(
     prefix="model.mtp_layers.0.",
     embedding_norm="model.mtp_layers.0.token_layernorm.weight",
     hidden_norm="model.mtp_layers.0.hidden_layernorm.weight",
@@ -76,14 +76,14 @@ MIMO = Prediction(
     hidden_first=True,
 )
 # Files may have copies of the embedding and the head there too, which stay as they are.
-DEEPSEEK_V3 = Prediction(
+DEEPSEEK_V3 = PredictionNames(
     prefix="model.layers.{depth}.",
     embedding_norm="model.layers.{depth}.enorm.weight",
     hidden_norm="model.layers.{depth}.hnorm.weight",
     projection="model.layers.{depth}.eh_proj.weight",
     final_norm="model.layers.{depth}.shared_head.norm.weight",
 )
-QWEN3_NEXT = Prediction(
+QWEN3_NEXT = PredictionNames(
     prefix="mtp.layers.0.",
     embedding_norm="mtp.pre_fc_norm_embedding.weight",
     hidden_norm="mtp.pre_fc_norm_hidden.weight",

@@ -257,7 +257,7 @@ class MemoryPart:
             begin += aligned(size)
 
 
-class Overlay(MemoryPart):
+class OverlayPart(MemoryPart):
     """Constant values on the host that take the place of another part's while that one is away.
 
     `host` has one tensor for each of `tensors`, which are views of the storages of `beneath`, equal in shape and dtype;

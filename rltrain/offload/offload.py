@@ -136,7 +136,7 @@ def _no_span(name: str, category: str) -> AbstractContextManager[object]:
     return nullcontext()
 
 
-class Residency:
+class Offloader:
     """Brings to the device what a task needs, and takes away what others of this rank left there.
 
     `offload` has the roles of this rank that use its device, and decides with `guests`, whose parts are overlays or

@@ -28,7 +28,7 @@ class Links:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class SyncPrediction:
     """Seconds. `network_bound` is that of the ideal split of the same bytes over all senders and all receivers.
 
     `network` is that of the busiest sender or receiver between nodes; `node` that of the busiest within its node.
@@ -41,7 +41,7 @@ class Prediction:
     busiest_receiver_bytes: int
 
 
-def predict(planner: Planner, links: Links) -> Prediction:
+def predict(planner: Planner, links: Links) -> SyncPrediction:
     """Network and node transfers counted apart: they use different links."""
     network_out, network_in, node_out, node_in = (Counter[int]() for _ in range(4))
     for line in planner.lines.all.values():
@@ -54,7 +54,7 @@ def predict(planner: Planner, links: Links) -> Prediction:
     sent, received = max(network_out.values(), default=0), max(network_in.values(), default=0)
     total = sum(network_in.values())
     senders, receivers = len(planner.source.ranks), len(planner.destination.ranks)
-    return Prediction(
+    return SyncPrediction(
         network=max(sent, received) / links.network,
         network_bound=max(total / senders, total / receivers) / links.network,
         node=max([0, *node_out.values(), *node_in.values()]) / links.node,
@@ -125,7 +125,7 @@ class PlannedSync:
             transformer_engine=not self.job.has_local_layers(role),
         )
 
-    def prediction(self, gpu: Gpu) -> Prediction:
+    def prediction(self, gpu: Gpu) -> SyncPrediction:
         return predict(self.planner, Links(network=gpu.network, node=gpu.node))
 
     def seconds(self, gpu: Gpu) -> float:

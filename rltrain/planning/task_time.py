@@ -238,7 +238,7 @@ class TrainingTime:
 
 
 @dataclass(frozen=True)
-class Generation:
+class GenerationTime:
     """Of one engine for a step's samples."""
 
     prefill_s: float
@@ -248,7 +248,7 @@ class Generation:
     """Mean number of responses in a decode step."""
 
 
-def generation(job: PlannedJob, gpu: Gpu, workload: Workload, cache_bytes: int) -> Generation:
+def generation(job: PlannedJob, gpu: Gpu, workload: Workload, cache_bytes: int) -> GenerationTime:
     """Of a step on the engine with most samples, with `cache_bytes` for keys and values on each rank. All slots are
     taken while responses wait; at the end those that are longer than the mean run on, fewer and fewer, unless they are
     left to the next step."""
@@ -266,7 +266,7 @@ def drawing(
     num: float,
     samples_per_prompt: int,
     tail: float,
-) -> Generation:
+) -> GenerationTime:
     """Of `num` samples on one engine of a role; the longest has `tail` tokens more than all have on average. Servers
     that somebody else runs are taken for one GPU each, with room for all that may run there."""
     architecture, grid = job.architectures[role], job.grids[role]
@@ -280,7 +280,7 @@ def drawing(
     prompts = ceil(num / samples_per_prompt)
     peak = gpu.flops(job.config.model.dtype) * grid.tp
     prefill = prompts * workload.prompt * _at_peak(architecture, gpu, workload.prompt / 2) / peak
-    return Generation(prefill, num_steps * decode_step(job, gpu, workload, running, role), num_steps, running)
+    return GenerationTime(prefill, num_steps * decode_step(job, gpu, workload, running, role), num_steps, running)
 
 
 def servers_per_rank(job: PlannedJob, role: str) -> float:

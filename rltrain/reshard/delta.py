@@ -25,7 +25,7 @@ HEADER_BYTES = 8 * (2 + 2 * MAX_SECTIONS)
 
 
 @dataclass(frozen=True)
-class Section:
+class DeltaSection:
     """Elements of one size: `elements` of `item` bytes from byte `begin` of what is packed, which are slices
     `first:last` of the table."""
 
@@ -49,7 +49,7 @@ class CodedMessage:
     offset: int
     num_bytes: int
     kept: int
-    sections: tuple[Section, ...]
+    sections: tuple[DeltaSection, ...]
 
     @property
     def first(self) -> int:
@@ -84,14 +84,14 @@ def coded_messages(
     return found
 
 
-def _sections(sizes: IntArray, items: IntArray, first: int) -> tuple[Section, ...]:
+def _sections(sizes: IntArray, items: IntArray, first: int) -> tuple[DeltaSection, ...]:
     """Of slices of `sizes` bytes and `items` per element, of which `first` is the number of the first in the table."""
     starts = np.flatnonzero(np.diff(items, prepend=0)).tolist()
     ends = np.cumsum(sizes)
     made = []
     for start, end in zip(starts, [*starts[1:], len(sizes)], strict=True):
         begin, item = int(ends[start] - sizes[start]), int(items[start])
-        made.append(Section(begin, (int(ends[end - 1]) - begin) // item, item, first + start, first + end))
+        made.append(DeltaSection(begin, (int(ends[end - 1]) - begin) // item, item, first + start, first + end))
     assert len(made) <= MAX_SECTIONS, "wide elements precede narrow ones"
     return tuple(made)
 
@@ -129,7 +129,7 @@ def headers_of(settings: DeltaSettings) -> Headers:
 
 
 @dataclass
-class Count:
+class DeltaCount:
     """Of one run on this rank: `compared` bytes that it packed, of which `changed` differed, and what it `sent` for
     them; `received` bytes."""
 
@@ -163,7 +163,7 @@ class Coder:
         """What rounds are packed into that are compared; the others into what wires send from."""
         self.whole = True
         """Whether the run sends everything."""
-        self.count = Count()
+        self.count = DeltaCount()
 
     @property
     def kept_bytes(self) -> int:
@@ -174,7 +174,7 @@ class Coder:
         """A run that sends all where `whole`. SyncError where it is to send what changed since one that failed."""
         if not (whole or self._remembers):
             raise SyncError("a reshard is to send what changed, but the run before it did not come to its end")
-        self.whole, self._remembers, self.count = whole, False, Count()
+        self.whole, self._remembers, self.count = whole, False, DeltaCount()
         if not self._kept:
             on_host = self._settings.keep_on == "host"
             self._kept = [byte_buffer(kept_bytes(sent), self._device, host=on_host) for sent in self._sent]
@@ -256,7 +256,7 @@ class Coder:
             begin += found.extent.num_bytes
         return [found.extent for found in marks]
 
-    def _packing(self, message: CodedMessage, section: Section) -> Packing | None:
+    def _packing(self, message: CodedMessage, section: DeltaSection) -> Packing | None:
         if not self._changes.packs:
             return None
         assert self._table is not None, "begin and use come first"

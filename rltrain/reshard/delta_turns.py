@@ -10,7 +10,7 @@ FIRST_REST, LONGEST_REST = 4, 64
 """Syncs that send everything and remember nothing, once remembering was in vain: each time twice as many."""
 
 
-class Turn(Enum):
+class DeltaTurn(Enum):
     """PLAIN sends everything and remembers nothing of it, WHOLE sends and remembers everything."""
 
     PLAIN = "plain"
@@ -19,7 +19,7 @@ class Turn(Enum):
 
 
 @dataclass
-class Turns:
+class DeltaTurns:
     """The same on all ranks that join the syncs.
 
     `full_every`: syncs from one that sends everything to the next. Every `check_every`-th sync of changes is compared
@@ -38,25 +38,25 @@ class Turns:
     _last_rest: int = field(default=0, init=False)
     _trusted: bool = field(default=True, init=False)
 
-    def next(self, *, lost: bool) -> Turn:
+    def next(self, *, lost: bool) -> DeltaTurn:
         """A sync begins; `lost`: some rank's destination is not what the last one left. `finished` follows, unless it
         failed."""
         if lost and self._remembers and not self._since_full:
             self._give_up()
         turn = self._turn(lost)
         self._remembers, self.compares = False, False
-        if turn is Turn.CHANGES:
+        if turn is DeltaTurn.CHANGES:
             due = self.check_every and (self._num_changes + 1) % self.check_every == 0
             self.compares = bool(due) or self._num_changes == 0 or not self._trusted
             self._num_changes += 1
         return turn
 
-    def finished(self, turn: Turn, sent_share: float = 0.0) -> None:
+    def finished(self, turn: DeltaTurn, sent_share: float = 0.0) -> None:
         """`sent_share`: of the bytes that a sync of changes compared, what it sent; 1 where it compared none."""
-        self._remembers = turn is not Turn.PLAIN
-        self._since_full = self._since_full + 1 if turn is Turn.CHANGES else 0
-        self._rest -= turn is Turn.PLAIN
-        if turn is not Turn.CHANGES:
+        self._remembers = turn is not DeltaTurn.PLAIN
+        self._since_full = self._since_full + 1 if turn is DeltaTurn.CHANGES else 0
+        self._rest -= turn is DeltaTurn.PLAIN
+        if turn is not DeltaTurn.CHANGES:
             return
         if sent_share >= DENSE_SHARE:
             self._give_up()
@@ -71,8 +71,8 @@ class Turns:
         """Remembering was in vain: for some syncs, each time twice as many, everything is sent as without it."""
         self._rest = self._last_rest = min(max(2 * self._last_rest, FIRST_REST), LONGEST_REST)
 
-    def _turn(self, lost: bool) -> Turn:
+    def _turn(self, lost: bool) -> DeltaTurn:
         if self._rest > 0:
-            return Turn.PLAIN
+            return DeltaTurn.PLAIN
         due = self._since_full + 1 >= self.full_every
-        return Turn.WHOLE if lost or due or not self._remembers else Turn.CHANGES
+        return DeltaTurn.WHOLE if lost or due or not self._remembers else DeltaTurn.CHANGES

@@ -21,7 +21,7 @@ from rltrain.reshard.match import num_bytes
 from rltrain.reshard.plan import Parameters, RankPlan
 from rltrain.reshard.rounds import NO_HEADERS, shared_places, stage_streams
 from rltrain.reshard.steps import BlockPlaces, StageSteps, Steps, make_steps
-from rltrain.reshard.streams import DeviceStream, DeviceStreams, Event, Memory, Staging, allocate
+from rltrain.reshard.streams import DeviceStream, DeviceStreams, Event, Memory, StagingBuffers, allocate
 from rltrain.reshard.wires import GlooWire, NcclWire, Neighbours, SharedWire, Wire
 from rltrain.runtime.heartbeat import Waiting, unnoted
 from rltrain.runtime.process_groups import plain_group
@@ -423,7 +423,7 @@ class Resharding:
         self._table.bind([scratch if number in packed_into else base for number, base in enumerate(bases)])
 
     def _report(
-        self, begin: float, launches: int, staging: Staging, wires: list[Wire], pipeline: Pipeline
+        self, begin: float, launches: int, staging: StagingBuffers, wires: list[Wire], pipeline: Pipeline
     ) -> SyncReport:
         """Collective over: the ranks of both layouts."""
         coder = self._coder
@@ -465,7 +465,7 @@ class Resharding:
         computed = (SCALES_PARAMETER,) if self._magnitudes else ()
         self._binding.check(source_tensors, destination_tensors, without=computed)
 
-    def _allocate(self) -> Staging:
+    def _allocate(self) -> StagingBuffers:
         staging = allocate(self.steps, self._device, host=self._over_gloo)
         for buffer in staging.buffers:
             self._streams.keep(buffer)
@@ -504,7 +504,7 @@ class Resharding:
         exact = sum(wire.bytes_received for wire in wires if wire.shortened is None)
         return exact + (self._coder.count.received if self._coder else 0)
 
-    def _staging_bytes(self, staging: Staging) -> int:
+    def _staging_bytes(self, staging: StagingBuffers) -> int:
         scratch = self._coder.scratch_bytes if self._coder else 0
         return staging.num_bytes + scratch + (self._node.own_bytes if self._node else 0)
 

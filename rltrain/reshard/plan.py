@@ -9,7 +9,7 @@ import numpy as np
 from rltrain.models.table import Array, IntArray, TypeArray, wire_types
 from rltrain.reshard.layout import BOX_FIELDS, Layout
 from rltrain.reshard.match import fragments_of, num_bytes, offsets
-from rltrain.reshard.senders import Dealt, Lines, Needs, Node, deal, needs_of, pieces_for
+from rltrain.reshard.senders import Dealt, Lines, Node, NodeNeeds, deal, needs_of, pieces_for
 
 Parameters = tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -144,7 +144,7 @@ class Planner:
         ranks_of: dict[int, dict[int, list[int]]] = {}
         for rank, part in sorted(zip(self.destination.ranks, self.destination.parts, strict=True)):
             ranks_of.setdefault(rank // self.ranks_per_node, {}).setdefault(part, []).append(rank)
-        needs: dict[tuple[int, ...], Needs] = {}
+        needs: dict[tuple[int, ...], NodeNeeds] = {}
         for parts in {tuple(sorted(held)) for held in ranks_of.values()}:
             needs[parts] = needs_of(self.destination, parts, self.fragments, self.wire)
         return {
@@ -188,7 +188,7 @@ class Planner:
         copies = self._copies(rank, node.needs, pieces_of_needs)
         return copies, _transfers(receives, pieces), _transfers(forwards, pieces), _transfers(forwarded, pieces)
 
-    def _copies(self, rank: int, needs: Needs, pieces_of_needs: IntArray) -> Array:
+    def _copies(self, rank: int, needs: NodeNeeds, pieces_of_needs: IntArray) -> Array:
         """[COPY] of what a rank needs and holds."""
         held = np.array([rank in holders for holders in self.fragments.holder_sets], dtype=bool)
         rows = np.flatnonzero(np.repeat(held[needs.holder_set], np.diff(needs.starts)) & (pieces_of_needs >= 0))

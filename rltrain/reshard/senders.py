@@ -65,7 +65,7 @@ def pour(load: IntArray, amount: int) -> IntArray:
 
 
 @dataclass(frozen=True, eq=False)
-class Needs:
+class NodeNeeds:
     """The boxes that some destination parts need, in classes: boxes with the same holders, needed by the same parts.
 
     Class c is `boxes[starts[c]:starts[c + 1]]`, in the order of places in the source's fragments (`fragment`). Its
@@ -93,7 +93,7 @@ class Needs:
         return totals
 
 
-def needs_of(layout: Layout, parts: Sequence[int], fragments: Fragments, wire: TypeArray) -> Needs:
+def needs_of(layout: Layout, parts: Sequence[int], fragments: Fragments, wire: TypeArray) -> NodeNeeds:
     """What the destination `parts` (distinct) need. `wire` [tensors] is the element type that each travels in."""
     found = [match(layout.part(part).pieces, fragments, layout.tensors) for part in parts]
     boxes = np.concatenate([overlap.boxes for overlap in found])
@@ -108,7 +108,7 @@ def needs_of(layout: Layout, parts: Sequence[int], fragments: Fragments, wire: T
     order = np.argsort(key, kind="stable")
     boxes, fragment, key = boxes[order], fragment[order], key[order]
     classes, starts = np.unique(key, return_index=True)
-    return Needs(
+    return NodeNeeds(
         boxes=boxes,
         fragment=fragment,
         weights=num_bytes(boxes, wire),
@@ -127,7 +127,7 @@ def places(boxes: Array, fragment: IntArray, fragments: Fragments) -> IntArray:
     return begin
 
 
-def pieces_for(needs: Needs, layout: Layout, part: int, fragments: Fragments) -> IntArray:
+def pieces_for(needs: NodeNeeds, layout: Layout, part: int, fragments: Fragments) -> IntArray:
     """[boxes of `needs`]: the piece of `part` in which it keeps each box, or -1 where it does not need it."""
     found = match(layout.part(part).pieces, fragments, layout.tensors)
     involved = np.array([part in members for members in needs.part_sets], dtype=bool)
@@ -179,7 +179,7 @@ class Node:
     """A node that hosts destination ranks: `ranks_of[part]` are those with that part, ascending."""
 
     number: int
-    needs: Needs
+    needs: NodeNeeds
     ranks_of: Mapping[int, tuple[int, ...]]
 
     @cached_property

@@ -140,7 +140,7 @@ class DeviceStreams:
 
 
 @dataclass(frozen=True, eq=False)
-class Staging:
+class StagingBuffers:
     """Two buffers of bytes to send from and two to receive into; round k uses those of number k mod 2."""
 
     send: tuple[Tensor, Tensor]
@@ -174,7 +174,7 @@ class Memory:
         return self.bytes(message.base).narrow(0, message.offset, message.num_bytes)
 
 
-def allocate(steps: Steps, device: torch.device, *, host: bool) -> Staging:
+def allocate(steps: Steps, device: torch.device, *, host: bool) -> StagingBuffers:
     """Buffers for the largest rounds of `steps` that go over a wire, on `device`; where `host`, in host memory that its
     kernels can address.
 
@@ -187,7 +187,7 @@ def allocate(steps: Steps, device: torch.device, *, host: bool) -> Staging:
         made = [byte_buffer(num_bytes, device, host=host) for _ in range(num_buffers)]
         return made[0], made[-1]
 
-    return Staging(pair(max(s.send_bytes for s in stages)), pair(max(s.receive_bytes for s in stages)))
+    return StagingBuffers(pair(max(s.send_bytes for s in stages)), pair(max(s.receive_bytes for s in stages)))
 
 
 def byte_buffer(num_bytes: int, device: torch.device, *, host: bool) -> Tensor:

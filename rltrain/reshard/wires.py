@@ -258,7 +258,7 @@ PACKED_WORD, TAKEN_WORD = 0, 16
 """Of a rank's words, on cache lines of their own."""
 
 
-class RankMemory:
+class MappedMemory:
     """One rank's, as it is mapped here: two slots, and how many rounds it has `packed` into them and has `taken` out of
     its neighbours'. `process` is the rank's, as runtime/machine.py names it."""
 
@@ -271,11 +271,11 @@ class RankMemory:
 
 
 @dataclass(frozen=True, eq=False)
-class NodeMemory:
+class NeighbourMemory:
     """This rank's memory and that of its neighbours, ascending; `timeout_s` is how long one waits for another."""
 
-    own: RankMemory
-    neighbours: Mapping[int, RankMemory]
+    own: MappedMemory
+    neighbours: Mapping[int, MappedMemory]
     timeout_s: float
 
     @property
@@ -316,7 +316,7 @@ class Neighbours:
         rows = [self._agreement.ranks.index(peer) for peer in self.ranks]
         return ReadPlaces(self.ranks, self._agreement.exchange(places)[rows])
 
-    def memory(self, slot_bytes: int, timeout_s: float) -> NodeMemory | None:
+    def memory(self, slot_bytes: int, timeout_s: float) -> NeighbourMemory | None:
         """Slots of at least `slot_bytes`, for as long as they are referred to; None where this rank cannot have any.
 
         Ends the use of this object. Collective over: the agreement's ranks.
@@ -328,11 +328,11 @@ class Neighbours:
         self._agreement.meet()  # so that nobody maps what has not its size yet
         if self._own is None:
             return None
-        own = RankMemory(self._own, this_process())
-        theirs = {peer: RankMemory(memory, self._processes[peer]) for peer, memory in self._theirs.items()}
+        own = MappedMemory(self._own, this_process())
+        theirs = {peer: MappedMemory(memory, self._processes[peer]) for peer, memory in self._theirs.items()}
         for memory in (self._own, *self._theirs.values()):
             memory.close()
-        return NodeMemory(own, theirs, timeout_s)
+        return NeighbourMemory(own, theirs, timeout_s)
 
     def _offer(self) -> list[int]:
         """What another rank needs to find this rank's memory, and to know it again: process, file and token."""
@@ -374,7 +374,9 @@ LOOK_S = 0.2
 class SharedWire(Wire):
     """`first_round` is how many rounds ranks have gone through before this stage, in all runs of a reshard together."""
 
-    def __init__(self, steps: StageSteps, rank: int, stream: DeviceStream, node: NodeMemory, first_round: int) -> None:
+    def __init__(
+        self, steps: StageSteps, rank: int, stream: DeviceStream, node: NeighbourMemory, first_round: int
+    ) -> None:
         super().__init__(steps, rank, stream)
         self._node, self._first_round = node, first_round
         self._began: Event | None = None

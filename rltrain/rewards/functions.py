@@ -12,9 +12,9 @@ from typing import Any, ClassVar, Literal
 from rltrain.config import schema
 from rltrain.errors import ConfigError
 from rltrain.rewards.answers import SCORE, Answer, Scorable, as_answer, as_error
-from rltrain.rewards.judge import Judge, is_url
+from rltrain.rewards.judge import RemoteJudge, is_url
 from rltrain.rewards.locating import locate
-from rltrain.rewards.slime_sample import Arguments, SlimeSample
+from rltrain.rewards.slime_sample import RewardArguments, SlimeSample
 
 Options = Mapping[str, Any]
 BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -71,7 +71,7 @@ class Columns:
 
 
 @dataclass(slots=True)
-class Call:
+class RewardCall:
     """The arguments of one call, without options."""
 
     positional: tuple[Any, ...] = ()
@@ -101,7 +101,7 @@ class Convention(Wants, ABC):
     """Of an answer that is a dict."""
 
     @abstractmethod
-    def call(self, samples: Sequence[Scorable]) -> Call:
+    def call(self, samples: Sequence[Scorable]) -> RewardCall:
         """For one sample, or for a batch."""
 
 
@@ -150,10 +150,10 @@ class Own(Convention):
         if not self.by_name:
             _check_meaning(signature.positional)
 
-    def call(self, samples: Sequence[Scorable]) -> Call:
+    def call(self, samples: Sequence[Scorable]) -> RewardCall:
         (sample,) = samples
         positional = () if self.by_name else (sample.prompt, sample.response, sample.label)
-        return Call(positional, {name: OWN_VALUES[name](sample) for name in self.names})
+        return RewardCall(positional, {name: OWN_VALUES[name](sample) for name in self.names})
 
 
 def _check_meaning(names: Sequence[str]) -> None:
@@ -185,14 +185,14 @@ class Verl(Convention):
         self.fields = frozenset({"row", "label_value"})
         _check_filled(signature, {name + self.suffix for name in self.takes}, options, "verl's")
 
-    def call(self, samples: Sequence[Scorable]) -> Call:
+    def call(self, samples: Sequence[Scorable]) -> RewardCall:
         values: dict[str, list[Any]] = {
             "data_source": [sample.row.get("data_source") for sample in samples],
             "solution_str": [sample.response for sample in samples],
             "ground_truth": [sample.label_value for sample in samples],
             "extra_info": [sample.row.get("extra_info") or {} for sample in samples],
         }
-        return Call((), {n + self.suffix: values[n] if self.batched else values[n][0] for n in self.takes})
+        return RewardCall((), {n + self.suffix: values[n] if self.batched else values[n][0] for n in self.takes})
 
 
 class Trl(Convention):
@@ -218,8 +218,8 @@ class Trl(Convention):
         }
         _check_filled(signature, {*self.given, *named}, options, "TRL's")
 
-    def call(self, samples: Sequence[Scorable]) -> Call:
-        call = Call()
+    def call(self, samples: Sequence[Scorable]) -> RewardCall:
+        call = RewardCall()
         values: dict[str, Any] = {
             "prompts": [sample.messages or sample.prompt for sample in samples],
             "completions": [sample.completion() if sample.messages else sample.response for sample in samples],
@@ -251,14 +251,14 @@ class Slime(Convention):
 
     def __init__(self, signature: Signature, options: Options) -> None:
         self.batched = signature.positional[1] == "samples"
-        self.arguments = Arguments({"group_rm": self.batched, **options})
+        self.arguments = RewardArguments({"group_rm": self.batched, **options})
         self.score_key = self.arguments.reward_key or SCORE
         self.columns = Columns(optional=frozenset({self.arguments.metadata_key}), label=True)
         _check_filled(signature, signature.positional[:2], {}, "slime's")
 
-    def call(self, samples: Sequence[Scorable]) -> Call:
+    def call(self, samples: Sequence[Scorable]) -> RewardCall:
         converted = [SlimeSample.of(sample, self.arguments.metadata_key) for sample in samples]
-        return Call((self.arguments, converted if self.batched else converted[0]))
+        return RewardCall((self.arguments, converted if self.batched else converted[0]))
 
 
 def _check_filled(signature: Signature, given: Iterable[str], options: Options, whose: str) -> None:
@@ -340,7 +340,7 @@ class RewardFunction:
 
     @property
     def remote(self) -> bool:
-        return isinstance(self.function, Judge)
+        return isinstance(self.function, RemoteJudge)
 
     @property
     def place(self) -> str:
@@ -350,16 +350,16 @@ class RewardFunction:
 
     def limit_s(self, timeout_s: float) -> float:
         """Of one sample, where reward.timeout_s is this."""
-        return self.function.longest_s if isinstance(self.function, Judge) else timeout_s
+        return self.function.longest_s if isinstance(self.function, RemoteJudge) else timeout_s
 
-    def call(self, samples: Sequence[Scorable]) -> Call:
+    def call(self, samples: Sequence[Scorable]) -> RewardCall:
         """Its arguments for one sample, or for a batch if its convention is batched."""
         call = self.convention.call(samples)
         if self.convention.passes_options and not self.remote:
             call.named.update(self.options)
         return call
 
-    def answers(self, returned: Any, call: Call, samples: Sequence[Scorable]) -> list[Answer]:
+    def answers(self, returned: Any, call: RewardCall, samples: Sequence[Scorable]) -> list[Answer]:
         """One for each of `samples`, of what came of `call`."""
         if not self.convention.batched:
             return [as_answer(returned, samples[0].num_turns, self.score_key)]
@@ -422,9 +422,11 @@ def load_reward(
     return RewardFunction(name, function, options, _convention(function, settings, config_key), *of_config)
 
 
-def _judge(settings: schema.Reward, config_key: str) -> Judge:
+def _judge(settings: schema.Reward, config_key: str) -> RemoteJudge:
     try:
-        return Judge(settings.function, timeout_s=settings.timeout_s, retries=settings.retries, **settings.options)
+        return RemoteJudge(
+            settings.function, timeout_s=settings.timeout_s, retries=settings.retries, **settings.options
+        )
     except TypeError as error:
         raise ConfigError(
             f"{config_key}.options: got {settings.options} for {settings.function!r}; expected token_env, the name of "

@@ -24,7 +24,7 @@ def is_url(name: str) -> bool:
     return name.startswith(("http://", "https://"))
 
 
-class Judge:
+class RemoteJudge:
     """Posts {"prompt", "response", "label", "messages", "row"} to `url` as JSON; `payload` are more fields of it.
 
     The answer is JSON: a number, or an object with "score" or "reward" whose other numbers are metrics. Each request

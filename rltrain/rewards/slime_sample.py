@@ -9,7 +9,7 @@ from typing import Any
 from rltrain.rewards.answers import Scorable
 
 
-class Status(StrEnum):
+class SlimeStatus(StrEnum):
     PENDING = "pending"
     COMPLETED = "completed"
     TRUNCATED = "truncated"
@@ -40,12 +40,12 @@ class SlimeSample:
     rollout_routed_experts: Any = None
     remove_sample: bool = False
     teacher_log_probs: list[float] | None = None
-    status: Status = Status.COMPLETED
+    status: SlimeStatus = SlimeStatus.COMPLETED
     metadata: dict[str, Any] = field(default_factory=dict)
     """The column that args.metadata_key names."""
     session_id: str | None = None
 
-    Status = Status
+    SlimeStatus = SlimeStatus
 
     @classmethod
     def of(cls, sample: Scorable, metadata_key: str) -> "SlimeSample":
@@ -58,12 +58,12 @@ class SlimeSample:
             response_length=len(sample.response_ids),
             label=sample.label_value,
             loss_mask=[int(drawn) for drawn in sample.response_mask],
-            status=Status.TRUNCATED if sample.truncated else Status.COMPLETED,
+            status=SlimeStatus.TRUNCATED if sample.truncated else SlimeStatus.COMPLETED,
             metadata=sample.row.get(metadata_key) or {},
         )
 
 
-class Arguments(SimpleNamespace):
+class RewardArguments(SimpleNamespace):
     """reward.options as attributes, beside those that reward functions commonly read."""
 
     rm_type: str | None = None

@@ -50,7 +50,7 @@ from rltrain.roles.role import Job, Metrics, SampleLog
 from rltrain.roles.trained import StepBatch, TrainedRole, summarize
 from rltrain.runtime.grid import Grid
 from rltrain.tasks.roles import informing
-from rltrain.training.backend import AdaptedModel, Model, published_weights
+from rltrain.training.backend import AdaptedModel, RoleModel, published_weights
 
 SHARE, DIFFERENCE, KL = "fresh_tokens", "fresh_logprob_abs_diff", "fresh_kl"
 METRICS = frozenset({SHARE, DIFFERENCE, KL})
@@ -236,7 +236,7 @@ def adapters_folder(export: Path) -> Path:
     return export.with_name(f"{export.name}_adapter")
 
 
-def export_adapters(job: Job, model: Model, export: Path) -> None:
+def export_adapters(job: Job, model: RoleModel, export: Path) -> None:
     """Of an actor with adapters. Collective over: the actor's ranks."""
     lora, grid = job.config.model.lora, job.grids["actor"]
     if lora is None or not isinstance(model, AdaptedModel):
@@ -287,7 +287,7 @@ HELD_OUT_BEST = "held_out_best"
 """There too."""
 
 
-class Actor(TrainedRole):
+class ActorRole(TrainedRole):
     name = "actor"
 
     def __init__(self, job: Job) -> None:

@@ -6,7 +6,7 @@ from rltrain.roles.role import Job, Metrics
 from rltrain.roles.trained import StepBatch, TrainedRole, summarize
 
 
-class Critic(TrainedRole):
+class CriticRole(TrainedRole):
     name = "critic"
 
     def __init__(self, job: Job) -> None:

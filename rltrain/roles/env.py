@@ -41,7 +41,7 @@ class SimulatorPart(MemoryPart):
         self._onload()
 
 
-class Env(Role):
+class EnvRole(Role):
     """Its environments live in processes of their own and are served by a thread: they step while an engine decodes,
     on this rank or another. In a generate task a rank that has nothing else to do waits until all has been drawn."""
 

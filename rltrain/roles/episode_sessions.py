@@ -30,8 +30,8 @@ from rltrain.endpoint.app import EndpointServer
 from rltrain.endpoint.opening import RecordedSession
 from rltrain.endpoint.session import Opened
 from rltrain.environments.agent import SESSION
-from rltrain.environments.batch import Event
-from rltrain.rollout.episodes import Answer, Unusable, Waiting, with_shared_reward
+from rltrain.environments.batch import EpisodeEvent
+from rltrain.rollout.episodes import Observed, Unusable, Waiting, with_shared_reward
 from rltrain.rollout.sample import Sample, SampleGroup, Status
 
 logger = logging.getLogger(__name__)
@@ -140,10 +140,10 @@ class EpisodeSessions:
         pass
         from rltrain.endpoint.app import EndpointServer, EndpointSettings
         from rltrain.endpoint.engine_feed import EngineFeed, EngineMailbox
-        from rltrain.endpoint.requests import Limits, SamplingRules
+        from rltrain.endpoint.requests import RequestLimits, SamplingRules
 
         config, endpoint = self.job.config, self.job.config.rollout.endpoint
-        limits = Limits(
+        limits = RequestLimits(
             max_context_tokens=config.rollout.max_context_tokens,
             vocab_size=self.job.architecture.vocab_size,
             max_sessions=endpoint.max_sessions,
@@ -228,7 +228,7 @@ class AgentEpisodes(EnvironmentEpisodes):
     def goes_on(self, sample: Sample) -> bool:
         return False
 
-    def settle(self) -> list[Answer]:
+    def settle(self) -> list[Observed]:
         return []
 
     def _row(self, row: int, episode: int) -> dict[str, Any]:
@@ -236,17 +236,17 @@ class AgentEpisodes(EnvironmentEpisodes):
         session = {"url": f"{self.server.url}/sessions/{opened.id}", "token": opened.token}
         return {**self.row_at(row), SESSION: session}
 
-    def _what_follows(self, waiting: Waiting, event: Event) -> Answer:
+    def _what_follows(self, waiting: Waiting, event: EpisodeEvent) -> Observed:
         opened, failed = self._sessions.pop(event.episode), event.failure is not None
         status = Status.FAILED if failed else None
         reward = event.reward if event.info.get("rewarded") else None
         self.server.end_session(opened.id, "its agent failed" if failed else "its agent ended", status, reward)
         session = self.recorded.pop(opened.id, None)
         if failed:
-            return Answer(waiting.sample.id, Status.FAILED)
+            return Observed(waiting.sample.id, Status.FAILED)
         if session is None or not session.trajectories:
             raise Unusable("its agent has asked for no turn to the end")
-        return Answer(
+        return Observed(
             waiting.sample.id,
             session.trajectories[0].sample.status,
             trajectories=_of_episode(session, waiting.sample.episode),

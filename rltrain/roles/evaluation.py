@@ -252,7 +252,7 @@ class EvaluationScoring:
                 evaluated.judges.scorer.close()
 
 
-class Evaluation(DrawingRole):
+class EvaluationRole(DrawingRole):
     """Draws and scores the evaluation sets of a step while others go on, with the weights that the step has.
 
     Weights of later steps may come meanwhile, and wait on the host. So nothing here is a collective of several engines:

@@ -13,7 +13,7 @@ from typing import Any
 
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.config.schema import Config
-from rltrain.data.order import Order, prompt_order
+from rltrain.data.order import RowOrder, prompt_order
 from rltrain.data.prompt_rows import PromptRow
 from rltrain.data.prompts import PromptDataset, SourceRows, load_prompts, repeated_within_a_step, report_dropped
 from rltrain.data.row_index import IndexFolder
@@ -54,7 +54,7 @@ class Prompts:
 
     decoder: TextDecoder
     encoder: PromptEncoder
-    training: tuple[PromptDataset, Order] | None
+    training: tuple[PromptDataset, RowOrder] | None
     evaluations: tuple[PromptDataset, ...]
     """As Config.evaluations has them."""
     keys: tuple[str, ...]
@@ -65,11 +65,11 @@ class Prompts:
         return self._of_training[0]
 
     @property
-    def order(self) -> Order:
+    def order(self) -> RowOrder:
         return self._of_training[1]
 
     @property
-    def _of_training(self) -> tuple[PromptDataset, Order]:
+    def _of_training(self) -> tuple[PromptDataset, RowOrder]:
         assert self.training is not None, "only an algorithm that generates has training prompts"
         return self.training
 

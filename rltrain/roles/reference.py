@@ -16,17 +16,17 @@ from rltrain.data.supervised import Preferences
 from rltrain.exchange.exchange import Shipment
 from rltrain.models.of_roles import reference_is_actors_base, reference_uses_actor_modules
 from rltrain.offload.host_memory import HostTensors, NodeCopy
-from rltrain.offload.memory_parts import MemoryPart, Overlay
+from rltrain.offload.memory_parts import MemoryPart, OverlayPart
 from rltrain.reshard.layout import Layout
-from rltrain.roles.actor import Actor
+from rltrain.roles.actor import ActorRole
 from rltrain.roles.role import Job, Role
 from rltrain.runtime.world import TRANSPORT_TIMEOUT_S
-from rltrain.training.backend import AdaptedModel, Model, log_probs
+from rltrain.training.backend import AdaptedModel, RoleModel, log_probs
 from rltrain.training.build import training_backend
 from rltrain.training.shards import answered_for, replica_of
 
 
-class Inference(Role):
+class InferenceRole(Role):
     """Its model has the actor's weights, in a layout of its own, as of the last weight sync before the task."""
 
     name = "inference"
@@ -48,7 +48,7 @@ class Inference(Role):
         self.shipments["inference_logprobs", step, chunk] = scored.with_fields(actor_logprobs=logprobs)
 
 
-class Teacher(Role):
+class TeacherRole(Role):
     """Several have one architecture and layout; a row's column says whose it is."""
 
     name = "teacher"
@@ -59,7 +59,7 @@ class Teacher(Role):
         self.temperature = algorithm_of(job.config).temperature()
         checkpoints = self.settings.checkpoints
         sites = [job.model_site(self.name, checkpoint) for checkpoint in checkpoints.values()]
-        self.models: list[Model] = [training_backend(job.config, self.name).frozen_model(site) for site in sites]
+        self.models: list[RoleModel] = [training_backend(job.config, self.name).frozen_model(site) for site in sites]
         self.parts = {"weights": MemoryPart(self._weights)}
         self.teacher_of_row: Tensor | None = None
         """[rows of data.train] the number of each one's teacher; None where all have the same."""
@@ -146,7 +146,7 @@ def is_actors_base(job: Job) -> bool:
     return reference_is_actors_base(job.config, job.grids, job.architectures)
 
 
-class Reference(Role):
+class ReferenceRole(Role):
     """With the actor's ranks and layout its weights lie on the host, and take the place of the actor's for its task. Of
     an actor with adapters it is the base, with which it shares the actor's weights.
 
@@ -156,15 +156,15 @@ class Reference(Role):
     name = "reference"
 
     @classmethod
-    def beside(cls, job: Job, hosted: Mapping[str, Role]) -> "Reference":
-        actor = hosted.get(Actor.name)
-        return cls(job, actor if isinstance(actor, Actor) else None)
+    def beside(cls, job: Job, hosted: Mapping[str, Role]) -> "ReferenceRole":
+        actor = hosted.get(ActorRole.name)
+        return cls(job, actor if isinstance(actor, ActorRole) else None)
 
-    def __init__(self, job: Job, actor: Actor | None) -> None:
+    def __init__(self, job: Job, actor: ActorRole | None) -> None:
         super().__init__(job)
         self.training_data = job.training_data
         self.temperature = algorithm_of(job.config).temperature()
-        self.model: Model
+        self.model: RoleModel
         self.parts: Mapping[str, MemoryPart]
         self.host: HostTensors | None = None
         if actor is not None and is_actors_base(job):
@@ -178,15 +178,15 @@ class Reference(Role):
             self.parts = self.model.parts
             self._load_refreshed(self.model.parameters)
 
-    def _weights_over(self, actor: Model, host: HostTensors) -> Overlay:
-        return Overlay(
+    def _weights_over(self, actor: RoleModel, host: HostTensors) -> OverlayPart:
+        return OverlayPart(
             actor.parts["weights"],
             list(actor.parameters.values()),
             list(host.tensors.values()),
             is_own=host.is_own,
         )
 
-    def _host_weights(self, actor: Model) -> HostTensors:
+    def _host_weights(self, actor: RoleModel) -> HostTensors:
         """Read by the first rank of this node that has this rank's share of the weights; the others map its memory."""
 
         def read(host: HostTensors) -> None:

@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from rltrain.checkpoint.memory_files import Address, FetchedFile, FileServer, Source, fetch
+from rltrain.checkpoint.memory_files import Address, FetchedFile, FileServer, FileSource, fetch
 from rltrain.checkpoint.node_memory import Key, NodeFolder, NodeMemory, offered, sources
 from rltrain.checkpoint.run_files import (
     RUN_FILE,
@@ -185,7 +185,7 @@ class HeldCheckpoints:
         return fetch(self.addresses[node], self._served(here, RUN_FILE), here / RUN_FILE, record, threading.Event())
 
     def _elsewhere(self, here: Path, name: str, node: int, record: FileRecord) -> Callable[[], FetchedFile]:
-        source = Source(
+        source = FileSource(
             self.addresses[node], self._served(here, name), record.num_bytes, self.job_store.heartbeat.advance
         )
         return partial(FetchedFile, here / name, source)

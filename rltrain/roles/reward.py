@@ -17,7 +17,7 @@ from rltrain.roles.evaluation import EvaluationScoring
 from rltrain.roles.group_scoring import GroupScoring, OutcomeTeller
 from rltrain.roles.reward_statistics import FLAT_GROUPS, RewardStatistics
 from rltrain.roles.role import Job, Metrics, Role, SampleLog
-from rltrain.roles.rollout import Rollout
+from rltrain.roles.rollout import RolloutRole
 from rltrain.roles.scoring import FailureLimit, RankRecords, Scorables, sample_records, with_scores
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class FlatRewards:
         self._has_said = True
 
 
-class Reward(Role):
+class RewardRole(Role):
     name = "reward"
 
     def __init__(self, job: Job) -> None:
@@ -95,9 +95,9 @@ class Reward(Role):
         return Scorables(functions, prompts.train, prompts.decoder, self.config.data.train, "data.train")
 
     @classmethod
-    def beside(cls, job: Job, hosted: Mapping[str, Role]) -> "Reward":
+    def beside(cls, job: Job, hosted: Mapping[str, Role]) -> "RewardRole":
         reward, rollout, selection = cls(job), hosted.get("rollout"), job.config.batch.dynamic_sampling
-        if selection is not None and isinstance(rollout, Rollout) and rollout.decisions.is_leader:
+        if selection is not None and isinstance(rollout, RolloutRole) and rollout.decisions.is_leader:
             assert reward.training is not None, "only an algorithm that generates selects groups"
             log = None
             if job.config.logging.sample_ids:

@@ -33,7 +33,7 @@ from rltrain.rollout.rollout_state import Consumed, EngineStart, RolloutState, R
 from rltrain.rollout.sample import SampleGroup, pack_groups
 
 
-class Rollout(DrawingRole):
+class RolloutRole(DrawingRole):
     """Prompt groups are numbered by their position in the run's stream of prompts. A step takes as many as
     batch.prompts_per_step says: the first ones that no earlier step took, or with partial rollouts the next ones to get
     done.

@@ -135,7 +135,7 @@ class OwnText:
         return list(ids)
 
 
-class Judge(TellingRole):
+class JudgeRole(TellingRole):
     """One engine per data-parallel replica, with weights of its own."""
 
     name = "judge"
@@ -255,7 +255,7 @@ class Judge(TellingRole):
         self.engine.close()
 
 
-class RewardModel(TellingRole):
+class RewardModelRole(TellingRole):
     """A conversation is written as the reward model's own chat template has it; its score is that of the last token."""
 
     name = "reward_model"

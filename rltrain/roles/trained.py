@@ -18,7 +18,7 @@ from rltrain.reshard.checksums import checksum_of
 from rltrain.reshard.layout import Layout
 from rltrain.roles.role import Job, Role
 from rltrain.schedule.shape import RunShape
-from rltrain.training.backend import LOSS_SCALE, OVERFLOWED, SKIPPED, AdaptedModel, Model
+from rltrain.training.backend import LOSS_SCALE, OVERFLOWED, SKIPPED, AdaptedModel, RoleModel
 from rltrain.training.build import training_backend
 
 
@@ -103,7 +103,7 @@ class ReplicaCheck:
         """`every` is 0 for never. `group` has the role's ranks, over host memory."""
         self._every, self._role, self._rank, self._group = every, role, rank, group
 
-    def check(self, step: int, model: Model) -> None:
+    def check(self, step: int, model: RoleModel) -> None:
         """After the updates of `step`. ReplicaError on all ranks where replicas differ. Collective over: the role's
         ranks."""
         if not self._every or (step + 1) % self._every:
@@ -127,7 +127,7 @@ class ReplicaCheck:
         return find_odd_rank(layout.ranks, layout.parts, names, [one.tolist() for one in told])
 
 
-def held_by(model: Model) -> Iterator[tuple[Layout, Mapping[str, Tensor]]]:
+def held_by(model: RoleModel) -> Iterator[tuple[Layout, Mapping[str, Tensor]]]:
     """What a rank has of a model, by layout."""
     yield model.layout, model.parameters
     if isinstance(model, AdaptedModel):

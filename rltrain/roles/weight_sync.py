@@ -19,22 +19,22 @@ from rltrain.models.families import ROUTER_BIAS
 from rltrain.models.lora import matrix_of
 from rltrain.reshard.agreement import Agreement
 from rltrain.reshard.delta import DeltaSettings
-from rltrain.reshard.delta_turns import Turn, Turns
+from rltrain.reshard.delta_turns import DeltaTurn, DeltaTurns
 from rltrain.reshard.execute import Resharding, SyncReport, total
 from rltrain.reshard.fp8_blocks import QuantizedLayouts
 from rltrain.reshard.fp8_scales import BlockScales, BlockTable
 from rltrain.reshard.layout import MADE_BYTES, BoolArray, Layout, holding, tensor_groups
 from rltrain.reshard.plan import plan
 from rltrain.reshard.verify import full_gather_sync, verify
-from rltrain.roles.actor import Actor
-from rltrain.roles.evaluation import Evaluation
-from rltrain.roles.reference import Inference, Reference, uses_actor_modules
+from rltrain.roles.actor import ActorRole
+from rltrain.roles.evaluation import EvaluationRole
+from rltrain.roles.reference import InferenceRole, ReferenceRole, uses_actor_modules
 from rltrain.roles.role import Job, Metrics, Role
-from rltrain.roles.rollout import Rollout
+from rltrain.roles.rollout import RolloutRole
 from rltrain.rollout.embedded.parameters import allocate_parameters
 from rltrain.rollout.layout import ARRIVING_BYTES, EnginePart, engine_parts, in_parts, whole_engine
 from rltrain.runtime.world import TRANSPORT_TIMEOUT_S
-from rltrain.training.backend import AdaptedModel, Model, published_weights, served_weights
+from rltrain.training.backend import AdaptedModel, RoleModel, published_weights, served_weights
 
 Tensors = Mapping[str, Tensor] | None
 
@@ -76,7 +76,7 @@ class RoleResharding:
         return self._resharding(None)
 
     def run(
-        self, source: Tensors, destination: Tensors, turn: Turn = Turn.PLAIN, *, compares: bool = False
+        self, source: Tensors, destination: Tensors, turn: DeltaTurn = DeltaTurn.PLAIN, *, compares: bool = False
     ) -> tuple[SyncReport | None, float]:
         """Fill `destination`; what the planned way has to report, and seconds that it took to compare both sides.
 
@@ -86,10 +86,10 @@ class RoleResharding:
         report = None
         if self.config.transport != "planned":
             self._gather_fully(source, destination)
-        elif turn is Turn.PLAIN or self.remembering is None:
+        elif turn is DeltaTurn.PLAIN or self.remembering is None:
             report = self.plain.run(source, destination)
         else:
-            report = self.remembering.run(source, destination, whole=turn is Turn.WHOLE)
+            report = self.remembering.run(source, destination, whole=turn is DeltaTurn.WHOLE)
         return report, self.verify(source, destination) if compares or self.config.verify else 0.0
 
     def verify(self, source: Tensors, destination: Tensors) -> float:
@@ -150,7 +150,7 @@ class MergedResharding:
         """Whether nothing of `destination` ever changes."""
 
     def run(
-        self, source: Tensors, destination: Tensors, turn: Turn = Turn.PLAIN, *, compares: bool = False
+        self, source: Tensors, destination: Tensors, turn: DeltaTurn = DeltaTurn.PLAIN, *, compares: bool = False
     ) -> tuple[SyncReport | None, float]:
         """Fill `destination`. What is read of `source` is read group by group, and forgotten after its group. In a turn
         of CHANGES what is frozen is neither sent nor read, unless to be compared."""
@@ -161,7 +161,7 @@ class MergedResharding:
             verify_s += seconds
         for group in self._frozen:
             held = self._held(group.source, source)
-            if turn is not Turn.CHANGES:
+            if turn is not DeltaTurn.CHANGES:
                 report, seconds = group.run(held, destination, compares=compares)
                 reports += [report] if report else []
                 verify_s += seconds
@@ -235,10 +235,10 @@ class SyncedPart(NamedTuple):
     """As EnginePart says."""
 
 
-class WeightSync:
+class WeightSyncTask:
     """Built on every rank that hosts either role. Collective over: the union of both roles' ranks."""
 
-    def __init__(self, job: Job, actor: Actor | None, rollout: Rollout | None) -> None:
+    def __init__(self, job: Job, actor: ActorRole | None, rollout: RolloutRole | None) -> None:
         self.actor, self.engine = actor, rollout.engine if rollout else None
         self.config, delta = job.config.weight_sync, job.config.synced_delta
         self.compared_every = job.config.checks.replicas
@@ -253,7 +253,7 @@ class WeightSync:
         ]
         self.has_base = False
         """Whether engines have what an earlier sync of this process brought once: nothing takes it from them."""
-        self.turns = Turns(delta.full_every, delta.check_every) if delta else None
+        self.turns = DeltaTurns(delta.full_every, delta.check_every) if delta else None
         union = tuple(sorted({*job.grids["actor"].ranks, *job.grids["rollout"].ranks}))
         waiting = job.heartbeat.task_clock.waiting
         self.agreement = Agreement(job.groups.cpu[union], job.world.rank, TRANSPORT_TIMEOUT_S, waiting)
@@ -271,7 +271,7 @@ class WeightSync:
         try:
             report, verify_s = self._send(turn, is_due=is_due)
         except SyncMismatchError as drifted:
-            if turn is not Turn.CHANGES or self.turns is None:
+            if turn is not DeltaTurn.CHANGES or self.turns is None:
                 raise
             turn = self._begin_anew(drifted)
             report, verify_s = self._send(turn, is_due=is_due)
@@ -292,13 +292,13 @@ class WeightSync:
         emptied = self.weights.times_emptied if self.weights else 0
         return self.left != (self.engine.policy_version, emptied, self.engine.num_restarts)
 
-    def _turn(self, lost: bool) -> Turn:
+    def _turn(self, lost: bool) -> DeltaTurn:
         if self.turns is None:
-            return Turn.PLAIN
+            return DeltaTurn.PLAIN
         self.agreement.meet()
         return self.turns.next(lost=self.agreement.total([int(lost)])[0] > 0)
 
-    def _begin_anew(self, drifted: SyncMismatchError) -> Turn:
+    def _begin_anew(self, drifted: SyncMismatchError) -> DeltaTurn:
         assert self.turns is not None, "it was a sync of changes"
         if self.agreement.rank == self.agreement.ranks[0]:
             logger.warning(
@@ -307,11 +307,11 @@ class WeightSync:
                 drifted,
             )
         self.turns.differed()
-        return Turn.WHOLE
+        return DeltaTurn.WHOLE
 
-    def _send(self, turn: Turn, *, is_due: bool) -> tuple[SyncReport | None, float]:
+    def _send(self, turn: DeltaTurn, *, is_due: bool) -> tuple[SyncReport | None, float]:
         """All parts, and seconds that it took to compare both sides, as is done where it `is_due`."""
-        is_kept, compares = turn is Turn.CHANGES, is_due or (self.turns is not None and self.turns.compares)
+        is_kept, compares = turn is DeltaTurn.CHANGES, is_due or (self.turns is not None and self.turns.compares)
         reports, verify_s = [], 0.0
         for number, part in enumerate(self.parts):
             is_known = part.resharding.is_frozen and is_kept and not (compares or self.config.verify)
@@ -343,7 +343,7 @@ def resharding_into(
     return RoleResharding(job, role, layouts.source, layouts.destination, blocks, delta)
 
 
-def _held_by(model: Model, content: str) -> Mapping[str, Tensor]:
+def _held_by(model: RoleModel, content: str) -> Mapping[str, Tensor]:
     """What is sent of a trained model for a part of this content."""
     if content == "weights":
         return served_weights(model)
@@ -358,8 +358,8 @@ def sent_share_of(report: SyncReport) -> float:
     return report.bytes_encoded / report.bytes_compared if report.bytes_compared else 1.0
 
 
-def delta_metrics_of(report: SyncReport, turn: Turn) -> Metrics:
-    found = {"perf/weight_sync_is_full": float(turn is not Turn.CHANGES)}
+def delta_metrics_of(report: SyncReport, turn: DeltaTurn) -> Metrics:
+    found = {"perf/weight_sync_is_full": float(turn is not DeltaTurn.CHANGES)}
     if report.bytes_compared:
         found["perf/weight_sync_changed_share"] = report.bytes_changed / report.bytes_compared
     return found
@@ -392,8 +392,8 @@ class EvaluationSync:
 
     def __init__(self, job: Job, actor: Role | None, evaluation: Role | None) -> None:
         self.job = job
-        self.actor = actor if isinstance(actor, Actor) else None
-        self.evaluation = evaluation if isinstance(evaluation, Evaluation) else None
+        self.actor = actor if isinstance(actor, ActorRole) else None
+        self.evaluation = evaluation if isinstance(evaluation, EvaluationRole) else None
         whole = whole_engine(job.config, job.architecture, job.grids["evaluation"], "evaluation")
         self.parts = [resharding_into(job, "evaluation", part) for part in in_parts(whole, ARRIVING_BYTES)]
 
@@ -418,18 +418,18 @@ class ModelSync:
     """
 
     def __init__(self, job: Job, role: str, actor: Role | None, follower: Role | None) -> None:
-        self.actor = actor if isinstance(actor, Actor) else None
-        self.follower = follower if isinstance(follower, Inference | Reference) else None
+        self.actor = actor if isinstance(actor, ActorRole) else None
+        self.follower = follower if isinstance(follower, InferenceRole | ReferenceRole) else None
         self.resharding: RoleResharding | MergedResharding | None = None
         if job.config.makes_actor_weights:
             self.resharding = merged_into_model(job, role)
-        elif not (role == Reference.name and uses_actor_modules(job)):
+        elif not (role == ReferenceRole.name and uses_actor_modules(job)):
             self.resharding = RoleResharding(job, role, job.training_layout("actor"), job.training_layout(role))
 
     def __call__(self, step: int, chunk: int) -> None:
         """The follower has the actor's weights afterwards."""
         if self.resharding is None:
-            assert isinstance(self.follower, Reference), "it has the actor's ranks"
+            assert isinstance(self.follower, ReferenceRole), "it has the actor's ranks"
             self.follower.keep_actor_weights()
             return
         source = published_weights(self.actor.model) if self.actor else None

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from rltrain.data.chat_format import ChatFormat
 from rltrain.data.experience import SIBLINGS_APART
 from rltrain.data.tokenizer import PromptEncoder
-from rltrain.environments.batch import Event, Failure
+from rltrain.environments.batch import EpisodeEvent, EpisodeFailure
 from rltrain.environments.interface import Action, Message, Row, TokenIds, Trajectory
 from rltrain.environments.statistics import EpisodeStatistics, metrics
 from rltrain.errors import EpisodeError
@@ -24,7 +24,7 @@ class Unusable(Exception):  # noqa: N818 - a finding, which fails an episode
 
 
 @dataclass(frozen=True)
-class Answer:
+class Observed:
     """What became of a sample that waited: of its beginning, or of the turn that it ended. Equal on all ranks of its
     engine."""
 
@@ -80,7 +80,7 @@ class Answer:
         return {**vars(self), "trajectories": [sample.record() for sample in self.trajectories]}
 
     @classmethod
-    def of_record(cls, record: dict[str, Any]) -> "Answer":
+    def of_record(cls, record: dict[str, Any]) -> "Observed":
         trajectories = tuple(Sample.of_record(sample) for sample in record["trajectories"])
         return cls(
             **{
@@ -128,7 +128,7 @@ class Episodes(Protocol):
         """The engine could not draw a sample's turn: its episode is over."""
         ...
 
-    def answers(self, *, engine_is_idle: bool) -> list[Answer]:
+    def answers(self, *, engine_is_idle: bool) -> list[Observed]:
         """What has been answered since the last call; never blocks."""
         ...
 
@@ -136,7 +136,7 @@ class Episodes(Protocol):
         """So many episodes could not go on from a checkpoint."""
         ...
 
-    def settle(self) -> list[Answer]:
+    def settle(self) -> list[Observed]:
         """What can be answered before a checkpoint is; until then it waits. All engines do."""
         ...
 
@@ -167,13 +167,13 @@ class FollowedEpisodes:
     def fail(self, sample: Sample) -> None:
         """The first rank does."""
 
-    def answers(self, *, engine_is_idle: bool) -> list[Answer]:
+    def answers(self, *, engine_is_idle: bool) -> list[Observed]:
         return []
 
     def begin_anew(self, count: int) -> None:
         """The first rank counts them."""
 
-    def settle(self) -> list[Answer]:
+    def settle(self) -> list[Observed]:
         return []
 
     def metrics(self) -> dict[str, float]:
@@ -188,7 +188,7 @@ STATUS = {
 }
 
 
-def told_trajectories(sample: Sample, known: Sequence[Sample], told: Sequence[Trajectory]) -> Answer:
+def told_trajectories(sample: Sample, known: Sequence[Sample], told: Sequence[Trajectory]) -> Observed:
     """The end of the episode of `sample`, of which the engine has drawn the `known` trajectories.
 
     Raises Unusable for one that is neither known nor comes with log-probs.
@@ -200,7 +200,7 @@ def told_trajectories(sample: Sample, known: Sequence[Sample], told: Sequence[Tr
             raise Unusable(f"trajectory {number} of its environment was not drawn here, and comes without log-probs")
         made = _recorded(recorded, trajectory) if recorded else _as_told(sample, trajectory)
         samples.append(replace(made, id=sample.episode + number * SIBLINGS_APART))
-    return Answer(sample.id, samples[0].status, trajectories=tuple(samples))
+    return Observed(sample.id, samples[0].status, trajectories=tuple(samples))
 
 
 def _recorded(sample: Sample, trajectory: Trajectory) -> Sample:
@@ -339,7 +339,7 @@ class Environments(Protocol):
     @property
     def num_saved(self) -> int: ...
 
-    def events(self) -> list[Event]:
+    def events(self) -> list[EpisodeEvent]:
         """What has come since the last call; never blocks."""
         ...
 
@@ -400,7 +400,7 @@ class EnvironmentEpisodes:
         self._places: dict[int, Environments] = {}
         """Likewise: where it runs."""
         self._held_actions: list[tuple[int, Action]] = []
-        self._held_events: list[Event] = []
+        self._held_events: list[EpisodeEvent] = []
         self._num_saved = 0
         self._has_worked = False
         """Whether an episode has come to its end."""
@@ -450,10 +450,10 @@ class EnvironmentEpisodes:
             self._held_actions.append((episode, action))
 
     def fail(self, sample: Sample) -> None:
-        failure = Failure("error", "the model's log-probs are not finite after what the environment has shown")
-        self._end(sample, Event(self.number_of(sample.id), None, failure=failure))
+        failure = EpisodeFailure("error", "the model's log-probs are not finite after what the environment has shown")
+        self._end(sample, EpisodeEvent(self.number_of(sample.id), None, failure=failure))
 
-    def answers(self, *, engine_is_idle: bool) -> list[Answer]:
+    def answers(self, *, engine_is_idle: bool) -> list[Observed]:
         events = [event for environments in self.environments for event in environments.events()]
         if not self.overlaps:
             events = self._in_turn(events, engine_is_idle)
@@ -462,7 +462,7 @@ class EnvironmentEpisodes:
     def begin_anew(self, count: int) -> None:
         self.statistics.began_anew(count)
 
-    def settle(self) -> list[Answer]:
+    def settle(self) -> list[Observed]:
         self._act_all()
         self._num_saved += 1
         for environments in self.environments:
@@ -490,7 +490,7 @@ class EnvironmentEpisodes:
             self._has_worked = True
         return {f"env/{name}": value for name, value in found.items()}
 
-    def _in_turn(self, events: list[Event], engine_is_idle: bool) -> list[Event]:
+    def _in_turn(self, events: list[EpisodeEvent], engine_is_idle: bool) -> list[EpisodeEvent]:
         """Nothing, before all who are to answer have."""
         if engine_is_idle:
             self._act_all()
@@ -505,16 +505,16 @@ class EnvironmentEpisodes:
         for episode, action in held:
             self._places[episode].act(episode, action)
 
-    def _answered(self, events: Iterable[Event]) -> list[Answer]:
+    def _answered(self, events: Iterable[EpisodeEvent]) -> list[Observed]:
         return [self._answer(event) for event in events if event.episode in self._waiting]
 
-    def _answer(self, event: Event) -> Answer:
+    def _answer(self, event: EpisodeEvent) -> Observed:
         waiting = self._waiting.pop(event.episode)
         try:
             answer = self._what_follows(waiting, event)
         except Unusable as problem:
-            answer = Answer(waiting.sample.id, Status.FAILED)
-            event = replace(event, failure=Failure("error", str(problem)))
+            answer = Observed(waiting.sample.id, Status.FAILED)
+            event = replace(event, failure=EpisodeFailure("error", str(problem)))
         self.statistics.waited(time.monotonic() - waiting.since)
         if answer.status == Status.PENDING:
             self.statistics.happened(event)
@@ -522,7 +522,7 @@ class EnvironmentEpisodes:
             self._end(waiting.sample, event)
         return answer
 
-    def _end(self, sample: Sample, event: Event) -> None:
+    def _end(self, sample: Sample, event: EpisodeEvent) -> None:
         """Its environment is told where it has not ended the episode itself."""
         place = self._places.pop(event.episode)
         if not event.done:
@@ -533,10 +533,10 @@ class EnvironmentEpisodes:
         self.statistics.observed(len(sample.tokens) - sum(sample.loss_mask))
         self.statistics.happened(event if event.done else replace(event, done=True, truncated=True))
 
-    def _what_follows(self, waiting: Waiting, event: Event) -> Answer:
+    def _what_follows(self, waiting: Waiting, event: EpisodeEvent) -> Observed:
         sample = waiting.sample
         if event.failure is not None:
-            return Answer(sample.id, Status.FAILED)
+            return Observed(sample.id, Status.FAILED)
         if event.trajectories:
             for told in event.trajectories:
                 self._refuse_unknown_ids(told.ids)
@@ -544,7 +544,7 @@ class EnvironmentEpisodes:
             return told_trajectories(sample, known, event.trajectories)
         if event.done:
             cut = waiting.truncated or event.truncated
-            return Answer(sample.id, Status.TRUNCATED if cut else Status.STOPPED, reward=event.reward)
+            return Observed(sample.id, Status.TRUNCATED if cut else Status.STOPPED, reward=event.reward)
         if isinstance(event.observation, TokenIds):
             return self._turn_of_ids(sample, event.observation, event)
         if not sample.turns:
@@ -552,28 +552,28 @@ class EnvironmentEpisodes:
         tokens = self.turn_format.continuation(sample.last_turn, event.observation or "")
         return self._next_turn(sample, tokens, event.reward)
 
-    def _next_turn(self, sample: Sample, tokens: tuple[int, ...], reward: float, limit: int | None = None) -> Answer:
+    def _next_turn(self, sample: Sample, tokens: tuple[int, ...], reward: float, limit: int | None = None) -> Observed:
         self._refuse_unknown_ids(tokens)
         if len(sample.turns) >= self.limits.max_turns or not self.limits.has_room(sample, len(tokens)):
-            return Answer(sample.id, Status.TRUNCATED, reward=reward)
-        return Answer(sample.id, tokens=tokens, reward=reward, max_turn_tokens=limit)
+            return Observed(sample.id, Status.TRUNCATED, reward=reward)
+        return Observed(sample.id, tokens=tokens, reward=reward, max_turn_tokens=limit)
 
-    def _beginning(self, sample: Sample, event: Event) -> Answer:
+    def _beginning(self, sample: Sample, event: EpisodeEvent) -> Observed:
         assert not isinstance(event.observation, TokenIds)
         own_prompt = self._own_prompts.pop(event.episode, None)
         shown = own_prompt if event.observation is None else event.observation
         if shown is None:
-            return Answer(sample.id)
+            return Observed(sample.id)
         return self._begun(sample, self.turn_format.prompt(shown), None)
 
-    def _begun(self, sample: Sample, prompt: tuple[int, ...], limit: int | None) -> Answer:
+    def _begun(self, sample: Sample, prompt: tuple[int, ...], limit: int | None) -> Observed:
         if not 0 < len(prompt) <= self.limits.max_prompt_tokens:
             raise Unusable(
                 f"it begins with {len(prompt)} tokens, with the tools that it is told of; expected 1 to "
                 f"{self.limits.max_prompt_tokens} (data.max_prompt_tokens)"
             )
         self._refuse_unknown_ids(prompt)
-        return Answer(sample.id, Status.PENDING, prompt, max_turn_tokens=limit)
+        return Observed(sample.id, Status.PENDING, prompt, max_turn_tokens=limit)
 
     def _refuse_unknown_ids(self, tokens: Sequence[int]) -> None:
         """Raises Unusable for an id that the model has no embedding for."""
@@ -593,7 +593,7 @@ class EnvironmentEpisodes:
             raise Unusable(f"its sampling has max_new_tokens = {str(wanted)[:80]}; expected a whole number, at least 1")
         return min(limit, self.limits.max_response_tokens)
 
-    def _turn_of_ids(self, sample: Sample, wanted: TokenIds, event: Event) -> Answer:
+    def _turn_of_ids(self, sample: Sample, wanted: TokenIds, event: EpisodeEvent) -> Observed:
         """The context that an environment with a tokenizer of its own gives for its next turn."""
         self._by_ids.add(event.episode)
         limit = self._turn_limit(wanted.sampling.get("max_new_tokens"))
@@ -605,5 +605,5 @@ class EnvironmentEpisodes:
         self._refuse_unknown_ids(wanted.ids)
         self._closed.setdefault(event.episode, []).append(sample)
         if len(wanted.ids) >= self.limits.max_context_tokens:
-            return Answer(sample.id, Status.TRUNCATED, reward=event.reward)
-        return Answer(sample.id, tokens=wanted.ids, reward=event.reward, branches=True, max_turn_tokens=limit)
+            return Observed(sample.id, Status.TRUNCATED, reward=event.reward)
+        return Observed(sample.id, tokens=wanted.ids, reward=event.reward, branches=True, max_turn_tokens=limit)

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from rltrain.rollout.episodes import Answer
+from rltrain.rollout.episodes import Observed
 from rltrain.rollout.groups import Mail, PromptGroups, Selection
 from rltrain.rollout.in_flight_sync import InFlightSync, NoInFlightSync
 from rltrain.rollout.rollout_state import Consumed, RolloutState
@@ -26,7 +26,7 @@ class LeaderDecision:
     sync: bool = False
     done: bool = False
     claims: tuple[int, ...] = ()
-    answers: tuple[Answer, ...] = ()
+    answers: tuple[Observed, ...] = ()
     kept: tuple[int, ...] = ()
     """Finished groups that count, by position."""
     dropped: tuple[int, ...] = ()
@@ -71,7 +71,7 @@ class LeaderDecisions:
             bool(sync),
             bool(done),
             tuple(claims.tolist()),
-            tuple(Answer.of_record(record) for record in answers),
+            tuple(Observed.of_record(record) for record in answers),
             tuple(kept.tolist()),
             tuple(dropped.tolist()),
             None if mail is None else Mail.of_record(mail),

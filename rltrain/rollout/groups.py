@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from rltrain.rollout.engine import Engine, GreedyPlaces, SamplingParams
-from rltrain.rollout.episodes import CURRENT_VERSION, Answer, Episodes, with_shared_reward
+from rltrain.rollout.episodes import CURRENT_VERSION, Episodes, Observed, with_shared_reward
 from rltrain.rollout.sample import Sample, SampleGroup, Status
 from rltrain.runtime.job_store import poll_s
 
@@ -42,7 +42,7 @@ class ReadySamples:
 
 
 @dataclass(frozen=True)
-class Turn:
+class PendingTurn:
     """A pending sample whose next turn is to be drawn. Those that are under way at one time have distinct ids."""
 
     sample: Sample
@@ -58,7 +58,7 @@ class Turn:
         return {**vars(self), "sample": self.sample.record(), "sampling": asdict(self.sampling)}
 
     @classmethod
-    def of_record(cls, record: dict[str, Any]) -> "Turn":
+    def of_record(cls, record: dict[str, Any]) -> "PendingTurn":
         sampling: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in record["sampling"].items()
         }
@@ -76,7 +76,7 @@ class Turn:
 class Mail:
     """What was asked for since the last decode step. Equal on all ranks of the engine."""
 
-    turns: tuple[Turn, ...] = ()
+    turns: tuple[PendingTurn, ...] = ()
     given_up: frozenset[int] = frozenset()
     """Ids of samples whose turns came earlier, and that nobody waits for any more."""
     forgotten: frozenset[int] = frozenset()
@@ -96,7 +96,7 @@ class Mail:
     @classmethod
     def of_record(cls, record: dict[str, Any]) -> "Mail":
         return cls(
-            tuple(Turn.of_record(turn) for turn in record["turns"]),
+            tuple(PendingTurn.of_record(turn) for turn in record["turns"]),
             frozenset(record["given_up"]),
             frozenset(record["forgotten"]),
         )
@@ -200,13 +200,13 @@ class PromptGroups:
         self._submit_ready()
         return self._finished(failed)
 
-    def answers(self) -> tuple[Answer, ...]:
+    def answers(self) -> tuple[Observed, ...]:
         """What waiting samples have been answered since the last call; on the engine's first rank."""
         if self.episodes is None or not self.waiting:
             return ()
         return tuple(self.episodes.answers(engine_is_idle=self.engine.num_unfinished == 0))
 
-    def answer(self, answers: Sequence[Answer]) -> list[SampleGroup]:
+    def answer(self, answers: Sequence[Observed]) -> list[SampleGroup]:
         """Go on with the samples that were answered; the groups that this finished."""
         pending, ended = [], []
         for answer in answers:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.checkpoint.run_files import Contents
-from rltrain.data.order import Order, Outcomes, SolvedRateOrder
+from rltrain.data.order import Outcomes, RowOrder, SolvedRateOrder
 from rltrain.errors import CheckpointError
 from rltrain.rollout.sample import RecordedRouting, Sample, SampleGroup, Status
 from rltrain.runtime.job_store import Waiter, poll, poll_s
@@ -309,7 +309,7 @@ class RowStream(Protocol):
 class FixedRows:
     """A function of the position alone, whose first row stands at position `first`."""
 
-    def __init__(self, order: Order, first: int = 0) -> None:
+    def __init__(self, order: RowOrder, first: int = 0) -> None:
         self.order, self.first = order, first
 
     def begin(self, step: int, consumed: Consumed, done: Consumed, serve: Serve) -> None:

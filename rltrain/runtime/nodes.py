@@ -76,7 +76,7 @@ class Spoken:
 
 
 @dataclass(frozen=True)
-class Difference:
+class NodeDifference:
     """A thing that nodes have unlike each other: what each value is, and on which nodes."""
 
     what: str
@@ -87,7 +87,7 @@ class Difference:
 class Compared:
     hosts: Sequence[str]
     """By node."""
-    differences: Sequence[Difference]
+    differences: Sequence[NodeDifference]
     problems: Mapping[str, Sequence[int]]
     """What is wrong -> the nodes that say so."""
 
@@ -134,10 +134,12 @@ def compare_nodes(board: NodeBoard, mine: Spoken | None) -> Compared | None:
     )
 
 
-def _differences(first: Mapping[str, str], unlike: Sequence[Mapping[str, str]]) -> list[Difference]:
+def _differences(first: Mapping[str, str], unlike: Sequence[Mapping[str, str]]) -> list[NodeDifference]:
     """`unlike` is by node."""
     return [
-        Difference(key, _grouped([(here.get(key, first.get(key, ABSENT)), node) for node, here in enumerate(unlike)]))
+        NodeDifference(
+            key, _grouped([(here.get(key, first.get(key, ABSENT)), node) for node, here in enumerate(unlike)])
+        )
         for key in sorted({key for here in unlike for key in here})
     ]
 

@@ -202,7 +202,7 @@ _numbers = itertools.count()
 """All ranks make sets of groups in one order, so these tell them apart in the store."""
 
 
-class Groups(dict[RankList, dist.ProcessGroup]):
+class GroupTable(dict[RankList, dist.ProcessGroup]):
     """Rank list -> process group, for the lists that hold this rank."""
 
     def __missing__(self, ranks: RankList) -> dist.ProcessGroup:
@@ -236,8 +236,8 @@ class ProcessGroups:
         """
         self._number = next(_numbers)
         self._reopenable: dict[RankList, ReopenableGroup] = {}
-        self.compute = Groups()
-        self.cpu = self.compute if backend == "gloo" else Groups()
+        self.compute = GroupTable()
+        self.cpu = self.compute if backend == "gloo" else GroupTable()
         timeout = timedelta(seconds=timeout_s)
         for ranks in lists:
             _check(ranks)
@@ -280,7 +280,7 @@ class ProcessGroups:
             self.compute[ranks] = self._reopenable[ranks] = group
 
     @staticmethod
-    def _make(groups: Groups, ranks: RankList, backend: str, timeout: timedelta) -> None:
+    def _make(groups: GroupTable, ranks: RankList, backend: str, timeout: timedelta) -> None:
         group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
         if dist.get_rank() in ranks:
             groups[ranks] = cast(dist.ProcessGroup, group)

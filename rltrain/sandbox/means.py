@@ -22,7 +22,7 @@ WITHOUT_NAMESPACES = (
 
 
 @dataclass(frozen=True)
-class Finding:
+class MeansFinding:
     """What was found when one of the means was tried."""
 
     works: bool
@@ -31,7 +31,7 @@ class Finding:
 
 
 @cache
-def means() -> Mapping[str, Finding]:
+def means() -> Mapping[str, MeansFinding]:
     """Tries each once in this process, which takes a moment."""
     return {"bubblewrap": _try_bubblewrap(), "kernel": _try("kernel")}
 
@@ -60,26 +60,26 @@ def require(setting: str, key: str = "env.sandbox") -> str:
     )
 
 
-def _try_bubblewrap() -> Finding:
+def _try_bubblewrap() -> MeansFinding:
     if shutil.which("bwrap") is None:
-        return Finding(works=False, text="the command bwrap is not installed")
+        return MeansFinding(works=False, text="the command bwrap is not installed")
     return _try("bubblewrap")
 
 
-def _try(name: str) -> Finding:
+def _try(name: str) -> MeansFinding:
     if sys.platform != "linux":
-        return Finding(works=False, text=f"it is Linux's, and this is {sys.platform}")
+        return MeansFinding(works=False, text=f"it is Linux's, and this is {sys.platform}")
     try:
         outcome = Sandbox(name).run(["sh", "-c", "test -e /proc/self"], limits=Limits(wall_s=60.0))
     except SandboxError as error:
-        return Finding(works=False, text=f"{error}. {WITHOUT_NAMESPACES}")
+        return MeansFinding(works=False, text=f"{error}. {WITHOUT_NAMESPACES}")
     if outcome.ended_by is not None or outcome.status not in (0, 1):
         said = outcome.stderr.decode(errors="replace").strip()
-        return Finding(works=False, text=f"{said or f'it ended with {outcome.status}'}. {WITHOUT_NAMESPACES}")
+        return MeansFinding(works=False, text=f"{said or f'it ended with {outcome.status}'}. {WITHOUT_NAMESPACES}")
     lacks = [] if outcome.status == 0 else ["programs have no /proc, since parts of this machine's are covered"]
     if name == "bubblewrap" or not counts_processes_per_sandbox():
         lacks.append("the number of processes is counted from time to time, not limited by the kernel")
-    return Finding(works=True, text="; ".join(lacks))
+    return MeansFinding(works=True, text="; ".join(lacks))
 
 
 def main() -> None:

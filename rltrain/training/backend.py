@@ -57,7 +57,7 @@ class ModelSite:
         load_parameters(Path(path), layout, self.world.rank, parameters, config_key=key)
 
 
-class Model(Protocol):
+class RoleModel(Protocol):
     """This rank's share of a model that can be evaluated."""
 
     layout: Layout
@@ -103,9 +103,9 @@ class Model(Protocol):
 
 
 def log_probs(
-    model: Model, experience: Experience, *, count: int, max_tokens: int, temperature: float
+    model: RoleModel, experience: Experience, *, count: int, max_tokens: int, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `Model.distributions` gives; with a `count` of 0 what `Model.evaluate` does, and no other tokens."""
+    """What `RoleModel.distributions` gives; with a `count` of 0 what `RoleModel.evaluate` does, and no other tokens."""
     if count:
         return model.distributions(experience, count=count, max_tokens=max_tokens, temperature=temperature)
     logprobs = model.evaluate(experience, max_tokens=max_tokens, temperature=temperature)
@@ -113,7 +113,7 @@ def log_probs(
     return logprobs, nothing.long(), nothing
 
 
-class TrainedModel(Model, Protocol):
+class TrainedModel(RoleModel, Protocol):
     """With gradients and an optimizer.
 
     An optimizer step is any number of calls of `accumulate`, at least one on every rank, and one of `step`. What is
@@ -192,19 +192,19 @@ class AdaptedModel(Protocol):
     published: Mapping[str, Tensor]
     """`parameters` with what the adapters add, for others: each is made when it is asked for, and not kept. While part
     "weights" is on the device."""
-    base: Model
+    base: RoleModel
     """The model without what the adapters add, in the same memory."""
     adapters_layout: Layout
     adapters: Mapping[str, Tensor]
     """By name and shape as in `adapters_layout.on(rank)`."""
 
 
-def published_weights(model: Model) -> Mapping[str, Tensor]:
+def published_weights(model: RoleModel) -> Mapping[str, Tensor]:
     """What other models in training and checkpoints get of it, by the names of its layout."""
     return model.published if isinstance(model, PublishingModel) else model.parameters
 
 
-def served_weights(model: Model) -> Mapping[str, Tensor]:
+def served_weights(model: RoleModel) -> Mapping[str, Tensor]:
     """What engines get of it, by the names of its layout."""
     return model.served if isinstance(model, ServedModel) else published_weights(model)
 
@@ -220,7 +220,7 @@ class TrainingBackend(Protocol):
         """That of the low-rank adapters of the site's model, as `layout`. Of a role that learns such."""
         ...
 
-    def frozen_model(self, site: ModelSite) -> Model:
+    def frozen_model(self, site: ModelSite) -> RoleModel:
         """With the weights of the role's checkpoint. Collective over: the role's ranks."""
         ...
 

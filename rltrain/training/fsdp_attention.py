@@ -20,7 +20,7 @@ from rltrain.training.packing import ContextShare, inverse, places_of, places_of
 
 
 @dataclass(frozen=True, eq=False)
-class SpreadHeads:
+class SlicedSequences:
     """Packed sequences of which each rank of `group` has slices, and in attention all tokens of its heads."""
 
     positions: Tensor
@@ -57,11 +57,11 @@ class SpreadHeads:
 
 def spread_heads(
     lengths: Sequence[int], share: ContextShare, device: torch.device, group: dist.ProcessGroup
-) -> SpreadHeads:
+) -> SlicedSequences:
     """For packed sequences of these lengths, of each of which this rank has two slices."""
     places, order = places_of(lengths, share), places_of_all(lengths, share.size)
     positions = ranges(torch.zeros(len(lengths), dtype=torch.int64), torch.tensor(lengths))
-    return SpreadHeads(
+    return SlicedSequences(
         positions=positions[places].to(device),
         whole=packed_rows(lengths, device, PackedRows),
         row_of_place=inverse(order).to(device),
@@ -94,7 +94,7 @@ SEQUENCES = "rltrain_sequences"
 """The argument by which a model's call passes the sequences."""
 
 
-class Rows(NamedTuple):
+class HeadRows(NamedTuple):
     """[tokens, heads, ...] each"""
 
     query: Tensor
@@ -126,10 +126,10 @@ def packed_attention(
             f"{type(module).__name__} of transformers does not pass on what its model is called with, so that it could "
             "not tell packed sequences apart: actor.backend fsdp cannot train it"
         )
-    rows = Rows(*(x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value)))
+    rows = HeadRows(*(x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value)))
     scale = scaling if scaling is not None else query.size(-1) ** -0.5
-    if isinstance(sequences, SpreadHeads):
-        heads = Rows(*sequences.scattered(rows))
+    if isinstance(sequences, SlicedSequences):
+        heads = HeadRows(*sequences.scattered(rows))
         sinks = None if s_aux is None else sequences.own_heads(s_aux)
         attended = attend_rows(*heads, sequences.whole, scale, window, softcap, sinks)
         return sequences.gathered(attended)[None], None

@@ -73,7 +73,7 @@ def run(model: ShardedModel, micro_batches: Sequence[MicroBatch], outputs: Outpu
     return kept
 
 
-class EvaluableModel(Evaluable):
+class ShardedEvaluableModel(Evaluable):
     """As training.backend.Model describes it. Where that is collective over a replica it is over the role's ranks."""
 
     model: ShardedModel
@@ -98,7 +98,7 @@ class EvaluableModel(Evaluable):
         """Every rank of a replica has them."""
 
 
-class BaseModel(EvaluableModel):
+class ShardedBaseModel(ShardedEvaluableModel):
     """A model whose adapters are off while it is evaluated: in the same memory, what it was before they learned."""
 
     def forward(self, micro_batches: Sequence[MicroBatch], outputs: Outputs) -> list[Any]:
@@ -254,7 +254,7 @@ def load_state(model: ShardedModel, optimizer: ShardedAdam, files: Sequence[AnyF
     return saved.counts
 
 
-class TrainableModel(EvaluableModel, Trainable):
+class ShardedTrainableModel(ShardedEvaluableModel, Trainable):
     """As training.backend.TrainedModel describes it, around a model whose weights are loaded, unless `load_state`
     follows. `role` is for messages. Gradients are reduced to shards after every micro-batch."""
 
@@ -356,7 +356,7 @@ class TrainableModel(EvaluableModel, Trainable):
         return norm
 
 
-class AdaptedModel(TrainableModel):
+class ShardedAdaptedModel(ShardedTrainableModel):
     """As training.backend.AdaptedModel describes it: of `model` its adapters alone are trained."""
 
     def __init__(
@@ -369,7 +369,7 @@ class AdaptedModel(TrainableModel):
         merged = partial(model.adapters.merged, self.adapters)
         self.published = MadeWeights(self.parameters, merged)
         self.served = MadeWeights(rounded_weights(self.parameters, model.fake_quantization, model.dtype), merged)
-        self.base = BaseModel(model)
+        self.base = ShardedBaseModel(model)
         self._gather()
 
     def load_state(self, files: Sequence[AnyFile]) -> None:
@@ -398,18 +398,18 @@ def adapters_layout(site: ModelSite) -> Layout:
     return fsdp_layout(site.architecture.adapted(lora.rank, lora.targets), site.grid)
 
 
-def frozen_model(site: ModelSite) -> EvaluableModel:
-    return EvaluableModel(_sharded_model(site, trains=False, with_weights=True))
+def frozen_model(site: ModelSite) -> ShardedEvaluableModel:
+    return ShardedEvaluableModel(_sharded_model(site, trains=False, with_weights=True))
 
 
 def trained_model(
     site: ModelSite, settings: Trained, *, total_updates: int, state: Sequence[AnyFile] | None = None
-) -> TrainableModel:
+) -> ShardedTrainableModel:
     lora = site.config.lora_of(site.role)
     model = _sharded_model(site, trains=lora is None, with_weights=state is None or lora is not None, lora=lora)
     if lora and state is None:
         begin_adapters(model.learned_layout, site.world.rank, model.learned, lora, site.config.seed)
-    trained = (AdaptedModel if lora else TrainableModel)(
+    trained = (ShardedAdaptedModel if lora else ShardedTrainableModel)(
         model,
         settings,
         total_updates=total_updates,

@@ -36,7 +36,7 @@ from rltrain.runtime.placement import model_group_lists
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.adapters import AdapterMode
 from rltrain.training.fake_quantization import rounded
-from rltrain.training.fsdp_attention import NAME, SEQUENCES, SpreadHeads, compute_packed, register, spread_heads
+from rltrain.training.fsdp_attention import NAME, SEQUENCES, SlicedSequences, compute_packed, register, spread_heads
 from rltrain.training.logprobs import Logits
 from rltrain.training.packed_attention import PackedRows, packed_rows
 from rltrain.training.packing import ContextShare, MicroBatch
@@ -82,11 +82,11 @@ def _products(experts: Any, matrix: str, inputs: list[Tensor]) -> list[Tensor]:
     return [one + other for one, other in zip(found, experts.lora[matrix].of_experts(inputs), strict=True)]
 
 
-class Adapter(torch.nn.Module):
+class ShardedAdapter(torch.nn.Module):
     """That of one layer: `a` [rank, inputs] and `b` [outputs, rank], without memory. Of the experts of a layer
     [experts, matrices * rank, inputs] and [experts, outputs, rank]."""
 
-    def __init__(self, a: tuple[int, ...], b: tuple[int, ...], adapters: "Adapters") -> None:
+    def __init__(self, a: tuple[int, ...], b: tuple[int, ...], adapters: "ShardedAdapters") -> None:
         super().__init__()
         self.a, self.b = (torch.nn.Parameter(torch.empty(shape, device="meta")) for shape in (a, b))
         self._adapters = (adapters,)  # not a part of the module
@@ -109,7 +109,7 @@ class Adapter(torch.nn.Module):
         return added
 
 
-class Adapters(AdapterMode):
+class ShardedAdapters(AdapterMode):
     """Those of a model whose other parameters are frozen; `settings.targets` and what is kept with them in one
     parameter elsewhere have one, so that states go from backend to backend."""
 
@@ -129,7 +129,7 @@ class Adapters(AdapterMode):
         for name in (name for name in shapes if name.endswith(A)):
             layer = name.removeprefix(PEFT_PREFIX).removesuffix(A)
             other = PEFT_PREFIX + layer + B
-            adapter = Adapter(shapes[name], shapes[other], self)
+            adapter = ShardedAdapter(shapes[name], shapes[other], self)
             if len(shapes[name]) == 3:
                 block, _, matrix = layer.rpartition(".")
                 compute_beside_adapters(module.get_submodule(_inside(module, block)), matrix, adapter, self)
@@ -181,7 +181,7 @@ def round_experts(model: torch.nn.Module, settings: FakeQuantization) -> None:
     called after adapters were added, whose layers look their matrices up."""
     for name, part in model.named_modules():
         held = [own for own, _ in part.named_parameters(recurse=False) if is_expert(f"{name}.{own}")]
-        if held and not isinstance(part, Adapter):
+        if held and not isinstance(part, ShardedAdapter):
             part.forward = _of_rounded(part, held, part.forward, settings)
 
 
@@ -297,7 +297,7 @@ def _parameters_without_memory() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Groups:
+class ShardingGroups:
     """This rank's process groups in a role's grid."""
 
     tp: dist.ProcessGroup
@@ -343,7 +343,7 @@ class ShardedModel:
         self.module.requires_grad_(trains)
         if architecture.delta:
             compute_packed(self.module)
-        self.adapters = Adapters(self.module, architecture, lora, seed) if lora else None
+        self.adapters = ShardedAdapters(self.module, architecture, lora, seed) if lora else None
         if model.fake_quantization:
             round_experts(self.module, model.fake_quantization)
         if lora and isinstance(self.module, ValueModel):
@@ -390,7 +390,7 @@ class ShardedModel:
         learned = {name: found[own] for own, name in self.adapters.names.items()}
         return learned | {name: found[name] for name in self.adapters.heads}
 
-    def sequences(self, lengths: Sequence[int]) -> PackedRows | SpreadHeads:
+    def sequences(self, lengths: Sequence[int]) -> PackedRows | SlicedSequences:
         """Packed end to end; with context parallelism whole ones, of which this rank has its slices."""
         if self.share.size > 1:
             return spread_heads(lengths, self.share, self.device, self.pg_collection.cp)
@@ -455,13 +455,13 @@ def local_shard(sharded: Tensor) -> Tensor:
     return shard.detach()
 
 
-def _groups(grid: Grid, groups: ProcessGroups) -> Groups:
+def _groups(grid: Grid, groups: ProcessGroups) -> ShardingGroups:
     rank, lists = dist.get_rank(), model_group_lists(grid)
 
     def mine(field: str) -> dist.ProcessGroup:
         return groups[next(ranks for ranks in lists[field] if rank in ranks)]
 
-    return Groups(mine("tp"), mine("cp"), mine("dp"), groups[grid.ranks], mine("shard"), mine("replicate"))
+    return ShardingGroups(mine("tp"), mine("cp"), mine("dp"), groups[grid.ranks], mine("shard"), mine("replicate"))
 
 
 def _check_parameters(module: torch.nn.Module, architecture: Architecture, folder: Path) -> None:

@@ -168,7 +168,7 @@ class Copies:
         """Have what is asked for from here on come after the copies."""
 
 
-class CudaCopies(Copies):
+class CudaHostCopies(Copies):
     """On a stream of their own."""
 
     def __init__(self, device: torch.device) -> None:
@@ -195,7 +195,7 @@ class HostSteps:
 
     def __init__(self, device: torch.device, *, bucket_elements: int = BUCKET_ELEMENTS) -> None:
         self._bucket_elements = bucket_elements
-        copies = CudaCopies if device.type == "cuda" else lambda device: Copies()
+        copies = CudaHostCopies if device.type == "cuda" else lambda device: Copies()
         self._down, self._up = copies(device), copies(device)
         names = [f"{what} {slot}" for what in ("gradient", "weights") for slot in range(DEPTH)]
         like = torch.empty(bucket_elements, device="meta")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from rltrain.endpoint.engine_feed import EngineFeed, EngineMailbox
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.generation_loop import LeaderDecision, LeaderDecisions
-from rltrain.rollout.groups import Mail, Turn
+from rltrain.rollout.groups import Mail, PendingTurn
 from rltrain.rollout.sample import Sample
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.machine import JobThread
@@ -37,7 +37,7 @@ async def conversation(mailbox: EngineMailbox, number: int) -> list[Sample]:
     sample, said = Sample(number, (number, 2), number, turn_limit=TURN_TOKENS, goes_on=True), []
     stop = ("c", "kk", "s") if number % 2 else ()
     for _ in range(NUM_TURNS):
-        turn = Turn(sample, SAMPLINGS[number % len(SAMPLINGS)], stop, is_watched=number % 4 == 0)
+        turn = PendingTurn(sample, SAMPLINGS[number % len(SAMPLINGS)], stop, is_watched=number % 4 == 0)
         if number % 3 == 0:
             hasty = asyncio.ensure_future(mailbox.draw(turn))
             await asyncio.sleep(0.002)

@@ -21,7 +21,7 @@ from rltrain.data.experience import Experience
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.adapters import begin_adapters
-from rltrain.training.megatron.backend import AdaptedModel
+from rltrain.training.megatron.backend import MegatronAdaptedModel
 from rltrain.training.megatron.model import LanguageModel, add_adapters
 from tests.distributed import cases_experts, cases_fsdp
 from tests.distributed.cases_training import GRIDS, load_experience, load_model, negative_log_likelihood, share_of
@@ -118,7 +118,7 @@ def adapted(
     distributed: bool = True,
     max_tokens: int = MAX_TOKENS,
     begin: bool = True,
-) -> AdaptedModel:
+) -> MegatronAdaptedModel:
     adapters = add_adapters(model, lora)
     if begin:
         begin_adapters(adapters.layout, dist.get_rank(), adapters.parameters, lora, seed=1)
@@ -127,7 +127,7 @@ def adapted(
         micro_batch_tokens=max_tokens,
         distributed_optimizer=distributed,
     )
-    return AdaptedModel(model, adapters, settings, total_updates=NUM_STEPS)
+    return MegatronAdaptedModel(model, adapters, settings, total_updates=NUM_STEPS)
 
 
 def _from_peft(path: Path, layout: str, groups: ProcessGroups, lora: Lora, folder: Path) -> dict[str, Any]:
@@ -185,7 +185,7 @@ def _train(path: Path, layout: str, groups: ProcessGroups) -> dict[str, Any]:
     }
 
 
-def _steps(model: AdaptedModel, experience: Experience, count: int) -> list[dict[str, float]]:
+def _steps(model: MegatronAdaptedModel, experience: Experience, count: int) -> list[dict[str, float]]:
     return [model.train_batch(experience, negative_log_likelihood) for _ in range(count)]
 
 

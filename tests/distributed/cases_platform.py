@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from rltrain.config import schema
 from rltrain.data.experience import Experience
-from rltrain.models import MLA, Architecture, MoE, YarnScaling
+from rltrain.models import MLA, Architecture, ExpertLayers, YarnScaling
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
@@ -58,7 +58,7 @@ EXPERT_ARCHITECTURE = replace(
     head_dim=12,
     tied_embeddings=False,
     qk_norm=False,
-    moe=MoE(num_experts=4, top_k=2, ffn_hidden_size=16, score="sigmoid"),
+    moe=ExpertLayers(num_experts=4, top_k=2, ffn_hidden_size=16, score="sigmoid"),
     rope_scaling=YarnScaling(4.0, 32.0, 1.0, 1.0, 0.5, original_max_positions=16),
     mla=MLA(q_rank=8, kv_rank=8, plain_head_dim=8, rope_head_dim=4, value_head_dim=8),
 )

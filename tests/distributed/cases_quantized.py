@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.models import Architecture, MoE
+from rltrain.models import Architecture, ExpertLayers
 from rltrain.reshard.copy_table import quantize_blocks
 from rltrain.reshard.execute import Resharding
 from rltrain.reshard.fp8_blocks import quantized
@@ -35,7 +35,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2": tiny_architecture("qwen2", hidden_size=192, head_dim=48, ffn_hidden_size=200, vocab_size=70),
     "one KV head": tiny_architecture("llama", hidden_size=132, num_kv_heads=1, head_dim=20, ffn_hidden_size=520),
     "experts": tiny_architecture(
-        "qwen3_moe", hidden_size=192, head_dim=48, moe=MoE(num_experts=4, top_k=2, ffn_hidden_size=152)
+        "qwen3_moe", hidden_size=192, head_dim=48, moe=ExpertLayers(num_experts=4, top_k=2, ffn_hidden_size=152)
     ),
 }
 

@@ -17,8 +17,8 @@ from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.models import read_architecture
 from rltrain.offload.device_memory import DeviceMemory
-from rltrain.offload.memory_parts import MemoryPart, Overlay
-from rltrain.offload.offload import Residency
+from rltrain.offload.memory_parts import MemoryPart, OverlayPart
+from rltrain.offload.offload import Offloader
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import group_lists
@@ -75,7 +75,7 @@ class Rank:
         swapped = mode.endswith("swapped_reference")
         offload = dict.fromkeys(("actor", "reference", "rollout"), "auto" if mode.startswith("leaves") else False)
         memory = (RoomyMemory if mode == AHEAD else DeviceMemory)(CPU)
-        self.residency = Residency(Order.of(self.order), offload, memory, guests=["reference"] if swapped else [])
+        self.residency = Offloader(Order.of(self.order), offload, memory, guests=["reference"] if swapped else [])
 
         model = load(path, groups, dtype)
         settings = schema.Actor(
@@ -91,7 +91,7 @@ class Rank:
             parameters = self.actor.parameters
             host = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in parameters.items()}
             read(path, host)
-            overlay = Overlay(self.actor.parts["weights"], list(parameters.values()), list(host.values()))
+            overlay = OverlayPart(self.actor.parts["weights"], list(parameters.values()), list(host.values()))
             self.residency.admit("reference", {"weights": overlay})
         else:
             self.reference = EvaluableModel(load(path, groups, dtype))

@@ -15,7 +15,7 @@ from rltrain.exchange.exchange import Shipment
 from rltrain.models.of_roles import role_architectures
 from rltrain.roles.inputs import JobRows
 from rltrain.roles.role import Job
-from rltrain.roles.scoring_models import RewardModel
+from rltrain.roles.scoring_models import RewardModelRole
 from rltrain.runtime.placement import group_lists, resolve_placement, role_grids
 from rltrain.runtime.process_groups import ProcessGroups
 from tests.end_to_end.jobs import REPOSITORY
@@ -69,7 +69,7 @@ def make_job(folder: Path, family: str, layout: str) -> Any:
 
 
 def scores(job: Job, *, half: bool) -> list[float]:
-    role = RewardModel(job)
+    role = RewardModelRole(job)
     samples = drawn(job)
     if half:
         samples = samples.select(torch.arange(role.dp, samples.num_samples, 2))

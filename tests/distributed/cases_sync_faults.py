@@ -23,7 +23,7 @@ from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan import plan
 from rltrain.reshard.wires import GlooWire, SharedWire, Wire
-from rltrain.roles.weight_sync import WeightSync
+from rltrain.roles.weight_sync import WeightSyncTask
 from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.layout import engine_layout
@@ -80,7 +80,7 @@ class Rank:
             rollout = SimpleNamespace(parameters=self.destination, engine=self._engine(), parts={"base": None})
         self.engine = rollout and rollout.engine
         with mock.patch("rltrain.roles.weight_sync.TRANSPORT_TIMEOUT_S", timeout_s):  # a watchdog would come before
-            self.role = WeightSync(job, actor, rollout)  # type: ignore[arg-type]
+            self.role = WeightSyncTask(job, actor, rollout)  # type: ignore[arg-type]
 
     def attempt(self, step: int) -> dict[str, Any]:
         """A weight sync, and what came of it."""

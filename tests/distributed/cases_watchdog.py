@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from rltrain.config.schema import Timeouts
-from rltrain.exchange.transport import Delivery, Transport
+from rltrain.exchange.transport import InTransit, Transport
 from rltrain.runtime.job_store import JobStore, Waiter
 from rltrain.runtime.watchdog import Watchdog
 from rltrain.runtime.world import LOOPBACK, join_world
@@ -46,7 +46,7 @@ class Rank:
         self.waiter = Waiter(job_store, report_s=30.0)
         self.groups = {ranks: dist.new_group(list(ranks)) for ranks in [(2,), (0, 1), (0, 1, 2)]}
         self.transport = Transport(world.rank, LOOPBACK, world.store, world.background)
-        self.sent: list[Delivery] = []
+        self.sent: list[InTransit] = []
         self.heartbeat.start()
         store, beats = world.background, job_store.beats
         self.watchdog = Watchdog(

@@ -13,7 +13,7 @@ import torch
 
 from rltrain.offload.device_memory import device_memory
 from rltrain.offload.memory_parts import MemoryPart
-from rltrain.offload.offload import Residency
+from rltrain.offload.offload import Offloader
 from rltrain.schedule.order import Order
 
 MIB, GIB = 2**20, 2**30
@@ -45,7 +45,7 @@ class Turns:
         self.order.append(Entry("generate", num_steps))
         self.memory = device_memory(device)
         self.device = device
-        self.residency = Residency(Order.of(self.order), {"actor": True, "rollout": True}, self.memory, prefetch=False)
+        self.residency = Offloader(Order.of(self.order), {"actor": True, "rollout": True}, self.memory, prefetch=False)
         self.tensors = {name: self._tensors(ROLE_BYTES // 2) for name in ("weights", "optimizer")}
         actor = {name: MemoryPart(lambda kept=kept: kept) for name, kept in self.tensors.items()}  # type: ignore[misc]
         self.residency.admit("actor", {**actor, "master_weights": MemoryPart(list), "gradients": MemoryPart(list)})

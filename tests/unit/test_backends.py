@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rltrain.errors import ConfigError, PlacementError
-from rltrain.models import MoE
+from rltrain.models import ExpertLayers
 from rltrain.models.architecture import Unlisted
 from rltrain.models.flops import forward_flops
 from rltrain.models.of_roles import reference_uses_actor_modules
@@ -110,7 +110,7 @@ def test_a_router_with_a_bias_needs_megatron() -> None:
     with pytest.raises(ConfigError, match="actor.backend: got fsdp, but the model .* expected megatron"):
         check_planned(planned(sigmoid, actor=FSDP, **LENGTHS))
     check_planned(planned(architecture, actor=FSDP, **LENGTHS))
-    assert isinstance(architecture.moe, MoE)
+    assert isinstance(architecture.moe, ExpertLayers)
 
 
 def test_a_family_that_no_engine_knows_is_refused_for_serving_alone() -> None:

@@ -15,7 +15,7 @@ from rltrain.reshard.plan import plan
 from rltrain.reshard.rounds import STAGES, choose_rounds, stage_streams
 from rltrain.reshard.steps import Steps, make_steps
 from rltrain.reshard.streams import Memory
-from rltrain.roles.weight_sync import WeightSync
+from rltrain.roles.weight_sync import WeightSyncTask
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
 from tests.model_shards import tiny_architecture
@@ -100,7 +100,7 @@ def test_an_engine_has_lost_its_weights_where_another_version_or_empty_memory_is
     sync = SimpleNamespace(engine=engine, weights=part, left=None)
 
     def lost() -> bool:
-        return WeightSync.has_lost_weights(sync)  # type: ignore[arg-type]
+        return WeightSyncTask.has_lost_weights(sync)  # type: ignore[arg-type]
 
     assert lost(), "nothing has come yet"
     sync.left = 4, 0, 0

@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rltrain.reshard.delta_turns import DENSE_SHARE, FIRST_REST, LONGEST_REST, Turn, Turns
+from rltrain.reshard.delta_turns import DENSE_SHARE, FIRST_REST, LONGEST_REST, DeltaTurn, DeltaTurns
 
-PLAIN, WHOLE, CHANGES = Turn.PLAIN, Turn.WHOLE, Turn.CHANGES
+PLAIN, WHOLE, CHANGES = DeltaTurn.PLAIN, DeltaTurn.WHOLE, DeltaTurn.CHANGES
 
 
-def taken(turns: Turns, count: int, share: float = 0.1) -> list[Turn]:
+def taken(turns: DeltaTurns, count: int, share: float = 0.1) -> list[DeltaTurn]:
     found = []
     for _ in range(count):
         found.append(turns.next(lost=False))
@@ -18,7 +18,7 @@ def taken(turns: Turns, count: int, share: float = 0.1) -> list[Turn]:
 
 
 def test_everything_is_sent_first_every_so_often_and_where_it_was_lost() -> None:
-    turns = Turns(3)
+    turns = DeltaTurns(3)
     assert taken(turns, 5) == [WHOLE, CHANGES, CHANGES, WHOLE, CHANGES]
     assert turns.next(lost=True) is WHOLE
     turns.finished(WHOLE)
@@ -27,7 +27,7 @@ def test_everything_is_sent_first_every_so_often_and_where_it_was_lost() -> None
 
 
 def test_where_comparing_saves_nothing_it_is_tried_ever_more_seldom() -> None:
-    turns, found = Turns(1000), []
+    turns, found = DeltaTurns(1000), []
     while len(found) < 400:
         found += taken(turns, 1, share=DENSE_SHARE)
     tried = [number for number, turn in enumerate(found) if turn is CHANGES]
@@ -39,7 +39,7 @@ def test_where_comparing_saves_nothing_it_is_tried_ever_more_seldom() -> None:
 
 
 def test_where_every_sync_finds_its_destination_lost_nothing_is_remembered_for_long() -> None:
-    turns, found = Turns(50), []
+    turns, found = DeltaTurns(50), []
     for _ in range(40):
         found.append(turns.next(lost=True))
         turns.finished(found[-1])
@@ -48,7 +48,7 @@ def test_where_every_sync_finds_its_destination_lost_nothing_is_remembered_for_l
 
 @pytest.mark.parametrize(("every", "expected"), [(0, [1]), (3, [1, 3, 6, 9])])
 def test_the_first_and_every_nth_sync_of_changes_is_compared(every: int, expected: list[int]) -> None:
-    turns, compared, count = Turns(100, every), [], 0
+    turns, compared, count = DeltaTurns(100, every), [], 0
     for _ in range(11):
         turn = turns.next(lost=False)
         count += turn is CHANGES
@@ -58,7 +58,7 @@ def test_the_first_and_every_nth_sync_of_changes_is_compared(every: int, expecte
 
 
 def test_behind_a_difference_all_are_compared() -> None:
-    turns = Turns(100)
+    turns = DeltaTurns(100)
     taken(turns, 5)
     assert turns.next(lost=False) is CHANGES and not turns.compares
     turns.differed()
@@ -73,7 +73,7 @@ def test_changes_are_sent_only_to_those_that_have_all_of_the_sync_before(
     full_every: int, events: list[tuple[bool, bool, float]]
 ) -> None:
     """Whatever is lost, fails or saves nothing."""
-    turns, remembers, since = Turns(full_every), False, 0
+    turns, remembers, since = DeltaTurns(full_every), False, 0
     for lost, fails, share in events:
         turn = turns.next(lost=lost)
         if turn is CHANGES:

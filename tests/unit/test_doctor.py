@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from rltrain.cli import doctor, doctor_job
 from rltrain.cli.doctor import FINE, WRONG, Finding, has_fault
 from rltrain.cli.doctor_job import Link, Storage, merged, of_clocks, of_links, of_storage, rounds_of_pairs, try_storage
-from rltrain.runtime.nodes import Compared, Difference, NodeBoard, Spoken, compare_nodes
+from rltrain.runtime.nodes import Compared, NodeBoard, NodeDifference, Spoken, compare_nodes
 from rltrain.runtime.world import World
 from tests.unit.shared_store import on_ranks, open_store
 
@@ -100,8 +100,8 @@ def test_nodes_are_compared_with_the_first_one() -> None:
         heard = on_ranks(store, lambda node, own: compare_nodes(NodeBoard(world_of(node, 3, own), "x"), said[node]), 3)
     assert heard[1:] == [None, None] and heard[0] is not None
     assert heard[0].differences == [
-        Difference("torch", {"2.13": [0], "2.12": [1, 2]}),
-        Difference("x", {"1": [0, 2], "nothing": [1]}),
+        NodeDifference("torch", {"2.13": [0], "2.12": [1, 2]}),
+        NodeDifference("x", {"1": [0, 2], "nothing": [1]}),
     ]
     assert heard[0].problems == {"no disk": [1]} and len(heard[0].sentences()) == 3
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from rltrain.config.loader import Source, read_source, validated
-from rltrain.environments.agent import SESSION, Agent
+from rltrain.environments.agent import SESSION, AgentEnvironment
 from rltrain.environments.interface import StepResult
 from rltrain.errors import UserError
 from rltrain.planning.description import describe
@@ -166,7 +166,7 @@ def test_the_agent_of_the_page_is_an_episode(folder: Path) -> None:
     with endpoint(lambda context: f"I say: {ROW['answer']}") as served:
         opened = served.server.open_session(None, seed=3)
         session = {"url": f"{served.url}/sessions/{opened.id}", "token": opened.token}
-        agent = Agent(**config["env"]["agent"], sandbox="none", limits={"wall_s": 300})
+        agent = AgentEnvironment(**config["env"]["agent"], sandbox="none", limits={"wall_s": 300})
         (result,) = asyncio.run(agent.reset([{**ROW, SESSION: session}], [0]))
         assert isinstance(result, StepResult) and (result.reward, result.info["rewarded"]) == (1.0, 1.0)
         assert len(served.record(opened.id).trajectories) == 1

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rltrain.endpoint.opening import RecordedSession
-from rltrain.environments.agent import SESSION, Agent, AgentFailed, printed_reward
+from rltrain.environments.agent import SESSION, AgentEnvironment, AgentFailed, printed_reward
 from rltrain.environments.interface import Row, StepResult
 from rltrain.errors import ConfigError
 from rltrain.rewards.locating import found_command
@@ -62,7 +62,7 @@ def run(served: Endpoint, how: str, **settings: Any) -> tuple[StepResult | Agent
         SESSION: {"url": f"{served.url}/sessions/{opened.id}", "token": opened.token},
     }
     try:
-        result: Any = asyncio.run(Agent(**settings).reset([row], [0]))[0]
+        result: Any = asyncio.run(AgentEnvironment(**settings).reset([row], [0]))[0]
     except AgentFailed as failed:
         result = failed
     served.server.end_session(opened.id, "its agent ended")
@@ -152,4 +152,4 @@ def test_a_script_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pyte
     expected = re.escape(f"there is no file 'agent.py' (relative paths start at {tmp_path})")
     for command in (["python3", "-u", "agent.py"], ["/usr/bin/python3.11", "agent.py", "x"], ["bash", "agent.py"]):
         with pytest.raises(ConfigError, match=r"env\.agent\.command: .*" + expected):
-            Agent(command=command)
+            AgentEnvironment(command=command)

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from rltrain.endpoint.opening import RecordedSession
-from rltrain.endpoint.requests import Refused
+from rltrain.endpoint.requests import RequestRefused
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Status
 from tests.talking_engine import CONTEXT_TOKENS, OTHER_END, OWNER, Endpoint, byte_tokenizer, endpoint
@@ -311,7 +311,7 @@ def test_limits_are_told() -> None:
     with endpoint(say, max_sessions=2, max_session_turns=2, max_session_tokens=12) as served:
         client = Client(served)
         Client(served)
-        with pytest.raises(Refused, match="2 sessions are open"):
+        with pytest.raises(RequestRefused, match="2 sessions are open"):
             served.server.open_session()
         refused = httpx.post(f"{served.url}/sessions", headers={"Authorization": f"Bearer {OWNER}"})
         assert refused.status_code == 429 and refused.headers["retry-after"]

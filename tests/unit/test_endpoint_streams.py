@@ -18,7 +18,7 @@ from rltrain.endpoint import anthropic_messages, openai
 from rltrain.endpoint.answer import Choice
 from rltrain.endpoint.opening import ChatOpening, Opening, TextOpening, TokenText
 from rltrain.rollout.engine import SamplingParams
-from rltrain.rollout.groups import Turn
+from rltrain.rollout.groups import PendingTurn
 from rltrain.rollout.sample import Sample, Status
 from tests.chat_families import CHATML, FAMILIES, TAGS, TEMPLATES, TOOLS, format_of
 
@@ -49,7 +49,7 @@ class Drawn:
 
     def __init__(self, opening: Opening, tokens: Sequence[int], stop: tuple[str, ...], ends: Status) -> None:
         self.opening, self.tokens, self.ends = opening, tokens, ends
-        self.choices = [Choice(Turn(Sample(0, (1,), 0), SamplingParams(1.0, 1.0, 0, 10_000, ()), stop), "1.0")]
+        self.choices = [Choice(PendingTurn(Sample(0, (1,), 0), SamplingParams(1.0, 1.0, 0, 10_000, ()), stop), "1.0")]
 
     @property
     def is_whole(self) -> bool:
@@ -193,7 +193,7 @@ def test_a_stream_gives_what_the_whole_has(
 def test_text_is_given_before_the_turn_is_done() -> None:
     chat = chat_of("qwen3")
     tokens = ids_of(chat, ["If 1 < 2, then it is so."])
-    choice = Choice(Turn(Sample(0, (1,), 0), SamplingParams(1.0, 1.0, 0, 10_000, ())), "1.0")
+    choice = Choice(PendingTurn(Sample(0, (1,), 0), SamplingParams(1.0, 1.0, 0, 10_000, ())), "1.0")
     choice.sample = choice.sample.drawn(tokens, [-1.0] * len(tokens), [0] * len(tokens))
     assert choice.standing(ChatOpening(MESSAGES, (), chat)) == "If 1 < 2, then it is so."
 

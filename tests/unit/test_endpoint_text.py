@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from rltrain.data.assistant_turn import before_marks
-from rltrain.endpoint.opening import Trajectory, TurnEnd, chat_keys, cut_at
+from rltrain.endpoint.opening import PlaceOfTurn, SessionTrajectory, chat_keys, cut_at
 from rltrain.rollout.sample import Sample, Status
 
 
@@ -38,11 +38,11 @@ def test_messages_that_clients_write_anew_are_the_same() -> None:
 def test_a_branch_begins_at_the_end_of_a_turn() -> None:
     first = Sample(1, (9,), 0).drawn([5, 6], [-0.1, -0.2], [0, 0], Status.STOPPED)
     second = first.observed([7]).drawn([8], [-0.3], [1], Status.STOPPED)
-    trajectory = Trajectory(second, rewards={1: 0.5})
-    ends = [TurnEnd(trajectory, turn) for turn in range(2)]
+    trajectory = SessionTrajectory(second, rewards={1: 0.5})
+    ends = [PlaceOfTurn(trajectory, turn) for turn in range(2)]
     assert [end.turn_tokens for end in ends] == [(5, 6), (8,)] and [end.is_tip for end in ends] == [False, True]
     assert ends[0].context == first.context and ends[0].sample().turns == (2,)
     recorded = trajectory.finished()
     assert recorded.sample.turn_rewards == (0.0, 0.5) and recorded.sample.loss_mask == (True, True, False, True)
-    branch = Trajectory(second, parent=1, num_shared_tokens=2)
+    branch = SessionTrajectory(second, parent=1, num_shared_tokens=2)
     assert branch.finished().sample.loss_mask == (False, False, False, True) and branch.num_drawn_tokens == 1

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from rltrain.data.tokenizer import TextDecoder
 from rltrain.endpoint.engine_feed import EngineBusy, EngineFeed, EngineGone, EngineMailbox
 from rltrain.rollout.engine import GreedyPlaces, SamplingParams
-from rltrain.rollout.groups import Mail, Turn
+from rltrain.rollout.groups import Mail, PendingTurn
 from rltrain.rollout.sample import Sample, Status
 from tests.talking_engine import CONTEXT_TOKENS, TalkingEngine, byte_tokenizer
 
@@ -84,7 +84,7 @@ def ask(mailbox: EngineMailbox, turns: list, now: int, tasks: dict[int, asyncio.
     for number, (comes, sampling, limit, stop, stays) in enumerate(turns):
         if comes == now:
             sample = Sample(number, (1, 2), number, turn_limit=limit)
-            turn = Turn(sample, sampling, stop, is_watched=number % 2 == 0)
+            turn = PendingTurn(sample, sampling, stop, is_watched=number % 2 == 0)
             tasks[number] = asyncio.ensure_future(mailbox.draw(turn, lambda sample: None))
         if stays is not None and comes + stays == now:
             tasks[number].cancel()
@@ -103,17 +103,17 @@ def check(sample: Sample, limit: int | None, stop: tuple[str, ...]) -> None:
 def test_a_mailbox_has_room_for_so_many_and_tells_of_its_end() -> None:
     async def run() -> None:
         mailbox = EngineMailbox(1)
-        first = asyncio.ensure_future(mailbox.draw(Turn(Sample(0, (1,), 0), SAMPLINGS[0])))
+        first = asyncio.ensure_future(mailbox.draw(PendingTurn(Sample(0, (1,), 0), SAMPLINGS[0])))
         await let_run()
         with pytest.raises(ValueError, match="under way"):
-            await mailbox.draw(Turn(Sample(0, (1,), 0), SAMPLINGS[0]))
+            await mailbox.draw(PendingTurn(Sample(0, (1,), 0), SAMPLINGS[0]))
         with pytest.raises(EngineBusy):
-            await mailbox.draw(Turn(Sample(1, (1,), 0), SAMPLINGS[0]))
+            await mailbox.draw(PendingTurn(Sample(1, (1,), 0), SAMPLINGS[0]))
         mailbox.close("over")
         with pytest.raises(EngineGone, match="over"):
             await first
         with pytest.raises(EngineGone, match="over"):
-            await mailbox.draw(Turn(Sample(2, (1,), 0), SAMPLINGS[0]))
+            await mailbox.draw(PendingTurn(Sample(2, (1,), 0), SAMPLINGS[0]))
 
     asyncio.run(run())
 
@@ -121,8 +121,8 @@ def test_a_mailbox_has_room_for_so_many_and_tells_of_its_end() -> None:
 def test_what_an_engine_refuses_fails_alone() -> None:
     async def run() -> None:
         feed, _ = feed_of()
-        wrong = asyncio.ensure_future(feed.mailbox.draw(Turn(Sample(0, (1,) * 5000, 0), SAMPLINGS[0])))
-        right = asyncio.ensure_future(feed.mailbox.draw(Turn(Sample(1, (1,), 0), SAMPLINGS[0])))
+        wrong = asyncio.ensure_future(feed.mailbox.draw(PendingTurn(Sample(0, (1,) * 5000, 0), SAMPLINGS[0])))
+        right = asyncio.ensure_future(feed.mailbox.draw(PendingTurn(Sample(1, (1,), 0), SAMPLINGS[0])))
         await let_run()
         while not right.done():
             step(feed)
@@ -135,7 +135,7 @@ def test_what_an_engine_refuses_fails_alone() -> None:
 def test_mail_is_the_same_on_all_ranks() -> None:
     sampling = SamplingParams(1.0, 0.9, 5, 10, (257,), ("x",), GreedyPlaces(1, 4))
     sample = Sample(3, (1, 2), 7).drawn([4], [-0.5], [1], Status.STOPPED).observed([5], turn_limit=9)
-    mail = Mail((Turn(sample, sampling, ("y",), True),), frozenset({1}), frozenset({2, 8}))
+    mail = Mail((PendingTurn(sample, sampling, ("y",), True),), frozenset({1}), frozenset({2, 8}))
     assert Mail.of_record(json.loads(json.dumps(mail.record()))) == mail
 
 

@@ -8,7 +8,7 @@ import torch
 from rltrain.config.schema import SGLang
 from rltrain.offload.device_memory import DeviceMemory
 from rltrain.offload.memory_parts import MemoryPart
-from rltrain.offload.offload import Residency
+from rltrain.offload.offload import Offloader
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample
 from rltrain.rollout.servers.sglang_client import Client
@@ -80,7 +80,7 @@ def test_what_is_kept_for_a_server_counts_as_memory_of_the_host(engine: SGLangEn
 
 def residency_of(
     engine: SGLangEngine, names: tuple[str, ...], num_steps: int = 2, *, leaves: bool = True
-) -> tuple[Residency, list[Sample]]:
+) -> tuple[Offloader, list[Sample]]:
     """(of a rank that hosts actor and rollout, what the engine had running when it left)."""
     suspended: list[Sample] = []
 
@@ -88,7 +88,7 @@ def residency_of(
         suspended.extend(engine.suspend())
         engine.release_cache()
 
-    residency = Residency(
+    residency = Offloader(
         Order.of(order_of(num_steps, names)), {"actor": "auto", "rollout": "auto"}, DeviceMemory(torch.device("cpu"))
     )
     tensor = torch.ones(3)

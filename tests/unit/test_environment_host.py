@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rltrain.environments.batch import EnvironmentFactory, EpisodeLimits, Event, Failure
+from rltrain.environments.batch import EnvironmentFactory, EpisodeEvent, EpisodeFailure, EpisodeLimits
 from rltrain.environments.host import EnvironmentHost
 from rltrain.environments.interface import Action, TokenIds, ToolCall, Trajectory
 from rltrain.errors import ConfigError
@@ -45,9 +45,9 @@ def start() -> Iterator[Start]:
         host.close()
 
 
-def next_events(host: EnvironmentHost, count: int) -> list[Event]:
+def next_events(host: EnvironmentHost, count: int) -> list[EpisodeEvent]:
     """As many, by their episodes."""
-    events: list[Event] = []
+    events: list[EpisodeEvent] = []
     while len(events) < count:
         assert host.wait(LONG_S), "nothing happens"
         events += host.events()
@@ -55,13 +55,13 @@ def next_events(host: EnvironmentHost, count: int) -> list[Event]:
     return sorted(events, key=lambda event: event.episode)
 
 
-def begin(host: EnvironmentHost, *episodes: int, **row: Any) -> list[Event]:
+def begin(host: EnvironmentHost, *episodes: int, **row: Any) -> list[EpisodeEvent]:
     for episode in episodes:
         host.begin(episode, {"name": f"n{episode}", **row}, seed=episode)
     return next_events(host, len(episodes))
 
 
-def act(host: EnvironmentHost, **texts: str) -> list[Event]:
+def act(host: EnvironmentHost, **texts: str) -> list[EpisodeEvent]:
     """By name: episode 3 is e3."""
     for name, text in texts.items():
         host.act(int(name[1:]), Action(text))
@@ -168,9 +168,9 @@ def test_equal_failures_are_said_once(start: Start, caplog: pytest.LogCaptureFix
         act(host, e20="returns nothing")
     assert [message.count("Traceback") for message in caplog.messages] == [1, 0]
     assert caplog.messages[0].endswith("(further ones like it are only counted)")
-    other = Failure("error", "the program ended with status 2. can't open '/tmp/sandbox-8f3/a.py'")
-    assert other.alike == Failure("error", other.description.replace("8f3", "77a")).alike
-    assert other.alike != Failure("error", other.description.replace("open", "read")).alike
+    other = EpisodeFailure("error", "the program ended with status 2. can't open '/tmp/sandbox-8f3/a.py'")
+    assert other.alike == EpisodeFailure("error", other.description.replace("8f3", "77a")).alike
+    assert other.alike != EpisodeFailure("error", other.description.replace("open", "read")).alike
 
 
 def test_a_hang_is_killed_with_what_it_started_and_costs_its_neighbours_too(start: Start) -> None:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rltrain.environments.batch import FAILURE_KINDS, Event, Failure
+from rltrain.environments.batch import FAILURE_KINDS, EpisodeEvent, EpisodeFailure
 from rltrain.environments.interface import Action, ToolCall
 from rltrain.environments.statistics import EpisodeStatistics, added, metrics
 
@@ -12,15 +12,17 @@ CALL = Action("", (ToolCall("f", {}), ToolCall("g", {})))
 
 def test_what_is_reported_of_a_game_with_tools() -> None:
     statistics = EpisodeStatistics()
-    statistics.happened(Event(1, "p", seconds=1.0))
+    statistics.happened(EpisodeEvent(1, "p", seconds=1.0))
     statistics.acted(1, CALL)
-    statistics.happened(Event(1, "o", seconds=3.0))
+    statistics.happened(EpisodeEvent(1, "o", seconds=3.0))
     statistics.acted(1, Action("a"))
-    statistics.happened(Event(1, None, done=True, seconds=1.0, info={"won": 1.0, "level": 4, "name": "x"}))
+    statistics.happened(EpisodeEvent(1, None, done=True, seconds=1.0, info={"won": 1.0, "level": 4, "name": "x"}))
     statistics.acted(2, Action("a"))
-    statistics.happened(Event(2, "o", done=True, truncated=True, info={"won": 0.0}))
+    statistics.happened(EpisodeEvent(2, "o", done=True, truncated=True, info={"won": 0.0}))
     statistics.acted(3, CALL)
-    statistics.happened(Event(3, None, done=True, failure=Failure("step_time", "took too long", "at line 3")))
+    statistics.happened(
+        EpisodeEvent(3, None, done=True, failure=EpisodeFailure("step_time", "took too long", "at line 3"))
+    )
     statistics.acted(4, Action("a"))
     statistics.abandoned(4)
     statistics.began_anew(2)
@@ -50,7 +52,9 @@ def test_ranks_add_up(episodes: list[tuple[int, int, bool]]) -> None:
         for statistics in (alone, ranks[rank % 2]):
             for turn in range(num_turns):
                 statistics.acted(number, CALL)
-                failure = Failure("error", "it failed") if fails and turn == num_turns - 1 else None
+                failure = EpisodeFailure("error", "it failed") if fails and turn == num_turns - 1 else None
                 done = turn == num_turns - 1
-                statistics.happened(Event(number, "o", done=done, seconds=0.25, info={"n": turn}, failure=failure))
+                statistics.happened(
+                    EpisodeEvent(number, "o", done=done, seconds=0.25, info={"n": turn}, failure=failure)
+                )
     assert metrics(added(statistics.take() for statistics in ranks)) == metrics(alone.take())

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.environments.batch import Event, Failure
+from rltrain.environments.batch import EpisodeEvent, EpisodeFailure
 from rltrain.environments.interface import Action, Row, TokenIds
 from rltrain.errors import EpisodeError
 from rltrain.rollout.engine import SamplingParams
-from rltrain.rollout.episodes import Answer, EnvironmentEpisodes, TurnLimits
+from rltrain.rollout.episodes import EnvironmentEpisodes, Observed, TurnLimits
 from rltrain.rollout.generation_loop import LeaderDecision
 from rltrain.rollout.groups import PromptGroups
 from rltrain.rollout.rollout_state import RolloutState
@@ -92,7 +92,7 @@ class RandomEnvironments:
     seed: int
     fails: float = 0.0
     """In so many of its steps."""
-    pending: deque[Event] = field(default_factory=deque)
+    pending: deque[EpisodeEvent] = field(default_factory=deque)
     turns: dict[int, int] = field(default_factory=dict)
     abandoned: list[int] = field(default_factory=list)
     actions: dict[int, list[Action]] = field(default_factory=dict)
@@ -105,18 +105,18 @@ class RandomEnvironments:
 
     def begin(self, episode: int, row: Row, seed: int) -> None:
         self.turns[episode] = 0
-        self.pending.append(Event(episode, row["prompt"]))
+        self.pending.append(EpisodeEvent(episode, row["prompt"]))
 
     def act(self, episode: int, action: Action) -> None:
         self.actions.setdefault(episode, []).append(action)
         self.turns[episode] += 1
         if self.random.random() < self.fails:
-            failure = Failure("error", "KeyError: 'x'")
-            self.pending.append(Event(episode, None, done=True, failure=failure))
+            failure = EpisodeFailure("error", "KeyError: 'x'")
+            self.pending.append(EpisodeEvent(episode, None, done=True, failure=failure))
             return
         done = self.random.random() < 0.3
         observation = "".join(self.random.choices("abc", k=self.random.randint(0, 5)))
-        self.pending.append(Event(episode, observation, reward=float(self.turns[episode]), done=done))
+        self.pending.append(EpisodeEvent(episode, observation, reward=float(self.turns[episode]), done=done))
 
     def abandon(self, episode: int) -> None:
         self.abandoned.append(episode)
@@ -128,7 +128,7 @@ class RandomEnvironments:
     def save(self, number: int) -> None:
         self.num_saved = number
 
-    def events(self) -> list[Event]:
+    def events(self) -> list[EpisodeEvent]:
         self.random.shuffle(self.pending)
         count = self.random.randint(0, len(self.pending))
         return [self.pending.popleft() for _ in range(count)]
@@ -199,15 +199,15 @@ class SilentEnvironments:
     going_on = ()
 
     def __init__(self) -> None:
-        self.pending: list[Event] = []
+        self.pending: list[EpisodeEvent] = []
 
     def begin(self, episode: int, row: dict, seed: int) -> None:
-        self.pending.append(Event(episode, None))
+        self.pending.append(EpisodeEvent(episode, None))
 
     def abandon(self, episode: int) -> None:
         """It has nothing to end."""
 
-    def events(self) -> list[Event]:
+    def events(self) -> list[EpisodeEvent]:
         events, self.pending = self.pending, []
         return events
 
@@ -221,9 +221,9 @@ def test_a_rows_own_prompt_is_encoded_with_what_environments_tell_of_besides(pro
     episodes.begin(SampleGroup(0, 7, (sample,)), [sample])
     (answer,) = episodes.answers(engine_is_idle=True)
     if prompt == "abc":
-        assert answer == Answer(0, tokens=(10, 11, 12))
+        assert answer == Observed(0, tokens=(10, 11, 12))
         return
-    assert answer == Answer(0, Status.FAILED)
+    assert answer == Observed(0, Status.FAILED)
     with pytest.raises(EpisodeError, match="begins with 13 tokens.*expected 1 to 10"):
         episodes.metrics()
 
@@ -304,13 +304,13 @@ def test_an_environment_may_ask_for_a_number_of_tokens_alone(wanted):
     episodes = EnvironmentEpisodes([environments], Letters(), LIMITS, lambda row: {}, wait_for)
     sample = Sample(0, (99,), seed=0)
     episodes.begin(SampleGroup(0, 7, (sample,)), [sample])
-    environments.pending = [Event(0, TokenIds((1, 2), {"max_new_tokens": wanted}))]
+    environments.pending = [EpisodeEvent(0, TokenIds((1, 2), {"max_new_tokens": wanted}))]
     (answer,) = episodes.answers(engine_is_idle=True)
     if wanted in (4, 2**70, None) and wanted is not True:
         limit = None if wanted is None else min(wanted, LIMITS.max_response_tokens)
-        assert answer == Answer(0, tokens=(1, 2), max_turn_tokens=limit)
+        assert answer == Observed(0, tokens=(1, 2), max_turn_tokens=limit)
         return
-    assert answer == Answer(0, Status.FAILED)
+    assert answer == Observed(0, Status.FAILED)
     with pytest.raises(EpisodeError, match="max_new_tokens = .*expected a whole number, at least 1"):
         episodes.metrics()
 
@@ -322,8 +322,8 @@ def test_an_observation_with_an_id_that_the_model_does_not_have_fails_its_episod
     episodes = EnvironmentEpisodes([environments], Letters(), limits, lambda row: {}, wait_for)
     samples = [Sample(number, (), seed=0) for number in range(2)]
     episodes.begin(SampleGroup(0, 7, (*samples,)), samples)
-    environments.pending = [Event(0, shown), Event(1, "a")]
-    assert episodes.answers(engine_is_idle=True) == [Answer(0, Status.FAILED), Answer(1, Status.PENDING, (10,))]
+    environments.pending = [EpisodeEvent(0, shown), EpisodeEvent(1, "a")]
+    assert episodes.answers(engine_is_idle=True) == [Observed(0, Status.FAILED), Observed(1, Status.PENDING, (10,))]
     with pytest.raises(EpisodeError, match=r"the token id (1000|-1|11), and the model has ids 0 to 10"):
         episodes.metrics()
 

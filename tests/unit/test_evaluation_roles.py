@@ -25,10 +25,10 @@ from rltrain.observability.evaluations import (
 )
 from rltrain.roles import actor as actor_module
 from rltrain.roles import drawing
-from rltrain.roles.actor import Actor
+from rltrain.roles.actor import ActorRole
 from rltrain.roles.evaluation import metrics_of, record_of
-from rltrain.roles.reward import Reward
-from rltrain.roles.rollout import Rollout
+from rltrain.roles.reward import RewardRole
+from rltrain.roles.rollout import RolloutRole
 from rltrain.rollout.engine import SamplingParams
 from rltrain.runtime.grid import Grid
 from rltrain.schedule.shape import RunShape
@@ -123,12 +123,12 @@ def test_an_engine_draws_a_set_as_it_says_and_alike_at_every_step(monkeypatch: p
     engine = RecordingEngine()
     hosted = SimpleNamespace(engine=engine, parts={}, metrics=dict)
     monkeypatch.setattr(drawing, "build_engine", lambda *_: hosted)
-    monkeypatch.setattr(Rollout, "site", lambda self: None)
+    monkeypatch.setattr(RolloutRole, "site", lambda self: None)
     with open_store() as store:
         job = job_of(config_of(), 0, {})
         job.world.store = store
         job.grids["rollout"] = Grid((0,))
-        rollout = Rollout(job)
+        rollout = RolloutRole(job)
         drawn, seeds = [], []
         for step in (0, 5):
             engine.policy_version = step
@@ -162,7 +162,7 @@ def score(config: Config, parts: dict[int, Experience], step: int, resumed: Resu
     for rank in sorted(parts, reverse=True):
         job = job_of(config, rank, shared)
         job.resumed = resumed
-        reward = Reward(job)
+        reward = RewardRole(job)
         samples = Shipment(parts[rank], torch.ones(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
         reward.shipments["evaluation_samples", step, 1] = samples
         metrics = reward.score_evaluation(step, 1)
@@ -234,8 +234,8 @@ def test_a_metric_that_no_evaluation_reports_ends_the_run_with_its_key():
         best.verdict(0, {"eval/score": 1.0})
 
 
-def actor_of(config: Config, rank: int, shared: dict[str, str], saved: list[str]) -> Actor:
-    actor = Actor.__new__(Actor)
+def actor_of(config: Config, rank: int, shared: dict[str, str], saved: list[str]) -> ActorRole:
+    actor = ActorRole.__new__(ActorRole)
     actor.job, actor.config, actor.grid = job_of(config, rank, shared), config, Grid((0, 3))
     actor.held_out_best = None
     actor._save = lambda folder, notes={}: saved.append(folder)  # type: ignore[method-assign]

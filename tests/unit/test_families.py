@@ -16,8 +16,8 @@ from rltrain.errors import CheckpointError
 from rltrain.models import (
     MLA,
     DeltaNet,
+    ExpertLayers,
     LongRopeScaling,
-    MoE,
     RopeScaling,
     Windows,
     YarnScaling,
@@ -196,13 +196,13 @@ def test_reads_experts_and_latent_attention(tmp_path: Path) -> None:
     for family, config in configs.items():
         config.save_pretrained(tmp_path)
         found[family] = read_architecture(tmp_path)
-    assert found["qwen3_moe"].moe == MoE(
+    assert found["qwen3_moe"].moe == ExpertLayers(
         num_experts=4, top_k=2, ffn_hidden_size=12, dense_layers=(1,), normalized=False
     )
     assert found["qwen3_moe"].qk_norm
-    assert found["mixtral"].moe == MoE(num_experts=4, top_k=2, ffn_hidden_size=20)
+    assert found["mixtral"].moe == ExpertLayers(num_experts=4, top_k=2, ffn_hidden_size=20)
     deepseek = found["deepseek_v3"]
-    assert deepseek.moe == MoE(
+    assert deepseek.moe == ExpertLayers(
         num_experts=4,
         top_k=2,
         ffn_hidden_size=12,
@@ -244,7 +244,7 @@ YARN = {
 
 def test_reads_experts_that_transformers_4_wrote(tmp_path: Path) -> None:
     every_other = read_architecture(write_config(tmp_path, **OLD_QWEN3_MOE, decoder_sparse_step=2, norm_topk_prob=True))
-    assert every_other.moe == MoE(num_experts=8, top_k=2, ffn_hidden_size=12, dense_layers=(0, 2))
+    assert every_other.moe == ExpertLayers(num_experts=8, top_k=2, ffn_hidden_size=12, dense_layers=(0, 2))
     deepseek = read_architecture(write_config(tmp_path, **OLD_DEEPSEEK, rope_scaling=YARN))
     assert deepseek.rope_scaling == YarnScaling(40.0, 32.0, 1.0, 1.0, 0.5, 64)
     assert deepseek.moe is not None
@@ -276,7 +276,7 @@ def moonlight_of_transformers_5() -> Any:
 
 def test_reads_moonlight_whichever_transformers_wrote_it(tmp_path: Path) -> None:
     old = read_architecture(write_config(tmp_path, **OLD_MOONLIGHT))
-    assert old.moe == MoE(8, 2, 12, 24, dense_layers=(0,), score="sigmoid", scaling=2.446)
+    assert old.moe == ExpertLayers(8, 2, 12, 24, dense_layers=(0,), score="sigmoid", scaling=2.446)
     moonlight_of_transformers_5().save_pretrained(tmp_path)
     for architecture in (old, read_architecture(tmp_path)):
         assert architecture.mla == MLA(q_rank=None, kv_rank=8, plain_head_dim=8, rope_head_dim=4, value_head_dim=6)
@@ -546,7 +546,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         },
         3_836_021_760,
     ),
-    "Qwen1.5-MoE-A2.7B": (
+    "Qwen1.5-ExpertLayers-A2.7B": (
         {
             "model_type": "qwen2_moe",
             "decoder_sparse_step": 1,
@@ -656,7 +656,7 @@ def test_reads_windows_and_rotary_embeddings_of_published_models(tmp_path: Path)
     gemma, phi, _, glm, oss = (read_architecture(write_config(tmp_path, **config)) for config, _ in PUBLISHED.values())
     assert oss.windows == Windows(128, (True, False) * 12) and oss.rope_theta == 150_000
     assert oss.rope_scaling == YarnScaling(32.0, 32.0, 1.0, 0.0, 0.0, 4096, truncate=False)
-    assert oss.moe == MoE(num_experts=32, top_k=4, ffn_hidden_size=2880, interleaved=True)
+    assert oss.moe == ExpertLayers(num_experts=32, top_k=4, ffn_hidden_size=2880, interleaved=True)
     assert (oss.attention_sinks, oss.qkv_bias, oss.output_bias, oss.activation) == (True, True, True, "clamped_swish")
     assert gemma.windows == Windows(512, tuple(bool((layer + 1) % 6) for layer in range(26)))
     assert (gemma.rope_theta, gemma.sliding_rope_theta, gemma.attention_scale) == (1e6, 1e4, 1 / 16)

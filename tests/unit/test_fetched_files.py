@@ -21,16 +21,16 @@ from hypothesis import strategies as st
 from rltrain.checkpoint import memory_files
 from rltrain.checkpoint.memory_files import (
     SPANS_SUFFIX,
+    ByteSpan,
     FetchedFile,
     FileServer,
-    Source,
-    Span,
+    FileSource,
     merged,
     spans_of,
     spans_there,
     without,
 )
-from rltrain.checkpoint.run_files import AnyFile, Contents, Rows, read_contents, write_files
+from rltrain.checkpoint.run_files import AnyFile, Contents, TensorRows, read_contents, write_files
 from rltrain.checkpoint.saved_state import MASTER, Destination, SavedState, contents, flat_name
 from rltrain.errors import CheckpointError
 from rltrain.reshard.layout import Layout
@@ -45,10 +45,10 @@ MOMENT = "exp_avg"
 NAME = "a/x.safetensors"
 VALUES = torch.arange(90_000, dtype=torch.float32)
 
-SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)).map(lambda ends: Span(*ends)), max_size=6)
+SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)).map(lambda ends: ByteSpan(*ends)), max_size=6)
 
 
-def numbers(spans: Sequence[Span]) -> set[int]:
+def numbers(spans: Sequence[ByteSpan]) -> set[int]:
     return {number for span in spans for number in range(span.begin, span.end)}
 
 
@@ -63,7 +63,7 @@ def test_spans_are_joined_and_what_is_there_is_not_asked_for(spans, others, gap)
 
 @given(st.integers(0, 9), st.integers(0, 4), st.integers(1, 5), st.integers(0, 4), st.integers(0, 20))
 def test_rows_are_spans_of_their_own_where_they_lie_far_apart(first, rows, cols, between, gap) -> None:
-    found = [*spans_of(Rows("x", first, rows, cols, cols + between), 100, 4, gap)]
+    found = [*spans_of(TensorRows("x", first, rows, cols, cols + between), 100, 4, gap)]
     elements = {first + row * (cols + between) + col for row in range(rows) for col in range(cols)}
     wanted = {100 + 4 * element + byte for element in elements for byte in range(4)}
     assert wanted <= numbers(found)
@@ -90,7 +90,7 @@ def file(served: FileServer, tmp_path: Path) -> FetchedFile:
 
 def made(served: FileServer, tmp_path: Path) -> FetchedFile:
     (tmp_path / "here" / "a").mkdir(parents=True, exist_ok=True)
-    source = Source(served.address, NAME, (tmp_path / "other" / NAME).stat().st_size, lambda: None)
+    source = FileSource(served.address, NAME, (tmp_path / "other" / NAME).stat().st_size, lambda: None)
     file = FetchedFile(tmp_path / "here" / NAME, source)
     file.begin()
     return file
@@ -107,16 +107,16 @@ def test_all_of_it_is_what_it_is_there(file: FetchedFile, tmp_path: Path) -> Non
 
 
 def test_the_ranks_of_a_node_fetch_a_byte_once(served: FileServer, tmp_path: Path, monkeypatch) -> None:
-    asked: list[Span] = []
+    asked: list[ByteSpan] = []
     send = memory_files._send_spans
 
-    def counted(peer: Any, path: Any, spans: Sequence[Span]) -> None:
+    def counted(peer: Any, path: Any, spans: Sequence[ByteSpan]) -> None:
         asked.extend(spans)
         send(peer, path, spans)
 
     monkeypatch.setattr(memory_files, "_send_spans", counted)
     files = [made(served, tmp_path) for _ in range(4)]
-    rows = Rows("first", 30_000, 2, 1_000, 30_000)
+    rows = TensorRows("first", 30_000, 2, 1_000, 30_000)
     with ThreadPoolExecutor(len(files)) as pool:
         list(pool.map(lambda file: file.ask_for_rows([rows]), files))
     assert sum(span.end - span.begin for span in asked) == bytes_of(tmp_path) == memory_files.HEAD_BYTES + 2 * 4_000
@@ -224,7 +224,7 @@ class Nodes:
             if path.exists():
                 found.append(path)
                 continue
-            source = Source(self.servers[self.having(rank)].address, self.name(rank), self.size(rank), lambda: None)
+            source = FileSource(self.servers[self.having(rank)].address, self.name(rank), self.size(rank), lambda: None)
             found.append(FetchedFile(path, source))
             found[-1].begin()
         return found

@@ -10,7 +10,7 @@ import torch
 
 from rltrain.offload.device_memory import DeviceMemory
 from rltrain.offload.memory_parts import MemoryPart
-from rltrain.offload.offload import Residency
+from rltrain.offload.offload import Offloader
 from rltrain.rollout.embedded import EmbeddedEngine, decoder
 from rltrain.rollout.embedded.decoder import CudaGraphs, Recordings
 from rltrain.rollout.embedded.engine import keeps_recordings
@@ -105,7 +105,7 @@ def test_communicators_go_after_what_is_recorded_of_them(qwen3: Path, device: Gr
     engine, parameters = load_engine(qwen3, record=CudaGraphs())
     order = order_of(2, ("generate", "update"))
     communicators = Released(lambda: expect_unheld("the communicator", device.holders[0]))
-    residency = Residency(
+    residency = Offloader(
         Order.of(order),
         {"actor": "auto", "rollout": "auto"},
         DeviceMemory(torch.device("cpu")),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rltrain.offload import host_memory
 from rltrain.offload.host_memory import ALIGNMENT_BYTES, HostTensors, equals_on_node
-from rltrain.roles.reference import Reference
+from rltrain.roles.reference import ReferenceRole
 from rltrain.runtime.job_store import JobStore
 from rltrain.runtime.world import World
 from tests.unit.shared_store import on_ranks, open_store
@@ -100,7 +100,7 @@ def weights_over(rank: int, store: dist.Store, log: list[int]) -> dict[str, Any]
         log.append(rank)
         fill(tensors, 2)
 
-    made = Reference.__new__(Reference)
+    made = ReferenceRole.__new__(ReferenceRole)
     made.job = SimpleNamespace(
         world=world,
         job_store=JobStore(world),

@@ -11,7 +11,7 @@ from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
 from rltrain.import_config.command import imported, main, written
 from rltrain.import_config.sources import framework_of
-from rltrain.import_config.translation import Rows, Translation
+from rltrain.import_config.translation import RowCounts, Translation
 from rltrain.planning.description import describe_job
 from rltrain.planning.options import DryRunOptions
 
@@ -114,7 +114,7 @@ def test_what_is_imported_passes_the_dry_run(tmp_path: Path) -> None:
 
 
 def test_verl_has_dual_clip_and_counts_prompts_and_training_steps(tmp_path: Path) -> None:
-    found = imported_text("verl", VERL, tmp_path, rows=Rows(rows=7473))
+    found = imported_text("verl", VERL, tmp_path, rows=RowCounts(rows=7473))
     config = as_config(found, tmp_path)
     assert config.steps == 15 * (7473 // 1024)
     assert config.loss.dual_clip == 3.0 and config.loss.normalization == "token_mean"
@@ -129,12 +129,12 @@ def test_verl_has_dual_clip_and_counts_prompts_and_training_steps(tmp_path: Path
 
 def test_skyrl_has_a_kl_penalty_by_default(tmp_path: Path) -> None:
     text = SKYRL.replace("COLOCATE", "true").replace("ENGINES", "4")
-    config = as_config(imported_text("skyrl", text, tmp_path, rows=Rows(rows=7473)), tmp_path)
+    config = as_config(imported_text("skyrl", text, tmp_path, rows=RowCounts(rows=7473)), tmp_path)
     assert config.placement == {"actor, reference, rollout, reward": "0-3"}
     assert config.loss.kl.coef == 0.001 and config.batch.samples_per_prompt == 5
     assert config.steps == 20 * 7 and config.seed == 42 and config.loss.dual_clip is None
     apart = SKYRL.replace("COLOCATE", "false").replace("ENGINES", "2")
-    config = as_config(imported_text("skyrl", apart, tmp_path, rows=Rows(rows=7473)), tmp_path)
+    config = as_config(imported_text("skyrl", apart, tmp_path, rows=RowCounts(rows=7473)), tmp_path)
     assert config.placement == {"actor, reference": "0-3", "rollout, reward": "4-5"}
 
 
@@ -189,7 +189,7 @@ def test_rlinfs_guard_of_megatron_is_refused_where_it_can_bind(tmp_path: Path) -
     ],
 )
 def test_what_would_differ_or_cannot_be_is_refused(framework: str, text: str, told: str, tmp_path: Path) -> None:
-    rows = Rows() if "--rows" in told else Rows(rows=7473)
+    rows = RowCounts() if "--rows" in told else RowCounts(rows=7473)
     with pytest.raises(ConfigError) as refused:
         imported_text(framework, text, tmp_path, rows=rows)
     assert told in str(refused.value)

@@ -10,7 +10,7 @@ from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
 from rltrain.import_config.command import imported, written
-from rltrain.import_config.translation import Rows, Translation
+from rltrain.import_config.translation import RowCounts, Translation
 from rltrain.planning.description import describe_job
 from rltrain.planning.options import DryRunOptions
 
@@ -342,8 +342,8 @@ def test_syncs_of_what_changed_are_translated(small: Path) -> None:
 def test_verls_prompts_of_a_fully_asynchronous_run_are_steps() -> None:
     keys = "rollout.total_rollout_steps=6400 trainer.total_epochs=10"
     text = VERL.replace("trainer.total_training_steps=9", keys).replace("MODEL", "/models/m").replace("MORE", "")
-    assert imported("verl", [text.replace("\n", " ")], rows=Rows(rows=7473)).get("steps") == 6400 // 64
-    assert imported("verl", [text.replace("\n", " ")], rows=Rows(rows=128)).get("steps") == 10 * 2
+    assert imported("verl", [text.replace("\n", " ")], rows=RowCounts(rows=7473)).get("steps") == 6400 // 64
+    assert imported("verl", [text.replace("\n", " ")], rows=RowCounts(rows=128)).get("steps") == 10 * 2
 
 
 @pytest.mark.parametrize(

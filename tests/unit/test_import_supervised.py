@@ -8,7 +8,7 @@ from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
 from rltrain.import_config.command import imported, written
-from rltrain.import_config.translation import Rows
+from rltrain.import_config.translation import RowCounts
 
 COMMAND = """uv run --extra megatron python -m skyrl.train.main_sft strategy=STRATEGY model.path=Qwen/Qwen3-0.6B
  train_datasets="['owner/talks']" train_dataset_splits="['train[:4000]']" messages_key=messages max_length=2048
@@ -61,7 +61,7 @@ def test_sources_have_weights_and_fsdp_shards(tmp_path: Path) -> None:
     ],
 )
 def test_verls_counts_epochs_by_their_steps(more: str, interval: int, tmp_path: Path) -> None:
-    found = imported("verl", [VERL.replace("MORE", more).replace("\n", " ")], rows=Rows(rows=1000))
+    found = imported("verl", [VERL.replace("MORE", more).replace("\n", " ")], rows=RowCounts(rows=1000))
     path = tmp_path / "imported.yaml"
     path.write_text(written(found, "a test"))
     config = load_config(path)
@@ -73,7 +73,7 @@ def test_verls_counts_epochs_by_their_steps(more: str, interval: int, tmp_path: 
 
 def test_verls_held_out_conversations_are_those_of_the_loss(tmp_path: Path) -> None:
     more = "data.val_files=/data/held.parquet trainer.test_freq=after_each_epoch data.messages_key=talk"
-    found = imported("verl", [VERL.replace("MORE", more).replace("\n", " ")], rows=Rows(rows=1000))
+    found = imported("verl", [VERL.replace("MORE", more).replace("\n", " ")], rows=RowCounts(rows=1000))
     path = tmp_path / "imported.yaml"
     path.write_text(written(found, "a test"))
     config = load_config(path)

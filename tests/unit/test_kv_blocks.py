@@ -15,7 +15,7 @@ from rltrain.errors import ConfigError
 from rltrain.models import read_architecture
 from rltrain.offload.device_memory import DeviceMemory
 from rltrain.offload.memory_parts import MemoryPart, PausedRegion, ResizedStorages, StorageMemory
-from rltrain.offload.offload import Residency
+from rltrain.offload.offload import Offloader
 from rltrain.rollout.embedded import EmbeddedEngine
 from rltrain.rollout.embedded.block_cache import GatheredBlocks
 from rltrain.rollout.embedded.block_tables import KvBudget, num_blocks
@@ -233,7 +233,7 @@ def test_what_is_recorded_outlives_turns_of_others_where_memory_returns_to_its_p
     kv_cache = MemoryPart(engine.cache_tensors, forget=lambda: (engine.suspend(), engine.release_cache())[1])
     turns = Order.of(order_of(5, ("generate", "update")))
     device, saver = DeviceMemory(torch.device("cpu")), FakeSaver()
-    residency = Residency(turns, {"actor": True, "rollout": True}, device, memory_saver=saver)
+    residency = Offloader(turns, {"actor": True, "rollout": True}, device, memory_saver=saver)
     residency.admit("actor", {name: MemoryPart(list) for name in TRAINED_PARTS})
     residency.admit("rollout", {"weights": MemoryPart(list), "kv_cache": kv_cache, "base": MemoryPart(tuple)})
     expected, num_recorded, addresses = None, [], []

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rltrain.config.models import Lora
-from rltrain.reshard.delta_turns import Turn
+from rltrain.reshard.delta_turns import DeltaTurn
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.roles.weight_sync import MergedResharding, _groups_of
 from rltrain.runtime.grid import Grid
@@ -43,16 +43,19 @@ def test_what_never_changes_is_sent_with_everything_alone_and_compared_with_the_
         return SimpleNamespace(
             source=None,
             config=SimpleNamespace(verify=False),
-            run=lambda source, destination, turn=Turn.PLAIN, *, compares: (asked.append((name, turn)), (None, 0.5))[1],
+            run=lambda source, destination, turn=DeltaTurn.PLAIN, *, compares: (
+                asked.append((name, turn)),
+                (None, 0.5),
+            )[1],
             verify=lambda source, destination: (asked.append((name, "compared")), 0.25)[1],
         )
 
     made = MergedResharding.__new__(MergedResharding)
     made._groups, made._frozen = [resharding("adapted")], [resharding("frozen")]  # type: ignore[list-item]
     for turn, compares, expected in (
-        (Turn.WHOLE, False, [("adapted", Turn.WHOLE), ("frozen", Turn.PLAIN)]),
-        (Turn.CHANGES, False, [("adapted", Turn.CHANGES)]),
-        (Turn.CHANGES, True, [("adapted", Turn.CHANGES), ("frozen", "compared")]),
+        (DeltaTurn.WHOLE, False, [("adapted", DeltaTurn.WHOLE), ("frozen", DeltaTurn.PLAIN)]),
+        (DeltaTurn.CHANGES, False, [("adapted", DeltaTurn.CHANGES)]),
+        (DeltaTurn.CHANGES, True, [("adapted", DeltaTurn.CHANGES), ("frozen", "compared")]),
     ):
         asked.clear()
         _, seconds = made.run(None, {}, turn, compares=compares)

@@ -13,7 +13,7 @@ from rltrain.training.optimizers import (
     COEFFICIENTS,
     AdamRule,
     AdamTensors,
-    CudaCopies,
+    CudaHostCopies,
     HostParameter,
     HostSteps,
     adam_step,
@@ -142,7 +142,7 @@ def test_steps_on_the_host_are_ordered_and_equal(dtype: torch.dtype, sizes: list
 def test_a_missing_wait_is_a_race(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     hosted = Hosted([200, 200], torch.bfloat16, monkeypatch)
     if what in ("begin", "end"):
-        monkeypatch.setattr(CudaCopies, what, lambda self: None)
+        monkeypatch.setattr(CudaHostCopies, what, lambda self: None)
     else:
         copies = hosted.steps._down if what == "arrival" else hosted.steps._up
         copy = copies.copy

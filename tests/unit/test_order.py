@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.data.order import BLOCK, CurriculumOrder, Mix, Order, PromptOrder, Shares
+from rltrain.data.order import BLOCK, CurriculumOrder, Mix, PromptOrder, RowOrder, Shares
 
 WEIGHTS = st.lists(st.sampled_from([1.0, 2.0, 0.5, 0.1, 1 / 3, 0.7, 100.0]), min_size=1, max_size=7)
 few = settings(max_examples=15, derandomize=True, deadline=None)
@@ -88,7 +88,7 @@ def test_sources_of_one_size_have_orders_of_their_own() -> None:
     assert [row for row in stream if row < 30] != [row - 30 for row in stream if row >= 30]
 
 
-class Backwards(Order):
+class Backwards(RowOrder):
     """Tells where a curriculum has ended."""
 
     def row(self, position: int) -> int:

@@ -11,7 +11,7 @@ from itertools import count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.environments.batch import Event
+from rltrain.environments.batch import EpisodeEvent
 from rltrain.environments.interface import Action, Row
 from rltrain.rollout.engine import START_FRACTION, SamplingParams
 from rltrain.rollout.episodes import EnvironmentEpisodes, TurnLimits
@@ -103,12 +103,12 @@ class SleepingEnvironments:
         takes = random.Random(f"{episode} {self.turns[episode]} env").uniform(0, self.engine.shape.env_s)
         heapq.heappush(self.due, (self.engine.now + takes, episode))
 
-    def events(self) -> list[Event]:
+    def events(self) -> list[EpisodeEvent]:
         events = []
         while self.due and self.due[0][0] <= self.engine.now:
             episode = heapq.heappop(self.due)[1]
             turns = self.turns[episode]
-            events.append(Event(episode, "on" if turns else None, done=turns == self.engine.shape.num_turns))
+            events.append(EpisodeEvent(episode, "on" if turns else None, done=turns == self.engine.shape.num_turns))
         return events
 
 

@@ -21,7 +21,7 @@ from rltrain.planning.step_time import Clock
 from rltrain.planning.validation import check_config
 from rltrain.planning.validation_schedule import check_schedule
 from rltrain.roles import evaluation as evaluation_module
-from rltrain.roles.evaluation import Evaluation
+from rltrain.roles.evaluation import EvaluationRole
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import role_grids
 from tests.unit.schedule_configs import make_config, place
@@ -166,8 +166,8 @@ class FakeEngine:
         self.policy_version = version
 
 
-def role_of(monkeypatch: pytest.MonkeyPatch, **attributes: Any) -> Evaluation:
-    role = Evaluation.__new__(Evaluation)
+def role_of(monkeypatch: pytest.MonkeyPatch, **attributes: Any) -> EvaluationRole:
+    role = EvaluationRole.__new__(EvaluationRole)
     monkeypatch.setattr(evaluation_module, "engine_parts", lambda *_: [None])
     role.engine = FakeEngine()  # type: ignore[assignment]
     role.config, role.grid, role.weights = make_config(placement=PLACED), Grid((2, 3)), {}
@@ -203,7 +203,7 @@ def test_the_first_engine_keeps_the_best(monkeypatch: pytest.MonkeyPatch, verdic
     shared: dict[str, str] = {}
     board = FakeBulletin(shared, 2)
     saved: list[int] = []
-    monkeypatch.setattr(Evaluation, "_save", lambda self, step, best: saved.append(best.step))
+    monkeypatch.setattr(EvaluationRole, "_save", lambda self, step, best: saved.append(best.step))
     for rank in (2, 3):
         role = role_of(
             monkeypatch,

@@ -190,5 +190,5 @@ def test_as_many_requests_are_on_their_way_as_there_are_workers() -> None:
 
 def test_pauses_double_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judge, "FIRST_PAUSE_S", 0.5)
-    patient = judge.Judge("http://x", timeout_s=10, retries=8)
+    patient = judge.RemoteJudge("http://x", timeout_s=10, retries=8)
     assert patient.longest_s == 9 * 10 + (0.5 + 1 + 2 + 4 + 8 + 16 + 30 + 30)

@@ -5,7 +5,7 @@ import torch
 
 from rltrain.offload.device_memory import DeviceMemory
 from rltrain.offload.memory_parts import MemoryPart, RemotePart
-from rltrain.offload.offload import Residency
+from rltrain.offload.offload import Offloader
 from rltrain.schedule.order import Order
 from tests.unit.test_residency import order_of
 
@@ -35,9 +35,9 @@ class Server:
         self.asked.append(f"resume {name}")
 
 
-def residency_of(server: Server, names: tuple[str, ...]) -> Residency:
+def residency_of(server: Server, names: tuple[str, ...]) -> Offloader:
     order = order_of(2, names)
-    residency = Residency(Order.of(order), {"actor": "auto", "rollout": "auto"}, DeviceMemory(torch.device("cpu")))
+    residency = Offloader(Order.of(order), {"actor": "auto", "rollout": "auto"}, DeviceMemory(torch.device("cpu")))
     parts = ("weights", "master_weights", "optimizer", "gradients")
     tensor = torch.ones(3)
     residency.admit("actor", {name: MemoryPart(lambda: [tensor]) for name in parts})

@@ -180,7 +180,7 @@ def run_rank(case: Case, device: Device, monkeypatch: pytest.MonkeyPatch) -> int
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: list(plans))
     on_host, allocated = case.transport == "gloo", list[Tensor]()
 
-    def allocate(*arguments: Any, **named: Any) -> staging.Staging:
+    def allocate(*arguments: Any, **named: Any) -> staging.StagingBuffers:
         made = staging.allocate(*arguments, **named)
         for buffer in {id(buffer): buffer for buffer in made.buffers}.values():
             allocated.append(buffer)

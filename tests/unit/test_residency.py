@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from rltrain.errors import ConfigError
 from rltrain.offload.device_memory import DeviceMemory, device_memory
 from rltrain.offload.host_memory import HostRegion
-from rltrain.offload.memory_parts import MemoryPart, Overlay, memory_saver
-from rltrain.offload.offload import Residency
+from rltrain.offload.memory_parts import MemoryPart, OverlayPart, memory_saver
+from rltrain.offload.offload import Offloader
 from rltrain.schedule.memory_plan import MemoryPlan, leaving_roles
 from rltrain.schedule.order import Order
 from rltrain.tasks.roles import DECLARED, needs_of
@@ -85,7 +85,7 @@ def make(roles, order, *, offload="auto", spare=0):
         moves.append((category, name))
         return DeviceMemory(CPU).copies()
 
-    residency = Residency(Order.of(order), dict.fromkeys(roles, offload), RoomyMemory(spare), span=span)
+    residency = Offloader(Order.of(order), dict.fromkeys(roles, offload), RoomyMemory(spare), span=span)
     for role in roles:
         mine = tensors_of(role)
         tensors.update({(role, part): mine[part] for part in mine})
@@ -141,7 +141,7 @@ def test_the_config_decides_over_the_placement(offload, leaves):
 def test_a_role_that_stays_beside_one_that_leaves():
     order = order_of(1)
     kept = tensors_of("rollout")["weights"]
-    residency = Residency(Order.of(order), {"actor": False, "rollout": True}, DeviceMemory(CPU))
+    residency = Offloader(Order.of(order), {"actor": False, "rollout": True}, DeviceMemory(CPU))
     residency.admit("actor", {})
     residency.admit("rollout", {"weights": MemoryPart(lambda: kept)})
     assert residency.leaving == {"rollout"} and residency.parts["rollout", "weights"].place != "device"
@@ -301,12 +301,12 @@ def test_an_overlay_takes_the_place_of_a_part_and_leaves_it_as_it_was():
     flat = torch.arange(10.0)
     tensors = [flat[:4].view(2, 2), flat[5:]]
     order = order_of(2, ("actor_logprobs", "reference_logprobs", "update"))
-    residency = Residency(
+    residency = Offloader(
         Order.of(order), {"actor": "auto", "reference": "auto"}, DeviceMemory(CPU), guests=["reference"]
     )
     weights = MemoryPart(lambda: tensors)
     residency.admit("actor", {"weights": weights, **{part: MemoryPart(list) for part in PARTS["actor"][1:]}})
-    residency.admit("reference", {"weights": Overlay(weights, tensors, [-torch.ones(2, 2), -torch.ones(5)])})
+    residency.admit("reference", {"weights": OverlayPart(weights, tensors, [-torch.ones(2, 2), -torch.ones(5)])})
     for position, entry in enumerate(order):
         residency.enter(position)
         if entry.name == "reference_logprobs":
@@ -320,7 +320,7 @@ def test_an_overlay_takes_the_place_of_a_part_and_leaves_it_as_it_was():
 
 def test_an_overlay_is_never_written_to():
     flat = torch.zeros(4)
-    overlay = Overlay(MemoryPart(lambda: [flat]), [flat], [torch.ones(4)])
+    overlay = OverlayPart(MemoryPart(lambda: [flat]), [flat], [torch.ones(4)])
     with pytest.raises(RuntimeError, match="constant"):
         overlay.changed()
     with pytest.raises(RuntimeError, match="away"):
@@ -360,12 +360,12 @@ def test_fetching_ahead_changes_no_content():
 def test_nothing_is_fetched_over_what_is_in_use():
     flat = torch.arange(4.0)
     order = order_of(1, ("actor_logprobs", "reference_logprobs"))
-    residency = Residency(
+    residency = Offloader(
         Order.of(order), {"actor": "auto", "reference": "auto"}, RoomyMemory(2**40), guests=["reference"]
     )
     weights = MemoryPart(lambda: [flat])
     residency.admit("actor", {"weights": weights})
-    residency.admit("reference", {"weights": Overlay(weights, [flat], [torch.ones(4)])})
+    residency.admit("reference", {"weights": OverlayPart(weights, [flat], [torch.ones(4)])})
     residency.enter(0)
     assert torch.equal(flat, torch.arange(4.0))
 
@@ -414,7 +414,7 @@ def test_what_is_where_can_be_told_without_a_device(offload, with_guest):
     )
     for (role, part), beneath in guests.items():
         host = tensors_of(beneath[0])[beneath[1]]
-        residency.admit(role, {part: Overlay(residency.parts[beneath], tensors[beneath], host)})
+        residency.admit(role, {part: OverlayPart(residency.parts[beneath], tensors[beneath], host)})
     told = dict(residency.plan.places(residency.leaving, guests))
     assert list(told) == [i for i in range(len(order)) if residency.plan.needs(i).parts]
     used = residency.parts.keys() & told[0].keys()
@@ -469,7 +469,7 @@ def test_torch_memory_saver_pauses_what_was_allocated_in_a_region_of_the_part():
     """The first departure frees storages that lie elsewhere; from then on addresses stay."""
     saver, order = FakeSaver(), [Entry(name, step) for step in range(4) for name in ("generate", "reference_logprobs")]
     weights = [torch.arange(6.0)]
-    residency = Residency(Order.of(order), {"reference": True, "rollout": True}, DeviceMemory(CPU), memory_saver=saver)
+    residency = Offloader(Order.of(order), {"reference": True, "rollout": True}, DeviceMemory(CPU), memory_saver=saver)
     residency.admit("reference", {"weights": MemoryPart(lambda: weights)})
     residency.admit("rollout", {part: MemoryPart(list) for part in PARTS["rollout"]})
     assert weights[0].untyped_storage().nbytes() == 0

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rltrain.offload.device_memory import CudaMemory
-from rltrain.offload.memory_parts import MemoryPart, Overlay, PausedRegion, ResizedStorages, SizedStorages
-from rltrain.offload.offload import Residency
+from rltrain.offload.memory_parts import MemoryPart, OverlayPart, PausedRegion, ResizedStorages, SizedStorages
+from rltrain.offload.offload import Offloader
 from rltrain.schedule.order import Order
 from tests.stand_ins.cuda_streams import Device, Operators, RaceError, Stream
 from tests.unit.test_residency import NEEDS, PARTS, Entry
@@ -70,7 +70,7 @@ def take_turns(names: list[str], stops: int | None, *, saver: bool, monkeypatch:
     order = [Entry(name, step) for step, name in enumerate(names)]
     order.append(Entry("save_hf", len(order), final=True))
     pages = Saver(device)
-    residency = Residency(
+    residency = Offloader(
         Order.of(order),
         dict.fromkeys(ROLES, "auto"),
         CudaMemory(CUDA),
@@ -89,7 +89,7 @@ def take_turns(names: list[str], stops: int | None, *, saver: bool, monkeypatch:
         parts = {key: MemoryPart(lambda kept=kept: kept) for key, kept in tensors.items()}
         beneath = "actor", "weights"
         on_host = [torch.zeros_like(tensor) for tensor in tensors[beneath]]
-        parts["reference", "weights"] = Overlay(parts[beneath], tensors[beneath], on_host)
+        parts["reference", "weights"] = OverlayPart(parts[beneath], tensors[beneath], on_host)
         tensors["reference", "weights"] = tensors[beneath]
         for role in ROLES:
             residency.admit(role, {part: parts[role, part] for part in PARTS[role]})

@@ -12,7 +12,7 @@ from rltrain.config import schema
 from rltrain.errors import RewardError
 from rltrain.rewards.functions import load_rewards
 from rltrain.rewards.scorer import CombinedScores, Scores
-from rltrain.roles.reward import Reward
+from rltrain.roles.reward import RewardRole
 from rltrain.roles.reward_statistics import RewardStatistics
 from rltrain.roles.scoring import FailureLimit, RankRecords
 from rltrain.runtime.grid import Grid
@@ -21,9 +21,9 @@ from tests.unit.test_reporter import FakeBulletin
 from tests.unit.test_reward_statistics import scored
 
 
-def reward_role(rank: int, shared: dict[str, str], max_failures: float = 0.5, **reward: Any) -> Reward:
+def reward_role(rank: int, shared: dict[str, str], max_failures: float = 0.5, **reward: Any) -> RewardRole:
     """On ranks 4 and 6, with what gathering needs of it."""
-    role = Reward.__new__(Reward)
+    role = RewardRole.__new__(RewardRole)
     settings = schema.Reward(max_failures=max_failures, **reward)
     role.limit = FailureLimit(load_rewards(settings), settings)
     role.grid = Grid((4, 6))
@@ -85,7 +85,7 @@ def of_failures(errors: int, timeouts: int, num_samples: int = 4, failure: str |
     return statistics
 
 
-def failures_of_a_step(leader: Reward, *failures: tuple[int, int], step: int = 0) -> None:
+def failures_of_a_step(leader: RewardRole, *failures: tuple[int, int], step: int = 0) -> None:
     """Two ranks with 4 samples each of which some fail by (errors, timeouts)."""
     shared = leader.job.job_store.shared  # type: ignore[attr-defined]
     assert reward_role(6, shared)._gather("score", step, of_failures(*failures[1], failure="rank 6's")) == {}

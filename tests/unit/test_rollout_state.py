@@ -23,7 +23,7 @@ from rltrain.data.order import PromptOrder
 from rltrain.errors import CheckpointError
 from rltrain.roles import drawing
 from rltrain.roles.resuming import remaining_order
-from rltrain.roles.rollout import Rollout
+from rltrain.roles.rollout import RolloutRole
 from rltrain.rollout.rollout_state import Consumed, RolloutState
 from rltrain.runtime.grid import Grid
 from rltrain.schedule.shape import RunShape
@@ -52,7 +52,7 @@ def scripted() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(drawing, "build_engine", build)
-        monkeypatch.setattr(Rollout, "site", lambda self: None)
+        monkeypatch.setattr(RolloutRole, "site", lambda self: None)
         yield
 
 
@@ -66,7 +66,7 @@ def config_of(**sections: Any) -> Config:
     return make_config(**{"steps": STEPS, "batch": BATCH, "schedule": {"partial_rollouts": True}, **sections})
 
 
-def rollout_of(config: Config, rank: int, num_engines: int, store: dist.Store, resumed: Resumed | None) -> Rollout:
+def rollout_of(config: Config, rank: int, num_engines: int, store: dist.Store, resumed: Resumed | None) -> RolloutRole:
     """One of `num_engines` engines of one rank each."""
     rows, order = SimpleNamespace(prompt_tokens=lambda row: (row, row + 1)), PromptOrder(100, seed=0, shuffle=True)
     prompts = SimpleNamespace(
@@ -92,10 +92,10 @@ def rollout_of(config: Config, rank: int, num_engines: int, store: dist.Store, r
         first_step=resumed.step if resumed else 0,
         data_from=resumed.data_from if resumed else 0,
     )
-    return Rollout(job)
+    return RolloutRole(job)
 
 
-def draw(rollout: Rollout, step: int, chunk: int = 0) -> list[int]:
+def draw(rollout: RolloutRole, step: int, chunk: int = 0) -> list[int]:
     """Ids of the chunk's samples that this engine drew."""
     rollout.generate(step, chunk)
     ids: list[int] = rollout.shipments.pop(("samples", step, chunk)).experience.sample_ids.tolist()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rltrain.data.experience import join
-from rltrain.models.architecture import MoE
+from rltrain.models.architecture import ExpertLayers
 from rltrain.models.routing_shape import NOT_RECORDED, RoutingShape
 from rltrain.rollout.sample import Sample, SampleGroup, Status, pack_groups
 from rltrain.runtime.grid import Grid
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 def shape_of(num_experts: int, num_layers: int = 3, dense: tuple[int, ...] = ()) -> RoutingShape:
-    moe = MoE(num_experts=num_experts, top_k=2, ffn_hidden_size=8, dense_layers=dense)
+    moe = ExpertLayers(num_experts=num_experts, top_k=2, ffn_hidden_size=8, dense_layers=dense)
     architecture = tiny_architecture("qwen3_moe", num_layers=num_layers, moe=moe)
     shape = RoutingShape.of(architecture)
     assert shape.token_bytes == architecture.routing_bytes
@@ -125,7 +125,7 @@ def test_what_is_found_is_what_gives_the_same() -> None:
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=4), st.integers(1, 3), st.sampled_from([1, 2]))
 def test_every_rank_is_given_the_choices_of_its_rows_and_layers(lengths: list[int], cp: int, tp: int) -> None:
     """Numbers tell whose they are: token * 10 + layer, below 128 for these few."""
-    moe = MoE(num_experts=256, top_k=2, ffn_hidden_size=8, dense_layers=(1,))
+    moe = ExpertLayers(num_experts=256, top_k=2, ffn_hidden_size=8, dense_layers=(1,))
     architecture = tiny_architecture("qwen3_moe", num_layers=3, moe=moe)
     shape, count = RoutingShape.of(architecture), sum(lengths)
     numbers = torch.arange(count)[:, None, None] * 10 + torch.tensor([0, 2])[:, None]

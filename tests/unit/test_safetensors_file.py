@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from rltrain.checkpoint.safetensors_file import TYPE_NAMES, Entry, SafetensorsFile
+from rltrain.checkpoint.safetensors_file import TYPE_NAMES, SafetensorsFile, TensorEntry
 from rltrain.errors import CheckpointError
 
 ENTRY = st.tuples(st.sampled_from(list(TYPE_NAMES)), st.lists(st.integers(0, 5), max_size=3).map(tuple))
 
 
-def random_values(entry: Entry, generator: torch.Generator) -> torch.Tensor:
+def random_values(entry: TensorEntry, generator: torch.Generator) -> torch.Tensor:
     return torch.randint(-100, 100, entry.shape, generator=generator).to(entry.dtype)
 
 
@@ -25,7 +25,7 @@ def test_safetensors_reads_what_was_appended_in_pieces(
     tensors: list[tuple[torch.dtype, tuple[int, ...]]], piece: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.mktemp("written") / "file.safetensors"
-    entries = [Entry(f"tensor.{number}", dtype, shape) for number, (dtype, shape) in enumerate(tensors)]
+    entries = [TensorEntry(f"tensor.{number}", dtype, shape) for number, (dtype, shape) in enumerate(tensors)]
     generator = torch.Generator().manual_seed(0)
     values = {entry.name: random_values(entry, generator) for entry in entries}
     with SafetensorsFile(path, entries, {"written_by": "a test"}) as file:
@@ -40,7 +40,11 @@ def test_safetensors_reads_what_was_appended_in_pieces(
 
 
 def test_tensors_are_aligned(tmp_path: Path) -> None:
-    entries = [Entry("odd", torch.bfloat16, (3,)), Entry("wide", torch.float32, (2,)), Entry("last", torch.int64, (1,))]
+    entries = [
+        TensorEntry("odd", torch.bfloat16, (3,)),
+        TensorEntry("wide", torch.float32, (2,)),
+        TensorEntry("last", torch.int64, (1,)),
+    ]
     with SafetensorsFile(tmp_path / "file", entries, {}) as file:
         assert [entry.name for entry in file.entries] == ["last", "wide", "odd"]
         for entry in file.entries:
@@ -55,14 +59,14 @@ def test_tensors_are_aligned(tmp_path: Path) -> None:
     ids=["another tensor", "too many elements", "another type"],
 )
 def test_what_is_not_due_is_refused(name: str, values: torch.Tensor, tmp_path: Path) -> None:
-    entries = [Entry("a", torch.float32, (4,)), Entry("b", torch.float32, (4,))]
+    entries = [TensorEntry("a", torch.float32, (4,)), TensorEntry("b", torch.float32, (4,))]
     with pytest.raises(ValueError, match="4 of a as torch.float32 are due"):
         SafetensorsFile(tmp_path / "file", entries, {}).append(name, values)
 
 
 def test_a_file_that_lacks_elements_is_no_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    entries = [Entry("a", torch.float32, (4,)), Entry("b", torch.float32, (4,))]
+    entries = [TensorEntry("a", torch.float32, (4,)), TensorEntry("b", torch.float32, (4,))]
     file = SafetensorsFile(path, entries, {})
     file.append("a", torch.zeros(3))
     with pytest.raises(CheckpointError, match="2 tensors were not written, the first is a, which lacks 1 elements"):

@@ -12,11 +12,11 @@ import pytest
 
 from rltrain.errors import ConfigError
 from rltrain.sandbox import means as machine
-from rltrain.sandbox.means import Finding, require
+from rltrain.sandbox.means import MeansFinding, require
 from tests.unit.sandboxes import sandbox_by
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-WORKS, FAILS = Finding(works=True, text=""), Finding(works=False, text="no namespaces")
+WORKS, FAILS = MeansFinding(works=True, text=""), MeansFinding(works=False, text="no namespaces")
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ WORKS, FAILS = Finding(works=True, text=""), Finding(works=False, text="no names
     ],
 )
 def test_a_setting_takes_what_works(
-    monkeypatch: pytest.MonkeyPatch, setting: str, bubblewrap: Finding, kernel: Finding, expected: str
+    monkeypatch: pytest.MonkeyPatch, setting: str, bubblewrap: MeansFinding, kernel: MeansFinding, expected: str
 ) -> None:
     monkeypatch.setattr(machine, "means", lambda: {"bubblewrap": bubblewrap, "kernel": kernel})
     assert require(setting) == expected

@@ -11,7 +11,7 @@ import torch
 from rltrain.cli.serve import device_named, greeting, main, parser, sampling_of
 from rltrain.data.tokenizer import load_tokenizer
 from rltrain.endpoint.app import EndpointSettings
-from rltrain.endpoint.requests import Limits, SamplingRules
+from rltrain.endpoint.requests import RequestLimits, SamplingRules
 from rltrain.errors import ConfigError
 from rltrain.rollout.engine import SamplingParams
 from tests.talking_engine import byte_tokenizer
@@ -45,7 +45,7 @@ def test_others_are_taken() -> None:
 def test_the_command_that_is_printed_asks_for_a_text_that_the_tokenizer_has(token: str | None, has_chats: bool) -> None:
     tokenizer = byte_tokenizer() if has_chats else load_tokenizer(WARMED_UP)
     rules = SamplingRules(SamplingParams(1.0, 1.0, 0, 64, (0,)), "request")
-    settings = EndpointSettings(rules, Limits(64, len(tokenizer)), "model", token)
+    settings = EndpointSettings(rules, RequestLimits(64, len(tokenizer)), "model", token)
     words = shlex.split(greeting("http://host:1", settings, tokenizer).splitlines()[1])
     path, body = words[1], json.loads(words[-1])
     assert path == ("http://host:1/v1/chat/completions" if has_chats else "http://host:1/v1/completions")

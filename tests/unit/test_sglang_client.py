@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rltrain.errors import EngineError, EngineLost
-from rltrain.rollout.servers.sglang_client import Client, Failure
+from rltrain.rollout.servers.sglang_client import Client, StreamFailure
 from tests.unit.fake_sglang import FakeServer
 
 LIMIT_S = 0.5
@@ -56,7 +56,7 @@ def test_an_error_that_nobody_expects_ends_the_wait_for_a_stream(
     monkeypatch.setattr("rltrain.rollout.servers.sglang_client._events", lambda response: 1 / 0)
     client.generate(body("a"))
     (failure,) = items(client, 1)
-    assert isinstance(failure, Failure) and type(failure.error) is ZeroDivisionError
+    assert isinstance(failure, StreamFailure) and type(failure.error) is ZeroDivisionError
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_refusal_is_an_error_and_a_broken_server_is_lost(
         client.call("/flush_cache", {})
     client.generate(body("a"))
     [failure] = items(client, 1)
-    assert isinstance(failure, Failure) and type(failure.error) is error
+    assert isinstance(failure, StreamFailure) and type(failure.error) is error
 
 
 def test_a_silent_server_is_lost_when_the_limit_is_over(server: FakeServer, client: Client) -> None:
@@ -86,7 +86,7 @@ def test_a_dead_server_is_lost_at_once_also_in_the_middle_of_a_call(server: Fake
     items(client, 1)
     server.die()
     drained = items(client, 1)
-    while not isinstance(drained[-1], Failure):
+    while not isinstance(drained[-1], StreamFailure):
         drained += items(client, 1)
     assert isinstance(drained[-1].error, EngineLost)
     with pytest.raises(EngineLost, match="/flush_cache"):
@@ -139,4 +139,4 @@ def test_without_a_server_every_call_says_so(server: FakeServer, client: Client)
     with pytest.raises(EngineLost, match="no SGLang server is connected"):
         client.call("/flush_cache", {})
     client.generate(body("a"))
-    assert isinstance(items(client, 1)[0], Failure)
+    assert isinstance(items(client, 1)[0], StreamFailure)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from rltrain.checkpoint.durable_file import DurableFile
-from rltrain.checkpoint.hf_files import HfFile, PredictionLayers, planned_files
+from rltrain.checkpoint.hf_files import HfFile, StoredPredictionLayers, planned_files
 from rltrain.checkpoint.hf_writer import ShareWriter, writing_share, written_rows
-from rltrain.checkpoint.safetensors_file import Entry, in_file_order
+from rltrain.checkpoint.safetensors_file import TensorEntry, in_file_order
 from rltrain.errors import CheckpointError
 from rltrain.models.table import ITEM_BYTES
 from rltrain.reshard.layout import Layout, hf_layout, hf_rows, holding_rows
@@ -23,9 +23,9 @@ from rltrain.runtime.grid import Grid
 from tests.model_shards import MOE, tiny_architecture
 
 ENTRIES = (
-    Entry("first", torch.bfloat16, (3, 2)),
-    Entry("wide", torch.float32, (2,)),
-    Entry("last", torch.bfloat16, (5,)),
+    TensorEntry("first", torch.bfloat16, (3, 2)),
+    TensorEntry("wide", torch.float32, (2,)),
+    TensorEntry("last", torch.bfloat16, (5,)),
 )
 VALUES = {entry.name: torch.arange(1, 1 + np.prod(entry.shape)).to(entry.dtype).view(entry.shape) for entry in ENTRIES}
 
@@ -93,7 +93,7 @@ def test_rows_of_a_layout_are_all_of_it_at_its_places(family: str, grid: Grid, m
 def writer_in(folder: Path) -> AbstractContextManager[ShareWriter]:
     (folder / "config.json").write_text("{}")
     files = [HfFile("a.safetensors", 0, ENTRIES[:2]), HfFile("b.safetensors", 0, ENTRIES[2:])]
-    return writing_share(folder, files, PredictionLayers(folder), torch.device("cpu"))
+    return writing_share(folder, files, StoredPredictionLayers(folder), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("order", [["wide", "first", "last"], ["last", "first", "wide"], ["first", "wide", "last"]])

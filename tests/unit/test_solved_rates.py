@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rltrain.checkpoint.run_folder import Resumed
 from rltrain.config.data import SolvedRate
 from rltrain.data.experience import SIBLINGS_APART
-from rltrain.data.order import Mix, Order, Outcomes, PromptOrder, SolvedRateOrder, SolvedRates
+from rltrain.data.order import Mix, Outcomes, PromptOrder, RowOrder, SolvedRateOrder, SolvedRates
 from rltrain.errors import CheckpointError
 from rltrain.roles.group_scoring import OutcomeTeller, training_rows
 from rltrain.rollout.rollout_state import Consumed, OutcomeLog, SolvedRateRows
@@ -28,7 +28,7 @@ few = settings(max_examples=30, derandomize=True, deadline=None)
 WEIGHTS = (3.0, 1.0, 0.5)
 
 
-def base_order(sizes: list[int], seed: int = 0) -> Order:
+def base_order(sizes: list[int], seed: int = 0) -> RowOrder:
     orders = [PromptOrder(size, seed=seed, shuffle=True, stream=(i,)) for i, size in enumerate(sizes)]
     firsts = [sum(sizes[:source]) for source in range(len(sizes))]
     return orders[0] if len(sizes) == 1 else Mix(orders, firsts, WEIGHTS[: len(sizes)], seed=seed, shuffle=True)

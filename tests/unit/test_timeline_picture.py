@@ -6,14 +6,14 @@ from xml.etree import ElementTree
 import pytest
 
 from rltrain.cli.report import LABEL, WIDTH, picture
-from rltrain.cli.report_run import MAIN_THREAD, RankTrace, Span
+from rltrain.cli.report_run import MAIN_THREAD, RankTrace, TimelineSpan
 
 SVG = "{http://www.w3.org/2000/svg}"
 SECOND = 1e6
 
 
-def task(name: str, step: int, start_s: float, end_s: float) -> Span:
-    return Span(name, "task", start_s * SECOND, end_s * SECOND, MAIN_THREAD, 0, {"step": step, "chunk": 0})
+def task(name: str, step: int, start_s: float, end_s: float) -> TimelineSpan:
+    return TimelineSpan(name, "task", start_s * SECOND, end_s * SECOND, MAIN_THREAD, 0, {"step": step, "chunk": 0})
 
 
 @pytest.fixture
@@ -22,7 +22,8 @@ def traces() -> list[RankTrace]:
     drawn = [task("generate", step, 2 * step, 2 * step + 1) for step in range(3)]
     trained = [task("update", step, 2 * step + 1, 2 * step + 2) for step in range(3)]
     waits = [
-        Span("<samples>", "wait", 2 * step * SECOND, (2 * step + 1) * SECOND, MAIN_THREAD, 0, {}) for step in range(3)
+        TimelineSpan("<samples>", "wait", 2 * step * SECOND, (2 * step + 1) * SECOND, MAIN_THREAD, 0, {})
+        for step in range(3)
     ]
     spans = sorted([*trained, *waits], key=lambda span: span.start_us)
     return [RankTrace(0, ("actor",), spans), RankTrace(1, ("rollout",), drawn)]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.exchange.transport import HELLO, Called, Caller, Delivery, LinkLost, Transport
+from rltrain.exchange.transport import HELLO, Called, Caller, InTransit, LinkLost, Transport
 from tests.mutations import mutated_bytes
 
 HOST = "127.0.0.1"
@@ -44,7 +44,7 @@ def numbers(size: int, seed: int = 0) -> torch.Tensor:
 @given(st.lists(st.tuples(st.sampled_from([*permutations(range(3), 2)]), st.sampled_from([0, 1, 7, 5000, 3_000_000]))))
 def test_every_message_arrives_whole_under_its_tag_in_whatever_order_it_is_asked_for(sent: Any) -> None:
     with transports(0, 1, 2) as ranks:
-        deliveries: list[list[Delivery]] = [[], [], []]
+        deliveries: list[list[InTransit]] = [[], [], []]
         for tag, ((source, peer), size) in enumerate(sent):
             message = numbers(size, seed=tag)
             deliveries[source].append(ranks[source].send(peer, tag, [message[: size // 2], message[size // 2 :]]))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rltrain.algorithms.advantages import with_gae
 from rltrain.data.experience import SIBLINGS_APART, mini_batch_of
 from rltrain.environments.interface import Trajectory
-from rltrain.rollout.episodes import CURRENT_VERSION, Answer, Unusable, told_trajectories, with_shared_reward
+from rltrain.rollout.episodes import CURRENT_VERSION, Observed, Unusable, told_trajectories, with_shared_reward
 from rltrain.rollout.sample import Sample, Status
 from tests.unit.packed_experience import packed_experience
 
@@ -69,11 +69,11 @@ def drawn(number: int, prompt: tuple[int, ...], turns: list[tuple[int, ...]]) ->
 
 def test_a_context_that_does_not_go_on_begins_another_trajectory():
     sample = drawn(7, (1, 2), [(5, 6)])
-    new, closed = Answer(7, tokens=(1, 2, 5, 9), reward=0.5, branches=True).applied_to(sample, max_turn_tokens=4)
+    new, closed = Observed(7, tokens=(1, 2, 5, 9), reward=0.5, branches=True).applied_to(sample, max_turn_tokens=4)
     assert (closed.id, closed.turn_rewards, closed.status) == (7 + SIBLINGS_APART, (0.5,), Status.STOPPED)
     assert (new.id, new.prompt, new.tokens, new.parent) == (7, (1, 2, 5, 9), (), closed.id)
     assert new.seed != sample.seed and new.episode == closed.episode == 7
-    again, second = Answer(7, tokens=(4,), branches=True).applied_to(drawn_from(new), max_turn_tokens=None)
+    again, second = Observed(7, tokens=(4,), branches=True).applied_to(drawn_from(new), max_turn_tokens=None)
     assert second.id == 7 + 2 * SIBLINGS_APART and again.parent == second.id
 
 
@@ -82,8 +82,8 @@ def drawn_from(sample: Sample) -> Sample:
 
 
 def test_all_trajectories_of_an_episode_are_worth_what_it_was():
-    first = Answer(1, Status.STOPPED, reward=0.25).applied_to(drawn(1, (1,), [(5,)]), None)[0]
-    second = Answer(1, Status.STOPPED, reward=1.0).applied_to(drawn(1, (1, 2), [(6,)]), None)[0]
+    first = Observed(1, Status.STOPPED, reward=0.25).applied_to(drawn(1, (1,), [(5,)]), None)[0]
+    second = Observed(1, Status.STOPPED, reward=1.0).applied_to(drawn(1, (1, 2), [(6,)]), None)[0]
     shared = with_shared_reward([first, second])
     assert [sum(sample.turn_rewards) for sample in shared] == [1.25, 1.25]
 
@@ -104,6 +104,6 @@ def test_told_trajectories_take_what_the_engine_recorded():
         told_trajectories(known, [known], [unknown])
 
 
-@pytest.mark.parametrize("answer", [Answer(3, tokens=(1,), reward=0.1), Answer(4, Status.FAILED)])
+@pytest.mark.parametrize("answer", [Observed(3, tokens=(1,), reward=0.1), Observed(4, Status.FAILED)])
 def test_answers_are_the_same_on_all_ranks(answer):
-    assert Answer.of_record(answer.record()) == answer
+    assert Observed.of_record(answer.record()) == answer

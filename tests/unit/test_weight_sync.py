@@ -9,9 +9,9 @@ import pytest
 from rltrain.config.schema import WeightSync as WeightSyncConfig
 from rltrain.errors import SyncMismatchError
 from rltrain.reshard.agreement import Agreement
-from rltrain.reshard.delta_turns import Turn, Turns
+from rltrain.reshard.delta_turns import DeltaTurn, DeltaTurns
 from rltrain.reshard.execute import SyncReport
-from rltrain.roles.weight_sync import SyncedPart, WeightSync
+from rltrain.roles.weight_sync import SyncedPart, WeightSyncTask
 
 NUMBERS = dict.fromkeys(("bytes_local", "bytes_node", "bytes_network", "network_minimum", "bytes_sent"), 0)
 REPORT = SyncReport(**NUMBERS, bytes_received=0, num_rounds=1, num_launches=1, peak_staging_bytes=0, copy_seconds=0,
@@ -26,7 +26,7 @@ class Part:
         self.log, self.number, self.is_frozen, self.drifts = log, number, is_frozen, drifts
         self.num_runs = 0
 
-    def run(self, source: object, destination: object, turn: Turn, *, compares: bool) -> tuple[SyncReport, float]:
+    def run(self, source: object, destination: object, turn: DeltaTurn, *, compares: bool) -> tuple[SyncReport, float]:
         self.num_runs += 1
         self.log.append((self.number, turn.value, compares))
         if self.num_runs in self.drifts:
@@ -56,11 +56,11 @@ class Engine:
         self.policy_version = version
 
 
-def sync_of(*parts: Part, full_every: int | None = 50, compared_every: int = 0) -> WeightSync:
-    sync = WeightSync.__new__(WeightSync)
+def sync_of(*parts: Part, full_every: int | None = 50, compared_every: int = 0) -> WeightSyncTask:
+    sync = WeightSyncTask.__new__(WeightSyncTask)
     sync.actor, sync.engine, sync.left = None, Engine(), None  # type: ignore[assignment]
     sync.weights = SimpleNamespace(times_emptied=0)  # type: ignore[assignment]
-    sync.config, sync.turns = WeightSyncConfig(), Turns(full_every) if full_every else None
+    sync.config, sync.turns = WeightSyncConfig(), DeltaTurns(full_every) if full_every else None
     sync.compared_every = compared_every
     sync.parts = [SyncedPart(part, "weights") for part in parts]  # type: ignore[arg-type]
     sync.base, sync.has_base = None, False

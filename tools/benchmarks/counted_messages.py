@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.exchange.transport import Delivery
+from rltrain.exchange.transport import InTransit
 from rltrain.reshard import agreement
 from rltrain.reshard.agreement import rounds
 
@@ -37,19 +37,19 @@ class Messages:
         """The rank whose code runs next."""
         self.__init__(self.num_ranks, rank, kept_for=self.kept_for, kept=self.kept)  # type: ignore[misc]
 
-    def send(self, peer: int, tag: int, parts: Sequence[Tensor]) -> Delivery:
+    def send(self, peer: int, tag: int, parts: Sequence[Tensor]) -> InTransit:
         """As a Transport has it; so are `receive` and `wait`."""
         message = torch.cat([part.view(torch.uint8) for part in parts])
         self._note(message, [peer])
         if peer in self.kept_for:
             self.kept[self.rank, peer, tag] = message
-        return Delivery(peer, tag, is_done=True)
+        return InTransit(peer, tag, is_done=True)
 
-    def receive(self, peer: int, tag: int) -> Delivery:
+    def receive(self, peer: int, tag: int) -> InTransit:
         self.num_received += 1
-        return Delivery(peer, tag, is_done=True, message=self.kept.pop((peer, self.rank, tag)))
+        return InTransit(peer, tag, is_done=True, message=self.kept.pop((peer, self.rank, tag)))
 
-    def wait(self, deliveries: Iterable[Delivery], seconds: float) -> bool:
+    def wait(self, deliveries: Iterable[InTransit], seconds: float) -> bool:
         return all(delivery.is_done for delivery in deliveries)
 
     def new_group(self, ranks: list[int], **settings: Any) -> object:

@@ -23,7 +23,7 @@ from torch import Tensor
 from weight_sync_case import architecture_of_size, parse_count
 from weight_sync_timing import describe_machine
 
-from rltrain.checkpoint.safetensors_file import Entry, SafetensorsFile
+from rltrain.checkpoint.safetensors_file import SafetensorsFile, TensorEntry
 from rltrain.models import canonical_tensors
 from rltrain.reshard.changes import changes_on
 from rltrain.rollout.delta_form import form
@@ -68,7 +68,7 @@ def changed(tensors: dict[str, Tensor], share: float) -> dict[str, Tensor]:
 
 
 def write_whole(path: Path, tensors: dict[str, Tensor]) -> None:
-    entries = [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    entries = [TensorEntry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
     with SafetensorsFile(path, entries, {}) as opened:
         for entry in opened.entries:
             opened.append(entry.name, tensors[entry.name])

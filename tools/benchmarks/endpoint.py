@@ -37,7 +37,7 @@ from rltrain.data.chat_format import ChatFormat
 from rltrain.data.tokenizer import TextDecoder, load_tokenizer
 from rltrain.endpoint.app import EndpointServer, EndpointSettings
 from rltrain.endpoint.engine_feed import EngineFeed, EngineMailbox
-from rltrain.endpoint.requests import Limits, SamplingRules
+from rltrain.endpoint.requests import RequestLimits, SamplingRules
 from rltrain.endpoint.served_engine import EngineSettings, load_engine
 from rltrain.rollout.embedded import EmbeddedEngine
 from rltrain.rollout.engine import SamplingParams
@@ -109,7 +109,7 @@ def through_the_endpoint(server: EndpointServer, token: str) -> float:
 def serving(engine: EmbeddedEngine, sampling: SamplingParams, folder: Path) -> tuple[EndpointServer, Any]:
     tokenizer, mailbox = load_tokenizer(folder), EngineMailbox(1024)
     rules = SamplingRules(sampling, "override")
-    limits = Limits(CONTEXT_TOKENS, len(tokenizer))
+    limits = RequestLimits(CONTEXT_TOKENS, len(tokenizer))
     server = EndpointServer(mailbox, tokenizer, EndpointSettings(rules, limits, "model", "sk-benchmark"))
     stopping = threading.Event()
     feed = EngineFeed(engine, TextDecoder(tokenizer), mailbox)

@@ -1,6 +1,6 @@
 """Shapes of well-known models, for benchmarks that need no weights: the values of their published config.json."""
 
-from rltrain.models import MLA, Architecture, MoE, YarnScaling
+from rltrain.models import MLA, Architecture, ExpertLayers, YarnScaling
 
 
 def qwen3_8b() -> Architecture:
@@ -19,7 +19,7 @@ def qwen3_30b_a3b() -> Architecture:
         num_heads=32,
         num_kv_heads=4,
         ffn_hidden_size=6144,
-        moe=MoE(num_experts=128, top_k=8, ffn_hidden_size=768),
+        moe=ExpertLayers(num_experts=128, top_k=8, ffn_hidden_size=768),
     )
 
 
@@ -31,7 +31,7 @@ def qwen3_235b_a22b() -> Architecture:
         num_heads=64,
         num_kv_heads=4,
         ffn_hidden_size=12288,
-        moe=MoE(num_experts=128, top_k=8, ffn_hidden_size=1536),
+        moe=ExpertLayers(num_experts=128, top_k=8, ffn_hidden_size=1536),
     )
 
 
@@ -61,7 +61,9 @@ def deepseek_v3() -> Architecture:
         ),
         max_positions=163840,
         eos_token_ids=(1,),
-        moe=MoE(num_experts=256, top_k=8, ffn_hidden_size=2048, shared_ffn_hidden_size=2048, dense_layers=(0, 1, 2)),
+        moe=ExpertLayers(
+            num_experts=256, top_k=8, ffn_hidden_size=2048, shared_ffn_hidden_size=2048, dense_layers=(0, 1, 2)
+        ),
         mla=MLA(q_rank=1536, kv_rank=512, plain_head_dim=128, rope_head_dim=64, value_head_dim=128),
     )
 
@@ -74,7 +76,7 @@ def _qwen3(
     num_kv_heads: int,
     ffn_hidden_size: int,
     family: str = "qwen3",
-    moe: MoE | None = None,
+    moe: ExpertLayers | None = None,
 ) -> Architecture:
     return Architecture(
         family=family,

@@ -24,7 +24,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
 
 from rltrain.cli.report_run import (  # noqa: E402
-    Span,
+    TimelineSpan,
     own_seconds,  # noqa: E402
     read_run,
 )
@@ -142,7 +142,7 @@ def task_spans(output: Path) -> dict[Key, dict[int, TimedSpan]]:
     return spans
 
 
-def is_directly_inside(span: Span, other: Span) -> bool:
+def is_directly_inside(span: TimelineSpan, other: TimelineSpan) -> bool:
     return span.depth == other.depth + 1 and other.start_us <= span.start_us and span.end_us <= other.end_us
 
 

@@ -40,7 +40,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tools")]
 
-from rltrain.checkpoint.safetensors_file import Entry, SafetensorsFile  # noqa: E402
+from rltrain.checkpoint.safetensors_file import SafetensorsFile, TensorEntry  # noqa: E402
 from rltrain.cli.tiny_model import INIT_STD, Size, qwen3_config  # noqa: E402
 from rltrain.models import canonical_tensors, read_architecture  # noqa: E402
 
@@ -97,7 +97,7 @@ def make_model(folder: Path, size: Size, vocab_size: int) -> int:
     (folder / "config.json").write_text(json.dumps(config))
     tensors = canonical_tensors(read_architecture(folder))
     shapes = dict(zip(tensors.names, tensors.shapes, strict=True))
-    entries = [Entry(name, torch.bfloat16, shape) for name, shape in shapes.items()]
+    entries = [TensorEntry(name, torch.bfloat16, shape) for name, shape in shapes.items()]
     generator = torch.Generator().manual_seed(0)
     with SafetensorsFile(folder / "model.safetensors", entries, {"format": "pt"}) as file:
         for entry in file.entries:

@@ -25,7 +25,7 @@ from weight_sync_timing import describe_machine
 
 from rltrain.config import schema
 from rltrain.runtime.grid import Grid
-from rltrain.training.fsdp_backend import TrainableModel
+from rltrain.training.fsdp_backend import ShardedTrainableModel
 from rltrain.training.fsdp_model import ShardedModel
 
 KEEP = "keep"
@@ -80,7 +80,7 @@ class Backends(train_layouts.Layouts):
             optimizer=schema.Optimizer(lr=train_step.LEARNING_RATE),
             micro_batch_tokens=self.arguments.micro_batch_tokens,
         )
-        return TrainableModel(model, settings, total_updates=self.arguments.repeats, max_skipped=0, role="actor")
+        return ShardedTrainableModel(model, settings, total_updates=self.arguments.repeats, max_skipped=0, role="actor")
 
 
 def write_config(arguments: argparse.Namespace, folder: Path) -> None:

@@ -23,7 +23,7 @@ from weight_sync_timing import describe_machine
 from rltrain.algorithms.losses import likelihood_loss
 from rltrain.config import schema
 from rltrain.data.experience import Experience
-from rltrain.models import Architecture, MoE
+from rltrain.models import Architecture, ExpertLayers
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
@@ -91,7 +91,7 @@ def architecture_of(arguments: argparse.Namespace) -> Architecture:
     dense = train_step.architecture_of(arguments)
     if not arguments.experts:
         return dense
-    moe = MoE(arguments.experts, top_k=2, ffn_hidden_size=arguments.ffn // 2)
+    moe = ExpertLayers(arguments.experts, top_k=2, ffn_hidden_size=arguments.ffn // 2)
     return replace(dense, family="qwen3_moe", moe=moe)
 
 

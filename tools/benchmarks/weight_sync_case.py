@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.models import Architecture, MoE
+from rltrain.models import Architecture, ExpertLayers
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.rollout.layout import engine_layout
@@ -92,7 +92,7 @@ def architecture_of_size(num_parameters: int, stages: int, num_experts: int = 0)
     """An untied Qwen3 of about `num_parameters`, its number of layers a multiple of `stages`.
 
     Per layer 12 hidden^2 parameters and 16 hidden^2 outside; about one layer per 64 of hidden size. With experts a
-    Qwen3-MoE, whose experts share out what the MLP of such a model would have.
+    Qwen3-ExpertLayers, whose experts share out what the MLP of such a model would have.
     """
     outside = 2 * VOCAB_PER_HIDDEN
     per_layer = 2 + 2 * KV_HEADS // HEADS + 3 * FFN_PER_HIDDEN
@@ -103,7 +103,11 @@ def architecture_of_size(num_parameters: int, stages: int, num_experts: int = 0)
         slimness = abs(math.log(layers * HIDDEN_PER_LAYER / hidden))
         best = min(best, (slimness + 4 * error, hidden, layers))
     _, hidden, layers = best
-    moe = MoE(num_experts, top_k=2, ffn_hidden_size=FFN_PER_HIDDEN * hidden // num_experts) if num_experts else None
+    moe = (
+        ExpertLayers(num_experts, top_k=2, ffn_hidden_size=FFN_PER_HIDDEN * hidden // num_experts)
+        if num_experts
+        else None
+    )
     return Architecture(
         family="qwen3_moe" if moe else "qwen3",
         moe=moe,

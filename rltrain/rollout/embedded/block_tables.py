@@ -114,7 +114,7 @@ class _Prefix:
     is_computed: bool = False
 
 
-class Entry(NamedTuple):
+class EnteredSample(NamedTuple):
     """What a sample needs that has just entered: its head computed, and stored from position `first` on; or nothing but
     a copy (source, destination) of the block that its prompt fills in part. Where it `follows`, what stands before
     `first` is there and is not computed either, and so are the sample's `states` there, where the model has any."""
@@ -165,7 +165,7 @@ class BlockTables:
         many = count >= num_wanted or (pool.num_free + pool.num_kept) * _ADMIT_FRACTION >= pool.num_blocks
         return count if many else 0
 
-    def enter(self, first_slot: int, samples: Sequence[Sample], version: int) -> list[Entry]:
+    def enter(self, first_slot: int, samples: Sequence[Sample], version: int) -> list[EnteredSample]:
         """Room for each sample's context in slots from `first_slot` on."""
         # What is there for any of them is held before room is made for others by giving up what is parked.
         found = [self._find(sample, version) for sample in samples]
@@ -225,12 +225,12 @@ class BlockTables:
         counted.add(key)
         return num_blocks - num_shared, ()
 
-    def _find(self, sample: Sample, version: int) -> tuple[_Holding, Entry] | None:
+    def _find(self, sample: Sample, version: int) -> tuple[_Holding, EnteredSample] | None:
         """Hold what is there of the sample: a holding without what it needs besides; None where nothing is."""
         if parked := self.parked.take(sample):
             self.pool.hold_again(parked.memory.blocks)
             states, parked.memory.states = parked.memory.states, None
-            return parked.memory, Entry(True, len(parked.head), None, follows=True, states=states)
+            return parked.memory, EnteredSample(True, len(parked.head), None, follows=True, states=states)
         key = (version, sample.prompt[:-1])
         prefix = self._prefixes.get(key)
         if prefix is None:
@@ -241,16 +241,16 @@ class BlockTables:
         self.pool.share(holding.blocks)
         prefix.holdings.append(holding)
         if sample.tokens or not prefix.is_computed or not self._shares_computed:
-            return holding, Entry(True, num_full * self.block_tokens, None)
-        return holding, Entry(False, 0, (blocks[num_full], 0) if rest else None)
+            return holding, EnteredSample(True, num_full * self.block_tokens, None)
+        return holding, EnteredSample(False, 0, (blocks[num_full], 0) if rest else None)
 
-    def _begin(self, sample: Sample, version: int) -> tuple[_Holding, Entry]:
+    def _begin(self, sample: Sample, version: int) -> tuple[_Holding, EnteredSample]:
         key = (version, sample.prompt[:-1])
         holding = _Holding([], key)
         self._prefixes[key] = _Prefix([holding])
-        return holding, Entry(True, 0, None)
+        return holding, EnteredSample(True, 0, None)
 
-    def _enter(self, slot: int, sample: Sample, start: tuple[_Holding, Entry]) -> Entry:
+    def _enter(self, slot: int, sample: Sample, start: tuple[_Holding, EnteredSample]) -> EnteredSample:
         holding, entry = start
         num_own = blocks_of(len(sample.prompt) + len(sample.tokens), self.block_tokens) - len(holding.blocks)
         self._make_free(num_own)

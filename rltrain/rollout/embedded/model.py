@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rltrain.models import Architecture
-from rltrain.models.architecture import MoE
+from rltrain.models.architecture import ExpertLayers
 from rltrain.models.attention import inverse_frequencies, soft_capped
 from rltrain.models.products import clamped_swiglu, wide_product
 from rltrain.models.routing_shape import RoutingShape
@@ -177,7 +177,7 @@ class Routing(NamedTuple):
 
 
 def route(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, moe: MoE, *, logit_bias: Tensor | None = None
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, moe: ExpertLayers, *, logit_bias: Tensor | None = None
 ) -> Routing:
     """The experts of `hidden` [tokens, hidden], by the router's `weight` [experts, hidden], the `bias` [experts] that
     only chooses, and that of all it says. All in float32, whatever the model's type: close scores decide between
@@ -194,7 +194,7 @@ def route(
     return Routing(experts, weights if moe.scaling == 1 else weights * moe.scaling)
 
 
-def _within_groups(choosing: Tensor, moe: MoE) -> Tensor:
+def _within_groups(choosing: Tensor, moe: ExpertLayers) -> Tensor:
     """`choosing`, -inf for experts outside of each token's best groups."""
     by_group = choosing.unflatten(-1, (moe.num_groups, -1))
     best = by_group.topk(_GROUP_SCORE_EXPERTS, -1).values.sum(-1).topk(moe.top_groups, -1).indices

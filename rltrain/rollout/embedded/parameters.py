@@ -85,7 +85,7 @@ def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     return product
 
 
-class Adapter:
+class EngineAdapter:
     """Of the matrices that lie one below the other in one parameter, or of such for each of several experts.
 
     `a` [parts * rank, columns] and `b` [rows, rank] are held by reference and read on every call, with one dimension
@@ -125,7 +125,7 @@ class Adapter:
 class Matrix(ABC):
     """One matrix, or several stacked ones, that tokens are multiplied with."""
 
-    adapter: Adapter | None = None
+    adapter: EngineAdapter | None = None
     """What is added to products, where that is kept apart."""
 
     @abstractmethod
@@ -166,9 +166,9 @@ class TransposedMatrices(Matrix):
 class AdaptedMatrix(Matrix):
     """Another one with an adapter beside it."""
 
-    adapter: Adapter
+    adapter: EngineAdapter
 
-    def __init__(self, matrix: Matrix, adapter: Adapter) -> None:
+    def __init__(self, matrix: Matrix, adapter: EngineAdapter) -> None:
         self._matrix, self.adapter = matrix, adapter
 
     def read(self) -> Tensor:
@@ -255,5 +255,7 @@ def adapted_matrices(
     found = dict(matrices)
     for pair in adapter_pairs(layout, rank):
         matrix, (a, b) = matrices.get(pair.adapted) or PlainMatrix(parameters[pair.adapted]), pair.names
-        found[pair.adapted] = AdaptedMatrix(matrix, Adapter(parameters[a], parameters[b], pair.rows_of_parts, scale))
+        found[pair.adapted] = AdaptedMatrix(
+            matrix, EngineAdapter(parameters[a], parameters[b], pair.rows_of_parts, scale)
+        )
     return found

@@ -159,13 +159,13 @@ class SlotCache:
         self, keepers: Sequence[Sequence[Keeper]], lengths: Sequence[int], width: int
     ) -> PrefillAttention:
         slots = [(slot, row) for row, kept in enumerate(keepers) for slot, _ in kept]
-        attention = _PrefillAttention(self, torch.tensor(slots, device=self.keys.device), width)
+        attention = _SlotPrefillAttention(self, torch.tensor(slots, device=self.keys.device), width)
         if self.states:
             attention.states = self.states.of_pass(slots_of(keepers), lengths, width, follows=False)
         return attention
 
     def suffix_attention(self, suffixes: Sequence[Suffix], width: int) -> PrefillAttention:
-        attention = _SuffixAttention(self, suffixes, width)
+        attention = _SlotSuffixAttention(self, suffixes, width)
         if self.states:
             lengths = [len(suffix.tokens) for suffix in suffixes]
             attention.states = self.states.of_pass([[s.slot] for s in suffixes], lengths, width, follows=True)
@@ -223,7 +223,7 @@ def read_length(num_positions: int) -> int:
     return round_up(max(num_positions, _MIN_READ))
 
 
-class _PrefillAttention(PrefillAttention):
+class _SlotPrefillAttention(PrefillAttention):
     """`slots` [copies, 2] names a slot and the head it receives: samples with equal contexts share one."""
 
     def __init__(self, cache: SlotCache, slots: Tensor, width: int) -> None:
@@ -242,7 +242,7 @@ class _PrefillAttention(PrefillAttention):
             buffer[layer][self._slots, :, : self._width] = self._by_head(tokens)[self._heads].to(buffer.dtype)
 
 
-class _SuffixAttention(SuffixAttention):
+class _SlotSuffixAttention(SuffixAttention):
     def __init__(self, cache: SlotCache, suffixes: Sequence[Suffix], width: int) -> None:
         self._num_read = min(read_length(max(suffix.end for suffix in suffixes)), cache.capacity)
         super().__init__(suffixes, width, cache.attention, self._num_read, cache.keys)

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from rltrain.checkpoint.hf_files import METADATA, HfFile, copy_carried_files, planned_files, write_config, write_index
-from rltrain.checkpoint.safetensors_file import Entry, SafetensorsFile
+from rltrain.checkpoint.safetensors_file import SafetensorsFile, TensorEntry
 from rltrain.config.schema import WeightDelta
 from rltrain.errors import ConfigError, cannot_write
 from rltrain.reshard.changes import Changes, Extent, changes_on, mark
 from rltrain.reshard.checksums import checksum_of
-from rltrain.reshard.delta_turns import Turn, Turns
+from rltrain.reshard.delta_turns import DeltaTurn, DeltaTurns
 from rltrain.reshard.layout import Layout
 from rltrain.rollout.delta_form import form
 from rltrain.rollout.servers.calls import Calls, ServerRefuses
@@ -77,7 +77,7 @@ def encoded(changes: Changes, tensors: Mapping[str, Tensor], kept: Mapping[str, 
 def write_changes(path: Path, tensors: list[EncodedTensor]) -> FileRecord:
     """A new file, durable. OSError where it cannot be written."""
     arrays = {name: array for tensor in tensors for name, array in tensor.arrays.items()}
-    entries = [Entry(name, array.dtype, tuple(array.shape)) for name, array in arrays.items()]
+    entries = [TensorEntry(name, array.dtype, tuple(array.shape)) for name, array in arrays.items()]
     metadata = {**METADATA, form.METADATA: json.dumps({tensor.name: tensor.told for tensor in tensors})}
     with SafetensorsFile(path, entries, metadata, checksum=True) as opened:
         for entry in opened.entries:
@@ -325,7 +325,7 @@ class DeltaWeights(WholeUpdates):
     def __init__(self, whole: DiskWeights, delta: WeightDelta) -> None:
         self.label: str | None = None
         self._whole, self._folders = whole, whole.folders
-        self._turns, self._turn = Turns(delta.full_every), Turn.PLAIN
+        self._turns, self._turn = DeltaTurns(delta.full_every), DeltaTurn.PLAIN
         self._keeps_on_host = delta.keep_on == "host"
         self._changes = changes_on(whole.device)
         self._kept: dict[int, Mapping[str, Tensor]] = {}
@@ -340,7 +340,7 @@ class DeltaWeights(WholeUpdates):
     def begin(self) -> None:
         is_long = len(self._chain) > 1 and self._chain_bytes >= self._whole.num_bytes
         self._turn, self._wrote = self._turns.next(lost=is_long), {}
-        if self._turn is Turn.PLAIN:
+        if self._turn is DeltaTurn.PLAIN:
             self._kept = {}
         self._whole.begin()
 
@@ -350,17 +350,17 @@ class DeltaWeights(WholeUpdates):
     def arrived(self, part: int) -> None:
         """Write them, or what changed of them, durably."""
         held = self._whole.held
-        if self._turn is Turn.CHANGES:
+        if self._turn is DeltaTurn.CHANGES:
             self._write_changes(part, held)
             return
         self._whole.arrived(part)
-        if self._turn is Turn.WHOLE:
+        if self._turn is DeltaTurn.WHOLE:
             self._kept[part] = {name: tensor.cpu() for name, tensor in held.items()} if self._keeps_on_host else held
 
     def complete(self, version: int) -> None:
         """As `DiskWeights`; after a checkpoint the deltas before it are removed."""
         label = self._whole.label_of(version)
-        if self._turn is Turn.CHANGES:
+        if self._turn is DeltaTurn.CHANGES:
             path, all_wrote = self._complete_delta(version, label)
             self._chain.append((label, path))
             self._num_bytes = sum(num_bytes for wrote in all_wrote for num_bytes, _ in wrote.values())
@@ -391,7 +391,7 @@ class DeltaWeights(WholeUpdates):
     def metrics(self) -> dict[str, float]:
         return {
             "rollout/weight_files_bytes": float(self._num_bytes),
-            "rollout/weight_files_are_full": float(self._turn is not Turn.CHANGES),
+            "rollout/weight_files_are_full": float(self._turn is not DeltaTurn.CHANGES),
         }
 
     def close(self) -> None:

@@ -20,9 +20,9 @@ from rltrain.rollout.servers.calls import Access, Calls, Drawing, ServerBusy, Se
 from rltrain.rollout.servers.http_weights import Weights, WeightsLater
 from rltrain.rollout.servers.protocols import (
     MODELS,
-    Described,
     OpenAIProtocol,
     Receiver,
+    ServerDescription,
     ServerProtocol,
     SGLangProtocol,
     VLLMProtocol,
@@ -134,7 +134,7 @@ async def protocol_of(calls: Calls, named: str) -> ServerProtocol:
 logger = logging.getLogger(__name__)
 
 
-class Server:
+class FleetServer:
     """Within one event loop. Raises as `Calls` does.
 
     `needs_weights`: one that takes none by the way of `weights` is refused; else it draws by those that it has.
@@ -153,7 +153,7 @@ class Server:
         """What it draws, by the samples' ids."""
         self._weights, self._needs_weights = weights, needs_weights
         self._protocol: ServerProtocol | None = None
-        self._described = Described("")
+        self._described = ServerDescription("")
         self._takes_weights = True
         self._upcoming: asyncio.Future[None] | None = None
         self._confirming: asyncio.Task[None] | None = None
@@ -319,9 +319,9 @@ class Fleet:
         self._settings, self._protocol, self._role = settings, protocol, role
         self._max_running_requests, self._max_context_tokens = max_running_requests, max_context_tokens
         self._needs_weights = needs_weights
-        self._servers: dict[str, Server] = {}
+        self._servers: dict[str, FleetServer] = {}
         self._queue: deque[Drawing] = deque()
-        self._running: dict[int, tuple[asyncio.Task[None], Server]] = {}
+        self._running: dict[int, tuple[asyncio.Task[None], FleetServer]] = {}
         self._back: dict[int, Sample] = {}
         """Samples that are being taken back, with what has come of them."""
         self._withdrawn: set[int] = set()
@@ -330,7 +330,7 @@ class Fleet:
         self._cut: StopCut | None = None
         self._is_held = False
         self._updating = asyncio.Lock()
-        self._given: list[Server] = []
+        self._given: list[FleetServer] = []
         """Servers that get the update that is under way."""
         self._names, self._job = count(), secrets.token_hex(4)
         self._served_s = time.monotonic()
@@ -452,14 +452,14 @@ class Fleet:
                 await self._leave(self._servers.pop(url))
         for url in urls:
             if url not in self._servers:
-                server = Server(url, self._access, self._weights, needs_weights=self._needs_weights)
+                server = FleetServer(url, self._access, self._weights, needs_weights=self._needs_weights)
                 self._servers[url] = server
             server = self._servers[url]
             _refusal_of(server)  # it has been logged
             if not (server.serves or server.waits) and (server.joining is None or server.joining.done()):
                 server.joining = asyncio.get_running_loop().create_task(self._join(server))
 
-    async def _join(self, server: Server) -> None:
+    async def _join(self, server: FleetServer) -> None:
         """Raises ServerRefuses."""
         try:
             await server.introduce(self._protocol, self._max_context_tokens)
@@ -479,18 +479,18 @@ class Fleet:
             raise
         self._serve(server)
 
-    def _serve(self, server: Server) -> None:
+    def _serve(self, server: FleetServer) -> None:
         server.serves, server.waits = True, False
         logger.info("%s serves, by %s", server.url, server.protocol.name)
         self._changed()
 
-    def _retire(self, server: Server) -> None:
+    def _retire(self, server: FleetServer) -> None:
         """Gives the server's samples to others."""
         server.serves = server.waits = False
         self._requeue(server)
         self._changed()
 
-    async def _leave(self, server: Server) -> None:
+    async def _leave(self, server: FleetServer) -> None:
         """Closes what was open to a retired server."""
         if server.joining is not None:
             server.joining.cancel()
@@ -499,7 +499,7 @@ class Fleet:
         await server.close()
         logger.warning("%s has left", server.url)
 
-    def _lose(self, server: Server, why: str) -> None:
+    def _lose(self, server: FleetServer, why: str) -> None:
         if server.serves:
             logger.warning("%s is lost, and looked for again: %s", server.url, why)
         server.problem = why
@@ -526,7 +526,7 @@ class Fleet:
                 return
             self._send(self._queue.popleft(), min(free, key=lambda server: len(server.drawings)))
 
-    def _send(self, drawing: Drawing, server: Server) -> None:
+    def _send(self, drawing: Drawing, server: FleetServer) -> None:
         # A server takes a request's name for the beginning of others': none is that of another one's here.
         drawing.version, drawing.name = self.version, f"{self._job}.{next(self._names)}."
         number = drawing.sample.id
@@ -534,7 +534,7 @@ class Fleet:
         task = asyncio.get_running_loop().create_task(self._draw(drawing, server))
         self._running[number] = task, server
 
-    async def _draw(self, drawing: Drawing, server: Server) -> None:
+    async def _draw(self, drawing: Drawing, server: FleetServer) -> None:
         assert self._sampling is not None
         try:
             await server.draw(drawing, self._sampling, self._settings.hang_timeout_s)
@@ -566,7 +566,7 @@ class Fleet:
             self._again(drawing, f"the server ended it ({drawing.end}) before the limit", sample)
         self._dispatch()
 
-    def _requeue(self, server: Server) -> None:
+    def _requeue(self, server: FleetServer) -> None:
         for number in reversed([*server.drawings]):
             self._again(self._stop(number), f"{server.url}: {server.problem}")
 
@@ -600,7 +600,7 @@ class Fleet:
             task.cancel()
         return server.drawings.pop(number)
 
-    async def _withdraw(self, server: Server, numbers: Collection[int]) -> None:
+    async def _withdraw(self, server: FleetServer, numbers: Collection[int]) -> None:
         """Have a server say what it has drawn of these; it may be lost, or silent."""
         mine = {number: drawing for number, drawing in server.drawings.items() if number in numbers}
         tasks = [self._running[number][0] for number in mine]
@@ -618,7 +618,7 @@ class Fleet:
             logger.info("%s was asked to end %d requests: %s", server.url, len(mine), problem)
 
 
-def _refusal_of(server: Server) -> BaseException | None:
+def _refusal_of(server: FleetServer) -> BaseException | None:
     """What came of asking it to join, where it refused."""
     if server.joining is None or not server.joining.done() or server.joining.cancelled():
         return None

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
-from rltrain.checkpoint.safetensors_file import Entry
+from rltrain.checkpoint.safetensors_file import TensorEntry
 from rltrain.models.table import ElementType
 from rltrain.reshard.copy_table import DTYPES
 from rltrain.reshard.layout import Layout, parameter_types
@@ -101,11 +101,11 @@ def shared_run(job_store: JobStore, role: str, *, leads: bool) -> str:
     return str(job_store.get(key, waiting_for=f"the labels of role {role}'s weights"))
 
 
-def entries_of(part: Layout, rank: int) -> list[Entry]:
+def entries_of(part: Layout, rank: int) -> list[TensorEntry]:
     """Of the parameters of a part on a rank."""
     types: Sequence[int] = parameter_types(part, part.parts[part.ranks.index(rank)]).tolist()
     return [
-        Entry(name, DTYPES[ElementType(kind)], tuple(shape))
+        TensorEntry(name, DTYPES[ElementType(kind)], tuple(shape))
         for (name, shape), kind in zip(part.on(rank).parameters, types, strict=True)
     ]
 
@@ -125,7 +125,7 @@ class _Part:
 
     number: int
     flat: Tensor
-    entries: Sequence[Entry]
+    entries: Sequence[TensorEntry]
 
 
 @dataclass(frozen=True)

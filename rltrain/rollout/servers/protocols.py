@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.checkpoint.safetensors_file import Entry
+from rltrain.checkpoint.safetensors_file import TensorEntry
 from rltrain.rollout.delta_form import form
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.servers.calls import Calls, Drawing, ServerBusy, ServerGone, ServerRefuses
@@ -94,7 +94,7 @@ class UpdateGroup:
 
 
 @dataclass(frozen=True)
-class Described:
+class ServerDescription:
     """What a server says of itself; None: it says nothing."""
 
     model: str
@@ -115,7 +115,7 @@ class BroadcastProtocol(Protocol):
         """An update; one that somebody left open ends."""
         ...
 
-    async def receive(self, calls: Calls, group: str, entries: Sequence[Entry], limit_s: float) -> None:
+    async def receive(self, calls: Calls, group: str, entries: Sequence[TensorEntry], limit_s: float) -> None:
         """Take one broadcast of bytes, of which `entries` lie one behind the other; answers once they are in use."""
         ...
 
@@ -138,10 +138,10 @@ class ServerProtocol(Protocol):
     broadcasts: BroadcastProtocol | None
     """For way group; None: it has no such."""
 
-    async def describe(self, calls: Calls) -> Described: ...
+    async def describe(self, calls: Calls) -> ServerDescription: ...
 
     def request(
-        self, drawing: Drawing, sampling: SamplingParams, described: Described
+        self, drawing: Drawing, sampling: SamplingParams, described: ServerDescription
     ) -> tuple[str, Mapping[str, Any]]:
         """The path and body of a POST that draws."""
         ...
@@ -207,7 +207,7 @@ class SGLangBroadcasts:
             await calls.post(END, {})
             await calls.post(BEGIN, {"selector": "target"})
 
-    async def receive(self, calls: Calls, group: str, entries: Sequence[Entry], limit_s: float) -> None:
+    async def receive(self, calls: Calls, group: str, entries: Sequence[TensorEntry], limit_s: float) -> None:
         body = {
             "names": [entry.name for entry in entries],
             "dtypes": [str(entry.dtype).removeprefix("torch.") for entry in entries],
@@ -255,15 +255,15 @@ class SGLangProtocol:
     ways: Sequence[str] = ("folder", "group", "delta")
     broadcasts: BroadcastProtocol | None = SGLangBroadcasts()
 
-    async def describe(self, calls: Calls) -> Described:
+    async def describe(self, calls: Calls) -> ServerDescription:
         info = await calls.get("/server_info")
         model = await calls.get("/model_info")
         context = info.get("context_length") or info.get("max_req_input_len")
         num_ranks = info.get("tp_size") if info.get("pp_size") == info.get("dp_size") == 1 else None
-        return Described(str(model.get("model_path")), context, num_ranks)
+        return ServerDescription(str(model.get("model_path")), context, num_ranks)
 
     def request(
-        self, drawing: Drawing, sampling: SamplingParams, described: Described
+        self, drawing: Drawing, sampling: SamplingParams, described: ServerDescription
     ) -> tuple[str, Mapping[str, Any]]:
         body = {
             "rid": drawing.name,
@@ -340,16 +340,16 @@ class OpenAIProtocol:
     ways: Sequence[str] = ("folder", "delta")
     broadcasts: BroadcastProtocol | None = None
 
-    async def describe(self, calls: Calls) -> Described:
+    async def describe(self, calls: Calls) -> ServerDescription:
         model = (await calls.get(MODELS))["data"][0]
-        return Described(str(model["id"]), model.get("max_model_len"))
+        return ServerDescription(str(model["id"]), model.get("max_model_len"))
 
     def request(
-        self, drawing: Drawing, sampling: SamplingParams, described: Described
+        self, drawing: Drawing, sampling: SamplingParams, described: ServerDescription
     ) -> tuple[str, Mapping[str, Any]]:
         return "/v1/completions", self.body(drawing, sampling, described) | {"seed": drawing.sample.seed}
 
-    def body(self, drawing: Drawing, sampling: SamplingParams, described: Described) -> dict[str, Any]:
+    def body(self, drawing: Drawing, sampling: SamplingParams, described: ServerDescription) -> dict[str, Any]:
         return {
             "model": described.model,
             "prompt": [*drawing.sample.context],
@@ -418,7 +418,7 @@ class VLLMProtocol(OpenAIProtocol):
     ways: Sequence[str] = ("folder",)
 
     def request(
-        self, drawing: Drawing, sampling: SamplingParams, described: Described
+        self, drawing: Drawing, sampling: SamplingParams, described: ServerDescription
     ) -> tuple[str, Mapping[str, Any]]:
         whole_text = {"include_stop_str_in_output": True, "skip_special_tokens": False}
         return "/v1/completions", {**self.body(drawing, sampling, described), **whole_text}

@@ -23,14 +23,14 @@ _ERROR_CHARACTERS = 2000
 
 
 @dataclass(frozen=True)
-class Failure:
+class StreamFailure:
     """How a stream ended before its responses did. `error` is EngineLost, EngineError where the server refused, or what
     nobody expected."""
 
     error: Exception
 
 
-Item = dict[str, Any] | Failure
+Item = dict[str, Any] | StreamFailure
 """What a stream brings: the server's events, and at most one failure."""
 
 
@@ -81,7 +81,7 @@ class Client:
         """Start a stream, whose events arrive in `inbox`, and a Failure where it ends too early."""
         http, inbox = self._http, self.inbox
         if http is None:
-            inbox.put(Failure(EngineLost("no SGLang server is connected")))
+            inbox.put(StreamFailure(EngineLost("no SGLang server is connected")))
             return
         self._loop.call_soon_threadsafe(self._start_stream, http, inbox, body)
 
@@ -133,18 +133,18 @@ class Client:
             async with http.stream("POST", "/generate", json=body) as response:
                 if response.status_code != 200:
                     text = (await response.aread()).decode(errors="replace")
-                    inbox.put(Failure(_failure("/generate", response.status_code, text)))
+                    inbox.put(StreamFailure(_failure("/generate", response.status_code, text)))
                     return
                 async for data in _events(response):
                     self.last_event_s = time.monotonic()
                     if data == _DONE:
                         return
                     inbox.put(json.loads(data))
-            inbox.put(Failure(EngineLost("/generate of the SGLang server: its answer ended in the middle")))
+            inbox.put(StreamFailure(EngineLost("/generate of the SGLang server: its answer ended in the middle")))
         except (httpx.HTTPError, OSError, ValueError) as error:
-            inbox.put(Failure(EngineLost(f"/generate of the SGLang server: {_words(error)}")))
+            inbox.put(StreamFailure(EngineLost(f"/generate of the SGLang server: {_words(error)}")))
         except Exception as error:  # a task's error is nobody's: whoever waits for the stream raises this one
-            inbox.put(Failure(error))
+            inbox.put(StreamFailure(error))
 
     async def _leave(self, http: httpx.AsyncClient) -> None:
         tasks = [*self._tasks]

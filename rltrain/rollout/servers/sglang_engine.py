@@ -31,7 +31,7 @@ from rltrain.rollout.layout import engine_parts
 from rltrain.rollout.sample import Sample
 from rltrain.rollout.servers.sglang_client import Client
 from rltrain.rollout.servers.sglang_process import AdapterSpec, Server, ServerSpec, check_arguments
-from rltrain.rollout.servers.sglang_session import EngineBroadcast, ServerRouting, Session
+from rltrain.rollout.servers.sglang_session import EngineBroadcast, ServerRouting, ServerSession
 from rltrain.rollout.servers.sglang_weights import ADAPTER, Delivery, first_load
 from rltrain.rollout.stop_strings import Tokenizer, stop_strings
 
@@ -89,9 +89,9 @@ class SGLangEngine:
         self._lost: str | None = None
         """Why the server is to be replaced at the end of the update."""
         self._released: set[str] = set()
-        self._session: Session | None = None
+        self._session: ServerSession | None = None
         if client is not None:
-            self._session = Session(
+            self._session = ServerSession(
                 client,
                 num_slots=max_running_requests,
                 max_context_tokens=max_context_tokens,

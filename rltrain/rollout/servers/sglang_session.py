@@ -21,7 +21,7 @@ from rltrain.models import Architecture
 from rltrain.models.routing_shape import RoutingShape
 from rltrain.rollout.engine import SamplingParams, response_limit
 from rltrain.rollout.sample import Sample, Status
-from rltrain.rollout.servers.sglang_client import Client, Failure
+from rltrain.rollout.servers.sglang_client import Client, StreamFailure
 from rltrain.rollout.stop_strings import StopCut, Tokenizer, stop_cut
 
 T = TypeVar("T")
@@ -429,7 +429,7 @@ _ABORT_AGAIN_S = 0.25
 _ABORT_ALL = ("/abort_request", {"abort_all": True, "rid": ""})
 
 
-class Session:
+class ServerSession:
     """No more is sent than the server runs at once: so what waits here, and only that, gets the newest weights.
 
     `begin_version` tells the weights that samples are sent to from now on. The server reuses keys and values only
@@ -585,7 +585,7 @@ class Session:
             item = self._client.inbox.get(timeout=wait_s) if wait_s > 0 else self._client.inbox.get_nowait()
         except Empty:
             return False
-        if isinstance(item, Failure):
+        if isinstance(item, StreamFailure):
             raise item.error
         if "error" in item:
             raise EngineError(f"SGLang refused a request: {item['error']}. Its log is in the run folder.")

@@ -30,7 +30,7 @@ DEVICE_PAGE_BYTES = 2**21
 """The driver shares memory by pages of this size: a segment has its own, so that nothing else is shared with it."""
 
 
-class Segment(Protocol):
+class MappedSegment(Protocol):
     """Memory that another process of this node can map as `handle` says."""
 
     bytes: Tensor
@@ -66,7 +66,7 @@ class DeviceSegment:
             driver("cuMemAlloc_v2", ctypes.byref(self._pointer), ctypes.c_size_t(num_bytes))
             exported = (ctypes.c_char * IPC_HANDLE_BYTES)()
             driver("cuIpcGetMemHandle", ctypes.byref(exported), self._pointer)
-            self.bytes = torch.as_tensor(_Array(int(self._pointer.value), num_bytes), device=device)
+            self.bytes = torch.as_tensor(_CudaArray(int(self._pointer.value), num_bytes), device=device)
         self.handle = {
             "kind": "cuda",
             "id": secrets.token_hex(16),
@@ -82,7 +82,7 @@ class DeviceSegment:
             driver("cuMemFree_v2", self._pointer)
 
 
-class _Array:
+class _CudaArray:
     def __init__(self, pointer: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
             "shape": (num_bytes,),
@@ -140,7 +140,7 @@ class Staging:
     def __init__(self, parts: Sequence[Layout], rank: int, device: torch.device) -> None:
         self.fields = tuple(fields_of(part, rank) for part in parts)
         num_bytes = max([1, *(self.num_bytes(part) for part in range(len(parts)))])
-        self._slots: list[Segment] = [
+        self._slots: list[MappedSegment] = [
             DeviceSegment(num_bytes, device) if device.type == "cuda" else HostSegment(num_bytes)
             for _ in range(min(NUM_SLOTS, len(parts)))
         ]

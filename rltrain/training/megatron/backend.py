@@ -46,7 +46,7 @@ from rltrain.training.megatron.model import (
 )
 from rltrain.training.megatron.optimizer import (
     GradientReduction,
-    LossScale,
+    MegatronLossScale,
     ParameterGather,
     build_optimizer,
     data_parallel_config,
@@ -323,7 +323,7 @@ class TrainableModel(EvaluableModel, Trainable):
         self.optimizer = build_optimizer(self.chunks, settings.optimizer, self.groups)
         if is_replaced(settings.optimizer):
             replace_steps(model, self.optimizer, settings.optimizer)
-        self.loss_scale = LossScale(self.optimizer, model.config)
+        self.loss_scale = MegatronLossScale(self.optimizer, model.config)
         # Else Megatron's schedules would reduce the gradients after every part of a mini-batch.
         model.config.finalize_model_grads_func = None
         self.parts = {**self.parts, **training_parts(model, self.chunks, self.optimizer)}
@@ -473,7 +473,7 @@ class TrainableModel(EvaluableModel, Trainable):
         return _from_last_stage(metrics, self.groups.pp, self.model.device)
 
 
-class AdaptedModel(TrainableModel):
+class MegatronAdaptedModel(TrainableModel):
     """As training.backend.AdaptedModel describes it: of `model` its adapters alone are trained."""
 
     def __init__(
@@ -537,7 +537,7 @@ def trained_model(
         adapters = add_adapters(model, lora, site.config.seed)
         if state is None:
             begin_adapters(adapters.layout, site.world.rank, adapters.parameters, lora, site.config.seed)
-        make = partial(AdaptedModel, model, adapters)
+        make = partial(MegatronAdaptedModel, model, adapters)
     trained = make(
         settings, total_updates=total_updates, max_skipped=site.config.on_divergence.max_skipped, role=site.role
     )

@@ -149,7 +149,7 @@ def scaler_settings(settings: schema.LossScale) -> dict[str, Any]:
     }
 
 
-class LossScale:
+class MegatronLossScale:
     """Of a model's optimizer. Of one that needs none, since its weights are not fp16, it says nothing.
 
     The optimizer divides gradients by it before it looks at them, and halves or doubles it: after gradients that

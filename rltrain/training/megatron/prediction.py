@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from rltrain.algorithms.losses import LossOutput
-from rltrain.models.prediction import Prediction
+from rltrain.models.prediction import PredictionNames
 from rltrain.training.logprobs import Logits, vocab_parallel_logprobs
 from rltrain.training.megatron.layers import word_embedding
 from rltrain.training.megatron.norms import RMSNorm, parameter_device
@@ -69,7 +69,7 @@ class PredictionLayer(torch.nn.Module):
 
     def __init__(
         self,
-        shape: Prediction,
+        shape: PredictionNames,
         config: TransformerConfig,
         decoder_layer: ModuleSpec,
         number: int,
