@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, Any
 from rltrain.errors import UserError
 
 if TYPE_CHECKING:
-    from rltrain.cli.interface import Config, dry_run, run
+    from rltrain.cli.python_interface import Config, dry_run, run
     from rltrain.runtime.placement import Placement
 
 __all__ = ["Config", "Placement", "UserError", "dry_run", "run"]
 
 _WHERE = {
-    "Config": "rltrain.cli.interface",
+    "Config": "rltrain.cli.python_interface",
     "Placement": "rltrain.runtime.placement",
-    "dry_run": "rltrain.cli.interface",
-    "run": "rltrain.cli.interface",
+    "dry_run": "rltrain.cli.python_interface",
+    "run": "rltrain.cli.python_interface",
 }
 """Names that are imported when they are asked for."""
 

@@ -24,10 +24,10 @@ from rltrain.exchange.exchange import Exchange
 from rltrain.exchange.transport import Transport
 from rltrain.models import Architecture
 from rltrain.observability.evaluations import REACHED, EvaluationTable, end_verdict_of, stop_verdict_of
-from rltrain.observability.metrics import Sinks
 from rltrain.observability.progress import Progress, checkpoints_of
 from rltrain.observability.reporter import Reporter, RoleWork, Sink, of_whole_job
 from rltrain.observability.run_logs import write_job
+from rltrain.observability.sinks import Sinks
 from rltrain.observability.trace import AnyTrace, start_trace
 from rltrain.offload.device_memory import device_memory
 from rltrain.offload.memory_parts import memory_saver

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rltrain.algorithms.losses import LossFunction
+    from rltrain.data.demonstrations import Demonstrations, Preferences
     from rltrain.data.experience import Experience
     from rltrain.data.row_index import IndexFolder
-    from rltrain.data.supervised import Demonstrations, Preferences
     from rltrain.data.tokenizer import ModelLimits
 
 

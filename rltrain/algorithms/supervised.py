@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, ClassVar
 from rltrain.tasks.roles import ENV, rewarding_roles
 
 if TYPE_CHECKING:
+    from rltrain.data.demonstrations import Preferences
     from rltrain.data.row_index import IndexFolder
-    from rltrain.data.supervised import Preferences
     from rltrain.data.tokenizer import ModelLimits
 if TYPE_CHECKING:
     from rltrain.algorithms.losses import LossFunction
 if TYPE_CHECKING:
     from rltrain.algorithms.losses import LossFunction
+    from rltrain.data.demonstrations import Demonstrations
     from rltrain.data.row_index import IndexFolder
-    from rltrain.data.supervised import Demonstrations
     from rltrain.data.tokenizer import ModelLimits
 
 
@@ -113,7 +113,7 @@ class FromPairs(Algorithm):
         return self.config.data.max_response_tokens
 
     def training_data(self, indexes: "IndexFolder | None", model: "ModelLimits") -> "Preferences":
-        from rltrain.data.supervised import Preferences
+        from rltrain.data.demonstrations import Preferences
 
         return Preferences(self.config, indexes, model)
 
@@ -182,7 +182,7 @@ class Sft(Algorithm):
         return self.config.data.max_response_tokens
 
     def training_data(self, indexes: "IndexFolder | None", model: "ModelLimits") -> "Demonstrations":
-        from rltrain.data.supervised import Demonstrations
+        from rltrain.data.demonstrations import Demonstrations
 
         return Demonstrations(self.config, indexes, model)
 

@@ -22,6 +22,18 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingCo
 from rich.progress import Progress as RichProgress
 from torch import Tensor
 
+from rltrain.checkpoint.conversion_sources import (
+    CHOICES,
+    HF_FOLDER,
+    CheckpointSource,
+    HfSource,
+    MegatronSource,
+    Processes,
+    RunSource,
+    num_bytes,
+    target_type,
+    type_name,
+)
 from rltrain.checkpoint.durable_file import BEHIND_BYTES, DurableFile, populate
 from rltrain.checkpoint.hf_files import (
     METADATA,
@@ -48,18 +60,6 @@ from rltrain.checkpoint.megatron_reader import (
 from rltrain.checkpoint.run_files import flush_folder
 from rltrain.checkpoint.run_folder import is_of_run, name_of
 from rltrain.checkpoint.safetensors_file import SafetensorsFile
-from rltrain.checkpoint.sources import (
-    CHOICES,
-    HF_FOLDER,
-    CheckpointSource,
-    HfSource,
-    MegatronSource,
-    Processes,
-    RunSource,
-    num_bytes,
-    target_type,
-    type_name,
-)
 from rltrain.errors import CheckpointError, listed, named_by
 from rltrain.models import Architecture
 from rltrain.models.architecture import CONFIG_FILE

@@ -16,7 +16,14 @@ from rltrain.checkpoint.conversion import (
     open_source,
     writers_grid,
 )
-from rltrain.checkpoint.sources import CHOICES, CheckpointSource, HfSource, Processes, RunSource, join_processes
+from rltrain.checkpoint.conversion_sources import (
+    CHOICES,
+    CheckpointSource,
+    HfSource,
+    Processes,
+    RunSource,
+    join_processes,
+)
 from rltrain.errors import CheckpointError, UserError, command_name
 
 EXIT_DIFFERENT = 1

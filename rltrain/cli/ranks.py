@@ -122,7 +122,7 @@ USER_ERROR, FAILED = 2, 1
 SHUTDOWN_TIMEOUT_S = "310"
 """Seconds that ranks have to save after a signal. They end by themselves after checkpoint.stop_within_s."""
 RANK_MODULE = "rltrain.cli.main"
-"""What ranks run, but for those that rltrain.run starts: they run rltrain.cli.interface."""
+"""What ranks run, but for those that rltrain.run starts: they run rltrain.cli.python_interface."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -171,7 +171,7 @@ def _way_on(name: str, arguments: Sequence[str]) -> str:
     if name not in ("train", "run"):
         return ""
     from rltrain.checkpoint.run_folder import way_on
-    from rltrain.cli.interface import read_config
+    from rltrain.cli.python_interface import read_config
     from rltrain.cli.train import read_arguments
 
     try:

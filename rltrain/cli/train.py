@@ -90,7 +90,7 @@ def check_config_in(config: "Config", worlds: Sequence[tuple[int, int]], more_ra
     weights, a GPU or the hub is left to the ranks. `more_ranks` tells of a job of one rank how to start more."""
     from rltrain.data.hub import repositories_of
     from rltrain.models.of_roles import are_quickly_read
-    from rltrain.planning.inputs import refuse_missing_functions
+    from rltrain.planning.rows_and_rewards import refuse_missing_functions
     from rltrain.planning.validation import check_config
     from rltrain.planning.validation_schedule import place_config
 

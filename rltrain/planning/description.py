@@ -17,7 +17,6 @@ from rltrain.errors import ConfigError
 from rltrain.models import Architecture
 from rltrain.planning.doubts import doubts, doubts_about_models, doubts_about_variables, obstacle_to_repeating
 from rltrain.planning.hardware import GB, Gpu, gpu_named
-from rltrain.planning.inputs import describe_environment, describe_reward, describe_rows
 from rltrain.planning.memory import (
     CHANGED_SHARE,
     RankMemory,
@@ -30,6 +29,7 @@ from rltrain.planning.memory import (
 )
 from rltrain.planning.options import DryRunOptions, is_legal, with_shipped_shapes
 from rltrain.planning.planned import PlannedJob, Workload
+from rltrain.planning.rows_and_rewards import describe_environment, describe_reward, describe_rows
 from rltrain.planning.search import Change, best_changes, calibration_of, proposals
 from rltrain.planning.sizes import WIDTH, digits, numbered, seconds, size, sizes, table
 from rltrain.planning.step_time import Calibration, Clock, StepTime

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from rltrain.models import Architecture
-from rltrain.planning.activations import Activations
+from rltrain.planning.activation_memory import Activations
 from rltrain.planning.hardware import GB, Gpu
 from rltrain.planning.optimizer_memory import (
     gathered_bytes,

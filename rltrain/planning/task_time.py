@@ -16,7 +16,7 @@ from rltrain.models.flops import (
     layer_flops,
     mlp_flops,
 )
-from rltrain.planning.activations import Activations
+from rltrain.planning.activation_memory import Activations
 from rltrain.planning.hardware import Gpu, GridLinks
 from rltrain.planning.memory import kv_bytes, state_bytes
 from rltrain.planning.optimizer_memory import (

@@ -11,9 +11,9 @@ from torch import Tensor
 from rltrain.errors import SyncError
 from rltrain.models.table import ITEM_BYTES, Array, IntArray
 from rltrain.reshard.changes import Extent, Packing, changes_on, mark, rounded_up
+from rltrain.reshard.copies import Message, StageSteps, Steps
 from rltrain.reshard.copy_table import CopyTable
 from rltrain.reshard.rounds import STAGES, Headers
-from rltrain.reshard.steps import Message, StageSteps, Steps
 from rltrain.reshard.streams import Memory, byte_buffer
 
 WHOLE, CHANGES = 1, 2

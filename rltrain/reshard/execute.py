@@ -14,13 +14,13 @@ from torch import Tensor
 from rltrain.errors import SyncError
 from rltrain.models.table import ElementType, IntArray, TypeArray, wire_types
 from rltrain.reshard.agreement import Agreement
+from rltrain.reshard.copies import BlockPlaces, StageSteps, Steps, make_steps
 from rltrain.reshard.copy_table import DTYPES, CopyTable
 from rltrain.reshard.delta import Coder, DeltaSettings, headers_of
 from rltrain.reshard.fp8_blocks import SCALES_PARAMETER
 from rltrain.reshard.match import num_bytes
 from rltrain.reshard.plan import Parameters, RankPlan
 from rltrain.reshard.rounds import NO_HEADERS, shared_places, stage_streams
-from rltrain.reshard.steps import BlockPlaces, StageSteps, Steps, make_steps
 from rltrain.reshard.streams import DeviceStream, DeviceStreams, Event, Memory, StagingBuffers, allocate
 from rltrain.reshard.wires import GlooWire, NcclWire, Neighbours, SharedWire, Wire
 from rltrain.runtime.heartbeat import Waiting, unnoted

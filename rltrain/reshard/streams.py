@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rltrain.reshard.steps import Message, Steps
+from rltrain.reshard.copies import Message, Steps
 
 
 class Event(Protocol):

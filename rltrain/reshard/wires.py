@@ -22,9 +22,9 @@ from rltrain.errors import SyncError
 from rltrain.models.table import IntArray
 from rltrain.reshard import native
 from rltrain.reshard.agreement import Agreement
+from rltrain.reshard.copies import Message, StageSteps
 from rltrain.reshard.native import Signal
 from rltrain.reshard.rounds import ReadPlaces
-from rltrain.reshard.steps import Message, StageSteps
 from rltrain.reshard.streams import DeviceStream, Event, Memory
 from rltrain.runtime.machine import has_ended, process_here, this_process
 from rltrain.runtime.shared_memory import AVAILABLE, SharedMemory

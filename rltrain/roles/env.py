@@ -8,8 +8,8 @@ import torch
 
 from rltrain.checkpoint.run_files import Contents, read_contents
 from rltrain.environments.batch import EnvironmentFactory, EpisodeLimits
+from rltrain.environments.engine_service import EnvironmentService
 from rltrain.environments.host import EnvironmentHost
-from rltrain.environments.service import EnvironmentService
 from rltrain.errors import ConfigError
 from rltrain.offload.memory_parts import MemoryPart
 from rltrain.roles.role import Job, Role

@@ -10,7 +10,7 @@ from rltrain.config.evaluation import EvaluationPlan
 from rltrain.data.chat_format import ChatFormat
 from rltrain.data.columns import RowColumns, read_columns
 from rltrain.data.prompts import PromptDataset
-from rltrain.environments.service import RemoteEnvironments
+from rltrain.environments.engine_service import RemoteEnvironments
 from rltrain.roles.env import DRAWN, place_of
 from rltrain.roles.role import Job
 from rltrain.rollout.engine import Engine, SamplingParams

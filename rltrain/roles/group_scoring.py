@@ -12,7 +12,7 @@ import torch
 from rltrain.algorithms.losses import response_lengths
 from rltrain.checkpoint.run_files import Contents, read_contents, read_texts
 from rltrain.data.experience import SIBLINGS_APART, Experience, join
-from rltrain.data.order import SolvedRateOrder, SolvedRates
+from rltrain.data.prompt_order import SolvedRateOrder, SolvedRates
 from rltrain.errors import CheckpointError
 from rltrain.rewards.answers import Scorable
 from rltrain.rewards.group_filter import GroupFilter

@@ -13,11 +13,11 @@ from typing import Any
 
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.config.schema import Config
-from rltrain.data.order import RowOrder, prompt_order
+from rltrain.data.demonstrations import Demonstrations, Preferences
+from rltrain.data.prompt_order import RowOrder, prompt_order
 from rltrain.data.prompt_rows import PromptRow
 from rltrain.data.prompts import PromptDataset, SourceRows, load_prompts, repeated_within_a_step, report_dropped
 from rltrain.data.row_index import IndexFolder
-from rltrain.data.supervised import Demonstrations, Preferences
 from rltrain.data.tokenizer import UNKNOWN_MODEL, ModelLimits, PromptEncoder, TextDecoder, load_encoder
 from rltrain.models import Architecture
 from rltrain.rewards.functions import labels_of

@@ -11,8 +11,8 @@ from rltrain.algorithms.registry import algorithm_of
 from rltrain.checkpoint.run_files import AnyFile, Contents
 from rltrain.checkpoint.saved_state import Counts, Destination, SavedState, contents, flat_name
 from rltrain.data.columns import teachers_of_rows
+from rltrain.data.demonstrations import Preferences
 from rltrain.data.experience import Experience
-from rltrain.data.supervised import Preferences
 from rltrain.exchange.exchange import Shipment
 from rltrain.models.of_roles import reference_is_actors_base, reference_uses_actor_modules
 from rltrain.offload.host_memory import HostTensors, NodeCopy

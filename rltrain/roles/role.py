@@ -11,7 +11,7 @@ from rltrain.checkpoint.node_memory import NodeMemory
 from rltrain.checkpoint.run_files import Contents
 from rltrain.checkpoint.run_folder import Resumed
 from rltrain.config.schema import Config, Offload
-from rltrain.data.supervised import Demonstrations, Preferences
+from rltrain.data.demonstrations import Demonstrations, Preferences
 from rltrain.errors import cannot_write
 from rltrain.exchange.exchange import Shipment
 from rltrain.models import Architecture

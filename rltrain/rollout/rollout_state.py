@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.checkpoint.run_files import Contents
-from rltrain.data.order import Outcomes, RowOrder, SolvedRateOrder
+from rltrain.data.prompt_order import Outcomes, RowOrder, SolvedRateOrder
 from rltrain.errors import CheckpointError
 from rltrain.rollout.sample import RecordedRouting, Sample, SampleGroup, Status
 from rltrain.runtime.job_store import Waiter, poll, poll_s

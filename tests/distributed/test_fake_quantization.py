@@ -13,7 +13,7 @@ from torch import Tensor
 from rltrain.models import read_architecture
 from rltrain.models.experts import is_expert
 from rltrain.models.products import int4_rounded
-from rltrain.planning.activations import Activations
+from rltrain.planning.activation_memory import Activations
 from tests.distributed.cases_experts import response_mask
 from tests.distributed.cases_fake_quantization import GROUP_SIZE, LAYOUTS, MEASURED, WAYS
 from tests.distributed.cases_lora import KEPT_ROWS

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from rltrain.models import canonical_tensors, read_architecture
 from rltrain.models.lora import A, B
-from rltrain.planning.activations import Activations
+from rltrain.planning.activation_memory import Activations
 from tests.distributed.cases_lora import (
     FAMILIES,
     FROM_PEFT,

@@ -34,7 +34,7 @@ def test_what_the_config_is_refused_for_is_said_once_for_all_ranks(tmp_path: Pat
     done = run([*TORCHRUN, "stepps=2", f"output_dir={tmp_path}"], 100)
     assert done.returncode != 0
     assert done.stderr.count("rltrain: override 'stepps=2': stepps: unknown key") == 1, done.stderr
-    assert "rltrain/cli/interface.py" not in done.stderr, "no traceback"
+    assert "rltrain/cli/python_interface.py" not in done.stderr, "no traceback"
 
 
 ON_ONE_RANK = """\

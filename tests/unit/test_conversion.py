@@ -23,10 +23,10 @@ from rltrain.checkpoint.conversion import (
     open_source,
     writers_grid,
 )
+from rltrain.checkpoint.conversion_sources import Processes
 from rltrain.checkpoint.durable_file import BEHIND_BYTES
 from rltrain.checkpoint.hf_reader import Box, load_parameters
 from rltrain.checkpoint.hf_writer import save_checkpoint
-from rltrain.checkpoint.sources import Processes
 from rltrain.models import read_architecture, table_of
 from rltrain.reshard.layout import hf_layout
 from tests.converted_checkpoints import SIZES, TOKENIZER_FILES, loads_alike, make_checkpoint, stored_tensors

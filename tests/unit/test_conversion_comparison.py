@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from rltrain.checkpoint import conversion
 from rltrain.checkpoint.conversion import first_difference
-from rltrain.checkpoint.sources import HfSource, Processes
+from rltrain.checkpoint.conversion_sources import HfSource, Processes
 from tests.converted_checkpoints import make_checkpoint
 
 

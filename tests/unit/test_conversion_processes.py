@@ -12,7 +12,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from rltrain.checkpoint.conversion import ConversionProgress, convert_to_hf, first_difference
-from rltrain.checkpoint.sources import HfSource, Processes
+from rltrain.checkpoint.conversion_sources import HfSource, Processes
 from tests.converted_checkpoints import make_checkpoint
 
 

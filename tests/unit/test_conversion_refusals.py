@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rltrain.checkpoint.conversion import convert_to_hf, open_source
+from rltrain.checkpoint.conversion_sources import HfSource, Processes
 from rltrain.checkpoint.durable_file import DurableFile
-from rltrain.checkpoint.sources import HfSource, Processes
 from rltrain.cli.convert import main
 from rltrain.errors import CheckpointError
 from rltrain.models import read_architecture

@@ -8,12 +8,12 @@ import torch
 from rltrain.errors import SyncError
 from rltrain.offload.memory_parts import MemoryPart
 from rltrain.reshard.changes import Extent
+from rltrain.reshard.copies import Steps, make_steps
 from rltrain.reshard.copy_table import CopyTable
 from rltrain.reshard.delta import CHANGES, HEADER_BYTES, WHOLE, Coder, DeltaSettings, headers_of
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan import plan
 from rltrain.reshard.rounds import STAGES, choose_rounds, stage_streams
-from rltrain.reshard.steps import Steps, make_steps
 from rltrain.reshard.streams import Memory
 from rltrain.roles.weight_sync import WeightSyncTask
 from rltrain.rollout.layout import engine_layout

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from rltrain.config import schema
+from rltrain.data.demonstrations import Demonstrations, load_sft_batch
 from rltrain.data.experience import Experience
 from rltrain.data.prompts import PromptDataset, load_prompts
-from rltrain.data.supervised import Demonstrations, load_sft_batch
 from rltrain.data.tokenizer import UNKNOWN_MODEL, ModelLimits, PromptEncoder
 from rltrain.errors import CheckpointError, DataError
 from tests.unit.test_prompts import CHAT_TEMPLATE, byte_tokenizer

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from rltrain.config.explain import all_keys
-from rltrain.config.reference import COMMAND, docstrings, document
+from rltrain.config.key_reference import COMMAND, docstrings, document
 from rltrain.config.schema import Schedule
 
 REPOSITORY = Path(__file__).resolve().parents[2]

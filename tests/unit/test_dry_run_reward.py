@@ -8,7 +8,7 @@ import pytest
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
-from rltrain.planning.inputs import describe_environment, describe_reward
+from rltrain.planning.rows_and_rewards import describe_environment, describe_reward
 
 SHIPPED = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
 

@@ -9,7 +9,7 @@ import pytest
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
 from rltrain.models import canonical_tensors, quantizable_tensors
-from rltrain.planning.activations import Activations
+from rltrain.planning.activation_memory import Activations
 from rltrain.planning.hardware import GB, GPUS, gpu_named
 from rltrain.planning.memory import kv_bytes, largest, memory_checkpoint_bytes, rank_memories, resident_bytes
 from rltrain.planning.planned import plan_job, served_bytes

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from rltrain.checkpoint.conversion_sources import HfSource
 from rltrain.checkpoint.hf_reader import HfFolder, further_layers
 from rltrain.checkpoint.peft_files import load_adapters
-from rltrain.checkpoint.sources import HfSource
 from rltrain.cli.serve import parser, serve
 from rltrain.config.models import Lora
 from rltrain.data.tokenizer import end_token_ids

@@ -13,9 +13,9 @@ import pytest
 from rltrain.checkpoint.run_files import RUN_FILE
 from rltrain.checkpoint.run_folder import Resumed
 from rltrain.config.schema import Config
-from rltrain.data.order import PromptOrder
+from rltrain.data.demonstrations import Demonstrations
+from rltrain.data.prompt_order import PromptOrder
 from rltrain.data.prompts import load_prompts
-from rltrain.data.supervised import Demonstrations
 from rltrain.data.tokenizer import PromptEncoder
 from rltrain.errors import CheckpointError
 from rltrain.rewards.locating import source_file

@@ -7,7 +7,7 @@ import pytest
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
 from rltrain.models import Architecture
-from rltrain.planning.activations import Activations
+from rltrain.planning.activation_memory import Activations
 from rltrain.planning.memory import working_bytes
 from rltrain.planning.validation import check_config
 from rltrain.planning.validation_models import fake_quantization_problems, fake_quantization_problems_of_models

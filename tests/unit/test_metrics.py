@@ -16,8 +16,8 @@ import torch
 
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
-from rltrain.observability.metrics import Sinks
 from rltrain.observability.names import ALIASES, METRICS, document, is_documented
+from rltrain.observability.sinks import Sinks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

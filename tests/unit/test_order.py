@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.data.order import BLOCK, CurriculumOrder, Mix, PromptOrder, RowOrder, Shares
+from rltrain.data.prompt_order import BLOCK, CurriculumOrder, Mix, PromptOrder, RowOrder, Shares
 
 WEIGHTS = st.lists(st.sampled_from([1.0, 2.0, 0.5, 0.1, 1 / 3, 0.7, 100.0]), min_size=1, max_size=7)
 few = settings(max_examples=15, derandomize=True, deadline=None)

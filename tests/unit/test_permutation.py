@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.data import order
-from rltrain.data.order import FeistelPermutation, PromptOrder
+from rltrain.data import prompt_order
+from rltrain.data.prompt_order import FeistelPermutation, PromptOrder
 
 KEYS = st.lists(st.integers(0, 2**63), max_size=3).map(tuple)
 
@@ -45,7 +45,7 @@ def test_many_rows_are_not_ordered_by_an_array(monkeypatch: pytest.MonkeyPatch) 
     assert PromptOrder(9, seed=3, shuffle=True, stream=(2,)).rows(0, 9).tolist() == [
         *np.random.default_rng([3, 0, 2]).permutation(9)
     ]
-    monkeypatch.setattr(order, "HELD_ROWS", 50)
+    monkeypatch.setattr(prompt_order, "HELD_ROWS", 50)
     large = PromptOrder(60, seed=3, shuffle=True, stream=(2,))
     positions = [large.row(position) for position in range(200)]
     of_steps = [row for step in range(20) for row in large.rows_for_step(step, 10)]

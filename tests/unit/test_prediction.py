@@ -19,7 +19,7 @@ from rltrain.models import Architecture, canonical_tensors, prediction_layer, re
 from rltrain.models.of_roles import role_architectures
 from rltrain.models.prediction import PREDICTIONS, num_predicting
 from rltrain.models.table import is_hidden_matrix
-from rltrain.planning.activations import Activations
+from rltrain.planning.activation_memory import Activations
 from rltrain.planning.validation import check_config
 from rltrain.planning.validation_models import mtp_problems, mtp_problems_of_models
 from rltrain.reshard.layout import hf_layout

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rltrain.config import schema
+from rltrain.data.demonstrations import Preferences
 from rltrain.data.experience import Experience, assign_groups, join
-from rltrain.data.supervised import Preferences
 from rltrain.errors import DataError
 from rltrain.schedule.shape import RunShape
 from tests.unit.schedule_configs import make_config

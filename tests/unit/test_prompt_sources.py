@@ -10,7 +10,7 @@ from pyarrow import parquet
 
 from rltrain.config import schema
 from rltrain.data.columns import read_columns
-from rltrain.data.order import prompt_order
+from rltrain.data.prompt_order import prompt_order
 from rltrain.data.prompts import PromptDataset, load_prompts, repeated_within_a_step, report_dropped
 from rltrain.data.tokenizer import PromptEncoder
 from rltrain.errors import ConfigError, DataError

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rltrain.config import schema
-from rltrain.data.order import PromptOrder
+from rltrain.data.prompt_order import PromptOrder
 from rltrain.data.prompts import PromptDataset, load_prompts, report_dropped
 from rltrain.data.tokenizer import PromptEncoder, end_token_ids, load_tokenizer
 from rltrain.errors import CheckpointError, ConfigError, DataError

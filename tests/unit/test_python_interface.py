@@ -14,7 +14,7 @@ import pytest
 
 import rltrain
 from rltrain import Config, Placement, UserError, dry_run, run
-from rltrain.cli.interface import read_config
+from rltrain.cli.python_interface import read_config
 from rltrain.config.loader import load_config
 from rltrain.errors import ConfigError, PlacementError
 from rltrain.rewards.locating import locate
@@ -74,7 +74,7 @@ def test_functions_and_classes_are_found_again_by_the_names_that_they_get() -> N
 def test_a_function_of_a_script_has_the_file_in_its_name(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import beside\nfrom rltrain.cli.interface import name_of\n"
+        "import beside\nfrom rltrain.cli.python_interface import name_of\n"
         "def mine(prompt, response, label): return 1.0\n"
         "print(name_of(mine, 'reward'), name_of(beside.other, 'reward'))\n"
     )

@@ -99,7 +99,7 @@ FAST_TO_IMPORT = (
     "rollout.layout",
     "rollout.workspace",
     "sandbox.means",
-    "cli.interface",
+    "cli.python_interface",
 )
 
 

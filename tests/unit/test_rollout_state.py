@@ -19,7 +19,7 @@ from rltrain.checkpoint.run_files import RUN_FILE, write_files
 from rltrain.checkpoint.run_folder import Resumed
 from rltrain.config.schema import Config
 from rltrain.data.experience import Experience
-from rltrain.data.order import PromptOrder
+from rltrain.data.prompt_order import PromptOrder
 from rltrain.errors import CheckpointError
 from rltrain.roles import drawing
 from rltrain.roles.resuming import remaining_order

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rltrain.models.table import ITEM_BYTES, ElementType
+from rltrain.reshard.copies import Steps, make_steps
 from rltrain.reshard.match import elements
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan import TRANSFER, plan
@@ -26,7 +27,6 @@ from rltrain.reshard.rounds import (
     streams,
 )
 from rltrain.reshard.slices import SLICE
-from rltrain.reshard.steps import Steps, make_steps
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
 from tests.model_shards import tiny_architecture

@@ -20,7 +20,7 @@ from pyarrow import parquet
 from rltrain.config import schema
 from rltrain.data import prompts, row_index
 from rltrain.data.columns import read_columns
-from rltrain.data.order import prompt_order
+from rltrain.data.prompt_order import prompt_order
 from rltrain.data.prompts import Needs, PromptDataset, load_prompts
 from rltrain.data.row_index import IndexedRows, IndexFolder, SharedWork, WorkAlone
 from rltrain.data.rows import count_lines

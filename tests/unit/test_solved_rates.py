@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rltrain.checkpoint.run_folder import Resumed
 from rltrain.config.data import SolvedRate
 from rltrain.data.experience import SIBLINGS_APART
-from rltrain.data.order import Mix, Outcomes, PromptOrder, RowOrder, SolvedRateOrder, SolvedRates
+from rltrain.data.prompt_order import Mix, Outcomes, PromptOrder, RowOrder, SolvedRateOrder, SolvedRates
 from rltrain.errors import CheckpointError
 from rltrain.roles.group_scoring import OutcomeTeller, training_rows
 from rltrain.rollout.rollout_state import Consumed, OutcomeLog, SolvedRateRows

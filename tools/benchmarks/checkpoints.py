@@ -46,12 +46,12 @@ from torch import Tensor
 from trained_state import CONFIG_YAML, KINDS, trained_model
 
 from rltrain.checkpoint.conversion import convert_to_hf, convert_to_megatron, writers_grid
+from rltrain.checkpoint.conversion_sources import HfSource, MegatronSource, Processes, RunSource
 from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.checkpoint.hf_writer import save_checkpoint
 from rltrain.checkpoint.run_files import checksum, find_damage, read_manifest, write_files
 from rltrain.checkpoint.run_folder import CheckpointFolder, checkpoint_at
 from rltrain.checkpoint.saved_state import Counts, Destination, SavedState, contents, flat_name
-from rltrain.checkpoint.sources import HfSource, MegatronSource, Processes, RunSource
 from rltrain.config.loader import load_config
 from rltrain.models import read_architecture
 from rltrain.reshard.layout import Layout

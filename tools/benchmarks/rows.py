@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from rltrain.config import schema
-from rltrain.data.order import PromptOrder
+from rltrain.data.prompt_order import PromptOrder
 from rltrain.data.prompts import load_prompts
 from rltrain.data.row_index import IndexFolder
 from rltrain.data.tokenizer import PromptEncoder, load_tokenizer

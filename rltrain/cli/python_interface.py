@@ -134,7 +134,9 @@ def _run_on_one_rank(config: schema.Config) -> None:
     with TemporaryDirectory(prefix="rltrain_") as folder:
         path = Path(folder, "config.json")
         path.write_text(json.dumps(config.model_dump(mode="json", exclude_unset=True)))
-        status = _status_of(subprocess.Popen([*command, "-m", "rltrain.cli.interface", str(path)], env=environment))
+        status = _status_of(
+            subprocess.Popen([*command, "-m", "rltrain.cli.python_interface", str(path)], env=environment)
+        )
     if status:
         sys.exit(status)
 

@@ -14,7 +14,7 @@ from rltrain.config.explain import expectation, section_of
 from rltrain.config.foreign import table
 from rltrain.config.schema import Config
 
-COMMAND = "python -m rltrain.config.reference > docs/config.md"
+COMMAND = "python -m rltrain.config.key_reference > docs/config.md"
 HEAD = """\
 # Config reference
 

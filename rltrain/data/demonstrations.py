@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rltrain.config import schema
 from rltrain.data.experience import Experience, assign_groups
-from rltrain.data.order import prompt_order
+from rltrain.data.prompt_order import prompt_order
 from rltrain.data.prompt_rows import Response
 from rltrain.data.prompts import PromptDataset, load_sampled
 from rltrain.data.row_index import IndexFolder
