@@ -88,7 +88,7 @@ def _methods_of(thing: Any) -> str:
     return ", ".join(signatures) or "neither reset nor step"
 
 
-OWN_FILES = {__file__, __file__, *(inspect.getfile(convention.adapt) for convention in CONVENTIONS)}
+OWN_FILES = {__file__, *(inspect.getfile(convention.adapt) for convention in CONVENTIONS)}
 
 
 class WorkerEnvironments:

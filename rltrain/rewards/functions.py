@@ -450,7 +450,7 @@ def _convention(function: Callable[..., Any], settings: schema.Reward, config_ke
     return convention
 
 
-OWN_FILES = frozenset({__file__, __file__, __file__})
+OWN_FILES = frozenset({__file__})
 
 
 def call(function: RewardFunction, samples: Sequence[Scorable]) -> list[Answer]:
