@@ -78,6 +78,8 @@ from rltrain.schedule.order import CHECKPOINT, SYNC_EVALUATION, WEIGHT_SYNC, Ent
 from rltrain.schedule.steps import build_order
 from rltrain.tasks.roles import DECLARED, SYNCED, device_roles
 
+# The roles of one rank, built one after the other such that those that share its device fit on it in turn.
+
 ROLES: dict[str, type[Role]] = {
     role.name: role
     for role in (
@@ -383,6 +385,8 @@ class Trainer:
                 "start every rank with the same code, config file and overrides"
             )
 
+
+# One process of the job: checks everything, joins the others, trains, and fails with one message for all.
 
 logger = logging.getLogger(__name__)
 

@@ -14,6 +14,8 @@ from rltrain.algorithms.losses import response_lengths, sample_index
 from rltrain.config import schema
 from rltrain.data.experience import SIBLINGS_APART, Experience
 
+# Samples as members of prompt groups, in which an episode counts once, however many trajectories it has.
+
 STD_EPS = 1e-6
 """Beside a standard deviation that something is divided by."""
 
@@ -127,6 +129,13 @@ def with_sample_advantages(
     return experience.with_fields(advantages=per_token.to(experience.rewards.dtype))
 
 
+# Generalized advantage estimation per token (Schulman et al. 2016, equations 11 to 16), and discounted returns.
+#
+# A sample's reward comes with its last response token, or with those of its turns. After its end there is nothing: a
+# response that was cut by the token limit ends like any other, as is usual in training language models, so no value is
+# put in the place of what it lacks.
+
+
 def with_gae(experience: Experience, token_rewards: Tensor | None = None, *, gamma: float, lam: float) -> Experience:
     """`experience` with advantages and returns (advantage + value) on response tokens, 0 elsewhere.
 
@@ -195,6 +204,9 @@ def _gae(rewards: Tensor, values: Tensor, samples: Tensor, gamma: float, lam: fl
     return advantages
 
 
+# Advantages over all response tokens of a step: mean 0 and standard deviation 1.
+
+
 def moments(experience: Experience) -> Tensor:
     """[3] fp64 number, sum and sum of squares of the response tokens' advantages; to be added up over ranks."""
     advantages = experience.advantages[experience.response_mask].double()
@@ -209,6 +221,9 @@ def whiten(advantages: Tensor, mask: Tensor, sums: Tensor) -> Tensor:
     variance = max(squares - num_tokens * mean**2, 0) / max(num_tokens - 1, 1)
     whitened: Tensor = (advantages.double() - mean) / (math.sqrt(variance) + STD_EPS)
     return whitened.masked_fill(~mask, 0).to(advantages.dtype)
+
+
+# What a sample adds to the best of k samples of its group.
 
 
 def gains_of_best(rewards: Tensor, groups: Groups, k: int) -> Tensor:
@@ -242,6 +257,9 @@ def second_chances(size: int, k: int) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64)
 
 
+# Rewards less those of the greedy responses to the same prompts.
+
+
 def less_greedy_rewards(experience: Experience, greedy: Tensor) -> Experience:
     """The samples that are not `greedy` [samples] bool, their rewards less the mean of the greedy ones' of their group.
 
@@ -255,6 +273,9 @@ def less_greedy_rewards(experience: Experience, greedy: Tensor) -> Experience:
     baselines = zeros.index_add(0, index[greedy], experience.rewards[greedy].double()) / counts
     rewards = (experience.rewards.double() - baselines[index]).to(experience.rewards.dtype)
     return experience.with_fields(rewards=rewards).select(torch.nonzero(~greedy).flatten())
+
+
+# Packed tokens as other trainers have them: a row for each sample, of its response from the first token on.
 
 
 @dataclass(frozen=True)
@@ -291,6 +312,11 @@ class Rectangle:
     def packed(self, rows: Tensor, num_tokens: int) -> Tensor:
         """[tokens] what `rows` [samples, longest] hold of each token, 0 of those that are not in it."""
         return rows.new_zeros(num_tokens).index_put((self.tokens,), rows.reshape(-1)[self.places])
+
+
+# Responses that are too long: a penalty that grows with their length, and none of those that were cut in the loss.
+#
+# Yu et al. 2025, "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", section 3.4.
 
 
 def overlong_penalties(experience: Experience, settings: schema.OverlongPenalty, max_response_tokens: int) -> Tensor:
@@ -332,6 +358,8 @@ def num_truncated(experience: Experience) -> int:
     """Truncated samples with a response."""
     return int((experience.truncated & (response_lengths(experience) > 0)).sum())
 
+
+# The distance from the reference as a reward: what it takes off each token, and a coefficient that adapts.
 
 MAX_ERROR = 0.2
 """By which a KL counts at most as too large or too small, relative to the target."""

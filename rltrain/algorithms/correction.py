@@ -176,6 +176,10 @@ def summarize(metrics: Mapping[str, float]) -> dict[str, float]:
     }
 
 
+# Samples drawn by older weights than those being trained: how old they are, and what becomes of them.
+#
+# Staleness of a token is the training step less the version of the policy that drew it.
+
 OnStale = Literal["drop", "mask", "correct"]
 
 

@@ -31,6 +31,13 @@ def kl_estimate(actor_logprobs: Tensor, reference_logprobs: Tensor, estimator: E
     return torch.expm1(log_ratio) - log_ratio
 
 
+# KL over the vocabulary, from the log-probs of several tokens in the place of each one.
+#
+# Whoever knows a distribution leaves its likeliest tokens and their log-probs in the experience, as `<role>_top_ids`
+# and
+# `<role>_top_logprobs` [tokens, k]; k is 0 where nobody asks. The model in training says what it thinks of the same
+# tokens, all roles' beside each other.
+
 TELLING = ("reference", "teacher")
 """Roles that may leave a distribution."""
 
@@ -100,6 +107,13 @@ def forward_kl(policy: Tensor, other: Tensor, *, rest: bool = True, min_logprob:
 def _rest(logprobs: Tensor) -> Tensor:
     """[tokens] probability of all other tokens together."""
     return torch.clamp(1 - logprobs.exp().sum(1), min=MIN_REST)
+
+
+# The distance from a teacher: the reverse KL, KL(actor || teacher), as advantages or as a term of the loss, or there
+# the forward KL, KL(teacher || actor).
+#
+# On samples that the actor draws it is what on-policy distillation minimizes (Agarwal et al. 2024, "On-Policy
+# Distillation of Language Models").
 
 
 def with_teacher_advantages(experience: Experience, coef: float, most: float | None = None) -> Experience:

@@ -142,6 +142,9 @@ def masked_max(values: Tensor, mask: Tensor) -> Tensor:
     return torch.cat([values.detach()[mask], values.new_zeros(1)]).max()
 
 
+# The loss of supervised fine-tuning: mean negative log-likelihood of the response tokens.
+
+
 def likelihood_loss() -> LossFunction:
     """Cross-entropy over response tokens, every response token of the mini-batch weighing the same.
 
@@ -157,6 +160,9 @@ def likelihood_loss() -> LossFunction:
         )
 
     return loss_function
+
+
+# Pairs of samples of which one was preferred: what is compared, and what is reported of it.
 
 
 def sides(experience: Experience, of_samples: Tensor) -> tuple[Tensor, Tensor]:
@@ -192,6 +198,9 @@ def num_pairs(experience: Experience) -> Tensor:
 def pair_shares(experience: Experience) -> Tensor:
     """[samples] fp32: each is half of a pair."""
     return torch.full_like(experience.lengths, 0.5, dtype=torch.float32)
+
+
+# Losses of a policy that learns from pairs, against a reference: DPO, its form for uncertain labels, and IPO.
 
 
 def preference_loss(log_ratio_difference: Tensor, settings: schema.Preference) -> Tensor:
@@ -233,6 +242,9 @@ def direct_preference_loss(settings: schema.Preference) -> LossFunction:
     return SharedLoss(loss_function, pair_shares)
 
 
+# The loss of a reward model that learns from pairs.
+
+
 def sample_scores(experience: Experience, scores: Tensor) -> Tensor:
     """[samples] of a sample its score up to and with its last token, of `scores` [tokens]; gradients flow."""
     return scores[experience.offsets()[1:] - 1]
@@ -262,6 +274,8 @@ def ranking_loss(settings: schema.Preference) -> LossFunction:
 
     return SharedLoss(loss_function, pair_shares)
 
+
+# The critic's loss: squared error of its values, clipped, and how much of the returns' variance they explain.
 
 # A variance of returns below this share of their mean square is rounding.
 RELATIVE_ROUNDING = 1e-12

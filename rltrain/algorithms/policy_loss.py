@@ -29,6 +29,8 @@ from rltrain.algorithms.reinforcement import OwnFunction
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 
+# What policy losses are made of, and what they give.
+
 
 @dataclass(frozen=True)
 class ResponseTokens:
@@ -71,6 +73,9 @@ class Surrogate:
     """Scalar: the weighted sum itself, where it is not known of tokens."""
 
 
+# CISPO: the ratio weighs the log-prob's gradient and is clipped itself, so that every token goes on teaching.
+
+
 def cispo(tokens: ResponseTokens, settings: schema.Loss) -> Surrogate:
     """-sg[clip(r, 1 - low, 1 + high)] A log pi; sg stops gradients.
 
@@ -79,6 +84,9 @@ def cispo(tokens: ResponseTokens, settings: schema.Loss) -> Surrogate:
     ratio = tokens.ratio.detach()
     weight = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     return Surrogate(-weight * tokens.advantages * tokens.logprobs, {"pg_clipfrac": weight != ratio})
+
+
+# PPO's clipped surrogate, with DAPO's separate bounds and a second clip where configured.
 
 
 def clip(tokens: ResponseTokens, settings: schema.Loss) -> Surrogate:
@@ -100,6 +108,9 @@ def clip(tokens: ResponseTokens, settings: schema.Loss) -> Surrogate:
     return Surrogate(per_token, shares)
 
 
+# How much of the policy's entropy a token's update costs: its part in the covariance of log-probs and advantages.
+
+
 def covariances(tokens: ResponseTokens) -> Tensor:
     """[tokens] (log pi - mean log pi) (A - mean A), means over the micro-batch's response tokens; 0 outside.
 
@@ -115,6 +126,9 @@ def covariances(tokens: ResponseTokens) -> Tensor:
 def number_chosen(tokens: ResponseTokens, ratio: float) -> int:
     """`ratio` of the micro-batch's response tokens, rounded down, and at least one."""
     return max(int(ratio * int(tokens.mask.sum())), 1)
+
+
+# Clip-Cov: PPO's clip, and no gradient from a few of the tokens whose update costs the most entropy.
 
 
 def clip_cov(tokens: ResponseTokens, settings: schema.Loss) -> Surrogate:
@@ -141,6 +155,8 @@ def drawn_tokens(tokens: ResponseTokens, settings: schema.ClipCov, clip_binds: T
     chosen[candidates[order.to(candidates.device)]] = True
     return chosen
 
+
+# Divergence proximal policy optimization: how far a token's distribution moved says when it stops teaching.
 
 PROBABILITY_EPS = 1e-8
 """Beside the probability of all other tokens, which may be 0."""
@@ -171,6 +187,9 @@ def binary_kl(old: Tensor, present: Tensor) -> Tensor:
     return old * (old.log() - present.log()) + (1 - old) * others
 
 
+# Geometric-mean policy optimization: a sequence counts by the geometric mean of its tokens' clipped ratios.
+
+
 def geometric_mean(tokens: ResponseTokens, settings: schema.Loss) -> Surrogate:
     """-A exp(mean over the sequence of l_t) at every token of a sequence, with l = min(log r, high) where its advantage
     A is positive, and max(log r, -low) where it is negative: the bounds are of log-ratios.
@@ -188,6 +207,9 @@ def geometric_mean(tokens: ResponseTokens, settings: schema.Loss) -> Surrogate:
     return Surrogate(-ratio * advantage, {"pg_clipfrac": held != log_ratio})
 
 
+# Group sequence policy optimization: one ratio for a whole sequence, clipped as one.
+
+
 def gspo(tokens: ResponseTokens, settings: schema.Loss) -> Surrogate:
     """-min(s_t A_t, clip(s_t, 1 - low, 1 + high) A_t) with s_t = sg[s] pi_t / sg[pi_t], where s is the geometric mean
     of the sequence's ratios and sg stops gradients: s_t is s in value, and moves with its own token alone.
@@ -201,6 +223,9 @@ def gspo(tokens: ResponseTokens, settings: schema.Loss) -> Surrogate:
     unclipped = -ratio * tokens.advantages
     clipped = -ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high) * tokens.advantages
     return Surrogate(torch.maximum(unclipped, clipped), {"pg_clipfrac": clipped > unclipped})
+
+
+# KL-Cov: no clip, and a penalty on the few tokens whose update costs the most entropy.
 
 
 def kl_cov(tokens: ResponseTokens, settings: schema.Loss) -> Surrogate:
@@ -223,6 +248,8 @@ def largest_covariances(tokens: ResponseTokens, ratio: float) -> Tensor:
     chosen[order] = True
     return chosen & tokens.mask
 
+
+# A policy loss that is a function of the user's.
 
 PACKED = ("logprobs", "old_logprobs", "advantages")
 OF_PACKED = (*PACKED, "mask", "ratio", "rollout_logprobs", "lengths")
@@ -300,6 +327,9 @@ def _form(answer: Any) -> str:
     return f"a tensor of shape {tuple(answer.shape)}" if isinstance(answer, Tensor) else f"{answer!r:.60}"
 
 
+# REINFORCE: the policy gradient as it stands, with no ratio and no clip.
+
+
 def reinforce(tokens: ResponseTokens, settings: schema.Loss) -> Surrogate:
     """-A log pi.
 
@@ -307,6 +337,9 @@ def reinforce(tokens: ResponseTokens, settings: schema.Loss) -> Surrogate:
     other weights drew, loss.correction weighs: with old_logprobs rollout by the present weights against the engine.
     """
     return Surrogate(-tokens.advantages * tokens.logprobs)
+
+
+# Soft adaptive policy optimization: a smooth gate in the place of the clip.
 
 
 def sapo(tokens: ResponseTokens, settings: schema.Loss) -> Surrogate:
@@ -320,6 +353,8 @@ def sapo(tokens: ResponseTokens, settings: schema.Loss) -> Surrogate:
     gate = 4 / tau * torch.sigmoid(tau * (tokens.ratio - 1))
     return Surrogate(-gate * tokens.advantages)
 
+
+# Policy losses by the names that a config gives them.
 
 PolicyLoss = Callable[[ResponseTokens, schema.Loss], Surrogate]
 

@@ -59,6 +59,9 @@ class GroupRelative(Algorithm):
         return with_sample_advantages(experience, self.of_groups, of=self.compares, token_rewards=token_rewards)
 
 
+# GRPO: a response is as good as its reward compares with those of the other responses to its prompt.
+
+
 class Grpo(GroupRelative):
     """Shao et al. 2024, "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models", 4.1.2:
 
@@ -74,6 +77,8 @@ class Grpo(GroupRelative):
     def of_groups(self, rewards: "Tensor", groups: "Groups") -> "Tensor":
         return groups.standardized(rewards) if self.config.advantages.normalize_std else groups.centred(rewards)
 
+
+# GDPO: several reward functions, each compared within the prompt by itself.
 
 MIN_FUNCTIONS = 2
 
@@ -117,6 +122,9 @@ class Gdpo(GroupRelative):
         return advantages
 
 
+# GPG: compared within the prompt, and scaled by how few samples of the step teach anything.
+
+
 class Gpg(GroupRelative):
     """Chu et al. 2025, "GPG: A Simple and Strong Reinforcement Learning Baseline for Model Reasoning":
 
@@ -151,6 +159,9 @@ class Gpg(GroupRelative):
         return experience.with_fields(advantages=experience.advantages * (num_samples / max(num_counted, 1)))
 
 
+# MaxRL: the gradient of a prompt's log-likelihood of success instead of its success rate.
+
+
 class MaxRl(GroupRelative):
     """Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning", with the mean as control variate:
 
@@ -175,6 +186,9 @@ class MaxRl(GroupRelative):
         means = groups.means(rewards)
         fails = means <= 0
         return groups.centred(rewards).masked_fill(fails, 0) / means.masked_fill(fails, 1)
+
+
+# pass_at_k: a response is as good as it improves the best of k responses to its prompt.
 
 
 class PassAtK(GroupRelative):
@@ -208,6 +222,9 @@ class PassAtK(GroupRelative):
         return groups.over_deviations(gains, rewards) if self.config.advantages.normalize_std else gains
 
 
+# RLOO: a response is as good as its reward exceeds the mean of the others to its prompt.
+
+
 class Rloo(GroupRelative):
     """Ahmadian et al. 2024, "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback
     in LLMs" (Kool et al. 2019, "Buy 4 REINFORCE Samples, Get a Baseline for Free!"):
@@ -221,6 +238,9 @@ class Rloo(GroupRelative):
 
     def of_groups(self, rewards: "Tensor", groups: "Groups") -> "Tensor":
         return (rewards - groups.others_means(rewards)).masked_fill(groups.are_equal(rewards), 0)
+
+
+# ReMax: a response is as good as its reward exceeds that of the greedy response to its prompt.
 
 
 class ReMax(Algorithm):
@@ -257,6 +277,9 @@ class ReMax(Algorithm):
         return with_sample_advantages(experience, lambda rewards, _: rewards, token_rewards=token_rewards)
 
 
+# REINFORCE++: every token is as good as what comes of it compares with all tokens of the step.
+
+
 class ReinforcePlusPlus(Algorithm):
     """Hu et al. 2025, "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage Normalization":
 
@@ -277,6 +300,9 @@ class ReinforcePlusPlus(Algorithm):
         return with_returns_to_go(experience, token_rewards, gamma=self.config.advantages.gamma)
 
 
+# REINFORCE++ with a baseline: compared within the prompt, normalised over the step.
+
+
 class ReinforcePlusPlusBaseline(GroupRelative):
     """Hu et al. 2025, "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage Normalization",
     the variant for several responses to a prompt:
@@ -293,6 +319,8 @@ class ReinforcePlusPlusBaseline(GroupRelative):
     def of_groups(self, rewards: "Tensor", groups: "Groups") -> "Tensor":
         return groups.centred(rewards)
 
+
+# The optimal token baseline: every token is compared with what comes of the other responses at its place.
 
 EPS = 1e-8
 """Of the weights' sum, as in verl."""
@@ -361,6 +389,9 @@ class OptimalTokenBaseline(GroupRelative):
         return energy * weights_of(experience, log_ratio, settings)[0].square()
 
 
+# PPO: every token is as good as what comes of it compares with what the critic expected there.
+
+
 class Ppo(Algorithm):
     """Schulman et al. 2017, "Proximal Policy Optimization Algorithms", with the advantages of Schulman et al. 2016,
     "High-Dimensional Continuous Control Using Generalized Advantage Estimation":
@@ -402,6 +433,8 @@ if TYPE_CHECKING:
 
     pass
     from rltrain.data.experience import Experience
+
+# Advantages by a function of the user's, which is given a whole step.
 
 OF_SAMPLES = ("rewards", "groups")
 OF_TOKENS = ("token_level_rewards", "response_mask", "index")
@@ -514,6 +547,9 @@ class OwnAdvantages(Algorithm):
             found = tuple(answer.shape) if isinstance(answer, Tensor) else f"{answer!r:.60}"
             raise function.error(f"returned {found}; expected a tensor of shape {shape}")
         return answer[sample_index(step)] if of_samples else rows.packed(answer, step.num_tokens)
+
+
+# Functions of the user's that an algorithm calls with what their parameters' names ask for.
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,9 @@ class Distillation(Algorithm):
         return experience.with_fields(advantages=torch.zeros(experience.num_tokens))
 
 
+# No training: the rollout draws the evaluation sets with the weights of model.path, and the reward scores them.
+
+
 class Evaluate(Algorithm):
     name = "evaluate"
     generates = False
@@ -71,6 +74,9 @@ class Evaluate(Algorithm):
 
     def needs_actor_logprobs(self) -> bool:
         return False
+
+
+# What algorithms have in common that learn from pairs of responses, of which one was preferred.
 
 
 class FromPairs(Algorithm):
@@ -118,6 +124,9 @@ class FromPairs(Algorithm):
         return Preferences(self.config, indexes, model)
 
 
+# DPO: the actor comes to prefer what was preferred, as far as that takes it away from the reference.
+
+
 class Dpo(FromPairs):
     name = "dpo"
     has_no_use_for = frozenset({"center_coef"})
@@ -140,6 +149,9 @@ class Dpo(FromPairs):
         return direct_preference_loss(self.config.preference)
 
 
+# Reward models: the actor, with a head that gives scores, comes to score what was preferred above what was not.
+
+
 class RewardModelling(FromPairs):
     name = "reward_model"
     has_no_use_for = frozenset({"loss", "beta", "label_smoothing", "sft_coef"})
@@ -148,6 +160,11 @@ class RewardModelling(FromPairs):
         from rltrain.algorithms.losses import ranking_loss
 
         return ranking_loss(self.config.preference)
+
+
+# SFT: the actor learns demonstrations by heart.
+#
+# With the actor alone an evaluation is the loss of held-out demonstrations. Other roles are there to answer prompts.
 
 
 class Sft(Algorithm):

@@ -67,6 +67,8 @@ from rltrain.models.table import INDEX_FILE, SINGLE_FILE
 from rltrain.reshard.layout import BOX_FIELDS, hf_layout
 from rltrain.runtime.grid import Grid
 
+# Which writer of a Megatron checkpoint writes what: as a model's ranks would hold it, each element once.
+
 
 def chunks_of_writer(tensors: GlobalTensors, writers: Grid, rank: int) -> Iterator[TensorChunk]:
     """The chunks that `rank` of `writers` writes, in the order of the model.
@@ -113,12 +115,16 @@ def _cut(tensors: GlobalTensors, matrix: GlobalMatrix, index: int, size: int) ->
         yield tensors.chunk(matrix, offsets, shape)
 
 
+# Writing a Megatron checkpoint: every process streams the chunks of its writers, then one says where they lie.
+
 ReadBox = Callable[[int, int, int, int, int], Tensor]
 """(tensor, row, col, rows, cols) -> [rows, cols] of canonical tensor number `tensor`."""
 
 PART_FILES = ".part_*.json"
 OBJECTS_FILE = "__0_1.distcp"
 CHECKPOINT_VERSION = 3.0
+# Every element of the source is read exactly once: here they are counted.
+
 BLOCK_BYTES = 8 * 2**20
 """Of a chunk's rows, read at a time."""
 
@@ -307,6 +313,9 @@ def row_blocks(source: CheckpointSource, tensor: int) -> Iterator[Box]:
         yield Box(tensor, first, 0, min(step, rows - first), cols)
 
 
+# The folder that a conversion makes: beside its place until it is complete.
+
+
 @contextmanager
 def output_folder(path: Path, processes: Processes) -> Iterator[Path]:
     """The hidden folder `.NAME.partial` beside `path`, which takes its place when the block has ended everywhere.
@@ -364,6 +373,9 @@ def _told_where(path: Path) -> Iterator[None]:
         yield
     except OSError as problem:
         raise CheckpointError(f"{path} cannot be written: {problem} (option --output)") from None
+
+
+# How far a conversion is, in bytes, over all its processes.
 
 
 class ConversionProgress:
@@ -447,6 +459,9 @@ def _write_file(
                 bar.advance(values.nbytes)
 
 
+# Writing Megatron's distributed checkpoint from canonical tensors.
+
+
 def convert_to_megatron(
     source: CheckpointSource,
     output: Path,
@@ -510,6 +525,8 @@ def writers_grid(architecture: Architecture, processes: int, *, tp: int | None, 
         )
     return Grid(tuple(range(tp * pp * ep)), tp=tp, pp=pp, ep=ep)
 
+
+# Comparing two checkpoints tensor by tensor, whatever their formats.
 
 BITS = {4: torch.int32, 2: torch.int16}
 """By the bytes of an element: the type to compare it as, for which not-a-numbers equal themselves."""
@@ -576,6 +593,8 @@ def _bits(values: Tensor) -> Tensor:
     return values.contiguous().view(BITS[values.element_size()])
 
 
+# Which format a checkpoint has, and opening it.
+
 Format = Literal["hf", "megatron", "run"]
 FORMAT_NAMES = {
     "hf": "Hugging Face (safetensors)",
@@ -611,6 +630,8 @@ def open_source(
         return RunSource(path, option, settings)
     return HfSource(path, option, compare_tied_head=compare_tied_head)
 
+
+# What `inspect` tells about a checkpoint.
 
 SHOWN = "{:<20}{}"
 

@@ -116,6 +116,8 @@ def num_bytes(source: CheckpointSource) -> int:
     return sum(count * dtype.itemsize for count, dtype in zip(elements, source.dtypes, strict=True))
 
 
+# Megatron's distributed checkpoints as canonical tensors.
+
 HF_FOLDER = "hf"
 """Holds config.json and the tokenizer, beside the iterations."""
 
@@ -201,6 +203,8 @@ def _inside(places: Array, box: Box) -> Array:
     return cut[(cut["rows"] > 0) & (cut["cols"] > 0)]
 
 
+# The processes that share one conversion: torchrun's, which meet in its store, or a single one.
+
 JOIN_TIMEOUT = timedelta(minutes=10)
 POLL_S = 0.02
 
@@ -248,6 +252,8 @@ def join_processes() -> Processes:
     return Processes(rank, count, dist.PrefixStore("convert_checkpoint", store))
 
 
+# The type that a conversion gives to its tensors.
+
 CHOICES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 
 
@@ -274,6 +280,8 @@ def target_type(source: CheckpointSource, chosen: str | None) -> str:
 def type_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
+
+# The actor's weights in a checkpoint of a run, as canonical tensors.
 
 ROLE = "actor"
 

@@ -17,6 +17,12 @@ from torch import Tensor
 from rltrain.reshard.native import crc32
 from rltrain.runtime.machine import JobThread
 
+# Blocks are written in their order by a thread, while whoever makes them makes the next ones.
+#
+# Writing to a file takes about as long as making what goes into it, by mapping pages, checksums, casts or a reshard,
+# and
+# neither holds up other threads. One thread writes a file: systems let no two write to one at a time.
+
 
 class WriteBehind:
     """Has `write` called with every block from a thread, of which at most `most_bytes` wait for it, or one block.
@@ -85,6 +91,10 @@ class WriteBehind:
             self._changed.wait_for(lambda: self._waiting or self._closing)
             return self._waiting.popleft() if self._waiting else None
 
+
+# What Linux is told of the pages of files: to map many at once, and to write them out while more is written.
+#
+# Elsewhere, and on kernels that do not know a call, nothing is done, and pages come and go one after the other.
 
 MADV_POPULATE_READ = 22
 """Of Linux 5.14."""

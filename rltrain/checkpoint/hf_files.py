@@ -118,6 +118,12 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
+# Layers that predict further tokens ahead (multi-token prediction, DeepSeek-V3, arXiv:2412.19437, section 2.2).
+#
+# Where none is trained (model.mtp) what is saved or converted carries them along as they are. So it is with what
+# encodes
+# pictures beside some language models.
+
 PREDICTION_FILE = "prediction_layers.safetensors"
 """Where a folder has them that holds no other tensors: that beside a checkpoint in another format."""
 TYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}

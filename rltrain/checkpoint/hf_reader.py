@@ -243,6 +243,9 @@ class HfFolder:
         return stored
 
 
+# Reading weights from a Hugging Face checkpoint folder into an engine that holds some of them in FP8.
+
+
 def load_quantized(
     path: Path,
     plain: Layout,

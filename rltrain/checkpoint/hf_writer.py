@@ -36,6 +36,8 @@ from rltrain.reshard.execute import execute
 from rltrain.reshard.layout import Layout, Parameters, hf_layout, hf_rows, holding, holding_rows, tensor_groups
 from rltrain.reshard.plan import plan
 
+# One rank's files of a Hugging Face folder, written while their tensors arrive, with memory for some of them.
+
 WRITTEN_BYTES = 2**25
 """A rank brings so many of its tensors into memory at a time: enough that what a reshard costs whatever its size does
 not count, few enough to be in a processor's cache still when they are written."""

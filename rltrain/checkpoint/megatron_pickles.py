@@ -157,6 +157,8 @@ def plain(value: Any) -> Any:
     return plain(value.arguments[-1]) if value.arguments else value.name
 
 
+# Tensors that torch.save wrote, as views of the mapped file: nothing is copied, and nothing of it is run.
+
 REBUILD = "torch._utils._rebuild_tensor_v2"
 """The function that a pickled tensor names where it is nothing but a tensor."""
 
@@ -245,6 +247,8 @@ class _Opened(io.RawIOBase):
         self._at += len(found)
         return len(found)
 
+
+# What torch.save makes of a tensor, around elements that are written piece by piece: none need be in memory.
 
 DESCRIPTOR_SIGNATURE, ENTRY_SIGNATURE = b"PK\7\x08", b"PK\1\2"
 CRC_IN_DESCRIPTOR, CRC_IN_ENTRY, ENTRY_BYTES = 4, 16, 46

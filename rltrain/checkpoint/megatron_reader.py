@@ -28,6 +28,8 @@ from rltrain.errors import CheckpointError, listed, named_by
 from rltrain.models.table import IntArray
 from rltrain.runtime.json_text import read_json
 
+# The files of a Megatron checkpoint beside its chunks, and which chunk lies where.
+
 LATEST_FILE = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 """In the place of a number: weights to start from, without optimizer and iteration."""

@@ -23,6 +23,8 @@ from rltrain.reshard.native import crc32
 from rltrain.runtime.machine import JobThread
 from rltrain.runtime.messages import family_of
 
+# Ranges of a file's bytes, [from, to): which ones to ask for, where some are there already.
+
 
 class ByteSpan(NamedTuple):
     begin: int
@@ -62,6 +64,13 @@ def spans_of(rows: TensorRows, begin: int, item_bytes: int, gap: int) -> Iterato
     for row in range(rows.rows):
         yield ByteSpan(first + row * stride_bytes, first + row * stride_bytes + row_bytes)
 
+
+# Files of a node's memory for other nodes of the job, over TCP: the node that wants one asks for it.
+#
+# A request is a line of JSON with the job's token and the file's name; the answer is the file's size in eight bytes,
+# most
+# significant first, and its bytes. Where the request has a list of spans, these follow the size instead, each with its
+# checksum in four bytes. Nothing of it goes through the job's process groups, so threads may ask at any time.
 
 TIMEOUT_S = 60.0
 """Without a byte from the other side."""

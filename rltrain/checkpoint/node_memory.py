@@ -22,6 +22,8 @@ from rltrain.checkpoint.run_folder import CheckpointFolder, name_of
 from rltrain.errors import CheckpointError
 from rltrain.runtime.machine import has_ended, launcher, process_here
 
+# Who keeps a second copy of whose files, and which checkpoints the memory of several nodes makes whole again.
+
 
 class Key(NamedTuple):
     """A checkpoint in memory. Two of one step are the same where their manifests are: `digest` is of its bytes."""
@@ -223,6 +225,9 @@ def digest_of(manifest: str) -> str:
 def records_of(report: dict[str, list[int]]) -> dict[str, FileRecord]:
     """What a rank has told of its files in JSON."""
     return {name: FileRecord(*record) for name, record in report.items()}
+
+
+# What a rank knows of its node's memory and of those of the other nodes.
 
 
 @dataclass(frozen=True)

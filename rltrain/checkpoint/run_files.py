@@ -22,6 +22,8 @@ from rltrain.checkpoint.safetensors_file import SafetensorsFile, TensorEntry
 from rltrain.errors import CheckpointError
 from rltrain.reshard.native import crc32
 
+# A file of a run's checkpoint as its readers see it, who say what they are about to read of it.
+
 
 class TensorRows(NamedTuple):
     """Elements of a flat tensor: from `first` on, in each of `rows` that lie `stride` apart, `cols`."""
@@ -239,6 +241,9 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# States of a process's random number generators, for what a user's code may draw: the product's own needs none.
 
 
 def random_states(device: torch.device) -> tuple[dict[str, Tensor], str]:

@@ -22,6 +22,8 @@ from rltrain.cli.train import begin_as_rank
 from rltrain.errors import command_name
 from rltrain.runtime.machine import SHARED_MEMORY, free_bytes
 
+# The lines of the doctor's report.
+
 FINE, LACKING, MISSING, WRONG = "ok", "-", "MISSING", "WRONG"
 FAULTS = (MISSING, WRONG)
 """What a job cannot run with, or not well."""
@@ -45,6 +47,8 @@ def lines_of(findings: Sequence[Finding]) -> Iterator[str]:
 def has_fault(findings: Sequence[Finding]) -> bool:
     return any(finding.state in FAULTS for finding in findings)
 
+
+# What is installed here, what is missing, and what to do about it.
 
 NEEDED = (
     *("torch", "megatron-core", "einops", "transformers", "safetensors", "huggingface-hub", "numpy", "pydantic"),
@@ -152,6 +156,8 @@ def _sglang(python: Path | None) -> Finding:
         return Finding("sglang", MISSING, f"{python} has none: pip install -r launch/constraints-sglang.txt")
     return Finding("sglang", FINE, done.stdout.strip(), True)
 
+
+# What the system lets a job use: open files, locked memory, shared memory, disk.
 
 FEWEST_FILES = 4096
 """A rank has a connection to every other rank of its groups, a file per checkpoint share, pipes of its workers."""

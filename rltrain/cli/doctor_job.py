@@ -32,6 +32,8 @@ from rltrain.runtime.nodes import Compared, NodeBoard, Spoken, compare_nodes
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.runtime.world import World, join_world, start_process_groups
 
+# How fast ranks reach each other: within every node, and between every two of them.
+
 NUM_REPETITIONS = 3
 SLOW_SHARE = 0.5
 """Of the median of all links between nodes: a slower one is a fault."""
@@ -146,6 +148,8 @@ def _seconds(run: Callable[[], object], cpu: dist.ProcessGroup, device: torch.de
     return min(taken[1:])
 
 
+# Whether nodes see what others write to a folder, and how fast it is.
+
 BLOCK_BYTES = 1 << 20
 VISIBLE_WITHIN_S = 10.0
 """Network file systems remember for some seconds that a file was not there."""
@@ -222,6 +226,8 @@ def _read(path: Path, num_bytes: int) -> float:
     return num_bytes / (time.perf_counter() - start) / 1e9
 
 
+# How far the clocks of nodes are apart.
+
 NUM_QUESTIONS = 8
 LARGEST_SKEW_S = 1.0
 """Ranks tell how long others have been at work by the clock, and logs of nodes are read side by side."""
@@ -261,6 +267,8 @@ def _answer(rank: int) -> None:
         now.fill_(time.time())
         dist.send(now, rank)
 
+
+# What the doctor found of all nodes of a job together.
 
 MOST_LINKS = 28
 """That are listed one by one: all of 8 nodes. Of more, so many of the slowest."""
@@ -336,6 +344,9 @@ def _listed(links: Sequence[Link]) -> Sequence[Link]:
     if len(links) <= MOST_LINKS:
         return links
     return sorted(links, key=lambda link: (not link.failure, link.all_to_all_gb_s))[:MOST_LINKS]
+
+
+# Which of several implementations a job would take here, and why.
 
 
 def paths_taken() -> Iterator[Finding]:

@@ -64,6 +64,8 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+# What makes of a config for training one for an evaluation alone.
+
 KEPT = frozenset(
     {
         *("model", "data", "rollout", "env", "reward", "evaluation", "weight_sync", "logging", "residency", "timeouts"),

@@ -24,6 +24,8 @@ from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
 
+# What a model makes of some samples, at every stage.
+
 Samples = tuple[tuple[int, ...], ...]
 """Token ids of each; two or more."""
 States = dict[str, Tensor]
@@ -123,6 +125,9 @@ def _difference(stage: str, first: Tensor, second: Tensor) -> Difference:
     return Difference(stage, relative, float(by_token.max()), int(by_token.argmax()))
 
 
+# The embedded engine's model, decoding token by token.
+
+
 class Decoding:
     """The engine on a checkpoint. UserError where that cannot be read or served."""
 
@@ -174,6 +179,8 @@ def _end_to_end(steps: Sequence[torch.Tensor], samples: Samples) -> torch.Tensor
     return torch.cat([by_sample[index, : len(sample)] for index, sample in enumerate(samples)])
 
 
+# The tokens that models are compared on.
+
 SHORTEST = 2
 """A log-prob is of a token that follows another."""
 
@@ -200,6 +207,8 @@ def read_samples(file: Path, checkpoint: Path, limit: int) -> Samples:
         raise DataError(f"--texts {file}: got no text of {SHORTEST} tokens or more; expected one text per line")
     return samples
 
+
+# The trainer's model, Megatron's, on one rank.
 
 GRID = Grid((0,))
 TIMEOUT_S = 60.0
@@ -268,6 +277,9 @@ def _watched(model: Any) -> States:
     return states
 
 
+# The model of transformers, sample by sample without a cache.
+
+
 def run_transformers(checked: Checked, samples: Samples) -> States:
     """In model.dtype throughout: it knows no wider residual stream."""
     from transformers import AutoModelForCausalLM
@@ -295,6 +307,8 @@ def watch(decoder: Any, note: Callable[[str, Any], None]) -> None:
         layer.register_forward_hook(lambda module, given, made, stage=mlp: note(stage, made))
     decoder.norm.register_forward_hook(lambda module, given, made: note(FINAL_NORM, made))
 
+
+# The trainer's model of backend fsdp, which is that of transformers, on one rank.
 
 SHARDED_GRID = Grid((0,), copies=1)
 

@@ -15,6 +15,8 @@ from rltrain.config import schema
 from rltrain.config.loader import Source, read_source, validated
 from rltrain.errors import ConfigError, UserError
 
+# Values of a config that is made in Python, as a file would have them: functions and classes become their names.
+
 
 def plain(value: Any, key: str) -> Any:
     """`value` of the dotted `key` without Python objects, down to its leaves. ConfigError for a function that has no

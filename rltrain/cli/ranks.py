@@ -117,6 +117,8 @@ def _count(option: str, text: str, otherwise: str) -> int:
     return int(text)
 
 
+# torchrun's agent, as `rltrain train` starts it: the last line that it prints is the reason of its end.
+
 USER_ERROR, FAILED = 2, 1
 """Exit statuses: a mistake that the user can mend, anything else."""
 SHUTDOWN_TIMEOUT_S = "310"

@@ -46,6 +46,8 @@ from rltrain.cli.report_run import (
 from rltrain.errors import DataError, UserError, command_name
 from rltrain.tasks.roles import OTHER, kinds_of_tasks
 
+# The spans of all ranks in lanes, as the page and the picture draw them.
+
 MAX_SPANS = 100_000
 MAX_RANKS = 64
 MAX_DEPTH = 3
@@ -208,6 +210,8 @@ def _steps(spans: list[TimelineSpan]) -> list[tuple[int, float, float]]:
             found[step] = (min(start_us, span.start_us), max(end_us, span.end_us))
     return [(step, *times) for step, times in sorted(found.items())]
 
+
+# One HTML file with the whole report: no network, no library, everything that a run wrote shown as text.
 
 MAX_SAMPLES = 400
 MAX_CHARACTERS = 8000
@@ -465,6 +469,8 @@ def _panel_data(panel: Panel) -> dict[str, Any]:
     }
 
 
+# A stretch of a run's timeline as one picture for a page of documentation.
+
 WIDTH, LABEL, ROW, GAP, AXIS, LEGEND = 960, 132, 26, 8, 26, 24
 MIN_TEXT = 7.2
 """Pixels that a letter takes: no name is written into a narrower span."""
@@ -562,6 +568,8 @@ def _colours() -> dict[str, str]:
     css = (Path(__file__).with_name("page.css")).read_text(encoding="utf-8").split("@media")[0]
     return dict(re.findall(r"(--[a-z0-9-]+): (#[0-9a-f]{6})", css))
 
+
+# The report on the terminal.
 
 # Metrics in the table, where a run has them.
 SHOWN = (

@@ -217,6 +217,8 @@ def merged_trace(ranks: list[RankTrace]) -> str:
     return '{"traceEvents":[\n' + ",\n".join(events) + "\n]}\n"
 
 
+# What the ranks of each role spend the run on, from their traces.
+
 OWN, OTHER, MEMORY, WAITING, IDLE = "own tasks", "other roles' tasks", "memory moves", "waiting", "nothing"
 PURPOSES = (OWN, OTHER, MEMORY, WAITING, IDLE)
 
@@ -316,6 +318,9 @@ def task_seconds(ranks: list[RankTrace]) -> dict[str, float]:
     return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
 
+# The few numbers that say how a run went, for the head of the page and the terminal.
+
+
 @dataclass(frozen=True)
 class Fact:
     """`note` puts the value into relation, such as what it started from."""
@@ -384,6 +389,8 @@ def _average(records: Sequence[Record], name: str, label: str, unit: str) -> lis
     values = sorted(column(records, name))
     return [Fact(label, readable(values[len(values) // 2]), unit, "median of the steps")] if values else []
 
+
+# Which metrics are drawn together, under which heading and in which unit.
 
 MAX_POINTS = 600
 

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+# The device that a command's option names.
+
 EXPECTED = 'expected "cpu", "cuda" or "cuda:N"'
 
 

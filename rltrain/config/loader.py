@@ -17,6 +17,8 @@ from rltrain.config.schema import Config
 from rltrain.config.section import split_roles
 from rltrain.errors import ConfigError, nearest, one_of
 
+# Where config values come from: a YAML file, whose lines are remembered, and overrides on top of it.
+
 KeyPath = tuple[str | int, ...]
 """Keys (and list indices) from the top of the config down to a value."""
 
@@ -201,6 +203,8 @@ def _describe_yaml_error(error: yaml.YAMLError | ValueError, name: str) -> str:
     parts = [getattr(error, part, None) for part in ("context", "problem")]
     return f"{where}: not valid YAML: {', '.join(filter(None, parts)) or str(error).splitlines()[0]}"
 
+
+# Names that config files of earlier versions have, each with what is written now: a key, or a value as key=value.
 
 RENAMED = {
     "loss.importance_cap": "loss.correction.high",

@@ -6,6 +6,8 @@ from pydantic import BeforeValidator, Field
 
 from rltrain.config.section import Count, Fraction, HubName, NonNegative, NonNegativeInt, Positive, Section, Share
 
+# The config section of low-rank adapters.
+
 
 class Lora(Section):
     """Train low-rank adapters of the actor's matrices in their place: W + alpha / rank * B A, Hu et al. 2021, "LoRA",

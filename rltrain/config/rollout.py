@@ -7,6 +7,8 @@ from pydantic import Field
 from rltrain.config.models import Offload, Parallel
 from rltrain.config.section import Count, NonNegativeInt, Positive, Section, Temperature, TokenId, TopK, TopP
 
+# What the config says of environments.
+
 
 class Agent(Section):
     """A program or a function of the user's own that draws its turns by HTTP, at the endpoint of an engine: one run

@@ -60,6 +60,8 @@ from rltrain.config.rollout import SGLang as SGLang
 from rltrain.config.section import Count, NonNegative, NonNegativeInt, Positive, Section, Words, split_roles
 from rltrain.tasks.roles import rewarding_roles
 
+# The config section of what must hold while a run goes on.
+
 
 class Checks(Section):
     """Trainer and engine, compared after every step on response tokens that were drawn by the weights which the step
@@ -81,6 +83,9 @@ class Checks(Section):
     weight_sync.verify has it done with every sync."""
 
 
+# The config section preference: what algorithms that learn from pairs make of them.
+
+
 class Preference(Section):
     loss: Literal["sigmoid", "ipo"] = "sigmoid"
     """dpo: sigmoid is its own, ipo the squared distance from 1 / (2 beta)."""
@@ -92,6 +97,9 @@ class Preference(Section):
     """dpo: weight of the chosen responses' negative log-prob per token beside the loss."""
     center_coef: NonNegative = 0.0
     """reward_model: weight of the square of the sum of a pair's scores, which keeps scores around 0."""
+
+
+# Config section weight_sync.delta.
 
 
 class WeightDelta(Section):
@@ -112,6 +120,9 @@ class WeightDelta(Section):
     in_shared_memory: bool = False
     """Compare what passes through memory that ranks of a node share on CPUs as well. To copy all of it takes no longer,
     so this is for measuring and for tests."""
+
+
+# The config's sections on what a run leaves behind: checkpoints and logs.
 
 
 class MemoryCheckpoints(Section):

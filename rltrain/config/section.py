@@ -57,6 +57,9 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
+# The names of the roles of a run.
+
+
 def role_names() -> tuple[str, ...]:
     """Every role name, in the order in which roles are listed."""
     return tuple(DECLARED)

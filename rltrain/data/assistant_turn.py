@@ -164,6 +164,8 @@ def with_ids(
     return tuple(named)
 
 
+# Tool calls as families of models write them. Nothing that a model wrote raises: what is no call stays text.
+
 Tools = Sequence[Mapping[str, Any]]
 
 
@@ -445,6 +447,8 @@ def _typed(value: str, type: Any) -> Any:
         return value
     return parsed if is_finite(parsed) else value
 
+
+# How much of an unfinished turn's text stays as it is, whatever is drawn next.
 
 UNFINISHED_CHARACTER = "\ufffd"
 """What tokenizers write for bytes that are no whole character, or not yet."""

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+# What the template writes after the model's turn, found by rendering a short conversation around a placeholder.
+
 OPENING: Message = {"role": "user", "content": "."}
 CALL_ID = "call00000"
 """Nine letters and digits, as Mistral's templates demand."""
@@ -141,6 +143,8 @@ def _unused_mark(messages: Sequence[Message], tools: Sequence[Any]) -> str:
         mark += "x"
     return mark
 
+
+# Whether a template can be continued, found out at the start by small conversations.
 
 Verdict = Literal["exact", "appended", "refused"]
 """exact: what is appended is what the template would make of the whole conversation. appended: it is what was drawn
@@ -326,6 +330,9 @@ if TYPE_CHECKING:
     pass
 
 
+# A conversation as the engine sees it: ids, and which of them the model drew.
+
+
 @dataclass(frozen=True)
 class Conversation:
     """A record that only grows: what was drawn and what was observed are appended, and no id of it ever changes.
@@ -388,6 +395,8 @@ class Conversation:
         begin, end = self.turns[turn]
         return self.format.message_of(self.ids[begin:end], mark=turn % len(self.turns))
 
+
+# Whether a client's messages go on from a recorded conversation. Compares messages, never rendered text.
 
 REASONING_KEYS = ("reasoning_content", "reasoning")
 

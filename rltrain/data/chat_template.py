@@ -120,6 +120,8 @@ def as_text(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
+# Where the model's turn ends in the template, and what of its closing a drawn turn lacks.
+
 PLACEHOLDER = "rltrainsturn"
 
 

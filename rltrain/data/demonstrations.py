@@ -89,6 +89,9 @@ def load_sft_batch(
     )
 
 
+# Pairs of responses to one prompt, of which one was preferred, as Experience: for algorithms dpo and reward_model.
+
+
 class Preferences:
     """The pairs of data.train, step by step, and all those of data.eval.
 

@@ -207,6 +207,9 @@ def join(parts: Iterable[Experience]) -> Experience:
     return Experience(**{name: torch.cat([part[name] for part in columns]) for name in columns[0]})
 
 
+# Which replica gets which prompt group, and which mini-batch which sample: pure functions of all there is.
+
+
 def assign_groups(group_tokens: Tensor, num_replicas: int, num_blocks: int = 1) -> Tensor:
     """[groups] the data-parallel index of each group: per block, longest first to the least loaded replica.
 

@@ -11,6 +11,8 @@ import numpy.typing as npt
 from rltrain.config import schema
 from rltrain.data.prompts import Difficulties, PromptDataset
 
+# A permutation of many numbers of which none is held: where each goes is computed.
+
 ROUNDS = 8
 Numbers = npt.NDArray[np.uint64]
 
@@ -117,6 +119,9 @@ class PromptOrder(RowOrder):
         return self._epochs[epoch]
 
 
+# Several sources in one stream by weight: a pure function of the position, in which nothing is drawn at random but
+# the order within short blocks.
+
 BLOCK = 64
 """Positions that are shuffled among each other. A source's share of a block is what its weight says, within 1 for
 every halving of the list of sources that leads to it."""
@@ -203,6 +208,9 @@ class _Block:
     places: tuple[tuple[int, int], ...]
 
 
+# From easy to hard over the first steps: a pure function of the position, as every order is.
+
+
 class CurriculumOrder(RowOrder):
     """In each of the first steps rows of a window that slides over all of them, sorted by difficulty; then another
     order from its beginning.
@@ -242,6 +250,9 @@ class CurriculumOrder(RowOrder):
         return np.random.default_rng([self.seed, step, self.window]).permutation(rows) if self.shuffle else rows
 
 
+# The order of a run's training prompts, as its config asks for.
+
+
 def prompt_order(dataset: PromptDataset, config: schema.Config) -> RowOrder:
     """Of the rows of data.train, which `dataset` has."""
     weights = [source.weight for source in dataset.sources if source.weight is not None]
@@ -274,6 +285,8 @@ def _of_rows(
         then=order,
     )
 
+
+# How often the prompts of a run are solved, as far as is known, and what follows for drawing them again.
 
 Outcomes = Mapping[int, tuple[int, int]]
 """Row -> (samples that solve it, samples drawn of it), of a training step."""
@@ -329,6 +342,9 @@ class SolvedRates:
             **({"curriculum/solved_rate_mean": float(known.mean())} if len(known) else {}),
         }
 
+
+# The stream of prompts where what is drawn depends on how often prompts are solved: window by window, each of them a
+# pure function of the seed and of the steps whose outcomes are known when it is drawn.
 
 Rows = npt.NDArray[np.int64]
 

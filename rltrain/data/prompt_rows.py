@@ -28,6 +28,8 @@ from rltrain.data.tokenizer import (
 from rltrain.errors import DataError
 from rltrain.runtime.json_text import is_finite
 
+# One row of a file of pairs: a prompt, and two responses of which one was preferred.
+
 Response = str | Sequence[Message]
 """A text, or messages of which the first and the last are the assistant's."""
 
@@ -267,6 +269,9 @@ def _parse_response(value: Any, key: str) -> str:
     raise BadRow(f"has {shown(value)} under {key!r}; expected the demonstrated response: a text, not empty")
 
 
+# Conversations that somebody wrote down, as ids and which of them are to be learnt.
+
+
 def demonstrate(chat: ChatFormat, messages: Sequence[Message]) -> Conversation:
     """The record that the engine would have left had the model drawn the assistant's turns of `messages`.
 
@@ -363,6 +368,8 @@ def _end_texts(chat: ChatFormat) -> list[str]:
     ends = sorted(chat.end.tokens & chat.end.added)
     return [str(text) for text in chat.tokenizer.convert_ids_to_tokens(ends)]
 
+
+# The samples of a row as ids: a prompt and a response, with what of them is learnt, and how long they may be.
 
 Encoded = tuple[Sequence[int], Sequence[bool]]
 """(ids of a sample, which of them are learnt)"""
@@ -466,6 +473,8 @@ def refuse_unknown_ids(row: PromptRow, encoder: PromptEncoder, model: ModelLimit
                 reason="an id that the model does not have",
             )
 
+
+# Which rows of a source can be used, and how many cannot, for which reason.
 
 MAX_KEPT_PROBLEMS = 5
 

@@ -202,6 +202,8 @@ def _check_copies(folder: Path, files: Sequence[IndexedFile]) -> None:
                 raise DamagedIndexError(f"{path.name} beside it is missing or cut off")
 
 
+# Parts of a source, each checked and indexed by itself, by whichever process comes first.
+
 PART_BYTES = 16 * 2**20
 """Of a file with plain lines."""
 ADVANCE_ROWS = 2**12
@@ -302,6 +304,9 @@ def _indexed(file: RowFile, num_rows: int, copies: _Copies) -> IndexedFile:
     return found
 
 
+# How the processes of a job divide work that has to be done once.
+
+
 class SharedWork(Protocol):
     def claim(self, key: str) -> int:
         """0, 1, 2, ...: each number once, to whichever process asks."""
@@ -336,6 +341,8 @@ class WorkAlone:
     def advance(self) -> None:
         """Nobody looks."""
 
+
+# The index of a source, made once by all processes of a job that need it, or found as an earlier one left it.
 
 logger = logging.getLogger(__name__)
 
@@ -465,6 +472,8 @@ def _append(writer: IndexWriter, path: Path, num_lines: int) -> None:
         writer.extend(block)
 
 
+# One row of a file, wherever it stands.
+
 READ_BYTES = 4096
 KEPT_BYTES = 256 * 2**20
 """Of row groups that were read last, of one file."""
@@ -559,6 +568,8 @@ def _arrow_batches(path: Path) -> list[Any]:
         return list(ipc.open_stream(memory))
 
 
+# A sequence of what is not held.
+
 Item = TypeVar("Item")
 
 
@@ -582,6 +593,8 @@ class ComputedSequence(Sequence[Item], ABC):
             raise IndexError(index)
         return self.item(index % len(self))
 
+
+# The rows of a source by its index: parsed when they are asked for, and not held.
 
 KEPT_ROWS = 1024
 OPEN_FILES = 64
@@ -628,6 +641,9 @@ class IndexedRows(ComputedSequence[PromptRow]):
 
     def _open(self, number: int) -> RowAccess:
         return open_rows(self.row_index.summary.files[number], self.row_index.path.parent)
+
+
+# Sequences one after the other, as one.
 
 
 class Chained(ComputedSequence[Item]):

@@ -80,6 +80,8 @@ def is_column_of(column: str, key: str) -> bool:
     return key == column or key.startswith(f"{column}.")
 
 
+# Kinds of files with rows, told by how their names end.
+
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
 """Behind one of JSON_SUFFIXES."""
@@ -108,6 +110,8 @@ def has_rows(path: Path) -> bool:
     """Whether `path` is of a known kind, and not hidden."""
     return kind_of(path) is not None and not path.name.startswith(".")
 
+
+# Rows of JSON files, one object a line or one list of objects, compressed or not.
 
 BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError)
 NO_OBJECT = "no JSON object"
@@ -223,6 +227,8 @@ def _opened(path: Path, config_key: str) -> Iterator[Any]:
     except BROKEN as error:
         raise DataError(f"{config_key}: {str(path)!r} cannot be read: {error}") from error
 
+
+# Rows of Parquet and Arrow files, batch by batch.
 
 BATCH_ROWS = 4096
 EXACT = 2.0**53
@@ -341,6 +347,9 @@ def _in_slices(batches: Iterator[Any], columns: list[str]) -> Iterator[Any]:
         for first in range(0, batch.num_rows, BATCH_ROWS):
             yield chosen.slice(first, BATCH_ROWS)
 
+
+# Which files of a folder hold the rows of a split: of a data set that `datasets` saved, a copy of a repository of the
+# hub, or a plain folder.
 
 NOT_ROWS = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
 SPLIT_WORDS = ("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation")
@@ -477,6 +486,8 @@ def _rows_among(paths: Iterable[Path]) -> list[Path]:
     return [path for path in paths if path.is_file() and path.name not in NOT_ROWS and has_rows(path)]
 
 
+# What a path of the config stands for: files in their order, and the rows of them that it names.
+
 ROWS = re.compile(r"(?P<path>.+)@\[(?P<first>\d*):(?P<end>\d*)\]")
 
 
@@ -518,6 +529,9 @@ class Location:
                 yield from files_of_folder(match, config_key, subset, split) if match.is_dir() else (match,)
         else:
             raise DataError(f"{config_key}: there is no file {self.path!r} (relative paths start at {Path.cwd()})")
+
+
+# Files with rows, and those that a source names, with the part of their rows that it means.
 
 
 @dataclass(frozen=True)
@@ -604,6 +618,9 @@ def slices_of(source: schema.PromptSource, config_key: str) -> list[FileSlice]:
 def rows_of(slices: Sequence[FileSlice], keys: Keys, config_key: str) -> Iterator[FileRow]:
     """One after the other. Raises DataError for a file that cannot be read."""
     return chain.from_iterable(one.rows(keys, config_key) for one in slices)
+
+
+# Rows of files, one at a time, each with where it stands and whether it could be read.
 
 
 def read_source(source: schema.PromptSource, keys: Keys, config_key: str) -> Rows:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+# Chat messages and tools as rows hold them.
+
 Message = dict[str, Any]
 """One chat message: "role", "content" as a text and, where they apply, KEPT."""
 AS_GIVEN = ("arguments", "parameters")

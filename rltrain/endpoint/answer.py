@@ -202,6 +202,9 @@ class Answer:
         pulse.set()
 
 
+# A turn in pieces of text as it is drawn; and its log-probs in OpenAI's form.
+
+
 class Deltas:
     """Of one choice. What is given out is never taken back: together it is the text of the whole."""
 
@@ -251,6 +254,8 @@ def token_logprobs(choice: Choice, which: slice, tokens: TokenText) -> list[dict
         items.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
     return items
 
+
+# Answers in pieces, as server-sent events.
 
 Event = Mapping[str, Any] | str
 """JSON, or a text as it is. One with a `type` that `named` streams is sent under that name."""

@@ -61,6 +61,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+# Sessions over HTTP: opened, looked at, rewarded, finished.
+
 MAX_SMALL_BODY_BYTES = 2**20
 
 
@@ -117,6 +119,8 @@ async def delete_session(service: Service, request: Request) -> Response:
     service.sessions.end(session, "DELETE", Status.ABORTED)
     return Response(status_code=204)
 
+
+# Token ids in and out: POST /generate, with the fields of SGLang's server that users' generate functions read.
 
 DEFAULT_MAX_NEW_TOKENS = 128
 """SGLang's."""
@@ -291,6 +295,8 @@ async def _fail(request: Request, error: Exception) -> Response:
         request, RequestRefused(HTTPStatus.INTERNAL_SERVER_ERROR, "an error of the server; see its log")
     )
 
+
+# The endpoint's web server, in a thread of its own beside the one that steps the engine.
 
 START_TIMEOUT_S = 60.0
 CALL_TIMEOUT_S = 60.0

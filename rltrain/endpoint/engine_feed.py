@@ -14,6 +14,8 @@ from rltrain.rollout.groups import Mail, PendingTurn
 from rltrain.rollout.sample import Sample, Status
 from rltrain.rollout.stop_strings import StopStrings, Tokenizer
 
+# What a server of requests asks of whoever holds an engine: to draw turns of conversations.
+
 Progress = Callable[[Sample], None]
 """Is given the sample of a turn with what has been drawn of it so far."""
 
@@ -39,6 +41,9 @@ class Turns(Protocol):
     def forget(self, ids: Collection[int]) -> None:
         """The samples with these ids have no further turn: nothing need be kept for one."""
         ...
+
+
+# Turns on their way from a server's thread to the thread that steps an engine, and back.
 
 
 @dataclass(frozen=True)

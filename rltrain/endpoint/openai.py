@@ -29,6 +29,8 @@ from rltrain.endpoint.service import (
 )
 from rltrain.endpoint.session import Asked, Session
 
+# Fields that OpenAI's chat completions and completions have in common, and what is made of them.
+
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKENS = 1024
 
@@ -245,6 +247,8 @@ def _delta(index: int, delta: Mapping[str, Any]) -> dict[str, Any]:
     return {"index": index, "delta": delta, "finish_reason": None, "logprobs": None}
 
 
+# OpenAI's completions: POST /v1/completions, of texts or token ids.
+
 MAX_PROMPTS = 256
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""
@@ -352,6 +356,9 @@ async def _completion_chunks(answer: Answer, asked: CompletionRequest, service: 
         yield {**beginning, "choices": [], "usage": usage([answer])}
     yield "[DONE]"
 
+
+# OpenAI's responses, the simple ones: POST /v1/responses with text, messages and functions; previous_response_id
+# within a session.
 
 MESSAGE_PARTS = ("input_text", "output_text", "text")
 

@@ -24,6 +24,8 @@ from rltrain.environments.interface import Message, ToolCall
 from rltrain.errors import DataError
 from rltrain.rollout.sample import Sample, Status
 
+# Texts of tokens and tokens of texts, outside of chats.
+
 
 class TokenText:
     """Implements `rollout.stop_strings.Tokenizer` as well."""
@@ -50,6 +52,9 @@ class TokenText:
     def spelling(self, token: int) -> str:
         """Of one token by itself, special or not."""
         return str(self._tokenizer.decode([token], skip_special_tokens=False))
+
+
+# What was said in a session, token by token: trajectories that branch where a conversation does.
 
 
 @dataclass(frozen=True)
@@ -155,6 +160,8 @@ class SampleIds:
     def take(self) -> int:
         return next(self._numbers)
 
+
+# What a session has seen, so that a request finds the turn that it goes on from.
 
 ChatKey = bytes
 

@@ -42,6 +42,9 @@ def unsupported(param: str, given: object, expected: str) -> RequestRefused:
     return invalid(message, param, "unsupported_value")
 
 
+# What the endpoint takes on at once, and for how long.
+
+
 @dataclass(frozen=True)
 class RequestLimits:
     """Whoever exceeds one gets an answer of status 4xx that names it."""
@@ -65,6 +68,8 @@ class RequestLimits:
     repeat_within_s: float = 10.0
     """A turn whose client has gone is drawn on for so long: clients repeat a request whose connection was lost."""
 
+
+# Whose sampling parameters count: the run's or the request's.
 
 Policy = Literal["override", "refuse", "request"]
 

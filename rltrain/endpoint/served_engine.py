@@ -99,6 +99,9 @@ def dtype_of(settings: EngineSettings) -> str:
     return str(named).removeprefix("torch.")
 
 
+# What changed of a checkpoint, put into an engine's parameters in place.
+
+
 def check_delta(delta: form.Delta, held: str | None, layout: Layout) -> None:
     """CheckpointError where it cannot be applied to version `held` of what lies as in `layout`."""
     try:
@@ -155,6 +158,8 @@ def _compare(flats: list[Tensor], pieces: Array, width: int, changed: form.Chang
             "changes"
         )
 
+
+# Another checkpoint for a server's engine, asked for in the web server's thread, loaded in that of the engine.
 
 STARTED_WITH = "default"
 """What SGLang calls weights that nobody has given a version."""

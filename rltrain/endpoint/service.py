@@ -25,6 +25,8 @@ from rltrain.environments.interface import Message
 from rltrain.errors import ConfigError, DataError, UserError
 from rltrain.rollout.delta_form import form
 
+# Fields of requests that this server does not know: harmless ones are taken, all others are refused by name.
+
 HARMLESS = frozenset({
     "cache_control", "cache_salt", "client_metadata", "inference_geo", "log_metrics", "max_tool_calls", "metadata",
     "moderation", "parallel_tool_calls", "prediction", "priority", "prompt_cache_key", "prompt_cache_options",
@@ -83,6 +85,9 @@ def _asks_for_nothing(name: str, value: object) -> bool:
     if name in NEUTRAL and value == NEUTRAL[name] and not isinstance(value, bool):
         return True
     return value is None or value is False or value == "" or value == [] or value == {}
+
+
+# The form of chat messages, whichever API they come by.
 
 
 class FunctionFields(BaseModel):
@@ -190,6 +195,9 @@ class Service:
         if isinstance(given, str):
             return TextOpening(given, self.tokens)
         return IdsOpening(tuple(given), self.tokens)
+
+
+# From an HTTP request to what it asks for, and its client while it waits.
 
 
 class Body(BaseModel):
@@ -330,6 +338,10 @@ async def _whole(answers: Sequence[Answer]) -> None:
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+# What a server's owner may do with its engine: ask which weights it has, and have it load others. Paths and fields are
+# those of SGLang's server.
 
 
 class EngineControl(Protocol):

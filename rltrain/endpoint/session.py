@@ -313,6 +313,9 @@ def summary(session: RecordedSession) -> Mapping[str, object]:
     }
 
 
+# All sessions of an endpoint: who may use which, and how many there are.
+
+
 @dataclass(frozen=True)
 class Opened:
     """What a client needs of a new session. The token is known to nobody else."""

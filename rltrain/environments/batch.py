@@ -136,6 +136,9 @@ class EpisodeBatch:
         )
 
 
+# Which environment a job has, as a rank knows it: nothing of it is imported there.
+
+
 @dataclass(frozen=True)
 class EnvironmentFactory:
     """What a worker needs to build environments. All but the first two is for those of other frameworks, which are told

@@ -8,6 +8,8 @@ from fractions import Fraction
 
 from rltrain.environments.tool_task import Tool, ToolFailed, ToolTask
 
+# Values of arithmetic expressions, without running them as programs.
+
 MAX_CHARS = 200
 MAX_BITS = 4096
 """Of the numerator and of the denominator of any value on the way."""

@@ -23,6 +23,9 @@ class EnvironmentConvention(Protocol):
         ...
 
 
+# By the parameters of its methods an environment of another framework is told from the rest.
+
+
 def parameters_of(owner: Any, method: str | None = None) -> tuple[str, ...] | None:
     """Names of the parameters of a function, or of a method of a class or of an instance, without the instance's own.
     None where there is no such method, or nothing is known of it."""

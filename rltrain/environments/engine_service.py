@@ -174,6 +174,9 @@ def encode_event(event: EpisodeEvent) -> Message:
     }
 
 
+# An engine's end of the environments of a rank.
+
+
 class RemoteEnvironments:
     """Those that an EnvironmentService serves on `rank`, as `where` says. Nothing here blocks but the connecting."""
 

@@ -12,6 +12,10 @@ from rltrain.environments.one_by_one import one_by_one
 from rltrain.errors import ConfigError, one_of
 from rltrain.rewards.locating import locate
 
+# Observations of Gymnasium's environments as text, and texts as their actions. Knows spaces by what they have.
+#
+# numpy is imported where it is needed: workers that play something else start sooner without.
+
 HIGHLIGHTED = re.compile(r"\x1b\[[0-9;]+m(.*?)\x1b\[0m")
 """How drawings in text mark a place."""
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")

@@ -24,6 +24,8 @@ from rltrain.environments.interface import Action, Row
 from rltrain.errors import ConfigError
 from rltrain.runtime.machine import kill_worker, start_worker
 
+# A rank's end of one worker process: what was asked of it, what has come back, and whether it is lost.
+
 WORKER_MODULE = "rltrain.environments.worker"
 READ_BYTES = 1 << 16
 GRACE_S = 5.0

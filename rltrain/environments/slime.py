@@ -19,6 +19,8 @@ from rltrain.environments.interface import Action, Environment, Opening, Row, St
 from rltrain.environments.one_by_one import one_by_one
 from rltrain.rewards.slime_sample import SlimeSample, SlimeStatus
 
+# How an episode that is a coroutine has the engine draw turns for it, in the middle of what it does.
+
 _EPISODE: ContextVar["Episode"] = ContextVar("episode")
 
 
@@ -64,6 +66,8 @@ class Episode:
     def cancel(self) -> None:
         self._task.cancel()
 
+
+# What functions written for slime import of it, where slime is not installed: Sample, post and GenerateState.
 
 ENGINE = "rltrain.engine"
 """The router's host where the engine draws for the episode itself: no name that could be found on a network."""

@@ -26,6 +26,8 @@ from rltrain.errors import ConfigError, UserError
 from rltrain.rewards.locating import locate
 from rltrain.runtime.machine import become_worker, describe_raised
 
+# Finds the environment that env.function names, and how it is played, in a worker process.
+
 BUILT_IN = {
     "agent": "rltrain.environments.agent:AgentEnvironment",
     "calculator": "rltrain.environments.calculator:Calculator",

@@ -20,6 +20,17 @@ from rltrain.exchange.transport import InTransit, Transport
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.job_store import Waiter
 
+# By which ranks a transfer enters the nodes of a replica, and who passes it on there.
+#
+# What a replica is due crosses the network once for each of its nodes: an owner sends it to all ranks of the replica
+# on
+# its own node, and to one rank on every other, which passes on to its neighbours in one message what all owners on
+# other
+# nodes have sent. So no rank but that one hears of owners on other nodes.
+#
+# So a rank waits for one of its own replica too, with which the task behind the wait has it wait anyway: an order that
+# can finish still can.
+
 
 @dataclass(frozen=True)
 class Intake:
@@ -56,6 +67,8 @@ def intake(rank: int, owners: Sequence[int], replica: Sequence[int], ranks_per_n
         return Intake(near, relay=entrance)
     return Intake(others, from_afar=tuple(o for o in others if o not in near), followers=tuple(behind))
 
+
+# Shipments of experience, and the messages that carry them: a header of whole numbers and one buffer of bytes.
 
 HEADER = ("num_samples", "num_tokens", "num_groups")
 ALIGNMENT_BYTES = HEADER_ITEM_BYTES = 8
@@ -335,6 +348,8 @@ def senders(route: Route, holders: Tensor, is_due: Tensor, teller: int) -> list[
         )
     return sorted({teller, *(owners[holder] for holder in found)})
 
+
+# Experience that crosses a checkpoint: shipments as the tensors of a file, and who sends them on.
 
 Key = tuple[str, str, int, int]
 """Source role, transfer, step and chunk."""

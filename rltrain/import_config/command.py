@@ -35,6 +35,8 @@ from rltrain.planning.validation_schedule import check_schedule
 from rltrain.runtime.placement import placement_of
 from rltrain.tasks.roles import model_roles, trained_roles
 
+# Writes an import as a config file: every value with the key of the source that it comes from.
+
 WIDTH = 118
 ORDER = {name: number for number, name in enumerate(Config.model_fields)}
 
@@ -90,6 +92,8 @@ def _short(value: Any) -> Any:
     text = str(value)
     return value if len(text) <= 80 else text[:80] + "..."
 
+
+# Where an import would not fit a GPU, settings of memory are chosen that leave what is computed as it is.
 
 LEAST_TOKENS = 2048
 """Of a micro-batch, and of logits at a time: enough for products at full speed."""

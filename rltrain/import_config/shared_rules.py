@@ -60,6 +60,8 @@ def _set(out: Translation, origin: str, coef: float, trains: Trained) -> None:
     out.notes += [WEIGHED, SAVED]
 
 
+# Which engine takes the place of a source's.
+
 SERVED_APART = ("sglang", "vllm")
 FROM_REPLAY = "enable_return_routed_experts"
 """SGLang's argument that follows from model.router_replay."""
@@ -95,6 +97,8 @@ def choose_engine(out: Translation, named: str, ep: Any, arguments: dict[str, An
     for name, value in arguments.items():
         out.leave(name, value, "an argument of SGLang's server")
 
+
+# Low-rank adapters of other trainers: verl's and SkyRL's keys name them as PEFT or as Megatron-Bridge does.
 
 MEGATRON_TARGETS = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
@@ -148,12 +152,16 @@ def _set_targets(given: Mapping[str, Any], out: Translation, prefix: str, sectio
         out.set(f"{section}.targets", found, prefix + "target_modules")
 
 
+# Training for INT4 by fake quantisation, as other trainers ask for it.
+
 WEIGHTS = (
     "model.fake_quantization: trainer and engines start from weights in bfloat16, so model.path has to be such a "
     "checkpoint, and not the one in INT4 that the source gives its engines; engines hold the rounded weights in "
     "model.dtype, which draws as INT4 does and saves no memory"
 )
 
+
+# Fully sharded training of other trainers, which is `backend: fsdp` here where that can do what is asked for.
 
 NAMES = ("dp", "fsdp", "fsdp1", "fsdp2")
 """verl's and SkyRL's names of torch's FSDP."""
@@ -223,6 +231,8 @@ def _ranks_of_actor(out: Translation) -> int:
             return int(last or first) - int(first) + 1
     return 1
 
+
+# Megatron's keys of the optimizer's kind, types and place, which slime, verl and SkyRL hand on.
 
 ADAM = ("adam", "adamw")
 BFLOAT16 = ("bf16", "bfloat16", "torch.bfloat16")

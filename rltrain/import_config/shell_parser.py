@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 from rltrain.errors import ConfigError
 
+# The part of the shell's language that launch scripts are written in, as a tree. Nothing is expanded or run here.
+
 
 @dataclass(frozen=True)
 class Text:
@@ -130,6 +132,8 @@ class Group:
 Command = Simple | Test | Calculation | Chain | If | For | ForCount | While | Case | ShellFunction | Group
 Block = tuple[Command, ...]
 
+
+# Reads the words of a shell script: quotes, `$` expressions, blanks, comments, redirections.
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SPECIAL = "@*#?$!-0123456789"

@@ -169,6 +169,8 @@ def _compared(first: str, sign: str, second: str, value_of: Callable[[str], str]
     return fnmatch.fnmatchcase(first, second) == (sign != "!=")
 
 
+# Expands the words of a shell script: variables, lists, arithmetic.
+
 EXPRESSION = re.compile(
     r"(?P<length>#(?=[\w@*]))?(?P<indirect>!)?(?P<name>[A-Za-z_]\w*|[0-9]+|[@*#?$!-])(?:\[(?P<index>[^]]+)\])?(?P<rest>.*)",
     re.DOTALL,

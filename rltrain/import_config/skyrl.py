@@ -52,6 +52,8 @@ from rltrain.import_config.translation import (
 )
 from rltrain.import_config.translation import top_k as top_k_of
 
+# SkyRL's keys that change nothing of what is computed, by pattern, with the reason.
+
 SPEED = "of speed or memory alone"
 LOGS = "of logs alone"
 
@@ -167,6 +169,8 @@ HARMLESS = {
     "--*": "of Hydra",
 }
 
+
+# SkyRL's supervised trainer. Defaults are those of skyrl/train/config/sft_config.py.
 
 SFT_SECTIONS = ("model", "optimizer_config", "placement", "megatron_config", "fsdp_config")
 RULES = (
@@ -316,6 +320,8 @@ def _sft_records(keys: SourceKeys, out: Translation) -> None:
     if resume != "latest":
         out.set("checkpoint.resume", "none" if resume in NOTHING else str(resume), "resume_from")
 
+
+# SkyRL's engines that somebody else runs: generator.inference_engine.external_server_urls.
 
 BACKEND, SYNC_DIR = "weight_sync_backend", ENGINE + "delta_weight_sync.sync_dir"
 URLS, PROXY = ENGINE + "external_server_urls", ENGINE + "external_proxy_url"

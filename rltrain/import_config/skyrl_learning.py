@@ -25,6 +25,8 @@ from rltrain.import_config.translation import (
     truth,
 )
 
+# The text of a program that a source starts, and of its own modules: nothing of it is run.
+
 
 def texts_of(module: str, near: Path) -> Iterator[tuple[str, ast.AST]]:
     """(name, parsed text) of the program `module`, then of the modules of the same tree that it imports.
@@ -82,6 +84,9 @@ def _imports(program: ast.AST) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+# Environments that a program registers with SkyRL-Gym, found in its text.
+
+
 def entry_point_of(environment: str, module: str, near: Path) -> str | None:
     """ "module:class" that the program `module`, or a module of the same tree that it imports, registers under this id.
 
@@ -103,6 +108,8 @@ def _registered_environments(program: ast.AST) -> Iterator[tuple[str, str]]:
             if found:
                 yield found[0], found[1]
 
+
+# Losses and advantages that a program registers with SkyRL, found in its text.
 
 LOSSES = ("PolicyLossRegistry", "register_policy_loss")
 ADVANTAGES = ("AdvantageEstimatorRegistry", "register_advantage_estimator")
@@ -437,6 +444,8 @@ def set_reward(keys: SourceKeys, out: Translation) -> None:
         out.set("env.function", f"{env}.env:Env", "environment.env_class: name its module and class")
         out.differs("environment.env_class", env, "an environment of one's own: write env.function as module:class")
 
+
+# Of SkyRL's keys those of adapters, of routers and of rounded experts.
 
 REPLAY = T + "policy.megatron_config.moe_enable_routing_replay"
 INT4 = T + "policy.model.fake_int4_qat."

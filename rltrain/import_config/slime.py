@@ -44,6 +44,8 @@ from rltrain.import_config.translation import (
 )
 from rltrain.import_config.translation import top_k as top_k_of
 
+# slime's flags that change nothing of what is computed, by pattern, with the reason.
+
 OF_MODEL = "of the model's shape, which config.json tells"
 
 

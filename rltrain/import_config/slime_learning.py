@@ -22,6 +22,8 @@ from rltrain.import_config.translation import (
 )
 from rltrain.import_config.translation import top_k as top_k_of
 
+# slime's weights for what the engine drew by other arithmetic: its own, and those of its example of MIS.
+
 FUNCTION, FILE = "custom-tis-function-path", "custom-config-path"
 ICEPOP = ".loss.icepop_function"
 MIS = ".mis.compute_mis_weights_with_cp"
@@ -116,6 +118,8 @@ def _bound(options: Mapping[str, Any], name: str, otherwise: float) -> float:
     return otherwise if options.get(name) in NOTHING else real(options[name])
 
 
+# What a script of slime's says beside its training's flags: a server that it starts, variables of training.
+
 SERVER = "sglang.launch_server"
 MODEL, CUT = "served-model", "served-tp"
 """The keys under which a server's model stands among the flags, and the ranks that it is cut over."""
@@ -153,6 +157,8 @@ def set_fake_quantization(keys: SourceKeys, out: Translation) -> None:
     out.set("model.fake_quantization.group_size", count(keys.get(GROUP, GROUP_SIZE)), name)
     out.notes.append(WEIGHTS)
 
+
+# slime's on-policy distillation: a teacher that Megatron evaluates, or that a server of the same script serves.
 
 REWARD = "slime.rollout.on_policy_distillation.reward_func"
 

@@ -17,6 +17,8 @@ from rltrain.import_config.shell_values import UNKNOWN
 from rltrain.import_config.slime_learning import beside_training
 from rltrain.import_config.translation import PLACEMENT, RowCounts, SourceKeys, Translation, UntranslatableError
 
+# Reads configs as Hydra has them: YAML with defaults and interpolations, and overrides `a.b=c`.
+
 INTERPOLATION = re.compile(r"\$\{([^${}]*)\}")
 OVERRIDE = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w./@-]*(?:\.[\w-]+)*)=(.*)", re.DOTALL)
 MOST_ROUNDS = 50
@@ -168,6 +170,8 @@ def _at(data: Any, dotted: str, default: Any) -> Any:
         data = data[key]
     return data
 
+
+# Steps of fewer prompts than a source has replicas or engines: it shares out samples, and here prompts stay whole.
 
 RANGE = re.compile(r"(\d+)-(\d+)")
 OF_PROMPTS = ("env", "reward")

@@ -15,6 +15,8 @@ from rltrain.errors import ConfigError, UserError
 from rltrain.import_config.shell_values import UNKNOWN, shown
 from rltrain.runtime.json_text import read_json
 
+# What a model's config.json says, where it is at hand.
+
 SHAPE_KEYS = ("rope_scaling", "rope_parameters", "rope_theta", "max_position_embeddings")
 """Keys of config.json that frameworks let a run override."""
 
@@ -261,6 +263,8 @@ def refuse_differences(out: Translation) -> None:
     )
 
 
+# Values that several trainers have in other forms.
+
 VOCABULARY = 100_000
 """Of a top_k this large nothing is cut off: it stands for none."""
 ESTIMATORS = {"k1": "k1", "kl": "k1", "k2": "k2", "mse": "k2", "k3": "k3", "low_var_kl": "k3", "k3+": "k3", "k1+": "k1"}
@@ -358,6 +362,8 @@ def ranks(first: int, number_of: int) -> str:
     return str(first) if number_of == 1 else f"{first}-{first + number_of - 1}"
 
 
+# Batches of sources that count prompts, and tables that several sources share.
+
 ALGORITHMS = {
     "grpo": "grpo",
     "grpo_vectorized": "grpo",
@@ -436,6 +442,9 @@ def cut_fully_sharded(out: Translation, key: str, name: object) -> None:
         out.set("actor.parallel.sequence_parallel", True, f"{key} {name}")
         if slices > 1:
             out.set("actor.parallel.cp", slices // gcd(slices, tp), f"{slices} ranks share out a sequence, {tp} by tp")
+
+
+# Steps of a run, from epochs and rows where the source counts these.
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,8 @@ from rltrain.import_config.verl_learning import (
     slices_of,
 )
 
+# verl's keys that change nothing of what is computed, by pattern, with the reason.
+
 SPEED = "of speed or memory alone"
 LOGS = "of logs alone"
 ONE_ROLE = "the role is not placed"
@@ -203,6 +205,8 @@ HARMLESS = {
     "hydra.*": "of Hydra",
 }
 
+
+# verl's supervised trainer. Defaults are those of verl/trainer/config/sft_trainer_engine.yaml.
 
 RULES = (
     Rule("data.train_files", "data.train.path", None, paths),

@@ -26,6 +26,8 @@ from rltrain.import_config.translation import (
     truth,
 )
 
+# verl's rollout correction: weights and masks for what the engine drew by other weights or other arithmetic.
+
 PREFIX = "algorithm.rollout_correction."
 LEVELS = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric", "seq_max": "every_token"}
 """Of masks by ratios: verl's k1, and what bounds every token's own ratio."""
@@ -113,6 +115,8 @@ def _root(most: float, sign: float) -> float:
         near, far = (middle, far) if math.expm1(middle) - middle < most else (near, middle)
     return near
 
+
+# Of verl's keys those of adapters and of routers.
 
 REPLAYS = {"R2": "recompute", "R3": "rollout"}
 REPLAY = "actor_rollout_ref.actor.megatron.router_replay.mode"
@@ -378,6 +382,8 @@ def set_critic(keys: SourceKeys, out: Translation) -> None:
         out.differs("critic.ppo_mini_batch_size", own, "actor and critic have the same mini-batches here")
 
 
+# verl's rewards: functions, a model that classifies, and what is taken off long responses.
+
 MODEL = "reward.reward_model."
 MANAGERS = ("naive", "dapo", "prime", "batch", "rate_limited")
 
@@ -451,6 +457,8 @@ def _set_penalty(keys: SourceKeys, out: Translation) -> None:
         }
         out.set("advantages.overlong_penalty", penalty, "overlong_buffer_cfg")
 
+
+# verl's on-policy distillation: a teacher that says how likely it finds what the actor drew.
 
 TEACHER_PREFIX = "distillation."
 LOSS = TEACHER_PREFIX + "distillation_loss."

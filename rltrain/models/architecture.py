@@ -20,6 +20,8 @@ from rltrain.models.rope_scaling import LAYER_TYPES, Scaling, YarnScaling, read_
 from rltrain.models.table import CanonicalTensors, LayerKind, stored_names
 from rltrain.runtime.json_text import read_json
 
+# The tokens that end a text, by the files of a checkpoint.
+
 GENERATION_CONFIG_FILE = "generation_config.json"
 
 
@@ -48,6 +50,8 @@ def check_padding(config: ConfigReader, vocab_size: int) -> None:
         config.token("pad_token_id", token, vocab_size, least=-1)
 
 
+# Families that are asked for and that nothing here trains, serves or converts, each with the reason.
+
 INDEXED = "a token attends to those that an indexer of each layer chooses, which is learned by a loss of its own"
 REFUSED_FAMILIES = {
     "gemma3": "its checkpoints hold a picture encoder beside the language model; those of gemma3_text hold that alone",
@@ -55,6 +59,9 @@ REFUSED_FAMILIES = {
     **dict.fromkeys(("glm_moe_dsa", "deepseek_v32"), INDEXED),
     "mimo_v2_flash": "heads are of two sizes by layer, of which layouts know one",
 }
+
+
+# Multi-head latent attention: its shape, and how config.json describes it.
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,9 @@ def read_mla(config: ConfigReader) -> MLA:
         rope_head_dim=config.count("qk_rope_head_dim"),
         value_head_dim=config.count("v_head_dim"),
     )
+
+
+# Layers of which a token attends to the last ones before it alone, and how config.json names them.
 
 
 @dataclass(frozen=True)
@@ -185,6 +195,8 @@ READ = {
     "gpt_oss": _by_layer_types,
 }
 
+
+# Keys of config.json that change the computation, and families in which that is not supported.
 
 MLP_BIAS = "mlp_bias"
 # Features that change the computation and that neither the trainer nor the engine has: key -> values that mean "off".

@@ -198,6 +198,9 @@ def _without_cudnn() -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
+# Rotary frequencies, which training and engines must compute alike. Apart from its siblings because it loads torch.
+
+
 def inverse_frequencies(architecture: Architecture, *, sliding: bool = False) -> Tensor:
     """[rotated elements of a head / 2] fp32 angles per position, scaled as the model's are; with `sliding` those of
     layers with a window, which are not scaled where they have a base of their own."""

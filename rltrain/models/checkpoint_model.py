@@ -84,6 +84,8 @@ def _refuse_more_than(stored: int | None, reader: ConfigReader, architecture: Ar
         )
 
 
+# What config.json says of a checkpoint that scores texts, as transformers' models for sequence classification.
+
 SUFFIX = "ForSequenceClassification"
 DEFAULT_LABELS = 2
 """Of a config.json that names none."""
@@ -105,6 +107,9 @@ def padding_token(path: Path, config_key: str) -> int | None:
     """The token that stands for nothing: transformers scores a text at the last token that is another one."""
     token = ConfigReader(path / CONFIG_FILE, config_key=config_key).values.get("pad_token_id")
     return token if type(token) is int else None
+
+
+# What models of some families have beside attention, MLPs and norms of the usual kind, in words.
 
 
 def local_mechanisms(architecture: Architecture) -> list[str]:

@@ -216,6 +216,8 @@ NEMOTRON = replace(
 )
 
 
+# Mixture-of-experts families with the attention of dense ones.
+
 # Transformer Engine fuses the norm with an MLP's first layer, but not with a router.
 SPARSE_MLP_NORM = replace(POST_ATTENTION_NORM, megatron_te=None)
 
@@ -338,6 +340,13 @@ MINIMAX_ROUTER_BIAS = in_layer(
 MINIMAX_M2 = replace(LLAMA, sparse=Layer((*MIXTRAL_SPARSE, MINIMAX_ROUTER_BIAS), MIXTRAL_EXPERTS))
 
 
+# DeepSeek-V3: latent attention, shared experts, a router with a bias; Moonlight: the same, but its queries are made
+# from the hidden state. DeepSeek-V3's layer that predicts further tokens ahead (multi-token prediction) is left
+# out: it is neither trained nor served, and a checkpoint written here lacks it.
+#
+# The engine's names are those of SGLang with shared experts kept apart from the others
+# (--disable-shared-experts-fusion).
+
 LATENT_NORM_EPS = 1e-6
 """DeepSeek's norms of latents have this whatever config.json says of the others, and so have those of transformers."""
 FUSED_LATENTS = "self_attn.fused_qkv_a_proj_with_mqa.weight"
@@ -414,6 +423,11 @@ def _family(queries_and_latents: tuple[Row, ...]) -> Table:
 DEEPSEEK_V3 = _family(LATENTS)
 MOONLIGHT = _family(KV_LATENT_AND_QUERIES)
 
+
+# gpt-oss: attention with sinks, and experts whose matrices files hold as [inputs, outputs], of all experts of a layer
+# in one tensor, with the outputs of gates and of what they gate in turn. Attention, routers and experts have biases.
+#
+# Every side keeps an expert's matrices as files have them: transposed they would be in no box of a file's tensor.
 
 SINKS = in_layer(
     ("self_attn.sinks", "heads"),

@@ -145,6 +145,9 @@ def _elements(architecture: Architecture, rows: tuple[Row, ...]) -> int:
     return sum(prod(shape) for shape in shapes if len(shape) == 2)
 
 
+# Attention that no kernel computes: how many scores are in memory at once. Apart from what computes them, which loads
+# torch.
+
 SCORES_AT_ONCE = 2**25
 SCORE_COPIES = 6
 """In fp32, of a block of scores on its way backward: bent ones, shares, gradients of both, and what is made between."""

@@ -28,6 +28,21 @@ def wide_product(x: Tensor, weight: Tensor) -> Tensor:
     return product.view(*x.shape[:-1], len(weight))
 
 
+# INT4 in groups, and what is left of weights that were in it.
+#
+# A row of a matrix is cut into groups of `group_size` consecutive elements, its last one shorter where they do not
+# divide
+# it. Per group, of weights x of some dtype:
+#
+#     scale = max |x| / scale_divisor in float32, rounded to that dtype
+#     q     = x / scale in float32, rounded to the nearest integer, of two to the even one, and cut to [-8, 7]
+#     x'    = q * scale in float32, rounded to that dtype
+#
+# With a divisor of 7 no q is -8: what slime trains with, and Kimi K2-Thinking was made by; 7.5 is what llm-compressor
+# rounds by. Scales are of the weights' dtype because packed checkpoints and the kernels that multiply by them have
+# them
+# so. A group whose scale is zero is all zeros; one with an infinity or a NaN is NaN.
+
 SMALLEST, LARGEST = -8, 7
 AT_ONCE_ELEMENTS = 2**24
 """Whose float32 copies exist at a time."""
@@ -55,6 +70,8 @@ def _round(rows: Tensor, into: Tensor, group_size: int, scale_divisor: float) ->
     q = (groups.float() / scale.masked_fill(scale == 0, 1.0)).round_().clamp_(SMALLEST, LARGEST)
     into.copy_(q.mul_(scale).flatten(-2)[..., :inputs])
 
+
+# gpt-oss's activation of experts. Apart from its siblings because it loads torch.
 
 ALPHA = 1.702
 """With which x * sigmoid(ALPHA * x) is near GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2)."""

@@ -152,6 +152,9 @@ def in_layer(
     )
 
 
+# The tensors of a Hugging Face checkpoint, seen as two-dimensional: [n] is [1, n], and
+# [n, m, k] is [n * m, k].
+
 Array = NDArray[np.void]
 IntArray = NDArray[np.int64]
 
@@ -172,6 +175,8 @@ class CanonicalTensors:
         """[tensors, 2]: the shapes with vectors as one row."""
         return np.array([(prod(shape[:-1]), shape[-1]) for shape in self.shapes], dtype=np.int64)
 
+
+# Element types of tensors, by the numbers that the native kernels use (csrc/reshard.h).
 
 TypeArray = NDArray[np.uint8]
 
@@ -204,6 +209,8 @@ def wire_types(source: TypeArray, destination: TypeArray) -> TypeArray:
     return narrower
 
 
+# Which of a checkpoint's tensors are matrices within layers: those that Muon makes orthogonal updates of.
+
 _OF_LAYERS = re.compile(r"\.(mtp_)?layers\.\d+\.|^mtp\.fc\.")
 _ROUTER = re.compile(r"\.(gate|router|shared_expert_gate)\.weight$")
 _BIASES = "_bias"
@@ -217,6 +224,8 @@ def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
     is_other = _ROUTER.search(name) or name.endswith(_BIASES)
     return is_matrix and bool(_OF_LAYERS.search(name)) and not is_other
 
+
+# What a checkpoint's files call its tensors, where that is not told by its config.json.
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 LENGTH_BYTES = 8
@@ -264,6 +273,8 @@ def _is_inside(file: object) -> bool:
     path = PurePosixPath(file)
     return not path.is_absolute() and path != PurePosixPath() and ".." not in path.parts
 
+
+# Names of what a model has come to on its way from tokens to logits, by which two of them can be compared.
 
 EMBEDDING, FINAL_NORM, LOGITS, LOGPROBS = "embedding", "final norm", "logits", "log-probs"
 

@@ -14,6 +14,8 @@ from rich.table import Table
 from rltrain.config.schema import Config, KeepBest
 from rltrain.errors import ConfigError, cannot_write, one_of
 
+# What a policy would reach with k samples of a prompt, estimated without bias from n >= k that were drawn.
+
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
     """The probability that at least one of k samples passes: Chen et al. 2021, "Evaluating Large Language Models
@@ -52,6 +54,9 @@ def sizes_up_to(num_samples: int) -> list[int]:
 def _require_subset(num_samples: int, k: int) -> None:
     if not 1 <= k <= num_samples:
         raise ValueError(f"k = {k} of {num_samples} samples; expected 1 to {num_samples}")
+
+
+# What follows from an evaluation: the reward's leader leaves it in the job's store, where other ranks read it.
 
 
 def best_verdict_of(step: int) -> str:
@@ -133,6 +138,8 @@ class BestSoFar:
             if best.metric == self.settings.metric:
                 self.best = best
 
+
+# The end of a run that evaluates a checkpoint: a table for people, and a file for programs.
 
 OF_TRAINING = "policy_version"
 """Says nothing of a checkpoint."""

@@ -9,6 +9,8 @@ from typing import NamedTuple
 from rltrain.tasks.metrics import Metric
 from rltrain.tasks.roles import all_tasks
 
+# What other trainers call metrics that rltrain has, as their code of August 2026 names them; for docs/metrics.md.
+
 
 class Aliases(NamedTuple):
     """Empty where a trainer has none. `verl` and `slime` count throughput per GPU, as `perf/tokens_per_gpu_s` does."""

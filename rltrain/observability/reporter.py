@@ -154,6 +154,9 @@ def _merge(merged: Metrics, metrics: Metrics) -> None:
     merged |= metrics | longest
 
 
+# How much of its time a role worked, and how fast its models computed meanwhile.
+
+
 @dataclass
 class Work:
     """Seconds of tasks, of those tasks that computed with a model, and the operations and tokens of these."""

@@ -15,6 +15,8 @@ from rltrain.errors import ConfigError, cannot_write
 from rltrain.observability.reporter import Sink
 from rltrain.observability.run_logs import METRICS_FILE, TENSORBOARD_FOLDER, WANDB_ID_FILE, read_id
 
+# A run's metrics in the files of TensorBoard.
+
 
 class TensorboardRun:
     """Scalars under <output_dir>/tensorboard; of a run that went on from an earlier step TensorBoard hides what came
@@ -41,6 +43,9 @@ class TensorboardRun:
 
     def close(self) -> None:
         self._writer.close()
+
+
+# A run's metrics in Weights & Biases.
 
 
 class WandbRun:

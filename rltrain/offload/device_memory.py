@@ -121,6 +121,11 @@ def copy_bytes(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         destination.copy_(source, non_blocking=True)
 
 
+# A role's model on the role's device, wherever a library made its tensors.
+#
+# megatron-core makes the weights of routers and of shared experts' gates on the CPU, transformers the frequencies of
+# rotary embeddings. Code that builds models moves them once, before anything refers to their memory.
+
 REGISTERED = ("_parameters", "_buffers", "_modules")
 """Attributes of torch's modules whose entries have names of their own."""
 OWN_PACKAGES = ("rltrain", "megatron")

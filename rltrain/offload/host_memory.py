@@ -60,6 +60,8 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
+# Tensors on the host in one range of memory, which processes of a node share and CUDA copies from.
+
 PORTABLE = 1
 """For cudaHostRegister: pinned for whatever device copies from it."""
 
@@ -117,6 +119,8 @@ def pin(memory: Tensor) -> None:
             "much, and may this container lock it?"
         )
 
+
+# What is equal on several ranks of a node, kept on the host by one of them for all.
 
 logger = logging.getLogger(__name__)
 

@@ -11,6 +11,8 @@ from rltrain.errors import ConfigError
 from rltrain.offload.device_memory import copy_bytes
 from rltrain.offload.host_memory import HostRegion, aligned
 
+# How the memory of storages on the device is given up and taken again.
+
 SizedStorages = list[tuple[UntypedStorage, int]]
 """Storages and the bytes that each has when it is on the device."""
 
@@ -93,6 +95,9 @@ def memory_saver() -> Any:
         ) from None
     saver.hook_mode = "torch"
     return saver
+
+
+# A part of a role's memory that another process holds on this rank's device, such as the server of an engine.
 
 
 def _nothing() -> None:
@@ -306,6 +311,9 @@ def as_bytes(storage: UntypedStorage) -> Tensor:
 def _zero(storages: SizedStorages) -> None:
     for storage, _ in storages:
         as_bytes(storage).zero_()
+
+
+# Parts of which some tensors, or all, lie on the host for good.
 
 
 class PartOnHost(MemoryPart):

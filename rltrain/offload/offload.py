@@ -18,6 +18,8 @@ from rltrain.schedule.order import Entry, Order
 from rltrain.tasks.declaration import Key
 from rltrain.tasks.roles import needs_of
 
+# When the communicators of roles that share a rank are released and made again, the same on all of their members.
+
 
 @dataclass
 class _Use:

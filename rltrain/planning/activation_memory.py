@@ -18,6 +18,9 @@ from rltrain.models.table import LayerKind
 from rltrain.planning.optimizer_memory import learns_adapters
 from rltrain.planning.planned import PlannedJob, layers_of_chunks, layers_of_stage
 
+# What autograd keeps of a layer's inputs for the gradients of its matrices: those of every matrix that learns, of a
+# frozen one nothing, and of adapters their inputs and what is between their halves.
+
 QKV, PROJECTION = "self_attention.linear_qkv", "self_attention.linear_proj"
 FC1, FC2 = "mlp.linear_fc1", "mlp.linear_fc2"
 SHARED_FC1, SHARED_FC2 = "mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"

@@ -48,6 +48,8 @@ from rltrain.schedule.steps import fullest_step, steady_order
 from rltrain.tasks.declaration import Key
 from rltrain.tasks.roles import TRAINED_PARTS, device_roles
 
+# What happens in which order, and what at the same time.
+
 
 def describe_mode(config: Config) -> str:
     """The mode, and what of the schedule section bears on it."""
@@ -106,6 +108,9 @@ def by_task(pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, set[str]]]:
         yield task, others
 
 
+# Which ranks host what: those that are alike together, or each on a line.
+
+
 def describe_ranks(placement: Placement, ranks_per_node: int) -> list[str]:
     """One line per set of roles."""
     alike: dict[tuple[str, ...], list[int]] = defaultdict(list)
@@ -135,6 +140,8 @@ def coordinates(grid: Grid, rank: int) -> str:
     parts = {"dp": (place.dp, grid.dp), "pp": (place.pp, grid.pp), "cp": (place.cp, grid.cp), "tp": (place.tp, grid.tp)}
     return " ".join(f"{name}{index}" for name, (index, size) in parts.items() if size > 1) or "alone"
 
+
+# Who evaluates what, beside whom, and how long it takes.
 
 PROMPTS = 100
 """Of which the seconds are told: how many a file has, nobody has read."""
@@ -190,6 +197,9 @@ def estimator_of_sets(job: PlannedJob, options: DryRunOptions) -> tuple[str, Sec
     return sync, lambda plan: evaluating(job, gpu, workload, plan, room, PROMPTS)
 
 
+# How long tasks and steps take, in words.
+
+
 def describe_time(step: StepTime, workload: Workload, calibrated: str | None) -> list[str]:
     """A line per task of a step in the middle of the run, the step, and how long each role's ranks wait."""
     source = f"as {calibrated} measured them" if calibrated else "efficiencies assumed: rltrain/planning/hardware.py"
@@ -213,6 +223,9 @@ def describe_time(step: StepTime, workload: Workload, calibrated: str | None) ->
 
 def _idle(busy: Mapping[str, float]) -> dict[str, float]:
     return {role: 1 - share for role, share in busy.items()}
+
+
+# How much the ranks hold at most, and what to say where that is too much.
 
 
 def describe_fit(memories: Sequence[RankMemory], gpu: Gpu, ranks_per_node: int) -> list[str]:
@@ -260,6 +273,8 @@ def refuse_what_does_not_fit(memories: Sequence[RankMemory], gpu: Gpu, name: str
         lines.insert(1, "What would save most, each alone:")
     raise ConfigError("\n".join(lines))
 
+
+# Which part of whose memory is on the device during which task, for each kind of rank.
 
 PARTS = (*TRAINED_PARTS, "kv_cache")
 """In the order of their columns. With fp32 weights there are no master weights beside them."""
@@ -346,6 +361,9 @@ def _table(rows: Mapping[str, Cells], hosted: Collection[str], parts: Collection
     roles = [role if i == 0 or keys[i - 1][0] != role else "" for i, (role, _) in enumerate(keys)]
     header = [["", *roles], ["", *(part for _, part in keys)]]
     return table([*header, *([name, *(cells[key] for key in keys)] for name, cells in rows.items())])
+
+
+# What --search proposes, in words.
 
 
 def describe_proposals(job: PlannedJob, gpu: Gpu, workload: Workload, calibration: Calibration) -> list[str]:

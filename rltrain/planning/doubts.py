@@ -104,6 +104,9 @@ def doubts(config: Config, placement: Placement, *, on_gpus: bool = True) -> Ite
         )
 
 
+# Whether a run repeats: what is drawn, and by which weights, then follows from the config alone.
+
+
 def obstacle_to_repeating(config: Config, grids: Mapping[str, Grid]) -> str | None:
     """What lets two runs of `config` differ; None where nothing does.
 

@@ -173,6 +173,9 @@ def gpu_named(name: str) -> Gpu:
         raise ConfigError(f"option --gpu: {name}: {wrong}; {expected}") from error
 
 
+# Seconds that collectives and copies take between the ranks of a grid.
+
+
 @dataclass(frozen=True)
 class GroupLink:
     """`size` ranks that exchange data, and the bytes per second at which each sends and receives in a ring.

@@ -367,6 +367,9 @@ def _equal_on_node(job: PlannedJob, role: str) -> int:
     return min(grid.dp * grid.cp, max(1, job.ranks_per_node // grid.tp))
 
 
+# Bytes and seconds of a weight sync that sends what changed, beside those of one that sends everything; and bytes of
+# the files that servers are given which somebody else runs.
+
 CHANGED_SHARE = 0.03
 """Of elements of 16 bits that a step changes, as published of such training: 1 to 3%. Of wider ones all do."""
 
@@ -411,6 +414,8 @@ def changed_share(job: PlannedJob) -> float:
     share = min(1.0, (changed * (item + 1) + 1 / DELTA_BLOCK) / item)
     return (1 + (delta.full_every - 1) * share) / delta.full_every
 
+
+# How much every kind of rank holds at most, during which task, and whether that fits.
 
 COMMUNICATORS, CONTEXT, SENT_LAST = "communicators", "context", "sent last"
 

@@ -25,6 +25,8 @@ from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.runtime.grid import Grid
 from rltrain.tasks.roles import trained_roles
 
+# What a model that is sharded over all ranks of its role holds, and has whole for a while (backend fsdp).
+
 FP32 = 4
 MOMENTS = 2
 LAYERS_AT_ONCE = 2

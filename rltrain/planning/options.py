@@ -27,6 +27,9 @@ class DryRunOptions:
     response_tokens: float | None = None
 
 
+# Whether a job that nobody has asked for could be asked for.
+
+
 def is_legal(job: PlannedJob) -> bool:
     """Whether nothing would refuse it."""
     try:
@@ -37,6 +40,8 @@ def is_legal(job: PlannedJob) -> bool:
         return False
     return True
 
+
+# The shapes of models that are not on this machine yet, for a dry run: rltrain ships those that its configs name.
 
 SHIPPED = Path(__file__).parent / "shipped_models"
 """Folders named after models, each with a config.json alone."""

@@ -22,6 +22,8 @@ from rltrain.schedule.shape import RunShape
 from rltrain.schedule.steps import steady_order
 from rltrain.tasks.roles import device_roles, served_roles, trained_roles
 
+# How long the texts of a run are taken to be, on which its seconds depend.
+
 MEAN_OF_LONGEST = 0.5
 """What a mean length is taken to be of the longest one allowed, where nobody says more."""
 
@@ -62,6 +64,8 @@ def _mean(option: str, given: float | None, limit: int) -> float:
         raise ConfigError(f"option {option}: got {given:g}; expected more than 0 and at most the limit {limit}")
     return limit * MEAN_OF_LONGEST if given is None else given
 
+
+# What of a model lies on a rank: layers of its pipeline stage, and elements of its parameters.
 
 PARAMETER_ALIGNMENT = 64
 """Elements: where Megatron's distributed optimizer lets a parameter begin in its buffers."""

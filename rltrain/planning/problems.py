@@ -46,6 +46,9 @@ def evaluated_text(config: Config, plan: EvaluationPlan) -> tuple[int, str]:
     return prompt + response, words
 
 
+# Low-rank adapters: what they may be asked for with, and on which matrices of a model.
+
+
 def lora_problems(config: Config) -> Iterator[str]:
     """In any world."""
     yield from _apart_problems(config)
@@ -118,6 +121,9 @@ def _served_expert_problems(config: Config, lora: Lora, model: Architecture) -> 
             "kernels that this was not tried with; expected merged, rollout.engine: embedded, or model.lora.targets "
             "of attention alone"
         )
+
+
+# Engines that somebody else runs: what the config says of them, and what cannot be asked of them.
 
 
 def http_problems(config: Config) -> Iterator[str]:

@@ -135,6 +135,9 @@ def _counted(title: str, found: SourceRows, source: PromptSource) -> list[str]:
     return [f"{rows}; left out: {dropped.counts}", *(f"  {problem}" for problem in dropped.problems)]
 
 
+# Where the functions and programs stand that a config names, found without running a line of them.
+
+
 def refuse_missing_functions(config: Config) -> None:
     """Raises ConfigError where the file of a placed reward or environment is not there or lacks its function."""
     if "reward" in config.placed_roles:

@@ -22,6 +22,8 @@ from rltrain.runtime.placement import format_ranks, placement_of
 from rltrain.schedule.steps import fullest_step
 from rltrain.tasks.roles import DECLARED, model_roles, trained_roles
 
+# Which changes of a config would save most memory, each estimated by the same model as the config itself.
+
 MOST = 3
 CHUNK_TOKENS = 2048
 """Whose logits may exist at a time: enough for a product at full speed."""
@@ -219,6 +221,8 @@ def _placements(job: PlannedJob, world_size: int) -> Iterator[dict[str, object]]
         last = format_ranks(range(world_size - count, world_size))
         yield {"placement": {", ".join(training): first, ", ".join(behind): last, **kept}}
 
+
+# What a run took beside what was foretold of it, by which the seconds of other jobs are foretold.
 
 WARM_UP_STEPS = 2
 """Steps at the start that are not looked at, where there are more."""

@@ -37,6 +37,9 @@ def numbered(unit: str, numbers: Collection[int]) -> str:
     return f"{unit}{'s' * (len(numbers) > 1)} {format_ranks(numbers)}"
 
 
+# Text in columns.
+
+
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """One line per row, every column as wide as its widest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

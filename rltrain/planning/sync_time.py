@@ -18,6 +18,8 @@ from rltrain.reshard.senders import Block
 from rltrain.rollout.layout import adapters_of_engine, whole_engine
 from rltrain.tasks.roles import drawing_roles, trained_roles
 
+# How long a planned reshard takes at given link bandwidths, beside the least that any plan could take.
+
 
 @dataclass(frozen=True)
 class Links:

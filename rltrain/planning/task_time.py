@@ -237,6 +237,9 @@ class TrainingTime:
         return seconds
 
 
+# Seconds of generation: prompts read once, then a decode step for every token, of all responses that run.
+
+
 @dataclass(frozen=True)
 class GenerationTime:
     """Of one engine for a step's samples."""

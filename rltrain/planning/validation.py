@@ -16,6 +16,8 @@ from rltrain.planning.validation_schedule import evaluation_problems
 from rltrain.schedule.shape import RunShape, prompt_blocks_of
 from rltrain.tasks.roles import model_roles, served_roles, trained_roles
 
+# What a training backend can do of what a config asks for.
+
 CUT = {
     "tp": "layers are gathered whole, and not cut",
     "pp": "every rank computes all layers",
@@ -123,6 +125,9 @@ def _model_problems(config: Config, role: str) -> Iterator[str]:
         )
 
 
+# What a config may ask for of the checks while a run goes on.
+
+
 def check_problems(config: Config) -> Iterator[str]:
     """Sentences with the keys, the reason, and what is expected in their place."""
     algorithm = algorithm_of(config)
@@ -138,6 +143,9 @@ def check_problems(config: Config) -> Iterator[str]:
             "checks.action: got pause with checkpoint.save_interval 0 and checkpoint.save_every_s 0, by which nothing "
             "is saved to go on from; expected either above 0, or stop or warn"
         )
+
+
+# What the config says of files of rows.
 
 
 def data_problems(config: Config) -> Iterator[str]:
@@ -245,6 +253,9 @@ def _environment_key_problems(train: PromptFile) -> Iterator[str]:
             )
 
 
+# A weight sync of what changed needs engines that keep their weights, and a sync that compares.
+
+
 def delta_problems(config: Config) -> Iterator[str]:
     """What weight_sync.delta cannot be combined with."""
     if config.weight_sync.delta is not None and config.rollout.engine == "http":
@@ -277,6 +288,8 @@ def _problems_of_files(config: Config) -> Iterator[str]:
             "expected weight_sync.delta: null"
         )
 
+
+# What a config may ask for of the optimizers, and of activations on the host.
 
 EMPTIED: tuple[RecomputedModule, ...] = ("layernorm", "mla_up_proj")
 """Whose outputs' memory Megatron gives up, and fills anew before backward."""

@@ -120,6 +120,8 @@ def _kl_problems(loss: Loss) -> Iterator[str]:
         )
 
 
+# What a config may ask for of reward functions; whether they can be called is found out where they are imported.
+
 NEEDS_LABEL = ("exact_match", "math", "code")
 
 

@@ -15,6 +15,8 @@ from rltrain.runtime.grid import Grid, planned_layers
 from rltrain.schedule.shape import RunShape
 from rltrain.tasks.roles import DECLARED, device_roles, model_roles, served_roles, trained_roles
 
+# What families of models have that some ways of cutting, training or serving them lack.
+
 SERVED_BY_SGLANG = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 """Families that SGLang is given weights of."""
 UNTOLD_FAMILIES = ("nemotron",)
@@ -100,6 +102,9 @@ def _lacking_in_sglang(architecture: Architecture) -> str | None:
     return next((what for what, is_there in found.items() if is_there), None)
 
 
+# What an engine may be asked to serve, and over which ranks.
+
+
 def served_model_problems(config: Config, role: str, grid: Grid, architecture: Architecture) -> Iterator[str]:
     """Of the model of an engine of `role`; what servers that somebody else runs can serve is theirs to say."""
     if config.served(role).engine == "http":
@@ -146,6 +151,8 @@ def _share_problems(key: str, grid: Grid, architecture: Architecture) -> Iterato
         )
 
 
+# What gpt-oss's experts, whose matrices every side keeps as files have them, cannot go with.
+
 KEPT = "whose experts' matrices are kept as its files have them"
 
 
@@ -177,6 +184,8 @@ def interleaved_expert_problems(
 def _has_such(architecture: Architecture) -> bool:
     return architecture.moe is not None and architecture.moe.interleaved
 
+
+# What model.fake_quantization may be asked for.
 
 KEY = "model.fake_quantization"
 GIVEN = f"{KEY}: got a section"
@@ -267,6 +276,8 @@ def _cut_groups(
         )
 
 
+# What model.mtp may be asked for.
+
 MTP = "model.mtp"
 ASKED = f"{MTP}: got a section"
 
@@ -319,6 +330,9 @@ def mtp_problems_of_models(
             f"actor.parallel.pp: got {grids['actor'].pp} with {MTP} and tied embeddings; expected 1: the last stage "
             "would need the embedding for its tokens too"
         )
+
+
+# What model.router_replay may be asked for.
 
 
 def replay_problems(config: Config) -> Iterator[str]:

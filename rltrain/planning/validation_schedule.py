@@ -24,6 +24,8 @@ from rltrain.schedule.steps import build_order
 from rltrain.tasks.metrics import SCORE_HELD_OUT
 from rltrain.tasks.roles import DECLARED, device_roles, informing, rewarding_roles, roles_of_samples, served_roles
 
+# What a config may ask for of evaluations.
+
 OF_EVERY_SET = ("score", "response_length_mean", "truncated_ratio")
 """That policies can be compared by."""
 
@@ -154,6 +156,9 @@ def _metrics(config: Config, plan: EvaluationPlan) -> list[str]:
         return [*OF_EVERY_SET]
     of_several = [f"{kind}@{k}" for k in sizes_up_to(n) for kind in ("pass", "best") if (kind, k) != ("best", 1)]
     return [*OF_EVERY_SET, f"mean@{n}", *of_several]
+
+
+# Where prompt groups can be selected by their rewards: these have to be known on the ranks that draw the groups.
 
 
 def dynamic_sampling_problems(config: Config, placement: Placement, grids: Mapping[str, Grid]) -> Iterator[str]:
@@ -387,6 +392,9 @@ def _leaves(role: str, offload: str | bool, placement: Placement) -> bool:
         return offload is True
     others = {other for rank in placement.ranks(role) for other in placement.hosts(rank)} - {role}
     return not others.isdisjoint(device_roles())
+
+
+# A config in a world of ranks, once nothing of it is refused: its placement, grids, models and order.
 
 
 @dataclass(frozen=True)

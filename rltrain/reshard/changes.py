@@ -18,6 +18,8 @@ from rltrain.reshard.slices import DELTA_BLOCK, DELTA_WHOLE, SLICE
 if TYPE_CHECKING:
     pass
 
+# Changes of packed bytes by torch operations: where no native library was built, and what the native ones equal.
+
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -298,6 +300,8 @@ def mark(changes: Changes, packed: Tensor, kept: Tensor, item: int, packing: Pac
 
 if TYPE_CHECKING:
     pass
+
+# Changes of packed bytes on NVIDIA GPUs by csrc/reshard_cuda_delta.h.
 
 _ADDRESS, _SIZE, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _WHERE = (_NUMBER, _NUMBER, _ADDRESS)  # blocks, device, stream

@@ -32,6 +32,8 @@ from rltrain.reshard.slices import (
     quantises,
 )
 
+# Copies of slices on the CPU by csrc/reshard_cpu.cpp.
+
 _CPU_ARGUMENTS = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int)
 
 
@@ -75,6 +77,8 @@ def _cpu_typed(function: Callable[..., int]) -> Callable[[int, int, int, int], i
     function.restype = ctypes.c_int  # type: ignore[attr-defined]
     return function
 
+
+# Copies of slices on NVIDIA GPUs by csrc/reshard_cuda.cu.
 
 _CUDA_ARGUMENTS = (
     ctypes.c_void_p,  # tiles
@@ -184,6 +188,8 @@ def _cuda_typed(function: Callable[..., int]) -> _Kernel:
     return function
 
 
+# Torch's dtype of every element type. Apart from element_types because it loads torch.
+
 DTYPES = {
     ElementType.FLOAT32: torch.float32,
     ElementType.BFLOAT16: torch.bfloat16,
@@ -191,6 +197,24 @@ DTYPES = {
     ElementType.FLOAT8_E4M3: torch.float8_e4m3fn,
 }
 
+
+# FP8 in blocks, as torch operations: the reference that the kernels equal bit for bit.
+#
+# A matrix [R, C] is cut into blocks of 128 x 128 elements, partial ones at its right and lower edges. Per block, in
+# float32:
+#
+#     amax    = max |x|, NaN if any x is NaN
+#     a       = max(amax, 2**-100)
+#     scale   = a / 448
+#     inverse = 448 / a
+#     q       = x * inverse, rounded to nearest even in e4m3, saturated at 448
+#
+# 448 is the largest e4m3 number, and x is about q * scale. Where amax is not finite, scale is the NaN 0x7fc00000 and
+# every q is the NaN 0x7f.
+#
+# Both quotients are rounded from the exact ones: divisor and dividend are tensors, because torch replaces the division
+# of
+# a tensor by a Python number, and of a Python number by a tensor, by a multiplication with a rounded reciprocal.
 
 MAX_FLOAT8 = 448.0
 SMALLEST_AMAX = 2.0**-100
@@ -244,11 +268,16 @@ def per_element(blocks: Tensor, shape: torch.Size, *, row_phase: int = 0, col_ph
     return blocks[rows[:, None], cols]
 
 
+# The checksum of csrc/reshard.h by torch operations.
+
 MAX_ELEMENTS = 2**18
 """Elements looked at at a time: few enough for the caches of a CPU. Each takes some tens of bytes meanwhile."""
 
 RUN, PRESENT = 1024, 0xFFA5C3E7
 """RS_RUN and RS_PRESENT."""
+
+# Copies of slices by torch operations, one slice at a time: where no native library was built, and the reference that
+# the native ones equal bit for bit.
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 

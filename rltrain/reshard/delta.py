@@ -16,6 +16,13 @@ from rltrain.reshard.copy_table import CopyTable
 from rltrain.reshard.rounds import STAGES, Headers
 from rltrain.reshard.streams import Memory, byte_buffer
 
+# The messages of a reshard that sends what changed: which elements each is packed of, and where they go.
+#
+# A message begins with a header, numbers of 8 bytes: whether it is WHOLE or CHANGES, the bytes that follow, and for
+# each
+# of its sections how many places and values are encoded. What follows is what was packed, or its sections as
+# csrc/reshard_delta.h has them, one after another.
+
 WHOLE, CHANGES = 1, 2
 
 MAX_SECTIONS = 3

@@ -26,6 +26,8 @@ from rltrain.reshard.wires import GlooWire, NcclWire, Neighbours, SharedWire, Wi
 from rltrain.runtime.heartbeat import Waiting, unnoted
 from rltrain.runtime.process_groups import plain_group
 
+# Tensors given by name, checked against what a plan says of them, in the order in which its table numbers them.
+
 UNKNOWN = -1
 
 
@@ -123,6 +125,9 @@ def device_of(tensors: Iterable[Mapping[str, Tensor] | None]) -> torch.device:
     return torch.device("cpu")
 
 
+# What a reshard did and how long it took.
+
+
 @dataclass(frozen=True)
 class SyncReport:
     """Bytes are counted where they are handed to the wire, over all ranks together; the other numbers are this rank's.
@@ -181,6 +186,8 @@ def total(reports: Sequence[SyncReport]) -> SyncReport:
     sums = {field.name: sum(getattr(report, field.name) for report in reports) for field in fields(SyncReport)}
     return SyncReport(**{**sums, "peak_staging_bytes": max(report.peak_staging_bytes for report in reports)})
 
+
+# The rounds of a reshard on one rank: round k + 1 is packed and round k - 1 unpacked while round k is on the wire.
 
 Span = tuple[Event, Event]
 

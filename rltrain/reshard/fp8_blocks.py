@@ -306,6 +306,9 @@ def _shape_of_scales(shape: tuple[int, ...], pieces: Array) -> tuple[int, ...]:
     return int(rows.sum()), int(cols[0])
 
 
+# Where the elements of quantised parameters find their scales, on a rank of the destination.
+
+
 @dataclass(frozen=True, eq=False)
 class ScalePlaces:
     """Element (r, c) of a matrix is scaled by number `entries[r, column_blocks[c]]` of its flattened scales.

@@ -140,6 +140,8 @@ def below(upper: Shard, lower: Shard) -> Shard:
     return Shard(upper.name, (upper.shape[0] + lower.shape[0], *upper.shape[1:]), pieces)
 
 
+# A layout as several of some parameters each, so that a reshard can be carried out piecemeal through little memory.
+
 Run = tuple[int, int]
 """[first, stop) of a share's parameters."""
 
@@ -214,6 +216,8 @@ def _chosen(layout: Layout, runs: Mapping[int, Run], share: int) -> RankLayout:
     return RankLayout(lambda: whole.parameters[first:stop], pieces)
 
 
+# A reshard piecemeal by canonical tensors, for sources that are made when they are asked for.
+
 BoolArray = NDArray[np.bool_]
 
 MADE_BYTES = 2**28
@@ -279,6 +283,9 @@ def _layer_of(name: str) -> str | None:
     """The part of a tensor's name that tells its layer."""
     before, layers, after = name.partition(".layers.")
     return after.partition(".")[0] if layers else None
+
+
+# Whole tensors of a checkpoint as a layout, shared out over ranks.
 
 
 def hf_layout(architecture: Architecture, ranks: tuple[int, ...], *, dtype: str = "float32") -> Layout:

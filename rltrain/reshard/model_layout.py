@@ -304,6 +304,9 @@ def _sections(row: Row, size: dict[str, int]) -> list[list[Segment]]:
     ]
 
 
+# Which rows of B go with which part of A, where a layout keeps the low-rank adapters of several matrices in one
+# parameter.
+
 _A_NAME = re.compile(rf"(?P<adapted>.+){re.escape(ADAPTER_A)}(?P<expert>\d*)")
 
 

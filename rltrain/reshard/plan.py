@@ -11,6 +11,8 @@ from rltrain.reshard.layout import BOX_FIELDS, Layout
 from rltrain.reshard.match import fragments_of, num_bytes, offsets
 from rltrain.reshard.senders import Dealt, Lines, Node, NodeNeeds, deal, needs_of, pieces_for
 
+# Who sends which box to whom: every rank works it out for itself from the two layouts, without communication.
+
 Parameters = tuple[tuple[str, tuple[int, ...]], ...]
 
 _BOX = [(name, np.int64) for name in BOX_FIELDS]

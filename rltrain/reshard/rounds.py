@@ -358,6 +358,8 @@ def _rectangles(boxes: Array, low: IntArray, high: IntArray) -> tuple[IntArray, 
     return index, fields
 
 
+# The stages of a reshard: what one rank sends and receives in each, over a wire or in memory that ranks share.
+
 SHARED_BYTES = 2**22
 """Of a round at most, in shared memory: what was packed is then read from the processors' caches."""
 

@@ -14,6 +14,10 @@ from rltrain.models.table import Array, IntArray, TypeArray
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.match import Fragments, match, num_bytes, set_numbers
 
+# Sharing demands out among those who can meet them, so that the busiest carries as little as possible.
+#
+# Integer arithmetic throughout: every rank must come to the same result, whatever processor it runs on.
+
 MAX_SWEEPS = 300
 TOLERANCE = 2000
 """Sweeps end when no quota moves by more than the total demand divided by this and by the number of ranks."""
@@ -62,6 +66,9 @@ def pour(load: IntArray, amount: int) -> IntArray:
     lowest = np.argsort(load + quota, kind="stable")[:left_over]
     quota[lowest] += 1
     return quota
+
+
+# What the destination ranks of one node need, as distinct boxes: each enters the node once, whoever needs it there.
 
 
 @dataclass(frozen=True, eq=False)

@@ -149,6 +149,8 @@ def _refuse(
     raise ValueError(f"slice {number} of {len(slices)}: {reason} ({fields})")
 
 
+# Cutting slices into the tiles that warps of the CUDA kernels take.
+
 TILE = np.dtype(
     [
         ("row", np.int64),
@@ -238,6 +240,8 @@ def _pieces(
     end = np.minimum((number + 1) * size - before, length)
     return start, end - start
 
+
+# Numbers of csrc/reshard_delta.h. Apart from changes.py because that loads torch.
 
 DELTA_BLOCK, DELTA_WHOLE = 256, 255
 """RS_DELTA_BLOCK and RS_DELTA_WHOLE: elements of a block, and the length of one that is sent whole."""

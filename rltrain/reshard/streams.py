@@ -139,6 +139,9 @@ class DeviceStreams:
             stream.synchronize()
 
 
+# Memory of messages between pack and wire, and between wire and unpack.
+
+
 @dataclass(frozen=True, eq=False)
 class StagingBuffers:
     """Two buffers of bytes to send from and two to receive into; round k uses those of number k mod 2."""

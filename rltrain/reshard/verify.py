@@ -275,6 +275,10 @@ def _listed(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks)) or "none"
 
 
+# The slow way to do a reshard, to compare the fast way with: every tensor is assembled in full on every rank.
+#
+# It shares the layouts with the fast way and nothing else: no plan, no buckets, no kernels.
+
 # As csrc/reshard.h has them: torch's own differ between devices. From bfloat16 to float32 a NaN keeps its bits.
 _NANS = {torch.float32: 0x7FFFFFFF, torch.bfloat16: 0x7FFF, torch.float16: 0x7FFF}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}

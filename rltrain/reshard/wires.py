@@ -100,6 +100,8 @@ class Wire(ABC):
         )
 
 
+# A wire in host memory, over gloo.
+
 Transfer = Callable[[list[Tensor], int, int], dist.Work]
 """(tensors, rank within the group, tag): `send` or `recv` of a process group."""
 
@@ -194,6 +196,9 @@ def _described(what: str, message: Message) -> str:
     return f"{what.format(f'{message.num_bytes} bytes')} rank {message.peer}"
 
 
+# A wire in device memory: a round is one group call of NCCL.
+
+
 class NcclWire(Wire):
     """All of it is issued to the stream: the host never waits."""
 
@@ -251,6 +256,8 @@ class NcclWire(Wire):
             dist.P2POp(call, self._memory.part(message), message.peer, self._group, message.tag) for message in messages
         ]
 
+
+# Ranks that read each other's memory, so that what goes between them passes through no socket.
 
 TOKEN_BYTES = 8
 SLOTS = 2
@@ -366,6 +373,11 @@ def _opened(process: int, file: int, token: int) -> SharedMemory | None:
     memory.close()
     return None
 
+
+# No wire at all: messages stay in memory of their sender, from which the receivers unpack them.
+#
+# Each rank has two counters that its neighbours see: how many rounds it has packed, and how many it has unpacked. All
+# ranks go through the same rounds, so that these numbers mean the same on each.
 
 LOOK_S = 0.2
 """How often a rank that waits for another looks whether it still runs."""

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple, TypedDict
 
 from rltrain.runtime.machine import describe_raised
 
+# The numbers that a reward can be: those that a float32 tensor holds.
+
 MAX_REWARD = float.fromhex("0x1.fffffep127")
 EXPECTED_REWARD = f"expected a finite number from {-MAX_REWARD:.3g} to {MAX_REWARD:.3g}, which float32 can hold"
 
@@ -102,6 +104,8 @@ def _of_mapping(returned: Mapping[Any, Any], num_turns: int, score_key: str) -> 
     finite = {key: number for key, number in metrics.items() if number is not None and isfinite(number)}
     return answer | ({"metrics": finite} if finite else {})
 
+
+# What reward functions can be given of a sample.
 
 Message = Mapping[str, Any]
 """A chat message as OpenAI writes it: role and content, and where they apply tool_calls, tool_call_id and name."""

@@ -16,6 +16,8 @@ from rltrain.rewards.judge import RemoteJudge, is_url
 from rltrain.rewards.locating import locate
 from rltrain.rewards.slime_sample import RewardArguments, SlimeSample
 
+# How reward functions of this and other trainers are called: each is recognised by the names of its parameters.
+
 Options = Mapping[str, Any]
 BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -449,6 +451,8 @@ def _convention(function: Callable[..., Any], settings: schema.Reward, config_ke
         ) from error
     return convention
 
+
+# Calls a reward function here and now: an answer for every sample, whatever it does.
 
 OWN_FILES = frozenset({__file__})
 

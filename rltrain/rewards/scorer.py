@@ -231,6 +231,8 @@ def _summed(metrics: Iterator[Mapping[str, float]]) -> dict[str, tuple[float, in
     return sums
 
 
+# What a judge is asked of a sample, and how a number is read from its answer.
+
 FIELD = re.compile(r"\{\{(\w+)\}\}|\{([A-Za-z_]\w*)\}")
 RESPONSE, CONVERSATION = "response", "conversation"
 VALUES: Mapping[str, Callable[[Scorable], str]] = {
@@ -343,6 +345,9 @@ def _number(value: Any) -> float:
     return number
 
 
+# Models that tell the reward what responses are worth, as parts of it beside its functions.
+
+
 class WholeConversation(Wants):
     """The prompt's messages, and all turns."""
 
@@ -401,6 +406,8 @@ def rewarding_models(config: Config, placed: Sequence[str]) -> list[RewardingMod
             found.append(RewardingModel(role, settings.name, settings.weight, settings.path, wants))
     return found
 
+
+# Scores samples with all reward functions of a run, and with what models have told of them.
 
 Part = RewardFunction | RewardingModel
 

@@ -66,6 +66,8 @@ if __name__ == "__main__":
     main()
 
 
+# A worker process as the scorer sees it: started when it is needed, killed where it takes too long.
+
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0

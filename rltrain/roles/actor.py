@@ -52,6 +52,8 @@ from rltrain.runtime.grid import Grid
 from rltrain.tasks.roles import informing
 from rltrain.training.backend import AdaptedModel, RoleModel, published_weights
 
+# How far the trainer is from the engine that drew a step's tokens, where both had the same weights.
+
 SHARE, DIFFERENCE, KL = "fresh_tokens", "fresh_logprob_abs_diff", "fresh_kl"
 METRICS = frozenset({SHARE, DIFFERENCE, KL})
 """Measured under the weights that drew the samples, which only a step's first mini-batch still has."""
@@ -84,6 +86,8 @@ def summarize_parity(metrics: Mapping[str, float]) -> dict[str, float]:
         return {name: value for name, value in metrics.items() if name not in METRICS - {SHARE}}
     return {name: value / share if name in (DIFFERENCE, KL) else value for name, value in metrics.items()}
 
+
+# Ends or pauses a run, or warns, when trainer and engine drift apart.
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +130,8 @@ class ParityGate:
         elif self.speaks:
             logger.warning("%s (checks.action warn)", said)
 
+
+# From scored samples to advantages: what of it concerns a whole step, and what is reported of it.
 
 SUMMED = ("samples", "overlong_samples", "overlong_penalty", "masked_truncated")
 
@@ -200,6 +206,8 @@ class AdvantageEstimation:
         return {"reward_kl": reward_kl, "kl_coef": coef}
 
 
+# How old the samples of a step were: counts from its chunks, summed over replicas into metrics.
+
 STALENESS_SUMMED = ("stale_samples", "stale_tokens", "tokens", "staleness_sum")
 
 
@@ -231,6 +239,9 @@ class StalenessCounts:
         }
 
 
+# An actor's low-rank adapters beside every export of its merged weights, in the files of PEFT.
+
+
 def adapters_folder(export: Path) -> Path:
     """Beside the folder of an export: transformers would put adapters within it onto what has them merged already."""
     return export.with_name(f"{export.name}_adapter")
@@ -258,6 +269,9 @@ def keep_exported_adapters(export: Path, candidate: Path) -> None:
     """Have those of the export `candidate` be those of `export`. By one process."""
     if adapters_folder(candidate).exists():
         replace_adapters(adapters_folder(export), adapters_folder(candidate))
+
+
+# What all replicas of a role have of something, on each of them.
 
 
 def gathered(values: Tensor, grid: Grid, group: dist.ProcessGroup) -> Tensor:

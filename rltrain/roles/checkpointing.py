@@ -32,6 +32,8 @@ from rltrain.schedule.order import Order
 from rltrain.schedule.steps import is_memory_save_step, is_save_step
 from rltrain.tasks.roles import roles_beside_steps
 
+# Saving a run in its nodes' memory: each rank's files there, and a copy of them on the next node.
+
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.05

@@ -203,6 +203,8 @@ class EpisodeSessions:
         )
 
 
+# Episodes of agents, which draw their turns at an endpoint: what was drawn in an agent's session is its sample.
+
 FIRST_TURN_ID = 2**50
 """Of the samples that an endpoint draws: above those of the stream of prompts."""
 

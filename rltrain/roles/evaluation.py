@@ -42,6 +42,8 @@ from rltrain.rollout.layout import engine_parts, whole_engine
 from rltrain.rollout.sample import pack_groups
 from rltrain.runtime.job_store import POLL_S, poll, poll_s
 
+# The rewards of an evaluation by prompt, brought together from the ranks that scored them.
+
 Record = Mapping[str, Any]
 """What JSON can write of a rank's outcomes."""
 
@@ -105,6 +107,8 @@ def _mean(values: Iterable[float]) -> float:
     return fsum(listed) / len(listed)
 
 
+# An evaluation set as a rank of the reward has it: by what its samples are scored, and what is reported of them.
+
 OF_ALL_SAMPLES = {
     "reward_mean": "score",
     "response_length_mean": "response_length_mean",
@@ -154,6 +158,8 @@ class EvaluatedSet:
         shown |= metrics_of(outcomes, num_samples=self.plan.samples_per_prompt, threshold=threshold)
         return {f"{self.plan.prefix}/{name}": value for name, value in shown.items()}
 
+
+# The scores of evaluation sets, and what follows from them, on the ranks of the role that scores them.
 
 SCORING_ROLES = ("reward", "evaluation")
 """Those that may have scored the evaluations of a run that goes on."""

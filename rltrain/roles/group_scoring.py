@@ -105,6 +105,8 @@ class GroupScoring:
         return join([scored for scored, _ in handed_over.groups] or [none])
 
 
+# How many samples of each prompt have solved it, for data.solved_rate: role reward counts and tells, engines heed.
+
 RATES_FILES = "solved_rates_*.safetensors"
 """Of a checkpoint: what each engine knows."""
 OUTCOMES_FILE = "outcomes.safetensors"

@@ -25,6 +25,8 @@ from rltrain.rewards.locating import source_file
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.job_store import JobStore
 
+# Work that the ranks of a job divide, by the job's store.
+
 
 class JobWork:
     """data/row_index.py's SharedWork."""
@@ -44,6 +46,8 @@ class JobWork:
     def advance(self) -> None:
         self.job_store.heartbeat.advance()
 
+
+# The prompt files of a run, read once per process however many roles of it use them.
 
 logger = logging.getLogger(__name__)
 

@@ -25,6 +25,8 @@ from rltrain.training.backend import AdaptedModel, RoleModel, log_probs
 from rltrain.training.build import training_backend
 from rltrain.training.shards import answered_for, replica_of
 
+# The inference role: the actor's log-probs before an update, on ranks of their own, while the actor trains.
+
 
 class InferenceRole(Role):
     """Its model has the actor's weights, in a layout of its own, as of the last weight sync before the task."""
@@ -46,6 +48,9 @@ class InferenceRole(Role):
             temperature=self.temperature,
         )
         self.shipments["inference_logprobs", step, chunk] = scored.with_fields(actor_logprobs=logprobs)
+
+
+# The teacher: a frozen policy that the actor learns to be like on what it draws; or one for each kind of row.
 
 
 class TeacherRole(Role):
@@ -105,6 +110,8 @@ class TeacherRole(Role):
     def _weights(self) -> list[Tensor]:
         return [parameter for model in self.models for parameter in model.parameters.values()]
 
+
+# Weights alone, saved and loaded through layouts: for models that learn nothing and yet change.
 
 WEIGHTS = "weights"
 

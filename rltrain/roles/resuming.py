@@ -55,6 +55,10 @@ from rltrain.schedule.replay import check
 from rltrain.schedule.steps import build_order
 from rltrain.tasks.roles import trained_roles
 
+# Going on from a checkpoint in the nodes' memory: which ones they hold together, and what each node lacks of one.
+
+# The folders that a run writes to: one job at a time does, and what an earlier run left there is set aside.
+
 logger = logging.getLogger(__name__)
 
 

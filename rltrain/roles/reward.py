@@ -20,6 +20,8 @@ from rltrain.roles.role import Job, Metrics, Role, SampleLog
 from rltrain.roles.rollout import RolloutRole
 from rltrain.roles.scoring import FailureLimit, RankRecords, Scorables, sample_records, with_scores
 
+# Says when the samples of a prompt all have the same reward, which teaches a group-relative algorithm nothing.
+
 logger = logging.getLogger(__name__)
 
 ADVICE = (

@@ -31,6 +31,8 @@ from rltrain.tasks.roles import device_roles, device_roles_if_offloaded
 from rltrain.training.backend import ModelSite
 from rltrain.training.build import training_backend
 
+# The floating-point operations that models of this rank do, as models.flops counts them, and the tokens.
+
 
 class Begun(NamedTuple):
     operations: float = 0.0
@@ -54,6 +56,9 @@ class Operations:
     def take(self) -> Begun:
         begun, self._begun = self._begun, Begun()
         return begun
+
+
+# Records of samples for people: one JSON object per line, appended while the run goes on.
 
 
 class SampleLog:

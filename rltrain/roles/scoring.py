@@ -156,6 +156,9 @@ def reward_parts(scores: CombinedScores) -> Tensor:
     return torch.tensor(scores.by_sample(), dtype=torch.float32).view(len(scores.rewards), len(scores.by_function))
 
 
+# What reward functions said of samples, as fields of their experience.
+
+
 def with_scores(experience: Experience, scores: CombinedScores) -> Experience:
     """With what `scored` carries beside the samples."""
     return experience.with_fields(
@@ -173,6 +176,9 @@ def at_turn_ends(experience: Experience, turn_rewards: Mapping[int, Sequence[flo
         ends = starts[sample] + turn_ends(experience.response_mask[starts[sample] : starts[sample + 1]])
         placed[ends[: len(rewards)] - 1] = torch.tensor(rewards[: len(ends)])
     return placed
+
+
+# Scored samples for people to read.
 
 
 def sample_records(source: Scorables, scored: Experience, step: int, parts: Sequence[Part]) -> Iterator[dict[str, Any]]:
@@ -204,6 +210,9 @@ def sample_records(source: Scorables, scored: Experience, step: int, parts: Sequ
         if turns := source.conversation(scored, number):
             record["turns"] = turns
         yield record
+
+
+# How many samples reward functions may fail on before the job ends.
 
 
 class FailureLimit:
@@ -248,6 +257,9 @@ class FailureLimit:
         first_failures = {title: failure for _, of, *_ in reversed(gathered) for title, failure in of.items()}
         self.judge(task, RewardStatistics.sums_of(records), first_failures)
         return RewardStatistics.metrics(records)
+
+
+# What the ranks of a role have to say of the same thing, brought together on one of them through the job's store.
 
 
 class RankRecords:

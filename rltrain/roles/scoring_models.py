@@ -24,6 +24,8 @@ from rltrain.rollout.sample import Sample, Status, request_seed
 from rltrain.schedule.memory_plan import leaving_roles
 from rltrain.training.build import training_backend
 
+# What roles have in common that tell the reward something of samples by a model that reads text.
+
 logger = logging.getLogger(__name__)
 
 MAX_LOGGED_FAILURES = 10
@@ -63,6 +65,8 @@ class TellingRole(Role):
             last = " (further failures are only counted)" if self._num_failures == MAX_LOGGED_FAILURES else ""
             logger.warning("%s on response %.80r: %s%s", self.name, sample.response, reason, last)
 
+
+# Conversations as a model reads them that has a tokenizer and chat template of its own.
 
 Message = Mapping[str, Any]
 
@@ -253,6 +257,9 @@ class JudgeRole(TellingRole):
     def close(self) -> None:
         """End what the engine has outside of this process."""
         self.engine.close()
+
+
+# The reward model: a classifier's score of every response, for the reward.
 
 
 class RewardModelRole(TellingRole):

@@ -21,6 +21,8 @@ from rltrain.schedule.shape import RunShape
 from rltrain.training.backend import LOSS_SCALE, OVERFLOWED, SKIPPED, AdaptedModel, RoleModel
 from rltrain.training.build import training_backend
 
+# A step's samples on one replica of a training role: they come in chunks and are used in mini-batches.
+
 
 class StepBatch:
     """Chunks in the order of arrival. In a step chunk c's groups follow those of chunk c - 1."""
@@ -77,6 +79,9 @@ def summarize(updates: list[dict[str, float]], first_only: frozenset[str] = froz
             summary[name] = values[0]
     counts = (name for name in (SKIPPED, OVERFLOWED) if name in made[0])
     return summary | {name: sum(update[name] for update in updates) for name in counts}
+
+
+# Whether replicas of a model that learns still hold the same values, and which rank does not.
 
 
 @dataclass(frozen=True)

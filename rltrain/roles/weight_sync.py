@@ -36,6 +36,8 @@ from rltrain.rollout.layout import ARRIVING_BYTES, EnginePart, engine_parts, in_
 from rltrain.runtime.world import TRANSPORT_TIMEOUT_S
 from rltrain.training.backend import AdaptedModel, RoleModel, published_weights, served_weights
 
+# The actor's parameters, resharded into those of another role.
+
 Tensors = Mapping[str, Tensor] | None
 
 
@@ -122,6 +124,9 @@ class RoleResharding:
         full_gather_sync(self.source, self.destination, source, destination, self.group)
         dist.monitored_barrier(self.cpu_group, timeout=timeout)
 
+
+# The weights of an actor that are made when they are asked for, merged with low-rank adapters or brought from the
+# host, resharded into another role's: some layers at a time, so that never more of them are there than those.
 
 Group = tuple[Layout, Layout, QuantizedLayouts | None]
 """Source, destination, and of those that quantise the blocks."""
@@ -383,6 +388,9 @@ def metrics_of(report: SyncReport) -> Metrics:
     }
 
 
+# The actor's weights for an evaluation by engines of its own. A task that both roles' ranks join.
+
+
 class EvaluationSync:
     """Built on every rank that hosts either role; None where this rank has it not.
 
@@ -409,6 +417,9 @@ class EvaluationSync:
             received |= {name: tensor.cpu() for name, tensor in (incoming or {}).items()}
         if self.evaluation:
             self.evaluation.weights[step] = received
+
+
+# The actor's weights for another role whose model is the training backend's. A task that both roles' ranks join.
 
 
 class ModelSync:

@@ -32,6 +32,9 @@ def build_engine(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
     return BUILDERS[site.settings.engine](site, leave)
 
 
+# Weights of a checkpoint for an engine that no sync fills: as an update, whichever engine it is.
+
+
 def serve_checkpoint(engine: Engine, site: EngineSite, version: int) -> None:
     """Have the engine of a site serve its role's checkpoint, as `version`. Raises as `reload_weights`.
 

@@ -159,6 +159,9 @@ class Engine(Protocol):
         ...
 
 
+# What an engine is built of, and what it is to the rest of the job.
+
+
 @dataclass(frozen=True)
 class EngineSite:
     """This rank's place for an engine on `ranks`, of those of the role's `grid`."""
@@ -203,6 +206,9 @@ class HostedEngine:
     parts: Mapping[str, MemoryPart]
     metrics: Callable[[], dict[str, float]] = dict
     """Of what it did since the last call."""
+
+
+# What every engine refuses, in the same words whichever it is.
 
 
 def served_version(policy_version: int | None) -> int:

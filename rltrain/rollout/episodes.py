@@ -180,6 +180,8 @@ class FollowedEpisodes:
         return {}
 
 
+# Trajectories that an environment gives for its episode, in the place of what was drawn turn by turn.
+
 STATUS = {
     "completed": Status.STOPPED,
     "truncated": Status.TRUNCATED,
@@ -246,6 +248,8 @@ def _masked(mask: Sequence[bool], count: int, trained_on: bool) -> tuple[bool, .
     return tuple(mask[len(mask) - count :]) if trained_on else (False,) * count
 
 
+# How turns become tokens and tokens become actions: by a chat template, or as plain text.
+
 Shown = str | Sequence[Message]
 """What is yet to be encoded."""
 
@@ -311,6 +315,9 @@ def _text_of(observation: Shown) -> str:
         f"an environment answered with {len(observation)} chat messages, and the checkpoint's tokenizer has no chat "
         "template, or data.chat_template is never; expected a text"
     )
+
+
+# Episodes of an engine's samples in environments, wherever these run.
 
 
 class Environments(Protocol):

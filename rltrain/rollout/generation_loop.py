@@ -17,6 +17,8 @@ from rltrain.rollout.sample import SampleGroup
 from rltrain.runtime.heartbeat import Heartbeat
 from rltrain.runtime.job_store import Waiter, poll, poll_s
 
+# What the ranks of one engine do next: decided by the first of them, the leader, and told to the others.
+
 
 @dataclass(frozen=True)
 class LeaderDecision:
@@ -85,6 +87,9 @@ class LeaderDecisions:
         return values
 
 
+# Which groups of a stream of prompts make up a step, and which of them may be begun for it.
+
+
 @dataclass(frozen=True)
 class StreamRules:
     """The first step takes the groups at the first per_step positions that are open in `done`, the next step those at
@@ -146,6 +151,9 @@ class StreamRules:
         return self.shared_log or f"step {step}"
 
 
+# Which engine draws which prompt group. A group is named by its position in the stream of all prompts of the run.
+
+
 class PromptAssignment(Protocol):
     """One engine's share."""
 
@@ -197,6 +205,9 @@ class SharedAssignment:
 
     def _take(self) -> int:
         return self.start + int(self.store.add("next", 1)) - 1
+
+
+# The order in which prompt groups get done, over all engines: numbers drawn from a counter in the shared store.
 
 
 @dataclass(frozen=True)

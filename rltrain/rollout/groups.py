@@ -14,6 +14,8 @@ from rltrain.rollout.episodes import CURRENT_VERSION, Episodes, Observed, with_s
 from rltrain.rollout.sample import Sample, SampleGroup, Status
 from rltrain.runtime.job_store import poll_s
 
+# Conversations that are to go on while the engine has no slot for them: which of them is next.
+
 
 class ReadySamples:
     """Those with the fewest turns made come first. They have most before them, so that conversations come to their
@@ -39,6 +41,9 @@ class ReadySamples:
     def take(self, count: int) -> list[Sample]:
         """The next ones, at most so many."""
         return [heapq.heappop(self._queue)[-1] for _ in range(min(count, len(self._queue)))]
+
+
+# Turns that somebody asks an engine for from outside, beside the groups that it draws.
 
 
 @dataclass(frozen=True)
@@ -329,6 +334,8 @@ class PromptGroups:
     def _position(self, sample: Sample) -> int:
         return sample.episode // self.num_samples
 
+
+# Which of the groups that an engine has finished count for a step: those that a filter keeps, while it may drop.
 
 STEPS_COUNTED = 2
 """What was dropped in steps before this one and the last is not kept: they are over on all engines."""

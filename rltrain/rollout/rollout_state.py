@@ -253,6 +253,9 @@ def _integers(values: Iterable[int]) -> Tensor:
     return torch.tensor([*values], dtype=torch.int64)
 
 
+# What the role reward tells engines of the prompts of training steps, and when engines agree to heed it.
+
+
 class OutcomeLog:
     """In the shared store. What is there is deleted once `num_readers` ranks have read it."""
 
@@ -285,6 +288,8 @@ class OutcomeLog:
             self.store.delete_key(key)
             self.store.delete_key(f"{key}/read")
 
+
+# Which row of the training prompts stands at which position of the stream, as every rank of the rollout has it.
 
 Serve = Callable[[], None] | None
 

@@ -25,6 +25,8 @@ from torch import Tensor
 from rltrain.data.experience import SIBLINGS_APART, Experience
 from rltrain.models.routing_shape import RoutingShape
 
+# Seeds of samples: pure functions of what is drawn, never of where.
+
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -42,6 +44,9 @@ def request_seed(seed: int, step: int, row: int, sample: int) -> int:
     for part in (seed, step, row, sample):
         state = mix64((state + _GOLDEN + part) & _MASK)
     return state >> 1
+
+
+# Which experts an engine routed the tokens of a sample to.
 
 
 @dataclass(frozen=True, eq=False)
@@ -294,6 +299,9 @@ class SampleGroup:
     def without_siblings(self, episode: int) -> "SampleGroup":
         """The first trajectory of the episode alone, and all other episodes."""
         return replace(self, samples=tuple(s for s in self.samples if s.episode != episode or s.id == episode))
+
+
+# Groups that an engine has drawn, as experience.
 
 
 def pack_groups(

@@ -19,6 +19,8 @@ from rltrain.errors import UserError
 from rltrain.runtime.heartbeat import INTERVAL_S, Beat, Board
 from rltrain.runtime.machine import has_ended, host_of, leave_for_launcher
 
+# Waiting at the store itself, which answers once a key is there: no looks, however many ranks wait.
+
 
 def wait_briefly(store: dist.Store, keys: Sequence[str], seconds: float) -> bool:
     """Until all `keys` are in the store, but no longer than `seconds`; whether they are.

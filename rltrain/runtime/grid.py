@@ -6,6 +6,8 @@ from functools import cached_property
 
 import numpy as np
 
+# How a model's layers are shared out over the stages of a pipeline.
+
 
 def planned_layers(num_layers: int, num_chunks: int) -> tuple[int, ...]:
     """Layers of each of as many consecutive chunks of a model.

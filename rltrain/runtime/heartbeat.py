@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from rltrain.runtime.machine import JobThread, this_process
 
+# Where the time of a rank's tasks goes: into work, or into waits for others.
+
 Waiting = Callable[[str], AbstractContextManager[object]]
 """(what is waited for) -> a context around the wait."""
 
@@ -85,6 +87,8 @@ class TaskClock:
                 time_of_task.work_s += now - self._counted_to
         self._counted_to = now
 
+
+# What the threads of this process are doing, from their Python stacks.
 
 COMMUNICATING_MODULES = (
     "torch.distributed",

@@ -21,6 +21,12 @@ from rltrain.runtime.heartbeat import INTERVAL_S, Beat, Board, Heartbeat, Posted
 from rltrain.runtime.machine import has_ended, host_of
 from rltrain.runtime.world import LOOPBACK, World
 
+# Who holds up the job: from what all ranks say of themselves to the one rank that a stall is due to. No communication.
+#
+# A stall is that no rank shows progress for longer than a limit. As all ranks follow one order of tasks, whoever is
+# still
+# at work at its lowest position is what the others wait for, directly or not.
+
 SILENT_S = 30.0
 """A rank without a beat for this long, or half of the shortest limit, does not run: stopped, or in a call that holds
 Python's interpreter lock."""
@@ -176,6 +182,8 @@ def _named(ranks: Collection[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
 
 
+# One rank's view of all heartbeats: for how long each of the others has shown no progress, or no beat at all.
+
 MOST_BETWEEN_LOOKS_S = 2.0
 """Whoever looks less often may not have run either, as where the whole machine stood still: more does not count as
 silence of the others."""
@@ -268,6 +276,13 @@ def _status(posted: Posted, silent_s: float) -> RankStatus:
     beat = posted.beat()
     return RankStatus(beat, still_s=beat.still_s + silent_s, silent_s=silent_s)
 
+
+# Beats of a node's ranks, gathered by its first one: a call of the store for all of them, and a look for the end.
+#
+# In a job of thousands the store's server would otherwise spend a seventh of its processor on what every rank says and
+# asks once a second. Ranks of a node speak over loopback, which no rank waits at: whoever the first one has not
+# confirmed
+# lately says and asks for itself, as where that one has ended, is stopped or cannot be reached.
 
 GATHERED_FROM = 512
 """Ranks of a job in which beats are gathered: the store of a smaller one has little to do."""
@@ -491,6 +506,8 @@ class JobStore:
                 self.end_wait_in_vain(lambda: f"rank {self.world.rank} waits for {waiting_for}")
 
 
+# Waits with a limit and a name: what they wait for is reported, and the limit runs while the others do not get on.
+
 logger = logging.getLogger(__name__)
 
 SERVE_S = 0.005
@@ -561,6 +578,8 @@ class Waiter:
         more = [f"and {len(others) - len(beats)} more ranks"] if len(others) > len(beats) else []
         return f"rank {self.rank} waits at {what}: {'; '.join([*activity, *more])}"
 
+
+# Waiting for something that has to be looked for, such as a key in the store.
 
 POLL_S = 0.002
 LOOKS_PER_S = 2_000

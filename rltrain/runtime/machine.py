@@ -65,6 +65,8 @@ def has_lost_launcher() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != launcher()
 
 
+# Processes that run users' code for a rank, and end with it: both ends of how they are started.
+
 PR_SET_PDEATHSIG = 1
 SIGNALS_OF_LAUNCHERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """A launcher sends them to all processes of a rank; the rank may still need its workers before it ends."""
@@ -120,6 +122,8 @@ def _nothing(number: int, frame: object) -> None:
     """A handler."""
 
 
+# What a rank leaves for torchrun, which has started it.
+
 logger = logging.getLogger(__name__)
 
 
@@ -141,6 +145,8 @@ def leave_for_launcher(summary: str) -> None:
         logger.warning("cannot write %s, so torchrun's summary has no message: %s", path, error)
 
 
+# An exception of a user's code in words: what, where, and the way there.
+
 MAX_FRAMES = 20
 MAX_ERROR_CHARS = 1000
 MAX_TRACEBACK_CHARS = 8000
@@ -161,6 +167,9 @@ def describe_raised(error: BaseException, without: Collection[str]) -> tuple[str
     return f"{what} ({place})", "".join(raised.format()).strip()[-MAX_TRACEBACK_CHARS:]
 
 
+# Threads of this process that the job relies on: none of them ends by an error in silence.
+
+
 class JobThread(threading.Thread):
     """The only kind that rltrain starts. An error that it does not handle itself ends the job."""
 
@@ -179,6 +188,8 @@ def end_job_by_threads(end: Callable[[str, BaseException], None]) -> None:
 
     threading.excepthook = failed
 
+
+# What the C library does with memory that is freed.
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Of mallopt(3)."""
@@ -201,6 +212,8 @@ def keep_freed_memory() -> bool:
         return False
     return bool(mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT_BYTES) and mallopt(M_TRIM_THRESHOLD, KEPT_BYTES))
 
+
+# What keeps this node from writing: read-only or full file systems, no shared memory.
 
 SHARED_MEMORY = Path("/dev/shm")
 LEAST_FREE_BYTES = 1 << 20

@@ -14,6 +14,8 @@ from typing import Any
 
 from rltrain.errors import StallError
 
+# Sockets for addresses of either kind.
+
 
 def family_of(host: str) -> socket.AddressFamily:
     """Of an address as text."""

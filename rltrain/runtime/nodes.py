@@ -151,6 +151,8 @@ def _grouped(pairs: Iterable[tuple[str, int]]) -> dict[str, list[int]]:
     return groups
 
 
+# What a node says of itself at the start of a job, for `refuse_unlike_nodes`.
+
 PACKAGE = Path(__file__).resolve().parents[1]
 COMPARED_PACKAGES = ("torch", "megatron-core", "transformers", "numpy")
 SLURM_NODE = "SLURM_NODEID"
@@ -221,6 +223,8 @@ def flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
         else:
             yield f"{prefix}{name}", json.dumps(value, sort_keys=True)
 
+
+# Refusing nodes that cannot do a job together: one message, which names them, before anything is built.
 
 VISIBLE_WITHIN_S = 10.0
 """Network file systems remember for some seconds that a file was not there."""

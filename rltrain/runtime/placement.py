@@ -289,6 +289,8 @@ def _parse_ranges(text: str, unit: str, count: int, where: str) -> tuple[int, ..
     return tuple(sorted(numbers))
 
 
+# The rank lists over which the roles of a job need process groups. Pure: the same on every rank.
+
 RankList = tuple[int, ...]
 
 SYNCED_PAIRS = tuple(("actor", role) for role in SYNCED.values())

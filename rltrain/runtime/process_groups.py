@@ -18,6 +18,8 @@ from torch.distributed import distributed_c10d as c10d
 from rltrain.runtime.machine import JobThread
 from rltrain.runtime.placement import RankList, format_ranks, global_order
 
+# A process group whose communicator can be destroyed and made again while everybody keeps the same object.
+
 LOOK_S, LONGEST_LOOK_S = 0.005, 2.0
 """Between two looks whether all members have released a communicator: each waits twice as long as the one before."""
 OWN = frozenset({"rank", "size", "shutdown", "abort", "boxed", "unbox", "BackendType", "send", "recv"})

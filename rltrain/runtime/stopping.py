@@ -20,6 +20,8 @@ from rltrain.runtime.job_store import JobStore, Observer, poll_s
 from rltrain.runtime.machine import JobThread
 from rltrain.runtime.world import World
 
+# The end of ranks that have done their part: whoever others still need stays.
+
 logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)

@@ -30,6 +30,8 @@ from rltrain.runtime.job_store import Observer, OwnBeats, is_silent, what_it_doe
 from rltrain.runtime.machine import JobThread, has_lost_launcher
 from rltrain.runtime.world import World, join_world
 
+# Ends a rank that the job's store answers no more, as behind a cable that was cut: no call of it would ever return.
+
 LOOK_S = 1.0
 
 
@@ -209,6 +211,9 @@ class Watchdog:
 def _of_store(limits: Timeouts) -> tuple[float, str]:
     """How long it may be silent, which is as long as a rank may be, and what says so."""
     return min((getattr(limits, name), f"timeouts.{name}") for name in ("lost_s", "no_progress_s"))
+
+
+# Joining the job: the first thing that a rank does, which ends within a limit or with a message.
 
 
 def join_within(timeout_s: float) -> World:

@@ -19,6 +19,8 @@ import torch.distributed as dist
 from rltrain.config.schema import Timeouts
 from rltrain.errors import StallError
 
+# Telling the attempts of a job apart: torchrun restarts ranks beside a store that has what earlier ones left.
+
 POLL_S, POLL_SHARE = 0.01, 0.02
 """Between two looks of rank 0 at who has come: at least that long, and that share of how long it has waited."""
 
@@ -82,6 +84,8 @@ def _listed(store: dist.Store, key: str) -> list[str]:
     """What ranks have appended to a list in the store."""
     return store.get(key).decode().split() if store.check([key]) else []
 
+
+# By which address, and over which network interface, other nodes reach this one.
 
 SIOCGIFADDR = 0x8915
 LONGEST_NAME_BYTES = 15

@@ -27,6 +27,8 @@ from rltrain.sandbox.system_calls import (
     set_hostname,
 )
 
+# Becomes the program that is to be run: what it was given, what it may use, and nothing else of this process.
+
 DESCRIPTORS_TO_CLOSE = 65536
 CPU_GRACE_S = 1
 """By how much the kernel's limit, of whole seconds, is above the keeper's, and between its warning and its end."""

@@ -24,6 +24,8 @@ import time
 from rltrain.sandbox import limits
 from rltrain.sandbox.system_calls import PR_SET_CHILD_SUBREAPER, process_control
 
+# What all processes that one process started use together, from /proc.
+
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -93,6 +95,8 @@ def _read(path: str) -> str:
     with open(path) as file:
         return file.read()
 
+
+# Starts a program by one of the means, from the keeper.
 
 UID_INSIDE = 1000
 """The program's user in a user namespace of its own."""

@@ -62,6 +62,8 @@ class Outcome:
         return self.status == 0 and self.ended_by is None
 
 
+# What the caller of a sandbox and its keeper say to each other, over a socket.
+
 STARTED = "started"
 """Key of the keeper's first message: the sandbox is made and its program begins. Then one of these two:"""
 ERROR = "error"
@@ -101,6 +103,9 @@ def receive_bytes(channel: socket.socket, length: int) -> bytes | None:
         parts.append(part)
         length -= len(part)
     return b"".join(parts)
+
+
+# The files that a program is given.
 
 
 def checked_name(name: str) -> str:

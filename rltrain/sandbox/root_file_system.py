@@ -117,6 +117,8 @@ def _write_names(uid: int) -> None:
             file.write(text)
 
 
+# The command line that makes the same sandbox by bubblewrap.
+
 UID = 1000
 
 

@@ -20,6 +20,8 @@ from rltrain.errors import SandboxError
 from rltrain.sandbox.limits import ENDED, ERROR, Limits, Outcome, in_order, receive, send
 from rltrain.sandbox.root_file_system import WORK_FOLDER, WRITABLE_FOLDER
 
+# A program in a sandbox, as its caller sees it.
+
 START_TIMEOUT_S = 120.0
 KEEPER_GRACE_S = 30.0
 """How much longer than its program a keeper may take, on a machine that hardly gets on."""
@@ -197,6 +199,8 @@ class _Input:
         self.is_complete = not self.unwritten
         return not self.is_complete
 
+
+# Which files of the machine a sandboxed program may read.
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 LINKER = ("/etc/ld.so.cache", "/etc/alternatives")

@@ -130,6 +130,8 @@ def drop_capabilities() -> None:
     _call("capset", ctypes.byref(header), ctypes.byref(none_of_them))
 
 
+# The filter of system calls that a sandboxed program runs under, as a program of the kernel's packet filter (BPF).
+
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 X32_BIT = 0x40000000
 """Set in the numbers of x86-64's second table of system calls, which the filter would otherwise not know."""

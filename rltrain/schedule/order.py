@@ -16,6 +16,11 @@ from typing import Literal
 
 from rltrain.runtime.placement import Placement
 
+# Which numbers of a range are multiples of which intervals: one number for each combination, without a walk along it.
+#
+# A combination of intervals is due together at multiples of their least common multiple. So the work grows with the
+# number of combinations that occur in the range, and neither with its length nor with the intervals.
+
 
 def first_of_each_kind(numbers: range, intervals: Collection[int]) -> Iterator[int]:
     """The first of `numbers` at which just these of `intervals` are due, for every combination that occurs; ascending.

@@ -85,6 +85,8 @@ def _check_transfers(order: Sequence[Entry]) -> None:
         raise ConfigError(f"the order of tasks never waits for {sorted(posted)}")
 
 
+# How fast an order could be executed: its tasks take what they took, and everything else takes no time.
+
 Seconds = Callable[[Entry, int], float]
 """What a task took on a rank, without its waits for others."""
 
@@ -129,6 +131,9 @@ def _meeting(task: Entry, placement: Placement, clock: dict[int, float]) -> floa
     if len(task.roles) > 1:
         return max(clock[rank] for role in task.roles for rank in placement.ranks(role))
     return 0.0
+
+
+# Which tasks can run at the same time: those on different ranks of which neither has to wait for the other.
 
 
 def overlapping_tasks(order: Order, placement: Placement, *, syncs_in_flight: bool) -> set[tuple[str, str]]:

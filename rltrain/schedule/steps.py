@@ -13,6 +13,8 @@ from rltrain.schedule.shape import RunShape
 from rltrain.tasks.declaration import Task
 from rltrain.tasks.roles import informing, takers, trained_roles
 
+# Who takes part in what: the roles of a placement by what they do with a step's samples.
+
 Informants = tuple[tuple[str, Task], ...]
 """Roles, each with a task that says something of samples."""
 
@@ -67,6 +69,9 @@ class Participants:
             evaluates_apart="evaluation" in placed,
             scores_early=scores_early,
         )
+
+
+# Which evaluation sets are due when, and which steps are judged by them.
 
 
 @dataclass(frozen=True)
@@ -385,6 +390,9 @@ class Iteration:
 
     def _trains_actor(self, step: int) -> bool:
         return step >= self.shape.first_actor_step
+
+
+# A few steps of a run, without what is special about its first ones: what stands for all of them.
 
 
 def steady_order(config: Config, placement: Placement, more_steps: int = 0) -> Order:

@@ -58,6 +58,9 @@ def _drawn(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
+# What low-rank adapters are on every backend: whether they add anything, what they drop, and weights that have them
+# merged.
+
 SEEDS = 2**62
 
 

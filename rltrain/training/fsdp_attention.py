@@ -18,6 +18,9 @@ from rltrain.models.delta_rule import PackedStates, convolve, gated_delta_rule, 
 from rltrain.training.packed_attention import PackedRows, attend_rows, packed_rows
 from rltrain.training.packing import ContextShare, inverse, places_of, places_of_all, ranges
 
+# Context parallelism by heads: every rank attends with all tokens in some heads (DeepSpeed-Ulysses,
+# arXiv:2309.14509).
+
 
 @dataclass(frozen=True, eq=False)
 class SlicedSequences:
@@ -140,6 +143,12 @@ def register() -> None:
     """Have transformers know it as NAME."""
     AttentionInterface.register(NAME, packed_attention)
 
+
+# Gated delta nets of transformers' models over packed sequences, in the place of their own computation.
+#
+# transformers' own takes packed sequences by the kernels of flash-linear-attention alone, and else for one sequence.
+# Of
+# what lies between the projections nothing is kept for backward: it is computed again.
 
 CLASS_ENDING = "GatedDeltaNet"
 """Of the names of transformers' classes."""

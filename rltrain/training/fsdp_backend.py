@@ -42,6 +42,8 @@ from rltrain.training.trainable import (
     learning_rate,
 )
 
+# Micro-batches through a sharded model.
+
 
 def make_micro_batches(model: ShardedModel, experience: Experience, max_tokens: int) -> list[MicroBatch]:
     """`experience` in micro-batches of at most `max_tokens` for each rank of context parallelism, and others of padding
@@ -71,6 +73,9 @@ def run(model: ShardedModel, micro_batches: Sequence[MicroBatch], outputs: Outpu
         if backward:
             loss.backward()
     return kept
+
+
+# A sharded model, evaluated.
 
 
 class ShardedEvaluableModel(Evaluable):
@@ -107,6 +112,8 @@ class ShardedBaseModel(ShardedEvaluableModel):
         with adapters.off():
             return super().forward(micro_batches, outputs)
 
+
+# AdamW over the shards of a model, with the norm of its whole gradient.
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 NORM_EPSILON = 1e-6
@@ -193,6 +200,9 @@ class ShardedAdam:
             self.adam.state[shard] = {"step": step, **state}
 
 
+# The training state of a sharded model, saved and loaded through layouts, in the terms of every backend.
+
+
 def save_state(
     model: ShardedModel,
     optimizer: ShardedAdam,
@@ -252,6 +262,9 @@ def load_state(model: ShardedModel, optimizer: ShardedAdam, files: Sequence[AnyF
         ]
     )
     return saved.counts
+
+
+# A sharded model together with its gradients and optimizer.
 
 
 class ShardedTrainableModel(ShardedEvaluableModel, Trainable):

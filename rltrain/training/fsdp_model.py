@@ -41,6 +41,8 @@ from rltrain.training.logprobs import Logits
 from rltrain.training.packed_attention import PackedRows, packed_rows
 from rltrain.training.packing import ContextShare, MicroBatch
 
+# transformers' experts, whose matrices are stacked in parameters of a layer, with low-rank adapters beside them.
+
 
 def compute_beside_adapters(experts: Any, matrix: str, adapter: torch.nn.Module, mode: AdapterMode) -> None:
     """Give the module `experts` an adapter of its parameter `matrix`, gate_up_proj or down_proj. Its forward is then
@@ -80,6 +82,11 @@ def _products(experts: Any, matrix: str, inputs: list[Tensor]) -> list[Tensor]:
     if matrix not in experts.lora:
         return found
     return [one + other for one, other in zip(found, experts.lora[matrix].of_experts(inputs), strict=True)]
+
+
+# Low-rank adapters beside the linear layers of transformers' models: x W.T + alpha / rank * (x A.T) B.T, Hu et al.
+# 2021, "LoRA", section 4.1. They are sharded with the decoder layer that they are in, B in the rows of W, which has no
+# gradient; those of experts by expert, as the experts are.
 
 
 class ShardedAdapter(torch.nn.Module):
@@ -176,6 +183,9 @@ def _inside(module: torch.nn.Module, name: str) -> str:
     return f"language_model.{name}" if hasattr(module, "language_model") else name
 
 
+# transformers' experts, computing with rounded weights.
+
+
 def round_experts(model: torch.nn.Module, settings: FakeQuantization) -> None:
     """Have the matrices of experts in `model` be rounded in every pass, once they are gathered; adapters are not. To be
     called after adapters were added, whose layers look their matrices up."""
@@ -198,6 +208,8 @@ def _of_rounded(
 
     return forward
 
+
+# transformers' own model of a checkpoint's config.json, made without memory for its parameters.
 
 BUILT_AS = {"mimo": "qwen2"}
 """Families that transformers does not have, with the one of which it has the same model."""

@@ -227,6 +227,9 @@ def _local_labels(labels: Tensor, num_valid: int) -> tuple[Tensor, Tensor]:
     return labels.clamp(0, num_valid - 1), (labels >= 0) & (labels < num_valid)
 
 
+# What a model says of every token, by its head: the numbers that its loss function gets.
+
+
 class PackedModel(Protocol):
     """A backend's model as far as it is asked here."""
 

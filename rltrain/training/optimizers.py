@@ -15,6 +15,8 @@ from rltrain.config import schema
 from rltrain.offload.host_memory import HostTensors
 from rltrain.training.matrix_exchange import MatrixExchange, view_of
 
+# fp32 values kept in bf16 whose mean error is zero, without a random generator.
+
 DROPPED_BITS = 16
 """Of fp32, that bf16 does not have."""
 LOW_BITS = (1 << DROPPED_BITS) - 1
@@ -47,6 +49,8 @@ def keep_rounded(kept: Tensor, values: Tensor, weights: Tensor, step: int, salt:
 def _signed(number: int) -> int:
     return number - (1 << 32) if number >= 1 << 31 else number
 
+
+# AdamW (Loshchilov and Hutter 2019, algorithm 2) in fp32, with moments that are kept in fp32 or bf16.
 
 CHUNK_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 24}
 """Whose moments in fp32 exist at a time, where they are kept in bf16: as many as a processor's cache has, six times as
@@ -119,6 +123,8 @@ def _fused(parameters: Sequence[AdamTensors], rule: AdamRule) -> None:
         maximize=False,
     )
 
+
+# Adam on the host for weights on a device: gradients come down and weights go up while it computes on others.
 
 BUCKET_ELEMENTS = 1 << 24
 """That are on their way at a time, in one direction."""
@@ -282,6 +288,8 @@ def _threads(number: int | None) -> Iterator[None]:
     finally:
         torch.set_num_threads(before)
 
+
+# Muon's update: a matrix of momenta made orthogonal (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of Jordan's quintic: singular values from about 0.02 on come to between 0.7 and 1.2 in five passes."""

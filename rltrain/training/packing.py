@@ -12,6 +12,13 @@ from torch import Tensor
 
 from rltrain.data.experience import Experience
 
+# Which tokens of packed sequences each rank of context parallelism computes.
+#
+# Every sequence is padded and cut into twice as many equal slices as there are ranks, of which rank r has slice r and
+# the
+# r-th from behind. A token attends to all before it: so every rank has as much to do as the others, in every sequence
+# (Llama 3, arXiv:2407.21783, section 3.3.2). Transformer Engine cuts packed sequences the same way.
+
 
 @dataclass(frozen=True)
 class ContextShare:
@@ -267,6 +274,9 @@ def _segments(lengths: list[int], padded_length: int) -> tuple[int, ...]:
     longest, num_padding = max(lengths, default=padded_length), padded_length - sum(lengths)
     whole_pieces, rest = divmod(num_padding, longest)
     return (*lengths, *[longest] * whole_pieces, *[rest] * (rest > 0))
+
+
+# What ranks that share sequences made of their rows, for all tokens, on each of them.
 
 
 def of_all_tokens(batch: MicroBatch, of_rows: Tensor, group: dist.ProcessGroup) -> Tensor:

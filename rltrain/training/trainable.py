@@ -23,6 +23,8 @@ from rltrain.reshard.layout import Layout
 from rltrain.training.logprobs import OBJECTIVES, PackedModel, likeliest_tokens, squared_probabilities
 from rltrain.training.packing import MicroBatch
 
+# A model that says of every token its log-prob, or the score of its sample up to there.
+
 Outputs = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
 """(micro-batch, what a model makes of its rows on this rank [rows, ...]) -> (loss scalar, anything to keep)."""
 Forward = Callable[[Sequence[MicroBatch], Outputs], list[Any]]
@@ -125,6 +127,8 @@ class Evaluable(ABC):
         return [result.cpu() for result in results]
 
 
+# What an optimizer step knows of its mini-batch beside the gradients, and when a step is left out.
+
 # Beside the metrics of a mini-batch while they are reduced.
 NUM_SAMPLES, DIVISOR = "num_samples", "divisor"
 
@@ -199,6 +203,9 @@ def _scalars(rows: list[tuple[Tensor, ...]], device: torch.device) -> Tensor:
     return torch.stack(values).view(len(rows), -1)
 
 
+# The learning rate as a function of the optimizer step.
+
+
 def learning_rate(settings: schema.Optimizer, update: int, total_updates: int) -> float:
     """Rate for optimizer step number `update` (from 0) of `total_updates`.
 
@@ -212,6 +219,9 @@ def learning_rate(settings: schema.Optimizer, update: int, total_updates: int) -
     progress = min(1.0, (update - settings.warmup_steps) / max(1, total_updates - settings.warmup_steps))
     remaining = 1 - progress if settings.decay == "linear" else (1 + math.cos(math.pi * progress)) / 2
     return settings.min_lr + (settings.lr - settings.min_lr) * remaining
+
+
+# Copies of a training state that are made while training goes on, until something is about to change the state.
 
 
 class LateCopies:

@@ -28,6 +28,8 @@ from rltrain.rollout.embedded.kv_cache import (
 from rltrain.rollout.embedded.sample_states import SampleStates, StepStates
 from rltrain.rollout.sample import Sample
 
+# Attention of decode steps over keys and values that lie in blocks.
+
 _RECORDED_SIZES = 4
 """Of numbers of blocks read, from each power of two up to the next."""
 

@@ -289,6 +289,8 @@ def blocks_of(num_tokens: int, block_tokens: int) -> int:
     return -(-num_tokens // block_tokens)
 
 
+# How many blocks of keys and values a rank may have.
+
 GB = 10**9
 
 

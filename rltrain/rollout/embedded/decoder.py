@@ -15,6 +15,8 @@ from rltrain.rollout.embedded.kv_cache import KvCache, rounded
 from rltrain.rollout.embedded.model import EngineModel
 from rltrain.rollout.engine import SamplingParams
 
+# Random numbers that depend only on a sample's seed, the position in its response and a counter.
+
 POSITION_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
 """The golden ratio's fraction of 2**64, by which SplitMix64 advances."""
 COUNTER_STEP = 0x91E10DA5C79E7B1D - (1 << 64)
@@ -61,6 +63,15 @@ def log_uniforms(streams: Tensor, positions: Tensor, counters: Tensor) -> Tensor
     state = torch.add(streams, positions, alpha=POSITION_STEP) + counters * COUNTER_STEP
     return _multiplied(state).bitwise_or_(UNIFORM_BITS).float().mul_(UNIFORM_SCALE).log1p_()
 
+
+# Draws tokens from logits by the Gumbel maximum, with the random numbers of random_streams.
+#
+# Each token has a uniform number of its own. The token whose log(number) / weight is largest is drawn: each token with
+# the probability that its weight has of the total. Rounding changes the token at a near tie alone, while the edges of
+# a
+# cumulative sum move with it. The largest is taken of blocks of tokens first, then of the tokens in that block: so a
+# draw
+# makes a number per block, not one per token.
 
 BLOCK_TOKENS = 128
 FIRST_BLOCK = 1 << 32
@@ -172,6 +183,8 @@ def num_differences(device: torch.device) -> int:
     return int(differ.sum())
 
 
+# Steps that are recorded once and replayed, which saves the host's work of launching each of their kernels.
+
 Record = Callable[[Callable[[], None]], Callable[[], None]]
 """Makes of a step, without executing it, what does the same on the same memory: a replay."""
 
@@ -239,6 +252,9 @@ class CudaGraphs:
             step()
         self._graphs.add(graph)
         return graph.replay
+
+
+# What the running responses have drawn, kept on the device until somebody reads it.
 
 
 class Transcript:
@@ -315,6 +331,8 @@ def _grown(buffer: Tensor, size: int) -> Tensor:
     grown[: len(buffer)] = buffer
     return grown
 
+
+# All that a decode step reads and writes besides weights: it outlives sessions, so that recorded steps can too.
 
 # Rows of the state.
 TOKEN, POSITION, DRAWN, PLACE, LIMIT, STREAM = range(6)

@@ -293,6 +293,8 @@ class EmbeddedEngine:
         self._slots.release()
 
 
+# rltrain's own engine on a rank of a role.
+
 logger = logging.getLogger(__name__)
 
 

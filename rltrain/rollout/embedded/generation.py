@@ -18,6 +18,8 @@ from rltrain.rollout.sample import Sample, Status
 from rltrain.rollout.stop_strings import StopStrings
 from rltrain.rollout.workspace import PASS_TOKENS
 
+# Caching the contexts of samples that start, all but their last tokens.
+
 _PASS_SCORES = 1 << 22
 """Pairs of a padded token and a position that it may attend to, in one pass over suffixes; bounds what one head takes
 for its scores."""

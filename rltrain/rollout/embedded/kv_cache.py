@@ -13,6 +13,8 @@ from rltrain.models.routing_shape import RoutingShape
 from rltrain.rollout.embedded.sample_states import PassStates, StateShape, StepStates
 from rltrain.rollout.sample import Sample
 
+# Keys and values of samples that wait between two turns, and which of them give way first.
+
 M = TypeVar("M")
 
 

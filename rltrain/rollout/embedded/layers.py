@@ -22,6 +22,8 @@ from rltrain.models.families import LATENT_NORM_EPS
 from rltrain.rollout.embedded.kv_cache import AttentionShape, DecodeAttention, PrefillAttention
 from rltrain.rollout.embedded.parameters import LayerParameters, Matrix, TensorParallel
 
+# The residual stream [tokens, hidden]: what layers read of it, and how they add to it.
+
 
 def normed(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Divided by its root mean square, times `weight`: in the weights' type, rounded once, also where `hidden` is
@@ -63,6 +65,8 @@ def add_product(hidden: Tensor, inner: Tensor, matrix: Matrix, group: TensorPara
     else:
         hidden.add_(group.all_reduce(matrix.product(inner)))
 
+
+# Norms of queries and keys: head by head, or of all heads of a token at once.
 
 HeadNorms = Callable[[Tensor], Tensor]
 """Of this rank's query heads with its key heads behind them [tokens, heads, head_dim]. Rounded once, as the trainer's.
@@ -111,6 +115,8 @@ class _OfProjections:
             normed.append(part * torch.rsqrt(mean + self._eps)[:, None] * gain)
         return torch.cat(normed, 1).view(heads.shape).to(heads.dtype)
 
+
+# Rotary position embedding in the rotate-half convention of Hugging Face checkpoints.
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and signed sines, each [tokens, 1, rotated elements of a head] fp32."""
@@ -232,6 +238,9 @@ class GroupedAttention:
         return torch.cat([queries, rest], dim=1), gate
 
 
+# Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1), of which latents are kept.
+
+
 class LatentAttention:
     """Implements `AttentionLayer`. Of a token a latent and the rotated part of its key are kept, [kv_rank + rope], once
     for all heads and whole on every rank.
@@ -326,6 +335,9 @@ class LatentAttention:
         by_head = matrix.unflatten(0, (self._num_heads, -1))
         of_keys, of_values = by_head.split([self._mla.plain_head_dim, self._mla.value_head_dim], 1)
         return of_keys, of_values
+
+
+# Gated delta nets in attention's place.
 
 
 class DeltaLayer:

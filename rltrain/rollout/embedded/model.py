@@ -36,6 +36,8 @@ from rltrain.rollout.embedded.parameters import (
 )
 from rltrain.rollout.embedded.sample_states import StateShape
 
+# What a layer does after its attention: one MLP for all tokens, or experts.
+
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
@@ -106,6 +108,9 @@ def gated(
     return activate(gate).mul_(up)
 
 
+# The matrices of a layer's experts on a rank, and what these make of the tokens that visit them.
+
+
 class Visits(NamedTuple):
     """Which expert each row visits: `expert` [rows], ascending, of this rank's or a number behind those, and where the
     rows of each end, `ends` [experts]. Of every expert the rank has part number `part`."""
@@ -164,6 +169,8 @@ class InterleavedMatrices:
         return made
 
 
+# Which experts a token visits, and with what weight, as the models in transformers choose them.
+
 _GROUP_SCORE_EXPERTS = 2
 """A group of experts is ranked by the sum of its best ones."""
 _LEAST_SUM = 1e-20
@@ -201,6 +208,8 @@ def _within_groups(choosing: Tensor, moe: ExpertLayers) -> Tensor:
     outside = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter_(-1, best, False)
     return by_group.masked_fill(outside[..., None], -torch.inf).flatten(-2)
 
+
+# Experts of a layer: each token visits a few of them, and some layers have others that every token visits.
 
 _ROUTERS = ("mlp.gate", "block_sparse_moe.gate", "mlp.router")
 """What families call a router; its experts are in the same block."""

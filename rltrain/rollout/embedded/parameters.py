@@ -15,6 +15,8 @@ from rltrain.reshard.fp8_blocks import SCALE_SUFFIX, ScalePlaces, scale_places
 from rltrain.reshard.layout import Layout, parameter_types
 from rltrain.reshard.model_layout import adapter_pairs
 
+# Tensor parallelism of the embedded engine over an explicit group.
+
 
 class TensorParallel:
     """This rank's place in a tensor-parallel group; no group means a group of one, without communication."""
@@ -55,6 +57,8 @@ def local_token_ids(tokens: Tensor, first: int, count: int) -> tuple[Tensor, Ten
     return local.masked_fill(outside, 0), outside
 
 
+# Products of runs of rows, each with a matrix of its own.
+
 _ALIGNMENT = 16
 """Bytes, of rows of what torch's grouped product takes."""
 
@@ -83,6 +87,10 @@ def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
             torch.mm(rows[start:end], matrix.t(), out=product[start:end])
         start = end
     return product
+
+
+# Low-rank adapters whose weights are kept apart from those that they are added to: scale * (x A.T) B.T beside x W.T,
+# Hu et al. 2021, "LoRA", section 4.1.
 
 
 class EngineAdapter:

@@ -85,6 +85,9 @@ def draw_rows(logits: Tensor, streams: Tensor, positions: Tensor, temperature: f
     return tokens, logprobs
 
 
+# A Triton kernel: attention of one query token per slot over keys and values in blocks. Imports Triton.
+
+
 @triton.jit
 def _attend(
     queries, keys, values, table, positions, attended, scale,

@@ -139,6 +139,9 @@ def words(error: Exception) -> str:
     return f"{type(error).__name__} {error}".strip()
 
 
+# One sample at servers: what one of them has drawn of it, and what that makes of it.
+
+
 @dataclass
 class Drawing:
     """A sample as it was sent, and what has come of it since: tokens with their log-probs."""

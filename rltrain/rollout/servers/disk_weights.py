@@ -25,6 +25,10 @@ from rltrain.rollout.servers.http_weights import WholeUpdates, empty_tensors, sh
 from rltrain.rollout.servers.protocols import ServerProtocol
 from rltrain.runtime.job_store import JobStore
 
+# Files of what changed: a part's tensors compared with those that were sent last, encoded and written.
+#
+# rltrain/rollout/sglang/server/rltrain_delta_files.py says what is in them, and reads them.
+
 FileRecord = tuple[int, int]
 """Bytes of a file, and their CRC-32."""
 
@@ -88,6 +92,8 @@ def write_changes(path: Path, tensors: list[EncodedTensor]) -> FileRecord:
 def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1).view(torch.uint8)
 
+
+# Folders on storage that servers see: the ranks of a role write one together, and all of it is there or nothing.
 
 T = TypeVar("T")
 
@@ -303,6 +309,8 @@ class DiskWeights(WholeUpdates):
         copy_carried_files(self._like, partial)
         (partial / form.VERSION_FILE).write_text(form.version_text(label))
 
+
+# Weights as a checkpoint in a folder now and then, and in between as files of what changed since the last version.
 
 logger = logging.getLogger(__name__)
 

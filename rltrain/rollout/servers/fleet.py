@@ -31,6 +31,8 @@ from rltrain.rollout.servers.sglang_session import DivergenceWatch
 from rltrain.rollout.stop_strings import StopCut
 from rltrain.runtime.job_store import JobStore
 
+# Which servers there are, and which rank asks which: from the config, or from a file that is read again.
+
 SCHEMES = ("http://", "https://")
 
 
@@ -114,6 +116,8 @@ class Addresses:
             self._job_store.put(self._key, self._dealt)
 
 
+# Which protocol a server speaks: as the config says, or as the server says itself.
+
 PROTOCOLS: dict[str, ServerProtocol] = {
     protocol.name: protocol for protocol in (SGLangProtocol(), VLLMProtocol(), OpenAIProtocol())
 }
@@ -130,6 +134,8 @@ async def protocol_of(calls: Calls, named: str) -> ServerProtocol:
         raise ServerRefuses(f"{refused}; name what it speaks in rollout.protocol", refused.status) from None
     return PROTOCOLS.get(str(listed[0].get("owned_by")), PROTOCOLS["openai"])
 
+
+# One server that a rank asks: what it is, what it draws, and whether it still has the weights that it was given.
 
 logger = logging.getLogger(__name__)
 

@@ -33,6 +33,8 @@ from rltrain.rollout.servers.protocols import ServerProtocol
 from rltrain.rollout.stop_strings import Tokenizer, stop_cut, stop_strings
 from rltrain.runtime.machine import JobThread
 
+# Weights that nobody changes: a checkpoint that servers load where they can.
+
 
 class CheckpointWeights(WholeUpdates):
     """Implements `Weights`, of engines that draw by a checkpoint as it is: `name` it once, or another one later."""
@@ -295,6 +297,9 @@ class HttpEngine:
                 if future.done():
                     raise
                 self._advance()
+
+
+# Servers that somebody else runs, for a rank of a role; they have no memory here.
 
 
 def build_http(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:

@@ -115,6 +115,8 @@ def empty_tensors(part: Layout, rank: int, device: torch.device) -> dict[str, Te
     return {entry.name: torch.empty(entry.shape, dtype=entry.dtype, device=device) for entry in entries_of(part, rank)}
 
 
+# Weights by broadcasts: part by part, over a process group of this rank and each of its servers.
+
 T = TypeVar("T")
 Problem = ServerGone | ServerRefuses | ServerBusy
 

@@ -20,6 +20,11 @@ from rltrain.rollout.servers.sglang_session import sampling_fields
 from rltrain.runtime.messages import family_of
 from rltrain.runtime.world import own_address
 
+# The process group of this rank and one server, over which it broadcasts weights: torch's own, as SGLang makes it.
+#
+# No public function of torch's makes a group with the processes of another job. Stores and backends are public; what
+# stands here besides is how torch nests their prefixes.
+
 Backend = Any
 """torch's, of which its stubs leave out what is used here."""
 
@@ -179,6 +184,8 @@ class Receiver:
     calls: Calls
 
 
+# SGLang's update groups: weights by broadcasts, within a session that it opens and closes for an update.
+
 JOIN = "/init_weights_update_group"
 BEGIN, END = "/begin_weight_update", "/end_weight_update"
 FLUSH_S = 30
@@ -239,6 +246,8 @@ async def flush_and_label(calls: Calls, label: str, limit_s: float) -> None:
         raise ServerBusy(str(refused)) from None
     await calls.post("/update_weight_version", {"new_version": label, "abort_all_requests": False}, limit_s)
 
+
+# SGLang's own protocol: token ids in, token ids and log-probs out, each response with the version of its weights.
 
 FROM_DISK = "/update_weights_from_disk"
 SGLANG_HOW = (
@@ -328,6 +337,8 @@ async def without_route(calls: Calls, path: str) -> str | None:
     return None
 
 
+# OpenAI's completions, of servers that return token ids with them; weights from disk where they answer as SGLang.
+
 MODELS = "/v1/models"
 
 
@@ -405,6 +416,8 @@ class OpenAIProtocol:
     async def load_from_disk(self, calls: Calls, folder: str, label: str, limit_s: float) -> None:
         await calls.post(FROM_DISK, {"model_path": folder, "weight_version": label}, limit_s)
 
+
+# vLLM's completions and its routes for reinforcement learning, which it has with VLLM_SERVER_DEV_MODE=1.
 
 PAUSE = "/pause?mode=abort&clear_cache=true"
 VLLM_HOW = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "disk"}\''

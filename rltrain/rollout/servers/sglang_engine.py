@@ -35,6 +35,8 @@ from rltrain.rollout.servers.sglang_session import EngineBroadcast, ServerRoutin
 from rltrain.rollout.servers.sglang_weights import ADAPTER, Delivery, first_load
 from rltrain.rollout.stop_strings import Tokenizer, stop_strings
 
+# SGLang's server on a rank of a role, and the parts of memory that it lives in.
+
 logger = logging.getLogger(__name__)
 
 STEP_WAIT_S = 0.005

@@ -23,6 +23,8 @@ from rltrain.errors import ConfigError, EngineError, cannot_write, nearest
 from rltrain.reshard.slices import BLOCK
 from rltrain.runtime.messages import family_of
 
+# What a server is started from, and the environment that it runs in.
+
 SERVER_FOLDER = Path(__file__).parent / "in_sglang"
 """Modules that SGLang's Python imports."""
 
@@ -121,6 +123,8 @@ def _for_the_rank(name: str) -> bool:
     allocator = name.startswith("PYTORCH_") and name.endswith("ALLOC_CONF")
     return allocator or name in FOR_THE_RANK_EXACTLY or name.startswith(FOR_THE_RANK)
 
+
+# The arguments of an SGLang server: what rltrain sets, what it only proposes, and what the config adds.
 
 MIN_VERSION = "0.5.23"
 """Older ones lack update sessions or report one weight version per response instead of one per token."""

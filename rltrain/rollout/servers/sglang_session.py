@@ -24,6 +24,8 @@ from rltrain.rollout.sample import Sample, Status
 from rltrain.rollout.servers.sglang_client import Client, StreamFailure
 from rltrain.rollout.stop_strings import StopCut, Tokenizer, stop_cut
 
+# What the first rank of an engine tells the others: they have no server to talk to, but make the same calls.
+
 T = TypeVar("T")
 
 ERRORS = (EngineLost, EngineError, DivergenceError)
@@ -146,6 +148,8 @@ def _read(table: Tensor, tokens: Tensor, logprobs: Tensor, known: Mapping[int, S
     return samples
 
 
+# The experts that an SGLang server says it routed the tokens of a request to.
+
 _SENT_AS = np.dtype("<i4")
 
 
@@ -219,6 +223,8 @@ class RequestedRouting:
             return self.server.not_recorded(end - begin)
         return self.server.decoded(sent, max(0, num_fed - self.start))[begin - self.start : end - self.start]
 
+
+# One sample at the server: what is sent for it, what comes back, and what that makes of it.
 
 PROGRESS_TOKENS = 64
 """The server tells after how many tokens how far a response has come."""

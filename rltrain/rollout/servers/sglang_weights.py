@@ -22,6 +22,8 @@ from rltrain.rollout.servers.sglang_process import AdapterSpec
 from rltrain.rollout.servers.sglang_staging import NUM_SLOTS, Staging
 from rltrain.runtime.machine import JobThread
 
+# What the ranks of an engine tell each other while they deliver weights, as tensors over gloo.
+
 
 def gather_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
     """Every rank's `data`, by rank of `group` (gloo; None: this rank alone). Collective over: `group`."""
@@ -44,6 +46,8 @@ def from_first(value: bytes, group: dist.ProcessGroup | None) -> bytes:
         return value
     return gather_bytes(value if dist.get_rank(group) == 0 else b"", group)[0]
 
+
+# Calls to a server that are made while this rank goes on with something else.
 
 Call = Callable[[str, dict[str, Any] | None], dict[str, Any]]
 """(path, body) -> the server's answer: a POST, without a body a GET. Blocks; raises EngineError, EngineLost or OSError
@@ -93,6 +97,11 @@ class CallQueue:
         return answer
 
 
+# What SGLang's /update_weights_from_tensor takes as a rank's named tensors: a pickle that holds a text and no data.
+#
+# SGLang unpickles it with an allow-list that has torch.Tensor on it. The bytes are put together here, so that nothing
+# depends on how this or the server's torch pickles a tensor, and rltrain pickles nothing.
+
 NO_TENSORS = base64.b64encode(b"\x80\x03}.").decode()
 """An empty dict, as /load_lora_adapter_from_tensors takes a rank's tensors by name: an adapter of zeros."""
 
@@ -104,6 +113,9 @@ def payload(text: str) -> str:
     """[(text, an empty tensor)] as SGLang's HTTP server takes it."""
     data = text.encode()
     return base64.b64encode(_BEFORE + len(data).to_bytes(4, "little") + data + _AFTER).decode()
+
+
+# A copy on the host of weights that passed through staging memory, for a server that is started anew.
 
 
 class HostCopy:
@@ -490,6 +502,12 @@ def _contiguous(shape: Sequence[int]) -> list[int]:
         strides.insert(0, strides[0] * size)
     return strides[: len(shape)]
 
+
+# Low-rank adapters that a server keeps beside its weights: one set, under one name, which every request asks for.
+#
+# SGLang is given them once, all zeros. From then on weight syncs write them where SGLang has them, as they write
+# weights,
+# so that responses under way go on with new ones; another set would hold from the next request on.
 
 ADAPTER = "rltrain"
 """What requests call them by."""

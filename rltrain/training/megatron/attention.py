@@ -175,6 +175,8 @@ class GroupedSelfAttention(SelfAttention):
         return self.q_layernorm(query), self.k_layernorm(key), value, *gate
 
 
+# Self-attention over packed sequences on CPUs, from the projection to the heads to that from them.
+
 LONGEST_BY_PRODUCTS = 64
 """Tokens up to which batched products with a matrix of scores take 0.6 of the time of torch's kernel, and scores the
 memory of queries a few times."""
@@ -355,6 +357,9 @@ def rotation(angles: Tensor, heads: Tensor, magnitude: float = 1.0) -> tuple[Ten
     sin[..., : size // 2].neg_()
     cos[:, :, -1], sin[:, :, -1] = 1, 0
     return cos, sin
+
+
+# Multi-head latent attention (DeepSeek-V3, Moonlight) over packed sequences, without Transformer Engine.
 
 
 class ExplicitLatentAttention(ModulesOfSpec, MLASelfAttention):

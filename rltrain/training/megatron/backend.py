@@ -72,6 +72,8 @@ from rltrain.training.trainable import (
     learning_rate,
 )
 
+# What a model's optimizer keeps of every parameter, whichever class of optimizer it is.
+
 MOMENTS = (*ADAM_STATES, *MUON_STATES)
 """Of AdamW, and of what Muon moves."""
 
@@ -139,6 +141,12 @@ def make_states(optimizer: MegatronOptimizer, num_steps: int) -> None:
                     state["step"] = torch.tensor(float(num_steps), device=master.device if on_device else "cpu")
                 member.state[master] = state
 
+
+# The training state of a model, saved and loaded through layouts: master weights, the optimizer's moments, its steps.
+# Of a model with adapters it is theirs: the base is in its checkpoint.
+#
+# Every element is saved by one rank, so a state can be loaded in any other layout, with or without a distributed
+# optimizer.
 
 Range = tuple[int, int]
 """(start, stop) in a flattened parameter."""
@@ -250,6 +258,9 @@ def _limits(names: Sequence[str], ranges: Mapping[str, Range]) -> tuple[IntArray
     return limits[:, 0], limits[:, 1]
 
 
+# What training holds on the device beside the weights, in the parts that come and go on their own.
+
+
 def training_parts(
     model: LanguageModel, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer
 ) -> dict[str, MemoryPart]:
@@ -293,6 +304,9 @@ def _gradients(chunks: Sequence[DistributedDataParallel]) -> list[Tensor]:
 def _storage(tensor: Tensor) -> int:
     """Tells storages apart, also those that are empty at the moment."""
     return tensor.untyped_storage()._cdata
+
+
+# A model together with its gradients and optimizer.
 
 
 class TrainableModel(EvaluableModel, Trainable):

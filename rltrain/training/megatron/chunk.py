@@ -42,6 +42,8 @@ from rltrain.training.megatron.prediction import (
     told_following,
 )
 
+# What a model is built by, beside its architecture and its grid.
+
 
 @dataclass(frozen=True)
 class ModelOptions:

@@ -27,6 +27,12 @@ from rltrain.training.fake_quantization import rounded
 from rltrain.training.megatron.norms import parameter_device
 from rltrain.training.packing import MicroBatch
 
+# Routers whose choice of experts is given: the engine's that drew the tokens, or the actor's own of an earlier pass.
+#
+# Ma et al. 2025, "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers"
+# (arXiv:2510.11370);
+# Zheng et al. 2025, "Stabilizing Reinforcement Learning with LLMs" (arXiv:2512.01374), has both kinds.
+
 TopK = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -305,6 +311,10 @@ def _relative(tokens: Tensor) -> Tensor:
     return tokens / tokens.mean(-1, keepdim=True).clamp(min=1e-9)
 
 
+# gpt-oss's experts as Megatron builds experts one by one: matrices [inputs, outputs], biases, an activation of gates
+# and what they gate that lie in turn; and the router that has a bias too.
+
+
 class _Linear(torch.nn.Module):
     """An expert's product with `kernel` [inputs, outputs]. Tokens come to the ranks that the expert is cut over, and
     what these make of them is summed, elsewhere."""
@@ -382,6 +392,8 @@ class BiasedRouter(SampleRouter):
         self.bias = torch.nn.Parameter(bias)
         self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
+
+# Megatron's experts, its own or Transformer Engine's, computing with rounded weights.
 
 PRODUCT, WEIGHTS = "_forward_impl", "_get_weight_tensors"
 """What Megatron's linear layers call with their weight, and what Transformer Engine's grouped ones call for theirs."""

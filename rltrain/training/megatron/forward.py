@@ -29,6 +29,8 @@ from rltrain.training.megatron.prediction import Predicted, tell_following, with
 from rltrain.training.packing import MicroBatch, of_all_tokens, pack, padded_to, padding_alone
 from rltrain.training.trainable import Evaluable, Outputs
 
+# Messages between the stages of a pipeline: hidden states to the stage behind, their gradients to the one before.
+
 
 class PairOfStages(P2PCommunicator):
     """Between two interleaved stages, of which each is both the one before and the one behind the other.
@@ -81,6 +83,9 @@ def stage_messages(group: dist.ProcessGroup, config: ModelParallelConfig) -> P2P
     """What a pipeline over `group` exchanges tensors by."""
     is_pair = group.size() == 2 and (config.virtual_pipeline_model_parallel_size or 1) > 1
     return (PairOfStages if is_pair else P2PCommunicator)(group, config)
+
+
+# Of a micro-batch the experts that are given, cut as its tokens and the layers are, and those that were chosen.
 
 
 def given_choices(model: LanguageModel, batch: MicroBatch) -> dict[int, Tensor]:
@@ -280,6 +285,9 @@ def _described(
     if given or found is not None:
         tell_choices(sequences, Choices(given, found))
     return sequences
+
+
+# Megatron's model evaluated by its schedules.
 
 
 class EvaluableModel(Evaluable):

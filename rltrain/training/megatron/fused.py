@@ -147,6 +147,12 @@ def _mean(x: Tensor) -> Tensor:
     return x @ x.new_full((size, 1), 1 / size)
 
 
+# Megatron's parallel linear layers on CPUs, with matrix products by oneDNN.
+#
+# In float32 torch takes MKL there, which uses half the width of the vector units of processors that are not Intel's.
+# oneDNN, which torch has as well, takes less than half of its time on those. It makes machine code for every number of
+# rows that is new, which takes as long as a small product: micro-batches keep to multiples of `rows_multiple`.
+
 LEAST_ROWS = 64
 """Below it a call of oneDNN costs more than it saves."""
 

@@ -60,6 +60,14 @@ from rltrain.training.megatron.fused import ColumnProduct, GatedActivation, RowP
 from rltrain.training.megatron.norms import LatentNorm, ProjectionNorm, RMSNorm, hidden_norm, parameter_device
 from rltrain.training.megatron.versions import dense_mlp
 
+# Gated delta nets in attention's place, over packed sequences, by torch alone.
+#
+# megatron-core has such a module, which needs the kernels of flash-linear-attention and takes no packed sequences.
+# Parameters have its names and shapes but for the norm, which multiplies by its weight here as in checkpoints.
+#
+# Of what lies between the projections nothing is kept for backward, where it is computed again: it is many times what
+# attention keeps, since every head has a state for every chunk, in float32.
+
 PACKED = "delta net"
 """What layers make once of sequences."""
 
@@ -195,6 +203,12 @@ def _sizes(delta: DeltaNet) -> list[int]:
 def _parameter(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.zeros(*shape, device=parameter_device(config), dtype=config.params_dtype))
 
+
+# A residual stream and a final projection in fp32, in models whose weights are in half precision.
+#
+# Megatron's fp32_residual_connection makes the embedding fp32, and its first addition to the residual stream rounds
+# that
+# again; the additions here keep it as it is.
 
 Addition = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
 

@@ -42,6 +42,8 @@ from rltrain.training.megatron.platform import adapt_to_platform
 from rltrain.training.megatron.prediction import prediction_loss
 from rltrain.training.packing import ContextShare, MicroBatch
 
+# Megatron's collection of process groups for one role, made from explicit rank lists.
+
 # Fields that mean the same group as another one while there is a single optimizer instance per role.
 ALIASES = {"intra_dp_cp": "dp_cp", "intra_expt_dp": "expt_dp"}
 UNUSED = ("inter_dist_opt", "hcp")
@@ -63,6 +65,9 @@ def process_group_collection(grid: Grid, groups: ProcessGroups) -> ProcessGroupC
     for field in UNUSED:
         setattr(collection, field, None)
     return collection
+
+
+# Which layers every stage of a pipeline holds, as Megatron's config says it.
 
 
 class StageLayout(PipelineParallelLayerLayout):
@@ -96,6 +101,9 @@ def _layer_types(chunk: Chunk) -> list[LayerType]:
     ends = [LayerType.embedding] * chunk.embedding, [LayerType.loss] * chunk.head
     return [*ends[0], *[LayerType.decoder] * len(chunk.layers), *ends[1]]
 
+
+# Which implementation of layers, and of the way of tokens to experts, can be had for a model, and what stands in the
+# way of the others.
 
 HEAD_MULTIPLE, LARGEST_HEAD = 8, 256
 """Of Transformer Engine's attention over sequences that ranks share out (2.20, utils.get_attention_backend)."""
@@ -186,6 +194,8 @@ def _obstacle_to_shared_sequences(
         )
     return None
 
+
+# What Megatron's config says of attention and of experts, for an architecture, and of recomputation.
 
 WITH_TRANSFORMER_ENGINE: tuple[RecomputedModule, ...] = ("layernorm", "mla_up_proj")
 """Modules whose outputs Megatron gives up in the middle of a layer: its function for that asks for the state of FP8."""

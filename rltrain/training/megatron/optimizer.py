@@ -28,6 +28,13 @@ from rltrain.training.megatron.versions import skip_separate_gradient_norms
 from rltrain.training.optimizers import Slot, SteppingOptimizer
 from rltrain.training.shards import within
 
+# Data-parallel communication while the model computes: gradients during backward, weights during the next forward.
+#
+# Megatron has both for replicas that run the same forward and backward. Here some replicas have no samples of a
+# mini-batch and run neither, so when a collective begins is decided here, such that all replicas begin the same ones
+# in
+# the same order; buckets, collectives and the waits of modules for their weights are Megatron's.
+
 FP32_BYTES = 4
 
 BucketGroup = Any
@@ -137,6 +144,9 @@ def _last_layers_first(chunks: Sequence[DistributedDataParallel]) -> list[Bucket
     depth = {parameter: index for index, parameter in enumerate(parameters)}
     groups = [group for chunk in chunks for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
     return sorted(groups, key=lambda group: -min(depth[parameter] for parameter in group.params))
+
+
+# Megatron's dynamic loss scale: what losses are multiplied by in fp16, so that small gradients do not become zero.
 
 
 def scaler_settings(settings: schema.LossScale) -> dict[str, Any]:
@@ -307,6 +317,9 @@ def _parameter_groups(
         }
         for decays in (True, False)
     ]
+
+
+# What makes the steps of Megatron's optimizers, where that is not torch's or Transformer Engine's Adam.
 
 
 def is_replaced(settings: schema.Optimizer) -> bool:
