@@ -1,4 +1,4 @@
-"""The run: builds the roles that this rank hosts and executes the order of tasks."""
+"""The run: a process checks everything, joins the others, builds its roles and executes the order."""
 
 import logging
 import os
@@ -126,6 +126,9 @@ def _communicators(job: Job, order: Order) -> Communicators:
 
 def _may_leave(job: Job, role: str) -> bool:
     return job.offload_of(role) is not False
+
+
+# The run: builds the roles that this rank hosts and executes the order of tasks.
 
 
 def reporting_rank(job: Job, entry: Entry) -> int | None:

@@ -1,4 +1,4 @@
-"""Advantages of whole samples, by which each of their response tokens is trained."""
+"""Advantages of samples and tokens: compared within groups, estimated from values, whitened; rewards shaped before."""
 
 import math
 from collections.abc import Callable
@@ -102,6 +102,8 @@ class Groups:
         zeros = values.new_zeros(self.num_groups)
         return zeros.index_add(0, self.index, values * self.shares)[self.index]
 
+
+# Advantages of whole samples, by which each of their response tokens is trained.
 
 Estimator = Callable[[Tensor, Groups], Tensor]
 """([members, ...] fp64 values, [members] groups) -> [members] fp64 advantages."""

@@ -1,4 +1,4 @@
-"""What every loss function has in common: sums that are divided once, and what each token counts for in them."""
+"""Loss functions: what all of them share, and those of SFT, preferences, ranking and the critic."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -11,6 +11,8 @@ from torch.nn.functional import logsigmoid
 
 from rltrain.config import schema
 from rltrain.data.experience import Experience
+
+# What every loss function has in common: sums that are divided once, and what each token counts for in them.
 
 Normalization = Literal["token_mean", "sequence_mean", "dr_grpo"]
 

@@ -1,6 +1,4 @@
-"""The loss of a policy that learns from what it drew: a surrogate of the ratio, corrected for who drew the tokens, with
-an entropy bonus and a KL term where configured. Algorithms differ in where the advantages come from.
-"""
+"""Policy losses by name, and the loss of a policy that is made of one of them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -366,6 +364,10 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
 def policy_loss_of(settings: schema.Loss) -> PolicyLoss:
     """That of settings.policy. ConfigError where it is the user's and cannot be called."""
     return own_policy_loss(settings) if settings.policy == "own" else POLICY_LOSSES[settings.policy]
+
+
+# The loss of a policy that learns from what it drew: a surrogate of the ratio, corrected for who drew the tokens, with
+# an entropy bonus and a KL term where configured. Algorithms differ in where the advantages come from.
 
 
 def policy_loss(settings: schema.Loss, max_response_tokens: int, teacher: schema.Teacher | None = None) -> LossFunction:

@@ -1,4 +1,4 @@
-"""Algorithms that give a response one advantage, by comparing it with the other responses to its prompt."""
+"""Algorithms that learn from rewards, each with its roles and how its advantages are made."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar
@@ -30,6 +30,8 @@ from typing import TYPE_CHECKING, Any
 
 from rltrain.errors import ConfigError
 from rltrain.rewards.locating import locate
+
+# Algorithms that give a response one advantage, by comparing it with the other responses to its prompt.
 
 MIN_SAMPLES_PER_GROUP = 2
 

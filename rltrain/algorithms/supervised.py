@@ -1,4 +1,4 @@
-"""On-policy distillation: the actor learns to be like a teacher on what it draws itself."""
+"""Algorithms that learn from given texts, pairs or a teacher, and the one that trains nothing."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from rltrain.data.demonstrations import Demonstrations
     from rltrain.data.row_index import IndexFolder
     from rltrain.data.tokenizer import ModelLimits
+
+
+# On-policy distillation: the actor learns to be like a teacher on what it draws itself.
 
 
 class Distillation(Algorithm):

@@ -1,4 +1,4 @@
-"""Writing a Hugging Face checkpoint from canonical tensors."""
+"""Converts, compares and describes checkpoints of Hugging Face and Megatron through canonical tensors."""
 
 import fcntl
 import json
@@ -408,6 +408,9 @@ class ConversionProgress:
     ) -> None:
         if not self.bar.disable:  # rich 14 and earlier would print an empty line
             self.bar.stop()
+
+
+# Writing a Hugging Face checkpoint from canonical tensors.
 
 
 def convert_to_hf(

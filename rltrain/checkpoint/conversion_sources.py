@@ -1,4 +1,4 @@
-"""Checkpoints as canonical tensors, whatever their format: what conversions read and comparisons compare."""
+"""Checkpoints of every format as sources of canonical tensors, shared out over the processes of a conversion."""
 
 import json
 import os
@@ -28,6 +28,8 @@ from rltrain.models import Architecture, canonical_tensors, element_types, read_
 from rltrain.models.architecture import CONFIG_FILE
 from rltrain.models.lora import PEFT_PREFIX, WEIGHT, A, B
 from rltrain.models.table import Array, CanonicalTensors, ElementType
+
+# Checkpoints as canonical tensors, whatever their format: what conversions read and comparisons compare.
 
 TYPES_BY_NAME = {name: dtype for dtype, name in WEIGHT_TYPE_NAMES.items()}
 

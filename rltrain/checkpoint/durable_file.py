@@ -1,4 +1,4 @@
-"""A file that is written once, from its beginning to its end, as fast as memory and disk allow, and durable then."""
+"""Writes a file once, fast, and has the disk take it."""
 
 import ctypes
 import mmap
@@ -117,6 +117,8 @@ def begin_writing_out(descriptor: int, first: int, num_bytes: int) -> None:
     if _LIBC is not None:
         _LIBC.sync_file_range(descriptor, ctypes.c_int64(first), ctypes.c_int64(num_bytes), SYNC_FILE_RANGE_WRITE)
 
+
+# A file that is written once, from its beginning to its end, as fast as memory and disk allow, and durable then.
 
 BLOCK_BYTES = 2**18
 """Written at a time: few enough to be in a core's own cache still after their checksum was made."""

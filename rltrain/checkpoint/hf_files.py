@@ -1,4 +1,4 @@
-"""What a Hugging Face checkpoint folder consists of: files of tensors, their index, and the files beside them."""
+"""The files of a Hugging Face checkpoint folder, and the layers in it that predict further tokens."""
 
 import json
 import shutil
@@ -18,6 +18,8 @@ from rltrain.models.config_file import parse_object
 from rltrain.models.table import INDEX_FILE, SINGLE_FILE, ElementType
 from rltrain.reshard.copy_table import DTYPES
 from rltrain.reshard.layout import Layout
+
+# What a Hugging Face checkpoint folder consists of: files of tensors, their index, and the files beside them.
 
 METADATA = {"format": "pt", "written_by": "rltrain"}
 CARRIED_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")

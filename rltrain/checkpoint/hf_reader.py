@@ -1,4 +1,4 @@
-"""Reading weights from a Hugging Face checkpoint folder."""
+"""Reads weights from a Hugging Face checkpoint folder, quantised ones for engines too."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +18,8 @@ from rltrain.reshard.fp8_blocks import QuantizedLayouts, touched_blocks
 from rltrain.reshard.layout import BOX_FIELDS, Layout
 from rltrain.reshard.slices import BLOCK
 from rltrain.runtime.json_text import read_json
+
+# Reading weights from a Hugging Face checkpoint folder.
 
 EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"

@@ -1,4 +1,4 @@
-"""Writing weights to a Hugging Face checkpoint folder."""
+"""Writes weights to a Hugging Face checkpoint folder, each rank its own files."""
 
 import re
 import shutil
@@ -163,6 +163,8 @@ class ShareWriter:
 
 
 NO_NOTES: Mapping[str, str] = MappingProxyType({})
+# Writing weights to a Hugging Face checkpoint folder.
+
 SHARD_FILE = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 
 

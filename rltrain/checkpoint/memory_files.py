@@ -1,4 +1,4 @@
-"""A file of a checkpoint in memory that this node lacks: what its ranks read of it comes from another node."""
+"""Serves files of a node's memory to other nodes, and fetches the ranges that a node lacks."""
 
 import errno
 import fcntl
@@ -239,6 +239,8 @@ def _read_all(stream: BinaryIO, count: int) -> bytes:
         raise OSError("the connection has ended before the file")
     return found
 
+
+# A file of a checkpoint in memory that this node lacks: what its ranks read of it comes from another node.
 
 SUFFIX = ".fetched"
 """Of what a node's ranks share of such a file, with holes, and with one more of the list of what there is."""

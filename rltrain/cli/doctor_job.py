@@ -1,4 +1,4 @@
-"""The doctor's part in a job of ranks: every node says what it has, links are measured, rank 0 prints one report."""
+"""The doctor's part in a job of ranks: links, clocks, storage and implementations of all nodes."""
 
 import logging
 import os
@@ -389,6 +389,8 @@ def _between_ranks(on_gpu: bool) -> Finding:
         return Finding(what, FINE, "memory that they share")
     return Finding(what, LACKING, "gloo: this system has no memory without a name (memfd_create)")
 
+
+# The doctor's part in a job of ranks: every node says what it has, links are measured, rank 0 prints one report.
 
 WAIT_S = 60.0
 """For ranks to start, and for any answer of another node."""

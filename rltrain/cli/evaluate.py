@@ -1,4 +1,4 @@
-"""The command line of launch/evaluate.py."""
+"""The command of launch/evaluate.py, and how it makes a config for training one for an evaluation."""
 
 import argparse
 import json
@@ -15,6 +15,8 @@ from rltrain.data.hub import named_checkpoint
 from rltrain.errors import UserError, command_name
 from rltrain.observability.run_logs import EXPORTS
 from rltrain.tasks.roles import rewarding_roles
+
+# The command line of launch/evaluate.py.
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""How far two models are apart at every stage, and where they part."""
+"""Runs the trainer's model, the engine's and transformers' on the same tokens, and compares them stage by stage."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -75,6 +75,8 @@ def next_token_logprobs(logits: Tensor, samples: Samples) -> Tensor:
         parts += [of_sample[:-1].log_softmax(-1).gather(1, labels)[:, 0], of_sample.new_zeros(1)]
     return torch.cat(parts)
 
+
+# How far two models are apart at every stage, and where they part.
 
 THRESHOLDS = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 """By model.dtype: relative differences that nothing but rounding stays below in models of usual depth."""

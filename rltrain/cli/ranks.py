@@ -1,4 +1,4 @@
-"""Starts the ranks of a job by torchrun, which tells each of them what it is."""
+"""Starts the ranks of a job by torchrun, and prints the reason as the last line when they end."""
 
 import argparse
 import importlib.util
@@ -12,6 +12,8 @@ from rltrain.errors import UserError
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+
+# Starts the ranks of a job by torchrun, which tells each of them what it is.
 
 TORCHRUN = (
     *("--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--max-restarts"),

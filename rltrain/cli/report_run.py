@@ -1,6 +1,4 @@
-"""Reads what a run left in its folder: metrics.jsonl, trace/rank*.json, samples.jsonl, evaluation_samples/rank*.jsonl;
-any of them may be missing.
-"""
+"""Reads what a run left in its folder, and makes facts, curves and occupations of it."""
 
 import json
 import math
@@ -14,6 +12,9 @@ from typing import Any
 from rltrain.errors import DataError
 from rltrain.observability.names import METRICS, waiting_task, working_task
 from rltrain.observability.progress import format_duration
+
+# Reads what a run left in its folder: metrics.jsonl, trace/rank*.json, samples.jsonl, evaluation_samples/rank*.jsonl;
+# any of them may be missing.
 
 Record = dict[str, Any]
 

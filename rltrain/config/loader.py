@@ -1,4 +1,4 @@
-"""Reads a config file with overrides into the schema, or says what is wrong with it, where, and what to write."""
+"""Reads a config file with overrides into the schema, or says what is wrong with it, where, and what was meant."""
 
 import json
 import re
@@ -213,6 +213,8 @@ RENAMED = {
     "weight_sync.transport=golden": "full_gather",
 }
 
+
+# Reads a config file with overrides into the schema, or says what is wrong with it, where, and what to write.
 
 MAX_VALUE_CHARS = 80
 TEXT = "text"

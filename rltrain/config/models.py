@@ -1,4 +1,4 @@
-"""The config sections of the models that the training backend holds."""
+"""The config sections of models that the training backend holds, and of their low-rank adapters."""
 
 from typing import Annotated, Literal
 
@@ -31,6 +31,8 @@ class Lora(Section):
     def scale(self) -> float:
         return self.alpha / self.rank
 
+
+# The config sections of the models that the training backend holds.
 
 RecomputedModule = Literal["core_attn", "layernorm", "mlp", "moe", "shared_experts", "mla_up_proj"]
 Backend = Literal["megatron", "fsdp"]

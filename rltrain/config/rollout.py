@@ -1,4 +1,4 @@
-"""The config section rollout: what draws responses, and how."""
+"""The config sections of the rollout and of environments."""
 
 from typing import Annotated, Any, Literal
 
@@ -67,6 +67,9 @@ class Env(Section):
     """Environments with offload() and onload(), which hold memory of the device, give it up between generate tasks."""
     overlap: bool = True
     """Environments step while engines decode other samples. false: in turn, for comparison."""
+
+
+# The config section rollout: what draws responses, and how.
 
 
 class Sampling(Section):

@@ -1,4 +1,4 @@
-"""What every section of a config file is made of."""
+"""What every section of a config file is made of, and the names of roles."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -7,6 +7,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from rltrain.tasks.roles import DECLARED
+
+# What every section of a config file is made of.
 
 Count = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]

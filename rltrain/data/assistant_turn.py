@@ -1,4 +1,4 @@
-"""What a turn of the model says: its text, its reasoning and the tools that it calls."""
+"""A turn of the model: its text, its reasoning and its tool calls, as families of models write them."""
 
 import hashlib
 import itertools
@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 
 from rltrain.errors import ConfigError, one_of
 from rltrain.runtime.json_text import is_finite, parse_json, parse_json_at, with_escapes
+
+# What a turn of the model says: its text, its reasoning and the tools that it calls.
 
 REASONING_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 LEAD_TOKENS = 16

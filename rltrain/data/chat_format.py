@@ -1,4 +1,4 @@
-"""Messages as ids of a checkpoint's chat template, turn by turn: ids are only ever appended."""
+"""Messages as ids of a chat template, turn by turn: ids are only ever appended."""
 
 import json
 from collections import Counter
@@ -440,6 +440,9 @@ def _reasoning(message: Message) -> str:
 def _calls(message: Message) -> list[tuple[str, Any]]:
     functions: list[Mapping[str, Any]] = [call["function"] for call in message.get("tool_calls") or ()]
     return [(function["name"], arguments_of(function.get("arguments"))) for function in functions]
+
+
+# Messages as ids of a checkpoint's chat template, turn by turn: ids are only ever appended.
 
 
 class ChatFormat:

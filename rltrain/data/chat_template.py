@@ -1,4 +1,4 @@
-"""A checkpoint's chat template: messages in, text out. It is rendered nowhere else."""
+"""A checkpoint's chat template, and where the model's turn ends in it."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +15,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING
+
+# A checkpoint's chat template: messages in, text out. It is rendered nowhere else.
 
 TOOL_ROLES = ("tool", "function", "ipython")
 

@@ -1,4 +1,4 @@
-"""Demonstrated responses as Experience, for algorithm: sft."""
+"""Demonstrations, and pairs of responses, as Experience for algorithms that learn from given texts."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -13,6 +13,8 @@ from rltrain.data.prompt_rows import Response
 from rltrain.data.prompts import PromptDataset, load_sampled
 from rltrain.data.row_index import IndexFolder
 from rltrain.data.tokenizer import UNKNOWN_MODEL, ModelLimits, load_encoder
+
+# Demonstrated responses as Experience, for algorithm: sft.
 
 
 class Demonstrations:

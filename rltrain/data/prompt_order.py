@@ -1,4 +1,4 @@
-"""The stream of prompts of a run: a pure function of the seed, so that a resumed run needs no state."""
+"""The stream of training prompts: an order of rows, mixes, curricula and solved rates, each a pure function."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,6 +52,8 @@ def _mixed(values: Numbers) -> Numbers:
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
 
+
+# The stream of prompts of a run: a pure function of the seed, so that a resumed run needs no state.
 
 KEPT_EPOCHS = 2
 HELD_ROWS = 2**20

@@ -1,4 +1,4 @@
-"""One row of a prompt file, as it is used."""
+"""One row of a prompt file: what it holds, its samples as ids, and whether it can be used."""
 
 import json
 import math
@@ -98,6 +98,8 @@ def _margin(value: Any, key: str) -> float:
         return float(value)
     raise BadRow(f"has {shown(value)} under {key!r}; expected a finite number (margin_key)")
 
+
+# One row of a prompt file, as it is used.
 
 Needs = Literal["label", "plain label", "response", "pair"]
 

@@ -1,4 +1,4 @@
-"""A file that says where the usable rows of a source stand, so that they need not be held: records and a summary."""
+"""The index of a large source: where its usable rows stand, made once by all processes of a job."""
 
 import hashlib
 import json
@@ -41,6 +41,8 @@ from rltrain.data.rows import (
     rows_of_table,
 )
 from rltrain.errors import DataError, cannot_write
+
+# A file that says where the usable rows of a source stand, so that they need not be held: records and a summary.
 
 MAGIC = b"RLTRROWS"
 FORMAT = 1

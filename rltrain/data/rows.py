@@ -1,4 +1,4 @@
-"""One row of a file, whatever the file's kind."""
+"""Reads rows of JSON, Parquet and Arrow files, and of folders of them."""
 
 import bz2
 import codecs
@@ -25,6 +25,8 @@ from pyarrow import ipc, parquet, types
 from rltrain.config import schema
 from rltrain.errors import DataError, one_of
 from rltrain.runtime.json_text import lone_surrogate, parse_json, read_json, too_many_digits
+
+# One row of a file, whatever the file's kind.
 
 Row = Mapping[str, Any]
 

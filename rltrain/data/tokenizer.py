@@ -1,4 +1,4 @@
-"""The checkpoint's tokenizer, and prompts as token ids."""
+"""The checkpoint's tokenizer, prompts as token ids, and the messages and tools that rows hold."""
 
 import hashlib
 import importlib.metadata
@@ -99,6 +99,8 @@ def shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
+
+# The checkpoint's tokenizer, and prompts as token ids.
 
 MAX_FORMATS = 64
 """Sets of tools whose formats are kept."""

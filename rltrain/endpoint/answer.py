@@ -1,4 +1,4 @@
-"""What a request is answered with, while it is drawn and after that; also where its client goes, or asks again."""
+"""Answers to requests while they are drawn: whole, in pieces, and as server-sent events."""
 
 import asyncio
 import json
@@ -17,6 +17,8 @@ from rltrain.endpoint.opening import Opening, PlaceOfTurn, Reply, TokenText
 from rltrain.endpoint.requests import RequestRefused
 from rltrain.rollout.groups import PendingTurn
 from rltrain.rollout.sample import Sample, Status
+
+# What a request is answered with, while it is drawn and after that; also where its client goes, or asks again.
 
 logger = logging.getLogger(__name__)
 

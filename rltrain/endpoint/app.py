@@ -1,4 +1,4 @@
-"""The routes of the endpoint, and what becomes of requests that are refused."""
+"""The endpoint's web server and its routes."""
 
 import asyncio
 import logging
@@ -194,6 +194,8 @@ def _result(answer: Answer, choice: Choice, asked: GenerateRequest, service: Ser
         meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
     return {"text": reply.text, "output_ids": choice.tokens, "meta_info": meta}
 
+
+# The routes of the endpoint, and what becomes of requests that are refused.
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Turns of an endpoint on an engine: the side of whoever steps it."""
+"""Turns between a server's thread and the thread that steps an engine."""
 
 import asyncio
 import threading
@@ -202,6 +202,8 @@ def _in_loop(loop: asyncio.AbstractEventLoop, action: Callable[[], None]) -> Non
         if not loop.is_closed():
             raise
 
+
+# Turns of an endpoint on an engine: the side of whoever steps it.
 
 PULSE_STEPS = 4
 """Decode steps between two looks at what running turns have drawn: their stop strings, and what is told of them."""

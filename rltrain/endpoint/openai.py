@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: POST /v1/chat/completions."""
+"""OpenAI's chat completions, completions and responses."""
 
 import json
 import secrets
@@ -118,6 +118,9 @@ def openai_error(refused: RequestRefused) -> dict[str, Any]:
     """In the form that OpenAI's clients read."""
     kind = ERROR_TYPES.get(refused.status, "invalid_request_error" if refused.status < 500 else "server_error")
     return {"error": {"message": refused.message, "type": kind, "param": refused.param, "code": refused.code}}
+
+
+# OpenAI's chat completions: POST /v1/chat/completions.
 
 
 class ChatRequest(DrawingFields):

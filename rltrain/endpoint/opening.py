@@ -1,4 +1,4 @@
-"""What a request gives the model to go on from, and what is read out of the turn that it draws."""
+"""What a request goes on from: a turn in a session's trajectories, or the beginning of one."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -232,6 +232,9 @@ def _canonical(message: Message) -> list[object]:
         return [role, content, message.get("name")]
     calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
     return [role, content.strip(), [[call.get("name"), arguments_of(call.get("arguments"))] for call in calls]]
+
+
+# What a request gives the model to go on from, and what is read out of the turn that it draws.
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Requests that are not answered, and why, whichever API they came by."""
+"""What a request may ask for: limits, sampling parameters, and how it is refused."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -6,6 +6,8 @@ from http import HTTPStatus
 from typing import Any, Literal
 
 from rltrain.rollout.engine import SamplingParams
+
+# Requests that are not answered, and why, whichever API they came by.
 
 
 class RequestRefused(Exception):  # noqa: N818 - names what happened

@@ -1,4 +1,4 @@
-"""The embedded engine on a Hugging Face checkpoint, in a process that trains nothing."""
+"""The embedded engine on a checkpoint, and how it loads another one or what changed."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,8 @@ from rltrain.models.table import Array
 from rltrain.reshard.checksums import checksum_of
 from rltrain.reshard.layout import Layout
 from rltrain.rollout.delta_form import form
+
+# The embedded engine on a Hugging Face checkpoint, in a process that trains nothing.
 
 
 @dataclass(frozen=True)

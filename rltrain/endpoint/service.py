@@ -1,4 +1,4 @@
-"""What all routes of the endpoint share."""
+"""What all routes of the endpoint share: reading requests, and what the owner may do with the engine."""
 
 import asyncio
 import hashlib
@@ -132,6 +132,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     pass
+
+# What all routes of the endpoint share.
 
 KEPT_FORMATS = 64
 """Chat formats of different tools."""

@@ -1,4 +1,4 @@
-"""An episode as the endpoint sees it: requests of one client that go on from each other."""
+"""Episodes as the endpoint sees them, and who may use which."""
 
 import asyncio
 import hashlib
@@ -19,6 +19,8 @@ from rltrain.rewards.answers import EXPECTED_REWARD, is_reward
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.groups import PendingTurn
 from rltrain.rollout.sample import Sample, Status, request_seed
+
+# An episode as the endpoint sees it: requests of one client that go on from each other.
 
 REMEMBERED_ANSWERS = 128
 """Of a session, for clients that repeat a request."""

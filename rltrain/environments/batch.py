@@ -1,4 +1,4 @@
-"""Episodes that go on together in one environment, as the rank that owns them sees them; and what it learns of each."""
+"""Episodes that go on together in one environment, and which environment a job has."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from rltrain.environments.encoding import Json, decode_action, encode_action
 from rltrain.environments.interface import Action, Observation, Row, Trajectory
+
+# Episodes that go on together in one environment, as the rank that owns them sees them; and what it learns of each.
 
 FailureKind = Literal["error", "step_time", "episode_time", "process", "neighbour"]
 """error: the environment raised, or returned what it should not. step_time, episode_time: over a limit. process: its

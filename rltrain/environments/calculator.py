@@ -1,4 +1,4 @@
-"""Tasks with a calculator."""
+"""Tasks with a calculator, which evaluates arithmetic without running programs."""
 
 import ast
 import operator
@@ -102,6 +102,9 @@ def _small(value: Fraction) -> Fraction:
 
 def _bits(value: Fraction) -> int:
     return max(value.numerator.bit_length(), value.denominator.bit_length())
+
+
+# Tasks with a calculator.
 
 
 class Calculator(ToolTask):

@@ -1,4 +1,4 @@
-"""A way in which environments are written, by which the registry knows them and plays them."""
+"""A way in which environments are written, and the signatures by which it is recognised."""
 
 import inspect
 from collections.abc import Callable
@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 from rltrain.environments.batch import EnvironmentFactory
 from rltrain.environments.interface import Environment
+
+# A way in which environments are written, by which the registry knows them and plays them.
 
 Build = Callable[..., Any]
 """What env.function names: a class, or a function that returns an environment."""

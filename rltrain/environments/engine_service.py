@@ -1,4 +1,4 @@
-"""A rank's environments, served to engines on whichever ranks: every engine begins episodes and gets their events."""
+"""A rank's environments served to engines over TCP: both ends."""
 
 import secrets
 import threading
@@ -21,6 +21,8 @@ from rltrain.environments.interface import Action, Row
 from rltrain.errors import EpisodeError
 from rltrain.runtime.machine import JobThread
 from rltrain.runtime.messages import Message, MessageServer, PeerLost, connect
+
+# A rank's environments, served to engines on whichever ranks: every engine begins episodes and gets their events.
 
 LOOK_S = 0.002
 """Between two looks for what engines want, while episodes are under way."""

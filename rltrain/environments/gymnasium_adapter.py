@@ -1,4 +1,4 @@
-"""Gymnasium's environments, one by one or vectorised: "gymnasium:FrozenLake-v1", or a user's class of them."""
+"""Gymnasium's environments, one by one or vectorised, with observations and actions as text."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -93,6 +93,8 @@ def action_help(space: Any, names: Sequence[str] = ()) -> str:
         return f"Answer with a number from {start} to {start + int(space.n) - 1}."
     return f"Answer with {prod(space.shape)} numbers."
 
+
+# Gymnasium's environments, one by one or vectorised: "gymnasium:FrozenLake-v1", or a user's class of them.
 
 PREFIX = "gymnasium:"
 SEEDS_EACH = ("sync", "async")

@@ -1,4 +1,4 @@
-"""Runs episodes in worker processes of this rank: an error costs an episode, a hang is killed, the rank never waits."""
+"""Runs episodes in worker processes of this rank: an error costs an episode, a hang is killed."""
 
 import json
 import logging
@@ -285,6 +285,8 @@ class WorkerConnection:
             kill_worker(process)
         return calls
 
+
+# Runs episodes in worker processes of this rank: an error costs an episode, a hang is killed, the rank never waits.
 
 logger = logging.getLogger(__name__)
 

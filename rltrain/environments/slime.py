@@ -1,4 +1,4 @@
-"""slime's generate(args, sample, sampling_params): a coroutine that is a whole episode, and returns its Sample(s)."""
+"""slime's generate functions as episodes, and stand-ins for what they import of slime."""
 
 import asyncio
 import functools
@@ -245,6 +245,8 @@ def provide() -> None:
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())
 
+
+# slime's generate(args, sample, sampling_params): a coroutine that is a whole episode, and returns its Sample(s).
 
 PARAMETERS = ("args", "sample", "sampling_params")
 

@@ -1,4 +1,4 @@
-"""The command `rltrain import-config`."""
+"""The command `rltrain import-config`: imports, makes the config fit a GPU, and writes it."""
 
 import argparse
 import json
@@ -214,6 +214,8 @@ def _smaller_engines(out: Translation, gpu: Gpu) -> Iterator[Changed]:
     if share > 0.4:
         yield {"rollout.sglang.args": {**arguments, "mem_fraction_static": round(share - 0.1, 2)}}
 
+
+# The command `rltrain import-config`.
 
 EXIT_USER_ERROR = 2
 UNKNOWN_ROWS = RowCounts()

@@ -1,4 +1,4 @@
-"""Layers that predict further tokens (multi-token prediction), trained as their source trains them or left alone."""
+"""Rules for keys that several trainers have: engines, adapters, sharding, Megatron's optimizer, INT4, MTP."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -6,6 +6,8 @@ from typing import Any, Literal
 from rltrain.import_config import translation
 from rltrain.import_config.translation import NOTHING, SourceKeys, Translation, count, cut_fully_sharded, real, truth
 from rltrain.planning.validation_models import SERVED_BY_SGLANG, UNTOLD_FAMILIES
+
+# Layers that predict further tokens (multi-token prediction), trained as their source trains them or left alone.
 
 DRAFTING = "of layers that draft alone"
 APART = "what they learn stays in them there, and here they stay as the checkpoint has them (docs/families.md)"

@@ -1,4 +1,4 @@
-"""Values of shell expressions: arithmetic and tests. A value that only running a program could tell is marked."""
+"""Values of shell expressions, and the expansion of words. What only a run could tell is marked."""
 
 import ast
 import fnmatch
@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from rltrain.errors import ConfigError
 from rltrain.import_config.shell_parser import Arithmetic, Part, Substitution, Text, Variable, Word, WordReader
+
+# Values of shell expressions: arithmetic and tests. A value that only running a program could tell is marked.
 
 UNKNOWN = "\ufdd0"
 """Stands in a value before the text of what would have had to be run, END behind it."""

@@ -1,4 +1,4 @@
-"""SkyRL's keys. Defaults are those of skyrl/train/config/config.py."""
+"""SkyRL's keys, those of its supervised trainer, and those that change nothing."""
 
 import re
 from typing import Any
@@ -366,6 +366,8 @@ def set_delta(keys: SourceKeys, out: Translation, *, of_others: bool) -> None:
         "launch/serve.py are given files of what changed (docs/engines.md)"
     )
 
+
+# SkyRL's keys. Defaults are those of skyrl/train/config/config.py.
 
 SECTIONS = ("trainer", "generator", "environment", "data", *SFT_SECTIONS)
 LABEL = "reward_spec.ground_truth"

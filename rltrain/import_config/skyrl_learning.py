@@ -1,4 +1,4 @@
-"""Of SkyRL's keys what is learned: algorithm, loss, reward."""
+"""SkyRL's keys of learning and models, and what a program registers with it, found in its text."""
 
 import ast
 from collections.abc import Iterator
@@ -140,6 +140,8 @@ def _registered(program: ast.AST, registry: str, decorator: str) -> Iterator[tup
                 if isinstance(call, ast.Call) and last_name(call.func) == decorator:
                     yield from ((named, node.name) for named in texts(*call.args[:1]) or ())
 
+
+# Of SkyRL's keys what is learned: algorithm, loss, reward.
 
 T, G, ALG = "trainer.", "generator.", "trainer.algorithm."
 ENGINE = "generator.inference_engine."

@@ -1,4 +1,4 @@
-"""slime's flags, and Megatron's beside them. Defaults are those of slime/utils/arguments.py and of Megatron-LM."""
+"""slime's flags and Megatron's beside them, and those that change nothing."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -168,6 +168,8 @@ HARMLESS = {
     "loss-mask-type": "templates tell which tokens an assistant's turn has",
 }
 
+
+# slime's flags, and Megatron's beside them. Defaults are those of slime/utils/arguments.py and of Megatron-LM.
 
 OPTIMIZER = (
     Rule("lr", "actor.optimizer.lr", 1e-6, real),

@@ -1,4 +1,4 @@
-"""Of slime's flags what is learned, and how samples are drawn."""
+"""slime's flags of learning, sampling, correction and teachers."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -183,6 +183,8 @@ def set_teacher(keys: SourceKeys, out: Translation, actor: str) -> None:
     out.set("teacher.path", str(keys.get("opd-teacher-load")), "opd-teacher-load: in Hugging Face's format here")
     out.place(["teacher"], actor, "use-opd")
 
+
+# Of slime's flags what is learned, and how samples are drawn.
 
 PROGRAMS = ("train.py", "train_async.py")
 

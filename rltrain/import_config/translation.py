@@ -1,4 +1,4 @@
-"""What an import makes of a source's keys: values of config keys, and what is left over."""
+"""What an import makes of a source's keys: config keys, what is left over, and steps from epochs."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -62,6 +62,8 @@ def says(path: object, overridden: tuple[str, ...], value: Any) -> bool:
         found = found.get(part) if isinstance(found, dict) else None
     return bool(found == value)
 
+
+# What an import makes of a source's keys: values of config keys, and what is left over.
 
 PLACEMENT = "placement."
 

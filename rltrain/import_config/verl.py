@@ -1,4 +1,4 @@
-"""verl's keys. Defaults are those of verl/trainer/config (ppo_trainer.yaml)."""
+"""verl's keys, those of its supervised trainer, and those that change nothing."""
 
 from typing import Any
 
@@ -333,6 +333,8 @@ def _optimizer(keys: SourceKeys, out: Translation) -> None:
     else:
         out.differs(key, decay, f"learning rates here are {', '.join(DECAYS)}")
 
+
+# verl's keys. Defaults are those of verl/trainer/config (ppo_trainer.yaml).
 
 SECTIONS = (
     "actor_rollout_ref",

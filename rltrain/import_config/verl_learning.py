@@ -1,4 +1,4 @@
-"""Of verl's keys what is learned: algorithm, loss, optimizer."""
+"""verl's keys of learning, models, rewards, correction and teachers."""
 
 import math
 from typing import Any
@@ -168,6 +168,8 @@ def set_kind_of_optimizer(keys: SourceKeys, out: Translation, prefix: str) -> No
     given = {"optimizer": keys.get(prefix + "optimizer", "adam"), **megatron_options(keys, own)}
     set_megatron_optimizer(given, out, own)
 
+
+# Of verl's keys what is learned: algorithm, loss, optimizer.
 
 A, R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 POLICIES = {

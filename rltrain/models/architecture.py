@@ -1,4 +1,4 @@
-"""The shape of a model, read from the config.json of a Hugging Face checkpoint."""
+"""The shape of a model, read from config.json. A key that changes the computation is used or refused."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -255,6 +255,8 @@ def refuse_unsupported(config: ConfigReader, family: str) -> None:
     if config.take("attention_bias", bool, default=False) and family not in ATTENTION_BIAS:
         raise config.error("attention_bias", f"False: nothing else is supported for {family}")
 
+
+# The shape of a model, read from the config.json of a Hugging Face checkpoint.
 
 FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "phi3", "glm4", "gemma", "gemma2", "gemma3_text", "seed_oss", "mimo",

@@ -1,4 +1,4 @@
-"""The model of a checkpoint folder: what its config.json says, held against the folder's files."""
+"""The model of a checkpoint folder, and what it has that some ways of training or serving lack."""
 
 import re
 from collections.abc import Collection, Iterable
@@ -12,6 +12,8 @@ from rltrain.models.config_file import ConfigReader
 from rltrain.models.delta_net import language_model
 from rltrain.models.rope_scaling import DynamicScaling, LongRopeScaling
 from rltrain.models.table import INDEX_FILE, SINGLE_FILE, read_weight_map, stored_names
+
+# The model of a checkpoint folder: what its config.json says, held against the folder's files.
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
 EXPERT = re.compile(r"\.experts\.(\d{1,9})\.")

@@ -1,8 +1,10 @@
-"""Families of dense models; other families share many of their rows."""
+"""The tables of all families: dense ones, experts, DeepSeek's and gpt-oss."""
 
 from dataclasses import replace
 
 from rltrain.models.table import CHECKPOINT_LAYER, Layer, Part, Row, Split, Table, in_layer
+
+# Families of dense models; other families share many of their rows.
 
 INPUT_NORM = in_layer(
     ("input_layernorm.weight", "hidden"),

@@ -1,11 +1,12 @@
-"""Products of weights in half precision whose sums stay in fp32. Apart from its siblings because it loads torch.
-
-Products of two numbers in half precision are exact in fp32, so that nothing but the sums is rounded.
-"""
+"""Products in half precision with fp32 sums, rounding to INT4, and gpt-oss's activation."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+# Products of weights in half precision whose sums stay in fp32. Apart from its siblings because it loads torch.
+#
+# Products of two numbers in half precision are exact in fp32, so that nothing but the sums is rounded.
 
 _CHUNK_ELEMENTS = 1 << 20
 """Of a matrix that are converted at a time where there is no such product: few enough for a processor's cache."""

@@ -1,4 +1,4 @@
-"""What a family's table is made of: which parameters a layer has, what each side calls them and how it splits them."""
+"""What a family's table is made of, canonical tensors, and their element types."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from rltrain.errors import CheckpointError, named_by
 from rltrain.runtime.json_text import parse_json, read_json
+
+# What a family's table is made of: which parameters a layer has, what each side calls them and how it splits them.
 
 Split = Literal["replicated", "rows", "columns", "vocab", "qkv"]
 """How tensor parallelism cuts a parameter: not at all; rows of each part alike; columns, which are the layer's input;

@@ -1,4 +1,4 @@
-"""Which evaluation was the best so far, by the metric that evaluation.keep_best names."""
+"""What follows from an evaluation: pass@k, the best policy, the verdict that ranks read, a table."""
 
 import json
 import math
@@ -84,6 +84,8 @@ def reported(metrics: Mapping[str, float], name: str, config_key: str) -> float:
         raise ConfigError(f"{config_key}: got {name!r}, which no evaluation reported; expected {one_of(name, metrics)}")
     return metrics[name]
 
+
+# Which evaluation was the best so far, by the metric that evaluation.keep_best names.
 
 BEST_FOLDER = "hf_best"
 """Of output_dir: the best policy."""

@@ -1,4 +1,4 @@
-"""Brings every role's metrics of a step together on one rank, without holding up the run."""
+"""Brings every role's metrics of a step together on one rank, with how much each role worked."""
 
 import time
 from collections import Counter, deque
@@ -9,6 +9,8 @@ from typing import Protocol
 
 from rltrain.observability.names import times_a_task
 from rltrain.runtime.job_store import JobStore
+
+# Brings every role's metrics of a step together on one rank, without holding up the run.
 
 Metrics = dict[str, float]
 

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: metrics.jsonl, and what else is configured."""
+"""Writes a run's numbers to metrics.jsonl, TensorBoard and Weights & Biases."""
 
 import json
 import logging
@@ -98,6 +98,8 @@ def _start(config: Config, goes_on: bool) -> Any:
             "set logging.wandb.mode: offline, or remove logging.wandb.project"
         ) from error
 
+
+# Where a run's numbers go: metrics.jsonl, and what else is configured.
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The device's side of moving memory: copies on a stream of their own, and what its allocator holds."""
+"""Copies between device and host on a stream of their own; puts a model on its role's device."""
 
 import resource
 from collections import deque
@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+# The device's side of moving memory: copies on a stream of their own, and what its allocator holds.
 
 SPARE_BYTES = 2**30
 """What a prefetch leaves free for whatever the estimate of the present task does not know."""

@@ -1,4 +1,4 @@
-"""Host memory that what leaves the device is copied to: allocated once, reused at every move, pinned beside CUDA."""
+"""Memory on the host: for what leaves the device, shared by processes of a node, or one copy for a node."""
 
 import errno
 import logging
@@ -13,6 +13,8 @@ from torch import Tensor
 from rltrain.runtime.job_store import JobStore
 from rltrain.runtime.machine import this_machine
 from rltrain.runtime.shared_memory import SharedMemory
+
+# Host memory that what leaves the device is copied to: allocated once, reused at every move, pinned beside CUDA.
 
 SLAB_BYTES = 256 * 2**20
 """Pinned memory comes in powers of two from torch's allocator: one large buffer would waste up to half of itself."""

@@ -1,4 +1,4 @@
-"""A part of a role's memory, such as its weights, that leaves the device and comes back in place."""
+"""Parts of a role's memory that leave the device and come back: storages, host parts, other processes' memory."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
@@ -98,6 +98,9 @@ def memory_saver() -> Any:
 
 
 # A part of a role's memory that another process holds on this rank's device, such as the server of an engine.
+
+
+# A part of a role's memory, such as its weights, that leaves the device and comes back in place.
 
 
 def _nothing() -> None:

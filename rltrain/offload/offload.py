@@ -1,4 +1,4 @@
-"""Which parts of this rank's roles lie on its device now. Roles that share a rank take turns, as the order says."""
+"""Decides which roles' parts and communicators this rank holds now, and moves them."""
 
 import time
 from collections import defaultdict
@@ -129,6 +129,8 @@ def _users(ranks: RankList, grids: Mapping[str, Grid]) -> frozenset[str]:
     """Every role that uses a list, alone or with another."""
     return frozenset(role for roles, lists in role_group_lists(grids).items() if ranks in lists for role in roles)
 
+
+# Which parts of this rank's roles lie on its device now. Roles that share a rank take turns, as the order says.
 
 Span = Callable[[str, str], AbstractContextManager[object]]
 """(name, category "offload", "onload" or "prefetch") -> a context around the move, for a trace."""

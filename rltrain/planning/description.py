@@ -1,4 +1,4 @@
-"""What a job would do, in words: computed from the config alone, without torchrun, GPU or weights."""
+"""The text of a dry run: order, overlaps, ranks, memory, evaluations and time."""
 
 import os
 from collections import Counter, defaultdict
@@ -385,6 +385,8 @@ def _value(value: object) -> str:
         return f'"{{{inside}}}"'
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
+
+# What a job would do, in words: computed from the config alone, without torchrun, GPU or weights.
 
 CONFIG_FILE = "config.json"
 Sections = dict[str, list[str]]

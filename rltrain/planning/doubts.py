@@ -1,4 +1,4 @@
-"""What a config may ask for and is probably not meant: worth a warning, in the dry run and at the start of a job."""
+"""What a config asks for that is probably not meant, and whether the run repeats."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -12,6 +12,8 @@ from rltrain.runtime.placement import Placement, format_ranks
 from rltrain.schedule.memory_plan import ranks_left_by_engines
 from rltrain.schedule.shape import RunShape
 from rltrain.tasks.roles import served_roles
+
+# What a config may ask for and is probably not meant: worth a warning, in the dry run and at the start of a job.
 
 OF_SEQUENCES = ("gspo", "geometric_mean")
 """Policy losses that are a mean over sequences."""

@@ -1,4 +1,4 @@
-"""Bytes that a rank holds: the parts of its roles, and what its tasks need beside them while they run."""
+"""Bytes that each kind of rank holds, its peak, and the task of the peak."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -41,6 +41,8 @@ from rltrain.schedule.memory_plan import MemoryPlan, Place, leaving_roles, ranks
 from rltrain.schedule.steps import evaluated_step, fullest_step
 from rltrain.tasks.declaration import Key
 from rltrain.tasks.roles import DECLARED, SYNCED, drawing_roles, model_tasks, served_roles, trained_roles
+
+# Bytes that a rank holds: the parts of its roles, and what its tasks need beside them while they run.
 
 MIB = 2**20
 FP32 = 4

@@ -1,4 +1,4 @@
-"""What a role's optimizer holds on a rank, on the device and on the host, and how long its steps take."""
+"""What optimizers hold on device and host, and what a sharded model holds or gathers."""
 
 import re
 from collections import Counter
@@ -26,6 +26,8 @@ from rltrain.runtime.grid import Grid
 from rltrain.tasks.roles import trained_roles
 
 # What a model that is sharded over all ranks of its role holds, and has whole for a while (backend fsdp).
+
+# What a role's optimizer holds on a rank, on the device and on the host, and how long its steps take.
 
 FP32 = 4
 MOMENTS = 2

@@ -1,4 +1,4 @@
-"""What the command line asks of a dry run."""
+"""Options of a dry run, and shapes of models that are not on this machine."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,8 @@ from rltrain.planning.planned import PlannedJob
 from rltrain.planning.validation import check_config
 from rltrain.planning.validation_models import check_against_architecture
 from rltrain.planning.validation_schedule import check_schedule
+
+# What the command line asks of a dry run.
 
 
 @dataclass(frozen=True)

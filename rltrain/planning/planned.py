@@ -1,4 +1,4 @@
-"""A job that is to be estimated, with what follows for it from its config; ranks that are alike are taken together."""
+"""A job to be estimated: what follows from its config, the shares of its ranks, and lengths of its texts."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -144,6 +144,9 @@ def in_buffers(sizes: tuple[int, ...], replicas: int) -> int:
         end = -(-end // PARAMETER_ALIGNMENT) * PARAMETER_ALIGNMENT + size
     multiple = lcm(replicas, BUFFER_ALIGNMENT)
     return -(-end // multiple) * multiple
+
+
+# A job that is to be estimated, with what follows for it from its config; ranks that are alike are taken together.
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Refusals. Each names the keys, the values given and what would be accepted; all of a check come in one message."""
+"""How a refusal is worded, and the rules for adapters and for servers at URLs."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -12,6 +12,8 @@ from rltrain.models import Architecture
 from rltrain.models.canonical import adaptable_table
 from rltrain.models.lora import adapters_of, targets_in
 from rltrain.tasks.roles import served_roles, trained_roles
+
+# Refusals. Each names the keys, the values given and what would be accepted; all of a check come in one message.
 
 
 def refuse(

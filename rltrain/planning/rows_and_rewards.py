@@ -1,4 +1,4 @@
-"""How many rows the job would use of each source, and how many it would leave out, for which reason."""
+"""What a dry run finds out about rows, reward functions and programs without running them."""
 
 import ast
 import shlex
@@ -28,6 +28,8 @@ from rltrain.planning.sizes import WIDTH, size
 from rltrain.rewards.functions import BUILT_IN, labels_of
 from rltrain.rewards.judge import is_url
 from rltrain.rewards.locating import found_command, unknown_function
+
+# How many rows the job would use of each source, and how many it would leave out, for which reason.
 
 MOST_BYTES = 2 * 2**30
 """Of a source's files, that are read: a dry run is to take seconds."""

@@ -1,4 +1,4 @@
-"""The placements and parallel sizes by which a job would step fastest, of those that fit."""
+"""Searches placements and sizes, proposes changes that save memory, and calibrates by a run."""
 
 import json
 from collections import defaultdict
@@ -112,6 +112,8 @@ def _more_parallel(config: Config, role: str) -> Iterator[tuple[str, Config]]:
         changes = {f"{role}__parallel__sequence_parallel": True}
         yield f"{role}.parallel.sequence_parallel: true", with_keys(config, **changes)
 
+
+# The placements and parallel sizes by which a job would step fastest, of those that fit.
 
 TENSOR_SIZES = (1, 2, 4, 8)
 PIPELINE_SIZES = (1, 2, 4, 8)

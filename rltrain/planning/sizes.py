@@ -1,8 +1,10 @@
-"""Numbers as people read them."""
+"""Numbers and tables as people read them."""
 
 from collections.abc import Collection, Mapping, Sequence
 
 from rltrain.runtime.placement import format_ranks
+
+# Numbers as people read them.
 
 WIDTH = 110
 """Of a line that is wrapped."""

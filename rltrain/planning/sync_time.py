@@ -1,4 +1,4 @@
-"""Bytes and seconds of a weight sync: by the real plan, or by the least that any plan could take."""
+"""Bytes and seconds of a weight sync, by its real plan or by the least any plan could take."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -86,6 +86,8 @@ def _add_fan_out(block: Block, sent: Counter[int], received: Counter[int]) -> No
             sent[rank] += share * (len(ranks) - 1)
             received[rank] += share * (len(ranks) - 1)
 
+
+# Bytes and seconds of a weight sync: by the real plan, or by the least that any plan could take.
 
 BYTES_PER_COPY = 2
 """A byte that is copied is read and written."""

@@ -1,4 +1,4 @@
-"""Seconds of a forward pass, a backward pass and an optimizer step of a role's model."""
+"""Seconds of passes, optimizer steps and generation."""
 
 import sys
 from dataclasses import dataclass
@@ -36,6 +36,8 @@ from rltrain.planning.planned import (
     served_elements,
 )
 from rltrain.runtime.grid import Grid
+
+# Seconds of a forward pass, a backward pass and an optimizer step of a role's model.
 
 FP32 = 4
 EXPERT_TILE = 128

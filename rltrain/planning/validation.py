@@ -1,4 +1,4 @@
-"""What a config may ask for in any world: checks that span several keys."""
+"""Refuses what a config may not ask for in any world."""
 
 import re
 from collections import Counter
@@ -327,6 +327,9 @@ def _activation_problems(config: Config) -> Iterator[str]:
             "what they put out and fill it again where it lay; expected false, or other modules, or model.recompute: "
             "full"
         )
+
+
+# What a config may ask for in any world: checks that span several keys.
 
 
 def check_config(config: Config) -> None:

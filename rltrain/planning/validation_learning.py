@@ -1,4 +1,4 @@
-"""What a config may ask for of the policy loss: what has no meaning together is refused with the reason."""
+"""Refuses what a config may not ask for of policy losses and rewards."""
 
 import re
 from collections import Counter
@@ -11,6 +11,8 @@ from rltrain.config.schema import Config, Loss, Reward
 from rltrain.errors import listed
 from rltrain.tasks.metrics import OF_ALL_REWARDS
 from rltrain.tasks.roles import rewarding_roles
+
+# What a config may ask for of the policy loss: what has no meaning together is refused with the reason.
 
 
 def learning_problems(config: Config) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What a config may ask for with the models that it names, on the grids that its placement makes."""
+"""Refuses what a config may not ask for with the models it names."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -366,6 +366,8 @@ def replay_problems_of_models(
             "actor's are to use; expected rollout or off, or no inference in placement"
         )
 
+
+# What a config may ask for with the models that it names, on the grids that its placement makes.
 
 DEEPEP_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
 """That its buffers have settings for (deep_ep, Buffer.get_dispatch_config)."""

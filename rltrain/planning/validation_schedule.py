@@ -1,4 +1,4 @@
-"""Which schedules a placement and an algorithm allow. Every refusal names the reason and the nearest legal choice."""
+"""Refuses what a placement and an algorithm do not allow, evaluations and selection among it."""
 
 import re
 from collections import Counter
@@ -204,6 +204,8 @@ def _placement_problems(placement: Placement, rollout: Grid) -> Iterator[str]:
         f"works is the rollout's ranks, {format_ranks(drawing)}; or batch.dynamic_sampling: null"
     )
 
+
+# Which schedules a placement and an algorithm allow. Every refusal names the reason and the nearest legal choice.
 
 OVERLAP_OFF = "disable_overlap_schedule"
 """SGLang's argument."""

@@ -1,4 +1,4 @@
-"""What the ranks of a reshard settle on gloo before anything else: that all are there, and that their plans agree."""
+"""What ranks of a reshard settle on gloo first: that all are there, and that their plans agree."""
 
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -72,6 +72,8 @@ def all_reduce(numbers: Tensor, combine: Combine, group: dist.ProcessGroup) -> T
         has_given = has_given or what == "give"
     return result
 
+
+# What the ranks of a reshard settle on gloo before anything else: that all are there, and that their plans agree.
 
 MAX_MESSAGE_BYTES = 2000
 """Of an error that the other ranks are told."""

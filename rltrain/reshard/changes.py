@@ -1,4 +1,4 @@
-"""What changed of packed bytes since they were sent last: found, encoded and applied (csrc/reshard_delta.h)."""
+"""Finds, encodes and applies what changed of packed bytes, on CPUs, GPUs or by torch (csrc/reshard_delta.h)."""
 
 import ctypes
 from collections.abc import Callable, Iterator
@@ -119,6 +119,8 @@ def _widened(values: Tensor, source: ElementType) -> Tensor:
         .masked_fill(halves.isnan(), 0x7FFFFFFF)
     )
 
+
+# What changed of packed bytes since they were sent last: found, encoded and applied (csrc/reshard_delta.h).
 
 ALIGNMENT = 16
 """Bytes: where each of the arrays of an encoded section begins."""

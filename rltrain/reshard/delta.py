@@ -1,4 +1,4 @@
-"""Between pack and wire: what changed since it was sent last; and between wire and unpack: it is put in its places."""
+"""Sends what changed: between pack and wire, and between wire and unpack; the messages for it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -120,6 +120,9 @@ def header_of(kind: int, num_bytes: int, made: Sequence[Extent]) -> list[int]:
     """The numbers of a header."""
     numbers = [kind, num_bytes, *(number for extent in made for number in (extent.places, extent.values))]
     return numbers + [0] * (HEADER_BYTES // 8 - len(numbers))
+
+
+# Between pack and wire: what changed since it was sent last; and between wire and unpack: it is put in its places.
 
 
 @dataclass(frozen=True)

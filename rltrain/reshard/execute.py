@@ -1,4 +1,4 @@
-"""Carrying out a plan: every round is packed, sent and unpacked while its neighbours are in other steps."""
+"""Carries out a plan: rounds are packed, sent and unpacked while their neighbours are in flight."""
 
 import time
 from collections import Counter
@@ -290,6 +290,8 @@ class Pipeline:
             spans.append((begin, end))
         return end
 
+
+# Carrying out a plan: every round is packed, sent and unpacked while its neighbours are in other steps.
 
 DEFAULT_TIMEOUT_S = 1800.0
 """How long ranks wait for each other in shared memory where nothing was said, as long as torch does over wires."""

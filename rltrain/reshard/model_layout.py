@@ -1,4 +1,4 @@
-"""What both sides have in common: cutting a family's table for one part of a layout."""
+"""Cuts a family's table for one part of a layout; low-rank adapters too."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,6 +37,8 @@ from rltrain.reshard.layout import (
     stacked,
     window,
 )
+
+# What both sides have in common: cutting a family's table for one part of a layout.
 
 NO_PIECES = np.zeros(0, dtype=PIECE)
 

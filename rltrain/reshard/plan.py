@@ -1,4 +1,4 @@
-"""Plans a reshard: every rank works out its own part from the two layouts, alone and without communication."""
+"""Plans a reshard: every rank works out its own part from the two layouts, without communication."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -67,6 +67,9 @@ class RankPlan:
     direct: Stage
     fan_out: Stage
     traffic: Traffic
+
+
+# Plans a reshard: every rank works out its own part from the two layouts, alone and without communication.
 
 
 def plan(source: Layout, destination: Layout, rank: int, ranks_per_node: int) -> RankPlan:

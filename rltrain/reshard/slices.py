@@ -1,4 +1,4 @@
-"""Descriptors of strided two-dimensional slices, and what must hold of them before a kernel may follow them."""
+"""Descriptors of strided slices, what must hold of them, and their tiles for CUDA kernels."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,6 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rltrain.models.table import ITEM_BYTES, Array, ElementType
+
+# Descriptors of strided two-dimensional slices, and what must hold of them before a kernel may follow them.
 
 Numbers = NDArray[Any]
 

@@ -1,4 +1,4 @@
-"""What a reward function returned for a sample, as rewards and metrics or as what was wrong with it."""
+"""What reward functions are given and what they returned, checked."""
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -17,6 +17,8 @@ def is_reward(number: float) -> bool:
     """Returns whether `number`, which may be an int of any size, is finite in float32."""
     return abs(number) <= MAX_REWARD
 
+
+# What a reward function returned for a sample, as rewards and metrics or as what was wrong with it.
 
 SCORE, TURNS = "score", "turns"
 EXPECTED = "expected a number, or a dict whose 'score' is one"

@@ -1,4 +1,4 @@
-"""The reward functions that a config names, and how each is called."""
+"""The reward functions that a config names, in every form, and how each is called."""
 
 import asyncio
 import inspect
@@ -279,6 +279,8 @@ def convention_of(signature: Signature, options: Options) -> Convention:
         return Slime(signature, options)
     return Own(signature, options)
 
+
+# The reward functions that a config names, and how each is called.
 
 BUILT_IN = {
     "exact_match": "rltrain.rewards.exact_match:exact_match",

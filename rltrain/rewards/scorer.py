@@ -1,4 +1,4 @@
-"""Scores samples with a reward function whose failures cost a sample and never the run."""
+"""Scores samples with all reward functions and models of a run. A failure costs a sample, never the run."""
 
 import logging
 import math
@@ -21,6 +21,8 @@ from rltrain.rewards.functions import Columns, RewardFunction, Wants, call, load
 from rltrain.rewards.locating import locate
 from rltrain.rewards.worker import Longest, Request, Silence, WorkerProcess
 from rltrain.tasks.roles import DECLARED, rewarding_roles
+
+# Scores samples with a reward function whose failures cost a sample and never the run.
 
 logger = logging.getLogger(__name__)
 

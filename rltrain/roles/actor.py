@@ -1,4 +1,4 @@
-"""The actor: the policy being trained."""
+"""The actor: the policy being trained, its advantages, its parity with the engine, its exports."""
 
 import logging
 import shutil
@@ -286,6 +286,8 @@ def gathered(values: Tensor, grid: Grid, group: dist.ProcessGroup) -> Tensor:
     owners = [dist.get_group_rank(group, owner) for owner in grid.owners()]
     return torch.cat([of_ranks[owner][: int(sizes[owner])] for owner in owners])
 
+
+# The actor: the policy being trained.
 
 CANDIDATE = "hf_candidate"
 """Folder of output_dir."""

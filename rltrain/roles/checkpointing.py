@@ -1,4 +1,4 @@
-"""Saving a run at the boundaries between its steps, at fixed intervals or because it is asked to stop."""
+"""Saves a run at the boundaries between its steps, on disk and in the nodes' memory."""
 
 import json
 import logging
@@ -33,6 +33,8 @@ from rltrain.schedule.steps import is_memory_save_step, is_save_step
 from rltrain.tasks.roles import roles_beside_steps
 
 # Saving a run in its nodes' memory: each rank's files there, and a copy of them on the next node.
+
+# Saving a run at the boundaries between its steps, at fixed intervals or because it is asked to stop.
 
 logger = logging.getLogger(__name__)
 

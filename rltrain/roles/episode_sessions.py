@@ -1,4 +1,4 @@
-"""The episodes of one engine's samples: its connections to the ranks of the env role."""
+"""The episodes of one engine's samples: in environments, and of agents at the endpoint."""
 
 import logging
 import secrets
@@ -33,6 +33,8 @@ from rltrain.environments.agent import SESSION
 from rltrain.environments.batch import EpisodeEvent
 from rltrain.rollout.episodes import Observed, Unusable, Waiting, with_shared_reward
 from rltrain.rollout.sample import Sample, SampleGroup, Status
+
+# The episodes of one engine's samples: its connections to the ranks of the env role.
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Evaluation by engines of its own, beside training and generation, which never wait for it."""
+"""Held-out evaluation: by engines of its own or by the rollout's, and its scores."""
 
 import time
 from collections import defaultdict
@@ -256,6 +256,9 @@ class EvaluationScoring:
         for evaluated in self.sets:
             if evaluated.judges is not self.of_run:
                 evaluated.judges.scorer.close()
+
+
+# Evaluation by engines of its own, beside training and generation, which never wait for it.
 
 
 class EvaluationRole(DrawingRole):

@@ -1,6 +1,4 @@
-"""A checkpoint records what identifies the training rows, the reward functions and the chat template of a run. So a
-change of them is noticed when the run goes on.
-"""
+"""What a run learns from, read once per process, and recorded in its checkpoints."""
 
 import hashlib
 import json
@@ -118,6 +116,9 @@ def read_prompts(config: Config, indexes: IndexFolder | None = None, model: Mode
     keys = tuple(plan.config_key for plan in plans)
     return Prompts(TextDecoder(encoder.tokenizer), encoder, training, evaluations, keys)
 
+
+# A checkpoint records what identifies the training rows, the reward functions and the chat template of a run. So a
+# change of them is noticed when the run goes on.
 
 INDEX_FOLDER = "row_index"
 """In output_dir."""

@@ -1,4 +1,4 @@
-"""The reference: the policy that a KL penalty or metric compares the actor with, frozen or refreshed now and then."""
+"""Roles with a policy that evaluates: the reference, inference and the teacher."""
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -135,6 +135,9 @@ def load_weights(layout: Layout, rank: int, files: Sequence[AnyFile], parameters
     mine = layout.on(rank)
     flats = [parameters[name].detach().view(-1) for name, _ in mine.parameters]
     SavedState(files, layout.tensors).read([Destination(WEIGHTS, mine.pieces, flats)])
+
+
+# The reference: the policy that a KL penalty or metric compares the actor with, frozen or refreshed now and then.
 
 
 def uses_actor_modules(job: Job) -> bool:

@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: which one, whether it fits the config, and what of the run is left."""
+"""Goes on from a checkpoint on disk or in memory, and claims the folders of a run."""
 
 import errno
 import fcntl
@@ -58,6 +58,8 @@ from rltrain.tasks.roles import trained_roles
 # Going on from a checkpoint in the nodes' memory: which ones they hold together, and what each node lacks of one.
 
 # The folders that a run writes to: one job at a time does, and what an earlier run left there is set aside.
+
+# Going on from a checkpoint: which one, whether it fits the config, and what of the run is left.
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The reward: scores responses against their prompts' labels."""
+"""The reward: scores responses, and says when all samples of a prompt score alike."""
 
 import logging
 from collections.abc import Mapping
@@ -63,6 +63,9 @@ class FlatRewards:
                 *(step, metrics["reward_mean"], ADVICE),
             )
         self._has_said = True
+
+
+# The reward: scores responses against their prompts' labels.
 
 
 class RewardRole(Role):

@@ -1,4 +1,4 @@
-"""Samples of an experience as reward functions and models get them: what those of this run ask for, and no more."""
+"""Samples as reward functions get them, their scores, records for people, and the limit on failures."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +18,8 @@ from rltrain.rewards.scorer import CombinedScores, Part
 from rltrain.roles.reward_statistics import RewardStatistics, prefix
 from rltrain.roles.role import Job
 from rltrain.runtime.job_store import poll, poll_s
+
+# Samples of an experience as reward functions and models get them: what those of this run ask for, and no more.
 
 ENVIRONMENT_FIELDS = frozenset({"turns", "env_reward"})
 TOKEN_FIELDS = frozenset({"prompt_ids", "response_ids", "response_mask"})

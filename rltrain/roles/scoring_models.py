@@ -1,4 +1,4 @@
-"""The judge: a model that is asked what every response is worth, and answers in words."""
+"""Roles whose models tell the reward: the judge and the reward model."""
 
 import logging
 import math
@@ -137,6 +137,9 @@ class OwnText:
                 f"its tokenizer gives token {max(ids)}, and the model's vocabulary has {self.vocab_size}"
             )
         return list(ids)
+
+
+# The judge: a model that is asked what every response is worth, and answers in words.
 
 
 class JudgeRole(TellingRole):

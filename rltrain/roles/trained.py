@@ -1,4 +1,4 @@
-"""What the roles that learn have in common: a model with its optimizer, and how both go into checkpoints of the run."""
+"""What roles that learn have in common: a model, step batches, and a check that replicas agree."""
 
 import logging
 from collections import Counter
@@ -159,6 +159,8 @@ def find_odd_rank(
             return OddRank(ranks[odd], name, tuple(agreeing), is_alone=most > next_most)
     return None
 
+
+# What the roles that learn have in common: a model with its optimizer, and how both go into checkpoints of the run.
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Weight sync: the actor's parameters, resharded into the rollout's. A task that both roles' ranks join."""
+"""The actor's weights for engines and other roles: resharded whole, merged with adapters, or as changes."""
 
 import logging
 import time
@@ -230,6 +230,8 @@ def _held_by_any(layout: Layout, tensors: np.ndarray) -> np.ndarray:
     held[sorted(numbers)] = True
     return held & tensors
 
+
+# Weight sync: the actor's parameters, resharded into the rollout's. A task that both roles' ranks join.
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The engine of a rank of the rollout or the judge, as <role>.engine names it."""
+"""Builds the engine that a config names, and loads a checkpoint into one that no sync fills."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +21,9 @@ BUILDERS: dict[str, Callable[[EngineSite, Callable[[], None]], HostedEngine]] = 
     "sglang": build_sglang,
     "http": build_http,
 }
+
+
+# The engine of a rank of the rollout or the judge, as <role>.engine names it.
 
 
 def build_engine(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:

@@ -1,4 +1,4 @@
-"""What every rollout engine understands: samples to draw in, the same samples drawn out."""
+"""What every engine understands, is built of, and refuses."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +16,8 @@ from rltrain.runtime.grid import Grid
 from rltrain.runtime.job_store import JobStore
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.runtime.world import World
+
+# What every rollout engine understands: samples to draw in, the same samples drawn out.
 
 START_FRACTION = 8
 """New samples start once 1/8 of the slots are free: one prefill then serves several."""

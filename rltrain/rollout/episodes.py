@@ -1,4 +1,4 @@
-"""What happens between the turns of samples that are conversations, as an engine's ranks know it."""
+"""What happens between the turns of samples that are conversations."""
 
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -14,6 +14,8 @@ from rltrain.environments.interface import Action, Message, Row, TokenIds, Traje
 from rltrain.environments.statistics import EpisodeStatistics, metrics
 from rltrain.errors import EpisodeError
 from rltrain.rollout.sample import Sample, SampleGroup, Status, mix64
+
+# What happens between the turns of samples that are conversations, as an engine's ranks know it.
 
 CURRENT_VERSION = -1
 """In the place of a policy version: the engine's, when it learns of the token."""

@@ -1,4 +1,4 @@
-"""The loop of a generate task: decode steps of one engine until the groups of a chunk are done on some engine."""
+"""The loop of a generate task, and how engines share prompts and agree on what is done."""
 
 import json
 import time
@@ -288,6 +288,9 @@ class CompletionLog:
 def _read(entry: str) -> Finished:
     position, num_tokens, num_response_tokens, engine, *dropped = map(int, entry.split(":"))
     return Finished(position, num_tokens, num_response_tokens, engine, tuple(dropped))
+
+
+# The loop of a generate task: decode steps of one engine until the groups of a chunk are done on some engine.
 
 
 @dataclass

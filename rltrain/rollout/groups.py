@@ -1,4 +1,4 @@
-"""Prompt groups on one engine: a group is finished when all of its samples are."""
+"""Prompt groups on one engine: their samples, guests, and which groups count for a step."""
 
 import heapq
 import time
@@ -125,6 +125,9 @@ class Guests(Protocol):
     def take_back(self, samples: Iterable[Sample]) -> list[Sample]:
         """The engine was suspended: take theirs of what it gave back; the others."""
         ...
+
+
+# Prompt groups on one engine: a group is finished when all of its samples are.
 
 
 class PromptGroups:

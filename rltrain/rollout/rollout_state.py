@@ -1,4 +1,4 @@
-"""What of the stream of prompt groups crosses a checkpoint, and how any number of engines go on with it."""
+"""What of the stream of prompt groups crosses a checkpoint, and which row stands where in it."""
 
 import json
 from bisect import bisect_left, bisect_right
@@ -19,6 +19,8 @@ from rltrain.data.prompt_order import Outcomes, RowOrder, SolvedRateOrder
 from rltrain.errors import CheckpointError
 from rltrain.rollout.sample import RecordedRouting, Sample, SampleGroup, Status
 from rltrain.runtime.job_store import Waiter, poll, poll_s
+
+# What of the stream of prompt groups crosses a checkpoint, and how any number of engines go on with it.
 
 FORMAT = "rollout 6"
 TOKEN_FIELDS = {

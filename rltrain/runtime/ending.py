@@ -1,4 +1,4 @@
-"""How a process of a failing job ends: with one message for all ranks, whoever finds the failure first."""
+"""How a process of a failing job ends: with one message for all ranks."""
 
 import json
 import logging
@@ -34,6 +34,8 @@ def wait_briefly(store: dist.Store, keys: Sequence[str], seconds: float) -> bool
         return False
     return True
 
+
+# How a process of a failing job ends: with one message for all ranks, whoever finds the failure first.
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The grid of one role: which of its ranks plays which part in tensor, pipeline, context and data parallelism."""
+"""The grid of one role: its ranks by parallelism, and the layers of each pipeline stage."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +35,9 @@ def checked_layers(given: Sequence[int], num_layers: int, pp: int, vpp: int) -> 
             f"model's {num_layers} layers"
         )
     return tuple(given)
+
+
+# The grid of one role: which of its ranks plays which part in tensor, pipeline, context and data parallelism.
 
 
 @dataclass(frozen=True)

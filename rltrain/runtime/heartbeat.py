@@ -1,4 +1,4 @@
-"""What every rank is doing and whether it gets on, published by a thread so that others may look at any time."""
+"""What every rank is doing, published by a thread, and where its time goes."""
 
 import json
 import linecache
@@ -126,6 +126,8 @@ def describe_threads() -> str:
         f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}" for ident, frame in frames
     )
 
+
+# What every rank is doing and whether it gets on, published by a thread so that others may look at any time.
 
 INTERVAL_S = 1.0
 KEYS_AT_ONCE = 64

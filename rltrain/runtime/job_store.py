@@ -1,4 +1,4 @@
-"""Small values that ranks leave for each other in the shared store, and waits for them."""
+"""Values that ranks leave for each other, waits for them, and who holds up the job."""
 
 import hmac
 import json
@@ -439,6 +439,8 @@ def beats_of(world: World) -> OwnBeats:
 def _key(node: int) -> str:
     return f"node_beats/{node}"
 
+
+# Small values that ranks leave for each other in the shared store, and waits for them.
 
 LOOK_S = 1.0
 """Between two looks at the heartbeats of the ranks waited for."""

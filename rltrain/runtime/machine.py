@@ -1,4 +1,4 @@
-"""Whether a process of this machine still runs, by a name that tells it from those of other machines."""
+"""Processes, threads and disks of this machine."""
 
 import ctypes
 import io
@@ -16,6 +16,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+
+# Whether a process of this machine still runs, by a name that tells it from those of other machines.
 
 
 @cache

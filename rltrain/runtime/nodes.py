@@ -1,4 +1,4 @@
-"""What the nodes of a job say of themselves, by the first rank of each, and how they differ."""
+"""What nodes say of themselves, and refusing those that cannot do a job together."""
 
 import hashlib
 import importlib.metadata
@@ -22,6 +22,8 @@ from rltrain.runtime.machine import problems_of_disks, problems_of_shared_memory
 from rltrain.runtime.placement import format_ranks
 from rltrain.runtime.world import World
 from rltrain.tasks.roles import served_roles
+
+# What the nodes of a job say of themselves, by the first rank of each, and how they differ.
 
 
 class NodeBoard:

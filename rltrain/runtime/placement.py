@@ -1,4 +1,4 @@
-"""Placement: which role lives on which ranks. How two roles share ranks is derived from it, never configured."""
+"""Placement: which role lives on which ranks, and the rank lists that roles need groups for."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -13,6 +13,8 @@ from rltrain.config.section import role_names, split_roles
 from rltrain.errors import PlacementError
 from rltrain.runtime.grid import Grid
 from rltrain.tasks.roles import SYNCED, model_roles, served_roles
+
+# Placement: which role lives on which ranks. How two roles share ranks is derived from it, never configured.
 
 Mode = Literal["colocated", "disaggregated", "hybrid"]
 

@@ -1,4 +1,4 @@
-"""Stopping a job that is asked to end: by SIGTERM and SIGUSR1 from a scheduler that takes the machines, by Ctrl-C."""
+"""Stopping a job that is asked to end, and leaving the store when ranks are done."""
 
 import logging
 import math
@@ -21,6 +21,8 @@ from rltrain.runtime.machine import JobThread
 from rltrain.runtime.world import World
 
 # The end of ranks that have done their part: whoever others still need stays.
+
+# Stopping a job that is asked to end: by SIGTERM and SIGUSR1 from a scheduler that takes the machines, by Ctrl-C.
 
 logger = logging.getLogger(__name__)
 

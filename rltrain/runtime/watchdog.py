@@ -1,6 +1,4 @@
-"""Ends a job in which nobody gets on any more, or a rank is lost, with one message, and every rank's Python stacks in
-the run folder.
-"""
+"""Ends a job in which nobody gets on, or a rank or the store is lost; joins within a limit."""
 
 import json
 import logging
@@ -86,6 +84,9 @@ class StoreWatch:
             )
         self._end(FAILED)
 
+
+# Ends a job in which nobody gets on any more, or a rank is lost, with one message, and every rank's Python stacks in
+# the run folder.
 
 logger = logging.getLogger(__name__)
 

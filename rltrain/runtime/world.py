@@ -1,4 +1,4 @@
-"""This process's place in the job: rank, device, and the key-value store that all ranks share."""
+"""This process's place in the job: rank, device, store, network interface, number of the attempt."""
 
 import fcntl
 import ipaddress
@@ -146,6 +146,8 @@ def _ipv4_address(interface: str) -> str | None:
         except OSError:  # it has none
             return None
 
+
+# This process's place in the job: rank, device, and the key-value store that all ranks share.
 
 logger = logging.getLogger(__name__)
 

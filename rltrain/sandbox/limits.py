@@ -1,4 +1,4 @@
-"""What a program may use, and how its run ended."""
+"""What a program may use, what it is given, and how its caller and its keeper talk."""
 
 import json
 import math
@@ -8,6 +8,8 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+# What a program may use, and how its run ended.
 
 MIB = 2**20
 

@@ -1,4 +1,4 @@
-"""Makes the file system that a sandboxed program has, in the mount namespace of this process."""
+"""Makes the file system of a sandboxed program, by the kernel or by bubblewrap."""
 
 import errno
 import json
@@ -23,6 +23,8 @@ from rltrain.sandbox.system_calls import (
     pivot_root,
     unmount,
 )
+
+# Makes the file system that a sandboxed program has, in the mount namespace of this process.
 
 WRITABLE_FOLDER, WORK_FOLDER, SHARED_MEMORY = "/tmp", "/tmp/work", "/tmp/shm"
 DEVICES = ("null", "zero", "full", "random", "urandom")

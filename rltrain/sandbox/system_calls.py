@@ -1,9 +1,11 @@
-"""System calls of Linux that Python's library lacks, for a process of one thread. What fails raises OSError."""
+"""System calls that Python's library lacks, and the filter that a sandboxed program runs under."""
 
 import ctypes
 import errno
 import os
 import struct
+
+# System calls of Linux that Python's library lacks, for a process of one thread. What fails raises OSError.
 
 NEW_NAMESPACES = {
     "cgroup": 0x02000000,

@@ -1,4 +1,4 @@
-"""The check that an order can finish: all ranks' programs are replayed before anything starts."""
+"""Replays an order: that it can finish, how fast it could be, and which tasks can overlap."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -7,6 +7,8 @@ from typing import NamedTuple
 from rltrain.errors import ConfigError
 from rltrain.runtime.placement import Placement
 from rltrain.schedule.order import SYNC_EVALUATION, WEIGHT_SYNC, Entry, Order, program
+
+# The check that an order can finish: all ranks' programs are replayed before anything starts.
 
 
 def check(entries: Iterable[Entry], placement: Placement) -> None:

@@ -1,4 +1,4 @@
-"""How low-rank adapters begin, whatever the backend: the same numbers in every layout."""
+"""Low-rank adapters on every backend: how they begin, and what turns them on and off."""
 
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -13,6 +13,8 @@ from rltrain.checkpoint.peft_files import load_adapters
 from rltrain.config.models import Lora
 from rltrain.models.lora import A, B, target_of
 from rltrain.reshard.layout import Layout
+
+# How low-rank adapters begin, whatever the backend: the same numbers in every layout.
 
 
 def begin_adapters(layout: Layout, rank: int, parameters: Mapping[str, Tensor], settings: Lora, seed: int) -> None:

@@ -1,8 +1,4 @@
-"""Attention of transformers' models over packed sequences, in the place of its own.
-
-transformers gives its layers every further argument of a model's call, and they give it to attention: so the sequences
-arrive here.
-"""
+"""Packed sequences in transformers' models: attention, gated delta nets, context parallelism by heads."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -91,6 +87,12 @@ def _exchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     dist.all_to_all_single(received, x.contiguous(), group=group)
     return received
 
+
+# Attention of transformers' models over packed sequences, in the place of its own.
+#
+# transformers gives its layers every further argument of a model's call, and they give it to attention: so the
+# sequences
+# arrive here.
 
 NAME = "rltrain_packed"
 SEQUENCES = "rltrain_sequences"

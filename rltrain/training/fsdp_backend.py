@@ -1,4 +1,4 @@
-"""FSDP2 as a training.backend.TrainingBackend."""
+"""FSDP2 as a training backend: evaluation, training and state of a sharded model."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -398,6 +398,9 @@ class ShardedAdaptedModel(ShardedTrainableModel):
     def _gather(self) -> None:
         assert self.model.adapters is not None
         self.model.adapters.gather(self.model.named_learned())
+
+
+# FSDP2 as a training.backend.TrainingBackend.
 
 
 def layout(site: ModelSite) -> Layout:

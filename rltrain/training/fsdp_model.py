@@ -1,4 +1,4 @@
-"""A model of transformers, its parameters sharded over the ranks of a role by torch's fully_shard (FSDP2)."""
+"""transformers' model of a checkpoint, sharded by fully_shard, with adapters and rounded experts."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -306,6 +306,9 @@ def _parameters_without_memory() -> Iterator[None]:
         yield
     finally:
         torch.nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+# A model of transformers, its parameters sharded over the ranks of a role by torch's fully_shard (FSDP2).
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,4 @@
-"""Log-probs and entropy from logits whose columns are spread over a tensor-parallel group.
-
-Logits are given, or hidden states and the vocabulary's weights: then logits are made for some rows at a time, in
-forward and once more in backward, and never held for all.
-"""
+"""Log-probs and entropies from logits that are spread over ranks, and what a model tells of every token."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +13,11 @@ from rltrain.data.experience import Experience
 from rltrain.models.architecture import Architecture, Head
 from rltrain.models.products import wide_product
 from rltrain.training.packing import MicroBatch, of_all_tokens
+
+# Log-probs and entropy from logits whose columns are spread over a tensor-parallel group.
+#
+# Logits are given, or hidden states and the vocabulary's weights: then logits are made for some rows at a time, in
+# forward and once more in backward, and never held for all.
 
 CHUNK_ELEMENTS = 1 << 26  # fp32 working memory per pass is bounded by this many logits
 ABSENT = -1e30  # maximum of a shard that holds padding columns only; finite, so that 0 * (ABSENT - maximum) is 0

@@ -1,4 +1,4 @@
-"""The optimizer of one model's parameters, or of a part of them: AdamW or Muon, on the device or on the host."""
+"""The optimizer of one model's parameters: AdamW or Muon, on the device or on the host."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -316,6 +316,8 @@ def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
         x = a * x + (b * squared + c * squared @ squared) @ x
     return x.mT if is_tall else x
 
+
+# The optimizer of one model's parameters, or of a part of them: AdamW or Muon, on the device or on the host.
 
 ADAM_STATES = ("exp_avg", "exp_avg_sq")
 MUON_STATES = ("momentum",)

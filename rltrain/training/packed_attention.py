@@ -1,4 +1,4 @@
-"""Causal attention within each of several sequences that lie end to end, by torch's kernels."""
+"""Causal attention within sequences that lie end to end, by torch's kernels or block by block."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -123,6 +123,8 @@ def _masked(scores: Tensor, rows: slice, columns: slice, window: int | None) -> 
     queries, keys = (torch.arange(part.start, part.stop, device=scores.device) for part in (rows, columns))
     return scores.masked_fill(~sees(queries, keys, window), -torch.inf)
 
+
+# Causal attention within each of several sequences that lie end to end, by torch's kernels.
 
 # Sequences share a padded batch while the shortest is at least this fraction of the longest: attention over padding
 # costs up to the square of the inverse, a batch of its own costs a handful of kernel launches.

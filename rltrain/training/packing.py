@@ -1,4 +1,4 @@
-"""Micro-batches: samples packed end to end, balanced by tokens."""
+"""Micro-batches: samples packed end to end, balanced by tokens, sliced for context parallelism."""
 
 import heapq
 import math
@@ -68,6 +68,8 @@ def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
     begin = lengths.cumsum(0) - lengths
     return torch.repeat_interleave(starts - begin, lengths) + torch.arange(int(lengths.sum()))
 
+
+# Micro-batches: samples packed end to end, balanced by tokens.
 
 LEFT_ON_HOST = frozenset({"routed_experts"})
 """Fields that are much larger than others, and of which a rank needs those of its own layers."""

@@ -1,4 +1,4 @@
-"""What models that are trained have in common on every backend."""
+"""What models that are evaluated and trained have in common on every backend."""
 
 import math
 import threading
@@ -297,6 +297,9 @@ class LateTensors(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._tensors)
+
+
+# What models that are trained have in common on every backend.
 
 
 class Trainable(Evaluable):

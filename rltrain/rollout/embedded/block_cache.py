@@ -1,4 +1,4 @@
-"""Keys and values of samples in blocks, within a budget."""
+"""Keys and values in blocks within a budget, and attention over them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -253,6 +253,9 @@ def _why_not(kind: type[BlockAttention], shape: AttentionShape, like: Tensor) ->
     except Exception as refusal:  # whatever a version, a GPU, a compiler or a driver has against it
         return f"{type(refusal).__name__}: {refusal}".split("\n")[0]
     return "" if error < 0.05 else f"it is off by {error:.3g}"
+
+
+# Keys and values of samples in blocks, within a budget.
 
 
 class BlockCache:

@@ -1,4 +1,4 @@
-"""Which blocks of a KV cache hold which positions of which slot."""
+"""Which blocks hold which positions of which slot, and how many blocks a rank may have."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +12,8 @@ from rltrain.errors import ConfigError
 from rltrain.rollout.embedded.kv_cache import ParkedSamples
 from rltrain.rollout.sample import Sample
 from rltrain.rollout.workspace import room_for_cache
+
+# Which blocks of a KV cache hold which positions of which slot.
 
 _MOST_SPARED = 4
 """No more than 1/4 of the blocks is kept free for samples that run: those that are about to end need none."""

@@ -1,4 +1,4 @@
-"""One decode step as work on memory that stays where it is, so that it can be recorded and replayed."""
+"""One decode step: slots, draws by the Gumbel maximum, recorded graphs, and what was drawn."""
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
@@ -401,6 +401,8 @@ class Slots:
         """Where everything lies now, and how: equal as long as a recorded step is valid."""
         return *self.cache.addresses(), *self.transcript.addresses()
 
+
+# One decode step as work on memory that stays where it is, so that it can be recorded and replayed.
 
 _RECORDED_SIZES = 2
 """Of numbers of slots, from each power of two up to the next."""

@@ -1,4 +1,4 @@
-"""The embedded engine: in-process generation on weights that a weight sync updates in place."""
+"""The embedded engine: in-process generation on weights that a sync updates in place."""
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -40,6 +40,8 @@ from rltrain.rollout.layout import adapters_of_engine, whole_engine
 from rltrain.rollout.sample import Sample
 from rltrain.rollout.stop_strings import Tokenizer, stop_strings
 from rltrain.rollout.workspace import workspace_beside_cache
+
+# The embedded engine: in-process generation on weights that a weight sync updates in place.
 
 
 class EmbeddedEngine:

@@ -1,4 +1,4 @@
-"""Continuous batching: samples that share one `SamplingParams` run in the slots of a KV cache."""
+"""Continuous batching: which samples run, and how their contexts are cached."""
 
 import sys
 from collections import deque
@@ -83,6 +83,9 @@ def _padded(rows: Sequence[tuple[int, ...]], width: int, device: torch.device) -
     """[rows * width]"""
     padded = [[*row, *[0] * (width - len(row))] for row in rows]
     return torch.tensor(padded, dtype=torch.int64, device=device).view(-1)
+
+
+# Continuous batching: samples that share one `SamplingParams` run in the slots of a KV cache.
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Keys and values of samples, as the rest of the engine knows them: memory per slot, or blocks in a budget."""
+"""Keys and values as the engine knows them, and those that wait between two turns."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -94,6 +94,8 @@ class ParkedSamples(Generic[M]):
         self._num_reused_tokens = self._num_evicted = 0
         return dict(counts)
 
+
+# Keys and values of samples, as the rest of the engine knows them: memory per slot, or blocks in a budget.
 
 Head = tuple[int, ...]
 """All but the last token of a context: what is cached before a sample's first decode step."""

@@ -1,4 +1,4 @@
-"""Attention with keys and values of its own for each head, or for several heads together."""
+"""Kinds of attention, norms, rotation and the residual stream of the embedded engine."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -148,6 +148,8 @@ def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
     turned = (wide * cos).addcmul_(wide.roll(size // 2, -1), signed_sin).to(heads.dtype)
     return turned if size == heads.shape[-1] else torch.cat([turned, heads[..., size:]], -1)
 
+
+# Attention with keys and values of its own for each head, or for several heads together.
 
 Attention = DecodeAttention | PrefillAttention
 _POST_NORMS = ("post_self_attn_layernorm.weight", "post_attention_layernorm.weight")

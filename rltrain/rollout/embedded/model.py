@@ -1,4 +1,4 @@
-"""The decoder on this rank's shard, reading parameters where the weight sync writes them."""
+"""The decoder on this rank's shard: layers, MLPs and experts."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -295,6 +295,9 @@ class Experts:
             made.masked_fill_((expert == self._count)[:, None], 0)
         # Summed visit by visit of each token: a sum that adds up rows where they come has no order of its own on GPUs.
         return torch.empty_like(made).index_copy_(0, order, made).view(len(inner), self._moe.top_k, -1).sum(1)
+
+
+# The decoder on this rank's shard, reading parameters where the weight sync writes them.
 
 
 class _Layer(NamedTuple):

@@ -1,4 +1,4 @@
-"""The embedded engine's parameters, and its matrices as products read them."""
+"""The engine's parameters, tensor parallelism, adapters and grouped products."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -128,6 +128,9 @@ class EngineAdapter:
             return product(inner, self._b)
         parts = zip(inner.split(self._rank, -1), self._b.split(self._rows, -2), strict=True)
         return torch.cat([product(part, b) for part, b in parts], -1)
+
+
+# The embedded engine's parameters, and its matrices as products read them.
 
 
 class Matrix(ABC):

@@ -1,4 +1,4 @@
-"""A Triton kernel: the draw of one token per row of logits, as sampling.draw makes it. Imports Triton."""
+"""Triton kernels: drawing tokens, and attention over blocks. Imported only where Triton is."""
 
 import torch
 import triton
@@ -7,6 +7,8 @@ from torch import Tensor
 
 from rltrain.rollout.embedded import decoder as streams_of
 from rltrain.rollout.embedded.decoder import BLOCK_TOKENS, FIRST_BLOCK
+
+# A Triton kernel: the draw of one token per row of logits, as sampling.draw makes it. Imports Triton.
 
 _BLOCKS_AT_ONCE = 32
 _POSITION_STEP: tl.constexpr = tl.constexpr(streams_of.POSITION_STEP % 2**64)

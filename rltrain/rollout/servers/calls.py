@@ -1,4 +1,4 @@
-"""Calls to one server: what it answers, what it streams, and in which words it fails."""
+"""Calls to one server, and one sample that it draws."""
 
 import asyncio
 import math
@@ -17,6 +17,8 @@ from rltrain.rollout.sample import Sample, Status
 from rltrain.rollout.servers.sglang_session import count_finite
 from rltrain.rollout.stop_strings import StopCut
 from rltrain.runtime.json_text import parse_json
+
+# Calls to one server: what it answers, what it streams, and in which words it fails.
 
 SHOWN_CHARACTERS = 1000
 """Of a server's answer."""

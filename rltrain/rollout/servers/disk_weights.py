@@ -1,4 +1,4 @@
-"""Weights as a checkpoint in a folder that servers see: ranks write it together, servers load it."""
+"""Weights through a folder that servers see: whole checkpoints, and files of what changed."""
 
 import json
 import logging
@@ -200,6 +200,8 @@ def _finish(partial: Path, path: Path, finish: Callable[[], None]) -> None:
     shutil.rmtree(path, ignore_errors=True)
     partial.rename(path)
 
+
+# Weights as a checkpoint in a folder that servers see: ranks write it together, servers load it.
 
 FOLDER, DELTA_FOLDER = "version_{}", "delta_{}"
 

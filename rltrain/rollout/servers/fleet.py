@@ -1,4 +1,4 @@
-"""The servers of one rank: which samples are where, who is asked next, who comes and goes."""
+"""The servers of one rank: which there are, which samples are where, who comes and goes."""
 
 import asyncio
 import json
@@ -136,6 +136,8 @@ async def protocol_of(calls: Calls, named: str) -> ServerProtocol:
 
 
 # One server that a rank asks: what it is, what it draws, and whether it still has the weights that it was given.
+
+# The servers of one rank: which samples are where, who is asked next, who comes and goes.
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Servers that somebody else runs as one engine of a rank: samples out to them, new weights into them."""
+"""Servers that somebody else runs, as one engine of a rank."""
 
 import asyncio
 import os
@@ -69,6 +69,8 @@ class CheckpointWeights(WholeUpdates):
     def close(self) -> None:
         """The checkpoint is somebody else's."""
 
+
+# Servers that somebody else runs as one engine of a rank: samples out to them, new weights into them.
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""How new weights reach servers that somebody else runs: what all ways have in common."""
+"""How new weights reach servers: what all ways share, and broadcasts over a process group."""
 
 import asyncio
 import secrets
@@ -20,6 +20,8 @@ from rltrain.rollout.servers.calls import Calls, ServerBusy, ServerGone, ServerR
 from rltrain.rollout.servers.protocols import BroadcastProtocol, Receiver, ServerProtocol, UpdateGroup
 from rltrain.runtime.job_store import JobStore
 from rltrain.runtime.machine import JobThread
+
+# How new weights reach servers that somebody else runs: what all ways have in common.
 
 
 class Weights(Protocol):

@@ -1,4 +1,4 @@
-"""What servers of a kind understand: samples to draw, and new weights."""
+"""What SGLang, vLLM and OpenAI's API understand: samples to draw, and new weights."""
 
 import socket
 from collections.abc import Mapping, Sequence
@@ -96,6 +96,9 @@ class UpdateGroup:
         options._timeout = 2 * self._timeout  # torch then ends this process: whoever waits closes the group before
         with torch.cuda.device(self._device):
             return dist.ProcessGroupNCCL(dist.PrefixStore("cuda/", store), 0, self.address.size, options)
+
+
+# What servers of a kind understand: samples to draw, and new weights.
 
 
 @dataclass(frozen=True)

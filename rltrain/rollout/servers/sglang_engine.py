@@ -1,4 +1,4 @@
-"""SGLang as the rollout engine: a server that the engine's first rank starts, feeds and, where it dies, replaces."""
+"""SGLang as the rollout engine: a server that the engine's first rank starts and feeds."""
 
 import logging
 import os
@@ -36,6 +36,8 @@ from rltrain.rollout.servers.sglang_weights import ADAPTER, Delivery, first_load
 from rltrain.rollout.stop_strings import Tokenizer, stop_strings
 
 # SGLang's server on a rank of a role, and the parts of memory that it lives in.
+
+# SGLang as the rollout engine: a server that the engine's first rank starts, feeds and, where it dies, replaces.
 
 logger = logging.getLogger(__name__)
 

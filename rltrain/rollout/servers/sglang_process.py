@@ -1,4 +1,4 @@
-"""An SGLang server as a child process that never outlives its rank."""
+"""An SGLang server as a child process: its arguments, its environment, its end."""
 
 import contextlib
 import functools
@@ -349,6 +349,8 @@ def _numbers(version: str) -> tuple[int, ...]:
     """(0, 5, 23) of "0.5.23.post1"."""
     return tuple(map(int, re.findall(r"\d+", version)[:3]))
 
+
+# An SGLang server as a child process that never outlives its rank.
 
 TOKEN_VARIABLE = "RLTRAIN_SGLANG_TOKEN"
 POLL_S = 0.1

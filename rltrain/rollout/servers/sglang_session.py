@@ -1,4 +1,4 @@
-"""What the first rank of an engine has at its server: a queue, samples in flight, and those that have ended."""
+"""What an engine's first rank has at its server, and what it tells the other ranks."""
 
 import base64
 import binascii
@@ -427,6 +427,8 @@ class DivergenceWatch:
                 "runs: its weights have diverged or were never loaded. Lower actor.optimizer.lr, or check model.path."
             )
 
+
+# What the first rank of an engine has at its server: a queue, samples in flight, and those that have ended.
 
 _STREAM_SAMPLES = 64
 """Samples that share a stream: the server looks through all of them at every event."""

@@ -1,4 +1,4 @@
-"""The last hop of a weight sync: from this rank's staging memory into the parameters of the server's process."""
+"""The last hop of a weight sync: from this rank's staging memory into the server's parameters."""
 
 import base64
 import json
@@ -162,6 +162,8 @@ class HostCopy:
         """Into the part's slot of staging memory."""
         self._staging.bytes(part).copy_(self._host.tensors[str(part)], non_blocking=True)
 
+
+# The last hop of a weight sync: from this rank's staging memory into the parameters of the server's process.
 
 LOADER = "rltrain_weight_loader.load"
 """For the server's --custom-weight-loader: server/rltrain_weight_loader.py on its PYTHONPATH."""

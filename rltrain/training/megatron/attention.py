@@ -1,4 +1,4 @@
-"""Attention over packed sequences without Transformer Engine, and tensor parallelism above the number of KV heads."""
+"""Attention over packed sequences without Transformer Engine: plain, fused for CPUs, and latent."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +29,8 @@ from rltrain.training.megatron.fused import Gradients, TurnedHeads, takes_fused
 from rltrain.training.megatron.norms import ProjectionNorm, parameter_device
 from rltrain.training.megatron.versions import ModulesOfSpec
 from rltrain.training.packed_attention import PackedRows, attend_rows, boundaries_of, packed_rows
+
+# Attention over packed sequences without Transformer Engine, and tensor parallelism above the number of KV heads.
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Megatron as a training.backend.TrainingBackend."""
+"""Megatron as a training backend: a model with gradients, optimizer, memory and state."""
 
 import json
 import math
@@ -523,6 +523,9 @@ def _from_last_stage(metrics: dict[str, float], pipeline: dist.ProcessGroup, dev
     values = torch.tensor([metrics.get(key, 0.0) for key in keys], dtype=torch.float64, device=device)
     dist.broadcast(values, group=pipeline, group_src=source)
     return dict(zip(keys, values.tolist(), strict=True))
+
+
+# Megatron as a training.backend.TrainingBackend.
 
 
 def layout(site: ModelSite) -> Layout:

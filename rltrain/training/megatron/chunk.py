@@ -1,4 +1,4 @@
-"""Consecutive layers of a model of rltrain.models, built of megatron-core's modules, with the ends that they have."""
+"""Consecutive layers of a model, built of megatron-core's modules, and what they are built by."""
 
 from dataclasses import dataclass
 from typing import Any, cast
@@ -60,6 +60,8 @@ class ModelOptions:
         """Whether logits have another type than weights."""
         return self.model.head != self.model.dtype
 
+
+# Consecutive layers of a model of rltrain.models, built of megatron-core's modules, with the ends that they have.
 
 VOCABULARY_PARAMETERS = ("embedding.word_embeddings.weight", "output_layer.weight")
 

@@ -1,4 +1,4 @@
-"""Routers that know which tokens are whose: losses that balance experts, their loads, and biases that follow these."""
+"""Routers and experts: balance, replay, gpt-oss's matrices and rounded weights."""
 
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -93,6 +93,8 @@ class ReplayedChoice:
             self.choices.found[self.layer] = chosen
         return scores.gather(1, chosen), chosen
 
+
+# Routers that know which tokens are whose: losses that balance experts, their loads, and biases that follow these.
 
 NAMES_OF_LOSSES = ("moe_aux_loss", "moe_z_loss")
 REPLAYED, DIFFERING = "replayed_choices", "replayed_choices_differing"

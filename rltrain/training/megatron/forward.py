@@ -1,4 +1,4 @@
-"""Micro-batches through Megatron's schedules, and what comes out of them by token."""
+"""Micro-batches through Megatron's schedules: evaluation, messages between stages, replayed routing."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -139,6 +139,8 @@ def _own_layers(model: LanguageModel) -> dict[int, int]:
     chunks = chunks_of(model.architecture, model.grid)[model.pg_collection.pp.rank()]
     return {layer: places.index(layer) for chunk in chunks for layer in chunk.layers if layer in places}
 
+
+# Micro-batches through Megatron's schedules, and what comes out of them by token.
 
 PIPELINED = (forward_backward_pipelining_without_interleaving, forward_backward_pipelining_with_interleaving)
 

@@ -1,8 +1,4 @@
-"""Layers of a model as autograd functions of few passes over memory, for CPUs.
-
-There torch's own make a pass, and backward several, of each operation of a formula. Every function here is one of
-these formulas, and is differentiable once.
-"""
+"""Layers for CPUs: norms, activations and rotation in few passes, and products by oneDNN."""
 
 from functools import partial
 from typing import Any
@@ -15,6 +11,11 @@ from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+# Layers of a model as autograd functions of few passes over memory, for CPUs.
+#
+# There torch's own make a pass, and backward several, of each operation of a formula. Every function here is one of
+# these formulas, and is differentiable once.
 
 Gradients = tuple[Tensor | None, ...]
 

@@ -1,4 +1,4 @@
-"""The modules a model is made of: Megatron's own with torch kernels ("local"), or Transformer Engine's; value heads."""
+"""The modules a model is made of: Megatron's or Transformer Engine's; heads, delta nets, residuals."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -285,6 +285,8 @@ def widen_projection(layer: ColumnParallelLinear) -> None:
     """Megatron makes the layer itself, of a class that it does not let choose."""
     layer.__class__ = WideProjection
 
+
+# The modules a model is made of: Megatron's own with torch kernels ("local"), or Transformer Engine's; value heads.
 
 LOCAL_MLP = MLPSubmodules(linear_fc1=ColumnProduct, linear_fc2=RowProduct, activation_func=GatedActivation)
 # Experts have another number of tokens each time, for which oneDNN would make code each time.

@@ -1,4 +1,4 @@
-"""One rank's part of a model of rltrain.models, built of megatron-core's modules on explicit process groups."""
+"""One rank's part of a model on explicit process groups, and Megatron's config for it."""
 
 import importlib.util
 import os
@@ -306,6 +306,8 @@ def recompute_settings(recompute: schema.Recompute) -> dict[str, Any]:
     method, layers = ("uniform", 1) if recompute.layers is None else ("block", recompute.layers)
     return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": layers}
 
+
+# One rank's part of a model of rltrain.models, built of megatron-core's modules on explicit process groups.
 
 ROUTER_BIAS = ".router.expert_bias"
 HOST_TENSORS = ("sort_input_by_local_experts", "restore_output_by_local_experts")

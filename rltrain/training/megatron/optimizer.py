@@ -1,4 +1,4 @@
-"""Megatron's optimizer for one role, which may live on some of the world's ranks."""
+"""Megatron's optimizer for one role: steps, overlapped reduction, loss scale."""
 
 import json
 from collections import Counter
@@ -197,6 +197,9 @@ class MegatronLossScale:
         scale, growth, hysteresis = json.loads(state)
         self._scaler._scale.fill_(scale)
         self._scaler._growth_tracker, self._scaler._hysteresis_tracker = growth, hysteresis
+
+
+# Megatron's optimizer for one role, which may live on some of the world's ranks.
 
 
 class OptimizerWithExperts(ChainedOptimizer):
