@@ -1,15 +1,13 @@
 """The JSON schema of config files, for editors: made from the sections and their docstrings."""
 
-import ast
-import inspect
 import json
-import textwrap
 from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel
 
 from rltrain.config.explain import section_of
+from rltrain.config.key_reference import docstrings
 from rltrain.config.schema import Config
 
 
@@ -43,20 +41,4 @@ def sections_of(section: type[BaseModel]) -> list[type[BaseModel]]:
     for one in found:
         inner = [section_of(field.annotation) for field in one.model_fields.values()]
         found += [other for other in inner if other is not None and other not in found]
-    return found
-
-
-def docstrings(section: type[BaseModel]) -> dict[str, str]:
-    """What stands below the keys of a section and of those that it derives from."""
-    found: dict[str, str] = {}
-    for kind in reversed(section.__mro__):
-        if not issubclass(kind, BaseModel) or kind is BaseModel:
-            continue
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-        assert isinstance(definition, ast.ClassDef)
-        for statement, following in zip(definition.body, definition.body[1:], strict=False):
-            if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
-                continue
-            if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
-                found[statement.target.id] = " ".join(str(following.value.value).split())
     return found
