@@ -45,7 +45,7 @@ class SlimeSample:
     """The column that args.metadata_key names."""
     session_id: str | None = None
 
-    SlimeStatus = SlimeStatus
+    Status = SlimeStatus
 
     @classmethod
     def of(cls, sample: Scorable, metadata_key: str) -> "SlimeSample":

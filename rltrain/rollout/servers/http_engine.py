@@ -15,11 +15,9 @@ from rltrain.config.rollout import Http
 from rltrain.errors import ConfigError, DivergenceError
 from rltrain.offload.memory_parts import RemotePart
 from rltrain.rollout.engine import (
-    START_FRACTION,
     EngineSite,
     HostedEngine,
     SamplingParams,
-    check_samples,
     expect_idle,
     served_version,
 )
@@ -30,7 +28,8 @@ from rltrain.rollout.servers.disk_weights import DeltaWeights, DiskWeights
 from rltrain.rollout.servers.fleet import Addresses, Fleet
 from rltrain.rollout.servers.http_weights import GroupWeights, Weights, WholeUpdates, shared_run
 from rltrain.rollout.servers.protocols import ServerProtocol
-from rltrain.rollout.stop_strings import Tokenizer, stop_cut, stop_strings
+from rltrain.rollout.servers.remote_engine import RemoteEngine
+from rltrain.rollout.stop_strings import Tokenizer, stop_cut
 from rltrain.runtime.machine import JobThread
 
 # Weights that nobody changes: a checkpoint that servers load where they can.
@@ -81,7 +80,7 @@ POLL_S = 1.0
 CLOSE_S = 30.0
 
 
-class HttpEngine:
+class HttpEngine(RemoteEngine):
     """Implements `Engine`, of one rank. `max_running_requests` is for each server.
 
     Servers draw tokens whether or not anybody calls `step`, which returns what has finished meanwhile. A sync takes
@@ -102,12 +101,8 @@ class HttpEngine:
         advance: Callable[[], None],
         tokenizer: Tokenizer | None = None,
     ) -> None:
-        self.policy_version: int | None = None
-        self._fleet, self._weights = fleet, weights
-        self._max_running_requests, self._max_context_tokens = max_running_requests, max_context_tokens
-        self._advance, self._tokenizer = advance, tokenizer
-        self._unfinished: dict[int, Sample] = {}
-        self._sampling: SamplingParams | None = None
+        super().__init__(max_running_requests, max_context_tokens, tokenizer)
+        self._fleet, self._weights, self._advance = fleet, weights, advance
         self._done: list[Sample] = []
         """Finished, and not taken by a step."""
         self._ended: dict[Sample, Sample] = {}
@@ -116,21 +111,6 @@ class HttpEngine:
         self._loop = asyncio.new_event_loop()
         self._thread = JobThread(target=self._loop.run_forever, name="http engines", daemon=True)
         self._thread.start()
-
-    @property
-    def num_unfinished(self) -> int:
-        """Samples submitted that no step has returned yet."""
-        return len(self._unfinished)
-
-    @property
-    def num_free_slots(self) -> int:
-        """How many more samples would start at the next step."""
-        return max(0, self._num_slots - self.num_unfinished)
-
-    @property
-    def num_usable(self) -> int:
-        """Those, and some for servers to start before they are looked at again."""
-        return max(0, self._num_slots + max(1, self._num_slots // START_FRACTION) - self.num_unfinished)
 
     @property
     def _num_slots(self) -> int:
@@ -176,16 +156,7 @@ class HttpEngine:
         """Queue `samples` behind what is unfinished, which must have equal `sampling` and other ids (ValueError)."""
         if not samples:
             return
-        check_samples(
-            samples,
-            sampling,
-            unfinished=self._unfinished,
-            running=self._sampling,
-            max_context_tokens=self._max_context_tokens,
-        )
-        stop_strings(sampling.stop, self._tokenizer)
-        self._sampling = sampling
-        self._unfinished |= {sample.id: sample for sample in samples}
+        self._accept(samples, sampling)
         self._done += [self._ended[sample] for sample in samples if sample in self._ended]
         new = [sample for sample in samples if self._ended.pop(sample, None) is None]
         self._wait(self._fleet.submit(new, sampling, stop_cut(sampling.stop, self._tokenizer)))
@@ -216,19 +187,6 @@ class HttpEngine:
     def withdraw(self, ids: Collection[int]) -> list[Sample]:
         """As `suspend`, for these samples alone."""
         return self._take_back({number: sample for number, sample in self._unfinished.items() if number in ids})
-
-    def generate(self, samples: Sequence[Sample], sampling: SamplingParams) -> list[Sample]:
-        """The samples, finished and in their order, while nothing else is unfinished. Raises as `submit` and `step`."""
-        served_version(self.policy_version)
-        expect_idle(self.num_unfinished, "generate")
-        self.submit(samples, sampling)
-        finished: dict[int, Sample] = {}
-        while self._unfinished:
-            finished |= {sample.id: sample for sample in self.step()}
-        return [finished[sample.id] for sample in samples]
-
-    def forget(self, ids: Collection[int]) -> None:
-        """Nothing: servers give up first what they have not used for longest."""
 
     def release_cache(self) -> None:
         """Nothing but a check: keys and values are the servers'."""

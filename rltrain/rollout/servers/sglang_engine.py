@@ -19,21 +19,20 @@ from rltrain.models.lora import target_of
 from rltrain.offload.host_memory import NodeCopy
 from rltrain.offload.memory_parts import MemoryPart, RemotePart
 from rltrain.rollout.engine import (
-    START_FRACTION,
     EngineSite,
     HostedEngine,
     SamplingParams,
-    check_samples,
     expect_idle,
     served_version,
 )
 from rltrain.rollout.layout import engine_parts
 from rltrain.rollout.sample import Sample
+from rltrain.rollout.servers.remote_engine import RemoteEngine
 from rltrain.rollout.servers.sglang_client import Client
 from rltrain.rollout.servers.sglang_process import AdapterSpec, Server, ServerSpec, check_arguments
 from rltrain.rollout.servers.sglang_session import EngineBroadcast, ServerRouting, ServerSession
 from rltrain.rollout.servers.sglang_weights import ADAPTER, Delivery, first_load
-from rltrain.rollout.stop_strings import Tokenizer, stop_strings
+from rltrain.rollout.stop_strings import Tokenizer
 
 # SGLang's server on a rank of a role, and the parts of memory that it lives in.
 
@@ -47,7 +46,7 @@ FLUSH = "/flush_cache?timeout=10"
 """Seconds that the server may take to notice that nothing runs."""
 
 
-class SGLangEngine:
+class SGLangEngine(RemoteEngine):
     """Implements `Engine`. All ranks of the engine make equal calls. `server` is given on the first rank of each node,
     `client` on the engine's first rank.
 
@@ -78,18 +77,15 @@ class SGLangEngine:
         routing: ServerRouting | None = None,
         adapter: AdapterSpec | None = None,
     ) -> None:
-        self.policy_version: int | None = None
+        super().__init__(max_running_requests, max_context_tokens, tokenizer)
         self.delivery = delivery
         self.num_restarts = 0
         self._server, self._client = server, client
-        self._max_running_requests, self._max_context_tokens = max_running_requests, max_context_tokens
         self._settings, self._role = settings, role
-        self._advance, self._tokenizer, self._verify = advance, tokenizer, verify
+        self._advance, self._verify = advance, verify
         self._sharing = EngineBroadcast(group)
         num_ranks = dist.get_world_size(group) if group is not None else 1
         self._adapter_load = first_load(adapter, num_ranks) if adapter else None
-        self._unfinished: dict[int, Sample] = {}
-        self._sampling: SamplingParams | None = None
         self._lost: str | None = None
         """Why the server is to be replaced at the end of the update."""
         self._released: set[str] = set()
@@ -104,22 +100,6 @@ class SGLangEngine:
                 routing=routing,
                 adapter=ADAPTER if adapter else None,
             )
-
-    @property
-    def num_unfinished(self) -> int:
-        """Samples submitted that no step has returned yet."""
-        return len(self._unfinished)
-
-    @property
-    def num_free_slots(self) -> int:
-        """How many more samples would start at the next step."""
-        return max(0, self._max_running_requests - self.num_unfinished)
-
-    @property
-    def num_usable(self) -> int:
-        """Those, and some for the server to start before it is looked at again."""
-        slots = self._max_running_requests
-        return max(0, slots + max(1, slots // START_FRACTION) - self.num_unfinished)
 
     def start(self) -> None:
         """Start the server and wait until it can take weights; from the main thread.
@@ -178,16 +158,7 @@ class SGLangEngine:
         """Queue `samples` behind what is unfinished, which must have equal `sampling` and other ids (ValueError)."""
         if not samples:
             return
-        check_samples(
-            samples,
-            sampling,
-            unfinished=self._unfinished,
-            running=self._sampling,
-            max_context_tokens=self._max_context_tokens,
-        )
-        stop_strings(sampling.stop, self._tokenizer)  # refused on all ranks or on none
-        self._sampling = sampling
-        self._unfinished |= {sample.id: sample for sample in samples}
+        self._accept(samples, sampling)
         if self._session is not None:
             self._session.submit(samples, sampling, self._tokenizer)
 
@@ -246,22 +217,6 @@ class SGLangEngine:
         if others and sampling is not None:
             self.submit(others, sampling)
         return [sample for sample in back if sample.id in ids]
-
-    def generate(self, samples: Sequence[Sample], sampling: SamplingParams) -> list[Sample]:
-        """The samples, finished and in their order, while nothing else is unfinished.
-
-        Raises as `submit` and `step` do. Collective over: the engine's ranks.
-        """
-        served_version(self.policy_version)
-        expect_idle(self.num_unfinished, "generate")
-        self.submit(samples, sampling)
-        finished: dict[int, Sample] = {}
-        while self._unfinished:
-            finished |= {sample.id: sample for sample in self.step()}
-        return [finished[sample.id] for sample in samples]
-
-    def forget(self, ids: Collection[int]) -> None:
-        """Nothing: the server gives up first what it has not used for longest."""
 
     def release_cache(self) -> None:
         """Forget all keys and values. Their memory stays the server's: `release` gives it back.
