@@ -19,7 +19,7 @@ from rltrain.training.packing import ContextShare, inverse, places_of, places_of
 
 
 @dataclass(frozen=True, eq=False)
-class SlicedSequences:
+class SequenceSlices:
     """Packed sequences of which each rank of `group` has slices, and in attention all tokens of its heads."""
 
     positions: Tensor
@@ -56,11 +56,11 @@ class SlicedSequences:
 
 def spread_heads(
     lengths: Sequence[int], share: ContextShare, device: torch.device, group: dist.ProcessGroup
-) -> SlicedSequences:
+) -> SequenceSlices:
     """For packed sequences of these lengths, of each of which this rank has two slices."""
     places, order = places_of(lengths, share), places_of_all(lengths, share.size)
     positions = ranges(torch.zeros(len(lengths), dtype=torch.int64), torch.tensor(lengths))
-    return SlicedSequences(
+    return SequenceSlices(
         positions=positions[places].to(device),
         whole=packed_rows(lengths, device, PackedRows),
         row_of_place=inverse(order).to(device),
@@ -133,7 +133,7 @@ def packed_attention(
         )
     rows = HeadRows(*(x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value)))
     scale = scaling if scaling is not None else query.size(-1) ** -0.5
-    if isinstance(sequences, SlicedSequences):
+    if isinstance(sequences, SequenceSlices):
         heads = HeadRows(*sequences.scattered(rows))
         sinks = None if s_aux is None else sequences.own_heads(s_aux)
         attended = attend_rows(*heads, sequences.whole, scale, window, softcap, sinks)

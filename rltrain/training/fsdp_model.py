@@ -36,7 +36,7 @@ from rltrain.runtime.placement import model_group_lists
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.adapters import AdapterMode
 from rltrain.training.fake_quantization import rounded
-from rltrain.training.fsdp_attention import NAME, SEQUENCES, SlicedSequences, compute_packed, register, spread_heads
+from rltrain.training.fsdp_attention import NAME, SEQUENCES, SequenceSlices, compute_packed, register, spread_heads
 from rltrain.training.logprobs import Logits
 from rltrain.training.packed_attention import PackedRows, packed_rows
 from rltrain.training.packing import ContextShare, MicroBatch
@@ -405,7 +405,7 @@ class ShardedModel:
         learned = {name: found[own] for own, name in self.adapters.names.items()}
         return learned | {name: found[name] for name in self.adapters.heads}
 
-    def sequences(self, lengths: Sequence[int]) -> PackedRows | SlicedSequences:
+    def sequences(self, lengths: Sequence[int]) -> PackedRows | SequenceSlices:
         """Packed end to end; with context parallelism whole ones, of which this rank has its slices."""
         if self.share.size > 1:
             return spread_heads(lengths, self.share, self.device, self.pg_collection.cp)
