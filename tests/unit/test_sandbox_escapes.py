@@ -44,8 +44,8 @@ except OSError:
 
 def test_a_fork_bomb_of_shells(sandbox: Sandbox) -> None:
     mark = new_mark()
-    # Each shell waits before it forks. Started by root, which the kernel's own limit does not hold, a bomb that waits for
-    # nothing can take all process numbers of a machine between two looks of the keeper, and other tests' with them.
+    # Each shell waits before it forks. The kernel's own limit does not hold root, so a bomb that waits for nothing can
+    # take all process numbers of a machine, other tests' too, before the keeper looks again.
     command = ["bash", "-c", ":(){ sleep 0.03; :|:& };:; sleep 600", mark]
     outcome = sandbox.run(command, limits=Limits(num_processes=20, wall_s=0.3))
     assert outcome.ended_by in ("processes", "time")
