@@ -97,14 +97,11 @@ def memory_saver() -> Any:
     return saver
 
 
-# A part of a role's memory that another process holds on this rank's device, such as the server of an engine.
+def _nothing() -> None:
+    pass
 
 
 # A part of a role's memory, such as its weights, that leaves the device and comes back in place.
-
-
-def _nothing() -> None:
-    pass
 
 
 class MemoryPart:
@@ -363,6 +360,9 @@ class WholePartOnHost(MemoryPart):
 def _copied(tensor: Tensor, first: int, count: int | None, into: Tensor | None) -> Tensor:
     values = tensor.detach().view(-1)[first : None if count is None else first + count]
     return values.clone() if into is None else into.copy_(values)
+
+
+# A part of a role's memory that another process holds on this rank's device, such as the server of an engine.
 
 
 class RemotePart(MemoryPart):

@@ -25,12 +25,10 @@ from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.runtime.grid import Grid
 from rltrain.tasks.roles import trained_roles
 
-# What a model that is sharded over all ranks of its role holds, and has whole for a while (backend fsdp).
-
-# What a role's optimizer holds on a rank, on the device and on the host, and how long its steps take.
-
 FP32 = 4
 MOMENTS = 2
+# What a model that is sharded over all ranks of its role holds, and has whole for a while (backend fsdp).
+
 LAYERS_AT_ONCE = 2
 """That are whole: one is gathered while another computes."""
 LAYER = re.compile(r".*?\.(\d+)\.")
@@ -106,6 +104,8 @@ def gathering_s(job: PlannedJob, role: str, links: GridLinks, *, backward: bool)
         seconds += links.shard.gather(elements * FP32) + links.copies.all_reduce(shard)
     return seconds
 
+
+# What a role's optimizer holds on a rank, on the device and on the host, and how long its steps take.
 
 STAGED_ELEMENTS = 1 << 24
 """Of gradients, and of weights, that a step on the host has on their way at a time."""

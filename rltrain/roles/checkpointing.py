@@ -32,11 +32,9 @@ from rltrain.schedule.order import Order
 from rltrain.schedule.steps import is_memory_save_step, is_save_step
 from rltrain.tasks.roles import roles_beside_steps
 
-# Saving a run in its nodes' memory: each rank's files there, and a copy of them on the next node.
-
-# Saving a run at the boundaries between its steps, at fixed intervals or because it is asked to stop.
-
 logger = logging.getLogger(__name__)
+
+# Saving a run in its nodes' memory: each rank's files there, and a copy of them on the next node.
 
 LOOK_S = 0.05
 """Between two looks of a rank's thread for what it waits for; with many ranks more, as in job_store.polling."""
@@ -232,6 +230,8 @@ class MemoryCheckpointing:
 
 MAX_INCOMPLETE = 4
 """Checkpoints that wait for evaluations beside training; then training waits."""
+# Saving a run at the boundaries between its steps, at fixed intervals or because it is asked to stop.
+
 LATE_COPY_S = "perf/checkpoint_late_copy_s"
 STOPPED = "stopped"
 """Key in the store: the checkpoint at which the run is stopped is complete."""

@@ -55,13 +55,10 @@ from rltrain.schedule.replay import check
 from rltrain.schedule.steps import build_order
 from rltrain.tasks.roles import trained_roles
 
-# Going on from a checkpoint in the nodes' memory: which ones they hold together, and what each node lacks of one.
-
-# The folders that a run writes to: one job at a time does, and what an earlier run left there is set aside.
-
-# Going on from a checkpoint: which one, whether it fits the config, and what of the run is left.
-
 logger = logging.getLogger(__name__)
+
+
+# Going on from a checkpoint in the nodes' memory: which ones they hold together, and what each node lacks of one.
 
 
 class HeldCheckpoints:
@@ -231,6 +228,8 @@ class HeldCheckpoints:
         return found
 
 
+# The folders that a run writes to: one job at a time does, and what an earlier run left there is set aside.
+
 LOCK_FILE = "lock"
 WAIT_S = 20.0
 """For a job that has been killed to be gone, so that the next one can have its folder."""
@@ -341,6 +340,8 @@ def _holder(path: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError):
         return f"{path} does not say which"
 
+
+# Going on from a checkpoint: which one, whether it fits the config, and what of the run is left.
 
 FIXED_KEYS = ("algorithm", "seed", "batch.prompts_per_step", "data.shuffle")
 """The stream of prompts follows from these and from the training rows."""

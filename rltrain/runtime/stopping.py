@@ -20,11 +20,9 @@ from rltrain.runtime.job_store import JobStore, Observer, poll_s
 from rltrain.runtime.machine import JobThread
 from rltrain.runtime.world import World
 
-# The end of ranks that have done their part: whoever others still need stays.
+logger = logging.getLogger(__name__)
 
 # Stopping a job that is asked to end: by SIGTERM and SIGUSR1 from a scheduler that takes the machines, by Ctrl-C.
-
-logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 ASKED_AGAIN = {signal.SIGINT, signal.SIGTERM}
@@ -207,6 +205,8 @@ class StopRequest:
 def _leave_to_thread(number: int, frame: FrameType | None) -> None:
     """The thread that follows the signals has got the number already."""
 
+
+# The end of ranks that have done their part: whoever others still need stays.
 
 LEFT = "left"
 """Counts, in the store, the ranks that need it no more."""

@@ -135,11 +135,10 @@ async def protocol_of(calls: Calls, named: str) -> ServerProtocol:
     return PROTOCOLS.get(str(listed[0].get("owned_by")), PROTOCOLS["openai"])
 
 
-# One server that a rank asks: what it is, what it draws, and whether it still has the weights that it was given.
-
-# The servers of one rank: which samples are where, who is asked next, who comes and goes.
-
 logger = logging.getLogger(__name__)
+
+
+# One server that a rank asks: what it is, what it draws, and whether it still has the weights that it was given.
 
 
 class FleetServer:
@@ -288,6 +287,8 @@ def _named(way: str) -> str:
     """With the config key that asks for it."""
     return f"{way} ({'weight_sync.delta' if way == 'delta' else 'http.weights'})"
 
+
+# The servers of one rank: which samples are where, who is asked next, who comes and goes.
 
 WITHDRAW_S = 5.0
 """For a server to tell what it has drawn of what is withdrawn."""

@@ -34,11 +34,9 @@ from rltrain.rollout.servers.sglang_session import EngineBroadcast, ServerRoutin
 from rltrain.rollout.servers.sglang_weights import ADAPTER, Delivery, first_load
 from rltrain.rollout.stop_strings import Tokenizer
 
-# SGLang's server on a rank of a role, and the parts of memory that it lives in.
+logger = logging.getLogger(__name__)
 
 # SGLang as the rollout engine: a server that the engine's first rank starts, feeds and, where it dies, replaces.
-
-logger = logging.getLogger(__name__)
 
 STEP_WAIT_S = 0.005
 """What a step waits for a response to end: a decode step of a fast model."""
@@ -361,6 +359,8 @@ class SGLangEngine(RemoteEngine):
         with suppress(EngineLost):  # a server that is lost has nothing unfinished
             self._sharing.together(self._forget_all)
 
+
+# SGLang's server on a rank of a role, and the parts of memory that it lives in.
 
 LOOPBACK = "127.0.0.1"
 
