@@ -127,7 +127,10 @@ class ParameterGather:
     def begin(self) -> None:
         """Collective over: the ranks with the same parameters."""
         for group in self._groups:
-            group.start_param_sync()
+            if group.buckets[0].param_data.is_cpu:
+                _gather_by_bucket(group)
+            else:
+                group.start_param_sync()
 
     def finish(self) -> None:
         """Have the device wait for all weights; no forward gathers what is there."""
@@ -136,6 +139,29 @@ class ParameterGather:
                 group.param_gather_handle.wait()
                 group.param_gather_handle = None
             group.param_gather_dispatched = True
+
+
+def _gather_by_bucket(group: BucketGroup) -> None:
+    """Begins to gather the weights of a group of buckets, by one collective for each bucket.
+
+    Megatron coalesces them. Gloo crashes or hangs when several coalesced all-gathers run at once (pytorch issue 65231).
+    """
+    replicas = group.intra_distributed_optimizer_instance_group
+    group.param_gather_handle = _Collectives(
+        dist.all_gather_into_tensor(
+            bucket.param_data, bucket.param_data.chunk(replicas.size())[replicas.rank()], replicas, async_op=True
+        )
+        for bucket in group.buckets
+    )
+    group.param_gather_dispatched = True
+
+
+class _Collectives(list[dist.Work]):
+    """Collectives that are waited for together."""
+
+    def wait(self) -> None:
+        for work in self:
+            work.wait()
 
 
 def _last_layers_first(chunks: Sequence[DistributedDataParallel]) -> list[BucketGroup]:
