@@ -176,13 +176,12 @@ def dynamic_sampling_problems(config: Config, placement: Placement, grids: Mappi
             f"batch.dynamic_sampling.filter: got {REWARDS_DIFFER} with batch.samples_per_prompt 1, where no group has "
             "rewards that differ; expected at least 2 samples per prompt, or a function"
         )
-    for role, _ in informing("reward", "samples"):
-        if role in placement.roles:
-            yield (
-                f"placement.{role}: placed with batch.dynamic_sampling, which selects groups before that has said "
-                f"anything of them; expected rewards by functions or environments alone, without {role}, or "
-                "batch.dynamic_sampling: null"
-            )
+    for role, _ in informing("reward", "samples", placement.roles):
+        yield (
+            f"placement.{role}: placed with batch.dynamic_sampling, which selects groups before that has said "
+            f"anything of them; expected rewards by functions or environments alone, without {role}, or "
+            "batch.dynamic_sampling: null"
+        )
     if "rollout" in grids and "reward" in placement.roles:
         yield from _placement_problems(placement, grids["rollout"])
 

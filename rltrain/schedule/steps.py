@@ -1,74 +1,45 @@
 """The tasks of a run: the algorithm's step, laid out in the order that the schedule's mode asks for."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.config.schema import Config, EvaluationPlan
 from rltrain.runtime.placement import Placement
-from rltrain.schedule.order import CHECKPOINT, LOAD_WEIGHTS, SYNC_EVALUATION, Entries, Iterations, Order
+from rltrain.schedule.order import CHECKPOINT, LOAD_WEIGHTS, SYNC_EVALUATION, Iterations, Order
 from rltrain.schedule.shape import RunShape
-from rltrain.tasks.declaration import Task
-from rltrain.tasks.roles import informing, takers, trained_roles
+from rltrain.schedule.step import Part, Step, TaskOrder
+from rltrain.tasks.roles import TRANSFERS, informing, takers, task_of, trained_roles
 
-# Who takes part in what: the roles of a placement by what they do with a step's samples.
-
-Informants = tuple[tuple[str, Task], ...]
-"""Roles, each with a task that says something of samples."""
+# Which part of a step is done ahead of training on it, and which part with it.
 
 
-@dataclass(frozen=True)
-class Participants:
-    """`of` finds them."""
+def parts_of_step(placement: Placement, shape: RunShape) -> tuple[Part, Part]:
+    """Returns the part of a step that comes `lead` steps before training on it, and the part that training has.
 
-    roles: tuple[str, ...]
-    drawing: tuple[str, ...]
-    """Draw together."""
-    scoring: Informants
-    """Tell the reward something of samples as they were drawn."""
-    scoring_evaluations: Informants
-    """As well, of an evaluation's."""
-    learners: tuple[str, ...]
-    """Get scored samples."""
-    early: Informants
-    """Tell the actor something of scored samples, of those that are drawn ahead while others train: they hold up none
-    of these."""
-    late: Informants
-    """Tell it when training has come to the step."""
-    evaluates_apart: bool
-    """Whether engines of their own evaluate, beside all others."""
-    scores_early: bool
-    """Whether samples that are drawn ahead are scored while others train."""
+    Scoring comes ahead where it shares no ranks with the roles that get scored samples, so that it holds up none of
+    them. So does what models say of scored samples where they share no ranks with roles that learn.
+    """
+    placed = placement.roles
 
-    @classmethod
-    def of(cls, placement: Placement, shape: RunShape) -> "Participants":
-        placed = placement.roles
+    def ranks_of(roles: Iterable[str]) -> set[int]:
+        return {rank for role in roles if role in placed for rank in placement.ranks(role)}
 
-        def among(found: list[tuple[str, Task]]) -> Informants:
-            return tuple((role, task) for role, task in found if role in placed)
-
-        def ranks_of(roles: tuple[str, ...]) -> set[int]:
-            return {rank for role in roles if role in placed for rank in placement.ranks(role)}
-
-        scoring = among(informing("reward", "samples"))
-        learners = tuple(role for role in takers("scored") if role in placed and "reward" in placed)
-        scores_early = ranks_of(("reward", *(role for role, _ in scoring))).isdisjoint(ranks_of(learners))
-        informants, training = among(informing("actor", "scored")), ranks_of(trained_roles())
-        ahead = shape.lead > 0 and scores_early
-        early = tuple((role, task) for role, task in informants if ahead and training.isdisjoint(ranks_of((role,))))
-        return cls(
-            roles=placed,
-            drawing=("rollout", *(role for role in ("env",) if role in placed)),
-            scoring=scoring,
-            scoring_evaluations=among(informing("reward", "evaluation_samples")),
-            learners=learners,
-            early=early,
-            late=tuple(informant for informant in informants if informant not in early),
-            evaluates_apart="evaluation" in placed,
-            scores_early=scores_early,
-        )
+    opinions = informing("actor", "scored", placed)
+    if shape.lead == 0:
+        none = Part(generates=False, scores=False, informants=(), trains=False)
+        return none, Part(generates=True, scores=True, informants=tuple(task.name for _, task in opinions), trains=True)
+    scoring = ("reward", *(role for role, _ in informing("reward", "samples", placed)))
+    scores_ahead = ranks_of(scoring).isdisjoint(ranks_of(takers("scored", placed)))
+    training = ranks_of(trained_roles())
+    ahead = [task.name for role, task in opinions if scores_ahead and training.isdisjoint(ranks_of((role,)))]
+    late = [task.name for _, task in opinions if task.name not in ahead]
+    return (
+        Part(generates=True, scores=scores_ahead, informants=ahead, trains=False),
+        Part(generates=False, scores=not scores_ahead, informants=late, trains=True),
+    )
 
 
 # Which evaluation sets are due when, and which steps are judged by them.
@@ -111,7 +82,7 @@ def build_order(config: Config, placement: Placement, first_step: int = 0) -> Or
     run is one evaluation of the checkpoint.
     """
     shape, due = RunShape.of(config), DueEvaluations.of(config)
-    run = partial(Iteration, config, shape, Participants.of(placement, shape), due, first_step)
+    run = partial(Iteration, config, shape, placement.roles, parts_of_step(placement, shape), due, first_step)
     if not algorithm_of(config).trains:
         return Order.of(run(0).order)
     begin, generated = first_step - shape.lead, config.steps - shape.lead
@@ -155,241 +126,143 @@ class Iteration:
         self,
         config: Config,
         shape: RunShape,
-        participants: Participants,
+        roles: tuple[str, ...],
+        parts: tuple[Part, Part],
         due: DueEvaluations,
         first_step: int,
         number: int,
     ) -> None:
-        self.config, self.shape = config, shape
-        self.participants, self.roles = participants, participants.roles
-        self.due = due
-        self.order = Entries()
-        self.lead, self.chunks = self.shape.lead, range(self.shape.num_chunks)
+        self.config, self.lead, self.due, self.roles = config, shape.lead, due, roles
+        self.ahead, self.with_training = parts
+        self.generates = algorithm_of(config).generates
+        late = [transfer for name in self.with_training.informants for transfer in task_of(name).leaves]
+        self.order = TaskOrder(roles, TRANSFERS if self.generates else TRANSFERS.keys() - {"samples", "scored"}, late)
+        self.step = Step(self.order, shape)
+        self.evaluates_apart = "evaluation" in roles
         if not algorithm_of(config).trains:
-            self.order.task(LOAD_WEIGHTS, "rollout", step=0)
-            self._evaluate(0)
+            self.order.do(LOAD_WEIGHTS, 0)
+            self._draw_evaluations(0)
             self._score_evaluations(0)
             return
-        is_first = number == first_step - self.lead
+        self._add(number, first_step)
+
+    def _add(self, number: int, first_step: int) -> None:
+        """Appends the iteration's tasks; those of the boundary first, where a run that goes on begins."""
+        is_first, at_boundary = number == first_step - self.lead, max(number, first_step)
         if number > first_step:
-            self.save(number)
+            self._save(number)
         self.boundary = len(self.order)
         if number > first_step:
-            self.export(number)
+            self._export(number)
         if number > first_step or is_first:
-            self.refresh_reference(max(number, first_step))
-            self.sync_and_evaluate(max(number, first_step), is_first=is_first)
-        if number + self.lead < config.steps:
-            self.generate(number + self.lead)
-        if first_step <= number < config.steps:
-            self.train(number)
+            self._refresh_reference(at_boundary)
+            self._sync_and_evaluate(at_boundary, is_first=is_first)
+        if self.lead and self.generates and number + self.lead < self.config.steps:
+            self.step.run(number + self.lead, self.ahead)
+        if first_step <= number < self.config.steps:
+            if self.generates:
+                self.step.run(number, self.with_training)
+            else:
+                self.step.run_on_data(number)
         if number > first_step or is_first:
-            self.end_evaluation(max(number, first_step))
-        if number == config.steps and config.checkpoint.save_hf:
-            self.order.task("save_hf", "actor", step=number, final=True)
+            self._end_evaluation(at_boundary)
+        if number == self.config.steps and self.config.checkpoint.save_hf:
+            self.order.do("save_hf", number, final=True)
 
-    @cached_property
-    def _has_rollout(self) -> bool:
-        return algorithm_of(self.config).generates
-
-    def save(self, step: int) -> None:
-        """Where every role saves what it has if a checkpoint is due or asked for.
+    def _save(self, step: int) -> None:
+        """Every role saves what it has if a checkpoint is due or asked for.
 
         Not where the rollout would go on with weights that it got earlier: those are in no checkpoint.
         """
         config = self.config
         saves = config.checkpoint.saves or config.checkpoint.memory
         if saves and (step == config.steps or step % config.schedule.sync_every == 0):
-            for role in self.roles:
-                self.order.task(CHECKPOINT, role, step=step)
+            self._each_role(CHECKPOINT, step)
 
-    def export(self, step: int) -> None:
+    def _export(self, step: int) -> None:
         """The policy alone, before the last step."""
         exports = self.config.checkpoint.save_hf_interval
         if exports and step % exports == 0 and step != self.config.steps:
-            self.order.task("save_hf", "actor", step=step)
+            self.order.do("save_hf", step)
 
-    def refresh_reference(self, step: int) -> None:
+    def _refresh_reference(self, step: int) -> None:
         """The reference becomes the actor as it is now, where that is due."""
         every = self.config.reference.refresh_every
         if every and "reference" in self.roles and 0 < step < self.config.steps and step % every == 0:
-            self.order.task("refresh_reference", "actor", "reference", step=step)
+            self.order.do("refresh_reference", step)
 
-    def sync_and_evaluate(self, step: int, *, is_first: bool) -> None:
+    def _sync_and_evaluate(self, step: int, *, is_first: bool) -> None:
         """Weights of this step to the rollout where they are about to be used, and the held-out evaluation if due."""
-        config, order = self.config, self.order
-        due, apart = bool(self.due.sets(step)), self.participants.evaluates_apart
-        if config.scores_held_out:
-            if due:
+        if self.config.scores_held_out:
+            if self.due.sets(step):
                 self._score_held_out(step)
             return
         next_generated = step if is_first else step + self.lead
-        is_used = self._has_rollout and next_generated < config.steps
-        syncs = is_used and (is_first or step % config.schedule.sync_every == 0)
-        if syncs or (due and not apart):
-            order.task("weight_sync", "actor", "rollout", step=step)
-        if syncs and "inference" in self.roles:
-            order.task("sync_inference", "actor", "inference", step=step)
-        if apart:
+        is_used = self.generates and next_generated < self.config.steps
+        if is_used and (is_first or step % self.config.schedule.sync_every == 0):
+            self.step.sync(step)
+        elif self.due.sets(step) and not self.evaluates_apart:
+            self.order.do("weight_sync", step)
+        if self.evaluates_apart:
             self._evaluate_apart(step)
             return
-        self._evaluate(step)
+        self._draw_evaluations(step)
         if self.lead > 0 and self.due.finds_best(step):
-            order.task("save_candidate", "actor", step=step)
-        if self.lead == 0 or self.participants.scores_early:
+            self.order.do("save_candidate", step)
+        if self.lead == 0 or self.ahead.scores:
             self._score_evaluations(step)
         if self.lead == 0:
             self._judge(step)
 
-    def end_evaluation(self, step: int) -> None:
+    def _end_evaluation(self, step: int) -> None:
         """What follows from an evaluation beside which the rollout and training have gone on. A reward that shares
         ranks with training has scored nothing of it yet. What engines of their own found ends training at the end of
         the step that was trained on when they did, which nobody knows beforehand."""
-        if self.participants.evaluates_apart:
-            for role in self.roles if self.due.stop_metric is not None and step < self.config.steps else ():
-                self.order.task("stop_if_reached", role, step=step)
-            return
-        if self.lead == 0:
-            return
-        if not self.participants.scores_early:
-            self._score_evaluations(step)
-        self._judge(step)
+        if self.evaluates_apart:
+            if self.due.stop_metric is not None and step < self.config.steps:
+                self._each_role("stop_if_reached", step)
+        elif self.lead > 0:
+            if not self.ahead.scores:
+                self._score_evaluations(step)
+            self._judge(step)
 
-    def _evaluate(self, step: int) -> None:
+    def _each_role(self, task: str, step: int) -> None:
+        for role in self.roles:
+            self.order.do(task, step, roles=(role,))
+
+    def _draw_evaluations(self, step: int) -> None:
         for number in self.due.sets(step):
-            self.order.task("generate_evaluation", *self.participants.drawing, step=step, chunk=number)
-            self._hand_over("evaluation_samples", self.participants.scoring_evaluations, step, number)
-
-    def _evaluate_apart(self, step: int) -> None:
-        """Whoever evaluates has this in its order after the evaluation before; the actor goes on once it has given its
-        weights."""
-        if sets := self.due.sets(step):
-            self.order.task(SYNC_EVALUATION, "actor", "evaluation", step=step)
-            for number in sets:
-                self.order.task("run_evaluation", "evaluation", step=step, chunk=number)
-        if self.due.finds_best(step):
-            self.order.task("keep_evaluated", "evaluation", step=step)
+            self.order.do("generate_evaluation", step, number)
 
     def _score_evaluations(self, step: int) -> None:
         for number in self.due.sets(step):
-            self._tell_reward(self.participants.scoring_evaluations, step, number)
-            self.order.wait("evaluation_samples", "rollout", "reward", step, number)
-            self.order.task("score_evaluation", "reward", step=step, chunk=number)
+            self.step.score("evaluation_samples", "score_evaluation", step, number)
+
+    def _evaluate_apart(self, step: int) -> None:
+        """Engines of their own have this in their order after the evaluation before; the actor goes on once it has
+        given its weights."""
+        if sets := self.due.sets(step):
+            self.order.do(SYNC_EVALUATION, step)
+            for number in sets:
+                self.order.do("run_evaluation", step, number)
+        if self.due.finds_best(step):
+            self.order.do("keep_evaluated", step)
 
     def _judge(self, step: int) -> None:
         """Whether the policy is the best so far, which is saved now or has been as a candidate, and good enough."""
         if self.due.finds_best(step):
-            self.order.task("keep_candidate" if self.lead > 0 else "save_best", "actor", step=step)
+            self.order.do("keep_candidate" if self.lead > 0 else "save_best", step)
         if self.due.may_end(step):
-            self.order.task("decide_to_stop", *self.roles, step=step)
+            self.order.do("decide_to_stop", step, roles=self.roles)
 
     def _score_held_out(self, step: int) -> None:
-        self._ask_reference("evaluation_logprobs", step)
-        self.order.task("score_held_out", "actor", step=step)
-        if self.due.finds_best(step):
-            self.order.task("save_best", "actor", step=step)
-        if self.config.evaluation.stop_at is not None:
-            self.order.task("decide_to_stop", *self.roles, step=step)
-
-    def generate(self, step: int) -> None:
-        """What comes before training on the step, for the first time `lead` steps earlier.
-
-        A reward that shares ranks with training is not asked before the training that it would hold up.
-        """
-        if self.lead == 0 or not self._has_rollout:
-            return
-        for chunk in self.chunks:
-            self._generate(step, chunk)
-            if self.participants.scores_early:
-                self._score(step, chunk)
-            self._tell_actor(self.participants.early, step, chunk)
-
-    def train(self, step: int) -> None:
-        """Everything else of the step."""
-        if not self._has_rollout:
-            self._train_on_data(step)
-            return
-        for chunk in self.chunks:
-            if self.lead == 0:
-                self._generate(step, chunk)
-            if self.lead == 0 or not self.participants.scores_early:
-                self._score(step, chunk)
-            self._tell_actor(self.participants.late, step, chunk)
-            self._estimate_advantages(step, chunk)
-        self._update(step)
-
-    def _train_on_data(self, step: int) -> None:
-        self._ask_reference("reference_logprobs", step)
-        self.order.task("load_batch", "actor", step=step)
-        self.order.task("update", "actor", step=step)
-
-    def _ask_reference(self, logprobs: str, step: int) -> None:
-        """It reads the samples as the actor does, ahead of it where it has ranks of its own."""
         if "reference" in self.roles:
-            self.order.task(logprobs, "reference", step=step)
-            self.order.post(logprobs, "reference", "actor", step)
-            self.order.wait(logprobs, "reference", "actor", step)
-
-    def _generate(self, step: int, chunk: int) -> None:
-        self.order.task("generate", *self.participants.drawing, step=step, chunk=chunk)
-        self._hand_over("samples", self.participants.scoring, step, chunk)
-
-    def _hand_over(self, samples: str, scoring: Informants, step: int, chunk: int = 0) -> None:
-        """What was drawn, to all who say what it is worth."""
-        for role in ("reward", *(role for role, _ in scoring)):
-            self.order.post(samples, "rollout", role, step, chunk)
-
-    def _score(self, step: int, chunk: int) -> None:
-        self._tell_reward(self.participants.scoring, step, chunk)
-        self.order.wait("samples", "rollout", "reward", step, chunk)
-        self.order.task("score", "reward", step=step, chunk=chunk)
-        for role in self.participants.learners:
-            self.order.post("scored", "reward", role, step, chunk)
-
-    def _tell_reward(self, informants: Informants, step: int, chunk: int = 0) -> None:
-        """What models say of the samples, there before the reward takes up these."""
-        for role, task in informants:
-            self._tell(role, task, "rollout", "reward", step, chunk)
-        for role, task in informants:
-            self.order.wait(task.leaves[0], role, "reward", step, chunk)
-
-    def _tell_actor(self, informants: Informants, step: int, chunk: int) -> None:
-        """What models say of scored samples; the actor takes it before its advantages."""
-        for role, task in informants:
-            self._tell(role, task, "reward", "actor", step, chunk)
-
-    def _tell(self, role: str, task: Task, source: str, informed: str, step: int, chunk: int) -> None:
-        self.order.wait(task.takes[0], source, role, step, chunk)
-        self.order.task(task.name, role, step=step, chunk=chunk)
-        self.order.post(task.leaves[0], role, informed, step, chunk)
-
-    def _estimate_advantages(self, step: int, chunk: int) -> None:
-        order = self.order
-        order.wait("scored", "reward", "actor", step, chunk)
-        if self.shape.needs_actor_logprobs and "inference" not in self.roles:
-            order.task("actor_logprobs", "actor", step=step, chunk=chunk)
-        for role, task in (*self.participants.early, *self.participants.late):
-            order.wait(task.leaves[0], role, "actor", step, chunk)
-        order.task("advantages", "actor", step=step, chunk=chunk)
-        if "critic" in self.roles:
-            order.post("returns", "actor", "critic", step, chunk)
-        if self.shape.accumulates_actor and self._trains_actor(step):
-            order.task("accumulate", "actor", step=step, chunk=chunk)
-        if "critic" in self.roles and self.shape.accumulates_critic:
-            order.wait("returns", "actor", "critic", step, chunk)
-            order.task("accumulate_critic", "critic", step=step, chunk=chunk)
-
-    def _update(self, step: int) -> None:
-        if "critic" in self.roles:
-            if not self.shape.accumulates_critic:
-                for chunk in self.chunks:
-                    self.order.wait("returns", "actor", "critic", step, chunk)
-            self.order.task("update_critic", "critic", step=step)
-        if self._trains_actor(step):
-            self.order.task("update", "actor", step=step)
-
-    def _trains_actor(self, step: int) -> bool:
-        return step >= self.shape.first_actor_step
+            self.order.do("evaluation_logprobs", step)
+        self.order.do("score_held_out", step)
+        if self.due.finds_best(step):
+            self.order.do("save_best", step)
+        if self.config.evaluation.stop_at is not None:
+            self.order.do("decide_to_stop", step, roles=self.roles)
 
 
 # A few steps of a run, without what is special about its first ones: what stands for all of them.

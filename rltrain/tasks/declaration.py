@@ -66,6 +66,8 @@ class Task:
     forward: bool = False
     reports: tuple[Metric, ...] = ()
     kind: str = ""
+    joined_by: tuple[str, ...] = ()
+    """Roles that take part in it where they are placed."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The roles of a run, and the tasks of each."""
 
+from collections.abc import Collection
 from typing import Literal
 
 from rltrain.tasks import metrics
@@ -46,6 +47,10 @@ TRANSFERS: dict[str, tuple[str, ...]] = {
 """The fields of Experience that each carries."""
 
 
+OF_SCORED = ("reference_logprobs", "teacher_logprobs", "inference_logprobs", "values")
+"""Transfers that tell the actor something of scored samples."""
+
+
 def _weights(role: str) -> frozenset[Key]:
     return parts_of(role, "weights")
 
@@ -68,8 +73,8 @@ ACTOR = RoleTasks(
     "actor",
     (
         Task("load_batch", takes=("reference_logprobs",), kind=OTHER),
-        Task("actor_logprobs", Needs(reads=_weights("actor")), forward=True, kind="actor log-probs"),
-        Task("advantages", takes=("scored",), leaves=("returns",)),
+        Task("actor_logprobs", Needs(reads=_weights("actor")), takes=("scored",), forward=True, kind="actor log-probs"),
+        Task("advantages", takes=("scored", *OF_SCORED), leaves=("returns",)),
         Task("accumulate", _accumulates("actor"), kind="actor update"),
         Task("update", _updates("actor"), reports=metrics.UPDATE, kind="actor update"),
         Task("save_hf", Needs(reads=_weights("actor")), kind=OTHER),
@@ -196,8 +201,8 @@ ROLLOUT = RoleTasks(
     "rollout",
     (
         Task("load_weights", Needs(rewrites=_weights("rollout") | BASE), kind=OTHER),
-        Task("generate", _GENERATES, leaves=("samples",), reports=metrics.GENERATE),
-        Task("generate_evaluation", _GENERATES, leaves=("evaluation_samples",), kind="generate"),
+        Task("generate", _GENERATES, leaves=("samples",), reports=metrics.GENERATE, joined_by=("env",)),
+        Task("generate_evaluation", _GENERATES, leaves=("evaluation_samples",), kind="generate", joined_by=("env",)),
     ),
     model="served",
 )
@@ -220,8 +225,13 @@ ENV = RoleTasks("env", needed_by_algorithm=False, on_device_if_offloaded=True)
 REWARD = RoleTasks(
     "reward",
     (
-        Task("score", takes=("samples",), leaves=("scored",), reports=metrics.SCORE),
-        Task("score_evaluation", takes=("evaluation_samples",), reports=metrics.SCORE_EVALUATION, kind="score"),
+        Task("score", takes=("model_scores", "verdicts", "samples"), leaves=("scored",), reports=metrics.SCORE),
+        Task(
+            "score_evaluation",
+            takes=("evaluation_model_scores", "evaluation_verdicts", "evaluation_samples"),
+            reports=metrics.SCORE_EVALUATION,
+            kind="score",
+        ),
     ),
 )
 
@@ -247,6 +257,12 @@ def _gives_weights(task: str, reports: tuple[metrics.Metric, ...] = ()) -> Task:
     return Task(task, needs, reports=reports, kind="weight sync")
 
 
+def _states_of_trained_roles() -> frozenset[Key]:
+    return frozenset().union(
+        *(parts_of(role.name, *STATE_PARTS) for role in DECLARED.values() if role.model == "trained")
+    )
+
+
 JOINT = {
     task.name: task
     for task in (
@@ -256,6 +272,7 @@ JOINT = {
         Task("sync_evaluation", Needs(reads=_weights("actor")), kind="weight sync"),
         Task("decide_to_stop", kind=OTHER),
         Task("stop_if_reached", kind=OTHER),
+        Task("checkpoint", Needs(keeps=_states_of_trained_roles()), kind=OTHER),
     )
 }
 """Tasks of several roles."""
@@ -264,6 +281,28 @@ JOINT = {
 def all_tasks() -> list[Task]:
     """Of every role, then those of several."""
     return [*(task for role in DECLARED.values() for task in role.tasks), *JOINT.values()]
+
+
+def task_of(name: str) -> Task:
+    """Returns the declaration of a task. Raises ValueError for one that nobody has declared."""
+    for declared in all_tasks():
+        if declared.name == name:
+            return declared
+    raise ValueError(f"what the task {name} needs on the device is unknown: declare it in rltrain/tasks/roles.py")
+
+
+def roles_of_task(name: str, placed: Collection[str]) -> tuple[str, ...]:
+    """Returns the roles that execute a task together: those that must, and of those that may join it the placed ones.
+
+    Raises ValueError for a task of several roles that does not say which.
+    """
+    if name in SYNCED:
+        return ("actor", SYNCED[name])
+    for role in DECLARED.values():
+        for task in role.tasks:
+            if task.name == name:
+                return (role.name, *(other for other in task.joined_by if other in placed))
+    raise ValueError(f"the task {name} belongs to no role: name its roles")
 
 
 def kinds_of_tasks() -> dict[str, str]:
@@ -321,14 +360,19 @@ def rewarding_roles() -> tuple[str, ...]:
     return tuple(role.name for role in DECLARED.values() if any(task.informs == "reward" for task in role.tasks))
 
 
-def takers(transfer: str) -> tuple[str, ...]:
-    """Roles with a task that takes what a transfer brings."""
-    return tuple(role.name for role in DECLARED.values() if any(transfer in task.takes for task in role.tasks))
+def takers(transfer: str, placed: Collection[str]) -> tuple[str, ...]:
+    """Returns the placed roles with a task that takes what a transfer brings, those that inform others of it last."""
+    found = [(role, task) for role in placed for task in DECLARED[role].tasks if transfer in task.takes]
+    found.sort(key=lambda one: (one[1].informs is not None, [*DECLARED].index(one[0])))
+    return tuple(dict.fromkeys(role for role, _ in found))
 
 
-def informing(informed: Literal["actor", "reward"], transfer: str) -> list[tuple[str, Task]]:
-    """(role, task) of all that take `transfer` and tell a role something of it, those that never learn first."""
-    roles = sorted(DECLARED.values(), key=lambda role: role.model == "trained")
+def informing(informed: Literal["actor", "reward"], transfer: str, placed: Collection[str]) -> list[tuple[str, Task]]:
+    """Returns (role, task) of the placed roles that take `transfer` and tell a role something of it.
+
+    Those that never learn come first.
+    """
+    roles = sorted((one for one in DECLARED.values() if one.name in placed), key=lambda one: one.model == "trained")
     tasks = [(role.name, task) for role in roles for task in role.tasks]
     return [(role, task) for role, task in tasks if task.informs == informed and transfer in task.takes]
 
@@ -345,10 +389,5 @@ def model_tasks() -> dict[str, tuple[str, bool]]:
 
 
 def needs_of(task: str) -> Needs:
-    """ValueError for a task that nobody has declared: memory that it needs might be away."""
-    if task == "checkpoint":
-        return Needs(keeps=frozenset().union(*(parts_of(role, *STATE_PARTS) for role in trained_roles())))
-    for declared in all_tasks():
-        if declared.name == task:
-            return declared.needs
-    raise ValueError(f"what the task {task} needs on the device is unknown: declare it in rltrain/tasks/roles.py")
+    """Returns the parts of memory that a task needs on the device. Raises ValueError for one that is not declared."""
+    return task_of(task).needs

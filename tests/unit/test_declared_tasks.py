@@ -4,7 +4,7 @@ import pytest
 
 from rltrain.data.experience import FIELDS
 from rltrain.tasks.declaration import Needs, RoleTasks, Task, parts_of
-from rltrain.tasks.roles import DECLARED, JOINT, TRANSFERS, all_tasks, informing, model_tasks, needs_of
+from rltrain.tasks.roles import DECLARED, JOINT, TRANSFERS, all_tasks, model_tasks, needs_of
 from rltrain.trainer import ROLES
 from tests.unit.schedule_configs import GRPO, PPO, order_of
 
@@ -27,10 +27,7 @@ def test_whatever_the_order_does_with_a_role_is_declared_of_it(name: str) -> Non
             assert any(entry.name in task.leaves for task in tasks), entry
         elif entry.kind == "wait":
             taken = {transfer for task in tasks for transfer in task.takes}
-            opinions = (
-                {task.leaves[0] for _, task in informing("actor", "scored")} if entry.actors == ("actor",) else set()
-            )
-            assert entry.name in taken | opinions, entry
+            assert entry.name in taken, entry
 
 
 def test_a_role_has_a_method_for_every_task_declared_of_it() -> None:
@@ -43,6 +40,11 @@ def test_transfers_carry_fields_of_experience_and_somebody_takes_them() -> None:
     assert {field for fields in TRANSFERS.values() for field in fields} <= FIELDS.keys()
     left = {transfer for role in DECLARED.values() for task in role.tasks for transfer in task.leaves}
     assert left == TRANSFERS.keys()
+
+
+def test_a_task_that_informs_a_role_leaves_what_a_task_of_that_role_takes() -> None:
+    for task in (task for role in DECLARED.values() for task in role.tasks if task.informs):
+        assert any({*task.leaves} <= {*other.takes} for other in DECLARED[task.informs].tasks), task
 
 
 def test_a_task_that_needs_memory_needs_that_of_a_role_which_has_some() -> None:

@@ -85,6 +85,7 @@ FAST_TO_IMPORT = (
     "config.loader",
     "algorithms.registry",
     "schedule.shape",
+    "schedule.step",
     "planning.validation",
     "planning.validation_schedule",
     "planning.sync_time",

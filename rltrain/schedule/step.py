@@ -1,0 +1,127 @@
+"""The plain step: the tasks of one step of training, in the order in which they happen.
+
+`steps.py` lays the steps of a run out as the schedule's mode asks, and adds evaluations and checkpoints.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from rltrain.schedule.order import Entries, Transfer
+from rltrain.schedule.shape import RunShape
+from rltrain.tasks.roles import DECLARED, informing, roles_of_task, takers, task_of
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of a step that one iteration has. Without a lead of generation it is the whole step."""
+
+    generates: bool
+    scores: bool
+    informants: Sequence[str]
+    """Tasks of models that tell the actor something of scored samples."""
+    trains: bool
+
+
+class Step:
+    """Appends the tasks of steps to an order."""
+
+    def __init__(self, order: "TaskOrder", shape: RunShape) -> None:
+        self.order, self.shape = order, shape
+        self.chunks = range(shape.num_chunks)
+        self.has_critic, self.has_inference = "critic" in order.roles, "inference" in order.roles
+
+    def sync(self, step: int) -> None:
+        """The rollout gets the actor's weights, and so does the copy of the actor that computes its log-probs."""
+        self.order.do("weight_sync", step)
+        if self.has_inference:
+            self.order.do("sync_inference", step)
+
+    def run(self, step: int, part: Part) -> None:
+        """Samples are drawn, scored and given advantages chunk by chunk; then the critic and the actor are updated."""
+        for chunk in self.chunks:
+            if part.generates:
+                self.order.do("generate", step, chunk)
+            if part.scores:
+                self.score("samples", "score", step, chunk)
+            for log_probs_or_values in part.informants:
+                self.order.do(log_probs_or_values, step, chunk)
+            if part.trains:
+                self._estimate_advantages(step, chunk)
+        if part.trains:
+            self._update(step)
+
+    def score(self, samples: str, task: str, step: int, chunk: int) -> None:
+        """Reward models and judges read the samples before the reward takes up what they say."""
+        for _, opinion in informing("reward", samples, self.order.roles):
+            self.order.do(opinion.name, step, chunk)
+        self.order.do(task, step, chunk)
+
+    def _estimate_advantages(self, step: int, chunk: int) -> None:
+        if self.shape.needs_actor_logprobs and not self.has_inference:
+            self.order.do("actor_logprobs", step, chunk)
+        self.order.do("advantages", step, chunk)
+        if self.shape.accumulates_actor and self._trains_actor(step):
+            self.order.do("accumulate", step, chunk)
+        if self.has_critic and self.shape.accumulates_critic:
+            self.order.do("accumulate_critic", step, chunk)
+
+    def _update(self, step: int) -> None:
+        if self.has_critic:
+            self.order.do("update_critic", step, takes_of=self.chunks)
+        if self._trains_actor(step):
+            self.order.do("update", step)
+
+    def run_on_data(self, step: int) -> None:
+        """Where nothing is drawn the actor trains on rows, of which the reference says what it makes of them."""
+        if "reference" in self.order.roles:
+            self.order.do("reference_logprobs", step)
+        self.order.do("load_batch", step)
+        self.order.do("update", step)
+
+    def _trains_actor(self, step: int) -> bool:
+        return step >= self.shape.first_actor_step
+
+
+class TaskOrder(Entries):
+    """An order to which tasks are appended with the waits and posts that follow from what they take and leave.
+
+    A wait stands right before the first task of a role that takes what it brings. A post stands right after the task
+    that leaves what it sends, one for each role that takes it.
+    """
+
+    def __init__(self, roles: Sequence[str], transfers: Collection[str], late: Collection[str] = ()) -> None:
+        """`transfers` are those of a run with these `roles`. A task takes the `late` ones after all others."""
+        super().__init__()
+        self.roles, self._late = roles, late
+        left = {name: role for role in roles for task in DECLARED[role].tasks for name in task.leaves}
+        self._sources = {name: role for name, role in left.items() if name in transfers}
+        self._taken: set[Transfer] = set()
+
+    def do(
+        self,
+        name: str,
+        step: int,
+        chunk: int = 0,
+        *,
+        roles: Sequence[str] | None = None,
+        takes_of: Sequence[int] | None = None,
+        final: bool = False,
+    ) -> None:
+        """Appends the task `name` of `roles`, by default those that it is declared of.
+
+        It takes what belongs to the chunks `takes_of`, by default to its own one.
+        """
+        task, owners = task_of(name), roles_of_task(name, self.roles) if roles is None else roles
+        for transfer in sorted((one for one in task.takes if one in self._sources), key=self._late.__contains__):
+            for part in (chunk,) if takes_of is None else takes_of:
+                self._take(transfer, owners[0], step, part)
+        self.task(name, *owners, step=step, chunk=chunk, final=final)
+        for transfer in task.leaves:
+            for destination in takers(transfer, self.roles):
+                self.post(transfer, owners[0], destination, step, chunk)
+
+    def _take(self, transfer: str, role: str, step: int, chunk: int) -> None:
+        wait = (transfer, self._sources[transfer], role, step, chunk)
+        if wait not in self._taken:
+            self._taken.add(wait)
+            self.wait(*wait)
