@@ -23,7 +23,7 @@ from rltrain.errors import DivergenceError, ParityError
 from rltrain.exchange.exchange import Exchange
 from rltrain.exchange.transport import Transport
 from rltrain.models import Architecture
-from rltrain.observability.evaluations import REACHED, EvaluationTable, end_verdict_of, stop_verdict_of
+from rltrain.observability.evaluations import EvaluationTable
 from rltrain.observability.progress import Progress, checkpoints_of
 from rltrain.observability.reporter import Reporter, RoleWork, Sink, of_whole_job
 from rltrain.observability.run_logs import write_job
@@ -42,10 +42,10 @@ from rltrain.reshard import native
 from rltrain.roles.actor import ActorRole
 from rltrain.roles.checkpointing import Checkpointing
 from rltrain.roles.critic import CriticRole
-from rltrain.roles.drawing import DrawingRole
 from rltrain.roles.env import EnvRole
 from rltrain.roles.evaluation import EvaluationRole
 from rltrain.roles.inputs import Inputs, JobRows, agreed_inputs
+from rltrain.roles.joint_tasks import EndOfTraining, InFlightSyncs, weight_syncs
 from rltrain.roles.reference import InferenceRole, ReferenceRole, TeacherRole, is_actors_base, uses_actor_modules
 from rltrain.roles.resuming import (
     HeldCheckpoints,
@@ -62,8 +62,6 @@ from rltrain.roles.role import Job, Metrics, Role
 from rltrain.roles.rollout import RolloutRole
 from rltrain.roles.scoring_models import JudgeRole, RewardModelRole
 from rltrain.roles.transfers import Transfers
-from rltrain.roles.weight_sync import EvaluationSync, ModelSync, WeightSyncTask
-from rltrain.rollout.in_flight_sync import InFlightSync
 from rltrain.runtime.ending import Ending, end_quietly
 from rltrain.runtime.grid import job_leader
 from rltrain.runtime.job_store import JobStore, Waiter
@@ -74,9 +72,9 @@ from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.runtime.stopping import StopRequest, await_signal_of_launcher, leave_store
 from rltrain.runtime.watchdog import Watchdog, join_within
 from rltrain.runtime.world import TRANSPORT_TIMEOUT_S, World, start_process_groups
-from rltrain.schedule.order import CHECKPOINT, SYNC_EVALUATION, WEIGHT_SYNC, Entry, Order
+from rltrain.schedule.order import CHECKPOINT, WEIGHT_SYNC, Entry, Order
 from rltrain.schedule.steps import build_order
-from rltrain.tasks.roles import DECLARED, SYNCED, device_roles
+from rltrain.tasks.roles import DECLARED, device_roles
 
 # The roles of one rank, built one after the other such that those that share its device fit on it in turn.
 
@@ -190,50 +188,32 @@ class Trainer:
         self.trace = start_trace(job.config, self.rank, job.placement.hosts(self.rank))
         job.heartbeat.task_clock.span = self.trace.span
         self.roles, self.residency = host_roles(job, order, self.trace)
-        self.joint_tasks: dict[str, Callable[[int, int], Metrics | None]] = {
-            "decide_to_stop": self.decide_to_stop,
-            "stop_if_reached": self.stop_if_reached,
-            **self._syncs(),
-        }
-        self.in_flight = self._in_flight()
-        self.joins = next((sync for task, sync in self.in_flight.items() if SYNCED[task] in self.hosted), None)
-        """Those that an engine of this rank joins."""
-        serve = self.joins.join_if_due if self.joins else None
+        syncs = weight_syncs(job, order, self.roles)
+        self.in_flight = InFlightSyncs(job, order, self.roles, self._join_sync, self._may_join)
         transport = Transport(self.rank, job.world.address, job.world.store, job.world.background)
-        exchange = Exchange(self.rank, transport, job.waiter, job.world.ranks_per_node, serve)
+        exchange = Exchange(self.rank, transport, job.waiter, job.world.ranks_per_node, self.in_flight.serve)
         for role in self.roles.values():
-            role.serve = serve
+            role.serve = self.in_flight.serve
         self.transfers = Transfers(job, order, exchange, self.roles, self.trace)
         self.reporter = build_reporter(job, order, self._metrics_of_rank)
         restore(job, self.transfers, self.reporter)
         self.checkpointing = Checkpointing(job, order, self.roles, self.transfers, self.reporter)
-        self.joint_tasks[CHECKPOINT] = self.checkpointing.at_boundary
+        self.end = EndOfTraining(job, order, self.hosted)
+        self.joint_tasks = {**syncs, CHECKPOINT: self.checkpointing.at_boundary, **self.end.tasks}
         self.work = RoleWork(peak_flops(job))
-        self.position = 0
-        """Of the entry that this rank has come to, those aside that it joins out of turn."""
-        self.end = order.end
-        """Position at which training ends; later entries are executed only if they are final."""
-        self.ending: set[int] = set()
-        """The ranks that end training there with this one. What is awaited behind it is sent all the same: whoever has
-        come to the end stays until those have that have yet to send."""
 
     def run(self) -> bool:
         """Every entry of this rank, in order; whether it came to the end, and was not stopped by a signal."""
         try:
             for position, entry in self.order.items():
-                self.position = position
                 if self.checkpointing.stopped_by:
-                    self.end = position
+                    self.end.position = position
                     break
-                if self.hosted.isdisjoint(entry.actors) or (position > self.end and not entry.final):
+                if self.hosted.isdisjoint(entry.actors) or self.end.skips(position, entry):
                     continue
                 self.checkpointing.look()
-                if self.joins:
-                    self.joins.position = position
-                    if self._is_in_flight(entry):
-                        self.joins.reach(position)
-                        continue
-                self._execute(position)
+                if not self.in_flight.come_to(position, entry):
+                    self._execute(position)
             self._come_to_the_end()
         except BaseException as error:
             error.add_note(f"on rank {self.rank}, which {self.job.job_store.activity(self.rank)}")
@@ -252,32 +232,14 @@ class Trainer:
         return self.checkpointing.stopped_by is None
 
     def _come_to_the_end(self) -> None:
-        self.transfers.finish(end=self.end)
+        self.transfers.finish(end=self.end.position)
         self.checkpointing.finish()
-        if self.ending and not self.checkpointing.stopped_by:
+        if self.end.ranks and not self.checkpointing.stopped_by:
             with self.trace.span("the end of the others", "wait"):
-                self.job.job_store.meet("end", len(self.ending), waiting_for="the end of the other ranks")
+                self.end.meet()
         if not self.hosted:
             with self.trace.span("the end of the run", "wait"):
                 self.reporter.await_end()
-
-    def decide_to_stop(self, step: int, chunk: int) -> None:
-        """Everybody learns whether the evaluation of the step reached its goal, once who scored it knows."""
-        leader = self.job.leader_of("actor" if self.job.config.scores_held_out else "reward")
-        if self.job.job_store.get(end_verdict_of(step), waiting_for=f"the verdict of rank {leader} at step {step}"):
-            self._end_here()
-
-    def stop_if_reached(self, step: int, chunk: int) -> None:
-        """Everybody learns whether an evaluation had reached the goal when the first rank had done with the step."""
-        if self.job.job_store.agreed(stop_verdict_of(step), self.job.job_store.has(REACHED)):
-            self._end_here()
-
-    def _end_here(self) -> None:
-        """With all that have this task in the step, together or each role by itself."""
-        self.end, task = self.position, self.order[self.position]
-        same = (entry for _, entry in self.order.of_step(task.step) if (entry.kind, entry.name) == ("task", task.name))
-        roles = {role for entry in same for role in entry.roles}
-        self.ending = {rank for role in roles for rank in self.job.placement.ranks(role)}
 
     def _execute(self, position: int) -> None:
         entry = self.order[position]
@@ -287,7 +249,7 @@ class Trainer:
             role,
             entry.step,
             entry.chunk,
-            position=None if self._is_in_flight(entry) else position,
+            position=None if self.in_flight.has(entry) else position,
         )
         with self.trace.span(entry.name, entry.kind, role=role, step=entry.step, chunk=entry.chunk):
             {"task": self._task, "post": self.transfers.post, "wait": self.transfers.wait}[entry.kind](position)
@@ -301,10 +263,9 @@ class Trainer:
 
     def _task(self, position: int) -> None:
         entry = self.order[position]
-        if not (self.joins and self._is_in_flight(entry)):
+        if not self.in_flight.is_joined(entry):
             self.residency.enter(position)
-        if self._is_in_flight(entry) and self.rank == self.job.leader_of("actor"):
-            self.in_flight[entry.name].announce()
+        self.in_flight.announce(entry)
         task = self.joint_tasks.get(entry.name) or getattr(self._first_of(entry), entry.name)
         with self.job.heartbeat.task_clock.task(entry.name) as spent:
             metrics: Metrics = task(entry.step, entry.chunk) or {}
@@ -322,10 +283,6 @@ class Trainer:
         alone, and the first of them where they share the rank."""
         return next(self.roles[name] for name in entry.roles if name in self.roles)
 
-    def _is_in_flight(self, entry: Entry) -> bool:
-        """Whether engines may come to it at another place than the order's."""
-        return entry.name in self.in_flight
-
     def _metrics_of_rank(self) -> Metrics:
         """Of the roles that this rank reports for; what concerns the whole rank comes from the job's leader."""
         leads = {name for name in self.hosted if self.job.leader_of(name) == self.rank}
@@ -336,43 +293,6 @@ class Trainer:
         metrics |= {f"memory/{role}_{name}": size for role in leads for name, size in of_device.items()}
         metrics |= self.work.metrics({role: len(self.job.placement.ranks(role)) for role in sorted(leads)})
         return metrics | (self.checkpointing.metrics() if self.rank == self.job.leader else {})
-
-    def _syncs(self) -> dict[str, Callable[[int, int], Metrics | None]]:
-        """By task, those of the actor's weights in which this rank takes part. Collective over: all ranks."""
-        tasks = sorted({entry.name for entry in self.order.distinct()} & SYNCED.keys())
-        return {task: self._sync(task) for task in tasks if self.hosted & {"actor", SYNCED[task]}}
-
-    def _sync(self, task: str) -> Callable[[int, int], Metrics | None]:
-        actor, follower = self.roles.get("actor"), self.roles.get(SYNCED[task])
-        if task == WEIGHT_SYNC:
-            return WeightSyncTask(self.job, actor, follower)  # type: ignore[arg-type]
-        if task == SYNC_EVALUATION:
-            return EvaluationSync(self.job, actor, follower)
-        return ModelSync(self.job, SYNCED[task], actor, follower)
-
-    def _in_flight(self) -> dict[str, InFlightSync]:
-        """By task, for the actor, which announces syncs, and for engines, which join them between decode steps."""
-        job, found = self.job, dict[str, InFlightSync]()
-        for task in (WEIGHT_SYNC, *((SYNC_EVALUATION,) if job.config.evaluates_apart else ())):
-            if task == WEIGHT_SYNC and not job.shape.syncs_in_flight:
-                continue
-            drawing = self.roles.get(SYNCED[task])
-            engine_ranks = drawing.engine_ranks if isinstance(drawing, DrawingRole) else (job.leader_of("actor"),)
-            found[task] = InFlightSync(
-                self.order.syncs(task),
-                job.world.store,
-                leader=engine_ranks[0],
-                followers=engine_ranks[1:],
-                rank=self.rank,
-                run=self._join_sync,
-                name=task,
-                has_room=drawing.has_room if isinstance(drawing, DrawingRole) else lambda: True,
-                num_engines=job.grids[SYNCED[task]].dp,
-                may_join=self._may_join if task == WEIGHT_SYNC else lambda position, sync: True,
-            )
-            if isinstance(drawing, DrawingRole):
-                drawing.take_in_flight(found[task])
-        return found
 
     def _may_join(self, position: int, sync: int) -> bool:
         """Whether an engine may join a sync before its place, which is asked once the run has begun."""

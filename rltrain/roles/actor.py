@@ -49,7 +49,7 @@ from rltrain.reshard.layout import MADE_BYTES
 from rltrain.roles.role import Job, Metrics, SampleLog
 from rltrain.roles.trained import StepBatch, TrainedRole, summarize
 from rltrain.runtime.grid import Grid
-from rltrain.tasks.roles import OF_SCORED
+from rltrain.tasks.roles import informing
 from rltrain.training.backend import AdaptedModel, RoleModel, published_weights
 
 # How far the trainer is from the engine that drew a step's tokens, where both had the same weights.
@@ -370,7 +370,7 @@ class ActorRole(TrainedRole):
 
     def _with_what_is_told(self, experience: Experience, step: int, chunk: int) -> Experience:
         """With what other roles said of the same samples."""
-        for name in OF_SCORED:
+        for name in (task.leaves[0] for _, task in informing("actor", "scored", self.job.placement.roles)):
             if (name, step, chunk) in self.shipments:
                 experience = experience.with_fields_of(self.shipments.pop((name, step, chunk)).experience)
         return experience

@@ -5,10 +5,11 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 
 from rltrain.schedule.order import Entries, Transfer
 from rltrain.schedule.shape import RunShape
-from rltrain.tasks.roles import DECLARED, informing, roles_of_task, takers, task_of
+from rltrain.tasks.roles import DECLARED, informing, roles_of_task, taken_by, takers, task_of
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,32 @@ class Step:
         return step >= self.shape.first_actor_step
 
 
+class Flow:
+    """The roles and transfers of every task in a run that has certain `roles`."""
+
+    def __init__(self, roles: Sequence[str], *, draws: bool, late: Collection[str] = ()) -> None:
+        """`draws` tells whether samples are drawn and scored. Tasks take what the `late` tasks leave after all else."""
+        self.roles = roles
+        left = {
+            transfer: (role, task.name) for role in roles for task in DECLARED[role].tasks for transfer in task.leaves
+        }
+        self._sources = {name: role for name, (role, _) in left.items() if draws or name not in ("samples", "scored")}
+        self._late = {name for name, (_, task) in left.items() if task in late}
+        self.owners = cache(partial(roles_of_task, placed=roles))
+        """Returns the roles that execute a task of theirs together."""
+        self.taken = cache(self._taken)
+        self.left = cache(self._left)
+
+    def _taken(self, task: str, role: str) -> list[tuple[str, str]]:
+        """Returns the transfers that a role takes for a task, each with its source."""
+        taken = sorted(taken_by(role, task_of(task), self.roles), key=self._late.__contains__)
+        return [(name, self._sources[name]) for name in taken if name in self._sources]
+
+    def _left(self, task: str) -> list[tuple[str, str]]:
+        """Returns the transfers that a task leaves, with each role that takes them."""
+        return [(name, taker) for name in task_of(task).leaves for taker in takers(name, self.roles)]
+
+
 class TaskOrder(Entries):
     """An order to which tasks are appended with the waits and posts that follow from what they take and leave.
 
@@ -89,17 +116,14 @@ class TaskOrder(Entries):
     that leaves what it sends, one for each role that takes it.
     """
 
-    def __init__(self, roles: Sequence[str], transfers: Collection[str], late: Collection[str] = ()) -> None:
-        """`transfers` are those of a run with these `roles`. A task takes the `late` ones after all others."""
+    def __init__(self, flow: Flow) -> None:
         super().__init__()
-        self.roles, self._late = roles, late
-        left = {name: role for role in roles for task in DECLARED[role].tasks for name in task.leaves}
-        self._sources = {name: role for name, role in left.items() if name in transfers}
-        self._taken: set[Transfer] = set()
+        self.flow, self.roles = flow, flow.roles
+        self._waits: set[Transfer] = set()
 
     def do(
         self,
-        name: str,
+        task: str,
         step: int,
         chunk: int = 0,
         *,
@@ -107,21 +131,17 @@ class TaskOrder(Entries):
         takes_of: Sequence[int] | None = None,
         final: bool = False,
     ) -> None:
-        """Appends the task `name` of `roles`, by default those that it is declared of.
+        """Appends a task of `roles`, by default those that it is declared of.
 
         It takes what belongs to the chunks `takes_of`, by default to its own one.
         """
-        task, owners = task_of(name), roles_of_task(name, self.roles) if roles is None else roles
-        for transfer in sorted((one for one in task.takes if one in self._sources), key=self._late.__contains__):
+        first, *others = self.flow.owners(task) if roles is None else roles
+        for transfer, source in self.flow.taken(task, first):
             for part in (chunk,) if takes_of is None else takes_of:
-                self._take(transfer, owners[0], step, part)
-        self.task(name, *owners, step=step, chunk=chunk, final=final)
-        for transfer in task.leaves:
-            for destination in takers(transfer, self.roles):
-                self.post(transfer, owners[0], destination, step, chunk)
-
-    def _take(self, transfer: str, role: str, step: int, chunk: int) -> None:
-        wait = (transfer, self._sources[transfer], role, step, chunk)
-        if wait not in self._taken:
-            self._taken.add(wait)
-            self.wait(*wait)
+                wait = (transfer, source, first, step, part)
+                if wait not in self._waits:
+                    self._waits.add(wait)
+                    self.wait(*wait)
+        self.task(task, first, *others, step=step, chunk=chunk, final=final)
+        for transfer, destination in self.flow.left(task):
+            self.post(transfer, first, destination, step, chunk)

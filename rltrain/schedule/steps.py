@@ -10,8 +10,8 @@ from rltrain.config.schema import Config, EvaluationPlan
 from rltrain.runtime.placement import Placement
 from rltrain.schedule.order import CHECKPOINT, LOAD_WEIGHTS, SYNC_EVALUATION, Iterations, Order
 from rltrain.schedule.shape import RunShape
-from rltrain.schedule.step import Part, Step, TaskOrder
-from rltrain.tasks.roles import TRANSFERS, informing, takers, task_of, trained_roles
+from rltrain.schedule.step import Flow, Part, Step, TaskOrder
+from rltrain.tasks.roles import informing, takers, trained_roles
 
 # Which part of a step is done ahead of training on it, and which part with it.
 
@@ -82,7 +82,9 @@ def build_order(config: Config, placement: Placement, first_step: int = 0) -> Or
     run is one evaluation of the checkpoint.
     """
     shape, due = RunShape.of(config), DueEvaluations.of(config)
-    run = partial(Iteration, config, shape, placement.roles, parts_of_step(placement, shape), due, first_step)
+    ahead, with_training = parts_of_step(placement, shape)
+    flow = Flow(placement.roles, draws=algorithm_of(config).generates, late=with_training.informants)
+    run = partial(Iteration, config, shape, flow, (ahead, with_training), due, first_step)
     if not algorithm_of(config).trains:
         return Order.of(run(0).order)
     begin, generated = first_step - shape.lead, config.steps - shape.lead
@@ -126,19 +128,17 @@ class Iteration:
         self,
         config: Config,
         shape: RunShape,
-        roles: tuple[str, ...],
+        flow: Flow,
         parts: tuple[Part, Part],
         due: DueEvaluations,
         first_step: int,
         number: int,
     ) -> None:
-        self.config, self.lead, self.due, self.roles = config, shape.lead, due, roles
+        self.config, self.lead, self.due, self.roles = config, shape.lead, due, flow.roles
         self.ahead, self.with_training = parts
-        self.generates = algorithm_of(config).generates
-        late = [transfer for name in self.with_training.informants for transfer in task_of(name).leaves]
-        self.order = TaskOrder(roles, TRANSFERS if self.generates else TRANSFERS.keys() - {"samples", "scored"}, late)
+        self.generates, self.evaluates_apart = algorithm_of(config).generates, "evaluation" in self.roles
+        self.order = TaskOrder(flow)
         self.step = Step(self.order, shape)
-        self.evaluates_apart = "evaluation" in roles
         if not algorithm_of(config).trains:
             self.order.do(LOAD_WEIGHTS, 0)
             self._draw_evaluations(0)

@@ -1,7 +1,6 @@
 """The roles of a run, and the tasks of each."""
 
 from collections.abc import Collection
-from typing import Literal
 
 from rltrain.tasks import metrics
 from rltrain.tasks.declaration import Key, Needs, RoleTasks, Task, parts_of
@@ -47,8 +46,8 @@ TRANSFERS: dict[str, tuple[str, ...]] = {
 """The fields of Experience that each carries."""
 
 
-OF_SCORED = ("reference_logprobs", "teacher_logprobs", "inference_logprobs", "values")
-"""Transfers that tell the actor something of scored samples."""
+OPINIONS = "opinions"
+"""Stands among the transfers that a task takes for all that tell its role something of the others."""
 
 
 def _weights(role: str) -> frozenset[Key]:
@@ -74,7 +73,7 @@ ACTOR = RoleTasks(
     (
         Task("load_batch", takes=("reference_logprobs",), kind=OTHER),
         Task("actor_logprobs", Needs(reads=_weights("actor")), takes=("scored",), forward=True, kind="actor log-probs"),
-        Task("advantages", takes=("scored", *OF_SCORED), leaves=("returns",)),
+        Task("advantages", takes=("scored", OPINIONS), leaves=("returns",)),
         Task("accumulate", _accumulates("actor"), kind="actor update"),
         Task("update", _updates("actor"), reports=metrics.UPDATE, kind="actor update"),
         Task("save_hf", Needs(reads=_weights("actor")), kind=OTHER),
@@ -225,10 +224,10 @@ ENV = RoleTasks("env", needed_by_algorithm=False, on_device_if_offloaded=True)
 REWARD = RoleTasks(
     "reward",
     (
-        Task("score", takes=("model_scores", "verdicts", "samples"), leaves=("scored",), reports=metrics.SCORE),
+        Task("score", takes=(OPINIONS, "samples"), leaves=("scored",), reports=metrics.SCORE),
         Task(
             "score_evaluation",
-            takes=("evaluation_model_scores", "evaluation_verdicts", "evaluation_samples"),
+            takes=(OPINIONS, "evaluation_samples"),
             reports=metrics.SCORE_EVALUATION,
             kind="score",
         ),
@@ -360,14 +359,21 @@ def rewarding_roles() -> tuple[str, ...]:
     return tuple(role.name for role in DECLARED.values() if any(task.informs == "reward" for task in role.tasks))
 
 
+def taken_by(role: str, task: Task, placed: Collection[str]) -> list[str]:
+    """Returns the transfers that a role's task takes where these roles are placed, in the order of its declaration."""
+    opinions = [opinion for transfer in task.takes for _, opinion in informing(role, transfer, placed)]
+    left = [transfer for opinion in opinions for transfer in opinion.leaves]
+    return [one for transfer in task.takes for one in (left if transfer == OPINIONS else [transfer])]
+
+
 def takers(transfer: str, placed: Collection[str]) -> tuple[str, ...]:
     """Returns the placed roles with a task that takes what a transfer brings, those that inform others of it last."""
-    found = [(role, task) for role in placed for task in DECLARED[role].tasks if transfer in task.takes]
-    found.sort(key=lambda one: (one[1].informs is not None, [*DECLARED].index(one[0])))
-    return tuple(dict.fromkeys(role for role, _ in found))
+    tasks = [(role, task) for role in DECLARED if role in placed for task in DECLARED[role].tasks]
+    found = [(task.informs is not None, role) for role, task in tasks if transfer in taken_by(role, task, placed)]
+    return tuple(dict.fromkeys(role for _, role in sorted(found, key=lambda one: one[0])))
 
 
-def informing(informed: Literal["actor", "reward"], transfer: str, placed: Collection[str]) -> list[tuple[str, Task]]:
+def informing(informed: str, transfer: str, placed: Collection[str]) -> list[tuple[str, Task]]:
     """Returns (role, task) of the placed roles that take `transfer` and tell a role something of it.
 
     Those that never learn come first.

@@ -4,7 +4,7 @@ import pytest
 
 from rltrain.data.experience import FIELDS
 from rltrain.tasks.declaration import Needs, RoleTasks, Task, parts_of
-from rltrain.tasks.roles import DECLARED, JOINT, TRANSFERS, all_tasks, model_tasks, needs_of
+from rltrain.tasks.roles import DECLARED, JOINT, OPINIONS, TRANSFERS, all_tasks, model_tasks, needs_of, taken_by
 from rltrain.trainer import ROLES
 from tests.unit.schedule_configs import GRPO, PPO, order_of
 
@@ -26,7 +26,8 @@ def test_whatever_the_order_does_with_a_role_is_declared_of_it(name: str) -> Non
         elif entry.kind == "post":
             assert any(entry.name in task.leaves for task in tasks), entry
         elif entry.kind == "wait":
-            taken = {transfer for task in tasks for transfer in task.takes}
+            role = entry.actors[0]
+            taken = {transfer for task in tasks for transfer in taken_by(role, task, DECLARED)}
             assert entry.name in taken, entry
 
 
@@ -42,9 +43,11 @@ def test_transfers_carry_fields_of_experience_and_somebody_takes_them() -> None:
     assert left == TRANSFERS.keys()
 
 
-def test_a_task_that_informs_a_role_leaves_what_a_task_of_that_role_takes() -> None:
+def test_a_task_that_informs_a_role_leaves_what_that_role_takes_with_the_samples() -> None:
     for task in (task for role in DECLARED.values() for task in role.tasks if task.informs):
-        assert any({*task.leaves} <= {*other.takes} for other in DECLARED[task.informs].tasks), task
+        (samples,), informed = task.takes, task.informs
+        told = [taken_by(informed, other, DECLARED) for other in DECLARED[informed].tasks if OPINIONS in other.takes]
+        assert any({samples, *task.leaves} <= {*taken} for taken in told), task
 
 
 def test_a_task_that_needs_memory_needs_that_of_a_role_which_has_some() -> None:

@@ -125,6 +125,9 @@ def test_a_task_reports_its_work_and_its_waits_and_not_the_sync_that_an_engine_j
             now.now += 300
         now.now += 4000
 
+    def is_sync(entry: Entry) -> bool:
+        return entry.name == "weight_sync"
+
     trainer: Any = Trainer.__new__(Trainer)
     trainer.order, trainer.rank, trainer.hosted, trainer.trace = order, 0, {"rollout"}, NullTrace()
     trainer.job = SimpleNamespace(
@@ -133,8 +136,9 @@ def test_a_task_reports_its_work_and_its_waits_and_not_the_sync_that_an_engine_j
     trainer.work = RoleWork()
     trainer.roles, trainer.joint_tasks = {"rollout": SimpleNamespace(generate=generate)}, {"weight_sync": weight_sync}
     trainer.residency = SimpleNamespace(enter=lambda position: None, changed=lambda role, part: None)
-    trainer.joins = SimpleNamespace(announce=lambda: None)
-    trainer.in_flight = {"weight_sync": trainer.joins}
+    trainer.in_flight = SimpleNamespace(
+        has=is_sync, is_joined=is_sync, announce=lambda entry: None, come_to=lambda position, entry: False
+    )
     trainer.reporter = SimpleNamespace(add=lambda step, metrics: reported.update({step: metrics}))
     trainer.transfers = SimpleNamespace(post=None, wait=None)
     cast(Trainer, trainer)._execute(0)

@@ -6,29 +6,33 @@ from unittest.mock import MagicMock, call
 
 import pytest
 
+from rltrain.roles.joint_tasks import EndOfTraining
 from rltrain.schedule.order import Entry, Order
 from rltrain.trainer import Trainer
 
 
+def trainer_of(hosted: set[str], ending: set[int]) -> Any:
+    """A trainer whose order is empty."""
+    trainer: Any = Trainer.__new__(Trainer)
+    trainer.order, trainer.hosted, trainer.roles = Order.of([]), hosted, {}
+    trainer.checkpointing = SimpleNamespace(finish=lambda: None, close=lambda: None, stopped_by=None)
+    trainer.transfers = trainer.trace = trainer.job = trainer.reporter = MagicMock()
+    trainer.end = EndOfTraining(trainer.job, trainer.order, hosted)
+    trainer.end.ranks = ending
+    return trainer
+
+
 @pytest.mark.parametrize("hosted, expected", [(set(), [call.await_end(), call.close()]), ({"reward"}, [call.close()])])
 def test_a_rank_without_a_role_stays_until_the_run_ends(hosted: set[str], expected: list[Any]) -> None:
-    trainer = Trainer.__new__(Trainer)
-    trainer.order, trainer.end, trainer.hosted, trainer.roles = Order.of([]), 0, hosted, {}  # type: ignore[assignment]
-    trainer.reporter = reporter = MagicMock()
-    trainer.checkpointing = SimpleNamespace(finish=lambda: None, close=lambda: None, stopped_by=None)  # type: ignore[assignment]
-    trainer.transfers = trainer.trace = trainer.job = MagicMock()
-    trainer.ending = set()
+    trainer = trainer_of(hosted, ending=set())
+    trainer.reporter = MagicMock()
     assert trainer.run()
-    assert reporter.mock_calls == expected
+    assert trainer.reporter.mock_calls == expected
 
 
 def test_ranks_that_end_training_early_leave_together() -> None:
     """One that is behind them may have experience to send to those that are done."""
-    trainer = Trainer.__new__(Trainer)
-    trainer.order, trainer.end, trainer.hosted, trainer.roles = Order.of([]), 0, {"actor"}, {}  # type: ignore[assignment]
-    trainer.checkpointing = SimpleNamespace(finish=lambda: None, close=lambda: None, stopped_by=None)  # type: ignore[assignment]
-    trainer.transfers = trainer.trace = trainer.reporter = MagicMock()
-    trainer.job, trainer.ending = MagicMock(), {0, 2, 3}
+    trainer = trainer_of({"actor"}, ending={0, 2, 3})
     assert trainer.run()
     assert trainer.job.job_store.meet.mock_calls == [call("end", 3, waiting_for="the end of the other ranks")]
 
@@ -41,14 +45,16 @@ def test_all_that_learn_that_training_ends_meet_there(together: bool) -> None:
         Entry("task", "update", ("actor",), 1),
         *([Entry("task", name, roles, 1)] if together else [Entry("task", name, (role,), 1) for role in roles]),
         Entry("task", "generate", ("rollout",), 2),
+        Entry("task", "save_hf", ("actor",), 2, final=True),
     ]
-    trainer = Trainer.__new__(Trainer)
-    trainer.order, trainer.end, trainer.ending, trainer.job = Order.of(entries), len(entries), set(), MagicMock()
-    trainer.job.placement.ranks = {"actor": (0, 1), "rollout": (1, 4)}.__getitem__
-    trainer.job.job_store.agreed.return_value = trainer.job.job_store.get.return_value = False
-    trainer.position = 1
-    getattr(trainer, name)(1, 0)
-    assert (trainer.end, trainer.ending) == (len(entries), set())
-    trainer.job.job_store.agreed.return_value = trainer.job.job_store.get.return_value = True
-    getattr(trainer, name)(1, 0)
-    assert (trainer.end, trainer.ending) == (1, {0, 1, 4})
+    job = MagicMock()
+    job.placement.ranks = {"actor": (0, 1), "rollout": (1, 4)}.__getitem__
+    end = EndOfTraining(job, Order.of(entries), {"actor"})
+    job.job_store.agreed.return_value = job.job_store.get.return_value = False
+    end.tasks[name](1, 0)
+    assert (end.position, end.ranks) == (len(entries), set())
+    job.job_store.agreed.return_value = job.job_store.get.return_value = True
+    end.tasks[name](1, 0)
+    assert (end.position, end.ranks) == (1, {0, 1, 4})
+    skipped = [entry.name for position, entry in enumerate(entries) if end.skips(position, entry)]
+    assert skipped == (["generate"] if together else [name, "generate"])

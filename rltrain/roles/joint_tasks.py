@@ -1,0 +1,143 @@
+"""Tasks of several roles and the objects that own them: weight syncs, also in flight, and the end of training."""
+
+from collections.abc import Callable, Collection, Mapping
+
+from rltrain.observability.evaluations import REACHED, end_verdict_of, stop_verdict_of
+from rltrain.roles.drawing import DrawingRole
+from rltrain.roles.role import Job, Metrics, Role
+from rltrain.roles.weight_sync import EvaluationSync, ModelSync, WeightSyncTask
+from rltrain.rollout.in_flight_sync import InFlightSync
+from rltrain.schedule.order import SYNC_EVALUATION, WEIGHT_SYNC, Entry, Order
+from rltrain.tasks.roles import SYNCED
+
+JointTask = Callable[[int, int], Metrics | None]
+"""Executes a task of a step and chunk."""
+
+
+def weight_syncs(job: Job, order: Order, roles: Mapping[str, Role]) -> dict[str, JointTask]:
+    """Returns the syncs of the actor's weights in which this rank takes part, by task. Collective over: all ranks."""
+    tasks = sorted({entry.name for entry in order.distinct()} & SYNCED.keys())
+    return {task: _weight_sync(job, task, roles) for task in tasks if roles.keys() & {"actor", SYNCED[task]}}
+
+
+def _weight_sync(job: Job, task: str, roles: Mapping[str, Role]) -> JointTask:
+    actor, follower = roles.get("actor"), roles.get(SYNCED[task])
+    if task == WEIGHT_SYNC:
+        return WeightSyncTask(job, actor, follower)  # type: ignore[arg-type]
+    if task == SYNC_EVALUATION:
+        return EvaluationSync(job, actor, follower)
+    return ModelSync(job, SYNCED[task], actor, follower)
+
+
+class InFlightSyncs:
+    """Owns the syncs that engines join once the actor has come to them, wherever the engines are in the order.
+
+    The actor announces such a sync. An engine joins it between two decode steps, or while it waits.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        order: Order,
+        roles: Mapping[str, Role],
+        run: Callable[[int], None],
+        may_join: Callable[[int, int], bool],
+    ) -> None:
+        """`run` executes the entry at a position. `may_join` tells whether an engine at a position may join the weight
+        sync at another one."""
+        self._job, self._roles, self._run, self._order = job, roles, run, order
+        self._by_task: dict[str, InFlightSync] = {}
+        if job.shape.syncs_in_flight:
+            self._by_task[WEIGHT_SYNC] = self._sync(WEIGHT_SYNC, may_join)
+        if job.config.evaluates_apart:
+            self._by_task[SYNC_EVALUATION] = self._sync(SYNC_EVALUATION, lambda position, sync: True)
+        joined = (sync for task, sync in self._by_task.items() if SYNCED[task] in roles)
+        self._joined = next(joined, None)
+        """The syncs that an engine of this rank joins."""
+
+    def _sync(self, task: str, may_join: Callable[[int, int], bool]) -> InFlightSync:
+        job, drawing = self._job, self._roles.get(SYNCED[task])
+        engine_ranks = drawing.engine_ranks if isinstance(drawing, DrawingRole) else (job.leader_of("actor"),)
+        sync = InFlightSync(
+            self._order.syncs(task),
+            job.world.store,
+            leader=engine_ranks[0],
+            followers=engine_ranks[1:],
+            rank=job.world.rank,
+            run=self._run,
+            name=task,
+            has_room=drawing.has_room if isinstance(drawing, DrawingRole) else lambda: True,
+            num_engines=job.grids[SYNCED[task]].dp,
+            may_join=may_join,
+        )
+        if isinstance(drawing, DrawingRole):
+            drawing.take_in_flight(sync)
+        return sync
+
+    @property
+    def serve(self) -> Callable[[], None] | None:
+        """Joins a sync that is due, while this rank waits for others. None where no engine of this rank joins any."""
+        return self._joined.join_if_due if self._joined else None
+
+    def has(self, entry: Entry) -> bool:
+        """Whether engines may come to the entry at another place than the order's."""
+        return entry.name in self._by_task
+
+    def is_joined(self, entry: Entry) -> bool:
+        """Whether an engine of this rank joins it."""
+        return self._joined is not None and self.has(entry)
+
+    def come_to(self, position: int, entry: Entry) -> bool:
+        """Notes that this rank has come to an entry. Returns whether that is a sync which an engine of it has joined,
+        at the latest now."""
+        if self._joined is None:
+            return False
+        self._joined.position = position
+        if self.has(entry):
+            self._joined.reach(position)
+        return self.has(entry)
+
+    def announce(self, entry: Entry) -> None:
+        """Tells engines that the actor has come to a sync. Its leader does, once it executes the entry."""
+        if self.has(entry) and self._job.world.rank == self._job.leader_of("actor"):
+            self._by_task[entry.name].announce()
+
+
+class EndOfTraining:
+    """Owns the tasks that end training before its last step, once an evaluation has reached its goal."""
+
+    def __init__(self, job: Job, order: Order, hosted: Collection[str]) -> None:
+        self._job, self._order, self._hosted = job, order, {*hosted}
+        self.position = order.end
+        """The position at which training ends. Later entries are executed only if they are final."""
+        self.ranks: set[int] = set()
+        """The ranks that end training early there, with this one."""
+        self.tasks: dict[str, JointTask] = {
+            "decide_to_stop": self._decide_to_stop,
+            "stop_if_reached": self._stop_if_reached,
+        }
+
+    def skips(self, position: int, entry: Entry) -> bool:
+        return position > self.position and not entry.final
+
+    def meet(self) -> None:
+        """Waits until all that end training early have come here: one that is late may have experience to send."""
+        self._job.job_store.meet("end", len(self.ranks), waiting_for="the end of the other ranks")
+
+    def _decide_to_stop(self, step: int, chunk: int) -> None:
+        """Asks the rank that scored the evaluation of the step whether it reached its goal."""
+        leader = self._job.leader_of("actor" if self._job.config.scores_held_out else "reward")
+        if self._job.job_store.get(end_verdict_of(step), waiting_for=f"the verdict of rank {leader} at step {step}"):
+            self._end("decide_to_stop", step)
+
+    def _stop_if_reached(self, step: int, chunk: int) -> None:
+        """Agrees on whether an evaluation had reached the goal when the first rank had done with the step."""
+        if self._job.job_store.agreed(stop_verdict_of(step), self._job.job_store.has(REACHED)):
+            self._end("stop_if_reached", step)
+
+    def _end(self, name: str, step: int) -> None:
+        """Ends training at this rank's first entry of the task, with all ranks that have one in the step."""
+        of_step = [*self._order.of_step(step)]
+        same = [(position, entry) for position, entry in of_step if (entry.kind, entry.name) == ("task", name)]
+        self.position = next(position for position, entry in same if not self._hosted.isdisjoint(entry.roles))
+        self.ranks = {rank for _, entry in same for role in entry.roles for rank in self._job.placement.ranks(role)}
