@@ -17,9 +17,9 @@ MOST_CONNECTIONS = 4
 @pytest.fixture
 def control_plane(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import control_plane_phases
+    import control_plane
 
-    return control_plane_phases
+    return control_plane
 
 
 def test_nothing_grows_as_ranks_squared(control_plane: ModuleType, tmp_path: Path) -> None:

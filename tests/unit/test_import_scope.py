@@ -7,7 +7,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
-from import_scope import generates_by_its_own, outside  # noqa: E402
+from measure_import import generates_by_its_own, outside  # noqa: E402
 
 from rltrain.import_config.sources import FRAMEWORKS  # noqa: E402
 

@@ -1,14 +1,10 @@
-"""Tokens per second of the embedded engine and of its rivals, side by side on one model.
+"""Tokens per second of the embedded engine and of transformers' `generate`, side by side on one model.
 
-    OMP_NUM_THREADS=1 python tools/benchmarks/rollout.py [--model DIR] [--repeats 9] [--slow-repeats 3]
-        [--threads 1] [--sglang-python PATH]
+    OMP_NUM_THREADS=1 python tools/benchmarks/rollout.py [--model DIR] [--repeats 9] [--threads 1] [--cases TEXT]
 
-The rivals are transformers' `generate` and its continuous batching and, where `--sglang-python` or
-RLTRAIN_SGLANG_PYTHON names an interpreter that has it, an SGLang server. All get the same prompts and draw at
-temperature 1 without truncation; the engine and SGLang also return every token's log-prob. Each repeat times one after
-the other, so that other load on the machine meets all alike; continuous batching and SGLang take part in the first
---slow-repeats. Reported are medians, and the engine's ratio to the better of the two of transformers. Tokens after a
-sequence's end are not counted. The last line is one JSON object.
+Both get the same prompts and draw at temperature 1 without truncation; the engine also returns every token's log-prob.
+Each repeat times one after the other, so that other load on the machine meets both alike; reported are medians, and the
+engine's ratio to `generate`. Tokens after a sequence's end are not counted. The last line is one JSON object.
 
 Without --model a Qwen3 of the quickstart's size with random weights is made: there each token ends its sequence with a
 probability near 1/15, so that lengths in the cases that stop there have a long tail.
@@ -16,19 +12,16 @@ probability near 1/15, so that lengths in the cases that stop there have a long 
 
 import argparse
 import json
-import os
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch
 import transformers
-from rollout_cases import CASES, MAX_CONTEXT_TOKENS, MAX_RUNNING, PROMPT_TOKENS, Case
-from rollout_rivals import ContinuousBatching, Generate, SGLang
+from torch import Tensor
 
 from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.models import Architecture, read_architecture
@@ -39,21 +32,29 @@ from rltrain.rollout.sample import Sample
 from rltrain.runtime.grid import Grid
 
 DEFAULT_EOS = 0
-SLOW = (ContinuousBatching.name, SGLang.name)
+PROMPT_TOKENS = 8
+MAX_RUNNING = 256
 
 
-class Contestant(Protocol):
+@dataclass(frozen=True)
+class Case:
+    """`samples_per_prompt` neighbours share a prompt; `stops` lets sequences end at the end-of-sequence tokens."""
+
     name: str
+    num_sequences: int
+    max_response_tokens: int
+    samples_per_prompt: int = 1
+    stops: bool = False
 
-    def begin(self, case: Case) -> None:
-        """Set up what outlives a run, untimed."""
-        ...
 
-    def run(self, case: Case, prompts: torch.Tensor, seed: int) -> int:
-        """Number of tokens generated."""
-        ...
-
-    def close(self) -> None: ...
+CASES = (
+    Case("64 sequences of 26 tokens", 64, 26),
+    Case("256 sequences of 26 tokens", 256, 26),
+    Case("256 sequences of 26 tokens, 16 per prompt", 256, 26, samples_per_prompt=16),
+    Case("256 sequences of long-tailed length", 256, 96, stops=True),
+    Case("1024 sequences of long-tailed length", 1024, 96, stops=True),
+)
+MAX_CONTEXT_TOKENS = PROMPT_TOKENS + max(case.max_response_tokens for case in CASES)
 
 
 def write_default_model(folder: Path) -> Path:
@@ -95,17 +96,45 @@ class Embedded:
             dtype=torch.float32,
         )
 
-    def begin(self, case: Case) -> None:
-        pass
-
     def run(self, case: Case, prompts: torch.Tensor, seed: int) -> int:
         """Number of tokens generated."""
         requests = [Sample(i, tuple(row), seed=(seed << 32) + i) for i, row in enumerate(prompts.tolist())]
         sampling = SamplingParams(1.0, 1.0, 0, case.max_response_tokens, self._eos if case.stops else ())
         return sum(len(completion.tokens) for completion in self._engine.generate(requests, sampling))
 
-    def close(self) -> None:
-        pass
+
+class Generate:
+    """transformers' `generate`, at most as many sequences at once as the engine runs."""
+
+    name = "generate"
+
+    def __init__(self, path: Path, architecture: Architecture) -> None:
+        self._eos = architecture.eos_token_ids
+        self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self._model.generation_config.eos_token_id = None  # each case says what ends a sequence
+
+    def run(self, case: Case, prompts: Tensor, seed: int) -> int:
+        """Number of tokens generated."""
+        torch.manual_seed(seed)
+        return sum(self._generate(case, batch) for batch in prompts.split(MAX_RUNNING))
+
+    def _generate(self, case: Case, prompts: Tensor) -> int:
+        sequences = self._model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=case.max_response_tokens,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            eos_token_id=list(self._eos) if case.stops else None,
+            pad_token_id=self._eos[0] if self._eos else 0,
+        )
+        responses = sequences[:, prompts.shape[1] :]
+        if not case.stops:
+            return responses.numel()
+        ended = torch.isin(responses, torch.tensor(self._eos)).cumsum(-1)
+        return int((ended.cumsum(-1) <= 1).sum())
 
 
 def draw_prompts(case: Case, architecture: Architecture) -> torch.Tensor:
@@ -118,33 +147,19 @@ def draw_prompts(case: Case, architecture: Architecture) -> torch.Tensor:
     return distinct.repeat_interleave(case.samples_per_prompt, dim=0)
 
 
-def tokens_per_s(contestant: Contestant, case: Case, prompts: torch.Tensor, seed: int) -> float:
-    start = time.perf_counter()
-    return contestant.run(case, prompts, seed) / (time.perf_counter() - start)
-
-
-def measure(
-    contestants: Sequence[Contestant], case: Case, prompts: torch.Tensor, repeats: int, slow_repeats: int
-) -> dict[str, str | float]:
-    samples: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
-    for contestant in contestants:
-        contestant.begin(case)
+def measure(engine: Embedded, rival: Generate, case: Case, prompts: Tensor, repeats: int) -> dict[str, str | float]:
+    samples: dict[str, list[float]] = {engine.name: [], rival.name: []}
     for seed in range(repeats + 1):
-        for contestant in contestants:
-            if contestant.name in SLOW and seed > slow_repeats:
-                continue
-            speed = tokens_per_s(contestant, case, prompts, seed)
+        for contestant in (engine, rival):
+            start = time.perf_counter()
+            speed = contestant.run(case, prompts, seed) / (time.perf_counter() - start)
             if seed:  # the first round warms up
                 samples[contestant.name].append(speed)
     medians = {name: statistics.median(speeds) for name, speeds in samples.items()}
-    ratios = {
-        "ratio_to_generate": medians["engine"] / medians["generate"],
-        "ratio": medians["engine"] / max(medians["generate"], medians["continuous_batching"]),
-    }
     return {
         "case": case.name,
         **{f"{name}_tokens_per_s": round(speed) for name, speed in medians.items()},
-        **{name: round(ratio, 2) for name, ratio in ratios.items()},
+        "ratio": round(medians[engine.name] / medians[rival.name], 2),
     }
 
 
@@ -152,51 +167,29 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="folder of a Hugging Face checkpoint")
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--slow-repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--cases", default="", help="only those whose name contains this")
-    parser.add_argument("--sglang-python", default=os.environ.get("RLTRAIN_SGLANG_PYTHON"))
     arguments = parser.parse_args()
-    if min(arguments.repeats, arguments.slow_repeats) < 1:
-        parser.error("--repeats and --slow-repeats are at least 1")
+    if arguments.repeats < 1:
+        parser.error("--repeats is at least 1")
     if not any(arguments.cases in case.name for case in CASES):
         parser.error(f"--cases {arguments.cases!r} fits none of {[case.name for case in CASES]}")
     return arguments
 
 
-def build(arguments: argparse.Namespace, folder: Path, architecture: Architecture, model: Path) -> list[Contestant]:
-    reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    reference.generation_config.eos_token_id = None  # each case says what ends a sequence
-    eos = architecture.eos_token_ids
-    found: list[Contestant] = [
-        Embedded(model, architecture),
-        Generate(reference, eos),
-        ContinuousBatching(reference, eos),
-    ]
-    if arguments.sglang_python:
-        found.append(SGLang(arguments.sglang_python, model, folder / "sglang.log", MAX_CONTEXT_TOKENS, eos))
-    return found
-
-
+@torch.inference_mode()
 def main() -> None:
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
     transformers.logging.set_verbosity_error()
     results = []
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        model = arguments.model or write_default_model(folder / "model")
+    with tempfile.TemporaryDirectory() as folder:
+        model = arguments.model or write_default_model(Path(folder, "model"))
         architecture = read_architecture(model)
-        contestants = build(arguments, folder, architecture, model)
-        for contestant in contestants:
-            stack.callback(contestant.close)
-        stack.enter_context(torch.inference_mode())
+        engine, rival = Embedded(model, architecture), Generate(model, architecture)
         for case in (case for case in CASES if arguments.cases in case.name):
-            prompts = draw_prompts(case, architecture)
-            result = measure(contestants, case, prompts, arguments.repeats, arguments.slow_repeats)
-            results.append(result)
-            speeds = "   ".join(f"{each.name} {result[f'{each.name}_tokens_per_s']:>7}" for each in contestants)
-            print(f"{case.name:44s} {speeds}   {result['ratio']:>5}x", flush=True)
+            results.append(measure(engine, rival, case, draw_prompts(case, architecture), arguments.repeats))
+            print("   ".join(f"{name} {value}" for name, value in results[-1].items()), flush=True)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     print(json.dumps({"threads": arguments.threads, "repeats": arguments.repeats, **versions, "cases": results}))
 

@@ -1,8 +1,16 @@
-"""The case that weight-sync rivals are timed on: a model, its two placements, and weights that can be checked."""
+"""What the benchmarks of a weight sync are timed on: a model, its placements, weights that can be checked, rounds."""
 
+import ctypes
 import math
-from collections.abc import Iterator, Mapping
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +22,7 @@ from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
 
+Rival = Callable[[], object]
 HEADS, KV_HEADS = 16, 8
 FFN_PER_HIDDEN = 3
 VOCAB_PER_HIDDEN = 8
@@ -22,15 +31,14 @@ HIDDEN_PER_LAYER = 64
 NOT_WRITTEN = 7.0
 """What destinations are filled with before a rival writes them; weights lie within (-1, 1)."""
 
-
-Groups = Mapping[tuple[int, ...], dist.ProcessGroup]
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # parameters of glibc's mallopt
 
 
 @dataclass(frozen=True)
 class Case:
-    """`source` and `destination` are Megatron's and the engine's grids, which may share ranks and together have all.
+    """A model, and Megatron's and the engine's grids, which may share ranks and together have all.
 
-    `groups` has the groups of `group_lists` that hold this rank, `cpu_group` all ranks on gloo.
+    `group` and `cpu_group` have all ranks; `cpu_group` is gloo.
     """
 
     architecture: Architecture
@@ -38,16 +46,12 @@ class Case:
     destination: Grid
     dtype: torch.dtype
     device: torch.device
-    groups: Groups
+    group: dist.ProcessGroup
     cpu_group: dist.ProcessGroup
 
     @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
-
-    @property
-    def union(self) -> tuple[int, ...]:
-        return tuple(sorted({*self.source.ranks, *self.destination.ranks}))
 
     @property
     def source_layout(self) -> Layout:
@@ -129,22 +133,6 @@ def architecture_of_size(num_parameters: int, stages: int, num_experts: int = 0)
     )
 
 
-def group_lists(source: Grid, destination: Grid) -> list[tuple[int, ...]]:
-    """The rank lists that the rivals communicate in, in the order in which all ranks make the groups."""
-    union = tuple(sorted({*source.ranks, *destination.ranks}))
-    lists = {union, *source.lists("tp"), *broadcast_lists(source, destination)}
-    return sorted(lists, key=lambda ranks: (len(ranks), ranks))
-
-
-def broadcast_lists(source: Grid, destination: Grid) -> tuple[tuple[int, ...], ...]:
-    """Over which ranks a gathered tensor is broadcast: along the pipeline where all inference ranks train too,
-    otherwise from the first rank of each stage to all inference ranks."""
-    if set(destination.ranks) <= set(source.ranks):
-        return source.lists("pp")
-    leaders = [int(stage[0, 0, 0]) for stage in source.array]
-    return tuple(tuple(sorted({leader, *destination.ranks})) for leader in leaders)
-
-
 def canonical_values(layout: Layout, number: int, case: Case) -> Tensor:
     """A checkpoint's tensor, [rows, cols], a function of its number alone: every rank can make any of them."""
     rows, cols = layout.tensors.matrix_shapes[number].tolist()
@@ -192,3 +180,86 @@ def _parts(layout: Layout, rank: int, case: Case) -> Iterator[tuple[int, str, Te
 
 def _window(tensor: Tensor, shape: torch.Size, offset: int, stride: int) -> Tensor:
     return tensor.detach().view(-1)[offset:].as_strided(shape, (stride, 1))
+
+
+def keep_freed_memory() -> bool:
+    """From now on this process gives no freed memory back to the system; False where its C library cannot do that."""
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "mallopt"):
+        return False
+    return bool(library.mallopt(_M_MMAP_MAX, 0) and library.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1))
+
+
+def time_rounds(
+    rivals: Mapping[str, Rival], rounds: int, warm_up: int, group: dist.ProcessGroup, device: torch.device
+) -> dict[str, dict[str, list[float]]]:
+    """Seconds of the slowest rank by allocator, rival and round, after `warm_up` more rounds.
+
+    A round runs each rival once, in an order that turns by one place per round. On the CPU there are two series: with
+    the C library's allocator as it comes ("default"), where large blocks are given back to the system and come as new
+    pages, which cost more than the copies that fill them; and with all freed memory "kept", where what a rival
+    allocates costs it little. With CUDA memory comes from torch's cache and is always kept. Collective over: `group`,
+    which is gloo.
+    """
+    if device.type != "cpu":
+        return {"kept": _series(rivals, rounds, warm_up, group, device)}
+    found = {"default": _series(rivals, rounds, warm_up, group, device)}
+    if keep_freed_memory():
+        found["kept"] = _series(rivals, rounds, warm_up, group, device)
+    return found
+
+
+def _series(
+    rivals: Mapping[str, Rival], rounds: int, warm_up: int, group: dist.ProcessGroup, device: torch.device
+) -> dict[str, list[float]]:
+    names = list(rivals)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(warm_up + rounds):
+        first = number % max(len(names), 1)
+        for name in names[first:] + names[:first]:
+            seconds[name].append(_time(rivals[name], group, device))
+    return {name: values[warm_up:] for name, values in seconds.items()}
+
+
+def _time(rival: Rival, group: dist.ProcessGroup, device: torch.device) -> float:
+    _synchronize(device)
+    dist.barrier(group)
+    start = time.perf_counter()
+    rival()
+    _synchronize(device)
+    elapsed = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+    dist.all_reduce(elapsed, dist.ReduceOp.MAX, group=group)
+    return float(elapsed)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def milliseconds(seconds: Mapping[str, list[float]]) -> dict[str, dict[str, float]]:
+    """Median, smallest and upper quartile of each."""
+    return {
+        name: {
+            "median": round(1e3 * statistics.median(values), 3),
+            "min": round(1e3 * min(values), 3),
+            "upper_quartile": round(1e3 * sorted(values)[len(values) * 3 // 4], 3),
+        }
+        for name, values in seconds.items()
+    }
+
+
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """Returns date, hardware and versions, for a result that stands alone."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    machine = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "cpu": next(names, platform.machine()),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    if device.type == "cuda":
+        machine |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
+    return machine

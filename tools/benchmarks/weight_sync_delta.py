@@ -6,19 +6,16 @@
 Two ranks, the actor's TP1 on one and an engine of TP1 on the other. Before each timed sync the share of all elements,
 drawn anew and evenly, has its lowest bit turned, which is the worst case for whoever sends runs of neighbours. Full and
 delta take turns; both in shared memory, as within a node, and over loopback gloo, as between nodes. Each delta is
-compared with the source by checksums (reshard/check/verify.py) before it is timed. --gbit has the ranks run in a
+compared with the source by checksums (reshard/verify.py) before it is timed. --gbit has the ranks run in a
 network of their own whose loopback carries no more bits per second (ip and tc, as root). The last line is one JSON
 object; milliseconds are medians, of the slower rank, and of the processors' work for both. Where a delta saves nothing
-a run tries it once in a while (reshard/delta/turns.py), which "in the long run" is the mean of.
+a run tries it once in a while (reshard/delta_turns.py), which "in the long run" is the mean of.
 """
 
 import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -28,8 +25,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from weight_sync_case import Case, allocate, architecture_of_size, fill, parse_count
-from weight_sync_timing import describe_machine, keep_freed_memory
+from weight_sync import launch
+from weight_sync_case import (
+    Case,
+    allocate,
+    architecture_of_size,
+    describe_machine,
+    fill,
+    keep_freed_memory,
+    parse_count,
+)
 
 from rltrain.reshard.changes import changes_on, mark
 from rltrain.reshard.delta import DeltaSettings
@@ -43,6 +48,7 @@ from rltrain.runtime.process_groups import ProcessGroups
 SHARES = (0.0, 0.001, 0.01, 0.03, 0.1, 1.0)
 WORLD = (0, 1)
 COMPARED_BYTES, ROUND_BYTES = 2**27, 2**25
+LIMIT_S = 7200.0
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -68,7 +74,7 @@ class Benchmark:
             destination=Grid((1,)),
             dtype=getattr(torch, arguments.dtype),
             device=torch.device("cpu"),
-            groups=made.compute,
+            group=made.compute[WORLD],
             cpu_group=self.group,
         )
         self.rank, self.arguments = dist.get_rank(), arguments
@@ -123,7 +129,7 @@ class Benchmark:
     def resharding(self, share_memory: bool, delta: DeltaSettings | None) -> Resharding:
         return Resharding(
             self.plan,
-            group=self.case.groups[WORLD],
+            group=self.case.group,
             cpu_group=self.group,
             bucket_bytes=int(self.arguments.bucket_mb * 2**20),
             device=self.case.device,
@@ -181,29 +187,19 @@ def turn_lowest_bits(tensor: Tensor, share: float, generator: torch.Generator) -
             part ^= (torch.rand(len(part), generator=generator) < share).to(bits.dtype)
 
 
-def launch(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run this file on two ranks; what rank 0 found."""
-    repository = Path(__file__).resolve().parents[2]
-    python_path = os.pathsep.join(filter(None, (str(repository), os.environ.get("PYTHONPATH"))))
-    defaults = {"GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
-    environment = {**defaults, **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path}
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder, "result.json")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        command += [__file__, *sys.argv[1:], f"--result={result}"]
-        if arguments.gbit is not None:
-            # The device carries what goes in both directions, each byte once; its packets are of 64 KiB.
-            shaped = f"tc qdisc add dev lo root tbf rate {arguments.gbit}gbit burst 1mb latency 50ms"
-            command = ["unshare", "--net", "sh", "-c", f'ip link set lo up && {shaped} && exec "$@"', "sh", *command]
-        subprocess.run(command, env=environment, check=True)
-        found: dict[str, Any] = json.loads(result.read_text())
-    return found
+def of_bandwidth(gbit: float | None) -> list[str]:
+    """Returns what a command is run behind, so that its loopback carries no more than so many gigabits per second."""
+    if gbit is None:
+        return []
+    # The device carries what goes in both directions, each byte once; its packets are of 64 KiB.
+    shaped = f"tc qdisc add dev lo root tbf rate {gbit}gbit burst 1mb latency 50ms"
+    return ["unshare", "--net", "sh", "-c", f'ip link set lo up && {shaped} && exec "$@"', "sh"]
 
 
 def main() -> None:
     arguments = parse_arguments()
     if "RANK" not in os.environ:
-        print(json.dumps(launch(arguments)))
+        print(json.dumps(launch(__file__, len(WORLD), LIMIT_S, of_bandwidth(arguments.gbit))))
         return
     torch.set_num_threads(1)
     keep_freed_memory()

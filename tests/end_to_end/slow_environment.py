@@ -1,4 +1,4 @@
-"""An environment whose steps take their time, for tools/benchmarks/environments.py."""
+"""An environment whose steps take their time."""
 
 import asyncio
 import random
