@@ -13,7 +13,7 @@ from itertools import chain, pairwise
 from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -57,7 +57,6 @@ from rltrain.checkpoint.megatron_reader import (
     iteration_name,
     write_metadata,
 )
-from rltrain.checkpoint.run_files import flush_folder
 from rltrain.checkpoint.run_folder import is_of_run, name_of
 from rltrain.checkpoint.safetensors_file import SafetensorsFile
 from rltrain.errors import CheckpointError, listed, named_by
@@ -66,6 +65,7 @@ from rltrain.models.architecture import CONFIG_FILE
 from rltrain.models.table import INDEX_FILE, SINGLE_FILE
 from rltrain.reshard.layout import BOX_FIELDS, hf_layout
 from rltrain.runtime.grid import Grid
+from rltrain.runtime.whole_files import partial_of, put_in_place
 
 # Which writer of a Megatron checkpoint writes what: as a model's ranks would hold it, each element once.
 
@@ -233,7 +233,6 @@ def finish_checkpoint(
     }
     with (target / COMMON_FILE).open("wb") as file:
         torch.save(common, file)
-        _to_disk(file)
     write_metadata(target, stored, extra_state_keys(tensors), _write_empty_object(target))
     for part in parts:
         part.unlink()
@@ -263,13 +262,7 @@ def _write_empty_object(target: Path) -> Stored:
     with (target / OBJECTS_FILE).open("wb") as file:
         torch.save([None], file)
         length = file.tell()
-        _to_disk(file)
     return Stored((), (), OBJECTS_FILE, 0, length)
-
-
-def _to_disk(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 class CountedSource:
@@ -329,16 +322,14 @@ def output_folder(path: Path, processes: Processes) -> Iterator[Path]:
             f"{path} exists; expected a folder that is still to be made: move it away or name another (option --output)"
         )
     processes.meet()  # nobody makes the folder before all have looked
-    partial = path.with_name(f".{path.name}.partial")
+    partial = partial_of(path)
     with _told_where(path), _locked(partial) if processes.first else nullcontext():
         processes.meet()
         try:
             yield partial
             processes.meet()
             if processes.first:
-                flush_folder(partial)
-                partial.rename(path)
-                flush_folder(path.parent)
+                put_in_place(partial, path)
         except BaseException:
             if processes.first:
                 shutil.rmtree(partial, ignore_errors=True)

@@ -1,7 +1,6 @@
 """Writes weights to a Hugging Face checkpoint folder, each rank its own files."""
 
 import re
-import shutil
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -35,6 +34,7 @@ from rltrain.models.table import INDEX_FILE, ITEM_BYTES, IntArray
 from rltrain.reshard.execute import execute
 from rltrain.reshard.layout import Layout, Parameters, hf_layout, hf_rows, holding, holding_rows, tensor_groups
 from rltrain.reshard.plan import plan
+from rltrain.runtime.whole_files import make_empty, partial_of, put_in_place
 
 # One rank's files of a Hugging Face folder, written while their tensors arrive, with memory for some of them.
 
@@ -227,15 +227,14 @@ def save_checkpoint(
 def _appearing(directory: Path, group: dist.ProcessGroup | None, *, first: bool) -> Iterator[Path]:
     """A folder beside `directory` that takes its place once all ranks have left the block. Collective over: `group`, of
     which the `first` rank makes it."""
-    folder = directory.with_name(f".{directory.name}.partial")
+    folder = partial_of(directory)
     if first:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        make_empty(folder)
     _barrier(group)
     yield folder
     _barrier(group)
     if first:
-        _replace(directory, folder)
+        put_in_place(folder, directory, replaces=True)
     _barrier(group)
 
 
@@ -260,7 +259,7 @@ def replace_checkpoint(directory: Path, saved: Path, *, like: Path, notes: Mappi
     with _writing(directory):
         _refuse_foreign(directory, like, notes)
         _write_notes(saved, notes)
-        _replace(directory, saved)
+        put_in_place(saved, directory, replaces=True)
 
 
 def _write_notes(directory: Path, notes: Mapping[str, str]) -> None:
@@ -291,17 +290,6 @@ def _value_settings(architecture: Architecture, like: Path) -> dict[str, object]
         "id2label": {str(label): f"LABEL_{label}" for label in range(NUM_LABELS)},
         "label2id": {f"LABEL_{label}": label for label in range(NUM_LABELS)},
     }
-
-
-def _replace(directory: Path, complete: Path) -> None:
-    if not directory.exists():
-        complete.rename(directory)
-        return
-    previous = directory.with_name(f".{directory.name}.previous")
-    shutil.rmtree(previous, ignore_errors=True)
-    directory.rename(previous)
-    complete.rename(directory)
-    shutil.rmtree(previous)
 
 
 def _refuse_foreign(directory: Path, like: Path, notes: Mapping[str, str]) -> None:

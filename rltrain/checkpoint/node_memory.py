@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rltrain.checkpoint.memory_files import SUFFIX, Address
-from rltrain.checkpoint.run_files import MANIFEST_FILE, RUN_FILE, FileRecord, read_manifest, write_durably
+from rltrain.checkpoint.run_files import MANIFEST_FILE, RUN_FILE, FileRecord, read_manifest
 from rltrain.checkpoint.run_folder import CheckpointFolder, name_of
 from rltrain.errors import CheckpointError
 from rltrain.runtime.machine import has_ended, launcher, process_here
+from rltrain.runtime.whole_files import put_in_place, write_whole
 
 # Who keeps a second copy of whose files, and which checkpoints the memory of several nodes makes whole again.
 
@@ -110,7 +111,7 @@ class NodeFolder:
         if not self.path.is_dir():
             return
         try:
-            write_durably(self.path / OWNER_FILE, process_here(launcher()))
+            write_whole(self.path / OWNER_FILE, process_here(launcher()))
         except OSError as error:
             raise CheckpointError(f"checkpoint.memory.folder: cannot write to {self.path}: {error.strerror}") from error
 
@@ -144,10 +145,9 @@ class NodeFolder:
         """All nodes have their files: from here on this node's can be used. What went wrong, in words, or None."""
         partial = self.checkpoints.partial(step)
         try:
-            shutil.rmtree(self.at(step), ignore_errors=True)
-            write_durably(partial / RUN_FILE, run)
-            write_durably(partial / MANIFEST_FILE, manifest)
-            partial.rename(self.at(step))
+            write_whole(partial / RUN_FILE, run)
+            write_whole(partial / MANIFEST_FILE, manifest)
+            put_in_place(partial, self.at(step), replaces=True)
         except OSError as error:
             return f"{self.at(step)}: {error.strerror}"
         for old in self.checkpoints.candidates()[KEPT:]:
@@ -189,7 +189,7 @@ class NodeFolder:
         shutil.rmtree(folder, ignore_errors=True)
         try:
             folder.mkdir(mode=0o700, parents=True)
-            write_durably(folder / MANIFEST_FILE, manifest)
+            write_whole(folder / MANIFEST_FILE, manifest)
         except OSError as error:
             raise CheckpointError(f"checkpoint.memory.folder: cannot make {folder}: {error.strerror}") from error
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rltrain.config.schema import Config
 from rltrain.errors import cannot_write
+from rltrain.runtime.whole_files import written_whole
 
 METRICS_FILE = "metrics.jsonl"
 JOB_FILE = "job.json"
@@ -64,11 +65,9 @@ def forget_steps(output_dir: Path, first_step: int) -> None:
     By one rank, before anybody writes. ConfigError where the file cannot be replaced.
     """
     path = output_dir / METRICS_FILE
-    beside = path.with_name(f".{path.name}.partial")
     try:
-        with path.open(encoding="utf-8", errors="replace") as lines, beside.open("w", encoding="utf-8") as kept:
-            kept.writelines(line for line in lines if _is_before(first_step, line))
-        beside.replace(path)
+        with path.open(encoding="utf-8", errors="replace") as lines, written_whole(path) as kept:
+            kept.writelines(line.encode() for line in lines if _is_before(first_step, line))
     except FileNotFoundError:
         return
     except OSError as error:
