@@ -12,7 +12,6 @@ from dataclasses import fields
 from itertools import chain, pairwise
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -394,9 +393,7 @@ class ConversionProgress:
         self.bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if not self.bar.disable:  # rich 14 and earlier would print an empty line
             self.bar.stop()
 

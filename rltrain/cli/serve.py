@@ -1,11 +1,5 @@
 """The command line of launch/serve.py."""
 
-from typing import TYPE_CHECKING
-
-from rltrain.errors import UserError
-
-if TYPE_CHECKING:
-    import torch
 import argparse
 import json
 import logging
@@ -29,12 +23,13 @@ from rltrain.endpoint.app import EndpointServer, EndpointSettings
 from rltrain.endpoint.engine_feed import EngineFeed, EngineMailbox
 from rltrain.endpoint.requests import RequestLimits, SamplingRules
 from rltrain.endpoint.served_engine import EngineSettings, Reloads, dtype_of, load_engine, longest_context
-from rltrain.errors import ConfigError, DivergenceError, command_name
+from rltrain.errors import ConfigError, DivergenceError, UserError, command_name
 from rltrain.models import read_architecture
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.groups import Mail
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedTokenizerBase
 
 
