@@ -148,7 +148,9 @@ def test_a_killed_rank_leaves_what_it_was_doing(tmp_path: Path) -> None:
 
 
 def test_a_process_that_just_ends_leaves_a_closed_file(tmp_path: Path) -> None:
-    program = "import sys\nfrom rltrain.observability.trace import TraceFile\nTraceFile(sys.argv[1], 0, []).instant('last')"
+    program = (
+        "import sys\nfrom rltrain.observability.trace import TraceFile\nTraceFile(sys.argv[1], 0, []).instant('last')"
+    )
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=60)
     assert json.loads((tmp_path / "trace/rank0.json").read_text())[-1]["name"] == "last"
 
