@@ -544,34 +544,25 @@ class Waiter:
         progress for longer than `timeouts` allows; in a guarded job the watchdog ends the process instead. Also where
         `arrived` raises ConnectionError.
         """
-        try:
-            self._until(arrived, what, ranks, serve)
-        except ConnectionError as error:
-            raise StallError(f"{self._describe(what, ranks)}: the connection broke: {error}") from error
-
-    def _until(
-        self,
-        arrived: Callable[[float], bool],
-        what: str,
-        ranks: Sequence[int],
-        serve: Callable[[], None] | None,
-    ) -> None:
-        if arrived(0.0):
-            return
         look_s = min(LOOK_S, self.report_s)
         start = last_look = last_report = time.monotonic()
-        with self.job_store.heartbeat.waiting(what, ranks):
-            while not arrived(SERVE_S if serve else look_s):
-                if serve:
-                    serve()
-                now = time.monotonic()
-                if now - last_report >= self.report_s:
-                    last_report = now
-                    logger.warning(f"{self._describe(what, ranks)} for {now - start:.0f} s")
-                if now - last_look >= look_s:
-                    last_look = now
-                    self.meanwhile()
-                    self.job_store.end_wait_in_vain(lambda: self._describe(what, ranks))
+        try:
+            if arrived(0.0):
+                return
+            with self.job_store.heartbeat.waiting(what, ranks):
+                while not arrived(SERVE_S if serve else look_s):
+                    if serve:
+                        serve()
+                    now = time.monotonic()
+                    if now - last_report >= self.report_s:
+                        last_report = now
+                        logger.warning(f"{self._describe(what, ranks)} for {now - start:.0f} s")
+                    if now - last_look >= look_s:
+                        last_look = now
+                        self.meanwhile()
+                        self.job_store.end_wait_in_vain(lambda: self._describe(what, ranks))
+        except ConnectionError as error:
+            raise StallError(f"{self._describe(what, ranks)}: the connection broke: {error}") from error
 
     def _describe(self, what: str, ranks: Sequence[int]) -> str:
         others = ranks or [rank for rank in range(self.job_store.world.size) if rank != self.rank]

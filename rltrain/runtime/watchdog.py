@@ -6,7 +6,7 @@ import os
 import platform
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch.distributed as dist
@@ -169,11 +169,8 @@ class Watchdog:
         self._num_looks += 1
         if self._num_looks % (1 + self.rank // RANKS_AT_ONCE):
             return False
-        return not self._running([0]) and not any(map(self._running, self._lower_ranks()))
-
-    def _lower_ranks(self) -> Iterator[range]:
-        for first in range(0, self.rank, RANKS_AT_ONCE):
-            yield range(first, min(first + RANKS_AT_ONCE, self.rank))
+        lower = (range(first, min(first + RANKS_AT_ONCE, self.rank)) for first in range(0, self.rank, RANKS_AT_ONCE))
+        return not self._running([0]) and not any(map(self._running, lower))
 
     def _end(self, verdict: str) -> None:
         self._write_stacks(verdict)
