@@ -116,8 +116,8 @@ def _cut(tensors: GlobalTensors, matrix: GlobalMatrix, index: int, size: int) ->
 
 # Writing a Megatron checkpoint: every process streams the chunks of its writers, then one says where they lie.
 
-ReadBox = Callable[[int, int, int, int, int], Tensor]
-"""(tensor, row, col, rows, cols) -> [rows, cols] of canonical tensor number `tensor`."""
+ReadBox = Callable[[Box], Tensor]
+"""The [rows, cols] of a canonical tensor."""
 
 PART_FILES = ".part_*.json"
 OBJECTS_FILE = "__0_1.distcp"
@@ -203,7 +203,7 @@ class _Values:
 
     def _part(self, box: np.void, first: int, stop: int) -> Tensor:
         tensor, row, col, _, cols = (int(box[field]) for field in BOX_FIELDS)
-        return self._read(tensor, row + first - int(box["key_row"]), col, stop - first, cols).to(self.dtype)
+        return self._read(Box(tensor, row + first - int(box["key_row"]), col, stop - first, cols)).to(self.dtype)
 
 
 def finish_checkpoint(
@@ -477,8 +477,8 @@ def convert_to_megatron(
         ConversionProgress(processes, output.name, num_bytes(source)) as bar,
     ):
 
-        def read(tensor: int, row: int, col: int, rows: int, cols: int) -> Tensor:
-            values = counted.read(Box(tensor, row, col, rows, cols))
+        def read(box: Box) -> Tensor:
+            values = counted.read(box)
             bar.advance(values.nbytes)
             return values
 

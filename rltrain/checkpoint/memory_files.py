@@ -333,7 +333,7 @@ class FetchedFile(SavedFile):
             self._lock(descriptor)
             os.ftruncate(descriptor, self.source.num_bytes)
             there = spans_there(self._spans)
-            if lacking := without(self._clipped(wanted), there):
+            if lacking := without([ByteSpan(begin, min(end, self.source.num_bytes)) for begin, end in wanted], there):
                 self._fetch(lacking, descriptor)
                 self._spans.write_text(json.dumps(merged([*there, *lacking])))
         finally:
@@ -355,9 +355,6 @@ class FetchedFile(SavedFile):
         for offset, block in received(address, name, num_bytes, spans):
             _write(descriptor, block, offset)
             advance()
-
-    def _clipped(self, spans: Sequence[ByteSpan]) -> list[ByteSpan]:
-        return [ByteSpan(begin, min(end, self.source.num_bytes)) for begin, end in spans]
 
     @cached_property
     def _header_end(self) -> int:

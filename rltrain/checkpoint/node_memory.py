@@ -52,16 +52,9 @@ def origins(hosting: Iterable[int], ranks_per_node: int) -> dict[int, list[int]]
 
 def sources(names: Iterable[str], held: Sequence[Iterable[str]]) -> tuple[dict[str, int], list[str]]:
     """(the first node that has each of the files `names`, those that no node has); `held` is by node."""
-    by_node = [frozenset(of_node) for of_node in held]
-    found: dict[str, int] = {}
-    missing: list[str] = []
-    for name in sorted(names):
-        node = next((node for node, has in enumerate(by_node) if name in has), None)
-        if node is None:
-            missing.append(name)
-        else:
-            found[name] = node
-    return found, missing
+    first = {name: node for node, of_node in reversed([*enumerate(held)]) for name in of_node}
+    wanted = sorted(names)
+    return {name: first[name] for name in wanted if name in first}, [name for name in wanted if name not in first]
 
 
 def offered(by_node: Iterable[Iterable[Key]]) -> list[Key]:
@@ -176,7 +169,7 @@ class NodeFolder:
                 text = (checkpoint.folder / MANIFEST_FILE).read_text(encoding="utf-8")
             except (CheckpointError, OSError, UnicodeDecodeError):
                 continue  # as good as none: another node may have it
-            found[Key(checkpoint.step, digest_of(text))] = text
+            found[Key(checkpoint.step, hashlib.sha256(text.encode()).hexdigest()[:16])] = text
         return found
 
     def files(self, step: int, manifest: Iterable[str]) -> list[str]:
@@ -215,11 +208,6 @@ def _is_abandoned(path: Path) -> bool:
         return path.stat().st_uid == os.getuid() and has_ended((path / OWNER_FILE).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError):
         return False
-
-
-def digest_of(manifest: str) -> str:
-    """Of a manifest's text."""
-    return hashlib.sha256(manifest.encode()).hexdigest()[:16]
 
 
 def records_of(report: dict[str, list[int]]) -> dict[str, FileRecord]:

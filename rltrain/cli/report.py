@@ -363,8 +363,9 @@ def _occupation_section(occupations: Sequence[Occupation]) -> str:
             f' title="{escape(purpose)} {occupation.fraction(purpose):.1%}"></i>'
             for i, purpose in enumerate(PURPOSES)
         )
+        ranks = numbered("rank", occupation.ranks).replace(",", ", ")
         rows.append(
-            f'<tr><th scope="row">{escape(occupation.role)}<small>{escape(numbered("rank", occupation.ranks).replace(",", ", "))}</small></th>'
+            f'<tr><th scope="row">{escape(occupation.role)}<small>{escape(ranks)}</small></th>'
             f'<td class="stack"><div>{parts}</div></td><td class="figure">{occupation.idle_fraction:.1%}</td></tr>'
         )
     return (
