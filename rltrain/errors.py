@@ -2,8 +2,9 @@
 
 import difflib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 
 
@@ -68,6 +69,24 @@ def typed(command: str) -> Iterator[None]:
 def command_name() -> str:
     """Returns what usage lines and refusals call this command: "rltrain train", or a script's file name."""
     return _typed[-1] if _typed else Path(sys.argv[0]).name
+
+
+USER_ERROR, FAILED = 2, 1
+"""Exit statuses of commands and jobs: a mistake that the user can mend, anything else."""
+
+
+def refusing(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], int]:
+    """Makes a command print what a UserError says in one line, and end with the status of such."""
+
+    @wraps(main)
+    def told(argv: Sequence[str]) -> int:
+        try:
+            return main(argv)
+        except UserError as error:
+            print(f"{command_name()}: refused: {error}", file=sys.stderr)
+            return USER_ERROR
+
+    return told
 
 
 def named_by(key: str) -> str:

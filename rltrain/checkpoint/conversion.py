@@ -122,7 +122,6 @@ ReadBox = Callable[[Box], Tensor]
 PART_FILES = ".part_*.json"
 OBJECTS_FILE = "__0_1.distcp"
 CHECKPOINT_VERSION = 3.0
-# Every element of the source is read exactly once: here they are counted.
 
 BLOCK_BYTES = 8 * 2**20
 """Of a chunk's rows, read at a time."""
@@ -262,6 +261,9 @@ def _write_empty_object(target: Path) -> Stored:
         torch.save([None], file)
         length = file.tell()
     return Stored((), (), OBJECTS_FILE, 0, length)
+
+
+# Every element of the source is read exactly once: here they are counted.
 
 
 class CountedSource:

@@ -19,8 +19,7 @@ from rltrain.runtime.machine import JobThread
 # Blocks are written in their order by a thread, while whoever makes them makes the next ones.
 #
 # Writing to a file takes about as long as making what goes into it, by mapping pages, checksums, casts or a reshard,
-# and
-# neither holds up other threads. One thread writes a file: systems let no two write to one at a time.
+# and neither holds up other threads. One thread writes a file: systems let no two write to one at a time.
 
 
 class WriteBehind:

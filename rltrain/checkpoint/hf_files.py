@@ -124,8 +124,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 # Layers that predict further tokens ahead (multi-token prediction, DeepSeek-V3, arXiv:2412.19437, section 2.2).
 #
 # Where none is trained (model.mtp) what is saved or converted carries them along as they are. So it is with what
-# encodes
-# pictures beside some language models.
+# encodes pictures beside some language models.
 
 PREDICTION_FILE = "prediction_layers.safetensors"
 """Where a folder has them that holds no other tensors: that beside a checkpoint in another format."""

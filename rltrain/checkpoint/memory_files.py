@@ -68,9 +68,8 @@ def spans_of(rows: TensorRows, begin: int, item_bytes: int, gap: int) -> Iterato
 # Files of a node's memory for other nodes of the job, over TCP: the node that wants one asks for it.
 #
 # A request is a line of JSON with the job's token and the file's name; the answer is the file's size in eight bytes,
-# most
-# significant first, and its bytes. Where the request has a list of spans, these follow the size instead, each with its
-# checksum in four bytes. Nothing of it goes through the job's process groups, so threads may ask at any time.
+# most significant first, and its bytes. Where the request has a list of spans, these follow the size instead, each
+# with its checksum in four bytes. Nothing of it goes through the job's process groups, so threads may ask at any time.
 
 TIMEOUT_S = 60.0
 """Without a byte from the other side."""

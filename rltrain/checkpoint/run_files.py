@@ -5,7 +5,8 @@ Checksums are made of what is written while it is, so no file is read again.
 
 import json
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -146,20 +147,23 @@ def read_contents(file: AnyFile) -> Contents:
     """CheckpointError where it cannot be read. The tensors lie in the file until they are used."""
     saved = saved_file(file)
     saved.ask_for_all()
-    try:
-        with safe_open(saved.place, framework="pt") as opened:
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
-            return Contents(tensors, opened.metadata() or {})
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{saved.path} cannot be read: {error}") from error
+    with _opened(saved) as opened:
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
+        return Contents(tensors, opened.metadata() or {})
 
 
 def read_texts(file: AnyFile) -> Mapping[str, str]:
     """The metadata of `read_contents` alone."""
-    saved = saved_file(file)
+    with _opened(saved_file(file)) as opened:
+        texts: Mapping[str, str] = opened.metadata() or {}
+    return texts
+
+
+@contextmanager
+def _opened(saved: SavedFile) -> Iterator[Any]:
     try:
         with safe_open(saved.place, framework="pt") as opened:
-            return opened.metadata() or {}
+            yield opened
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{saved.path} cannot be read: {error}") from error
 

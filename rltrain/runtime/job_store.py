@@ -24,8 +24,7 @@ from rltrain.runtime.world import LOOPBACK, World
 # Who holds up the job: from what all ranks say of themselves to the one rank that a stall is due to. No communication.
 #
 # A stall is that no rank shows progress for longer than a limit. As all ranks follow one order of tasks, whoever is
-# still
-# at work at its lowest position is what the others wait for, directly or not.
+# still at work at its lowest position is what the others wait for, directly or not.
 
 SILENT_S = 30.0
 """A rank without a beat for this long, or half of the shortest limit, does not run: stopped, or in a call that holds
@@ -281,8 +280,7 @@ def _status(posted: Posted, silent_s: float) -> RankStatus:
 #
 # In a job of thousands the store's server would otherwise spend a seventh of its processor on what every rank says and
 # asks once a second. Ranks of a node speak over loopback, which no rank waits at: whoever the first one has not
-# confirmed
-# lately says and asks for itself, as where that one has ended, is stopped or cannot be reached.
+# confirmed lately says and asks for itself, as where that one has ended, is stopped or cannot be reached.
 
 GATHERED_FROM = 512
 """Ranks of a job in which beats are gathered: the store of a smaller one has little to do."""

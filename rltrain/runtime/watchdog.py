@@ -12,17 +12,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from rltrain.config.schema import Timeouts
-from rltrain.errors import StallError
-from rltrain.runtime.ending import (
-    FAILED,
-    MESSAGE_GRACE_S,
-    USER_ERROR,
-    Ending,
-    end_alone,
-    first_line,
-    first_node,
-    wait_briefly,
-)
+from rltrain.errors import FAILED, USER_ERROR, StallError
+from rltrain.runtime.ending import MESSAGE_GRACE_S, Ending, end_alone, first_line, first_node, wait_briefly
 from rltrain.runtime.heartbeat import INTERVAL_S, Board, Heartbeat, describe_threads
 from rltrain.runtime.job_store import Observer, OwnBeats, is_silent, what_it_does
 from rltrain.runtime.machine import JobThread, has_lost_launcher

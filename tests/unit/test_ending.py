@@ -12,9 +12,9 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from rltrain.errors import ConfigError
+from rltrain.errors import FAILED, USER_ERROR, ConfigError
 from rltrain.runtime import ending, whole_files
-from rltrain.runtime.ending import FAILED, USER_ERROR, Ending
+from rltrain.runtime.ending import Ending
 from rltrain.runtime.heartbeat import Beat, Board
 from rltrain.runtime.machine import process_here, this_process
 from tests.unit.shared_store import open_store
