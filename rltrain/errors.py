@@ -26,6 +26,15 @@ def cannot_write(
     )
 
 
+@contextmanager
+def writing(path: object, config_key: str = "output_dir") -> Iterator[None]:
+    """Raises `cannot_write` where what stands inside cannot write `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise cannot_write(path, error, config_key) from error
+
+
 MOST_LISTED = 24
 """Allowed values that a message lists before it counts the rest."""
 

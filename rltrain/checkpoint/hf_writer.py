@@ -215,7 +215,8 @@ def save_checkpoint(
         with writing_share(folder, mine, further, any_tensor.device) as writer:
             for source, part in _parts(source_layout, layout, files, made_bytes, written_bytes):
                 sync = plan(source, part, rank, ranks_per_node or max(layout.ranks) + 1)
-                held, gathered = _of(source, source_tensors, rank), writer.memory_for(part.on(rank).parameters)
+                held = {name: source_tensors[name] for name, _ in source.on(rank).parameters}
+                gathered = writer.memory_for(part.on(rank).parameters)
                 execute(sync, held, gathered, group=group, cpu_group=cpu_group, bucket_bytes=bucket_bytes)
                 writer.write(gathered)
         if first:
@@ -247,10 +248,6 @@ def _parts(
         return
     for tensors in tensor_groups(source.tensors, source.types, made_bytes):
         yield holding(source, tensors), holding(destination, tensors)
-
-
-def _of(layout: Layout, tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
-    return {name: tensors[name] for name, _ in layout.on(rank).parameters}
 
 
 def replace_checkpoint(directory: Path, saved: Path, *, like: Path, notes: Mapping[str, str] = NO_NOTES) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.config import schema
 from rltrain.errors import DataError
-from rltrain.models import Architecture, read_architecture
+from rltrain.models import read_architecture
 from rltrain.models.table import EMBEDDING, FINAL_NORM, LOGITS, LOGPROBS, stages_of_layer
 from rltrain.rollout.embedded.kv_cache import CacheShape
 from rltrain.rollout.embedded.model import EngineModel
@@ -238,35 +238,31 @@ def run_trainer(checked: Checked, samples: Samples) -> States:
     device = torch.device(checked.device)
     architecture = read_architecture(checked.path)
     with world_of_one(device) as backend:
-        return _run(checked, samples, architecture, device, backend)
+        from rltrain.training.megatron.model import build_model, local_parameters
 
-
-def _run(checked: Checked, samples: Samples, architecture: Architecture, device: torch.device, backend: str) -> States:
-    from rltrain.training.megatron.model import build_model, local_parameters
-
-    model = build_model(
-        architecture,
-        GRID,
-        ProcessGroups(group_lists({"actor": GRID}), backend=backend, timeout_s=TIMEOUT_S),
-        model=checked.model,
-        parallel=schema.Parallel(),
-        device=device,
-    ).eval()
-    load_parameters(checked.path, model.layout, 0, local_parameters(model), config_key="--checkpoint")
-    (chunk,) = model.chunks
-    notes, decoder = Notes(), cast(Any, chunk.decoder)
-    layers = [(layer, layer.pre_mlp_layernorm) for layer in decoder.layers]
-    notes.watch(chunk.embedding, layers, decoder.final_layernorm)
-    tokens = torch.tensor([token for sample in samples for token in sample], device=device)
-    with torch.no_grad():
-        logits = chunk(
-            input_ids=tokens[None],
-            position_ids=None,
-            attention_mask=None,
-            packed_seq_params=model.sequences([len(sample) for sample in samples]),
-        )[0]
-    notes.add(LOGITS, logits[:, : architecture.vocab_size])
-    return notes.states(samples)
+        model = build_model(
+            architecture,
+            GRID,
+            ProcessGroups(group_lists({"actor": GRID}), backend=backend, timeout_s=TIMEOUT_S),
+            model=checked.model,
+            parallel=schema.Parallel(),
+            device=device,
+        ).eval()
+        load_parameters(checked.path, model.layout, 0, local_parameters(model), config_key="--checkpoint")
+        (chunk,) = model.chunks
+        notes, decoder = Notes(), cast(Any, chunk.decoder)
+        layers = [(layer, layer.pre_mlp_layernorm) for layer in decoder.layers]
+        notes.watch(chunk.embedding, layers, decoder.final_layernorm)
+        tokens = torch.tensor([token for sample in samples for token in sample], device=device)
+        with torch.no_grad():
+            logits = chunk(
+                input_ids=tokens[None],
+                position_ids=None,
+                attention_mask=None,
+                packed_seq_params=model.sequences([len(sample) for sample in samples]),
+            )[0]
+        notes.add(LOGITS, logits[:, : architecture.vocab_size])
+        return notes.states(samples)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rltrain.config.schema import Config
-from rltrain.errors import cannot_write
+from rltrain.errors import writing
 from rltrain.runtime.machine import JobThread
 
 logger = logging.getLogger(__name__)
@@ -69,11 +69,9 @@ class TraceFile(Trace):
 
     def __init__(self, output_dir: str | Path, rank: int, roles: Sequence[str]) -> None:
         self.path = Path(output_dir, "trace", f"rank{rank}.json")
-        try:
+        with writing(self.path, "logging.trace"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("w", encoding="utf-8")
-        except OSError as error:
-            raise cannot_write(self.path, error, "logging.trace") from error
         self.rank = rank
         self._epoch_ns = _wall_clock_at_zero()
         self._events: deque[Event] = deque()
