@@ -2,8 +2,9 @@
 
 import difflib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 
 
@@ -23,6 +24,15 @@ def cannot_write(
         f"{config_key}: cannot write {path}: {error.strerror}; expected {folder_key} to be a folder that this user "
         "may write to"
     )
+
+
+@contextmanager
+def writing(path: object, config_key: str = "output_dir") -> Iterator[None]:
+    """Raises `cannot_write` where what stands inside cannot write `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise cannot_write(path, error, config_key) from error
 
 
 MOST_LISTED = 24
@@ -68,6 +78,24 @@ def typed(command: str) -> Iterator[None]:
 def command_name() -> str:
     """Returns what usage lines and refusals call this command: "rltrain train", or a script's file name."""
     return _typed[-1] if _typed else Path(sys.argv[0]).name
+
+
+USER_ERROR, FAILED = 2, 1
+"""Exit statuses of commands and jobs: a mistake that the user can mend, anything else."""
+
+
+def refusing(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], int]:
+    """Makes a command print what a UserError says in one line, and end with the status of such."""
+
+    @wraps(main)
+    def told(argv: Sequence[str]) -> int:
+        try:
+            return main(argv)
+        except UserError as error:
+            print(f"{command_name()}: refused: {error}", file=sys.stderr)
+            return USER_ERROR
+
+    return told
 
 
 def named_by(key: str) -> str:

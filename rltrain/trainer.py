@@ -28,7 +28,7 @@ from rltrain.observability.progress import Progress, checkpoints_of
 from rltrain.observability.reporter import Reporter, RoleWork, Sink, of_whole_job
 from rltrain.observability.run_logs import write_job
 from rltrain.observability.sinks import Sinks
-from rltrain.observability.trace import AnyTrace, start_trace
+from rltrain.observability.trace import Trace, start_trace
 from rltrain.offload.device_memory import device_memory
 from rltrain.offload.memory_parts import memory_saver
 from rltrain.offload.offload import CommunicatorPlan, Communicators, Offloader
@@ -87,7 +87,7 @@ ROLES: dict[str, type[Role]] = {
 }
 
 
-def host_roles(job: Job, order: Order, trace: AnyTrace) -> tuple[dict[str, Role], Offloader]:
+def host_roles(job: Job, order: Order, trace: Trace) -> tuple[dict[str, Role], Offloader]:
     """The roles that this rank hosts, and who of them is on its device when. Collective over: all ranks."""
     residency = _residency(job, order, trace)
     roles: dict[str, Role] = {}
@@ -98,7 +98,7 @@ def host_roles(job: Job, order: Order, trace: AnyTrace) -> tuple[dict[str, Role]
     return roles, residency
 
 
-def _residency(job: Job, order: Order, trace: AnyTrace) -> Offloader:
+def _residency(job: Job, order: Order, trace: Trace) -> Offloader:
     def span(name: str, category: str) -> AbstractContextManager[object]:
         return trace.span(name, category)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rltrain.checkpoint.conversion import finish_checkpoint, write_checkpoint
+from rltrain.checkpoint.hf_reader import Box
 from rltrain.checkpoint.megatron_arguments import megatron_arguments
 from rltrain.checkpoint.megatron_keys import GlobalTensors
 from rltrain.checkpoint.megatron_reader import MegatronReader
@@ -58,8 +59,8 @@ def write_megatron(
     """A checkpoint of canonical_values(architecture); `leave_out` is a writer that writes nothing."""
     values = [value.reshape(-1, value.shape[-1]) for value in canonical_values(architecture).values()]
 
-    def read(tensor: int, row: int, col: int, rows: int, cols: int) -> Tensor:
-        return values[tensor][row : row + rows, col : col + cols]
+    def read(box: Box) -> Tensor:
+        return values[box.tensor][box.row : box.row + box.rows, box.col : box.col + box.cols]
 
     for rank in writers.ranks:
         if rank == leave_out:

@@ -12,8 +12,7 @@ from dataclasses import fields
 from itertools import chain, pairwise
 from math import prod
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -57,7 +56,6 @@ from rltrain.checkpoint.megatron_reader import (
     iteration_name,
     write_metadata,
 )
-from rltrain.checkpoint.run_files import flush_folder
 from rltrain.checkpoint.run_folder import is_of_run, name_of
 from rltrain.checkpoint.safetensors_file import SafetensorsFile
 from rltrain.errors import CheckpointError, listed, named_by
@@ -66,6 +64,7 @@ from rltrain.models.architecture import CONFIG_FILE
 from rltrain.models.table import INDEX_FILE, SINGLE_FILE
 from rltrain.reshard.layout import BOX_FIELDS, hf_layout
 from rltrain.runtime.grid import Grid
+from rltrain.runtime.whole_files import partial_of, put_in_place
 
 # Which writer of a Megatron checkpoint writes what: as a model's ranks would hold it, each element once.
 
@@ -117,13 +116,12 @@ def _cut(tensors: GlobalTensors, matrix: GlobalMatrix, index: int, size: int) ->
 
 # Writing a Megatron checkpoint: every process streams the chunks of its writers, then one says where they lie.
 
-ReadBox = Callable[[int, int, int, int, int], Tensor]
-"""(tensor, row, col, rows, cols) -> [rows, cols] of canonical tensor number `tensor`."""
+ReadBox = Callable[[Box], Tensor]
+"""The [rows, cols] of a canonical tensor."""
 
 PART_FILES = ".part_*.json"
 OBJECTS_FILE = "__0_1.distcp"
 CHECKPOINT_VERSION = 3.0
-# Every element of the source is read exactly once: here they are counted.
 
 BLOCK_BYTES = 8 * 2**20
 """Of a chunk's rows, read at a time."""
@@ -204,7 +202,7 @@ class _Values:
 
     def _part(self, box: np.void, first: int, stop: int) -> Tensor:
         tensor, row, col, _, cols = (int(box[field]) for field in BOX_FIELDS)
-        return self._read(tensor, row + first - int(box["key_row"]), col, stop - first, cols).to(self.dtype)
+        return self._read(Box(tensor, row + first - int(box["key_row"]), col, stop - first, cols)).to(self.dtype)
 
 
 def finish_checkpoint(
@@ -233,7 +231,6 @@ def finish_checkpoint(
     }
     with (target / COMMON_FILE).open("wb") as file:
         torch.save(common, file)
-        _to_disk(file)
     write_metadata(target, stored, extra_state_keys(tensors), _write_empty_object(target))
     for part in parts:
         part.unlink()
@@ -263,13 +260,10 @@ def _write_empty_object(target: Path) -> Stored:
     with (target / OBJECTS_FILE).open("wb") as file:
         torch.save([None], file)
         length = file.tell()
-        _to_disk(file)
     return Stored((), (), OBJECTS_FILE, 0, length)
 
 
-def _to_disk(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+# Every element of the source is read exactly once: here they are counted.
 
 
 class CountedSource:
@@ -329,16 +323,14 @@ def output_folder(path: Path, processes: Processes) -> Iterator[Path]:
             f"{path} exists; expected a folder that is still to be made: move it away or name another (option --output)"
         )
     processes.meet()  # nobody makes the folder before all have looked
-    partial = path.with_name(f".{path.name}.partial")
+    partial = partial_of(path)
     with _told_where(path), _locked(partial) if processes.first else nullcontext():
         processes.meet()
         try:
             yield partial
             processes.meet()
             if processes.first:
-                flush_folder(partial)
-                partial.rename(path)
-                flush_folder(path.parent)
+                put_in_place(partial, path)
         except BaseException:
             if processes.first:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -403,9 +395,7 @@ class ConversionProgress:
         self.bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if not self.bar.disable:  # rich 14 and earlier would print an empty line
             self.bar.stop()
 
@@ -489,8 +479,8 @@ def convert_to_megatron(
         ConversionProgress(processes, output.name, num_bytes(source)) as bar,
     ):
 
-        def read(tensor: int, row: int, col: int, rows: int, cols: int) -> Tensor:
-            values = counted.read(Box(tensor, row, col, rows, cols))
+        def read(box: Box) -> Tensor:
+            values = counted.read(box)
             bar.advance(values.nbytes)
             return values
 

@@ -8,7 +8,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -20,8 +19,7 @@ from rltrain.runtime.machine import JobThread
 # Blocks are written in their order by a thread, while whoever makes them makes the next ones.
 #
 # Writing to a file takes about as long as making what goes into it, by mapping pages, checksums, casts or a reshard,
-# and
-# neither holds up other threads. One thread writes a file: systems let no two write to one at a time.
+# and neither holds up other threads. One thread writes a file: systems let no two write to one at a time.
 
 
 class WriteBehind:
@@ -209,10 +207,8 @@ class DurableFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
             self.close()
         else:
             self.give_up()

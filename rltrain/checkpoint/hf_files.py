@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
@@ -42,29 +42,30 @@ def planned_files(layout: Layout, max_file_bytes: int, further: Sequence[TensorE
 
     A file is larger than `max_file_bytes` only where one tensor is.
     """
+    dtypes = {name: DTYPES[ElementType(layout.types[number])] for name, number in layout.tensors.numbers.items()}
     contents: list[tuple[int, list[TensorEntry]]] = []
     for rank in layout.ranks:
-        filled = max_file_bytes
-        for name, shape in layout.on(rank).parameters:
-            entry = TensorEntry(name, DTYPES[ElementType(layout.types[layout.tensors.numbers[name]])], shape)
-            if filled + entry.bytes > max_file_bytes:
-                contents.append((rank, []))
-                filled = 0
-            contents[-1][1].append(entry)
-            filled += entry.bytes
-    writers, filled = cycle(layout.ranks), max_file_bytes
-    for entry in further:
-        if filled + entry.bytes > max_file_bytes:
-            contents.append((next(writers), []))
-            filled = 0
-        contents[-1][1].append(entry)
-        filled += entry.bytes
+        mine = [TensorEntry(name, dtypes[name], shape) for name, shape in layout.on(rank).parameters]
+        contents += [(rank, entries) for entries in _in_files(mine, max_file_bytes)]
+    contents += zip(cycle(layout.ranks), _in_files(further, max_file_bytes), strict=False)
     if len(contents) == 1:
         return [HfFile(SINGLE_FILE, contents[0][0], tuple(contents[0][1]))]
     return [
         HfFile(f"model-{number:05d}-of-{len(contents):05d}.safetensors", rank, tuple(entries))
         for number, (rank, entries) in enumerate(contents, start=1)
     ]
+
+
+def _in_files(entries: Iterable[TensorEntry], max_bytes: int) -> list[list[TensorEntry]]:
+    """The entries of one file after the other, in their order."""
+    files, filled = list[list[TensorEntry]](), max_bytes
+    for entry in entries:
+        if filled + entry.bytes > max_bytes:
+            files.append([])
+            filled = 0
+        files[-1].append(entry)
+        filled += entry.bytes
+    return files
 
 
 def write_index(folder: Path, files: Sequence[HfFile]) -> None:
@@ -123,8 +124,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 # Layers that predict further tokens ahead (multi-token prediction, DeepSeek-V3, arXiv:2412.19437, section 2.2).
 #
 # Where none is trained (model.mtp) what is saved or converted carries them along as they are. So it is with what
-# encodes
-# pictures beside some language models.
+# encodes pictures beside some language models.
 
 PREDICTION_FILE = "prediction_layers.safetensors"
 """Where a folder has them that holds no other tensors: that beside a checkpoint in another format."""

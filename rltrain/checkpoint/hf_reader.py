@@ -1,7 +1,7 @@
 """Reads weights from a Hugging Face checkpoint folder, quantised ones for engines too."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,8 +63,7 @@ def load_parameters(
     for file, contents in checkpoint.by_file(layout, pieces):
         with checkpoint.open(file) as opened:
             for piece in contents:
-                box = Box(*(int(piece[field]) for field in BOX_FIELDS))
-                write_piece(flats, piece, checkpoint.read_box(opened, file, layout.tensors, box))
+                write_piece(flats, piece, checkpoint.read_box(opened, file, layout.tensors, _box(piece)))
 
 
 def further_layers(path: Path) -> tuple[str, ...]:
@@ -272,13 +271,17 @@ def load_quantized(
         flat.view(torch.uint8).zero_()
     of_scales = mine.pieces["tensor"] >= layouts.num_tensors
     scales, values = mine.pieces[of_scales], mine.pieces[~of_scales]
-    scales_at = _by_blocks(_as_quantised(layouts, scales))
+    of_values = scales.copy()
+    of_values["tensor"] = np.flatnonzero(layouts.which)[scales["tensor"] - layouts.num_tensors]
+    scales_at = _by_blocks(of_values)
     for file, contents in checkpoint.by_file(plain, values):
         with checkpoint.open(file) as opened:
             in_fp8 = layouts.which[contents["tensor"]]
             for piece in contents[~in_fp8]:
                 write_piece(flats, piece, checkpoint.read_box(opened, file, plain.tensors, _box(piece)))
-            for blocks, pieces in _of_equal_blocks(contents[in_fp8]):
+            quantising = contents[in_fp8]
+            for blocks, touching in _by_blocks(touched_blocks(quantising)).items():
+                pieces = quantising[touching]
                 whole = _elements(blocks, plain)
                 read = checkpoint.read_box(opened, file, plain.tensors, whole)
                 quantised, factors = quantize_blocks(read.to(flats[pieces[0]["parameter"]].device, dtype))
@@ -289,26 +292,12 @@ def load_quantized(
                     write_piece(flats, scales[number], factors)
 
 
-def _as_quantised(layouts: QuantizedLayouts, scales: Array) -> Array:
-    """Pieces of scales under the numbers of the tensors that they are of."""
-    tensor_of = np.flatnonzero(layouts.which)
-    found = scales.copy()
-    found["tensor"] = tensor_of[scales["tensor"] - layouts.num_tensors]
-    return found
-
-
 def _by_blocks(boxes: Array) -> dict[Box, list[int]]:
     """Numbers of boxes of blocks, by what they are."""
     found: dict[Box, list[int]] = defaultdict(list)
     for number, box in enumerate(boxes):
         found[_box(box)].append(number)
     return found
-
-
-def _of_equal_blocks(pieces: Array) -> Iterator[tuple[Box, Array]]:
-    """(blocks that pieces touch, in rows and columns of blocks; the pieces that touch just those)."""
-    for blocks, numbers in _by_blocks(touched_blocks(pieces)).items():
-        yield blocks, pieces[numbers]
 
 
 def _elements(blocks: Box, plain: Layout) -> Box:

@@ -1,7 +1,6 @@
 """Writes weights to a Hugging Face checkpoint folder, each rank its own files."""
 
 import re
-import shutil
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -35,6 +34,7 @@ from rltrain.models.table import INDEX_FILE, ITEM_BYTES, IntArray
 from rltrain.reshard.execute import execute
 from rltrain.reshard.layout import Layout, Parameters, hf_layout, hf_rows, holding, holding_rows, tensor_groups
 from rltrain.reshard.plan import plan
+from rltrain.runtime.whole_files import make_empty, partial_of, put_in_place
 
 # One rank's files of a Hugging Face folder, written while their tensors arrive, with memory for some of them.
 
@@ -215,7 +215,8 @@ def save_checkpoint(
         with writing_share(folder, mine, further, any_tensor.device) as writer:
             for source, part in _parts(source_layout, layout, files, made_bytes, written_bytes):
                 sync = plan(source, part, rank, ranks_per_node or max(layout.ranks) + 1)
-                held, gathered = _of(source, source_tensors, rank), writer.memory_for(part.on(rank).parameters)
+                held = {name: source_tensors[name] for name, _ in source.on(rank).parameters}
+                gathered = writer.memory_for(part.on(rank).parameters)
                 execute(sync, held, gathered, group=group, cpu_group=cpu_group, bucket_bytes=bucket_bytes)
                 writer.write(gathered)
         if first:
@@ -227,15 +228,14 @@ def save_checkpoint(
 def _appearing(directory: Path, group: dist.ProcessGroup | None, *, first: bool) -> Iterator[Path]:
     """A folder beside `directory` that takes its place once all ranks have left the block. Collective over: `group`, of
     which the `first` rank makes it."""
-    folder = directory.with_name(f".{directory.name}.partial")
+    folder = partial_of(directory)
     if first:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        make_empty(folder)
     _barrier(group)
     yield folder
     _barrier(group)
     if first:
-        _replace(directory, folder)
+        put_in_place(folder, directory, replaces=True)
     _barrier(group)
 
 
@@ -250,17 +250,13 @@ def _parts(
         yield holding(source, tensors), holding(destination, tensors)
 
 
-def _of(layout: Layout, tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
-    return {name: tensors[name] for name, _ in layout.on(rank).parameters}
-
-
 def replace_checkpoint(directory: Path, saved: Path, *, like: Path, notes: Mapping[str, str] = NO_NOTES) -> None:
     """Have the checkpoint folder `saved`, which lies beside it, be `directory`, with `notes` in it. CheckpointError as
     in `save_checkpoint`. By one process."""
     with _writing(directory):
         _refuse_foreign(directory, like, notes)
         _write_notes(saved, notes)
-        _replace(directory, saved)
+        put_in_place(saved, directory, replaces=True)
 
 
 def _write_notes(directory: Path, notes: Mapping[str, str]) -> None:
@@ -291,17 +287,6 @@ def _value_settings(architecture: Architecture, like: Path) -> dict[str, object]
         "id2label": {str(label): f"LABEL_{label}" for label in range(NUM_LABELS)},
         "label2id": {f"LABEL_{label}": label for label in range(NUM_LABELS)},
     }
-
-
-def _replace(directory: Path, complete: Path) -> None:
-    if not directory.exists():
-        complete.rename(directory)
-        return
-    previous = directory.with_name(f".{directory.name}.previous")
-    shutil.rmtree(previous, ignore_errors=True)
-    directory.rename(previous)
-    complete.rename(directory)
-    shutil.rmtree(previous)
 
 
 def _refuse_foreign(directory: Path, like: Path, notes: Mapping[str, str]) -> None:

@@ -68,9 +68,8 @@ def spans_of(rows: TensorRows, begin: int, item_bytes: int, gap: int) -> Iterato
 # Files of a node's memory for other nodes of the job, over TCP: the node that wants one asks for it.
 #
 # A request is a line of JSON with the job's token and the file's name; the answer is the file's size in eight bytes,
-# most
-# significant first, and its bytes. Where the request has a list of spans, these follow the size instead, each with its
-# checksum in four bytes. Nothing of it goes through the job's process groups, so threads may ask at any time.
+# most significant first, and its bytes. Where the request has a list of spans, these follow the size instead, each
+# with its checksum in four bytes. Nothing of it goes through the job's process groups, so threads may ask at any time.
 
 TIMEOUT_S = 60.0
 """Without a byte from the other side."""
@@ -333,7 +332,7 @@ class FetchedFile(SavedFile):
             self._lock(descriptor)
             os.ftruncate(descriptor, self.source.num_bytes)
             there = spans_there(self._spans)
-            if lacking := without(self._clipped(wanted), there):
+            if lacking := without([ByteSpan(begin, min(end, self.source.num_bytes)) for begin, end in wanted], there):
                 self._fetch(lacking, descriptor)
                 self._spans.write_text(json.dumps(merged([*there, *lacking])))
         finally:
@@ -355,9 +354,6 @@ class FetchedFile(SavedFile):
         for offset, block in received(address, name, num_bytes, spans):
             _write(descriptor, block, offset)
             advance()
-
-    def _clipped(self, spans: Sequence[ByteSpan]) -> list[ByteSpan]:
-        return [ByteSpan(begin, min(end, self.source.num_bytes)) for begin, end in spans]
 
     @cached_property
     def _header_end(self) -> int:

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rltrain.checkpoint.memory_files import SUFFIX, Address
-from rltrain.checkpoint.run_files import MANIFEST_FILE, RUN_FILE, FileRecord, read_manifest, write_durably
+from rltrain.checkpoint.run_files import MANIFEST_FILE, RUN_FILE, FileRecord, read_manifest
 from rltrain.checkpoint.run_folder import CheckpointFolder, name_of
 from rltrain.errors import CheckpointError
 from rltrain.runtime.machine import has_ended, launcher, process_here
+from rltrain.runtime.whole_files import put_in_place, write_whole
 
 # Who keeps a second copy of whose files, and which checkpoints the memory of several nodes makes whole again.
 
@@ -51,16 +52,9 @@ def origins(hosting: Iterable[int], ranks_per_node: int) -> dict[int, list[int]]
 
 def sources(names: Iterable[str], held: Sequence[Iterable[str]]) -> tuple[dict[str, int], list[str]]:
     """(the first node that has each of the files `names`, those that no node has); `held` is by node."""
-    by_node = [frozenset(of_node) for of_node in held]
-    found: dict[str, int] = {}
-    missing: list[str] = []
-    for name in sorted(names):
-        node = next((node for node, has in enumerate(by_node) if name in has), None)
-        if node is None:
-            missing.append(name)
-        else:
-            found[name] = node
-    return found, missing
+    first = {name: node for node, of_node in reversed([*enumerate(held)]) for name in of_node}
+    wanted = sorted(names)
+    return {name: first[name] for name in wanted if name in first}, [name for name in wanted if name not in first]
 
 
 def offered(by_node: Iterable[Iterable[Key]]) -> list[Key]:
@@ -110,7 +104,7 @@ class NodeFolder:
         if not self.path.is_dir():
             return
         try:
-            write_durably(self.path / OWNER_FILE, process_here(launcher()))
+            write_whole(self.path / OWNER_FILE, process_here(launcher()))
         except OSError as error:
             raise CheckpointError(f"checkpoint.memory.folder: cannot write to {self.path}: {error.strerror}") from error
 
@@ -144,10 +138,9 @@ class NodeFolder:
         """All nodes have their files: from here on this node's can be used. What went wrong, in words, or None."""
         partial = self.checkpoints.partial(step)
         try:
-            shutil.rmtree(self.at(step), ignore_errors=True)
-            write_durably(partial / RUN_FILE, run)
-            write_durably(partial / MANIFEST_FILE, manifest)
-            partial.rename(self.at(step))
+            write_whole(partial / RUN_FILE, run)
+            write_whole(partial / MANIFEST_FILE, manifest)
+            put_in_place(partial, self.at(step), replaces=True)
         except OSError as error:
             return f"{self.at(step)}: {error.strerror}"
         for old in self.checkpoints.candidates()[KEPT:]:
@@ -176,7 +169,7 @@ class NodeFolder:
                 text = (checkpoint.folder / MANIFEST_FILE).read_text(encoding="utf-8")
             except (CheckpointError, OSError, UnicodeDecodeError):
                 continue  # as good as none: another node may have it
-            found[Key(checkpoint.step, digest_of(text))] = text
+            found[Key(checkpoint.step, hashlib.sha256(text.encode()).hexdigest()[:16])] = text
         return found
 
     def files(self, step: int, manifest: Iterable[str]) -> list[str]:
@@ -189,7 +182,7 @@ class NodeFolder:
         shutil.rmtree(folder, ignore_errors=True)
         try:
             folder.mkdir(mode=0o700, parents=True)
-            write_durably(folder / MANIFEST_FILE, manifest)
+            write_whole(folder / MANIFEST_FILE, manifest)
         except OSError as error:
             raise CheckpointError(f"checkpoint.memory.folder: cannot make {folder}: {error.strerror}") from error
 
@@ -215,11 +208,6 @@ def _is_abandoned(path: Path) -> bool:
         return path.stat().st_uid == os.getuid() and has_ended((path / OWNER_FILE).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError):
         return False
-
-
-def digest_of(manifest: str) -> str:
-    """Of a manifest's text."""
-    return hashlib.sha256(manifest.encode()).hexdigest()[:16]
 
 
 def records_of(report: dict[str, list[int]]) -> dict[str, FileRecord]:

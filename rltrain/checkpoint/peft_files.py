@@ -1,7 +1,6 @@
 """Low-rank adapters in the files of PEFT: adapter_config.json and adapter_model.safetensors."""
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from rltrain.models.table import CanonicalTensors
 from rltrain.reshard.execute import execute
 from rltrain.reshard.layout import Layout, hf_layout
 from rltrain.reshard.plan import plan
+from rltrain.runtime.whole_files import make_empty, partial_of, put_in_place
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 CONFIG_KEY = "config key model.lora.path"
@@ -181,10 +181,9 @@ def _write(directory: Path, tensors: Mapping[str, Tensor], heads: set[str], sett
         "alpha_pattern": {},
         **({SAVED_WHOLE: _saved_whole(heads)} if heads else {}),
     }
-    partial = directory.with_name(f".{directory.name}.partial")
+    partial = partial_of(directory)
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        make_empty(partial)
         save_file(dict(tensors), partial / WEIGHTS_FILE, metadata={"format": "pt", "written_by": "rltrain"})
         (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         replace_adapters(directory, partial)
@@ -195,11 +194,9 @@ def _write(directory: Path, tensors: Mapping[str, Tensor], heads: set[str], sett
 def replace_adapters(directory: Path, saved: Path) -> None:
     """Have the folder `saved`, which lies beside it, be `directory`. CheckpointError where that is another thing than
     adapters. By one process."""
-    if directory.exists():
-        if {path.name for path in directory.iterdir()} - {CONFIG_FILE, WEIGHTS_FILE}:
-            raise CheckpointError(
-                f"{directory} exists and is not just adapters that an earlier job wrote, so it is not replaced. Move "
-                "it away or set another folder (config key output_dir)"
-            )
-        shutil.rmtree(directory)
-    saved.rename(directory)
+    if directory.exists() and {path.name for path in directory.iterdir()} - {CONFIG_FILE, WEIGHTS_FILE}:
+        raise CheckpointError(
+            f"{directory} exists and is not just adapters that an earlier job wrote, so it is not replaced. Move "
+            "it away or set another folder (config key output_dir)"
+        )
+    put_in_place(saved, directory, replaces=True)

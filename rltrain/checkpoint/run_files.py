@@ -4,9 +4,9 @@ Checksums are made of what is written while it is, so no file is read again.
 """
 
 import json
-import os
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -21,6 +21,7 @@ from rltrain.checkpoint.durable_file import BEHIND_BYTES, DurableFile
 from rltrain.checkpoint.safetensors_file import SafetensorsFile, TensorEntry
 from rltrain.errors import CheckpointError
 from rltrain.reshard.native import crc32
+from rltrain.runtime.whole_files import flush
 
 # A file of a run's checkpoint as its readers see it, who say what they are about to read of it.
 
@@ -117,7 +118,7 @@ def write_files(folder: Path, files: Mapping[str, Contents]) -> dict[str, FileRe
                 file.append(entry.name, contents.tensors[entry.name])
         records[name] = FileRecord(file.num_bytes, file.crc32)
     for parent in {(folder / name).parent for name in files}:
-        flush_folder(parent)
+        flush(parent)
     return records
 
 
@@ -138,7 +139,7 @@ def copy_files(
         if FileRecord(file.num_bytes, file.crc32) != expected[name]:
             raise OSError(f"{name} has changed in memory since it was written there")
     for parent in {(folder / name).parent for name in opened}:
-        flush_folder(parent)
+        flush(parent)
     return expected
 
 
@@ -146,20 +147,23 @@ def read_contents(file: AnyFile) -> Contents:
     """CheckpointError where it cannot be read. The tensors lie in the file until they are used."""
     saved = saved_file(file)
     saved.ask_for_all()
-    try:
-        with safe_open(saved.place, framework="pt") as opened:
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
-            return Contents(tensors, opened.metadata() or {})
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{saved.path} cannot be read: {error}") from error
+    with _opened(saved) as opened:
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
+        return Contents(tensors, opened.metadata() or {})
 
 
 def read_texts(file: AnyFile) -> Mapping[str, str]:
     """The metadata of `read_contents` alone."""
-    saved = saved_file(file)
+    with _opened(saved_file(file)) as opened:
+        texts: Mapping[str, str] = opened.metadata() or {}
+    return texts
+
+
+@contextmanager
+def _opened(saved: SavedFile) -> Iterator[Any]:
     try:
         with safe_open(saved.place, framework="pt") as opened:
-            return opened.metadata() or {}
+            yield opened
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{saved.path} cannot be read: {error}") from error
 
@@ -220,27 +224,6 @@ def records_in(manifest: str) -> dict[str, FileRecord]:
     """What a manifest's text says. ValueError, KeyError, TypeError and others where it is none."""
     values = json.loads(manifest)
     return {str(name): FileRecord(int(v["num_bytes"]), int(v["crc32"])) for name, v in values.items()}
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Replace the file at once: whoever reads it finds the old text or the new one. OSError."""
-    beside = path.with_name(f".{path.name}.partial")
-    beside.write_text(text, encoding="utf-8")
-    _flush(beside)
-    beside.replace(path)
-
-
-def flush_folder(path: Path) -> None:
-    """Make the names in it durable."""
-    _flush(path)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # States of a process's random number generators, for what a user's code may draw: the product's own needs none.

@@ -27,11 +27,10 @@ from rltrain.checkpoint.run_files import (
     FileRecord,
     SavedFile,
     checksum,
-    flush_folder,
-    write_durably,
 )
 from rltrain.config.schema import Config
 from rltrain.errors import CheckpointError
+from rltrain.runtime.whole_files import flush, partial_of, put_in_place, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +103,7 @@ class CheckpointFolder:
 
     def partial(self, step: int) -> Path:
         """Where the checkpoint of `step` is written until it is complete."""
-        return self.path / f".{name_of(step)}.partial"
+        return partial_of(self.path / name_of(step))
 
     def clear_partial(self) -> None:
         """Remove what interrupted saves left. CheckpointError where that fails."""
@@ -131,13 +130,11 @@ class CheckpointFolder:
         """
         partial, final = self.partial(step), self.path / name_of(step)
         try:
-            write_durably(partial / RUN_FILE, json.dumps(run, indent=1))
+            write_whole(partial / RUN_FILE, json.dumps(run, indent=1))
             records = {**files, RUN_FILE: checksum(partial / RUN_FILE)}
             manifest = {name: record._asdict() for name, record in sorted(records.items())}
-            write_durably(partial / MANIFEST_FILE, json.dumps(manifest, indent=1))
-            flush_folder(partial)
-            partial.rename(final)
-            flush_folder(self.path)
+            write_whole(partial / MANIFEST_FILE, json.dumps(manifest, indent=1))
+            put_in_place(partial, final)
         except OSError as error:
             raise self._cannot("complete", final, error) from error
         self._point_at(final)
@@ -160,8 +157,8 @@ class CheckpointFolder:
     def _point_at(self, newest: Path) -> None:
         """Nothing here follows `latest`, so that no run ends because it cannot be written."""
         try:
-            write_durably(self.path / LATEST_FILE, newest.name + "\n")
-            flush_folder(self.path)
+            write_whole(self.path / LATEST_FILE, newest.name + "\n")
+            flush(self.path)
         except OSError as error:
             logger.warning("cannot write %s: %s; %s is complete", self.path / LATEST_FILE, error.strerror, newest)
 

@@ -1,7 +1,6 @@
 """The command line of tools/convert_checkpoint.py."""
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,21 +23,16 @@ from rltrain.checkpoint.conversion_sources import (
     RunSource,
     join_processes,
 )
-from rltrain.errors import CheckpointError, UserError, command_name
+from rltrain.errors import CheckpointError, command_name, refusing
 
 EXIT_DIFFERENT = 1
-EXIT_USER_ERROR = 2
 
 
+@refusing
 def main(argv: Sequence[str]) -> int:
     """Exit status: 0 done, 1 `verify` found a difference, 2 a mistake the user can mend."""
     arguments = _parser().parse_args(argv)
-    processes = join_processes()
-    try:
-        status: int = arguments.run(arguments, processes)
-    except UserError as error:
-        print(f"{command_name()}: refused: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+    status: int = arguments.run(arguments, join_processes())
     return status
 
 

@@ -7,8 +7,8 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from rltrain.config.schema import Model
 from rltrain.reshard import native
 from rltrain.runtime import shared_memory
 from rltrain.runtime.ending import Ending
-from rltrain.runtime.nodes import Compared, NodeBoard, Spoken, compare_nodes
+from rltrain.runtime.nodes import VISIBLE_WITHIN_S, Compared, NodeBoard, Spoken, comes_to_be, compare_nodes
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.runtime.world import World, join_world, start_process_groups
 
@@ -151,8 +151,6 @@ def _seconds(run: Callable[[], object], cpu: dist.ProcessGroup, device: torch.de
 # Whether nodes see what others write to a folder, and how fast it is.
 
 BLOCK_BYTES = 1 << 20
-VISIBLE_WITHIN_S = 10.0
-"""Network file systems remember for some seconds that a file was not there."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +183,7 @@ def try_storage(world: World, folder: Path, num_bytes: int) -> list[Storage] | N
     written = board.of_all("written")
     deadline = time.monotonic() + VISIBLE_WITHIN_S
     expected = [node for node in nodes if node != world.node and written[node]]
-    unseen = tuple(node for node in expected if not _comes_to_be_seen(files[node], num_bytes, deadline))
+    unseen = tuple(node for node in expected if not comes_to_be(partial(_holds, files[node], num_bytes), deadline))
     next_node = (world.node + 1) % world.num_nodes
     read_gb_s = _read(files[next_node], num_bytes) if written[next_node] and next_node not in unseen else 0.0
     board.say([write_gb_s, read_gb_s, unseen, failure])
@@ -210,12 +208,8 @@ def _write(path: Path, num_bytes: int) -> tuple[float, str]:
     return num_bytes / (time.perf_counter() - start) / 1e9, ""
 
 
-def _comes_to_be_seen(path: Path, num_bytes: int, deadline: float) -> bool:
-    while not (path.exists() and path.stat().st_size >= num_bytes // BLOCK_BYTES * BLOCK_BYTES):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
+def _holds(path: Path, num_bytes: int) -> bool:
+    return path.exists() and path.stat().st_size >= num_bytes // BLOCK_BYTES * BLOCK_BYTES
 
 
 def _read(path: Path, num_bytes: int) -> float:
@@ -429,7 +423,7 @@ def _examine(world: World, sglang_python: Path | None, shared: list[Path], num_b
     storages = {folder: try_storage(world, folder, num_bytes) for folder in shared}
     if nodes is None or links is None:
         return None
-    findings = [*merged([_read_findings(told) for told in board.of_all()], nodes)]
+    findings = [*merged([[Finding(**one) for one in told] for told in board.of_all()], nodes)]
     findings += of_clocks(clocks.of_all(), nodes)
     for folder, by_node in storages.items():
         findings += of_storage(str(folder), by_node or [], nodes)
@@ -441,7 +435,3 @@ def _of_this_node(sglang_python: Path | None, shared: list[Path]) -> list[Findin
     if not any(finding.state == MISSING for finding in found):
         found += paths_taken()
     return found
-
-
-def _read_findings(told: list[dict[str, Any]]) -> list[Finding]:
-    return [Finding(**one) for one in told]

@@ -41,8 +41,6 @@ def check(argv: Sequence[str], worlds: Sequence[tuple[int, int]]) -> None:
 
 
 def _overrides(arguments: argparse.Namespace) -> list[str]:
-    pass
-
     return evaluation_overrides(
         arguments.config, arguments.overrides, checkpoint=arguments.checkpoint, output=arguments.output
     )

@@ -9,9 +9,7 @@ from typing import Literal
 
 from rltrain.cli.doctor import missing_packages, remedy
 from rltrain.cli.ranks import dry_run_options, has_torchrun, possible_worlds, start_ranks, torchrun_options, wants_ranks
-from rltrain.errors import UserError, one_of, typed
-
-EXIT_USER_ERROR = 2
+from rltrain.errors import USER_ERROR, UserError, one_of, typed
 
 
 @dataclass(frozen=True)
@@ -51,12 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = [*(sys.argv[1:] if argv is None else argv)]
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage())
-        return 0 if arguments else EXIT_USER_ERROR
+        return 0 if arguments else USER_ERROR
     name, rest = arguments[0], arguments[1:]
     subcommand = SUBCOMMANDS.get(name)
     if subcommand is None:
         print(f"rltrain: got {name!r}; expected {one_of(name, SUBCOMMANDS)}", file=sys.stderr)
-        return EXIT_USER_ERROR
+        return USER_ERROR
     try:
         with typed(f"rltrain {name}"):
             return _run(name, subcommand, rest)
@@ -66,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"rltrain {name}: {error}. {sys.executable} lacks {', '.join(missing)}. {remedy()}", file=sys.stderr)
     except UserError as error:
         print(f"rltrain {name}: refused: {error}", file=sys.stderr)
-    return EXIT_USER_ERROR
+    return USER_ERROR
 
 
 def _run(name: str, subcommand: Subcommand, arguments: Sequence[str]) -> int:

@@ -1,10 +1,10 @@
 """Runs the trainer's model, the engine's and transformers' on the same tokens, and compares them stage by stage."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torch import Tensor
 from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.config import schema
 from rltrain.errors import DataError
-from rltrain.models import Architecture, read_architecture
+from rltrain.models import read_architecture
 from rltrain.models.table import EMBEDDING, FINAL_NORM, LOGITS, LOGPROBS, stages_of_layer
 from rltrain.rollout.embedded.kv_cache import CacheShape
 from rltrain.rollout.embedded.model import EngineModel
@@ -57,8 +57,24 @@ class Notes:
         values = hidden[0] if isinstance(hidden, tuple) else hidden
         self._values.setdefault(stage, []).append(values.detach().flatten(0, -2).float().cpu().clone())
 
-    def states(self) -> States:
-        return {stage: torch.cat(values) for stage, values in self._values.items()}
+    def watch(self, embedding: Any, layers: Iterable[tuple[Any, Any]], final_norm: Any) -> None:
+        """Have modules tell what they put out in every forward pass; `layers` come with the norms before their MLPs."""
+        embedding.register_forward_hook(lambda module, given, made: self.add(EMBEDDING, made))
+        for index, (layer, norm) in enumerate(layers):
+            attention, mlp = stages_of_layer(index)
+            norm.register_forward_pre_hook(lambda module, given, stage=attention: self.add(stage, given[0]))
+            layer.register_forward_hook(lambda module, given, made, stage=mlp: self.add(stage, made))
+        final_norm.register_forward_hook(lambda module, given, made: self.add(FINAL_NORM, made))
+
+    def watch_decoder(self, decoder: Any) -> None:
+        """`watch` of transformers' modules."""
+        layers = [(layer, layer.post_attention_layernorm) for layer in decoder.layers]
+        self.watch(decoder.embed_tokens, layers, decoder.norm)
+
+    def states(self, samples: Samples) -> States:
+        """With the log-probs that follow from the logits."""
+        states = {stage: torch.cat(values) for stage, values in self._values.items()}
+        return {**states, LOGPROBS: next_token_logprobs(states[LOGITS], samples)}
 
 
 def stages(num_layers: int) -> list[str]:
@@ -222,34 +238,31 @@ def run_trainer(checked: Checked, samples: Samples) -> States:
     device = torch.device(checked.device)
     architecture = read_architecture(checked.path)
     with world_of_one(device) as backend:
-        return _run(checked, samples, architecture, device, backend)
+        from rltrain.training.megatron.model import build_model, local_parameters
 
-
-def _run(checked: Checked, samples: Samples, architecture: Architecture, device: torch.device, backend: str) -> States:
-    from rltrain.training.megatron.model import build_model, local_parameters
-
-    model = build_model(
-        architecture,
-        GRID,
-        ProcessGroups(group_lists({"actor": GRID}), backend=backend, timeout_s=TIMEOUT_S),
-        model=checked.model,
-        parallel=schema.Parallel(),
-        device=device,
-    ).eval()
-    load_parameters(checked.path, model.layout, 0, local_parameters(model), config_key="--checkpoint")
-    (chunk,) = model.chunks
-    states = _watched(chunk)
-    tokens = torch.tensor([token for sample in samples for token in sample], device=device)
-    with torch.no_grad():
-        logits = chunk(
-            input_ids=tokens[None],
-            position_ids=None,
-            attention_mask=None,
-            packed_seq_params=model.sequences([len(sample) for sample in samples]),
-        )[0]
-    states[LOGITS] = logits[:, : architecture.vocab_size].float().cpu()
-    states[LOGPROBS] = next_token_logprobs(states[LOGITS], samples)
-    return states
+        model = build_model(
+            architecture,
+            GRID,
+            ProcessGroups(group_lists({"actor": GRID}), backend=backend, timeout_s=TIMEOUT_S),
+            model=checked.model,
+            parallel=schema.Parallel(),
+            device=device,
+        ).eval()
+        load_parameters(checked.path, model.layout, 0, local_parameters(model), config_key="--checkpoint")
+        (chunk,) = model.chunks
+        notes, decoder = Notes(), cast(Any, chunk.decoder)
+        layers = [(layer, layer.pre_mlp_layernorm) for layer in decoder.layers]
+        notes.watch(chunk.embedding, layers, decoder.final_layernorm)
+        tokens = torch.tensor([token for sample in samples for token in sample], device=device)
+        with torch.no_grad():
+            logits = chunk(
+                input_ids=tokens[None],
+                position_ids=None,
+                attention_mask=None,
+                packed_seq_params=model.sequences([len(sample) for sample in samples]),
+            )[0]
+        notes.add(LOGITS, logits[:, : architecture.vocab_size])
+        return notes.states(samples)
 
 
 @contextmanager
@@ -261,22 +274,6 @@ def world_of_one(device: torch.device) -> Iterator[str]:
         yield backend
     finally:
         dist.destroy_process_group()
-
-
-def _watched(model: Any) -> States:
-    """Filled by the model's next forward pass."""
-    states: States = {}
-
-    def note(stage: str, hidden: Tensor) -> None:
-        states[stage] = hidden.detach().flatten(0, 1).float().cpu().clone()
-
-    model.embedding.register_forward_hook(lambda module, given, made: note(EMBEDDING, made))
-    for index, layer in enumerate(model.decoder.layers):
-        attention, mlp = stages_of_layer(index)
-        layer.pre_mlp_layernorm.register_forward_pre_hook(lambda module, given, stage=attention: note(stage, given[0]))
-        layer.register_forward_hook(lambda module, given, made, stage=mlp: note(stage, made[0]))
-    model.decoder.final_layernorm.register_forward_hook(lambda module, given, made: note(FINAL_NORM, made))
-    return states
 
 
 # The model of transformers, sample by sample without a cache.
@@ -291,23 +288,11 @@ def run_transformers(checked: Checked, samples: Samples) -> States:
     model: Any = load(checked.path, dtype=getattr(torch, checked.model.dtype), attn_implementation="eager")
     model.to(checked.device).eval()
     notes = Notes()
-    watch(model.model, notes.add)
+    notes.watch_decoder(model.model)
     with torch.no_grad():
         for sample in samples:
             notes.add(LOGITS, model(torch.tensor([sample], device=checked.device), use_cache=False).logits)
-    states = notes.states()
-    return {**states, LOGPROBS: next_token_logprobs(states[LOGITS], samples)}
-
-
-def watch(decoder: Any, note: Callable[[str, Any], None]) -> None:
-    """Have transformers' decoder tell what its stages put out in every forward pass."""
-    decoder.embed_tokens.register_forward_hook(lambda module, given, made: note(EMBEDDING, made))
-    for index, layer in enumerate(decoder.layers):
-        attention, mlp = stages_of_layer(index)
-        norm = layer.post_attention_layernorm
-        norm.register_forward_pre_hook(lambda module, given, stage=attention: note(stage, given[0]))
-        layer.register_forward_hook(lambda module, given, made, stage=mlp: note(stage, made))
-    decoder.norm.register_forward_hook(lambda module, given, made: note(FINAL_NORM, made))
+    return notes.states(samples)
 
 
 # The trainer's model of backend fsdp, which is that of transformers, on one rank.
@@ -336,7 +321,7 @@ def run_sharded(checked: Checked, samples: Samples) -> States:
         load_parameters(checked.path, model.layout, 0, dict(model.parameters), config_key="--checkpoint")
         module: Any = model.module
         notes = Notes()
-        watch(module.language_model.model, notes.add)
+        notes.watch_decoder(module.language_model.model)
         tokens = torch.tensor([token for sample in samples for token in sample], device=device)
         sequences = model.sequences([len(sample) for sample in samples])
         with torch.no_grad():
@@ -347,5 +332,4 @@ def run_sharded(checked: Checked, samples: Samples) -> States:
                 **{SEQUENCES: sequences},
             )
             notes.add(LOGITS, logits)
-    states = notes.states()
-    return {**states, LOGPROBS: next_token_logprobs(states[LOGITS], samples)}
+    return notes.states(samples)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from rltrain.errors import UserError
+from rltrain.errors import FAILED, USER_ERROR, UserError
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -121,8 +121,6 @@ def _count(option: str, text: str, otherwise: str) -> int:
 
 # torchrun's agent, as `rltrain train` starts it: the last line that it prints is the reason of its end.
 
-USER_ERROR, FAILED = 2, 1
-"""Exit statuses: a mistake that the user can mend, anything else."""
 SHUTDOWN_TIMEOUT_S = "310"
 """Seconds that ranks have to save after a signal. They end by themselves after checkpoint.stop_within_s."""
 RANK_MODULE = "rltrain.cli.main"

@@ -44,6 +44,7 @@ from rltrain.cli.report_run import (
     task_seconds,
 )
 from rltrain.errors import DataError, UserError, command_name
+from rltrain.planning.sizes import numbered
 from rltrain.tasks.roles import OTHER, kinds_of_tasks
 
 # The spans of all ranks in lanes, as the page and the picture draw them.
@@ -362,8 +363,9 @@ def _occupation_section(occupations: Sequence[Occupation]) -> str:
             f' title="{escape(purpose)} {occupation.fraction(purpose):.1%}"></i>'
             for i, purpose in enumerate(PURPOSES)
         )
+        ranks = numbered("rank", occupation.ranks).replace(",", ", ")
         rows.append(
-            f'<tr><th scope="row">{escape(occupation.role)}<small>{escape(_ranks(occupation.ranks))}</small></th>'
+            f'<tr><th scope="row">{escape(occupation.role)}<small>{escape(ranks)}</small></th>'
             f'<td class="stack"><div>{parts}</div></td><td class="figure">{occupation.idle_fraction:.1%}</td></tr>'
         )
     return (
@@ -372,18 +374,6 @@ def _occupation_section(occupations: Sequence[Occupation]) -> str:
         f'<th scope="col" class="figure">idle</th></tr></thead><tbody>{"".join(rows)}</tbody></table>'
         '<p class="hint">Idle is waiting or nothing, of all the time of the role’s ranks.</p></section>'
     )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """rank 3, ranks 0-3, ranks 0-1, 4."""
-    stretches: list[list[int]] = []
-    for rank in sorted(ranks):
-        if stretches and stretches[-1][1] == rank - 1:
-            stretches[-1][1] = rank
-        else:
-            stretches.append([rank, rank])
-    text = ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in stretches)
-    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
 
 
 def _curve_sections(sections: Sequence[ReportSection]) -> str:

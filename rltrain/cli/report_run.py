@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rltrain.errors import DataError
-from rltrain.observability.names import METRICS, waiting_task, working_task
+from rltrain.observability.names import documented, waiting_task, working_task
 from rltrain.observability.progress import format_duration
 
 # Reads what a run left in its folder: metrics.jsonl, trace/rank*.json, samples.jsonl, evaluation_samples/rank*.jsonl;
@@ -508,12 +508,6 @@ _SECTION_OF_PREFIX = {
     "perf": "Speed",
     "memory": "Memory",
 }
-_DOCUMENTED = {metric.name: (metric.unit, metric.meaning) for metric in METRICS}
-_DOCUMENTED_PATTERNS = [
-    (re.compile(r"\w+".join(re.escape(part) for part in re.split(r"<\w+>", name))), entry)
-    for name, entry in sorted(_DOCUMENTED.items(), key=lambda item: -len(item[0]))  # <task>_wait_s before <task>_s
-    if "<" in name
-]
 
 
 def sections(records: Sequence[Record], ranks: Iterable[RankTrace] = ()) -> list[ReportSection]:
@@ -599,11 +593,8 @@ def _number(value: object) -> float | None:
 
 def documentation(name: str) -> tuple[str, str]:
     """(unit, meaning) of a metric, from the table; the unit follows from the name where the table lacks it."""
-    if name in _DOCUMENTED:
-        return _DOCUMENTED[name]
-    for pattern, entry in _DOCUMENTED_PATTERNS:
-        if pattern.fullmatch(name):
-            return entry
+    if metric := documented(name):
+        return metric.unit, metric.meaning
     for suffix, unit in (("_bytes", "bytes"), ("_s", "s"), ("_tokens", "tokens")):
         if name.endswith(suffix):
             return unit, ""

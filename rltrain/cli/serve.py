@@ -1,18 +1,11 @@
 """The command line of launch/serve.py."""
 
-from typing import TYPE_CHECKING
-
-from rltrain.errors import UserError
-
-if TYPE_CHECKING:
-    import torch
 import argparse
 import json
 import logging
 import secrets
 import shlex
 import signal
-import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,12 +22,13 @@ from rltrain.endpoint.app import EndpointServer, EndpointSettings
 from rltrain.endpoint.engine_feed import EngineFeed, EngineMailbox
 from rltrain.endpoint.requests import RequestLimits, SamplingRules
 from rltrain.endpoint.served_engine import EngineSettings, Reloads, dtype_of, load_engine, longest_context
-from rltrain.errors import ConfigError, DivergenceError, command_name
+from rltrain.errors import ConfigError, DivergenceError, UserError, command_name, refusing
 from rltrain.models import read_architecture
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.groups import Mail
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedTokenizerBase
 
 
@@ -68,24 +62,20 @@ def device_named(text: str | None, option: str = "--device") -> "torch.device":
 
 logger = logging.getLogger(__name__)
 
-EXIT_USER_ERROR = 2
 GREETING = "Hello"
 EXAMPLE_LETTERS, EXAMPLE_TOKENS = 3, 1024
 LOOK_S = 0.5
 """An engine that has nothing to draw looks so often whether it is to stop."""
 
 
+@refusing
 def main(argv: Sequence[str]) -> int:
     """Exit status: 0 stopped by a signal, 2 a mistake the user can mend."""
     arguments = parser().parse_args(argv)
     stopping = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopping.set())
-    try:
-        serve(arguments, stopping)
-    except UserError as error:
-        print(f"{command_name()}: refused: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+    serve(arguments, stopping)
     return 0
 
 

@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from rltrain.errors import PlacementError, UserError, command_name
+from rltrain.errors import USER_ERROR, PlacementError, UserError, command_name
 from rltrain.runtime.machine import launcher, leave_for_launcher
 
 if TYPE_CHECKING:
     from rltrain.config.schema import Config
 
 
-EXIT_USER_ERROR = 2
 OF_EVERY_CALL = ("config", "dry_run", "overrides")
 OPTIONS = {"every_rank": "--ranks"}
 """Those of the dry run that are not named as what they set."""
@@ -38,7 +37,7 @@ def refuse(message: str) -> int:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(message, file=sys.stderr, flush=True)
     leave_for_launcher(message)
-    return EXIT_USER_ERROR
+    return USER_ERROR
 
 
 def main(argv: Sequence[str]) -> int:

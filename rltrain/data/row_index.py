@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import cache, lru_cache
 from itertools import accumulate, pairwise
@@ -41,6 +41,7 @@ from rltrain.data.rows import (
     rows_of_table,
 )
 from rltrain.errors import DataError, cannot_write
+from rltrain.runtime.whole_files import written_whole
 
 # A file that says where the usable rows of a source stand, so that they need not be held: records and a summary.
 
@@ -150,22 +151,6 @@ class IndexWriter:
     def _flush(self) -> None:
         self._file.write(np.array(self._buffered, self.dtype).tobytes())
         self._buffered.clear()
-
-
-@contextmanager
-def written_whole(path: Path, *, durable: bool = True) -> Iterator[Any]:
-    """A binary file that appears under its name once it is written to its end, or not at all; if `durable`, though the
-    machine fails."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def open_index(path: Path) -> RowIndex:

@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from pydantic import ValidationError
 
 from rltrain.config.loader import Source
 from rltrain.config.schema import Config
-from rltrain.errors import ConfigError, UserError, command_name
+from rltrain.errors import ConfigError, UserError, command_name, refusing
 from rltrain.import_config.sources import FRAMEWORKS, framework_of, read, translated
 from rltrain.import_config.translation import (
     PLACEMENT,
@@ -217,33 +216,29 @@ def _smaller_engines(out: Translation, gpu: Gpu) -> Iterator[Changed]:
 
 # The command `rltrain import-config`.
 
-EXIT_USER_ERROR = 2
 UNKNOWN_ROWS = RowCounts()
 SUFFIXES = (".sh", ".yaml", ".yml", ".json")
 """The first word of a command has none of these."""
 SHELLS = ("bash", "sh", "source", ".")
 
 
+@refusing
 def main(argv: Sequence[str]) -> int:
     """Exit status: 0 done, 2 a mistake the user can mend."""
     arguments = parsed(argv)
-    try:
-        found = imported(
-            arguments.framework or framework_of(arguments.source, os.environ),
-            arguments.source,
-            rows=RowCounts(arguments.rows, arguments.steps),
-            settings=arguments.set,
-            allow_differences=arguments.allow_differences,
-            gpu=arguments.gpu,
-        )
-        text = written(found, " ".join(arguments.source) if Path(arguments.source[0]).is_file() else "a command")
-        if arguments.output is None:
-            print(text, end="")
-        else:
-            arguments.output.write_text(text, encoding="utf-8")
-    except UserError as error:
-        print(f"{command_name()}: refused: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+    found = imported(
+        arguments.framework or framework_of(arguments.source, os.environ),
+        arguments.source,
+        rows=RowCounts(arguments.rows, arguments.steps),
+        settings=arguments.set,
+        allow_differences=arguments.allow_differences,
+        gpu=arguments.gpu,
+    )
+    text = written(found, " ".join(arguments.source) if Path(arguments.source[0]).is_file() else "a command")
+    if arguments.output is None:
+        print(text, end="")
+    else:
+        arguments.output.write_text(text, encoding="utf-8")
     return 0
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rltrain.config.schema import Config, KeepBest
-from rltrain.errors import ConfigError, cannot_write, one_of
+from rltrain.errors import ConfigError, one_of, writing
 
 # What a policy would reach with k samples of a prompt, estimated without bias from n >= k that were drawn.
 
@@ -167,10 +167,8 @@ class EvaluationTable:
             for plan in self.config.evaluations
         }
         report = {"checkpoint": self.config.model.path, "sets": sets}
-        try:
+        with writing(self.path):
             self.path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise cannot_write(self.path, error) from error
         if self.config.logging.progress:
             self.console.print(_table(self.config.model.path, sets))
             self.console.print(f"written to {self.path}", highlight=False, markup=False, soft_wrap=True)

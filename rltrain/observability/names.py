@@ -152,10 +152,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("memory/onload_s", "s", "tasks waiting for what they need to come back; less with residency.prefetch"),
 )
 
-_PATTERNS = tuple(
-    re.compile(re.sub("<[a-z]+>", "[a-z_]+", re.sub("@<[kn]>", "@[0-9]+", metric.name))) for metric in METRICS
-)
-
+_PATTERNS = [
+    (re.compile(r"\w+".join(map(re.escape, re.split(r"<\w+>", metric.name)))), metric)
+    for metric in sorted(METRICS, key=lambda metric: ("<" in metric.name, -len(metric.name)))
+]
+"""<task>_wait_s comes before <task>_s."""
 
 _RATE = re.compile("_per_([a-z]+_)?s$")
 """Such as tokens per second, or per GPU and second."""
@@ -182,9 +183,9 @@ def _task_before(suffix: str, metric: str) -> str | None:
     return metric.removeprefix("perf/").removesuffix(suffix)
 
 
-def is_documented(name: str) -> bool:
-    """Whether the table has this metric."""
-    return any(pattern.fullmatch(name) for pattern in _PATTERNS)
+def documented(name: str) -> Metric | None:
+    """Returns what the table says of a metric; None where it has none of that name."""
+    return next((metric for pattern, metric in _PATTERNS if pattern.fullmatch(name)), None)
 
 
 def document() -> str:

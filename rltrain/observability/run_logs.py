@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rltrain.config.schema import Config
-from rltrain.errors import cannot_write
+from rltrain.errors import writing
+from rltrain.runtime.whole_files import written_whole
 
 METRICS_FILE = "metrics.jsonl"
 JOB_FILE = "job.json"
@@ -31,24 +32,28 @@ def read_id(path: Path) -> str | None:
         return None
 
 
+def append_to(path: Path, text: str) -> None:
+    """Appends to a log, which is made with its folder; on disk when this returns. ConfigError."""
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(text)
+
+
 def begin_logs(output_dir: Path) -> None:
     """From here on the logs tell another history. ConfigError."""
     path = output_dir / ID_FILE
-    try:
+    with writing(path):
         path.write_text(f"{uuid.uuid4().hex}\n", encoding="utf-8")
-    except OSError as error:
-        raise cannot_write(path, error) from error
 
 
 def write_job(config: Config, world_size: int, ranks_per_node: int) -> None:
     """By one rank, as it begins to write metrics. ConfigError."""
     path = Path(config.output_dir, JOB_FILE)
     job = {"config": config.model_dump(mode="json"), "world_size": world_size, "ranks_per_node": ranks_per_node}
-    try:
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(job, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise cannot_write(path, error) from error
 
 
 def logs_in(output_dir: Path, names: Sequence[str]) -> list[Path]:
@@ -64,15 +69,10 @@ def forget_steps(output_dir: Path, first_step: int) -> None:
     By one rank, before anybody writes. ConfigError where the file cannot be replaced.
     """
     path = output_dir / METRICS_FILE
-    beside = path.with_name(f".{path.name}.partial")
-    try:
-        with path.open(encoding="utf-8", errors="replace") as lines, beside.open("w", encoding="utf-8") as kept:
-            kept.writelines(line for line in lines if _is_before(first_step, line))
-        beside.replace(path)
-    except FileNotFoundError:
+    if not path.exists():
         return
-    except OSError as error:
-        raise cannot_write(path, error) from error
+    with writing(path), path.open(encoding="utf-8", errors="replace") as lines, written_whole(path) as kept:
+        kept.writelines(line.encode() for line in lines if _is_before(first_step, line))
 
 
 def sample_log_sizes(output_dir: Path) -> dict[str, int]:
@@ -85,11 +85,9 @@ def shorten(output_dir: Path, sizes: Mapping[str, int]) -> None:
     """Cut files of the run folder, by name, to the bytes that they had. ConfigError where one cannot be written."""
     for name, size in sizes.items():
         path = output_dir / name
-        try:
+        with writing(path):
             if path.exists() and path.stat().st_size > size:
                 os.truncate(path, size)
-        except OSError as error:
-            raise cannot_write(path, error) from error
 
 
 def _is_before(step: int, line: str) -> bool:

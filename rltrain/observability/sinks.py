@@ -7,13 +7,12 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from rltrain.config.schema import Config
-from rltrain.errors import ConfigError, cannot_write
+from rltrain.errors import ConfigError, cannot_write, writing
 from rltrain.observability.reporter import Sink
-from rltrain.observability.run_logs import METRICS_FILE, TENSORBOARD_FOLDER, WANDB_ID_FILE, read_id
+from rltrain.observability.run_logs import METRICS_FILE, TENSORBOARD_FOLDER, WANDB_ID_FILE, append_to, read_id
 
 # A run's metrics in the files of TensorBoard.
 
@@ -113,7 +112,7 @@ class MetricsWriter:
 
     def __init__(self, config: Config) -> None:
         self.path = Path(config.output_dir, METRICS_FILE)
-        self._append("")
+        append_to(self.path, "")
         self._start = time.monotonic() - self._last_time_s()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -124,30 +123,19 @@ class MetricsWriter:
             if not math.isfinite(value):
                 logger.warning("%s is %s at step %d; written to %s as null", name, value, step, self.path)
             record[name] = value if math.isfinite(value) else None
-        self._append(json.dumps(record, allow_nan=False) + "\n")
+        append_to(self.path, json.dumps(record, allow_nan=False) + "\n")
 
     def close(self) -> None:
         """Nothing is left to write."""
 
     def _last_time_s(self) -> float:
         """Returns time_s of the last record; 0 where there is none."""
-        try:
-            with self.path.open(encoding="utf-8", errors="replace") as lines:
-                last = deque(lines, maxlen=1)
-        except OSError as error:
-            raise cannot_write(self.path, error) from error
+        with writing(self.path), self.path.open(encoding="utf-8", errors="replace") as lines:
+            last = deque(lines, maxlen=1)
         try:
             return float(json.loads(last[0])["time_s"]) if last else 0.0
         except (ValueError, KeyError, TypeError):
             return 0.0
-
-    def _append(self, text: str) -> None:
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(text)
-        except OSError as error:
-            raise cannot_write(self.path, error) from error
 
 
 class Sinks:
@@ -176,9 +164,7 @@ class Sinks:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -8,13 +8,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from rltrain.config.schema import Config
-from rltrain.errors import cannot_write
+from rltrain.errors import writing
 from rltrain.runtime.machine import JobThread
 
 logger = logging.getLogger(__name__)
@@ -27,34 +27,36 @@ CLOSE_TIMEOUT_S = 5.0
 Event = tuple[str, int, int, str, str, dict[str, Any] | None]
 
 
-class AnySpan(Protocol):
-    """A context manager that lasts as long as what it stands for."""
-
-    def __enter__(self) -> object: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
-
-
-class AnyTrace(Protocol):
-    """What `Trace` and `NullTrace` have in common."""
-
-    def span(self, name: str, category: str = "task", **arguments: Any) -> AnySpan: ...
-
-    def instant(self, name: str, category: str = "task", **arguments: Any) -> None: ...
-
-    def counter(self, name: str, value: float) -> None: ...
-
-    def close(self) -> None: ...
-
-
-def start_trace(config: Config, rank: int, roles: Sequence[str]) -> AnyTrace:
-    """The trace of this rank where logging.trace is set, else one that keeps nothing."""
-    return Trace(config.output_dir, rank, roles) if config.logging.trace else NullTrace()
-
-
 class Trace:
+    """What a rank did from when to when; nothing of it is kept here."""
+
+    def span(self, name: str, category: str = "task", **arguments: Any) -> AbstractContextManager[object]:
+        """`with trace.span(...)`: from its start to its end, on this thread. Spans of a thread nest.
+
+        `category` gives it its colour in the report: task, post, wait, sync, offload, onload or any other word.
+        `arguments` are numbers and strings to be shown beside it. Costs a few microseconds.
+        """
+        return NO_SPAN
+
+    def instant(self, name: str, category: str = "task", **arguments: Any) -> None:
+        """Something without a length, on this thread."""
+
+    def counter(self, name: str, value: float) -> None:
+        """A number that holds from now until the next one of the same name. One that is not finite is left out."""
+
+    def close(self) -> None:
+        """Write what is left. May be called again, and before an exit that ends no threads."""
+
+
+NO_SPAN = nullcontext()
+
+
+def start_trace(config: Config, rank: int, roles: Sequence[str]) -> Trace:
+    """The trace of this rank, in a file where logging.trace is set."""
+    return TraceFile(config.output_dir, rank, roles) if config.logging.trace else Trace()
+
+
+class TraceFile(Trace):
     """Writes <output_dir>/trace/rank<rank>.json while the run goes on: one process per rank, one track per thread.
 
     Times are microseconds of wall-clock time, counted from one reading of it by a clock that never steps back and that
@@ -67,11 +69,9 @@ class Trace:
 
     def __init__(self, output_dir: str | Path, rank: int, roles: Sequence[str]) -> None:
         self.path = Path(output_dir, "trace", f"rank{rank}.json")
-        try:
+        with writing(self.path, "logging.trace"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("w", encoding="utf-8")
-        except OSError as error:
-            raise cannot_write(self.path, error, "logging.trace") from error
         self.rank = rank
         self._epoch_ns = _wall_clock_at_zero()
         self._events: deque[Event] = deque()
@@ -85,25 +85,17 @@ class Trace:
         self._thread.start()
         atexit.register(self.close)
 
-    def span(self, name: str, category: str = "task", **arguments: Any) -> "Span":
-        """`with trace.span(...)`: from its start to its end, on this thread. Spans of a thread nest.
-
-        `category` gives it its colour in the report: task, post, wait, sync, offload, onload or any other word.
-        `arguments` are numbers and strings to be shown beside it. Costs a few microseconds.
-        """
+    def span(self, name: str, category: str = "task", **arguments: Any) -> AbstractContextManager[object]:
         return Span(self, name, category, arguments)
 
     def instant(self, name: str, category: str = "task", **arguments: Any) -> None:
-        """Something without a length, on this thread."""
         self._record("i", name, category, arguments)
 
     def counter(self, name: str, value: float) -> None:
-        """A number that holds from now until the next one of the same name. One that is not finite is left out."""
         if math.isfinite(value):
             self._record("C", name, "", {"value": float(value)})
 
     def close(self) -> None:
-        """Write what is left. May be called again, and before an exit that ends no threads."""
         self._is_open = False
         self._closing.set()
         self._thread.join(timeout=CLOSE_TIMEOUT_S)
@@ -158,55 +150,20 @@ class Trace:
         return text + "}"
 
 
-class Span:
-    """One `with trace.span(...)`."""
+class Span(AbstractContextManager[None]):
+    """One `with trace.span(...)` that is kept."""
 
     __slots__ = ("arguments", "category", "name", "trace")
 
-    def __init__(self, trace: Trace, name: str, category: str, arguments: dict[str, Any]) -> None:
+    def __init__(self, trace: TraceFile, name: str, category: str, arguments: dict[str, Any]) -> None:
         self.trace, self.name, self.category, self.arguments = trace, name, category, arguments
 
     def __enter__(self) -> None:
         self.trace._record("B", self.name, self.category, self.arguments)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         failed = None if kind is None else {"error": kind.__name__}
         self.trace._record("E", self.name, self.category, failed)
-
-
-class NullTrace:
-    """Takes the same calls as `Trace` and keeps nothing."""
-
-    def span(self, name: str, category: str = "task", **arguments: Any) -> "NullSpan":
-        return NULL_SPAN
-
-    def instant(self, name: str, category: str = "task", **arguments: Any) -> None:
-        """Kept nowhere."""
-
-    def counter(self, name: str, value: float) -> None:
-        """Kept nowhere."""
-
-    def close(self) -> None:
-        """Nothing to write."""
-
-
-class NullSpan:
-    """What `NullTrace` gives for every span."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        return None
-
-
-NULL_SPAN = NullSpan()
 
 
 def _wall_clock_at_zero() -> int:

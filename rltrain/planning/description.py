@@ -5,7 +5,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
-from textwrap import wrap
 
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.config.evaluation import SHORT_FORM
@@ -31,7 +30,7 @@ from rltrain.planning.options import DryRunOptions, is_legal, with_shipped_shape
 from rltrain.planning.planned import PlannedJob, Workload
 from rltrain.planning.rows_and_rewards import describe_environment, describe_reward, describe_rows
 from rltrain.planning.search import Change, best_changes, calibration_of, proposals
-from rltrain.planning.sizes import WIDTH, digits, numbered, seconds, size, sizes, table
+from rltrain.planning.sizes import digits, numbered, seconds, size, sizes, table, wrapped
 from rltrain.planning.step_time import Calibration, Clock, StepTime
 from rltrain.planning.sync_time import PlannedSync
 from rltrain.planning.task_time import evaluating
@@ -91,7 +90,7 @@ def describe_overlaps(order: Order, config: Config, placement: Placement) -> lis
     if not pairs:
         return ["none: every task needs what the one before it made, or its ranks"]
     lines = (f"{task} beside {', '.join(sorted(others))}" for task, others in by_task(pairs))
-    return [part for line in lines for part in wrap(line, WIDTH, subsequent_indent="    ", break_on_hyphens=False)]
+    return [part for line in lines for part in wrapped(line)]
 
 
 def by_task(pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, set[str]]]:
@@ -217,12 +216,8 @@ def describe_time(step: StepTime, workload: Workload, calibrated: str | None) ->
         *lines,
         *table(rows),
         f"a step: {seconds(step.step_s)}, {digits(step.tokens_per_s)} tokens/s/GPU",
-        f"of it ranks wait: {', '.join(f'{role} {idle:.0%}' for role, idle in _idle(step.busy).items())}",
+        f"of it ranks wait: {', '.join(f'{role} {1 - busy:.0%}' for role, busy in step.busy.items())}",
     ]
-
-
-def _idle(busy: Mapping[str, float]) -> dict[str, float]:
-    return {role: 1 - share for role, share in busy.items()}
 
 
 # How much the ranks hold at most, and what to say where that is too much.
@@ -237,12 +232,12 @@ def describe_fit(memories: Sequence[RankMemory], gpu: Gpu, ranks_per_node: int) 
     for stages in alike.values():
         worst = largest(stages)
         peak = f"peak {size(worst.peak.total)} of {size(gpu.memory_gb * GB)} at {worst.peak.task}"
-        found += _wrapped(f"{numbered('rank', worst.ranks)}: {peak}: {sizes(worst.peak.bytes_of)}")
+        found += wrapped(f"{numbered('rank', worst.ranks)}: {peak}: {sizes(worst.peak.bytes_of)}")
         if worst.host:
-            found += _wrapped(f"  pinned on the host: {sizes(worst.host)}")
+            found += wrapped(f"  pinned on the host: {sizes(worst.host)}")
         others = [f"{size(stage.peak.total)} on {numbered('rank', stage.ranks)}" for stage in stages if stage != worst]
         if others:
-            found += _wrapped(f"  other stages: {', '.join(others)}")
+            found += wrapped(f"  other stages: {', '.join(others)}")
     of_node: Counter[int] = Counter()
     for memory in memories:
         for rank in memory.ranks:
@@ -251,10 +246,6 @@ def describe_fit(memories: Sequence[RankMemory], gpu: Gpu, ranks_per_node: int) 
     if most > there_is:
         found.append(f"a node would pin {size(most)} of the {size(there_is)} that its host has: offload fewer roles")
     return found
-
-
-def _wrapped(line: str) -> list[str]:
-    return wrap(line, WIDTH, initial_indent="", subsequent_indent="    ", break_on_hyphens=False)
 
 
 def refuse_what_does_not_fit(memories: Sequence[RankMemory], gpu: Gpu, name: str, changes: Sequence[Change]) -> None:
@@ -340,7 +331,8 @@ def _places_by_task(
         entry = order[position]
         if entry.step == step:
             needed = plan.needs(position).parts
-            cells = {key: _word(place, key in needed) for key, place in place_of.items()}
+            on_device = {key: "used" if key in needed else "stays" for key in place_of}
+            cells = {key: on_device[key] if place == "device" else place for key, place in place_of.items()}
             found[entry.name].append((entry.chunk, cells))
     rows: dict[str, Cells] = {}
     for name, tasks in found.items():
@@ -348,12 +340,6 @@ def _places_by_task(
             alike = [chunk for chunk, others in tasks if others == cells]
             rows[name if len(alike) == len(tasks) else f"{name}, {numbered('chunk', alike)}"] = cells
     return rows
-
-
-def _word(place: Place, is_needed: bool) -> str:
-    if place != "device":
-        return place
-    return "used" if is_needed else "stays"
 
 
 def _table(rows: Mapping[str, Cells], hosted: Collection[str], parts: Collection[str]) -> list[str]:

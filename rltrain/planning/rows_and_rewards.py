@@ -4,7 +4,6 @@ import ast
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from textwrap import wrap
 
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.config.schema import Config, PromptFile, PromptSource
@@ -24,7 +23,7 @@ from rltrain.data.prompts import (
 from rltrain.data.rows import Location
 from rltrain.data.tokenizer import UNKNOWN_MODEL, ModelLimits, PromptEncoder, load_encoder
 from rltrain.errors import CheckpointError, ConfigError, DataError
-from rltrain.planning.sizes import WIDTH, size
+from rltrain.planning.sizes import size, wrapped
 from rltrain.rewards.functions import BUILT_IN, labels_of
 from rltrain.rewards.judge import is_url
 from rltrain.rewards.locating import found_command, unknown_function
@@ -73,7 +72,7 @@ def describe_rows(config: Config, model: ModelLimits = UNKNOWN_MODEL) -> list[st
     if num_trained_on and algorithm_of(config).generates:
         repeated = repeated_within_a_step(num_trained_on, config.batch.prompts_per_step)
         lines += [repeated] if repeated else []
-    return [part for line in lines for part in wrap(line, WIDTH, subsequent_indent="    ", break_on_hyphens=False)]
+    return [part for line in lines for part in wrapped(line)]
 
 
 def _refuse_unknown_teachers(
@@ -161,7 +160,7 @@ def describe_reward(config: Config) -> list[str]:
         for number, part in enumerate(reward.parts):
             key = f"{section}.function" if reward.functions is None else f"{section}.functions.{number}.function"
             lines.append(f"{key}: {part.function}{_where(part.function, key)}")
-    return [part for line in lines for part in wrap(line, WIDTH, subsequent_indent="    ", break_on_hyphens=False)]
+    return [part for line in lines for part in wrapped(line)]
 
 
 def describe_environment(config: Config) -> list[str]:

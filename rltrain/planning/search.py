@@ -40,22 +40,23 @@ class Change:
 def best_changes(job: PlannedJob, gpu: Gpu, is_legal: Callable[[PlannedJob], bool]) -> list[Change]:
     """At most three, lowest peak first; only those that lower the highest peak."""
     found, before = [], largest(rank_memories(job, gpu)).peak.total
-    for text, config in _changed(job.config, gpu.memory_gb):
+    for key, value in _changes(job.config, gpu.memory_gb):
         try:
+            config = with_keys(job.config, {key: value})
             changed = plan_job(config, job.placement, job.architectures, job.ranks_per_node)
         except (UserError, ValueError):
             continue
         if is_legal(changed):
             memory = largest(rank_memories(changed, gpu))
             if memory.peak.total < before:
-                found.append(Change(text, memory))
+                found.append(Change(f"{key}: {'true' if value is True else value}", memory))
     return sorted(found, key=lambda change: change.memory.peak.total)[:MOST]
 
 
-def with_keys(config: Config, **values: object) -> Config:
-    """`config` with other values for dotted keys, their dots written as two underscores."""
+def with_keys(config: Config, values: Mapping[str, object]) -> Config:
+    """`config` with other values for dotted keys."""
     for key, value in values.items():
-        config = _replaced(config, key.split("__"), value)
+        config = _replaced(config, key.split("."), value)
     return config
 
 
@@ -65,52 +66,40 @@ def _replaced(section: Config, path: Sequence[str], value: object) -> Config:
     return section.model_copy(update={first: inner})
 
 
-def _changed(config: Config, gpu_memory_gb: float) -> Iterator[tuple[str, Config]]:
-    """(what to write, the config with it)."""
-    yield "model.recompute: full", with_keys(config, model__recompute="full")
+def _changes(config: Config, gpu_memory_gb: float) -> Iterator[tuple[str, object]]:
+    """(dotted key, another value for it)."""
+    yield "model.recompute", "full"
     if config.model.recomputed.granularity == "full":
-        yield "model.activation_offload: true", with_keys(config, model__activation_offload=True)
-    yield f"model.logits_chunk_tokens: {CHUNK_TOKENS}", with_keys(config, model__logits_chunk_tokens=CHUNK_TOKENS)
+        yield "model.activation_offload", True
+    yield "model.logits_chunk_tokens", CHUNK_TOKENS
     for role in model_roles():
         tokens = getattr(config, role).micro_batch_tokens
-        for fewer in (tokens // 2, tokens // 4):
-            yield f"{role}.micro_batch_tokens: {fewer}", with_keys(config, **{f"{role}__micro_batch_tokens": fewer})
+        yield from ((f"{role}.micro_batch_tokens", fewer) for fewer in (tokens // 2, tokens // 4))
     for role in (*trained_roles(), "rollout"):
-        if getattr(config, role).parallel is not None:
-            yield from _more_parallel(config, role)
+        yield from _more_parallel(config, role)
     for role in trained_roles():
-        yield f"{role}.distributed_optimizer: true", with_keys(config, **{f"{role}__distributed_optimizer": True})
-        in_bf16 = {f"{role}__optimizer__moments_dtype": "bfloat16"}
-        yield f"{role}.optimizer.moments_dtype: bfloat16", with_keys(config, **in_bf16)
+        yield f"{role}.distributed_optimizer", True
+        yield f"{role}.optimizer.moments_dtype", "bfloat16"
         if getattr(config, role).optimizer.name == "adamw":
-            on_host = {f"{role}__optimizer__cpu_offload": True}
-            yield f"{role}.optimizer.cpu_offload: true", with_keys(config, **on_host)
+            yield f"{role}.optimizer.cpu_offload", True
     for role in (*model_roles(), "rollout"):
-        yield f"{role}.offload: true", with_keys(config, **{f"{role}__offload": True})
+        yield f"{role}.offload", True
     for role in ("rollout", "evaluation") if config.evaluates_apart else ("rollout",):
-        yield from _smaller_engines(config, role, round(gpu_memory_gb / 4, 1))
+        if config.served(role).engine == "embedded":
+            yield f"{role}.kv_cache_gb", round(gpu_memory_gb / 4, 1)
+        running = config.served(role).max_running_requests
+        yield from ((f"{role}.max_running_requests", max(running // divisor, 1)) for divisor in (2, 4))
 
 
-def _smaller_engines(config: Config, role: str, kv_cache_gb: float) -> Iterator[tuple[str, Config]]:
-    engines = config.served(role)
-    if engines.engine == "embedded":
-        yield f"{role}.kv_cache_gb: {kv_cache_gb}", with_keys(config, **{f"{role}__kv_cache_gb": kv_cache_gb})
-    for fewer in (engines.max_running_requests // 2, engines.max_running_requests // 4):
-        changes = {f"{role}__max_running_requests": max(fewer, 1)}
-        yield f"{role}.max_running_requests: {fewer}", with_keys(config, **changes)
-
-
-def _more_parallel(config: Config, role: str) -> Iterator[tuple[str, Config]]:
-    parallel: Parallel = getattr(config, role).parallel
-    for name in ("tp", "pp", "cp", "ep"):
+def _more_parallel(config: Config, role: str) -> Iterator[tuple[str, object]]:
+    parallel: Parallel | None = getattr(config, role).parallel
+    if parallel is None:
+        return
+    for name in ("tp",) if role == "rollout" else ("tp", "pp", "cp", "ep"):
         for factor in (2, 4, 8) if name == "ep" else (2, 4):
-            if name == "tp" or role != "rollout":
-                size = getattr(parallel, name) * factor
-                changes: dict[str, object] = {f"{role}__parallel__{name}": size}
-                yield f"{role}.parallel.{name}: {size}", with_keys(config, **changes)
+            yield f"{role}.parallel.{name}", getattr(parallel, name) * factor
     if parallel.tp > 1 and role != "rollout" and not parallel.sequence_parallel:
-        changes = {f"{role}__parallel__sequence_parallel": True}
-        yield f"{role}.parallel.sequence_parallel: true", with_keys(config, **changes)
+        yield f"{role}.parallel.sequence_parallel", True
 
 
 # The placements and parallel sizes by which a job would step fastest, of those that fit.
@@ -190,12 +179,11 @@ def _planned(job: PlannedJob, keys: Mapping[str, object]) -> PlannedJob | None:
 
 def _with_sizes(config: Config, keys: Mapping[str, object]) -> Config:
     """Other models of the training backend take the actor's sizes; what was split by sequence with it goes on so."""
-    plain = {key.replace(".", "__"): value for key, value in keys.items()}
-    inheriting = {f"{role}__parallel": None for role in model_roles() if role != "actor"}
-    plain |= {"actor__parallel__vpp": 1, "actor__parallel__layers_per_stage": None}
-    changed = with_keys(config, **plain, **inheriting)
+    inheriting = {f"{role}.parallel": None for role in model_roles() if role != "actor"}
+    whole = {"actor.parallel.vpp": 1, "actor.parallel.layers_per_stage": None}
+    changed = with_keys(config, {**keys, **whole, **inheriting})
     if changed.actor.parallel.tp == 1:
-        changed = with_keys(changed, actor__parallel__sequence_parallel=False)
+        changed = with_keys(changed, {"actor.parallel.sequence_parallel": False})
     return changed
 
 

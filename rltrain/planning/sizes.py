@@ -1,6 +1,7 @@
 """Numbers and tables as people read them."""
 
 from collections.abc import Collection, Mapping, Sequence
+from textwrap import wrap
 
 from rltrain.runtime.placement import format_ranks
 
@@ -39,7 +40,12 @@ def numbered(unit: str, numbers: Collection[int]) -> str:
     return f"{unit}{'s' * (len(numbers) > 1)} {format_ranks(numbers)}"
 
 
-# Text in columns.
+# Text in lines and columns.
+
+
+def wrapped(line: str) -> list[str]:
+    """Returns the lines of a text that is too long for one."""
+    return wrap(line, WIDTH, subsequent_indent="    ", break_on_hyphens=False)
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:

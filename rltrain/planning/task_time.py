@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 
-from rltrain.config.schema import EvaluationPlan, Trained
+from rltrain.config.schema import EvaluationPlan
 from rltrain.models import Architecture
 from rltrain.models.flops import (
     BACKWARD,
@@ -25,6 +25,7 @@ from rltrain.planning.optimizer_memory import (
     learns_adapters,
     orthogonalizing_s,
     sharded_elements,
+    trained_settings,
 )
 from rltrain.planning.planned import (
     MEAN_OF_LONGEST,
@@ -91,7 +92,7 @@ class TrainingTime:
         return max(self._optimizer_steps(stage) for stage in range(self.grid.pp))
 
     def _optimizer_steps(self, stage: int) -> float:
-        settings, times = self._settings, self.job.shape.updates_per_step
+        settings, times = trained_settings(self.job, self.role), self.job.shape.updates_per_step
         item, master = self.job.item_bytes, 2 * FP32 + self.job.item_bytes if self.job.item_bytes < FP32 else 2 * FP32
         optimized, hosted = sharded_elements(self.job, self.role, stage), float(settings.optimizer.cpu_offload)
         step = (1 - hosted) * optimized * (OPTIMIZER_BYTES + master) / self.gpu.memory
@@ -118,17 +119,13 @@ class TrainingTime:
         return shared + stepping
 
     @property
-    def _settings(self) -> Trained:
-        return self.job.config.actor if self.role == "actor" else self.job.config.critic
-
-    @property
     def _accumulates(self) -> bool:
         """Whether gradients are made in tasks of their own, apart from the optimizer's step."""
         shape = self.job.shape
         return shape.accumulates_actor if self.role == "actor" else shape.accumulates_critic
 
     def _bucket_elements(self) -> float:
-        given = self._settings.gradient_bucket_mb
+        given = trained_settings(self.job, self.role).gradient_bucket_mb
         if given is not None:
             return given * 2**20 / FP32
         return max(BUCKET_ELEMENTS, BUCKET_ELEMENTS_PER_REPLICA * self.grid.dp * self.grid.cp)

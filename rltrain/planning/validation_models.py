@@ -160,7 +160,7 @@ def interleaved_expert_problems(
     config: Config, grids: Mapping[str, Grid], architectures: Mapping[str, Architecture]
 ) -> Iterator[str]:
     """Of the placed models."""
-    found = [role for role in grids if role in architectures and _has_such(architectures[role])]
+    found = [role for role in grids if role in architectures and (moe := architectures[role].moe) and moe.interleaved]
     for role in found:
         what = f"the model of role {role} is {architectures[role].family}, {KEPT}"
         if role in trained_roles() and getattr(config, role).optimizer.name == "muon":
@@ -179,10 +179,6 @@ def interleaved_expert_problems(
             f"model.fake_quantization: got a section, but the model of role {role} is {architectures[role].family}, "
             f"{KEPT}; expected null"
         )
-
-
-def _has_such(architecture: Architecture) -> bool:
-    return architecture.moe is not None and architecture.moe.interleaved
 
 
 # What model.fake_quantization may be asked for.

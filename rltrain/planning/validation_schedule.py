@@ -171,7 +171,8 @@ def dynamic_sampling_problems(config: Config, placement: Placement, grids: Mappi
             "expected null"
         )
         return
-    if settings.filter == REWARDS_DIFFER and _group_size(config) == 1:
+    group_size = config.batch.samples_per_prompt + RunShape.of(config).greedy_per_group
+    if settings.filter == REWARDS_DIFFER and group_size == 1:
         yield (
             f"batch.dynamic_sampling.filter: got {REWARDS_DIFFER} with batch.samples_per_prompt 1, where no group has "
             "rewards that differ; expected at least 2 samples per prompt, or a function"
@@ -184,11 +185,6 @@ def dynamic_sampling_problems(config: Config, placement: Placement, grids: Mappi
         )
     if "rollout" in grids and "reward" in placement.roles:
         yield from _placement_problems(placement, grids["rollout"])
-
-
-def _group_size(config: Config) -> int:
-    """Samples of a prompt, greedy ones included."""
-    return config.batch.samples_per_prompt + RunShape.of(config).greedy_per_group
 
 
 def _placement_problems(placement: Placement, rollout: Grid) -> Iterator[str]:

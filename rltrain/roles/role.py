@@ -12,10 +12,10 @@ from rltrain.checkpoint.run_files import Contents
 from rltrain.checkpoint.run_folder import Resumed
 from rltrain.config.schema import Config, Offload
 from rltrain.data.demonstrations import Demonstrations, Preferences
-from rltrain.errors import cannot_write
 from rltrain.exchange.exchange import Shipment
 from rltrain.models import Architecture
 from rltrain.models.flops import forward_flops
+from rltrain.observability.run_logs import append_to
 from rltrain.offload.memory_parts import MemoryPart
 from rltrain.reshard.layout import Layout
 from rltrain.roles.inputs import Inputs, JobRows, Prompts
@@ -73,12 +73,7 @@ class SampleLog:
 
     def append(self, *records: Mapping[str, Any]) -> None:
         """On disk when this returns."""
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(record) + "\n" for record in records)
-        except OSError as error:
-            raise cannot_write(self.path, error) from error
+        append_to(self.path, "".join(json.dumps(record) + "\n" for record in records))
 
 
 Metrics = dict[str, float]

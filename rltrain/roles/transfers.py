@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rltrain.errors import CheckpointError
 from rltrain.exchange.exchange import Exchange, Key, Route, Shipment, as_tensors, read_parts, share
-from rltrain.observability.trace import AnyTrace
+from rltrain.observability.trace import Trace
 from rltrain.roles.role import Job, Role
 from rltrain.schedule.order import Entry, Order
 from rltrain.tasks.roles import TRANSFERS, trained_roles
@@ -25,7 +25,7 @@ def key_of(post: Entry) -> Key:
 class Transfers:
     """This rank's ends of all transfers of `order`, for the roles that it hosts."""
 
-    def __init__(self, job: Job, order: Order, exchange: Exchange, roles: Mapping[str, Role], trace: AnyTrace) -> None:
+    def __init__(self, job: Job, order: Order, exchange: Exchange, roles: Mapping[str, Role], trace: Trace) -> None:
         self.job, self.order, self.exchange, self.roles, self.trace = job, order, exchange, roles, trace
         self.awaited: dict[int, int] = {}
         """Position of a post in the exchange's outbox -> that of its wait."""

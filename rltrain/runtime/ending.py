@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from rltrain.errors import UserError
+from rltrain.errors import FAILED, USER_ERROR, UserError
 from rltrain.runtime.heartbeat import INTERVAL_S, Beat, Board
 from rltrain.runtime.machine import has_ended, host_of, leave_for_launcher
 
@@ -38,9 +38,6 @@ def wait_briefly(store: dist.Store, keys: Sequence[str], seconds: float) -> bool
 # How a process of a failing job ends: with one message for all ranks, whoever finds the failure first.
 
 logger = logging.getLogger(__name__)
-
-USER_ERROR, FAILED = 2, 1
-"""Exit statuses: a mistake that the user can mend, anything else."""
 
 MESSAGE_GRACE_S = 5.0
 QUIET_GRACE_S = 3.0

@@ -147,11 +147,15 @@ class Grid:
     def lists(self, *axes: str) -> tuple[tuple[int, ...], ...]:
         """Rank lists of all groups that vary along `axes` ("tp", "cp", "dp", "pp") and are fixed along the others."""
         names = ("pp", "dp", "cp", "tp")
-        inner = [names.index(axis) for axis in names if axis in axes]
-        outer = [i for i in range(4) if i not in inner]
-        size = int(np.prod([self.array.shape[i] for i in inner], dtype=np.int64))
-        rows: Sequence[Sequence[int]] = self.array.transpose(outer + inner).reshape(-1, size).tolist()
-        return tuple(tuple(row) for row in rows)
+        return lists_along(self.array, *map(names.index, axes))
+
+
+def lists_along(ranks: np.ndarray, *axes: int) -> tuple[tuple[int, ...], ...]:
+    """Returns the lists of `ranks` that vary along `axes` and are fixed along the others."""
+    inner = sorted(axes)
+    outer = [axis for axis in range(ranks.ndim) if axis not in axes]
+    size = int(np.prod([ranks.shape[axis] for axis in inner], dtype=np.int64))
+    return tuple(map(tuple, ranks.transpose(outer + inner).reshape(-1, size).tolist()))
 
 
 def job_leader(grids: Mapping[str, Grid]) -> int:

@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -178,7 +178,7 @@ class Beat:
         return f"{self.task}{step}" + (f" ({self.role})" if self.role else "")
 
     def encoded(self) -> str:
-        return json.dumps({field.name: getattr(self, field.name) for field in fields(self)}, default=vars)
+        return json.dumps(vars(self), default=vars)
 
     @staticmethod
     def decoded(text: str | bytes) -> "Beat":
@@ -280,17 +280,16 @@ class Heartbeat:
 
     def now(self) -> Beat:
         """What would be published at this moment."""
-        values = {field.name: getattr(self._task, field.name) for field in fields(Beat)}
-        values |= {
-            "progress": self._progress,
-            "still_s": time.monotonic() - self._progressed_at,
-            "alive": self._num_beats,
-            "communicates": main_thread_communicates(),
-            "sequences": None if self.sequences is None else dict(self.sequences()),
-            "wait": next(reversed(self._waits), None),
-            "process": this_process(),
-        }
-        return Beat(**values)
+        return replace(
+            self._task,
+            progress=self._progress,
+            still_s=time.monotonic() - self._progressed_at,
+            alive=self._num_beats,
+            communicates=main_thread_communicates(),
+            sequences=None if self.sequences is None else dict(self.sequences()),
+            wait=next(reversed(self._waits), None),
+            process=this_process(),
+        )
 
     def publish(self) -> None:
         """Publish now."""

@@ -24,8 +24,7 @@ from rltrain.runtime.world import LOOPBACK, World
 # Who holds up the job: from what all ranks say of themselves to the one rank that a stall is due to. No communication.
 #
 # A stall is that no rank shows progress for longer than a limit. As all ranks follow one order of tasks, whoever is
-# still
-# at work at its lowest position is what the others wait for, directly or not.
+# still at work at its lowest position is what the others wait for, directly or not.
 
 SILENT_S = 30.0
 """A rank without a beat for this long, or half of the shortest limit, does not run: stopped, or in a call that holds
@@ -281,8 +280,7 @@ def _status(posted: Posted, silent_s: float) -> RankStatus:
 #
 # In a job of thousands the store's server would otherwise spend a seventh of its processor on what every rank says and
 # asks once a second. Ranks of a node speak over loopback, which no rank waits at: whoever the first one has not
-# confirmed
-# lately says and asks for itself, as where that one has ended, is stopped or cannot be reached.
+# confirmed lately says and asks for itself, as where that one has ended, is stopped or cannot be reached.
 
 GATHERED_FROM = 512
 """Ranks of a job in which beats are gathered: the store of a smaller one has little to do."""
@@ -544,34 +542,25 @@ class Waiter:
         progress for longer than `timeouts` allows; in a guarded job the watchdog ends the process instead. Also where
         `arrived` raises ConnectionError.
         """
-        try:
-            self._until(arrived, what, ranks, serve)
-        except ConnectionError as error:
-            raise StallError(f"{self._describe(what, ranks)}: the connection broke: {error}") from error
-
-    def _until(
-        self,
-        arrived: Callable[[float], bool],
-        what: str,
-        ranks: Sequence[int],
-        serve: Callable[[], None] | None,
-    ) -> None:
-        if arrived(0.0):
-            return
         look_s = min(LOOK_S, self.report_s)
         start = last_look = last_report = time.monotonic()
-        with self.job_store.heartbeat.waiting(what, ranks):
-            while not arrived(SERVE_S if serve else look_s):
-                if serve:
-                    serve()
-                now = time.monotonic()
-                if now - last_report >= self.report_s:
-                    last_report = now
-                    logger.warning(f"{self._describe(what, ranks)} for {now - start:.0f} s")
-                if now - last_look >= look_s:
-                    last_look = now
-                    self.meanwhile()
-                    self.job_store.end_wait_in_vain(lambda: self._describe(what, ranks))
+        try:
+            if arrived(0.0):
+                return
+            with self.job_store.heartbeat.waiting(what, ranks):
+                while not arrived(SERVE_S if serve else look_s):
+                    if serve:
+                        serve()
+                    now = time.monotonic()
+                    if now - last_report >= self.report_s:
+                        last_report = now
+                        logger.warning(f"{self._describe(what, ranks)} for {now - start:.0f} s")
+                    if now - last_look >= look_s:
+                        last_look = now
+                        self.meanwhile()
+                        self.job_store.end_wait_in_vain(lambda: self._describe(what, ranks))
+        except ConnectionError as error:
+            raise StallError(f"{self._describe(what, ranks)}: the connection broke: {error}") from error
 
     def _describe(self, what: str, ranks: Sequence[int]) -> str:
         others = ranks or [rank for rank in range(self.job_store.world.size) if rank != self.rank]

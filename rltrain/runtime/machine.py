@@ -17,6 +17,8 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from rltrain.runtime.whole_files import write_whole
+
 # Whether a process of this machine still runs, by a name that tells it from those of other machines.
 
 
@@ -137,12 +139,9 @@ def leave_for_launcher(summary: str) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    beside = f"{path}.{os.getpid()}"
     content = {"message": summary, "extraInfo": {"py_callstack": summary, "timestamp": str(int(time.time()))}}
     try:
-        with open(beside, "w") as file:
-            json.dump({"message": content}, file)
-        os.replace(beside, path)
+        write_whole(Path(path), json.dumps({"message": content}))
     except OSError as error:
         logger.warning("cannot write %s, so torchrun's summary has no message: %s", path, error)
 

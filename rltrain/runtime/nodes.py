@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -187,12 +187,6 @@ def of_machine(config: Config, world: World, model_paths: Mapping[str, str]) -> 
     return Spoken(there, problems)
 
 
-def slurm_node() -> int | None:
-    """The number that Slurm gives this node in its list; None without Slurm."""
-    number = os.environ.get(SLURM_NODE, "")
-    return int(number) if number.isdecimal() else None
-
-
 def versions() -> dict[str, str]:
     """Of what decides numbers and messages. Empty for what is not installed."""
     found = {"version of Python": platform.python_version()}
@@ -269,7 +263,8 @@ def refuse_other_order(world: World) -> None:
     """
     board = NodeBoard(world, "order of nodes")
     if board.speaks:
-        board.say([slurm_node(), os.uname().nodename])
+        number = os.environ.get(SLURM_NODE, "")
+        board.say([int(number) if number.isdecimal() else None, os.uname().nodename])
     if world.rank == 0:
         said = board.of_all()
         numbers = [number for number, _ in said]
@@ -298,12 +293,17 @@ def _unseen(locks: Mapping[str, tuple[str, str]]) -> list[str]:
     return [
         f"{key}: {Path(path).parent} is not the folder that other nodes have by this name; expected one that all share"
         for key, (path, text) in locks.items()
-        if not _comes_to_hold(Path(path), text, deadline)
+        if not comes_to_be(partial(_holds, Path(path), text), deadline)
     ]
 
 
-def _comes_to_hold(path: Path, text: str, deadline: float) -> bool:
-    while not (path.is_file() and path.read_text(encoding="utf-8") == text):
+def _holds(path: Path, text: str) -> bool:
+    return path.is_file() and path.read_text(encoding="utf-8") == text
+
+
+def comes_to_be(is_there: Callable[[], bool], deadline: float) -> bool:
+    """Returns whether something that another node did is seen here before the deadline."""
+    while not is_there():
         if time.monotonic() > deadline:
             return False
         time.sleep(0.1)

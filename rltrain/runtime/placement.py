@@ -6,12 +6,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-import numpy as np
-
 from rltrain.config.schema import Config
 from rltrain.config.section import role_names, split_roles
 from rltrain.errors import PlacementError
-from rltrain.runtime.grid import Grid
+from rltrain.runtime.grid import Grid, lists_along
 from rltrain.tasks.roles import SYNCED, model_roles, served_roles
 
 # Placement: which role lives on which ranks. How two roles share ranks is derived from it, never configured.
@@ -340,7 +338,7 @@ def role_group_lists(grids: Mapping[str, Grid]) -> dict[frozenset[str], set[Rank
             own.update(ranks for field in model_group_lists(grid).values() for ranks in field)
     for pair in SYNCED_PAIRS:
         if all(role in grids for role in pair):
-            lists[frozenset(pair)] = {_union(grids[role] for role in pair)}
+            lists[frozenset(pair)] = {tuple(sorted({rank for role in pair for rank in grids[role].ranks}))}
     return lists
 
 
@@ -355,20 +353,16 @@ def global_order(ranks: RankList) -> tuple[int, RankList]:
     return len(ranks), ranks
 
 
-def _union(grids: Iterable[Grid]) -> RankList:
-    return tuple(sorted({rank for grid in grids for rank in grid.ranks}))
-
-
 def _expert_group_lists(grid: Grid) -> dict[str, tuple[RankList, ...]]:
     """Lists of the expert layers. ValueError where the grid's expert parallelism does not divide its ranks."""
     ranks = grid.expert_array
     pp, expert_dp, ep, tp = range(4)
     return {
-        "ep": _lists_along(ranks, ep),
-        "expt_tp": _lists_along(ranks, tp),
-        "expt_dp": _lists_along(ranks, expert_dp),
-        "tp_ep": _lists_along(ranks, ep, tp),
-        "tp_ep_pp": _lists_along(ranks, pp, ep, tp),
+        "ep": lists_along(ranks, ep),
+        "expt_tp": lists_along(ranks, tp),
+        "expt_dp": lists_along(ranks, expert_dp),
+        "tp_ep": lists_along(ranks, ep, tp),
+        "tp_ep_pp": lists_along(ranks, pp, ep, tp),
     }
 
 
@@ -376,11 +370,4 @@ def _shard_group_lists(grid: Grid) -> dict[str, tuple[RankList, ...]]:
     """Lists of a model that is sharded over all its ranks: of every copy, and of the ranks with equal shards."""
     if not grid.is_sharded:
         return {}
-    return {"shard": _lists_along(grid.sharded_array, 1), "replicate": _lists_along(grid.sharded_array, 0)}
-
-
-def _lists_along(ranks: np.ndarray, *axes: int) -> tuple[RankList, ...]:
-    inner = [axis for axis in range(ranks.ndim) if axis in axes]
-    outer = [axis for axis in range(ranks.ndim) if axis not in axes]
-    size = int(np.prod([ranks.shape[axis] for axis in inner]))
-    return tuple(tuple(int(rank) for rank in row) for row in ranks.transpose(outer + inner).reshape(-1, size))
+    return {"shard": lists_along(grid.sharded_array, 1), "replicate": lists_along(grid.sharded_array, 0)}

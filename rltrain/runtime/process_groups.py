@@ -176,28 +176,19 @@ def plain_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return group.inner if isinstance(group, ReopenableGroup) else group
 
 
-def _forwarded(name: str) -> Callable[..., Any]:
+def _forwarded(name: str) -> Callable[..., Any] | property:
+    if isinstance(getattr(dist.ProcessGroup, name), property):
+        return property(lambda self: getattr(self.inner, name))
+
     def method(self: ReopenableGroup, *arguments: Any, **named: Any) -> Any:
         return getattr(self.inner, name)(*arguments, **named)
 
     return method
 
 
-def _forwarded_property(name: str) -> property:
-    return property(lambda self: getattr(self.inner, name))
-
-
-def _forward_everything() -> None:
-    for name in dir(dist.ProcessGroup):
-        if name.startswith("__") or name in OWN:
-            continue
-        if isinstance(getattr(dist.ProcessGroup, name), property):
-            setattr(ReopenableGroup, name, _forwarded_property(name))
-        else:
-            setattr(ReopenableGroup, name, _forwarded(name))
-
-
-_forward_everything()
+for _name in {*dir(dist.ProcessGroup)} - OWN:
+    if not _name.startswith("__"):
+        setattr(ReopenableGroup, _name, _forwarded(_name))
 
 
 _numbers = itertools.count()

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
 
-from rltrain.errors import StallError
-from rltrain.runtime.ending import FAILED, Ending
+from rltrain.errors import FAILED, StallError
+from rltrain.runtime.ending import Ending
 from rltrain.runtime.heartbeat import Board
 from rltrain.runtime.job_store import JobStore, Observer, poll_s
 from rltrain.runtime.machine import JobThread

@@ -6,23 +6,14 @@ import os
 import platform
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch.distributed as dist
 
 from rltrain.config.schema import Timeouts
-from rltrain.errors import StallError
-from rltrain.runtime.ending import (
-    FAILED,
-    MESSAGE_GRACE_S,
-    USER_ERROR,
-    Ending,
-    end_alone,
-    first_line,
-    first_node,
-    wait_briefly,
-)
+from rltrain.errors import FAILED, USER_ERROR, StallError
+from rltrain.runtime.ending import MESSAGE_GRACE_S, Ending, end_alone, first_line, first_node, wait_briefly
 from rltrain.runtime.heartbeat import INTERVAL_S, Board, Heartbeat, describe_threads
 from rltrain.runtime.job_store import Observer, OwnBeats, is_silent, what_it_does
 from rltrain.runtime.machine import JobThread, has_lost_launcher
@@ -169,11 +160,8 @@ class Watchdog:
         self._num_looks += 1
         if self._num_looks % (1 + self.rank // RANKS_AT_ONCE):
             return False
-        return not self._running([0]) and not any(map(self._running, self._lower_ranks()))
-
-    def _lower_ranks(self) -> Iterator[range]:
-        for first in range(0, self.rank, RANKS_AT_ONCE):
-            yield range(first, min(first + RANKS_AT_ONCE, self.rank))
+        lower = (range(first, min(first + RANKS_AT_ONCE, self.rank)) for first in range(0, self.rank, RANKS_AT_ONCE))
+        return not self._running([0]) and not any(map(self._running, lower))
 
     def _end(self, verdict: str) -> None:
         self._write_stacks(verdict)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rltrain.algorithms.registry import ALGORITHMS
-from rltrain.observability.names import is_documented
+from rltrain.observability.names import documented
 from tests.end_to_end.jobs import REPOSITORY, column, sample_ids, train_in_turn
 
 pytestmark = pytest.mark.slow
@@ -89,7 +89,7 @@ def records_of(output: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", [*NAMES, "remax in an environment"])
 def test_every_algorithm_trains(runs: Path, name: str) -> None:
     records = records_of(runs / name)
-    assert all(is_documented(metric) for record in records for metric in record.keys() - {"step", "time_s"})
+    assert all(documented(metric) for record in records for metric in record.keys() - {"step", "time_s"})
     for metric in ("train/loss", "train/grad_norm", "train/entropy", "rollout/reward_mean"):
         values = column(records, metric)
         assert len(values) == STEPS and all(map(math.isfinite, values)), metric

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.observability.names import is_documented
+from rltrain.observability.names import documented
 from tests.end_to_end.jobs import REPOSITORY, column, train
 
 pytestmark = pytest.mark.slow
@@ -55,7 +55,7 @@ def test_every_step_reports_what_users_look_for(grpo):
     }
     for record in grpo[1][:STEPS]:
         assert not expected - record.keys(), record
-        assert all(is_documented(name) for name in record.keys() - {"step", "time_s"}), record
+        assert all(documented(name) for name in record.keys() - {"step", "time_s"}), record
         assert all(math.isfinite(record[name]) for name in expected)
 
 

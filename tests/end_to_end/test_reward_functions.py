@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rltrain.observability.names import is_documented
+from rltrain.observability.names import documented
 from tests.end_to_end.jobs import REPOSITORY, column, train, try_to_train
 
 FUNCTIONS = """\
@@ -63,7 +63,7 @@ def test_a_job_with_functions_of_several_forms(quickstart_files: Path, tmp_path:
         for key in ("train", "eval")
     ]
     records = train(CONFIG, *settings(tmp_path, quickstart_files, *parts), *files, num_ranks=2)
-    assert all(is_documented(name) for record in records for name in record.keys() - {"step", "time_s"})
+    assert all(documented(name) for record in records for name in record.keys() - {"step", "time_s"})
     assert column(records, "rollout/reward_whole_row") == [1.0, 1.0]
     assert column(records, "eval/reward_whole_row")[0] == 1.0
     for step in (record for record in records if "rollout/reward_mean" in record):

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from rltrain.cli.evaluate import main as evaluate
-from rltrain.cli.train import EXIT_USER_ERROR, main
+from rltrain.cli.train import main
+from rltrain.errors import USER_ERROR
 from rltrain.planning import description
 from rltrain.planning.options import DryRunOptions
 
@@ -26,7 +27,7 @@ def test_options_of_the_dry_run_are_refused_without_it(
     given: list[str], named: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "0")
-    assert main([*CALL, *given, "steps=2"]) == EXIT_USER_ERROR
+    assert main([*CALL, *given, "steps=2"]) == USER_ERROR
     assert set(named.split(", ")) == set(capsys.readouterr().err.split(": ")[2].split(", "))
 
 
@@ -58,7 +59,7 @@ def test_a_rank_that_refuses_its_call_leaves_the_reason_for_torchrun(
             status: object = call(arguments)
         except SystemExit as ended:
             status = ended.code
-        assert status == EXIT_USER_ERROR
+        assert status == USER_ERROR
         left = json.loads((tmp_path / f"{rank}.json").read_text())["message"]["message"]
         assert told in left and capsys.readouterr().err == ("" if rank else f"{left}\n")
 

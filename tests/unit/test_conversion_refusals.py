@@ -19,6 +19,7 @@ from torch import Tensor
 from rltrain.checkpoint.conversion import convert_to_hf, open_source
 from rltrain.checkpoint.conversion_sources import HfSource, Processes
 from rltrain.checkpoint.durable_file import DurableFile
+from rltrain.checkpoint.hf_reader import Box
 from rltrain.cli.convert import main
 from rltrain.errors import CheckpointError
 from rltrain.models import read_architecture
@@ -216,7 +217,7 @@ def test_a_writer_that_takes_a_tensor_twice_is_an_error(
     write = conversion.write_checkpoint
 
     def write_twice(folder: Path, architecture: Any, writers: Any, mine: Any, read: Any, **rest: Any) -> None:
-        read(0, 0, 0, 1, 32)
+        read(Box(0, 0, 0, 1, 32))
         write(folder, architecture, writers, mine, read, **rest)
 
     monkeypatch.setattr(conversion, "write_checkpoint", write_twice)

@@ -7,15 +7,14 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TextIO
 
 import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from rltrain.errors import ConfigError
-from rltrain.runtime import ending, machine
-from rltrain.runtime.ending import FAILED, USER_ERROR, Ending
+from rltrain.errors import FAILED, USER_ERROR, ConfigError
+from rltrain.runtime import ending, whole_files
+from rltrain.runtime.ending import Ending
 from rltrain.runtime.heartbeat import Beat, Board
 from rltrain.runtime.machine import process_here, this_process
 from tests.unit.shared_store import open_store
@@ -96,12 +95,11 @@ def test_torchrun_finds_no_half_of_a_message(
 ) -> None:
     """It reads what a rank has left that it kills on its way."""
 
-    def is_killed_amid(content: object, file: TextIO) -> None:
-        file.write(json.dumps(content)[:9])
-        file.flush()
+    def is_killed_amid(path: Path) -> None:
+        path.write_text(path.read_text()[:9])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(machine.json, "dump", is_killed_amid)
+    monkeypatch.setattr(whole_files, "flush", is_killed_amid)
     with pytest.raises(KeyboardInterrupt):
         ranks[0].by(ConfigError("no"))
     assert not (tmp_path / "error.json").exists()

@@ -16,7 +16,7 @@ import torch
 
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
-from rltrain.observability.names import ALIASES, METRICS, document, is_documented
+from rltrain.observability.names import ALIASES, METRICS, document, documented
 from rltrain.observability.sinks import Sinks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -225,8 +225,8 @@ def test_the_document_is_the_table() -> None:
 
 def test_names_are_unique_and_match_only_themselves() -> None:
     assert len({metric.name for metric in METRICS}) == len(METRICS)
-    assert is_documented("train/ppo_kl") and is_documented("perf/weight_sync_s")
-    assert not is_documented("train/ppo_kl_") and not is_documented("perf/_s") and not is_documented("loss")
+    assert documented("train/ppo_kl") and documented("perf/weight_sync_s")
+    assert not documented("train/ppo_kl_") and not documented("perf/_s") and not documented("loss")
 
 
 def test_every_metric_named_in_the_code_is_documented() -> None:
@@ -239,8 +239,8 @@ def test_every_metric_named_in_the_code_is_documented() -> None:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and pattern.fullmatch(node.value)
     }
     assert named
-    assert {name for name in named if not is_documented(name)} == set()
+    assert {name for name in named if not documented(name)} == set()
 
 
 def test_every_metric_that_other_trainers_name_is_one() -> None:
-    assert ALIASES.keys() <= {metric.name for metric in METRICS} | {name for name in ALIASES if is_documented(name)}
+    assert ALIASES.keys() <= {metric.name for metric in METRICS} | {name for name in ALIASES if documented(name)}

@@ -29,7 +29,7 @@ from rltrain.cli.report import (
 from rltrain.cli.report_run import documentation, facts, readable, sections, thinned
 from rltrain.errors import DataError
 from rltrain.observability.names import METRICS
-from rltrain.observability.trace import Trace
+from rltrain.observability.trace import TraceFile
 from rltrain.tasks.roles import kinds_of_tasks
 from tests.forked.popen import PYTHON_PATH
 from tests.run_folders import HOSTED, HOSTILE, RankLog, write_metrics, write_run, write_samples, write_traces
@@ -119,7 +119,7 @@ class TestReading:
         ]
 
     def test_what_a_trace_wrote_is_read(self, tmp_path: Path) -> None:
-        trace = Trace(tmp_path, 2, ("actor", "critic"))
+        trace = TraceFile(tmp_path, 2, ("actor", "critic"))
         with trace.span("update", step=1, role="actor"), trace.span("scored", "wait"):
             pass
         trace.counter("running", 3)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from rltrain.cli.report_run import read_run
 from rltrain.observability.reporter import RoleWork
-from rltrain.observability.trace import NullTrace, Trace
+from rltrain.observability.trace import Trace, TraceFile
 from rltrain.roles.role import Operations
 from rltrain.runtime.heartbeat import TaskClock, TaskTime
 from rltrain.runtime.job_store import JobStore, Waiter
@@ -59,7 +59,7 @@ def test_a_task_or_wait_that_fails_is_over():
 
 
 def test_waits_are_spans_within_their_task(tmp_path):
-    trace = Trace(tmp_path, 0, ("actor",))
+    trace = TraceFile(tmp_path, 0, ("actor",))
     clock = TaskClock()
     clock.span = trace.span
     with (
@@ -129,7 +129,7 @@ def test_a_task_reports_its_work_and_its_waits_and_not_the_sync_that_an_engine_j
         return entry.name == "weight_sync"
 
     trainer: Any = Trainer.__new__(Trainer)
-    trainer.order, trainer.rank, trainer.hosted, trainer.trace = order, 0, {"rollout"}, NullTrace()
+    trainer.order, trainer.rank, trainer.hosted, trainer.trace = order, 0, {"rollout"}, Trace()
     trainer.job = SimpleNamespace(
         heartbeat=job_store.heartbeat, world=job_store.world, leader_of=lambda role: 0, operations=Operations()
     )

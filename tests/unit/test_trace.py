@@ -16,12 +16,12 @@ import pytest
 
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
-from rltrain.observability.trace import NullTrace, Trace, start_trace
+from rltrain.observability.trace import TraceFile, start_trace
 
 ROLES = ("actor", "rollout")
 
 
-def closed_events(trace: Trace) -> list[dict[str, Any]]:
+def closed_events(trace: TraceFile) -> list[dict[str, Any]]:
     trace.close()
     return json.loads(trace.path.read_text())
 
@@ -44,7 +44,7 @@ def config(output_dir: Path, trace: bool) -> Config:
 
 
 def test_spans_instants_and_counters_are_events_of_the_rank(tmp_path: Path) -> None:
-    trace = Trace(tmp_path, 3, ROLES)
+    trace = TraceFile(tmp_path, 3, ROLES)
     with trace.span("update", role="actor", step=2):
         with trace.span("scored", "wait"):
             trace.instant("version", "sync", version=7)
@@ -72,7 +72,7 @@ def test_spans_instants_and_counters_are_events_of_the_rank(tmp_path: Path) -> N
 
 
 def test_an_error_within_a_span_ends_it_and_goes_on(tmp_path: Path) -> None:
-    trace = Trace(tmp_path, 0, ROLES)
+    trace = TraceFile(tmp_path, 0, ROLES)
     with pytest.raises(KeyError), trace.span("update"):
         raise KeyError("x")
     (end,) = phases(closed_events(trace), "E")
@@ -80,7 +80,7 @@ def test_an_error_within_a_span_ends_it_and_goes_on(tmp_path: Path) -> None:
 
 
 def test_what_json_cannot_hold_is_written_as_text_or_left_out(tmp_path: Path) -> None:
-    trace = Trace(tmp_path, 0, ROLES)
+    trace = TraceFile(tmp_path, 0, ROLES)
     trace.counter("kl", math.nan)
     trace.counter("kl", math.inf)
     trace.counter("kl", 0.5)
@@ -93,7 +93,7 @@ def test_what_json_cannot_hold_is_written_as_text_or_left_out(tmp_path: Path) ->
 
 
 def test_threads_have_tracks_of_their_own_and_lose_nothing(tmp_path: Path) -> None:
-    trace = Trace(tmp_path, 0, ROLES)
+    trace = TraceFile(tmp_path, 0, ROLES)
     everybody_is_there = threading.Barrier(4)
 
     def work(number: int) -> None:
@@ -123,8 +123,8 @@ def test_threads_have_tracks_of_their_own_and_lose_nothing(tmp_path: Path) -> No
 
 KILLED = """
 import sys, time
-from rltrain.observability.trace import Trace
-trace = Trace(sys.argv[1], 1, ["actor"])
+from rltrain.observability.trace import TraceFile
+trace = TraceFile(sys.argv[1], 1, ["actor"])
 with trace.span("weight_sync"):
     pass
 with trace.span("update", step=4):
@@ -148,13 +148,15 @@ def test_a_killed_rank_leaves_what_it_was_doing(tmp_path: Path) -> None:
 
 
 def test_a_process_that_just_ends_leaves_a_closed_file(tmp_path: Path) -> None:
-    program = "import sys\nfrom rltrain.observability.trace import Trace\nTrace(sys.argv[1], 0, []).instant('last')"
+    program = (
+        "import sys\nfrom rltrain.observability.trace import TraceFile\nTraceFile(sys.argv[1], 0, []).instant('last')"
+    )
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=60)
     assert json.loads((tmp_path / "trace/rank0.json").read_text())[-1]["name"] == "last"
 
 
 def test_ranks_of_a_machine_share_a_clock(tmp_path: Path) -> None:
-    first, second = Trace(tmp_path, 0, ROLES), Trace(tmp_path, 1, ROLES)
+    first, second = TraceFile(tmp_path, 0, ROLES), TraceFile(tmp_path, 1, ROLES)
     for _ in range(200):
         first.instant("a")
         second.instant("b")
@@ -166,7 +168,7 @@ def test_ranks_of_a_machine_share_a_clock(tmp_path: Path) -> None:
 
 
 def test_a_span_costs_less_than_five_microseconds(tmp_path: Path) -> None:
-    trace = Trace(tmp_path, 0, ROLES)
+    trace = TraceFile(tmp_path, 0, ROLES)
     batches = []
     for _ in range(60):
         start = time.perf_counter()
@@ -179,7 +181,7 @@ def test_a_span_costs_less_than_five_microseconds(tmp_path: Path) -> None:
 
 
 def test_nothing_is_kept_after_the_end(tmp_path: Path) -> None:
-    trace = Trace(tmp_path, 0, ROLES)
+    trace = TraceFile(tmp_path, 0, ROLES)
     trace.close()
     size = trace.path.stat().st_size
     trace.instant("late")
@@ -191,7 +193,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path: Path, caplog: pyte
     folder = tmp_path / "trace"
     folder.mkdir()
     (folder / "rank0.json").symlink_to("/dev/full")
-    trace = Trace(tmp_path, 0, ROLES)
+    trace = TraceFile(tmp_path, 0, ROLES)
     with caplog.at_level(logging.WARNING):
         for _ in range(40):
             with trace.span("generate"):
@@ -204,7 +206,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path: Path, caplog: pyte
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "trace").write_text("a file is in the way")
     with pytest.raises(ConfigError, match="logging.trace: cannot write"):
-        Trace(tmp_path, 0, ROLES)
+        TraceFile(tmp_path, 0, ROLES)
 
 
 def test_without_logging_trace_nothing_is_written(tmp_path: Path) -> None:
@@ -213,7 +215,7 @@ def test_without_logging_trace_nothing_is_written(tmp_path: Path) -> None:
         trace.instant("here")
         trace.counter("n", 1)
     trace.close()
-    assert isinstance(trace, NullTrace) and list(tmp_path.iterdir()) == []
+    assert not isinstance(trace, TraceFile) and list(tmp_path.iterdir()) == []
 
 
 def test_with_logging_trace_the_rank_gets_its_file(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from rltrain.rollout.servers.calls import Calls, ServerRefuses
 from rltrain.rollout.servers.http_weights import WholeUpdates, empty_tensors, shared_run
 from rltrain.rollout.servers.protocols import ServerProtocol
 from rltrain.runtime.job_store import JobStore
+from rltrain.runtime.whole_files import make_empty, put_in_place
 
 # Files of what changed: a part's tensors compared with those that were sent last, encoded and written.
 #
@@ -130,7 +131,7 @@ class SharedFolders:
         self._number += 1
         partial, made = self._partial, f"{self._key}/{self._number}/made"
         if self.leads:
-            self.writing(partial, lambda: _make(partial))
+            self.writing(partial, lambda: make_empty(partial))
             self._forget(self._number - 2)
             self._job_store.put(made, True)
         self._job_store.get(made, waiting_for=f"the folder {partial}")
@@ -147,7 +148,8 @@ class SharedFolders:
                 self._job_store.get(f"{key}/written/{rank}", waiting_for=f"the weights that rank {rank} writes")
                 for rank in self._ranks
             ]
-            self.writing(path, lambda: _finish(partial, path, lambda: finish(partial, all_wrote)))
+            self.writing(path, lambda: finish(partial, all_wrote))
+            self.writing(path, lambda: put_in_place(partial, path, replaces=True))
             self._job_store.put(f"{key}/complete", all_wrote)
         return path, self._job_store.get(f"{key}/complete", waiting_for=f"the folder {path}")
 
@@ -188,17 +190,6 @@ class SharedFolders:
                 shutil.rmtree(path, ignore_errors=True)
         if not any(self._folder.iterdir()):
             self._folder.rmdir()
-
-
-def _make(path: Path) -> None:
-    shutil.rmtree(path, ignore_errors=True)
-    path.mkdir(parents=True)
-
-
-def _finish(partial: Path, path: Path, finish: Callable[[], None]) -> None:
-    finish()
-    shutil.rmtree(path, ignore_errors=True)
-    partial.rename(path)
 
 
 # Weights as a checkpoint in a folder that servers see: ranks write it together, servers load it.
