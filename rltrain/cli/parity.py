@@ -333,7 +333,7 @@ def run_sharded(checked: Checked, samples: Samples) -> States:
             device=device,
             trains=False,
         )
-        load_parameters(checked.path, model.layout, 0, dict(model.parameters), config_key="--checkpoint")
+        load_parameters(checked.path, model.layout, 0, dict(model.weights), config_key="--checkpoint")
         module: Any = model.module
         notes = Notes()
         watch(module.language_model.model, notes.add)

@@ -1,18 +1,23 @@
 """Log-probs and entropies from logits that are spread over ranks, and what a model tells of every token."""
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.algorithms.kl import asked_tokens
+from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.models.architecture import Architecture, Head
 from rltrain.models.products import wide_product
-from rltrain.training.packing import MicroBatch, of_all_tokens
+from rltrain.reshard.layout import Layout
+from rltrain.runtime.grid import Grid
+from rltrain.training.adapters import AdapterMode
+from rltrain.training.packing import ContextShare, MicroBatch, Packing, make_micro_batches, of_all_tokens
 
 # Log-probs and entropy from logits whose columns are spread over a tensor-parallel group.
 #
@@ -231,16 +236,57 @@ def _local_labels(labels: Tensor, num_valid: int) -> tuple[Tensor, Tensor]:
 # What a model says of every token, by its head: the numbers that its loss function gets.
 
 
-class PackedModel(Protocol):
-    """A backend's model as far as it is asked here."""
+class PackedModel(ABC):
+    """This rank's part of a model, which takes packed samples; a backend has its modules."""
 
-    architecture: Architecture
-    pg_collection: Any
-    """With process groups `tp`, over which the logits' columns are spread, and `cp`, which shares sequences."""
+    def __init__(
+        self,
+        architecture: Architecture,
+        grid: Grid,
+        groups: Any,
+        layout: Layout,
+        device: torch.device,
+        settings: schema.Model,
+    ) -> None:
+        """`groups` has `tp`, over which the logits' columns are spread, `cp`, which shares sequences, and `dp`."""
+        self.architecture, self.grid, self.pg_collection = architecture, grid, groups
+        self.share = ContextShare(groups.cp.rank(), groups.cp.size())
+        self.layout, self.device = layout, device
+        self.dtype: torch.dtype = getattr(torch, settings.dtype)
+        """That it computes in."""
+        self.fake_quantization = settings.fake_quantization
+        self.adapters: AdapterMode | None = None
+        self.on_micro_batch: Callable[[Sequence[int], bool], None] = lambda lengths, backward: None
+        """Called with every micro-batch that begins, so that others see the model getting on."""
 
+    @property
+    @abstractmethod
+    def weights(self) -> Mapping[str, Tensor]:
+        """This rank's parameters by name, as in layout.on(rank). Without adapters."""
+
+    @property
+    @abstractmethod
+    def packing(self) -> Packing:
+        """The micro-batches that it can take."""
+
+    @abstractmethod
     def logits_of(self, outputs: Tensor) -> Logits:
         """What it put out for some rows, [rows, ...], as logits."""
-        ...
+
+    def micro_batches(self, experience: Experience, max_tokens: int) -> list[MicroBatch]:
+        """`experience` in micro-batches of at most `max_tokens` on each rank of context parallelism. Collective over:
+        the ranks of `packing.together`."""
+        return make_micro_batches(experience, max_tokens, self.packing)
+
+    @property
+    def learned_layout(self) -> Layout:
+        """Where what training changes lies: the adapters, if there are any."""
+        return self.adapters.layout if self.adapters else self.layout
+
+    @property
+    def learned(self) -> Mapping[str, Tensor]:
+        """This rank's share of that, as in learned_layout.on(rank)."""
+        return self.adapters.parameters if self.adapters else self.weights
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,8 @@ from rltrain.data.experience import Experience
 # Which tokens of packed sequences each rank of context parallelism computes.
 #
 # Every sequence is padded and cut into twice as many equal slices as there are ranks, of which rank r has slice r and
-# the
-# r-th from behind. A token attends to all before it: so every rank has as much to do as the others, in every sequence
-# (Llama 3, arXiv:2407.21783, section 3.3.2). Transformer Engine cuts packed sequences the same way.
+# the r-th from behind. A token attends to all before it: so every rank has as much to do as the others, in every
+# sequence (Llama 3, arXiv:2407.21783, section 3.3.2). Transformer Engine cuts packed sequences the same way.
 
 
 @dataclass(frozen=True)
@@ -149,6 +148,50 @@ def pack(
         _micro_batch(part, experience.token_index(samples), pieces, share, device)
         for samples, part, pieces in zip(bins, parts, segments, strict=True)
     ]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a model takes micro-batches: `pack` is given the first five."""
+
+    device: torch.device
+    share: ContextShare = WHOLE
+    rows_multiple: int = 1
+    """Of which the rows on each rank of the share are a multiple."""
+    equal_lengths: bool = False
+    count_multiple_of: int = 1
+    together: dist.ProcessGroup | None = None
+    """Ranks of which none can compute alone: all have as many micro-batches. None: this one can."""
+    padding: Literal["least", "longest", "longest of all"] = "least"
+    """Rows of a micro-batch of padding alone: the fewest, as many as the rank's longest has, or as many as the longest
+    of all has, to which the others are padded too."""
+
+
+def make_micro_batches(experience: Experience, max_tokens: int, how: Packing) -> list[MicroBatch]:
+    """`experience` in micro-batches of at most `max_tokens` tokens on each rank that shares samples; some may have
+    padding alone. Collective over: the ranks of `how.together`."""
+    share, batches = how.share, list[MicroBatch]()
+    if experience.num_samples:
+        batches = pack(
+            experience,
+            max_tokens * share.size,
+            device=how.device,
+            multiple_of=share.size * how.rows_multiple,
+            equal_lengths=how.equal_lengths,
+            count_multiple_of=how.count_multiple_of,
+            share=share,
+        )
+    if how.together is None:
+        return batches
+    longest = max((len(batch.padded_tokens) for batch in batches), default=0)
+    sizes = torch.tensor([len(batches), longest], device=how.device)
+    dist.all_reduce(sizes, dist.ReduceOp.MAX, group=how.together)
+    count, longest_of_all = sizes.tolist()
+    least = math.lcm(how.rows_multiple, share.multiple // share.size)
+    length = {"least": least, "longest": longest or least, "longest of all": longest_of_all}[how.padding]
+    if how.padding == "longest of all":
+        batches = [padded_to(batch, length, share) for batch in batches]
+    return batches + [padding_alone(experience, length, how.device, share)] * (count - len(batches))
 
 
 def padded_to(batch: MicroBatch, length: int, share: ContextShare = WHOLE) -> MicroBatch:

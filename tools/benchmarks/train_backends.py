@@ -74,13 +74,13 @@ class Backends(train_layouts.Layouts):
             trains=True,
         )
         torch.manual_seed(0)
-        for shard in model.parameters.values():
+        for shard in model.weights.values():
             shard.fill_(1.0) if shard.dim() == 1 else shard.normal_(std=0.02)
         settings = schema.Actor(
             optimizer=schema.Optimizer(lr=train_step.LEARNING_RATE),
             micro_batch_tokens=self.arguments.micro_batch_tokens,
         )
-        return ShardedTrainableModel(model, settings, total_updates=self.arguments.repeats, max_skipped=0, role="actor")
+        return ShardedTrainableModel(model, settings, total_updates=self.arguments.repeats)
 
 
 def write_config(arguments: argparse.Namespace, folder: Path) -> None:

@@ -1,6 +1,5 @@
 """Micro-batches through Megatron's schedules: evaluation, messages between stages, replayed routing."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -19,15 +18,13 @@ from torch import Tensor
 
 from rltrain.data.experience import Experience
 from rltrain.models.routing_shape import NOT_RECORDED, RoutingShape
-from rltrain.offload.memory_parts import MemoryPart
 from rltrain.reshard.megatron_layout import chunks_of
 from rltrain.runtime.process_groups import plain_group
 from rltrain.training.megatron.experts import Choices, routed_samples, tell_choices, tell_routers
-from rltrain.training.megatron.fused import rows_multiple
-from rltrain.training.megatron.model import LanguageModel, local_parameters
+from rltrain.training.megatron.model import LanguageModel
 from rltrain.training.megatron.prediction import Predicted, tell_following, with_loss
-from rltrain.training.packing import MicroBatch, of_all_tokens, pack, padded_to, padding_alone
-from rltrain.training.trainable import Evaluable, Outputs
+from rltrain.training.packing import MicroBatch, of_all_tokens
+from rltrain.training.trainable import Outputs, RoleModel
 
 # Messages between the stages of a pipeline: hidden states to the stage behind, their gradients to the one before.
 
@@ -145,54 +142,6 @@ def _own_layers(model: LanguageModel) -> dict[int, int]:
 PIPELINED = (forward_backward_pipelining_without_interleaving, forward_backward_pipelining_with_interleaving)
 
 
-def make_micro_batches(model: LanguageModel, experience: Experience, max_tokens: int) -> list[MicroBatch]:
-    """`experience` in micro-batches that `model` can take: this rank's slices of them, padded for sequence and pipeline
-    parallelism and for fast matrix products. `max_tokens` is for each rank of context parallelism.
-
-    Stages of a pipeline receive tensors of one shape, so there all micro-batches are padded to one length; balanced
-    packing keeps that padding small, and no shapes have to be sent. Interleaved stages take micro-batches in rounds of
-    as many as there are stages.
-
-    Where replicas hold experts for each other all get as many micro-batches, of which some have no samples: none can
-    compute alone. With dispatcher allgather these have one length, too. Collective over: all replicas, there.
-    """
-    config, share = model.config, model.share
-    of_rank = math.lcm(
-        rows_multiple(model.device, config.params_dtype),
-        config.tensor_model_parallel_size if config.sequence_parallel else 1,
-    )
-    multiple_of = share.size * of_rank
-    batches = []
-    if experience.num_samples:
-        batches = pack(
-            experience,
-            max_tokens * share.size,
-            device=model.device,
-            multiple_of=multiple_of,
-            equal_lengths=config.pipeline_model_parallel_size > 1,
-            count_multiple_of=config.pipeline_model_parallel_size if len(model.chunks) > 1 else 1,
-            share=share,
-        )
-    least = math.lcm(of_rank, share.multiple // share.size)
-    return _as_many_everywhere(model, batches, experience, least) if model.shares_experts else batches
-
-
-def _as_many_everywhere(
-    model: LanguageModel, batches: list[MicroBatch], experience: Experience, least: int
-) -> list[MicroBatch]:
-    """`batches`, and others of padding alone, as many as the replica has that has most: of `least` rows on each rank
-    where this one has no others."""
-    longest = max((len(batch.padded_tokens) for batch in batches), default=0)
-    sizes = torch.tensor([len(batches), longest], device=model.device)
-    dist.all_reduce(sizes, dist.ReduceOp.MAX, group=model.pg_collection.tp_dp_cp)
-    count, longest_of_all = sizes.tolist()
-    length = longest or least
-    if model.config.moe_token_dispatcher_type == "allgather":
-        length = longest_of_all
-        batches = [padded_to(batch, length, model.share) for batch in batches]
-    return batches + [padding_alone(experience, length, model.device, model.share)] * (count - len(batches))
-
-
 def run_schedule(
     model: LanguageModel,
     micro_batches: Sequence[MicroBatch],
@@ -292,21 +241,8 @@ def _described(
 # Megatron's model evaluated by its schedules.
 
 
-class EvaluableModel(Evaluable):
-    """As training.backend.Model describes it."""
-
+class EvaluableModel(RoleModel):
     model: LanguageModel
-
-    def __init__(self, model: LanguageModel) -> None:
-        super().__init__(model, model.layout, local_parameters(model), model.device)
-        self.parts = {"weights": MemoryPart(self._weights)}
-
-    def _weights(self) -> list[Tensor]:
-        adapters = self.model.adapters
-        return [*self.parameters.values(), *(adapters.parameters.values() if adapters else ())]
-
-    def micro_batches(self, experience: Experience, max_tokens: int) -> list[MicroBatch]:
-        return make_micro_batches(self.model, experience, max_tokens)
 
     def evaluate_routing(
         self, experience: Experience, *, max_tokens: int, temperature: float = 1.0
@@ -317,38 +253,28 @@ class EvaluableModel(Evaluable):
 
         def forward(micro_batches: Sequence[MicroBatch], outputs: Outputs) -> list[Any]:
             found: list[dict[int, Tensor]] = [{} for _ in micro_batches]
-            kept = self._forward(micro_batches, outputs, found)
+            kept = self.forward(micro_batches, outputs, found)
             for batch, of_layers in zip(micro_batches, found, strict=True):
                 routed[batch.token_index] = found_choices(self.model, batch, of_layers).cpu()
             return kept
 
-        return self._evaluate_tokens(experience, max_tokens, temperature, forward), routed
+        return self._evaluate(experience, max_tokens, temperature, forward=forward)[0], routed
 
-    def forward(self, micro_batches: Sequence[MicroBatch], outputs: Outputs) -> list[Any]:
-        return self._forward(micro_batches, outputs, None)
-
-    def _forward(
-        self, micro_batches: Sequence[MicroBatch], outputs: Outputs, found: Sequence[dict[int, Tensor]] | None
+    def forward(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        outputs: Outputs,
+        found: Sequence[dict[int, Tensor]] | None = None,
     ) -> list[Any]:
+        """`found` as in run_schedule."""
         was_training = self.model.training
         self.model.eval()
         kept = run_schedule(self.model, micro_batches, outputs, backward=False, found=found)
         self.model.train(was_training)
         return kept
 
-    def share_results(self, results: Sequence[Tensor]) -> None:
+    def shared(self, results: Sequence[Tensor]) -> Sequence[Tensor]:
         pipeline = self.model.pg_collection.pp
         for result in results if pipeline.size() > 1 else ():
             dist.broadcast(result, group=pipeline, group_src=pipeline.size() - 1)
-
-
-class BaseModel(EvaluableModel):
-    """A model whose adapters are off while it is evaluated: in the same memory, what it was before they learned."""
-
-    def _forward(
-        self, micro_batches: Sequence[MicroBatch], outputs: Outputs, found: Sequence[dict[int, Tensor]] | None
-    ) -> list[Any]:
-        adapters = self.model.adapters
-        assert adapters is not None, "a model without adapters is its own base"
-        with adapters.off():
-            return super()._forward(micro_batches, outputs, found)
+        return results

@@ -21,12 +21,12 @@ from torch import Tensor
 from rltrain.config import schema
 from rltrain.models.experts import is_expert
 from rltrain.models.table import Array, is_hidden_matrix
-from rltrain.training.backend import LOSS_SCALE, OVERFLOWED
 from rltrain.training.matrix_exchange import MatrixExchange
 from rltrain.training.megatron.model import LanguageModel, local_parameters
 from rltrain.training.megatron.versions import skip_separate_gradient_norms
 from rltrain.training.optimizers import Slot, SteppingOptimizer
 from rltrain.training.shards import within
+from rltrain.training.trainable import LOSS_SCALE, OVERFLOWED
 
 # Data-parallel communication while the model computes: gradients during backward, weights during the next forward.
 #
