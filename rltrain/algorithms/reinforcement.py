@@ -1,35 +1,21 @@
 """Algorithms that learn from rewards, each with its roles and how its advantages are made."""
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar
-
-from rltrain.algorithms.algorithm import Algorithm
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from rltrain.algorithms.advantages import Groups
-    from rltrain.data.experience import Experience
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from rltrain.algorithms.advantages import Groups
-from rltrain.algorithms.algorithm import Replicas
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from rltrain.data.experience import Experience
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from rltrain.algorithms.algorithm import Algorithm, Replicas
 from rltrain.errors import ConfigError
 from rltrain.rewards.locating import locate
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rltrain.algorithms.advantages import Groups
+    from rltrain.algorithms.losses import LossFunction
+    from rltrain.data.experience import Experience
 
 # Algorithms that give a response one advantage, by comparing it with the other responses to its prompt.
 
@@ -428,14 +414,6 @@ class Ppo(Algorithm):
         return with_gae(experience, token_rewards, gamma=settings.gamma, lam=settings.gae_lambda)
 
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from rltrain.algorithms.losses import LossFunction
-
-    pass
-    from rltrain.data.experience import Experience
-
 # Advantages by a function of the user's, which is given a whole step.
 
 OF_SAMPLES = ("rewards", "groups")
@@ -472,8 +450,6 @@ class OwnAdvantages(Algorithm):
     @cached_property
     def function(self) -> "OwnFunction":
         """ConfigError where there is none that can be called."""
-        pass
-
         found = OwnFunction.of(self.config.advantages.function or "", "advantages.function")
         known = OF_SAMPLES if found.takes(OF_SAMPLES) else OF_TOKENS
         found.require_known((OF_SAMPLES, OF_TOKENS), (*known, *COEFFICIENTS))

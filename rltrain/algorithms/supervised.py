@@ -1,30 +1,19 @@
 """Algorithms that learn from given texts, pairs or a teacher, and the one that trains nothing."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from rltrain.algorithms.algorithm import Algorithm
+from rltrain.tasks.roles import ENV, rewarding_roles
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rltrain.algorithms.losses import LossFunction
+    from rltrain.data.demonstrations import Demonstrations, Preferences
     from rltrain.data.experience import Experience
-from typing import TYPE_CHECKING, ClassVar
-
-from rltrain.tasks.roles import ENV, rewarding_roles
-
-if TYPE_CHECKING:
-    from rltrain.data.demonstrations import Preferences
     from rltrain.data.row_index import IndexFolder
     from rltrain.data.tokenizer import ModelLimits
-if TYPE_CHECKING:
-    from rltrain.algorithms.losses import LossFunction
-if TYPE_CHECKING:
-    from rltrain.algorithms.losses import LossFunction
-    from rltrain.data.demonstrations import Demonstrations
-    from rltrain.data.row_index import IndexFolder
-    from rltrain.data.tokenizer import ModelLimits
-
 
 # On-policy distillation: the actor learns to be like a teacher on what it draws itself.
 
