@@ -15,7 +15,7 @@ from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
-from rltrain.training.megatron.forward import run_schedule
+from rltrain.training.megatron.backend import run_schedule
 from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
 from tests.distributed.family_checkpoints import LENGTHS
 

@@ -26,8 +26,7 @@ from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.megatron import attention, fused, norms
-from rltrain.training.megatron.backend import TrainableModel
-from rltrain.training.megatron.forward import EvaluableModel, run_schedule
+from rltrain.training.megatron.backend import EvaluableModel, TrainableModel, run_schedule
 from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
 from tests.distributed.tiny_checkpoints import ENTROPY_COEF, TEMPERATURE
 from tests.tolerances import ADAM_EPS

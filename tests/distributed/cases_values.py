@@ -22,7 +22,7 @@ from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
-from rltrain.training.megatron.forward import EvaluableModel, run_schedule
+from rltrain.training.megatron.backend import EvaluableModel, run_schedule
 from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
 from rltrain.training.packing import MicroBatch
 from tests.distributed.tiny_checkpoints import CHECKPOINTS, SHAPE, VOCAB_SIZE
