@@ -3,7 +3,7 @@
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -48,6 +48,12 @@ def places_of(lengths: Sequence[int], share: ContextShare) -> Tensor:
     each, starts = sizes // (2 * share.size), sizes.cumsum(0) - sizes
     first = torch.stack([starts + number * each for number in share.slices()], dim=1)
     return ranges(first.flatten(), each.repeat_interleave(2))
+
+
+def positions_of(lengths: Sequence[int], share: ContextShare) -> Tensor:
+    """[rows] the position in its sequence of each token that `places_of` finds."""
+    sizes = torch.tensor(lengths)
+    return ranges(torch.zeros_like(sizes), sizes)[places_of(lengths, share)]
 
 
 def places_of_all(lengths: Sequence[int], size: int) -> Tensor:
@@ -350,3 +356,62 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         first = ctx.rank * ctx.num_rows
         return gradients[0][first : first + ctx.num_rows].contiguous(), None
+
+
+# All tokens on each of the ranks that share sequences, in some of the heads (DeepSpeed-Ulysses, arXiv:2309.14509).
+
+
+@dataclass(frozen=True, eq=False)
+class WholeSequences:
+    """All sequences, laid end to end, of which every rank has some rows."""
+
+    lengths: tuple[int, ...]
+    row_of_place: Tensor
+    """[tokens] the row of all ranks, one's after the other, of each token."""
+    place_of_row: Tensor
+    """[tokens] the inverse."""
+    derived: dict[str, Any] = field(default_factory=dict)
+    """What layers make once for all of them."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], size: int, device: torch.device) -> "WholeSequences":
+        """Packed sequences of these lengths, shared by `size` ranks."""
+        order = places_of_all(lengths, size)
+        return cls(tuple(lengths), inverse(order).to(device), order.to(device))
+
+
+def spread_over_heads(x: Tensor, whole: WholeSequences, group: dist.ProcessGroup) -> Tensor:
+    """x [rows of this rank, ranks, what a rank's heads have ...] -> [tokens of all ranks, what this rank's have ...].
+
+    Collective over: `group`, and in backward.
+    """
+    received: Tensor = _AllToAll.apply(x.transpose(0, 1).flatten(0, 1), group)
+    return received.index_select(0, whole.row_of_place)
+
+
+def back_from_heads(x: Tensor, whole: WholeSequences, group: dist.ProcessGroup) -> Tensor:
+    """The way back: [tokens of all ranks, what this rank's heads have ...] -> [rows of this rank, ranks, ...].
+
+    Collective over: `group`, and in backward.
+    """
+    by_rank: Tensor = _AllToAll.apply(x.index_select(0, whole.place_of_row), group)
+    return by_rank.unflatten(0, (group.size(), -1)).transpose(0, 1)
+
+
+class _AllToAll(torch.autograd.Function):
+    """Equal parts of the first dimension, one for each rank; gradients go back the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _exchanged(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _exchanged(gradients[0], ctx.group), None
+
+
+def _exchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    received = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received, x.contiguous(), group=group)
+    return received
