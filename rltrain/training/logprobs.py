@@ -273,6 +273,11 @@ class PackedModel(ABC):
     def logits_of(self, outputs: Tensor) -> Logits:
         """What it put out for some rows, [rows, ...], as logits."""
 
+    def distribution(self, temperature: float) -> dict[str, Any]:
+        """How the functions above take the logits."""
+        vocab_size, group = self.architecture.vocab_size, self.pg_collection.tp
+        return {"vocab_size": vocab_size, "temperature": temperature, "group": group}
+
     def micro_batches(self, experience: Experience, max_tokens: int) -> list[MicroBatch]:
         """`experience` in micro-batches of at most `max_tokens` on each rank of context parallelism. Collective over:
         the ranks of `packing.together`."""
@@ -307,13 +312,8 @@ def token_logprobs(model: PackedModel, batch: MicroBatch, outputs: Tensor, tempe
     labels, asked = batch.experience.tokens, asked_tokens(batch.experience)
     if asked is not None:
         labels = torch.cat([labels[:, None], asked], dim=1)
-    logprobs, entropy = vocab_parallel_logprobs(
-        model.logits_of(outputs),
-        batch.rows_of(labels.roll(-1, dims=0)),
-        vocab_size=model.architecture.vocab_size,
-        temperature=temperature,
-        group=model.pg_collection.tp,
-    )
+    logits, following = model.logits_of(outputs), batch.rows_of(labels.roll(-1, dims=0))
+    logprobs, entropy = vocab_parallel_logprobs(logits, following, **model.distribution(temperature))
     logprobs, entropy = (at_drawn(model, batch, of_rows) for of_rows in (logprobs, entropy))
     return (logprobs, entropy) if asked is None else (logprobs[:, 0], entropy, logprobs[:, 1:])
 
@@ -323,25 +323,14 @@ def likeliest_tokens(
 ) -> tuple[Tensor, Tensor]:
     """The `count` likeliest tokens in the place of every token and their log-probs, [tokens, count], 0 at a sample's
     first token. Collective over: the tensor- and context-parallel groups."""
-    ids, logprobs = vocab_parallel_top(
-        model.logits_of(outputs),
-        count,
-        vocab_size=model.architecture.vocab_size,
-        temperature=temperature,
-        group=model.pg_collection.tp,
-    )
+    ids, logprobs = vocab_parallel_top(model.logits_of(outputs), count, **model.distribution(temperature))
     return at_drawn(model, batch, ids), at_drawn(model, batch, logprobs)
 
 
 def squared_probabilities(model: PackedModel, batch: MicroBatch, outputs: Tensor, temperature: float) -> Tensor:
     """[tokens] in the place of every token the sum of the squares of all tokens' probabilities, 0 at a sample's first
     one. Collective over: the tensor- and context-parallel groups."""
-    squares = vocab_parallel_squares(
-        model.logits_of(outputs),
-        vocab_size=model.architecture.vocab_size,
-        temperature=temperature,
-        group=model.pg_collection.tp,
-    )
+    squares = vocab_parallel_squares(model.logits_of(outputs), **model.distribution(temperature))
     return at_drawn(model, batch, squares)
 
 

@@ -32,8 +32,7 @@ from rltrain.training.trainable import LOSS_SCALE, OVERFLOWED
 #
 # Megatron has both for replicas that run the same forward and backward. Here some replicas have no samples of a
 # mini-batch and run neither, so when a collective begins is decided here, such that all replicas begin the same ones
-# in
-# the same order; buckets, collectives and the waits of modules for their weights are Megatron's.
+# in the same order; buckets, collectives and the waits of modules for their weights are Megatron's.
 
 FP32_BYTES = 4
 
