@@ -37,6 +37,13 @@ class GroupRelative(Algorithm):
             )
         yield from super().problems()
 
+    def problems_of_penalties(self, reason: str) -> Iterator[str]:
+        """Of what would change rewards and may not for this `reason`."""
+        if self.penalizes_reward():
+            yield f"loss.kl.where: got reward; expected loss: {reason}"
+        if self.config.advantages.overlong_penalty is not None:
+            yield f"advantages.overlong_penalty: got one; expected null: {reason}"
+
     def of_groups(self, rewards: "Tensor", groups: "Groups") -> "Tensor":
         """[members] fp64 advantages of the samples that are trained on, from their rewards."""
         raise NotImplementedError(f"algorithm {self.name} compares nothing")
@@ -93,11 +100,9 @@ class Gdpo(GroupRelative):
                 f"reward.functions: got {len(self.config.reward.functions or ())}; expected at least {MIN_FUNCTIONS}: "
                 "algorithm gdpo normalises each apart, and for one alone there is grpo"
             )
-        reason = "algorithm gdpo looks at what each of reward.functions gave, of which that is none"
-        if self.penalizes_reward():
-            yield f"loss.kl.where: got reward; expected loss: {reason}"
-        if self.config.advantages.overlong_penalty is not None:
-            yield f"advantages.overlong_penalty: got one; expected null: {reason}"
+        yield from self.problems_of_penalties(
+            "algorithm gdpo looks at what each of reward.functions gave, of which that is none"
+        )
 
     def of_groups(self, rewards: "Tensor", groups: "Groups") -> "Tensor":
         """`rewards` are [members, functions], NaN where a function is not for the sample."""
@@ -164,11 +169,9 @@ class MaxRl(GroupRelative):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        reason = "algorithm maxrl divides by the mean reward of a prompt, which is to be its rate of success"
-        if self.penalizes_reward():
-            yield f"loss.kl.where: got reward; expected loss: {reason}"
-        if self.config.advantages.overlong_penalty is not None:
-            yield f"advantages.overlong_penalty: got one; expected null: {reason}"
+        yield from self.problems_of_penalties(
+            "algorithm maxrl divides by the mean reward of a prompt, which is to be its rate of success"
+        )
 
     def of_groups(self, rewards: "Tensor", groups: "Groups") -> "Tensor":
         means = groups.means(rewards)
@@ -467,10 +470,8 @@ class OwnAdvantages(Algorithm):
         import torch
 
         from rltrain.algorithms.advantages import rewards_at_tokens
-        from rltrain.algorithms.losses import sample_index
 
-        positions = torch.nonzero(experience.response_mask).flatten()
-        rewards = rewards_at_tokens(experience, positions, sample_index(experience)[positions], token_rewards)
+        positions, _, rewards = rewards_at_tokens(experience, token_rewards)
         per_token = torch.zeros(experience.num_tokens, dtype=experience.rewards.dtype)
         return experience.with_fields(advantages=per_token.index_put((positions,), rewards.to(per_token.dtype)))
 

@@ -68,14 +68,34 @@ class Evaluate(Algorithm):
         return False
 
 
-# What algorithms have in common that learn from pairs of responses, of which one was preferred.
+# What algorithms have in common that learn from responses in the rows.
 
 
-class FromPairs(Algorithm):
-    """Nothing is generated, also not for evaluations: data.eval has pairs too."""
+class Supervised(Algorithm):
+    """Nothing is generated to train on."""
 
     generates = False
     reads_responses = True
+
+    def samples_per_group(self) -> int:
+        return 1
+
+    def needs_actor_logprobs(self) -> bool:
+        return False
+
+    def temperature(self) -> float:
+        return 1.0
+
+    def longest_response(self) -> int | None:
+        return self.config.data.max_response_tokens
+
+
+# What algorithms have in common that learn from pairs of responses, of which one was preferred.
+
+
+class FromPairs(Supervised):
+    """Nothing is generated, also not for evaluations: data.eval has pairs too."""
+
     from_pairs = True
 
     has_no_use_for: ClassVar[frozenset[str]] = frozenset()
@@ -100,15 +120,6 @@ class FromPairs(Algorithm):
 
     def samples_per_group(self) -> int:
         return 2
-
-    def needs_actor_logprobs(self) -> bool:
-        return False
-
-    def temperature(self) -> float:
-        return 1.0
-
-    def longest_response(self) -> int | None:
-        return self.config.data.max_response_tokens
 
     def training_data(self, indexes: "IndexFolder | None", model: "ModelLimits") -> "Preferences":
         from rltrain.data.demonstrations import Preferences
@@ -159,10 +170,8 @@ class RewardModelling(FromPairs):
 # With the actor alone an evaluation is the loss of held-out demonstrations. Other roles are there to answer prompts.
 
 
-class Sft(Algorithm):
+class Sft(Supervised):
     name = "sft"
-    generates = False
-    reads_responses = True
 
     def needs(self) -> dict[str, str]:
         evaluating = ("evaluation",) if self.config.evaluates_apart else ("rollout", "reward")
@@ -177,18 +186,6 @@ class Sft(Algorithm):
 
     def problems(self) -> Iterator[str]:
         yield from ()
-
-    def samples_per_group(self) -> int:
-        return 1
-
-    def needs_actor_logprobs(self) -> bool:
-        return False
-
-    def temperature(self) -> float:
-        return 1.0
-
-    def longest_response(self) -> int | None:
-        return self.config.data.max_response_tokens
 
     def training_data(self, indexes: "IndexFolder | None", model: "ModelLimits") -> "Demonstrations":
         from rltrain.data.demonstrations import Demonstrations
