@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,12 +31,11 @@ from rltrain.offload.device_memory import check_device, move_to_device
 from rltrain.reshard.fsdp_layout import fsdp_layout, whole_parameters
 from rltrain.reshard.layout import Layout
 from rltrain.runtime.grid import Grid
-from rltrain.runtime.placement import model_group_lists
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.adapters import AdapterMode
 from rltrain.training.fake_quantization import rounded
 from rltrain.training.fsdp_attention import NAME, SEQUENCES, SequenceSlices, compute_packed, register, spread_heads
-from rltrain.training.logprobs import Logits, PackedModel
+from rltrain.training.logprobs import Logits, PackedModel, groups_of_rank
 from rltrain.training.packed_attention import PackedRows, packed_rows
 from rltrain.training.packing import MicroBatch, Packing
 
@@ -313,19 +311,6 @@ def _parameters_without_memory() -> Iterator[None]:
 # A model of transformers, its parameters sharded over the ranks of a role by torch's fully_shard (FSDP2).
 
 
-@dataclass(frozen=True)
-class ShardingGroups:
-    """This rank's process groups in a role's grid."""
-
-    tp: dist.ProcessGroup
-    """Of this rank alone: logits are whole."""
-    cp: dist.ProcessGroup
-    dp: dist.ProcessGroup
-    all: dist.ProcessGroup
-    shard: dist.ProcessGroup
-    replicate: dist.ProcessGroup
-
-
 class ShardedModel(PackedModel):
     """This rank's shards of a model, and the model that gathers them layer by layer."""
 
@@ -350,7 +335,8 @@ class ShardedModel(PackedModel):
         all of it, with `lora` adapters alone, whose random numbers come of `seed`. `on_host` are shards and gradients
         that come to the device when layers are gathered."""
         layout = layout_of_model(architecture, grid, dtype=model.dtype, trains=trains)
-        super().__init__(architecture, grid, _groups(grid, groups), layout, device, model)
+        own = SimpleNamespace(**groups_of_rank(grid, groups), all=groups[grid.ranks])
+        super().__init__(architecture, grid, own, layout, device, model)
         computed = self.dtype
         self.module = empty_model(folder, architecture, torch.float32 if trains else computed)
         _check_parameters(self.module, architecture, folder)
@@ -466,15 +452,6 @@ def local_shards(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What this rank holds of sharded parameters, by name; those of which it has nothing are missing."""
     shards = {name: local_shard(parameter) for name, parameter in named.items()}
     return {name: shard for name, shard in shards.items() if shard.numel()}
-
-
-def _groups(grid: Grid, groups: ProcessGroups) -> ShardingGroups:
-    rank, lists = dist.get_rank(), model_group_lists(grid)
-
-    def mine(field: str) -> dist.ProcessGroup:
-        return groups[next(ranks for ranks in lists[field] if rank in ranks)]
-
-    return ShardingGroups(mine("tp"), mine("cp"), mine("dp"), groups[grid.ranks], mine("shard"), mine("replicate"))
 
 
 def _check_parameters(module: torch.nn.Module, architecture: Architecture, folder: Path) -> None:

@@ -16,6 +16,8 @@ from rltrain.models.architecture import Architecture, Head
 from rltrain.models.products import wide_product
 from rltrain.reshard.layout import Layout
 from rltrain.runtime.grid import Grid
+from rltrain.runtime.placement import model_group_lists
+from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.adapters import AdapterMode
 from rltrain.training.packing import ContextShare, MicroBatch, Packing, make_micro_batches, of_all_tokens
 
@@ -234,6 +236,18 @@ def _local_labels(labels: Tensor, num_valid: int) -> tuple[Tensor, Tensor]:
 
 
 # What a model says of every token, by its head: the numbers that its loss function gets.
+
+
+def groups_of_rank(grid: Grid, groups: ProcessGroups) -> dict[str, dist.ProcessGroup | None]:
+    """This rank's groups in `grid` by the names of model_group_lists; None where the rank is in no such group.
+
+    Makes no group: `groups` holds them all.
+    """
+    rank, found = dist.get_rank(), dict[str, dist.ProcessGroup | None]()
+    for name, rank_lists in model_group_lists(grid).items():
+        mine = next((ranks for ranks in rank_lists if rank in ranks), None)
+        found[name] = None if mine is None else groups[mine]
+    return found
 
 
 class PackedModel(ABC):

@@ -36,7 +36,7 @@ from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import chunks_of
 from rltrain.runtime.process_groups import plain_group
 from rltrain.training.backend import ModelSite, TrainingBackend
-from rltrain.training.megatron.experts import Choices, Loads, Routers, routed_samples, tell_choices, tell_routers
+from rltrain.training.megatron.experts import Choices, Loads, Routers, routed_samples
 from rltrain.training.megatron.model import (
     ROUTER_BIAS,
     LanguageModel,
@@ -277,13 +277,14 @@ def _described(
     shares: Callable[[Experience], Tensor] | None,
     found: dict[int, Tensor] | None,
 ) -> PackedSeqParams:
-    """The packed sequences, with what routers are to know of them."""
+    """The packed sequences, and beside them what routers of all layers are to know: layers are computed anew in
+    backward, when the next micro-batch is on its way already."""
     sequences = model.sequences(batch.segments)
     if shares is not None and model.architecture.moe:
-        tell_routers(sequences, routed_samples(batch, shares(batch.experience)))
+        vars(sequences)["routed_samples"] = routed_samples(batch, shares(batch.experience))
     given = given_choices(model, batch)
     if given or found is not None:
-        tell_choices(sequences, Choices(given, found))
+        vars(sequences)["choices"] = Choices(given, found)
     return sequences
 
 

@@ -32,9 +32,8 @@ from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import chunks_of, megatron_layout
 from rltrain.reshard.model_layout import Chunk
 from rltrain.runtime.grid import Grid
-from rltrain.runtime.placement import model_group_lists
 from rltrain.runtime.process_groups import ProcessGroups
-from rltrain.training.logprobs import Logits, PackedModel
+from rltrain.training.logprobs import Logits, PackedModel, groups_of_rank
 from rltrain.training.megatron.attention import packed_sequences, thd_sequences
 from rltrain.training.megatron.chunk import ModelChunk, ModelOptions
 from rltrain.training.megatron.context_parallel import BY_HEADS, RING, sequences_of_share, thd_slices
@@ -54,14 +53,11 @@ UNUSED = ("inter_dist_opt", "hcp")
 def process_group_collection(grid: Grid, groups: ProcessGroups) -> ProcessGroupCollection:
     """This rank's groups in `grid`, under Megatron's field names; None where the rank is in no such group.
 
-    Makes no group: `groups` holds them all. Megatron's global parallel state stays uninitialised, so that roles with
-    different grids can share a process.
+    Megatron's global parallel state stays uninitialised, so that roles with different grids can share a process.
     """
-    rank = dist.get_rank()
     collection = ProcessGroupCollection()
-    for field, rank_lists in model_group_lists(grid).items():
-        mine = next((ranks for ranks in rank_lists if rank in ranks), None)
-        setattr(collection, field, None if mine is None else groups[mine])
+    for field, group in groups_of_rank(grid, groups).items():
+        setattr(collection, field, group)
     for alias, field in ALIASES.items():
         setattr(collection, alias, getattr(collection, field))
     for field in UNUSED:
