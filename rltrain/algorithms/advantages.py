@@ -143,10 +143,9 @@ def with_gae(experience: Experience, token_rewards: Tensor | None = None, *, gam
 
     Needs rewards and values; `token_rewards` as in `rewards_at_tokens`.
     """
-    positions = torch.nonzero(experience.response_mask).flatten()
-    samples = sample_index(experience)[positions]
+    positions, samples, rewards = rewards_at_tokens(experience, token_rewards)
     values = experience.values[positions].double()
-    advantages = _gae(rewards_at_tokens(experience, positions, samples, token_rewards), values, samples, gamma, lam)
+    advantages = _gae(rewards, values, samples, gamma, lam)
     per_token = torch.zeros_like(experience.values)
     return experience.with_fields(
         advantages=per_token.index_put((positions,), advantages.to(per_token.dtype)),
@@ -159,28 +158,26 @@ def with_returns_to_go(experience: Experience, token_rewards: Tensor | None = No
 
     Needs rewards; `token_rewards` as in `rewards_at_tokens`.
     """
-    positions = torch.nonzero(experience.response_mask).flatten()
-    samples = sample_index(experience)[positions]
-    rewards = rewards_at_tokens(experience, positions, samples, token_rewards)
+    positions, samples, rewards = rewards_at_tokens(experience, token_rewards)
     to_go = _gae(rewards, torch.zeros_like(rewards), samples, gamma, 1.0)
     per_token = torch.zeros(experience.num_tokens, dtype=experience.rewards.dtype)
     return experience.with_fields(advantages=per_token.index_put((positions,), to_go.to(per_token.dtype)))
 
 
-def rewards_at_tokens(
-    experience: Experience, positions: Tensor, samples: Tensor, token_rewards: Tensor | None
-) -> Tensor:
-    """[n] fp64 of the response tokens at `positions`, which are of `samples` (both [n]).
+def rewards_at_tokens(experience: Experience, token_rewards: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns of the n response tokens where they stand, which samples they are of, and their rewards, fp64.
 
     `token_rewards` [tokens] come on top of the samples' rewards, such as a KL penalty. What of a sample's reward came
     with its turns (turn_rewards, where they are there) stands at the ends of these, the rest at its last token. Tokens
     out of the response mask are no steps: the tokens around them follow one another.
     """
+    positions = torch.nonzero(experience.response_mask).flatten()
+    samples = sample_index(experience)[positions]
     zeros = torch.zeros(len(positions), dtype=torch.float64)
     rewards = zeros if token_rewards is None else token_rewards[positions].double()
     at_turns = experience.turn_rewards[positions].double() if experience.has("turn_rewards") else zeros
     at_end = experience.rewards.double() - at_turns.new_zeros(experience.num_samples).index_add(0, samples, at_turns)
-    return rewards + at_turns + at_end[samples] * _is_last(samples)
+    return positions, samples, rewards + at_turns + at_end[samples] * _is_last(samples)
 
 
 def _is_last(samples: Tensor) -> Tensor:

@@ -43,9 +43,9 @@ class Algorithm:
 
     name: ClassVar[str]
     generates: ClassVar[bool] = True
+    """Whether training is on responses of the rollout, which otherwise is there for evaluations alone."""
     reads_responses: ClassVar[bool] = False
     """Whether the responses that are trained on stand in the rows."""
-    """Whether training is on responses of the rollout, which otherwise is there for evaluations alone."""
     from_pairs: ClassVar[bool] = False
     """Whether training and evaluations are on pairs of samples that are compared, which therefore stay together."""
     trains: ClassVar[bool] = True

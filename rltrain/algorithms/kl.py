@@ -34,8 +34,7 @@ def kl_estimate(actor_logprobs: Tensor, reference_logprobs: Tensor, estimator: E
 # KL over the vocabulary, from the log-probs of several tokens in the place of each one.
 #
 # Whoever knows a distribution leaves its likeliest tokens and their log-probs in the experience, as `<role>_top_ids`
-# and
-# `<role>_top_logprobs` [tokens, k]; k is 0 where nobody asks. The model in training says what it thinks of the same
+# and `<role>_top_logprobs` [tokens, k]; k is 0 where nobody asks. The model in training says what it thinks of the same
 # tokens, all roles' beside each other.
 
 TELLING = ("reference", "teacher")
@@ -85,9 +84,7 @@ def reverse_kl(policy: Tensor, other: Tensor) -> Tensor:
     `policy` and `other` [tokens, k] are log-probs of the same k tokens of each token's vocabulary. Gradients flow to
     both. It is a lower bound of the KL over the whole vocabulary, and equal to it where the k tokens are all.
     """
-    over_tokens = (policy.exp() * (policy - other)).sum(1)
-    rest, its_rest = _rest(policy), _rest(other)
-    return over_tokens + rest * (rest.log() - its_rest.log())
+    return forward_kl(other, policy)
 
 
 def forward_kl(policy: Tensor, other: Tensor, *, rest: bool = True, min_logprob: float | None = None) -> Tensor:

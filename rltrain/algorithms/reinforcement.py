@@ -1,35 +1,21 @@
 """Algorithms that learn from rewards, each with its roles and how its advantages are made."""
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar
-
-from rltrain.algorithms.algorithm import Algorithm
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from rltrain.algorithms.advantages import Groups
-    from rltrain.data.experience import Experience
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from rltrain.algorithms.advantages import Groups
-from rltrain.algorithms.algorithm import Replicas
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from rltrain.data.experience import Experience
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from rltrain.algorithms.algorithm import Algorithm, Replicas
 from rltrain.errors import ConfigError
 from rltrain.rewards.locating import locate
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rltrain.algorithms.advantages import Groups
+    from rltrain.algorithms.losses import LossFunction
+    from rltrain.data.experience import Experience
 
 # Algorithms that give a response one advantage, by comparing it with the other responses to its prompt.
 
@@ -50,6 +36,13 @@ class GroupRelative(Algorithm):
                 f"{self.name} compares the samples of a prompt, and the advantage of a single one is 0"
             )
         yield from super().problems()
+
+    def problems_of_penalties(self, reason: str) -> Iterator[str]:
+        """Of what would change rewards and may not for this `reason`."""
+        if self.penalizes_reward():
+            yield f"loss.kl.where: got reward; expected loss: {reason}"
+        if self.config.advantages.overlong_penalty is not None:
+            yield f"advantages.overlong_penalty: got one; expected null: {reason}"
 
     def of_groups(self, rewards: "Tensor", groups: "Groups") -> "Tensor":
         """[members] fp64 advantages of the samples that are trained on, from their rewards."""
@@ -107,11 +100,9 @@ class Gdpo(GroupRelative):
                 f"reward.functions: got {len(self.config.reward.functions or ())}; expected at least {MIN_FUNCTIONS}: "
                 "algorithm gdpo normalises each apart, and for one alone there is grpo"
             )
-        reason = "algorithm gdpo looks at what each of reward.functions gave, of which that is none"
-        if self.penalizes_reward():
-            yield f"loss.kl.where: got reward; expected loss: {reason}"
-        if self.config.advantages.overlong_penalty is not None:
-            yield f"advantages.overlong_penalty: got one; expected null: {reason}"
+        yield from self.problems_of_penalties(
+            "algorithm gdpo looks at what each of reward.functions gave, of which that is none"
+        )
 
     def of_groups(self, rewards: "Tensor", groups: "Groups") -> "Tensor":
         """`rewards` are [members, functions], NaN where a function is not for the sample."""
@@ -178,11 +169,9 @@ class MaxRl(GroupRelative):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        reason = "algorithm maxrl divides by the mean reward of a prompt, which is to be its rate of success"
-        if self.penalizes_reward():
-            yield f"loss.kl.where: got reward; expected loss: {reason}"
-        if self.config.advantages.overlong_penalty is not None:
-            yield f"advantages.overlong_penalty: got one; expected null: {reason}"
+        yield from self.problems_of_penalties(
+            "algorithm maxrl divides by the mean reward of a prompt, which is to be its rate of success"
+        )
 
     def of_groups(self, rewards: "Tensor", groups: "Groups") -> "Tensor":
         means = groups.means(rewards)
@@ -428,14 +417,6 @@ class Ppo(Algorithm):
         return with_gae(experience, token_rewards, gamma=settings.gamma, lam=settings.gae_lambda)
 
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from rltrain.algorithms.losses import LossFunction
-
-    pass
-    from rltrain.data.experience import Experience
-
 # Advantages by a function of the user's, which is given a whole step.
 
 OF_SAMPLES = ("rewards", "groups")
@@ -472,8 +453,6 @@ class OwnAdvantages(Algorithm):
     @cached_property
     def function(self) -> "OwnFunction":
         """ConfigError where there is none that can be called."""
-        pass
-
         found = OwnFunction.of(self.config.advantages.function or "", "advantages.function")
         known = OF_SAMPLES if found.takes(OF_SAMPLES) else OF_TOKENS
         found.require_known((OF_SAMPLES, OF_TOKENS), (*known, *COEFFICIENTS))
@@ -491,10 +470,8 @@ class OwnAdvantages(Algorithm):
         import torch
 
         from rltrain.algorithms.advantages import rewards_at_tokens
-        from rltrain.algorithms.losses import sample_index
 
-        positions = torch.nonzero(experience.response_mask).flatten()
-        rewards = rewards_at_tokens(experience, positions, sample_index(experience)[positions], token_rewards)
+        positions, _, rewards = rewards_at_tokens(experience, token_rewards)
         per_token = torch.zeros(experience.num_tokens, dtype=experience.rewards.dtype)
         return experience.with_fields(advantages=per_token.index_put((positions,), rewards.to(per_token.dtype)))
 

@@ -1,30 +1,19 @@
 """Algorithms that learn from given texts, pairs or a teacher, and the one that trains nothing."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from rltrain.algorithms.algorithm import Algorithm
+from rltrain.tasks.roles import ENV, rewarding_roles
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rltrain.algorithms.losses import LossFunction
+    from rltrain.data.demonstrations import Demonstrations, Preferences
     from rltrain.data.experience import Experience
-from typing import TYPE_CHECKING, ClassVar
-
-from rltrain.tasks.roles import ENV, rewarding_roles
-
-if TYPE_CHECKING:
-    from rltrain.data.demonstrations import Preferences
     from rltrain.data.row_index import IndexFolder
     from rltrain.data.tokenizer import ModelLimits
-if TYPE_CHECKING:
-    from rltrain.algorithms.losses import LossFunction
-if TYPE_CHECKING:
-    from rltrain.algorithms.losses import LossFunction
-    from rltrain.data.demonstrations import Demonstrations
-    from rltrain.data.row_index import IndexFolder
-    from rltrain.data.tokenizer import ModelLimits
-
 
 # On-policy distillation: the actor learns to be like a teacher on what it draws itself.
 
@@ -79,14 +68,34 @@ class Evaluate(Algorithm):
         return False
 
 
-# What algorithms have in common that learn from pairs of responses, of which one was preferred.
+# What algorithms have in common that learn from responses in the rows.
 
 
-class FromPairs(Algorithm):
-    """Nothing is generated, also not for evaluations: data.eval has pairs too."""
+class Supervised(Algorithm):
+    """Nothing is generated to train on."""
 
     generates = False
     reads_responses = True
+
+    def samples_per_group(self) -> int:
+        return 1
+
+    def needs_actor_logprobs(self) -> bool:
+        return False
+
+    def temperature(self) -> float:
+        return 1.0
+
+    def longest_response(self) -> int | None:
+        return self.config.data.max_response_tokens
+
+
+# What algorithms have in common that learn from pairs of responses, of which one was preferred.
+
+
+class FromPairs(Supervised):
+    """Nothing is generated, also not for evaluations: data.eval has pairs too."""
+
     from_pairs = True
 
     has_no_use_for: ClassVar[frozenset[str]] = frozenset()
@@ -111,15 +120,6 @@ class FromPairs(Algorithm):
 
     def samples_per_group(self) -> int:
         return 2
-
-    def needs_actor_logprobs(self) -> bool:
-        return False
-
-    def temperature(self) -> float:
-        return 1.0
-
-    def longest_response(self) -> int | None:
-        return self.config.data.max_response_tokens
 
     def training_data(self, indexes: "IndexFolder | None", model: "ModelLimits") -> "Preferences":
         from rltrain.data.demonstrations import Preferences
@@ -170,10 +170,8 @@ class RewardModelling(FromPairs):
 # With the actor alone an evaluation is the loss of held-out demonstrations. Other roles are there to answer prompts.
 
 
-class Sft(Algorithm):
+class Sft(Supervised):
     name = "sft"
-    generates = False
-    reads_responses = True
 
     def needs(self) -> dict[str, str]:
         evaluating = ("evaluation",) if self.config.evaluates_apart else ("rollout", "reward")
@@ -188,18 +186,6 @@ class Sft(Algorithm):
 
     def problems(self) -> Iterator[str]:
         yield from ()
-
-    def samples_per_group(self) -> int:
-        return 1
-
-    def needs_actor_logprobs(self) -> bool:
-        return False
-
-    def temperature(self) -> float:
-        return 1.0
-
-    def longest_response(self) -> int | None:
-        return self.config.data.max_response_tokens
 
     def training_data(self, indexes: "IndexFolder | None", model: "ModelLimits") -> "Demonstrations":
         from rltrain.data.demonstrations import Demonstrations

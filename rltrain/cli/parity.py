@@ -318,7 +318,7 @@ def run_sharded(checked: Checked, samples: Samples) -> States:
             device=device,
             trains=False,
         )
-        load_parameters(checked.path, model.layout, 0, dict(model.parameters), config_key="--checkpoint")
+        load_parameters(checked.path, model.layout, 0, dict(model.weights), config_key="--checkpoint")
         module: Any = model.module
         notes = Notes()
         notes.watch_decoder(module.language_model.model)

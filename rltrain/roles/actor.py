@@ -50,7 +50,7 @@ from rltrain.roles.role import Job, Metrics, SampleLog
 from rltrain.roles.trained import StepBatch, TrainedRole, summarize
 from rltrain.runtime.grid import Grid
 from rltrain.tasks.roles import informing
-from rltrain.training.backend import AdaptedModel, RoleModel, published_weights
+from rltrain.training.trainable import RoleModel
 
 # How far the trainer is from the engine that drew a step's tokens, where both had the same weights.
 
@@ -250,12 +250,12 @@ def adapters_folder(export: Path) -> Path:
 def export_adapters(job: Job, model: RoleModel, export: Path) -> None:
     """Of an actor with adapters. Collective over: the actor's ranks."""
     lora, grid = job.config.model.lora, job.grids["actor"]
-    if lora is None or not isinstance(model, AdaptedModel):
+    if lora is None or model.adapted is None:
         return
     save_adapters(
         adapters_folder(export),
-        model.adapters,
-        model.adapters_layout,
+        model.adapted.parameters,
+        model.adapted.layout,
         job.architecture.adapted(lora.rank, lora.targets),
         lora,
         group=job.groups[grid.ranks],
@@ -550,7 +550,7 @@ class ActorRole(TrainedRole):
     def _save(self, folder: str, notes: Mapping[str, str] = NO_NOTES) -> None:
         save_checkpoint(
             Path(self.config.output_dir, folder),
-            published_weights(self.model),
+            self.model.published,
             self.model.layout,
             self.job.architecture,
             group=self.job.groups[self.grid.ranks],

@@ -21,9 +21,9 @@ from rltrain.reshard.layout import Layout
 from rltrain.roles.actor import ActorRole
 from rltrain.roles.role import Job, Role
 from rltrain.runtime.world import TRANSPORT_TIMEOUT_S
-from rltrain.training.backend import AdaptedModel, RoleModel, log_probs
-from rltrain.training.build import training_backend
+from rltrain.training.backend import training_backend
 from rltrain.training.shards import answered_for, replica_of
+from rltrain.training.trainable import RoleModel
 
 # The inference role: the actor's log-probs before an update, on ranks of their own, while the actor trains.
 
@@ -88,8 +88,7 @@ class TeacherRole(Role):
         for number, model in enumerate(self.models):
             mine = self._samples_of(number, experience)
             at = torch.nonzero(torch.repeat_interleave(mine, experience.lengths)).flatten()
-            found = log_probs(
-                model,
+            found = model.log_probs(
                 experience.select(torch.nonzero(mine).flatten()),
                 count=self.count,
                 max_tokens=self.settings.micro_batch_tokens,
@@ -178,8 +177,8 @@ class ReferenceRole(Role):
         self.parts: Mapping[str, MemoryPart]
         self.host: HostTensors | None = None
         if actor is not None and is_actors_base(job):
-            assert isinstance(actor.model, AdaptedModel), "only the base of adapters is the actor's"
-            self.model, self.parts = actor.model.base, {}
+            assert actor.model.adapted, "only the base of adapters is the actor's"
+            self.model, self.parts = actor.model.adapted.base, {}
         elif actor is not None and uses_actor_modules(job):
             self.model, self.host = actor.model, self._host_weights(actor.model)
             self.parts = {"weights": self._weights_over(actor.model, self.host)}
@@ -254,8 +253,7 @@ class ReferenceRole(Role):
         self.shipments["evaluation_logprobs", step, chunk] = self._with_logprobs(held_out)
 
     def _with_logprobs(self, samples: Shipment) -> Shipment:
-        logprobs, ids, of_ids = log_probs(
-            self.model,
+        logprobs, ids, of_ids = self.model.log_probs(
             samples.experience,
             count=self.job.architectures[self.name].vocab_size if self.config.loss.kl.estimator == "full" else 0,
             max_tokens=self.config.reference.micro_batch_tokens,

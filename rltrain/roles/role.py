@@ -28,8 +28,7 @@ from rltrain.runtime.stopping import StopRequest
 from rltrain.runtime.world import World
 from rltrain.schedule.shape import RunShape
 from rltrain.tasks.roles import device_roles, device_roles_if_offloaded
-from rltrain.training.backend import ModelSite
-from rltrain.training.build import training_backend
+from rltrain.training.backend import ModelSite, training_backend
 
 # The floating-point operations that models of this rank do, as models.flops counts them, and the tokens.
 

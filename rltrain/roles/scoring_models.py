@@ -22,7 +22,7 @@ from rltrain.rollout.build import build_engine, serve_checkpoint
 from rltrain.rollout.engine import EngineSite, SamplingParams
 from rltrain.rollout.sample import Sample, Status, request_seed
 from rltrain.schedule.memory_plan import leaving_roles
-from rltrain.training.build import training_backend
+from rltrain.training.backend import training_backend
 
 # What roles have in common that tell the reward something of samples by a model that reads text.
 

@@ -18,8 +18,8 @@ from rltrain.reshard.checksums import checksum_of
 from rltrain.reshard.layout import Layout
 from rltrain.roles.role import Job, Role
 from rltrain.schedule.shape import RunShape
-from rltrain.training.backend import LOSS_SCALE, OVERFLOWED, SKIPPED, AdaptedModel, RoleModel
-from rltrain.training.build import training_backend
+from rltrain.training.backend import training_backend
+from rltrain.training.trainable import LOSS_SCALE, OVERFLOWED, SKIPPED, RoleModel
 
 # A step's samples on one replica of a training role: they come in chunks and are used in mini-batches.
 
@@ -135,8 +135,8 @@ class ReplicaCheck:
 def held_by(model: RoleModel) -> Iterator[tuple[Layout, Mapping[str, Tensor]]]:
     """What a rank has of a model, by layout."""
     yield model.layout, model.parameters
-    if isinstance(model, AdaptedModel):
-        yield model.adapters_layout, model.adapters
+    if model.adapted:
+        yield model.adapted.layout, model.adapted.parameters
 
 
 def find_odd_rank(

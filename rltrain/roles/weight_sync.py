@@ -34,7 +34,7 @@ from rltrain.roles.rollout import RolloutRole
 from rltrain.rollout.embedded.parameters import allocate_parameters
 from rltrain.rollout.layout import ARRIVING_BYTES, EnginePart, engine_parts, in_parts, whole_engine
 from rltrain.runtime.world import TRANSPORT_TIMEOUT_S
-from rltrain.training.backend import AdaptedModel, RoleModel, published_weights, served_weights
+from rltrain.training.trainable import RoleModel
 
 # The actor's parameters, resharded into those of another role.
 
@@ -353,11 +353,11 @@ def resharding_into(
 def _held_by(model: RoleModel, content: str) -> Mapping[str, Tensor]:
     """What is sent of a trained model for a part of this content."""
     if content == "weights":
-        return served_weights(model)
+        return model.served
     if content == "base":
         return model.parameters
-    assert isinstance(model, AdaptedModel), "only a model with adapters has any to send"
-    return model.adapters
+    assert model.adapted, "only a model with adapters has any to send"
+    return model.adapted.parameters
 
 
 def sent_share_of(report: SyncReport) -> float:
@@ -409,7 +409,7 @@ class EvaluationSync:
 
     def __call__(self, step: int, chunk: int) -> None:
         """The evaluation of the step has its weights afterwards."""
-        source = served_weights(self.actor.model) if self.actor else None
+        source = self.actor.model.served if self.actor else None
         received: dict[str, Tensor] = {}
         for part in self.parts:
             incoming = None
@@ -445,5 +445,5 @@ class ModelSync:
             assert isinstance(self.follower, ReferenceRole), "it has the actor's ranks"
             self.follower.keep_actor_weights()
             return
-        source = published_weights(self.actor.model) if self.actor else None
+        source = self.actor.model.published if self.actor else None
         self.resharding.run(source, self.follower.model.parameters if self.follower else None)

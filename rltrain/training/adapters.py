@@ -1,6 +1,7 @@
 """Low-rank adapters on every backend: how they begin, and what turns them on and off."""
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,12 +67,24 @@ def _drawn(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 SEEDS = 2**62
 
 
-class AdapterMode:
+class AdapterMode(ABC):
     """Of all adapters of a model together. `seed` is for what is dropped."""
+
+    layout: Layout
+    parameters: Mapping[str, Tensor]
+    """This rank's, as in `layout.on(rank)`."""
 
     def __init__(self, dropout: float, seed: int) -> None:
         self.is_on = True
         self._dropout, self._seed, self._draws = dropout, seed, False
+
+    @abstractmethod
+    def merged(self, name: str, weight: Tensor) -> Tensor:
+        """`weight`, the model's of this name, with what its adapter adds, where it has one."""
+
+    def held(self) -> list[Tensor]:
+        """All memory of theirs on the device."""
+        return [*self.parameters.values()]
 
     @contextmanager
     def off(self) -> Iterator[None]:

@@ -12,10 +12,9 @@ from transformers import AttentionInterface
 
 from rltrain.models.delta_rule import PackedStates, convolve, gated_delta_rule, gated_norm, gates, packed_states
 from rltrain.training.packed_attention import PackedRows, attend_rows, packed_rows
-from rltrain.training.packing import ContextShare, inverse, places_of, places_of_all, ranges
+from rltrain.training.packing import ContextShare, WholeSequences, back_from_heads, positions_of, spread_over_heads
 
-# Context parallelism by heads: every rank attends with all tokens in some heads (DeepSpeed-Ulysses,
-# arXiv:2309.14509).
+# Context parallelism by heads: every rank attends with all tokens in some heads.
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,30 +23,21 @@ class SequenceSlices:
 
     positions: Tensor
     """[rows of this rank] position of each in its sequence."""
-    whole: PackedRows
+    packed: PackedRows
     """All sequences, laid end to end."""
-    row_of_place: Tensor
-    """[tokens] the row of all ranks, one's after the other, of each token of `whole`."""
-    place_of_row: Tensor
-    """[tokens] the inverse."""
+    whole: WholeSequences
     group: dist.ProcessGroup
 
     def scattered(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Queries, keys and values [rows of this rank, heads, ...] -> [tokens, heads of this rank, ...] each. With
         fewer key-value heads than ranks several ranks have the same one. Collective over: the group."""
         size = self.group.size()
-        found = []
-        for x in tensors:
-            copied = x.repeat_interleave(max(1, size // x.size(1)), dim=1)
-            to_ranks = copied.unflatten(1, (size, -1)).transpose(0, 1).flatten(0, 1)
-            received = _AllToAll.apply(to_ranks, self.group)
-            found.append(received.index_select(0, self.row_of_place))
-        return found
+        copied = [x.repeat_interleave(max(1, size // x.size(1)), dim=1) for x in tensors]
+        return [spread_over_heads(x.unflatten(1, (size, -1)), self.whole, self.group) for x in copied]
 
     def gathered(self, attended: Tensor) -> Tensor:
         """[tokens, heads of this rank, ...] -> [rows of this rank, heads, ...]. Collective over: the group."""
-        received: Tensor = _AllToAll.apply(attended.index_select(0, self.place_of_row), self.group)
-        return received.unflatten(0, (self.group.size(), -1)).transpose(0, 1).flatten(1, 2)
+        return back_from_heads(attended, self.whole, self.group).flatten(1, 2)
 
     def own_heads(self, of_heads: Tensor) -> Tensor:
         """[heads] -> [heads of this rank]"""
@@ -58,41 +48,14 @@ def spread_heads(
     lengths: Sequence[int], share: ContextShare, device: torch.device, group: dist.ProcessGroup
 ) -> SequenceSlices:
     """For packed sequences of these lengths, of each of which this rank has two slices."""
-    places, order = places_of(lengths, share), places_of_all(lengths, share.size)
-    positions = ranges(torch.zeros(len(lengths), dtype=torch.int64), torch.tensor(lengths))
-    return SequenceSlices(
-        positions=positions[places].to(device),
-        whole=packed_rows(lengths, device, PackedRows),
-        row_of_place=inverse(order).to(device),
-        place_of_row=order.to(device),
-        group=group,
-    )
-
-
-class _AllToAll(torch.autograd.Function):
-    """Equal parts of the first dimension, one for each rank; gradients go back the same way."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _exchanged(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _exchanged(gradients[0], ctx.group), None
-
-
-def _exchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    received = torch.empty_like(x, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(received, x.contiguous(), group=group)
-    return received
+    packed, whole = packed_rows(lengths, device, PackedRows), WholeSequences.of(lengths, share.size, device)
+    return SequenceSlices(positions_of(lengths, share).to(device), packed, whole, group)
 
 
 # Attention of transformers' models over packed sequences, in the place of its own.
 #
 # transformers gives its layers every further argument of a model's call, and they give it to attention: so the
-# sequences
-# arrive here.
+# sequences arrive here.
 
 NAME = "rltrain_packed"
 SEQUENCES = "rltrain_sequences"
@@ -136,7 +99,7 @@ def packed_attention(
     if isinstance(sequences, SequenceSlices):
         heads = HeadRows(*sequences.scattered(rows))
         sinks = None if s_aux is None else sequences.own_heads(s_aux)
-        attended = attend_rows(*heads, sequences.whole, scale, window, softcap, sinks)
+        attended = attend_rows(*heads, sequences.packed, scale, window, softcap, sinks)
         return sequences.gathered(attended)[None], None
     return attend_rows(*rows, sequences, scale, window, softcap, s_aux)[None], None
 
@@ -149,8 +112,7 @@ def register() -> None:
 # Gated delta nets of transformers' models over packed sequences, in the place of their own computation.
 #
 # transformers' own takes packed sequences by the kernels of flash-linear-attention alone, and else for one sequence.
-# Of
-# what lies between the projections nothing is kept for backward: it is computed again.
+# Of what lies between the projections nothing is kept for backward: it is computed again.
 
 CLASS_ENDING = "GatedDeltaNet"
 """Of the names of transformers' classes."""

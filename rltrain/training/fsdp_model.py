@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,14 +31,13 @@ from rltrain.offload.device_memory import check_device, move_to_device
 from rltrain.reshard.fsdp_layout import fsdp_layout, whole_parameters
 from rltrain.reshard.layout import Layout
 from rltrain.runtime.grid import Grid
-from rltrain.runtime.placement import model_group_lists
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.adapters import AdapterMode
 from rltrain.training.fake_quantization import rounded
 from rltrain.training.fsdp_attention import NAME, SEQUENCES, SequenceSlices, compute_packed, register, spread_heads
-from rltrain.training.logprobs import Logits
+from rltrain.training.logprobs import Logits, PackedModel, groups_of_rank
 from rltrain.training.packed_attention import PackedRows, packed_rows
-from rltrain.training.packing import ContextShare, MicroBatch
+from rltrain.training.packing import MicroBatch, Packing
 
 # transformers' experts, whose matrices are stacked in parameters of a layer, with low-rank adapters beside them.
 
@@ -164,11 +162,13 @@ class ShardedAdapters(AdapterMode):
                 else:
                     self.whole_a[weight] = whole.clone()
 
+    def held(self) -> list[Tensor]:
+        return [*self.parameters.values(), *self.whole_a.values()]
+
     @torch.no_grad()
-    def merged(self, halves: Mapping[str, Tensor], name: str, weight: Tensor) -> Tensor:
-        """`weight`, a shard in rows or of experts, with what its adapter adds, where it has one. `halves` are the
-        adapters' shards as in their layout."""
-        layer = PEFT_PREFIX + name.removesuffix(WEIGHT)
+    def merged(self, name: str, weight: Tensor) -> Tensor:
+        """A `weight` is a shard in rows or of experts."""
+        layer, halves = PEFT_PREFIX + name.removesuffix(WEIGHT), self.parameters
         a = halves.get(layer + A) if weight.dim() == 3 else self.whole_a.get(name)
         if a is None:
             return weight
@@ -311,21 +311,10 @@ def _parameters_without_memory() -> Iterator[None]:
 # A model of transformers, its parameters sharded over the ranks of a role by torch's fully_shard (FSDP2).
 
 
-@dataclass(frozen=True)
-class ShardingGroups:
-    """This rank's process groups in a role's grid."""
-
-    tp: dist.ProcessGroup
-    """Of this rank alone: logits are whole."""
-    cp: dist.ProcessGroup
-    dp: dist.ProcessGroup
-    all: dist.ProcessGroup
-    shard: dist.ProcessGroup
-    replicate: dist.ProcessGroup
-
-
-class ShardedModel:
+class ShardedModel(PackedModel):
     """This rank's shards of a model, and the model that gathers them layer by layer."""
+
+    adapters: ShardedAdapters | None
 
     def __init__(
         self,
@@ -345,14 +334,10 @@ class ShardedModel:
         """Weights not yet loaded. Shards of what is trained are in fp32, whatever the model computes in: with `trains`
         all of it, with `lora` adapters alone, whose random numbers come of `seed`. `on_host` are shards and gradients
         that come to the device when layers are gathered."""
-        self.architecture, self.grid, self.device, self.trains = architecture, grid, device, trains
-        self.pg_collection = _groups(grid, groups)
-        self.share = ContextShare(self.pg_collection.cp.rank(), self.pg_collection.cp.size())
-        self.layout = layout_of_model(architecture, grid, dtype=model.dtype, trains=trains)
-        self.on_micro_batch: Callable[[Sequence[int], bool], None] = lambda lengths, backward: None
-        """Called with every micro-batch that begins, so that others see the model getting on."""
-        self.dtype = computed = getattr(torch, model.dtype)
-        self.fake_quantization = model.fake_quantization
+        layout = layout_of_model(architecture, grid, dtype=model.dtype, trains=trains)
+        own = SimpleNamespace(**groups_of_rank(grid, groups), all=groups[grid.ranks])
+        super().__init__(architecture, grid, own, layout, device, model)
+        computed = self.dtype
         self.module = empty_model(folder, architecture, torch.float32 if trains else computed)
         _check_parameters(self.module, architecture, folder)
         self.module.requires_grad_(trains)
@@ -371,26 +356,19 @@ class ShardedModel:
         move_to_device(self.module, device)
         self._shard(fsdp, policy, CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_host else OffloadPolicy())
         check_device(self, device, parameters=torch.device("cpu") if on_host else None)
+        if self.adapters:
+            self.adapters.layout = fsdp_layout(self.adapters.adapted, grid)
+            self.adapters.parameters = local_shards(self.named_learned())
 
     @property
-    def parameters(self) -> Mapping[str, Tensor]:
-        """This rank's shards by name, as in layout.on(rank): what the sharded parameters hold, in their memory."""
-        return {name: shard for name, shard in self.shards().items() if shard.numel()}
+    def weights(self) -> Mapping[str, Tensor]:
+        """What the sharded parameters hold, in their memory."""
+        return local_shards(self.named())
 
     @property
-    def learned_layout(self) -> Layout:
-        """Where what training changes lies: the adapters, if there are any."""
-        return fsdp_layout(self.adapters.adapted, self.grid) if self.adapters else self.layout
-
-    @property
-    def learned(self) -> Mapping[str, Tensor]:
-        """This rank's shards of it, as in learned_layout.on(rank)."""
-        shards = {name: local_shard(parameter) for name, parameter in self.named_learned().items()}
-        return {name: shard for name, shard in shards.items() if shard.numel()}
-
-    def shards(self) -> dict[str, Tensor]:
-        """Those that are empty too."""
-        return {name: local_shard(parameter) for name, parameter in self.named().items()}
+    def packing(self) -> Packing:
+        """All ranks have as many micro-batches, as each gathers what the others compute with."""
+        return Packing(self.device, self.share, together=self.pg_collection.all)
 
     def named(self) -> dict[str, torch.nn.Parameter]:
         """The sharded parameters, DTensors, by transformers' names. Without adapters."""
@@ -470,13 +448,10 @@ def local_shard(sharded: Tensor) -> Tensor:
     return shard.detach()
 
 
-def _groups(grid: Grid, groups: ProcessGroups) -> ShardingGroups:
-    rank, lists = dist.get_rank(), model_group_lists(grid)
-
-    def mine(field: str) -> dist.ProcessGroup:
-        return groups[next(ranks for ranks in lists[field] if rank in ranks)]
-
-    return ShardingGroups(mine("tp"), mine("cp"), mine("dp"), groups[grid.ranks], mine("shard"), mine("replicate"))
+def local_shards(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What this rank holds of sharded parameters, by name; those of which it has nothing are missing."""
+    shards = {name: local_shard(parameter) for name, parameter in named.items()}
+    return {name: shard for name, shard in shards.items() if shard.numel()}
 
 
 def _check_parameters(module: torch.nn.Module, architecture: Architecture, folder: Path) -> None:

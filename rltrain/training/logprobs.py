@@ -1,18 +1,25 @@
 """Log-probs and entropies from logits that are spread over ranks, and what a model tells of every token."""
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.algorithms.kl import asked_tokens
+from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.models.architecture import Architecture, Head
 from rltrain.models.products import wide_product
-from rltrain.training.packing import MicroBatch, of_all_tokens
+from rltrain.reshard.layout import Layout
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.placement import model_group_lists
+from rltrain.runtime.process_groups import ProcessGroups
+from rltrain.training.adapters import AdapterMode
+from rltrain.training.packing import ContextShare, MicroBatch, Packing, make_micro_batches, of_all_tokens
 
 # Log-probs and entropy from logits whose columns are spread over a tensor-parallel group.
 #
@@ -231,16 +238,74 @@ def _local_labels(labels: Tensor, num_valid: int) -> tuple[Tensor, Tensor]:
 # What a model says of every token, by its head: the numbers that its loss function gets.
 
 
-class PackedModel(Protocol):
-    """A backend's model as far as it is asked here."""
+def groups_of_rank(grid: Grid, groups: ProcessGroups) -> dict[str, dist.ProcessGroup | None]:
+    """This rank's groups in `grid` by the names of model_group_lists; None where the rank is in no such group.
 
-    architecture: Architecture
-    pg_collection: Any
-    """With process groups `tp`, over which the logits' columns are spread, and `cp`, which shares sequences."""
+    Makes no group: `groups` holds them all.
+    """
+    rank, found = dist.get_rank(), dict[str, dist.ProcessGroup | None]()
+    for name, rank_lists in model_group_lists(grid).items():
+        mine = next((ranks for ranks in rank_lists if rank in ranks), None)
+        found[name] = None if mine is None else groups[mine]
+    return found
 
+
+class PackedModel(ABC):
+    """This rank's part of a model, which takes packed samples; a backend has its modules."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        grid: Grid,
+        groups: Any,
+        layout: Layout,
+        device: torch.device,
+        settings: schema.Model,
+    ) -> None:
+        """`groups` has `tp`, over which the logits' columns are spread, `cp`, which shares sequences, and `dp`."""
+        self.architecture, self.grid, self.pg_collection = architecture, grid, groups
+        self.share = ContextShare(groups.cp.rank(), groups.cp.size())
+        self.layout, self.device = layout, device
+        self.dtype: torch.dtype = getattr(torch, settings.dtype)
+        """That it computes in."""
+        self.fake_quantization = settings.fake_quantization
+        self.adapters: AdapterMode | None = None
+        self.on_micro_batch: Callable[[Sequence[int], bool], None] = lambda lengths, backward: None
+        """Called with every micro-batch that begins, so that others see the model getting on."""
+
+    @property
+    @abstractmethod
+    def weights(self) -> Mapping[str, Tensor]:
+        """This rank's parameters by name, as in layout.on(rank). Without adapters."""
+
+    @property
+    @abstractmethod
+    def packing(self) -> Packing:
+        """The micro-batches that it can take."""
+
+    @abstractmethod
     def logits_of(self, outputs: Tensor) -> Logits:
         """What it put out for some rows, [rows, ...], as logits."""
-        ...
+
+    def distribution(self, temperature: float) -> dict[str, Any]:
+        """How the functions above take the logits."""
+        vocab_size, group = self.architecture.vocab_size, self.pg_collection.tp
+        return {"vocab_size": vocab_size, "temperature": temperature, "group": group}
+
+    def micro_batches(self, experience: Experience, max_tokens: int) -> list[MicroBatch]:
+        """`experience` in micro-batches of at most `max_tokens` on each rank of context parallelism. Collective over:
+        the ranks of `packing.together`."""
+        return make_micro_batches(experience, max_tokens, self.packing)
+
+    @property
+    def learned_layout(self) -> Layout:
+        """Where what training changes lies: the adapters, if there are any."""
+        return self.adapters.layout if self.adapters else self.layout
+
+    @property
+    def learned(self) -> Mapping[str, Tensor]:
+        """This rank's share of that, as in learned_layout.on(rank)."""
+        return self.adapters.parameters if self.adapters else self.weights
 
 
 @dataclass(frozen=True)
@@ -261,13 +326,8 @@ def token_logprobs(model: PackedModel, batch: MicroBatch, outputs: Tensor, tempe
     labels, asked = batch.experience.tokens, asked_tokens(batch.experience)
     if asked is not None:
         labels = torch.cat([labels[:, None], asked], dim=1)
-    logprobs, entropy = vocab_parallel_logprobs(
-        model.logits_of(outputs),
-        batch.rows_of(labels.roll(-1, dims=0)),
-        vocab_size=model.architecture.vocab_size,
-        temperature=temperature,
-        group=model.pg_collection.tp,
-    )
+    logits, following = model.logits_of(outputs), batch.rows_of(labels.roll(-1, dims=0))
+    logprobs, entropy = vocab_parallel_logprobs(logits, following, **model.distribution(temperature))
     logprobs, entropy = (at_drawn(model, batch, of_rows) for of_rows in (logprobs, entropy))
     return (logprobs, entropy) if asked is None else (logprobs[:, 0], entropy, logprobs[:, 1:])
 
@@ -277,25 +337,14 @@ def likeliest_tokens(
 ) -> tuple[Tensor, Tensor]:
     """The `count` likeliest tokens in the place of every token and their log-probs, [tokens, count], 0 at a sample's
     first token. Collective over: the tensor- and context-parallel groups."""
-    ids, logprobs = vocab_parallel_top(
-        model.logits_of(outputs),
-        count,
-        vocab_size=model.architecture.vocab_size,
-        temperature=temperature,
-        group=model.pg_collection.tp,
-    )
+    ids, logprobs = vocab_parallel_top(model.logits_of(outputs), count, **model.distribution(temperature))
     return at_drawn(model, batch, ids), at_drawn(model, batch, logprobs)
 
 
 def squared_probabilities(model: PackedModel, batch: MicroBatch, outputs: Tensor, temperature: float) -> Tensor:
     """[tokens] in the place of every token the sum of the squares of all tokens' probabilities, 0 at a sample's first
     one. Collective over: the tensor- and context-parallel groups."""
-    squares = vocab_parallel_squares(
-        model.logits_of(outputs),
-        vocab_size=model.architecture.vocab_size,
-        temperature=temperature,
-        group=model.pg_collection.tp,
-    )
+    squares = vocab_parallel_squares(model.logits_of(outputs), **model.distribution(temperature))
     return at_drawn(model, batch, squares)
 
 

@@ -13,8 +13,7 @@ from rltrain.models.flops import SCORES_AT_ONCE
 
 # Causal attention that does more with scores than kernels know, block by block of queries: of scores no more than a
 # block's are ever in memory, and backward computes them anew from what FlashAttention keeps (Dao 2023,
-# arXiv:2307.08691,
-# section 3.1): queries, keys, values, what came of them, and the logarithm of each query's sum.
+# arXiv:2307.08691, section 3.1): queries, keys, values, what came of them, and the logarithm of each query's sum.
 
 LEAST_TOKENS = 16
 """Queries of every sequence in a block, however many sequences there are."""

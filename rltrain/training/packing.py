@@ -3,8 +3,8 @@
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,8 @@ from rltrain.data.experience import Experience
 # Which tokens of packed sequences each rank of context parallelism computes.
 #
 # Every sequence is padded and cut into twice as many equal slices as there are ranks, of which rank r has slice r and
-# the
-# r-th from behind. A token attends to all before it: so every rank has as much to do as the others, in every sequence
-# (Llama 3, arXiv:2407.21783, section 3.3.2). Transformer Engine cuts packed sequences the same way.
+# the r-th from behind. A token attends to all before it: so every rank has as much to do as the others, in every
+# sequence (Llama 3, arXiv:2407.21783, section 3.3.2). Transformer Engine cuts packed sequences the same way.
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,12 @@ def places_of(lengths: Sequence[int], share: ContextShare) -> Tensor:
     each, starts = sizes // (2 * share.size), sizes.cumsum(0) - sizes
     first = torch.stack([starts + number * each for number in share.slices()], dim=1)
     return ranges(first.flatten(), each.repeat_interleave(2))
+
+
+def positions_of(lengths: Sequence[int], share: ContextShare) -> Tensor:
+    """[rows] the position in its sequence of each token that `places_of` finds."""
+    sizes = torch.tensor(lengths)
+    return ranges(torch.zeros_like(sizes), sizes)[places_of(lengths, share)]
 
 
 def places_of_all(lengths: Sequence[int], size: int) -> Tensor:
@@ -149,6 +154,50 @@ def pack(
         _micro_batch(part, experience.token_index(samples), pieces, share, device)
         for samples, part, pieces in zip(bins, parts, segments, strict=True)
     ]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a model takes micro-batches: `pack` is given the first five."""
+
+    device: torch.device
+    share: ContextShare = WHOLE
+    rows_multiple: int = 1
+    """Of which the rows on each rank of the share are a multiple."""
+    equal_lengths: bool = False
+    count_multiple_of: int = 1
+    together: dist.ProcessGroup | None = None
+    """Ranks of which none can compute alone: all have as many micro-batches. None: this one can."""
+    padding: Literal["least", "longest", "longest of all"] = "least"
+    """Rows of a micro-batch of padding alone: the fewest, as many as the rank's longest has, or as many as the longest
+    of all has, to which the others are padded too."""
+
+
+def make_micro_batches(experience: Experience, max_tokens: int, how: Packing) -> list[MicroBatch]:
+    """`experience` in micro-batches of at most `max_tokens` tokens on each rank that shares samples; some may have
+    padding alone. Collective over: the ranks of `how.together`."""
+    share, batches = how.share, list[MicroBatch]()
+    if experience.num_samples:
+        batches = pack(
+            experience,
+            max_tokens * share.size,
+            device=how.device,
+            multiple_of=share.size * how.rows_multiple,
+            equal_lengths=how.equal_lengths,
+            count_multiple_of=how.count_multiple_of,
+            share=share,
+        )
+    if how.together is None:
+        return batches
+    longest = max((len(batch.padded_tokens) for batch in batches), default=0)
+    sizes = torch.tensor([len(batches), longest], device=how.device)
+    dist.all_reduce(sizes, dist.ReduceOp.MAX, group=how.together)
+    count, longest_of_all = sizes.tolist()
+    least = math.lcm(how.rows_multiple, share.multiple // share.size)
+    length = {"least": least, "longest": longest or least, "longest of all": longest_of_all}[how.padding]
+    if how.padding == "longest of all":
+        batches = [padded_to(batch, length, share) for batch in batches]
+    return batches + [padding_alone(experience, length, how.device, share)] * (count - len(batches))
 
 
 def padded_to(batch: MicroBatch, length: int, share: ContextShare = WHOLE) -> MicroBatch:
@@ -307,3 +356,62 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         first = ctx.rank * ctx.num_rows
         return gradients[0][first : first + ctx.num_rows].contiguous(), None
+
+
+# All tokens on each of the ranks that share sequences, in some of the heads (DeepSpeed-Ulysses, arXiv:2309.14509).
+
+
+@dataclass(frozen=True, eq=False)
+class WholeSequences:
+    """All sequences, laid end to end, of which every rank has some rows."""
+
+    lengths: tuple[int, ...]
+    row_of_place: Tensor
+    """[tokens] the row of all ranks, one's after the other, of each token."""
+    place_of_row: Tensor
+    """[tokens] the inverse."""
+    derived: dict[str, Any] = field(default_factory=dict)
+    """What layers make once for all of them."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], size: int, device: torch.device) -> "WholeSequences":
+        """Packed sequences of these lengths, shared by `size` ranks."""
+        order = places_of_all(lengths, size)
+        return cls(tuple(lengths), inverse(order).to(device), order.to(device))
+
+
+def spread_over_heads(x: Tensor, whole: WholeSequences, group: dist.ProcessGroup) -> Tensor:
+    """x [rows of this rank, ranks, what a rank's heads have ...] -> [tokens of all ranks, what this rank's have ...].
+
+    Collective over: `group`, and in backward.
+    """
+    received: Tensor = _AllToAll.apply(x.transpose(0, 1).flatten(0, 1), group)
+    return received.index_select(0, whole.row_of_place)
+
+
+def back_from_heads(x: Tensor, whole: WholeSequences, group: dist.ProcessGroup) -> Tensor:
+    """The way back: [tokens of all ranks, what this rank's heads have ...] -> [rows of this rank, ranks, ...].
+
+    Collective over: `group`, and in backward.
+    """
+    by_rank: Tensor = _AllToAll.apply(x.index_select(0, whole.place_of_row), group)
+    return by_rank.unflatten(0, (group.size(), -1)).transpose(0, 1)
+
+
+class _AllToAll(torch.autograd.Function):
+    """Equal parts of the first dimension, one for each rank; gradients go back the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _exchanged(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _exchanged(gradients[0], ctx.group), None
+
+
+def _exchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    received = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received, x.contiguous(), group=group)
+    return received

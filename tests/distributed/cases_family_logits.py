@@ -15,7 +15,7 @@ from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
-from rltrain.training.megatron.forward import make_micro_batches, run_schedule
+from rltrain.training.megatron.backend import run_schedule
 from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
 from tests.distributed.family_checkpoints import LENGTHS
 
@@ -71,7 +71,7 @@ def _largest_difference(model: LanguageModel, path: Path, grid: Grid) -> float |
     samples = torch.arange(at.dp, len(LENGTHS), grid.dp)
     experience = _experience(expected["tokens"]).select(samples)
     wanted = torch.cat([expected["logits"].split(LENGTHS)[sample] for sample in samples])
-    batches = make_micro_batches(model, experience, max_tokens=10_000)
+    batches = model.micro_batches(experience, max_tokens=10_000)
     kept = run_schedule(model, batches, lambda batch, logits: (logits.sum(), logits), backward=False)
     if not kept:
         return None

@@ -23,8 +23,8 @@ from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.runtime.world import World
-from rltrain.training.backend import ModelSite, TrainedModel
-from rltrain.training.build import BACKENDS
+from rltrain.training.backend import BACKENDS, ModelSite
+from rltrain.training.trainable import TrainedModel
 from tests.distributed.cases_training import load_experience, negative_log_likelihood
 from tests.distributed.tiny_checkpoints import TEMPERATURE
 from tests.tolerances import ADAM_EPS

@@ -13,7 +13,6 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
-from rltrain.training.megatron.forward import make_micro_batches
 from tests.distributed import cases_training
 
 WORLD = (0, 1, 2, 3)
@@ -62,7 +61,7 @@ def recomputed(checkpoint: str, layout: str, layers: int) -> dict[str, Any]:
         for layer in (module for module in model.modules() if isinstance(module, TransformerLayer)):
             layer.register_forward_hook(lambda layer, *_: runs.update([layer.layer_number - 1]))
         trainable.train_batch(share, cases_training.negative_log_likelihood)
-        num_micro_batches = len(make_micro_batches(model, share, MICRO_BATCH_TOKENS[0]))
+        num_micro_batches = len(model.micro_batches(share, MICRO_BATCH_TOKENS[0]))
     return {"runs": {str(layer): count for layer, count in runs.items()}, "micro_batches": num_micro_batches}
 
 

@@ -21,7 +21,7 @@ from rltrain.data.experience import Experience
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.adapters import begin_adapters
-from rltrain.training.megatron.backend import MegatronAdaptedModel
+from rltrain.training.megatron.backend import TrainableModel
 from rltrain.training.megatron.model import LanguageModel, add_adapters
 from tests.distributed import cases_experts, cases_fsdp
 from tests.distributed.cases_training import GRIDS, load_experience, load_model, negative_log_likelihood, share_of
@@ -118,7 +118,7 @@ def adapted(
     distributed: bool = True,
     max_tokens: int = MAX_TOKENS,
     begin: bool = True,
-) -> MegatronAdaptedModel:
+) -> TrainableModel:
     adapters = add_adapters(model, lora)
     if begin:
         begin_adapters(adapters.layout, dist.get_rank(), adapters.parameters, lora, seed=1)
@@ -127,7 +127,7 @@ def adapted(
         micro_batch_tokens=max_tokens,
         distributed_optimizer=distributed,
     )
-    return MegatronAdaptedModel(model, adapters, settings, total_updates=NUM_STEPS)
+    return TrainableModel(model, settings, total_updates=NUM_STEPS)
 
 
 def _from_peft(path: Path, layout: str, groups: ProcessGroups, lora: Lora, folder: Path) -> dict[str, Any]:
@@ -142,13 +142,13 @@ def _from_peft(path: Path, layout: str, groups: ProcessGroups, lora: Lora, folde
     assert model.model.adapters is not None
     model.model.adapters.sum_gradients_of_experts()
     divisor = float(experience.response_mask.sum())
-    gradients = {name: parameter.main_grad / divisor for name, parameter in model.adapters.items()}  # type: ignore[attr-defined]
+    gradients = {name: parameter.main_grad / divisor for name, parameter in model.adapted.parameters.items()}  # type: ignore[attr-defined]
     architecture = model.model.architecture
-    for name, tensors in (("adapters", model.adapters), ("gradients", gradients)):
+    for name, tensors in (("adapters", model.adapted.parameters), ("gradients", gradients)):
         save_adapters(
             folder / name,
             tensors,
-            model.adapters_layout,
+            model.adapted.layout,
             architecture.adapted(lora.rank, lora.targets),
             lora,
             group=groups[grid.ranks],
@@ -172,20 +172,20 @@ def _train(path: Path, layout: str, groups: ProcessGroups) -> dict[str, Any]:
     model = adapted(load_model(path, layout, groups))
     experience = share_of(load_experience(path), layout)
     weights = {name: tensor.detach().clone() for name, tensor in model.parameters.items()}
-    base = model.base.evaluate(experience, max_tokens=MAX_TOKENS)
+    base = model.adapted.base.evaluate(experience, max_tokens=MAX_TOKENS)
     start = model.evaluate(experience, max_tokens=MAX_TOKENS)
     return {
         "steps": _steps(model, experience, NUM_STEPS),
         "begins_as_base": torch.equal(base, start),
-        "base_stays": torch.equal(base, model.base.evaluate(experience, max_tokens=MAX_TOKENS)),
+        "base_stays": torch.equal(base, model.adapted.base.evaluate(experience, max_tokens=MAX_TOKENS)),
         "weights_stay": all(torch.equal(tensor, weights[name]) for name, tensor in model.parameters.items()),
         "bytes": {name: part.size_bytes for name, part in model.parts.items()},
         "frozen": sum(tensor.nbytes for tensor in model.parameters.values()),
-        "adapters": sum(tensor.nbytes for tensor in model.adapters.values()),
+        "adapters": sum(tensor.nbytes for tensor in model.adapted.parameters.values()),
     }
 
 
-def _steps(model: MegatronAdaptedModel, experience: Experience, count: int) -> list[dict[str, float]]:
+def _steps(model: TrainableModel, experience: Experience, count: int) -> list[dict[str, float]]:
     return [model.train_batch(experience, negative_log_likelihood) for _ in range(count)]
 
 
@@ -224,7 +224,7 @@ def _train_by(way: cases_fsdp.Way, path: Path, groups: ProcessGroups, file: Path
     """Of either backend: steps, from the state that Megatron saved after the first, and what is merged afterwards."""
     experience = cases_fsdp.share_of(way, path)
     model: Any = cases_fsdp.build(way, path, groups)
-    base = model.base.evaluate(experience, max_tokens=MAX_TOKENS)
+    base = model.adapted.base.evaluate(experience, max_tokens=MAX_TOKENS)
     start = model.evaluate(experience, max_tokens=MAX_TOKENS)
     steps = [model.train_batch(experience, negative_log_likelihood)]
     if way.backend == "megatron":
@@ -236,9 +236,9 @@ def _train_by(way: cases_fsdp.Way, path: Path, groups: ProcessGroups, file: Path
     return {
         "steps": steps,
         "begins_as_base": torch.equal(base, start),
-        "base_stays": torch.equal(base, resumed.base.evaluate(experience, max_tokens=MAX_TOKENS)),
+        "base_stays": torch.equal(base, resumed.adapted.base.evaluate(experience, max_tokens=MAX_TOKENS)),
         "merged": merged,
-        "trained": sum(tensor.numel() for tensor in resumed.adapters.values()),
+        "trained": sum(tensor.numel() for tensor in resumed.adapted.parameters.values()),
     }
 
 

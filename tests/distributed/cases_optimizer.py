@@ -13,12 +13,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rltrain.checkpoint.saved_state import Destination, SavedState
+from rltrain.checkpoint.saved_state import MASTER, Destination, SavedState
 from rltrain.errors import CheckpointError
 from rltrain.offload import activations as activation_offload
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
-from rltrain.training.megatron.backend import MASTER
 from rltrain.training.optimizers import COEFFICIENTS
 from tests.distributed.cases_training import (
     GRIDS,

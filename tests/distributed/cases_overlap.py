@@ -16,9 +16,9 @@ from rltrain.errors import DivergenceError
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
-from rltrain.training.backend import SKIPPED
 from rltrain.training.megatron.backend import TrainableModel
 from rltrain.training.megatron.optimizer import GradientReduction
+from rltrain.training.trainable import SKIPPED
 from tests.distributed import cases_training
 from tests.distributed.cases_accumulation import _spoiled, _weights
 from tests.distributed.cases_training import load_experience, load_model, negative_log_likelihood, share_of

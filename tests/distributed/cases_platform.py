@@ -24,8 +24,7 @@ from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.megatron import platform
-from rltrain.training.megatron.backend import TrainableModel
-from rltrain.training.megatron.forward import EvaluableModel
+from rltrain.training.megatron.backend import EvaluableModel, TrainableModel
 from rltrain.training.megatron.model import LanguageModel, build_model
 from tests.distributed.cases_training import negative_log_likelihood
 

@@ -25,8 +25,7 @@ from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.schedule.order import Order
 from rltrain.tasks.roles import needs_of
-from rltrain.training.megatron.backend import TrainableModel
-from rltrain.training.megatron.forward import EvaluableModel
+from rltrain.training.megatron.backend import EvaluableModel, TrainableModel
 from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
 from tests.uneven_products import uneven_products
 

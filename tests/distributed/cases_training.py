@@ -26,8 +26,7 @@ from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.megatron import attention, fused, norms
-from rltrain.training.megatron.backend import TrainableModel
-from rltrain.training.megatron.forward import EvaluableModel, make_micro_batches, run_schedule
+from rltrain.training.megatron.backend import EvaluableModel, TrainableModel, run_schedule
 from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
 from tests.distributed.tiny_checkpoints import ENTROPY_COEF, TEMPERATURE
 from tests.tolerances import ADAM_EPS
@@ -173,7 +172,7 @@ def plain_layers() -> Iterator[None]:
 
 def logits_and_gradients(model: LanguageModel, path: Path) -> dict[str, Tensor]:
     """Of all samples in one micro-batch; "logits", and the parameters' gradients by name."""
-    batches = make_micro_batches(model, load_experience(path), 10_000)
+    batches = model.micro_batches(load_experience(path), 10_000)
     model.zero_grad()
     (logits,) = run_schedule(model, batches, lambda _, logits: (logits.cos().sum(), logits.detach()), backward=True)
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -349,7 +348,7 @@ def _share_tokens(values: Tensor, path: Path, layout: str) -> Tensor:
 def _logits(model: LanguageModel, path: Path, max_tokens: int) -> Tensor:
     """[tokens, vocabulary] in the experience's token order."""
     experience = load_experience(path)
-    batches = make_micro_batches(model, experience, max_tokens)
+    batches = model.micro_batches(experience, max_tokens)
     kept = run_schedule(model, batches, lambda batch, logits: (logits.sum(), logits), backward=False)
     whole = torch.empty(experience.num_tokens, kept[0].size(1))
     for batch, logits in zip(batches, kept, strict=True):

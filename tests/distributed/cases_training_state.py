@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rltrain.algorithms.losses import LossFunction, likelihood_loss, of_states, value_loss
 from rltrain.checkpoint.hf_reader import load_parameters
-from rltrain.checkpoint.saved_state import PIECES, Destination, SavedState
+from rltrain.checkpoint.saved_state import MASTER, PIECES, Destination, SavedState
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.models import Architecture, read_architecture
@@ -23,9 +23,10 @@ from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
-from rltrain.training.megatron.backend import MASTER, MOMENTS, TrainableModel, optimized_parameters, step_count
+from rltrain.training.megatron.backend import TrainableModel, step_count
 from rltrain.training.megatron.model import ROUTER_BIAS, build_model, local_parameters
 from rltrain.training.optimizers import ADAM_STATES
+from rltrain.training.trainable import MOMENTS
 from tests.tolerances import ADAM_EPS
 from tests.uneven_products import uneven_products
 
@@ -177,7 +178,7 @@ class Run:
     def digests(self) -> dict[str, str]:
         """Of the weights, and of what the optimizer has, by kind."""
         optimizer = self.trained.optimizer
-        optimized = optimized_parameters(self.trained.model, optimizer)
+        optimized = self.trained.optimized()
         found = [optimized[name] for name in sorted(optimized)]
         held = [kind for kind in MOMENTS if any(kind in one.moments for one in found)]
         kinds = {kind: digest(one.moments[kind] for one in found if kind in one.moments) for kind in held}

@@ -22,7 +22,7 @@ from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
-from rltrain.training.megatron.forward import EvaluableModel, make_micro_batches, run_schedule
+from rltrain.training.megatron.backend import EvaluableModel, run_schedule
 from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
 from rltrain.training.packing import MicroBatch
 from tests.distributed.tiny_checkpoints import CHECKPOINTS, SHAPE, VOCAB_SIZE
@@ -179,7 +179,7 @@ def _backward(model: LanguageModel, layout: str) -> float:
         loss = squared_error(before_tokens(of_tokens, batch.experience.lengths), batch.experience)
         return loss, loss.detach().clone()
 
-    batches = make_micro_batches(model, samples, min(LIMITS))
+    batches = model.micro_batches(samples, min(LIMITS))
     losses = run_schedule(model, batches, outputs, chunks=[ddp], backward=True)
     finalize_model_grads([ddp], None, pg_collection=groups)
     total = torch.stack([torch.zeros(()), *losses]).sum()

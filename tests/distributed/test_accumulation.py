@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rltrain.training.backend import SKIPPED
+from rltrain.training.trainable import SKIPPED
 from tests.distributed.cases_accumulation import LAYOUTS
 from tests.distributed.tiny_checkpoints import make_checkpoints
 from tests.distributed.torchrun import run_distributed

@@ -64,7 +64,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *BASE,
         *("algorithms", "checkpoint", "data", "endpoint", "environments", "exchange", "models", "observability"),
         *("offload", "reshard", "rewards", "rollout", "runtime", "schedule"),
-        *("training.backend", "training.build", "training.shards"),
+        *("training.backend", "training.shards", "training.trainable"),
     ),
     "trainer": (
         *BASE,
@@ -201,11 +201,11 @@ def test_only_their_list_knows_the_training_backends() -> None:
     of_fsdp = {*training.glob("fsdp_*.py")}
     backends = {"training.megatron", *(f"training.{path.stem}" for path in of_fsdp)}
     assert len(backends) > 1
-    for path in {*training.glob("*.py")} - of_fsdp - {training / "build.py"}:
+    for path in {*training.glob("*.py")} - of_fsdp - {training / "backend.py"}:
         known = [module for module in imported_modules(path) if any(is_within(module, part) for part in backends)]
         assert not known and "megatron" not in top_level_imports(path), relative(path)
     at_its_import = [
-        node for node in ast.parse((training / "build.py").read_text()).body if isinstance(node, ast.ImportFrom)
+        node for node in ast.parse((training / "backend.py").read_text()).body if isinstance(node, ast.ImportFrom)
     ]
     assert not any(re.search("megatron|fsdp", ast.unparse(node)) for node in at_its_import)
 

@@ -17,8 +17,8 @@ from rltrain.models.architecture import ExpertLayers
 from rltrain.models.routing_shape import NOT_RECORDED, RoutingShape
 from rltrain.rollout.sample import Sample, SampleGroup, Status, pack_groups
 from rltrain.runtime.grid import Grid
+from rltrain.training.megatron.backend import given_choices
 from rltrain.training.megatron.experts import Choices, SampleRouter, replay_metrics
-from rltrain.training.megatron.forward import given_choices
 from rltrain.training.packing import ContextShare, pack, padding_alone
 from tests.model_shards import tiny_architecture
 from tests.unit.test_routing import make_experience, make_router

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from rltrain.roles.trained import TrainedRole
-from rltrain.training.backend import SKIPPED
+from rltrain.training.trainable import SKIPPED
 from tests.unit.schedule_configs import make_config
 
 

@@ -7,7 +7,7 @@ import torch
 
 from rltrain.data.experience import Experience, mini_batch_of
 from rltrain.roles.trained import StepBatch, summarize
-from rltrain.training.backend import SKIPPED
+from rltrain.training.trainable import SKIPPED
 from tests.unit.packed_experience import packed_experience
 from tests.unit.schedule_configs import make_config
 

@@ -32,7 +32,6 @@ from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.megatron.backend import TrainableModel
-from rltrain.training.megatron.forward import make_micro_batches
 from rltrain.training.megatron.model import LanguageModel, build_model
 
 LEARNING_RATE = 1e-4
@@ -136,7 +135,7 @@ class BareStep:
                 batch.padded_tokens.roll(-1)[None],
                 batch.experience.response_mask.roll(-1).float(),
             )
-            for batch in make_micro_batches(model, experience, micro_batch_tokens)
+            for batch in model.micro_batches(experience, micro_batch_tokens)
         ]
 
     def __call__(self) -> float:

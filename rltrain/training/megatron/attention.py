@@ -292,8 +292,7 @@ class FusedSelfAttention(GroupedSelfAttention):
         rotary_pos_emb = self.rotary.angles(rotary_pos_emb)
         whole_groups = self.config.num_query_groups >= self.world_size
         whole_sequences = self.config.context_parallel_size == 1
-        head_by_head = not self.norms_projections
-        takes_one_by_one = not head_by_head or self.config.attention_output_gate
+        takes_one_by_one = self.norms_projections or self.config.attention_output_gate
         if not (takes_fused(hidden_states) and whole_groups and whole_sequences) or takes_one_by_one:
             settings |= {"rotary_pos_emb": rotary_pos_emb, "packed_seq_params": packed_seq_params}
             unfused: tuple[Tensor, Tensor | None] = super().forward(hidden_states, attention_mask, **settings)

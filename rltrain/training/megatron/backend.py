@@ -1,10 +1,9 @@
-"""Megatron as a training backend: a model with gradients, optimizer, memory and state."""
+"""Megatron as a training backend: micro-batches through its schedules, gradients, optimizer, memory and state."""
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,26 +12,31 @@ import torch
 import torch.distributed as dist
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import (
+    forward_backward_no_pipelining,
+    forward_backward_pipelining_with_interleaving,
+    forward_backward_pipelining_without_interleaving,
+)
 from torch import Tensor
 
-from rltrain.algorithms.losses import LossFunction, sample_shares
-from rltrain.checkpoint.run_files import AnyFile, Contents
-from rltrain.checkpoint.saved_state import MASTER, Counts, Destination, SavedState, contents, flat_name
-from rltrain.config import schema
-from rltrain.config.schema import Trained
+from rltrain.algorithms.losses import LossFunction, LossOutput, sample_shares
+from rltrain.checkpoint.saved_state import Counts
+from rltrain.config.models import Lora
 from rltrain.data.experience import Experience
 from rltrain.models.experts import is_expert
-from rltrain.models.table import IntArray
+from rltrain.models.routing_shape import NOT_RECORDED, RoutingShape
+from rltrain.models.table import Array
 from rltrain.offload.memory_parts import MemoryPart, PartOnHost
 from rltrain.reshard.layout import Layout
-from rltrain.training.adapters import MadeWeights, begin_adapters
-from rltrain.training.backend import SKIPPED, ModelSite
-from rltrain.training.fake_quantization import rounded_weights
-from rltrain.training.megatron.experts import Routers
-from rltrain.training.megatron.forward import BaseModel, EvaluableModel, make_micro_batches, run_schedule
-from rltrain.training.megatron.lora import Adapters
+from rltrain.reshard.megatron_layout import chunks_of
+from rltrain.runtime.process_groups import plain_group
+from rltrain.training.backend import ModelSite, TrainingBackend
+from rltrain.training.megatron.experts import Choices, Loads, Routers, routed_samples
 from rltrain.training.megatron.model import (
     ROUTER_BIAS,
     LanguageModel,
@@ -40,9 +44,6 @@ from rltrain.training.megatron.model import (
     add_adapters,
     build_model,
     layout_of_model,
-    learned_layout,
-    learned_parameters,
-    local_parameters,
 )
 from rltrain.training.megatron.optimizer import (
     GradientReduction,
@@ -57,56 +58,279 @@ from rltrain.training.megatron.optimizer import (
     replace_steps,
     stepping,
 )
-from rltrain.training.megatron.prediction import with_loss
+from rltrain.training.megatron.prediction import Predicted, tell_following, with_loss
 from rltrain.training.megatron.versions import data_parallel
-from rltrain.training.optimizers import ADAM_STATES, MUON_STATES
+from rltrain.training.optimizers import ADAM_STATES
+from rltrain.training.packing import MicroBatch, of_all_tokens
 from rltrain.training.shards import answered_for, sharing_groups, within
 from rltrain.training.trainable import (
     DIVISOR,
-    NUM_SAMPLES,
-    LateCopies,
-    LateTensors,
+    MOMENTS,
+    Optimized,
+    Outputs,
     Pending,
-    SkippedSteps,
-    Trainable,
-    learning_rate,
+    Range,
+    RoleModel,
+    TrainedModel,
+    limits,
 )
 
-# What a model's optimizer keeps of every parameter, whichever class of optimizer it is.
-
-MOMENTS = (*ADAM_STATES, *MUON_STATES)
-"""Of AdamW, and of what Muon moves."""
+# Messages between the stages of a pipeline: hidden states to the stage behind, their gradients to the one before.
 
 
-@dataclass(frozen=True)
-class Optimized:
-    """What the optimizer works on of one parameter: its elements from `first`, flattened.
+class PairOfStages(P2PCommunicator):
+    """Between two interleaved stages, of which each is both the one before and the one behind the other.
 
-    `master` is fp32: the weights themselves or a copy; `part` is the one of the model's training_parts that it lies in.
-    A shard is this rank's alone among those with the same parameter; else all have the same. `moments` by their names,
-    some of MOMENTS, none before the first step.
+    Nothing but their order tells two messages apart that go from one rank to the other in one exchange: NCCL knows no
+    tags, and gloo's are not used. Megatron issues what goes to, and comes from, the stage before first, on both ranks;
+    so the gradient that one sends there would be taken for the hidden state that the other awaits from there.
     """
 
-    master: Tensor
-    first: int
-    is_shard: bool
-    part: str
-    moments: Mapping[str, Tensor]
+    def _communicate(
+        self,
+        *,
+        tensor_send_next: Tensor | None,
+        tensor_send_prev: Tensor | None,
+        recv_prev: bool,
+        recv_next: bool,
+        tensor_shape: Sequence[int],
+        wait_on_reqs: bool = True,
+    ) -> tuple[Tensor | None, Tensor | None, None]:
+        """As Megatron's, of shapes that are known, and done when it returns: hidden states first, then gradients, on
+        either side. Collective over: the pipeline-parallel group."""
+        other = self.next_rank
+        hidden, gradient = (
+            torch.empty(
+                tuple(tensor_shape),
+                requires_grad=True,
+                device=torch.cuda.current_device(),
+                dtype=self.config.pipeline_dtype,
+            )
+            if awaited
+            else None
+            for awaited in (recv_prev, recv_next)
+        )
+        messages = [
+            dist.P2POp(operation, tensor, other, self.pp_group)
+            for operation, tensor in (
+                (dist.isend, tensor_send_next),
+                (dist.irecv, hidden),
+                (dist.isend, tensor_send_prev),
+                (dist.irecv, gradient),
+            )
+            if tensor is not None
+        ]
+        for request in dist.batch_isend_irecv(messages) if messages else ():
+            request.wait()
+        return hidden, gradient, None
 
 
-def optimized_parameters(model: LanguageModel, optimizer: MegatronOptimizer) -> dict[str, Optimized]:
-    """By the names of `learned_parameters`. Those of which a distributed optimizer has no share here are missing."""
-    names = {id(parameter): name for name, parameter in learned_parameters(model).items()}
-    found: dict[str, Optimized] = {}
-    for member in members(optimizer):
-        is_shard, own = isinstance(member, DistributedOptimizer), stepping(member)
-        for parameter, key in masters(member):
-            part = "weights" if parameter.dtype == torch.float32 else "master_weights"
-            state = member.state.get(key, {})
-            moments = {moment: state[moment] for moment in MOMENTS if moment in state}
-            master = own.master(key) if own else key
-            found[names[id(parameter)]] = Optimized(master, first_of(member, parameter), is_shard, part, moments)
-    return found
+def stage_messages(group: dist.ProcessGroup, config: ModelParallelConfig) -> P2PCommunicator:
+    """What a pipeline over `group` exchanges tensors by."""
+    is_pair = group.size() == 2 and (config.virtual_pipeline_model_parallel_size or 1) > 1
+    return (PairOfStages if is_pair else P2PCommunicator)(group, config)
+
+
+# Of a micro-batch the experts that are given, cut as its tokens and the layers are, and those that were chosen.
+
+
+def given_choices(model: LanguageModel, batch: MicroBatch) -> dict[int, Tensor]:
+    """`Choices.given` of the layers of this rank, on its device; none where the micro-batch brings none."""
+    if not batch.experience.has("routed_experts"):
+        return {}
+    shape = RoutingShape.of(model.architecture)
+    of_rows = batch.rows_of(shape.unpacked(batch.experience.routed_experts))
+    if batch.slices is not None:
+        of_rows[~_holds_token(model, batch)] = NOT_RECORDED
+    padding = shape.unknown(len(batch.padded_tokens) - len(of_rows))
+    of_rank = torch.cat([of_rows, padding])
+    if model.config.sequence_parallel:
+        of_rank = of_rank.chunk(model.pg_collection.tp.size())[model.pg_collection.tp.rank()]
+    return {layer: of_rank[:, place].to(model.device) for layer, place in _own_layers(model).items()}
+
+
+def found_choices(model: LanguageModel, batch: MicroBatch, found: Mapping[int, Tensor]) -> Tensor:
+    """[tokens, token_bytes] what routers chose, as the field of an Experience, on the device; NOT_RECORDED in layers of
+    other pipeline stages. Collective over: the tensor- and context-parallel groups."""
+    shape = RoutingShape.of(model.architecture)
+    result = shape.unknown(batch.num_tokens).to(model.device)
+    for layer, place in _own_layers(model).items():
+        of_rows = found[layer].to(shape.experts)
+        if model.config.sequence_parallel:
+            of_rows = _gathered(of_rows, model)
+        result[:, place] = of_all_tokens(batch, of_rows[: batch.num_rows], model.pg_collection.cp)
+    return shape.packed(result)
+
+
+def _holds_token(model: LanguageModel, batch: MicroBatch) -> Tensor:
+    """[rows] of this rank's slices: not those of the samples' padding."""
+    assert batch.slices is not None
+    share = model.share
+    of_all = torch.zeros(share.size * batch.num_rows, dtype=torch.bool)
+    of_all[batch.slices.row_of_token.cpu()] = True
+    return of_all.chunk(share.size)[share.rank]
+
+
+def _gathered(of_rank: Tensor, model: LanguageModel) -> Tensor:
+    """Of all tensor-parallel ranks, whose tokens follow each other."""
+    group = model.pg_collection.tp
+    whole = of_rank.new_empty(group.size() * len(of_rank), *of_rank.shape[1:])
+    dist.all_gather_into_tensor(whole, of_rank, group=group)
+    return whole
+
+
+def _own_layers(model: LanguageModel) -> dict[int, int]:
+    """Those of this rank that have experts, and their places among all that do."""
+    places = [layer for layer, sparse in enumerate(model.architecture.sparse_layers) if sparse]
+    chunks = chunks_of(model.architecture, model.grid)[model.pg_collection.pp.rank()]
+    return {layer: places.index(layer) for chunk in chunks for layer in chunk.layers if layer in places}
+
+
+# Micro-batches through Megatron's schedules, and what comes out of them by token.
+
+PIPELINED = (forward_backward_pipelining_without_interleaving, forward_backward_pipelining_with_interleaving)
+
+
+def run_schedule(
+    model: LanguageModel,
+    micro_batches: Sequence[MicroBatch],
+    outputs: Outputs,
+    *,
+    chunks: Sequence[torch.nn.Module] | None = None,
+    backward: bool,
+    shares: Callable[[Experience], Tensor] | None = None,
+    found: Sequence[dict[int, Tensor]] | None = None,
+    predicts: bool = False,
+) -> list[Any]:
+    """Run forward (and backward) over the micro-batches; what `outputs` kept of each that has samples, on the last
+    pipeline stage only.
+
+    `chunks` are the model's, or their data-parallel wrappers. `shares` gives [samples] what each counts for, in losses
+    that layers add to the gradients, and in their statistics; None: there is nothing of that. `found` takes, for every
+    micro-batch, what routers choose in this rank's layers. With `predicts` the layer that predicts a further token adds
+    its loss, of which `outputs` keeps a LossOutput. Losses are summed: nothing is divided by the number of
+    micro-batches, and no gradient is reduced. Collective over: this replica, and where replicas hold experts for each
+    other all of them.
+    """
+    groups, config, chunks = model.pg_collection, model.config, list(chunks or model.chunks)
+
+    def step(
+        batches: Iterator[tuple[int, MicroBatch]], chunk: torch.nn.Module
+    ) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        number, batch = next(batches)
+        if chunk is chunks[0]:
+            model.on_micro_batch(batch.lengths, backward)
+        sequences = _described(model, batch, shares, None if found is None else found[number])
+        predicted = tell_following(sequences, batch) if predicts else None
+        hidden_or_logits = chunk(
+            input_ids=batch.padded_tokens[None],
+            position_ids=None,
+            attention_mask=None,
+            packed_seq_params=sequences,
+        )
+
+        return hidden_or_logits, partial(_last_stage, model, batch, outputs, shares, predicted)
+
+    arguments: dict[str, Any] = {
+        "forward_step_func": step,
+        "data_iterator": [iter(enumerate(micro_batches)) for _ in chunks],
+        "model": chunks,
+        "num_microbatches": len(micro_batches),
+        "seq_length": sum(micro_batches[0].segments),
+        "micro_batch_size": 1,
+        "forward_only": not backward,
+        "pg_collection": groups,
+    }
+    schedule = forward_backward_no_pipelining
+    if groups.pp.size() > 1:
+        schedule = PIPELINED[len(chunks) > 1]
+        arguments["p2p_communicator"] = stage_messages(plain_group(groups.pp), config)
+    kept = schedule(**arguments)
+    return [of_batch for of_batch, batch in zip(kept, micro_batches, strict=False) if batch.num_tokens]
+
+
+def _last_stage(
+    model: LanguageModel,
+    batch: MicroBatch,
+    outputs: Outputs,
+    shares: Callable[[Experience], Tensor] | None,
+    predicted: Predicted | None,
+    logits: Tensor,
+) -> tuple[Tensor, Tensor, Any]:
+    """Of what the last chunk put out: the loss, Megatron's count of tokens and what is kept."""
+    no_tokens = torch.zeros((), dtype=torch.int)
+    if not batch.num_tokens:
+        nothing = logits[0, :0].sum()
+        return nothing if predicted is None else nothing + predicted.made[:0].sum(), no_tokens, None
+    loss, kept = outputs(batch, logits[0, : batch.num_rows])
+    if predicted is not None:
+        assert shares is not None, "in training"
+        further = model.prediction_loss(batch, predicted.made, shares(batch.experience))
+        loss, kept = loss + model.prediction.coef * further, with_loss(kept, further)
+    # Megatron would divide by its count; TrainableModel divides, once all parts of a mini-batch are there.
+    return loss, no_tokens, kept
+
+
+def _described(
+    model: LanguageModel,
+    batch: MicroBatch,
+    shares: Callable[[Experience], Tensor] | None,
+    found: dict[int, Tensor] | None,
+) -> PackedSeqParams:
+    """The packed sequences, and beside them what routers of all layers are to know: layers are computed anew in
+    backward, when the next micro-batch is on its way already."""
+    sequences = model.sequences(batch.segments)
+    if shares is not None and model.architecture.moe:
+        vars(sequences)["routed_samples"] = routed_samples(batch, shares(batch.experience))
+    given = given_choices(model, batch)
+    if given or found is not None:
+        vars(sequences)["choices"] = Choices(given, found)
+    return sequences
+
+
+# Megatron's model evaluated by its schedules.
+
+
+class EvaluableModel(RoleModel):
+    model: LanguageModel
+
+    def evaluate_routing(
+        self, experience: Experience, *, max_tokens: int, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """Collective over: this replica."""
+        shape = RoutingShape.of(self.model.architecture)
+        routed = shape.packed(shape.unknown(experience.num_tokens))
+
+        def forward(micro_batches: Sequence[MicroBatch], outputs: Outputs) -> list[Any]:
+            found: list[dict[int, Tensor]] = [{} for _ in micro_batches]
+            kept = self.forward(micro_batches, outputs, found)
+            for batch, of_layers in zip(micro_batches, found, strict=True):
+                routed[batch.token_index] = found_choices(self.model, batch, of_layers).cpu()
+            return kept
+
+        return self._evaluate(experience, max_tokens, temperature, forward=forward)[0], routed
+
+    def forward(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        outputs: Outputs,
+        found: Sequence[dict[int, Tensor]] | None = None,
+    ) -> list[Any]:
+        """`found` as in run_schedule."""
+        was_training = self.model.training
+        self.model.eval()
+        kept = run_schedule(self.model, micro_batches, outputs, backward=False, found=found)
+        self.model.train(was_training)
+        return kept
+
+    def shared(self, results: Sequence[Tensor]) -> Sequence[Tensor]:
+        pipeline = self.model.pg_collection.pp
+        for result in results if pipeline.size() > 1 else ():
+            dist.broadcast(result, group=pipeline, group_src=pipeline.size() - 1)
+        return results
+
+
+# What a model's optimizer keeps of every parameter, whichever class of optimizer it is.
 
 
 def step_count(optimizer: MegatronOptimizer) -> Tensor | int:
@@ -140,122 +364,6 @@ def make_states(optimizer: MegatronOptimizer, num_steps: int) -> None:
                     on_device = group["fused"] or group["capturable"]
                     state["step"] = torch.tensor(float(num_steps), device=master.device if on_device else "cpu")
                 member.state[master] = state
-
-
-# The training state of a model, saved and loaded through layouts: master weights, the optimizer's moments, its steps.
-# Of a model with adapters it is theirs: the base is in its checkpoint.
-#
-# Every element is saved by one rank, so a state can be loaded in any other layout, with or without a distributed
-# optimizer.
-
-Range = tuple[int, int]
-"""(start, stop) in a flattened parameter."""
-
-
-def save_state(
-    model: LanguageModel,
-    optimizer: MegatronOptimizer,
-    parts: Mapping[str, MemoryPart],
-    num_updates: int,
-    loss_scale: str,
-    copies: MutableMapping[str, Tensor],
-    late: LateCopies,
-) -> Contents:
-    """The share of the training state that this rank answers for, read where it lies: on the device or on the host.
-
-    `parts` are the model's. `copies` is empty at the first save and given again at the next, which writes over the
-    tensors of the one before. What they are given is left to `late`. RuntimeError where a part was dropped. Not
-    collective.
-    """
-    layout, rank = learned_layout(model), dist.get_rank()
-    names, kept = _parameter_names(layout, rank), _kept_parameters(model, optimizer)
-    shares, tables = dict[str, Range](), []
-    for groups, of_experts in zip(sharing_groups(model.grid), (False, True), strict=True):
-        mine = next(ranks for ranks in groups if rank in ranks)
-        of_kind = {name: one for name, one in kept.items() if is_expert(name) == of_experts}
-        cut = {name: _share(one, mine.index(rank), len(mine)) for name, one in of_kind.items()}
-        tables.append(within(answered_for(layout, rank, groups), *_limits(names, cut)))
-        shares |= cut
-    pieces, flats = np.concatenate(tables), dict[str, Tensor]()
-
-    def copy(kind: str, name: str, part: str, values: Tensor, first: int, count: int) -> None:
-        flat = flat_name(kind, name)
-        flats[flat] = late.add(parts[part], values, first, count, copies.get(flat))
-
-    late.begin()
-    for name in (names[number] for number in np.unique(pieces["parameter"])):
-        one, (start, stop) = kept[name], shares[name]
-        first, count = start - one.first, stop - start
-        copy(MASTER, name, one.part, one.master, first, count)
-        for moment, values in one.moments.items():
-            copy(moment, name, "optimizer", values, first, count)
-    copies.update(flats)
-    steps = step_count(optimizer)
-    if isinstance(steps, Tensor):
-        steps = int(parts["optimizer"].read(steps))
-    counts = Counts(num_updates, steps, loss_scale, optimizer_name(optimizer))
-    saved = contents(layout.tensors, names, pieces, flats, counts)
-    return Contents(LateTensors(saved.tensors, late), saved.metadata)
-
-
-def _kept_parameters(model: LanguageModel, optimizer: MegatronOptimizer) -> dict[str, Optimized]:
-    """What the optimizer works on, and the routers' biases, which follow the experts' loads."""
-    biases = {name: bias for name, bias in learned_parameters(model).items() if name.endswith(ROUTER_BIAS)}
-    kept = {name: Optimized(bias, 0, is_shard=False, part="weights", moments={}) for name, bias in biases.items()}
-    return kept | optimized_parameters(model, optimizer)
-
-
-def load_state(model: LanguageModel, optimizer: MegatronOptimizer, files: Sequence[AnyFile], role: str) -> Counts:
-    """Take over a training state from the files of all ranks that saved it, whatever their layout was; its counts.
-
-    Fills weights, master weights and moments of a model that has made no optimizer step and is on the device; of the
-    files only what this rank needs is read. CheckpointError where one is missing or damaged, where they do not belong
-    together or to a model of these tensors or to another optimizer, and where they lack a part of one. `role` is for
-    messages. Not collective.
-    """
-    saved = SavedState(files, learned_layout(model).tensors)
-    saved.require_optimizer(optimizer_name(optimizer), role)
-    if saved.counts.optimizer_steps:
-        make_states(optimizer, saved.counts.optimizer_steps)
-    saved.read(list(_destinations(model, optimizer, with_moments=saved.counts.optimizer_steps > 0)))
-    return saved.counts
-
-
-def _destinations(model: LanguageModel, optimizer: MegatronOptimizer, *, with_moments: bool) -> Iterator[Destination]:
-    rank = dist.get_rank()
-    layout, weights = learned_layout(model), learned_parameters(model)
-    names, pieces = _parameter_names(layout, rank), layout.on(rank).pieces
-    yield Destination(MASTER, pieces, [weights[name].detach().view(-1) for name in names])
-
-    optimized = optimized_parameters(model, optimizer)
-    held = {name: (one.first, one.first + one.master.numel()) for name, one in optimized.items()}
-    copies = {name: one.master for name, one in optimized.items() if one.part != "weights"}
-    kinds = [(MASTER, copies)]
-    if with_moments:
-        for moment in MOMENTS:
-            kept = {name: one.moments[moment] for name, one in optimized.items() if moment in one.moments}
-            kinds += [(moment, kept)] if kept else []
-    for kind, tensors in kinds:
-        cut = within(pieces, *_limits(names, {name: held[name] for name in tensors}))
-        yield Destination(kind, cut, [tensors[name].detach().view(-1) if name in tensors else None for name in names])
-
-
-def _parameter_names(layout: Layout, rank: int) -> list[str]:
-    return [name for name, _ in layout.on(rank).parameters]
-
-
-def _share(one: Optimized, index: int, replicas: int) -> Range:
-    """What rank number `index` of as many that share a parameter saves of it."""
-    count = one.master.numel()
-    if one.is_shard:
-        return one.first, one.first + count
-    return count * index // replicas, count * (index + 1) // replicas
-
-
-def _limits(names: Sequence[str], ranges: Mapping[str, Range]) -> tuple[IntArray, IntArray]:
-    """(starts, stops) by parameter: nothing of those that have no range."""
-    limits = np.array([ranges.get(name, (0, 0)) for name in names], dtype=np.int64).reshape(-1, 2)
-    return limits[:, 0], limits[:, 1]
 
 
 # What training holds on the device beside the weights, in the parts that come and go on their own.
@@ -309,157 +417,77 @@ def _storage(tensor: Tensor) -> int:
 # A model together with its gradients and optimizer.
 
 
-class TrainableModel(EvaluableModel, Trainable):
-    """As training.backend.TrainedModel describes it: data-parallel gradients, optimizer and learning-rate schedule
-    around a model whose weights are loaded, unless `load_state` follows. `role` is for messages."""
-
-    def __init__(
-        self,
-        model: LanguageModel,
-        settings: schema.Trained,
-        *,
-        total_updates: int,
-        max_skipped: int = 0,
-        role: str = "actor",
-    ) -> None:
-        """Collective over: the role's ranks."""
-        super().__init__(model)
-        self.settings, self.role, self.skipped = settings, role, SkippedSteps(role, max_skipped)
-        self.total_updates = total_updates
-        self.num_updates = 0
+class TrainableModel(EvaluableModel, TrainedModel):
+    def make_optimizer(self) -> Mapping[str, MemoryPart]:
+        model, settings, groups = self.model, self.settings, self.groups
         self.predicts = model.architecture.predicts
-        self.groups = model.pg_collection
-        parallel = data_parallel_config(settings, self.groups.dp_cp.size(), model.device)
-        self.chunks = [data_parallel(model.config, parallel, chunk, self.groups) for chunk in model.chunks]
-        architecture = model.architecture
-        self.routers = Routers(model, architecture, model.moe, self.groups) if architecture.moe else None
+        parallel = data_parallel_config(settings, groups.dp_cp.size(), model.device)
+        self.chunks = [data_parallel(model.config, parallel, chunk, groups) for chunk in model.chunks]
+        self.routers = Routers(model, model.architecture, model.moe, groups) if model.architecture.moe else None
+        self._loads: Loads | None = None
         self.reduction, self.gather = GradientReduction(self.chunks), ParameterGather(self.chunks)
-        self.optimizer = build_optimizer(self.chunks, settings.optimizer, self.groups)
+        self.optimizer = build_optimizer(self.chunks, settings.optimizer, groups)
         if is_replaced(settings.optimizer):
             replace_steps(model, self.optimizer, settings.optimizer)
         self.loss_scale = MegatronLossScale(self.optimizer, model.config)
         # Else Megatron's schedules would reduce the gradients after every part of a mini-batch.
         model.config.finalize_model_grads_func = None
-        self.parts = {**self.parts, **training_parts(model, self.chunks, self.optimizer)}
-        self.served = rounded_weights(self.parameters, model.options.model.fake_quantization, model.config.params_dtype)
-        self.copy_late()
-        self._copies: dict[str, Tensor] = {}
-        self._pending: Pending | None = None
+        return training_parts(model, self.chunks, self.optimizer)
 
-    def train_batches(
-        self, mini_batches: Iterable[Experience], loss_function: LossFunction, *, temperature: float = 1.0
-    ) -> list[dict[str, float]]:
-        metrics = []
-        try:
-            for experience in mini_batches:
-                self._accumulate(experience, loss_function, temperature, is_whole=True)
-                metrics.append(self._step())
-        finally:
-            self.gather.finish()
-        return metrics
+    def without_adapters(self) -> EvaluableModel:
+        return EvaluableModel(self.model, is_base=True)
 
-    def accumulate(self, experience: Experience, loss_function: LossFunction, *, temperature: float = 1.0) -> None:
-        """Collective over: this replica."""
-        # Other roles may have the device, and the gradients may leave it, before the next part or the step follows.
-        self._accumulate(experience, loss_function, temperature, is_whole=False)
+    def forget_gradients(self) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
 
-    def _accumulate(
-        self, experience: Experience, loss_function: LossFunction, temperature: float, *, is_whole: bool
-    ) -> None:
+    def backward(
+        self, micro_batches: Sequence[MicroBatch], loss_function: LossFunction, temperature: float, *, is_whole: bool
+    ) -> list[LossOutput]:
         """Of a whole mini-batch reducing begins meanwhile."""
-        if self._pending is None:
-            for chunk in self.chunks:
-                chunk.zero_grad_buffer()
-            self.optimizer.zero_grad()
-            self._pending = Pending()
-        self._pending.count(experience)
-        loss = self.loss_of(loss_function, temperature)
-        micro_batches = make_micro_batches(self.model, experience, self.settings.micro_batch_tokens)
-        if micro_batches:
-            if is_whole:
-                self.reduction.expect(len(micro_batches))
-            shares = partial(sample_shares, loss_function)
-            with self._drawing(self._pending.num_parts):
-                self._pending.outputs += run_schedule(
-                    self.model,
-                    micro_batches,
-                    loss,
-                    chunks=self.chunks,
-                    backward=True,
-                    shares=shares,
-                    predicts=self.predicts,
-                )
-        self._pending.num_parts += 1
-        if not experience.num_samples and self.groups.pp.rank() == self.groups.pp.size() - 1:
-            # Other replicas have metrics, whose names and number this one needs to take part in reducing them.
-            nothing = loss_function(experience, *self.objective.of_nothing(experience))
-            self._pending.outputs.append(with_loss(nothing, torch.zeros(())) if self.predicts else nothing)
+        if not micro_batches:
+            return []
+        if is_whole:
+            self.reduction.expect(len(micro_batches))
+        return run_schedule(
+            self.model,
+            micro_batches,
+            self.loss_of(loss_function, temperature),
+            chunks=self.chunks,
+            backward=True,
+            shares=partial(sample_shares, loss_function),
+            predicts=self.predicts,
+        )
 
-    def _drawing(self, part: int) -> AbstractContextManager[None]:
-        """Around a part of a mini-batch, in which adapters draw what they drop: equal on ranks with equal tokens."""
-        adapters, groups = self.model.adapters, self.groups
-        if adapters is None:
-            return nullcontext()
-        return adapters.drawing(self.num_updates, part, groups.dp_cp.rank(), groups.pp.rank())
+    @property
+    def ends_here(self) -> bool:
+        return bool(self.groups.pp.rank() == self.groups.pp.size() - 1)
 
-    def step(self) -> dict[str, float]:
-        metrics = self._step()
-        self.gather.finish()
-        return metrics
+    def output_of_nothing(self, experience: Experience, loss_function: LossFunction) -> LossOutput:
+        nothing = super().output_of_nothing(experience, loss_function)
+        return with_loss(nothing, torch.zeros(())) if self.predicts else nothing
 
-    def _step(self) -> dict[str, float]:
-        """As `step`; the new weights may still be on their way."""
-        if self._pending is None:
-            raise RuntimeError("step() needs accumulate() before it, on every rank; a share may be empty")
-        pending, self._pending = self._pending, None
+    def place_in_replicas(self) -> tuple[int, ...]:
+        return self.groups.dp_cp.rank(), self.groups.pp.rank()
+
+    @contextmanager
+    def reducing(self) -> Iterator[None]:
         self.reduction.begin_rest()
         try:
-            return self._apply(pending)
+            yield
         finally:
             self.reduction.finish()
 
-    def _apply(self, pending: Pending) -> dict[str, float]:
-        metrics = self._reduce(pending)
-        update = self.num_updates + 1
-        self.skipped.require_samples(metrics.pop(NUM_SAMPLES), update, self.groups.dp.size())
-        divisor = metrics.pop(DIVISOR)
-        loads = self.routers.take(divisor, self.model.device) if self.routers else None
-        rate = learning_rate(self.settings.optimizer, self.num_updates, self.total_updates)
-        is_skipped, grad_norm = self.skipped.is_to_skip("loss", metrics["loss"], update), math.nan
-        overflowed = False
-        if not is_skipped:
-            self.late.settle()
-            grad_norm, overflowed = self._update(divisor, rate) if divisor else (0.0, False)
-            is_skipped = not math.isfinite(grad_norm)
-            if self.routers and loads and divisor and not is_skipped:
-                self.routers.update_biases(loads)
-        self.num_updates += 1
-        if not overflowed:
-            self.skipped.count(is_skipped=is_skipped)
-        return {
-            **metrics,
-            **(loads.metrics if loads else {}),
-            "grad_norm": grad_norm,
-            "lr": rate,
-            SKIPPED: float(is_skipped),
-            **self.loss_scale.metrics(overflowed=overflowed),
-        }
+    def reduced(self, pending: Pending) -> dict[str, float]:
+        metrics = super().reduced(pending) if pending.outputs else {}  # on the last pipeline stage
+        metrics = _from_last_stage(metrics, self.groups.pp, self.device)
+        if self.routers:
+            self._loads = self.routers.take(metrics[DIVISOR], self.device)
+            metrics |= self._loads.metrics
+        return metrics
 
-    def save_state(self) -> Contents:
-        if self._pending is not None:
-            raise RuntimeError("gradients wait for their optimizer step; a training state is saved before or after it")
-        scale = self.loss_scale.state()
-        return save_state(self.model, self.optimizer, self.parts, self.num_updates, scale, self._copies, self.late)
-
-    def load_state(self, files: Sequence[AnyFile]) -> None:
-        """Go on from what `save_state` left on all ranks. Before the first step; raises as state.load_state."""
-        counts = load_state(self.model, self.optimizer, files, self.role)
-        self.num_updates = counts.num_updates
-        self.loss_scale.load(counts.loss_scale)
-
-    def _update(self, divisor: float, rate: float) -> tuple[float, bool]:
-        """Divide, clip and apply the gradients unless their norm is not finite; that, and whether it is the loss
-        scale's doing. Collective over: the role's ranks."""
+    def update(self, divisor: float, rate: float) -> tuple[float, bool]:
         finalize_model_grads(self.chunks, None, pg_collection=self.groups)
         self.model.sum_gradients_of_copies()
         if self.model.adapters:
@@ -477,35 +505,65 @@ class TrainableModel(EvaluableModel, Trainable):
             group["lr"] = rate
         self.optimizer.step_with_ready_grads()
         self.gather.begin()
+        if self.routers and self._loads:
+            self.routers.update_biases(self._loads)
         return grad_norm, False
 
-    def _reduce(self, pending: Pending) -> dict[str, float]:
-        """The mini-batch's metrics with NUM_SAMPLES and DIVISOR, on every rank of the role."""
-        metrics: dict[str, float] = {}
-        if pending.outputs:  # on the last pipeline stage
-            metrics = pending.reduced(self.groups.dp, self.model.device)
-        return _from_last_stage(metrics, self.groups.pp, self.model.device)
+    def scale_metrics(self, *, overflowed: bool) -> dict[str, float]:
+        return self.loss_scale.metrics(overflowed=overflowed)
+
+    def finish_steps(self) -> None:
+        self.gather.finish()
+
+    def optimized(self) -> dict[str, Optimized]:
+        names = {id(parameter): name for name, parameter in self.model.learned.items()}
+        found: dict[str, Optimized] = {}
+        for member in members(self.optimizer):
+            is_shard, own = isinstance(member, DistributedOptimizer), stepping(member)
+            for parameter, key in masters(member):
+                part = "weights" if parameter.dtype == torch.float32 else "master_weights"
+                state = member.state.get(key, {})
+                moments = {moment: state[moment] for moment in MOMENTS if moment in state}
+                master = own.master(key) if own else key
+                found[names[id(parameter)]] = Optimized(master, first_of(member, parameter), is_shard, part, moments)
+        return found
+
+    def kept(self) -> dict[str, Optimized]:
+        """With the routers' biases, which follow the experts' loads."""
+        biases = {name: bias for name, bias in self.model.learned.items() if name.endswith(ROUTER_BIAS)}
+        kept = {name: Optimized(bias, 0, is_shard=False, part="weights", moments={}) for name, bias in biases.items()}
+        return kept | self.optimized()
+
+    def answered_for(self, kept: Mapping[str, Optimized]) -> tuple[list[str], Array, Mapping[str, Range]]:
+        """Shards by those that have them; of what several ranks have whole each saves a part."""
+        layout, rank = self.model.learned_layout, dist.get_rank()
+        names = [name for name, _ in layout.on(rank).parameters]
+        shares, tables = dict[str, Range](), []
+        for groups, of_experts in zip(sharing_groups(self.model.grid), (False, True), strict=True):
+            mine = next(ranks for ranks in groups if rank in ranks)
+            of_kind = {name: one for name, one in kept.items() if is_expert(name) == of_experts}
+            cut = {name: _share(one, mine.index(rank), len(mine)) for name, one in of_kind.items()}
+            tables.append(within(answered_for(layout, rank, groups), *limits(names, cut)))
+            shares |= cut
+        return names, np.concatenate(tables), shares
+
+    def counts(self) -> Counts:
+        steps = step_count(self.optimizer)
+        if isinstance(steps, Tensor):
+            steps = int(self.parts["optimizer"].read(steps))
+        return Counts(self.num_updates, steps, self.loss_scale.state(), optimizer_name(self.optimizer))
+
+    def make_states(self, num_steps: int) -> None:
+        make_states(self.optimizer, num_steps)
+
+    def go_on(self, counts: Counts) -> None:
+        self.loss_scale.load(counts.loss_scale)
 
 
-class MegatronAdaptedModel(TrainableModel):
-    """As training.backend.AdaptedModel describes it: of `model` its adapters alone are trained."""
-
-    def __init__(
-        self,
-        model: LanguageModel,
-        adapters: Adapters,
-        settings: schema.Trained,
-        *,
-        total_updates: int,
-        max_skipped: int = 0,
-        role: str = "actor",
-    ) -> None:
-        """Collective over: the role's ranks."""
-        super().__init__(model, settings, total_updates=total_updates, max_skipped=max_skipped, role=role)
-        self.published = MadeWeights(self.parameters, adapters.merged)
-        self.served = MadeWeights(self.served, adapters.merged)
-        self.base = BaseModel(model)
-        self.adapters_layout, self.adapters = adapters.layout, adapters.parameters
+def _share(one: Optimized, index: int, replicas: int) -> Range:
+    """What rank number `index` of as many that share a parameter saves of it."""
+    count = one.master.numel()
+    return one.range if one.is_shard else (count * index // replicas, count * (index + 1) // replicas)
 
 
 def _from_last_stage(metrics: dict[str, float], pipeline: dist.ProcessGroup, device: torch.device) -> dict[str, float]:
@@ -525,54 +583,26 @@ def _from_last_stage(metrics: dict[str, float], pipeline: dist.ProcessGroup, dev
     return dict(zip(keys, values.tolist(), strict=True))
 
 
-# Megatron as a training.backend.TrainingBackend.
+class MegatronBackend(TrainingBackend):
+    evaluated, trained = EvaluableModel, TrainableModel
 
+    def layout(self, site: ModelSite) -> Layout:
+        return layout_of_model(site.architecture, site.grid, model=site.config.model, device=site.world.device)
 
-def layout(site: ModelSite) -> Layout:
-    return layout_of_model(site.architecture, site.grid, model=site.config.model, device=site.world.device)
+    def layout_of_adapters(self, site: ModelSite, lora: Lora) -> Layout:
+        return adapters_layout_of_model(
+            site.architecture, site.grid, lora, model=site.config.model, device=site.world.device
+        )
 
-
-def adapters_layout(site: ModelSite) -> Layout:
-    lora = site.config.lora_of(site.role)
-    assert lora is not None, "of a role that learns adapters"
-    return adapters_layout_of_model(
-        site.architecture, site.grid, lora, model=site.config.model, device=site.world.device
-    )
-
-
-def frozen_model(site: ModelSite) -> EvaluableModel:
-    return EvaluableModel(_language_model(site, with_weights=True).eval())
-
-
-def trained_model(
-    site: ModelSite, settings: Trained, *, total_updates: int, state: Sequence[AnyFile] | None = None
-) -> TrainableModel:
-    lora = site.config.lora_of(site.role)
-    model = _language_model(site, with_weights=state is None or lora is not None)
-    make: Callable[..., TrainableModel] = partial(TrainableModel, model)
-    if lora:
-        adapters = add_adapters(model, lora, site.config.seed)
-        if state is None:
-            begin_adapters(adapters.layout, site.world.rank, adapters.parameters, lora, site.config.seed)
-        make = partial(MegatronAdaptedModel, model, adapters)
-    trained = make(
-        settings, total_updates=total_updates, max_skipped=site.config.on_divergence.max_skipped, role=site.role
-    )
-    if state is not None:
-        trained.load_state(state)
-    return trained
-
-
-def _language_model(site: ModelSite, *, with_weights: bool) -> LanguageModel:
-    model = build_model(
-        site.architecture,
-        site.grid,
-        site.groups,
-        model=site.config.model_of(site.role),
-        parallel=site.config.parallel_of(site.role)[0],
-        device=site.world.device,
-    )
-    model.on_micro_batch = site.on_micro_batch
-    if with_weights:
-        site.load_weights(model.layout, local_parameters(model))
-    return model
+    def build(self, site: ModelSite, lora: Lora | None, *, trains: bool) -> LanguageModel:
+        model = build_model(
+            site.architecture,
+            site.grid,
+            site.groups,
+            model=site.config.model_of(site.role),
+            parallel=site.config.parallel_of(site.role)[0],
+            device=site.world.device,
+        )
+        if lora:
+            add_adapters(model, lora, site.config.seed)
+        return model if trains else model.eval()

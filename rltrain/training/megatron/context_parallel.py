@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -22,23 +22,17 @@ from rltrain.models.attention import attend, attend_packed, attends_packed
 from rltrain.runtime.process_groups import plain_group
 from rltrain.training.megatron.attention import PackedAttention, PackedSequences, packed_sequences, thd_sequences
 from rltrain.training.packed_attention import similar_lengths
-from rltrain.training.packing import ContextShare, inverse, places_of, places_of_all, ranges
+from rltrain.training.packing import (
+    ContextShare,
+    WholeSequences,
+    back_from_heads,
+    positions_of,
+    ranges,
+    spread_over_heads,
+)
 
 RING, BY_HEADS = "p2p", "a2a"
 """Megatron's names: keys and values go round, which Transformer Engine has; all-to-all of heads."""
-
-
-@dataclass
-class WholeSequences:
-    """All sequences, laid end to end, of which every rank has some rows."""
-
-    lengths: tuple[int, ...]
-    row_of_place: Tensor
-    """[tokens] the row of all ranks, one's after the other, of each token."""
-    place_of_row: Tensor
-    """[tokens] the inverse."""
-    derived: dict[str, Any] = field(default_factory=dict)
-    """What layers make once for all of them."""
 
 
 @dataclass
@@ -95,10 +89,6 @@ class SpreadHeads(PackedSeqParams):
     """[rows of this rank] position of each in its sequence."""
     whole: PackedSequences = field(kw_only=True)
     """All sequences, laid end to end."""
-    row_of_place: Tensor = field(kw_only=True)
-    """[tokens] the row of all ranks, one's after the other, of each token of `whole`."""
-    place_of_row: Tensor = field(kw_only=True)
-    """[tokens] the inverse."""
     of_all: WholeSequences = field(kw_only=True)
 
 
@@ -106,18 +96,11 @@ def sequences_of_share(
     lengths: Sequence[int], share: ContextShare, device: torch.device, *, by_heads: bool
 ) -> SlicedSequences | SpreadHeads:
     """For packed sequences of these lengths, of each of which this rank has two slices."""
-    places, order = places_of(lengths, share), places_of_all(lengths, share.size)
-    positions = ranges(torch.zeros(len(lengths), dtype=torch.int64), torch.tensor(lengths))[places].to(device)
-    of_all = WholeSequences(tuple(lengths), inverse(order).to(device), order.to(device))
+    positions = positions_of(lengths, share).to(device)
+    of_all = WholeSequences.of(lengths, share.size, device)
     if not by_heads:
-        return _sliced_sequences(torch.tensor(lengths), share, positions, inverse(order), of_all)
-    return SpreadHeads(
-        positions=positions,
-        whole=packed_sequences(lengths, device),
-        row_of_place=of_all.row_of_place,
-        place_of_row=of_all.place_of_row,
-        of_all=of_all,
-    )
+        return _sliced_sequences(torch.tensor(lengths), share, positions, of_all)
+    return SpreadHeads(positions=positions, whole=packed_sequences(lengths, device), of_all=of_all)
 
 
 def thd_slices(lengths: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> PackedSeqParams:
@@ -184,19 +167,12 @@ class SpreadHeadsAttention(torch.nn.Module):
         key_value = torch.cat([x.flatten(1, -2).to(value.dtype) for x in (key, value)], dim=-1)
         copies = max(1, num_ranks // key_value.size(1))
         queries, of_keys = (
-            self._spread(x).index_select(0, packed.row_of_place)[:, None]
+            spread_over_heads(x.unflatten(1, (num_ranks, -1)), packed.of_all, self.group)[:, None]
             for x in (query.flatten(1, -2), key_value.repeat_interleave(copies, dim=1))
         )
         keys, values = of_keys.split([key.size(-1), value.size(-1)], dim=-1)
         attended = self.of_whole(queries, keys, values, None, packed_seq_params=packed.whole)[:, 0]
-        by_rank = all_to_all(self.group, attended.index_select(0, packed.place_of_row))
-        return by_rank.unflatten(0, (num_ranks, -1)).transpose(0, 1).flatten(1)[:, None]
-
-    def _spread(self, x: Tensor) -> Tensor:
-        """[rows of this rank, heads, elements] -> [rows of all ranks, heads of this rank, elements]"""
-        to_ranks = x.unflatten(1, (self.group.size(), -1)).transpose(0, 1)
-        received: Tensor = all_to_all(self.group, to_ranks.flatten(0, 1).contiguous())
-        return received
+        return back_from_heads(attended, packed.of_all, self.group).flatten(1)[:, None]
 
 
 def with_context_parallelism(
@@ -211,26 +187,8 @@ def with_context_parallelism(
     return block
 
 
-def spread_over_heads(x: Tensor, whole: WholeSequences, group: dist.ProcessGroup) -> Tensor:
-    """x [rows of this rank, ranks, elements of a rank's heads] -> [tokens of all ranks, elements of this rank's heads].
-
-    Collective over: `group`, and in backward.
-    """
-    received: Tensor = all_to_all(group, x.transpose(0, 1).flatten(0, 1).contiguous())
-    return received.index_select(0, whole.row_of_place)
-
-
-def back_from_heads(x: Tensor, whole: WholeSequences, group: dist.ProcessGroup) -> Tensor:
-    """The way back: [tokens of all ranks, elements of this rank's heads] -> [rows of this rank, ranks, elements].
-
-    Collective over: `group`, and in backward.
-    """
-    by_rank: Tensor = all_to_all(group, x.index_select(0, whole.place_of_row))
-    return by_rank.unflatten(0, (group.size(), -1)).transpose(0, 1)
-
-
 def _sliced_sequences(
-    lengths: Tensor, share: ContextShare, positions: Tensor, row_of_place: Tensor, of_all: WholeSequences
+    lengths: Tensor, share: ContextShare, positions: Tensor, of_all: WholeSequences
 ) -> SlicedSequences:
     device = positions.device
     each, starts = lengths // (2 * share.size), lengths.cumsum(0) - lengths
@@ -238,7 +196,7 @@ def _sliced_sequences(
     num_keys = (each[:, None] * (torch.tensor(share.slices()) + 1)).flatten()
     return SlicedSequences(
         positions=positions,
-        key_rows=row_of_place[ranges(starts.repeat_interleave(2), num_keys)].to(device),
+        key_rows=of_all.row_of_place[ranges(starts.repeat_interleave(2), num_keys).to(device)],
         boundaries=_boundaries(num_rows).to(device),
         key_boundaries=_boundaries(num_keys).to(device),
         num_rows=num_rows,

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
@@ -30,8 +29,8 @@ from rltrain.training.packing import MicroBatch
 # Routers whose choice of experts is given: the engine's that drew the tokens, or the actor's own of an earlier pass.
 #
 # Ma et al. 2025, "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers"
-# (arXiv:2510.11370);
-# Zheng et al. 2025, "Stabilizing Reinforcement Learning with LLMs" (arXiv:2512.01374), has both kinds.
+# (arXiv:2510.11370); Zheng et al. 2025, "Stabilizing Reinforcement Learning with LLMs" (arXiv:2512.01374), has both
+# kinds.
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
 
@@ -43,15 +42,6 @@ class Choices:
 
     given: Mapping[int, Tensor]
     found: dict[int, Tensor] | None = None
-
-
-def tell_choices(sequences: PackedSeqParams, choices: Choices) -> None:
-    """Have them reach the routers of all layers with the packed sequences, as `routing.tell_routers` has samples."""
-    vars(sequences)["choices"] = choices
-
-
-def choices_told(sequences: PackedSeqParams) -> Choices | None:
-    return vars(sequences).get("choices")
 
 
 class ReplayedChoice:
@@ -123,19 +113,12 @@ def routed_samples(batch: MicroBatch, shares: Tensor) -> RoutedSamples:
     return RoutedSamples(of_token, lengths, shares=torch.nn.functional.pad(shares.float(), (0, 1)))
 
 
-def tell_routers(sequences: PackedSeqParams, samples: RoutedSamples) -> None:
-    """Have the samples reach the routers of all layers with the packed sequences: layers are computed anew in
-    backward, when the next micro-batch is on its way already."""
-    vars(sequences)["routed_samples"] = samples
-
-
 class SparseLayer(TransformerLayer):
     """A layer with experts."""
 
     def forward(self, *arguments: Any, **settings: Any) -> Any:
-        sequences, router = settings["packed_seq_params"], self.mlp.router
-        router.samples = vars(sequences).get("routed_samples")
-        router.replayed.choices = choices_told(sequences)
+        told, router = vars(settings["packed_seq_params"]), self.mlp.router
+        router.samples, router.replayed.choices = told.get("routed_samples"), told.get("choices")
         return super().forward(*arguments, **settings)
 
 

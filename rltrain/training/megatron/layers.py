@@ -47,18 +47,12 @@ from rltrain.training.megatron.attention import (
     PackedAttention,
     PackedSequences,
 )
-from rltrain.training.megatron.context_parallel import (
-    SlicedSequences,
-    SpreadHeads,
-    WholeSequences,
-    back_from_heads,
-    spread_over_heads,
-    with_context_parallelism,
-)
+from rltrain.training.megatron.context_parallel import SlicedSequences, SpreadHeads, with_context_parallelism
 from rltrain.training.megatron.experts import BiasedRouter, ClampedSwiGlu, Down, GateUp, SampleRouter, SparseLayer
 from rltrain.training.megatron.fused import ColumnProduct, GatedActivation, RowProduct
 from rltrain.training.megatron.norms import LatentNorm, ProjectionNorm, RMSNorm, hidden_norm, parameter_device
 from rltrain.training.megatron.versions import dense_mlp
+from rltrain.training.packing import WholeSequences, back_from_heads, spread_over_heads
 
 # Gated delta nets in attention's place, over packed sequences, by torch alone.
 #
@@ -207,8 +201,7 @@ def _parameter(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
 # A residual stream and a final projection in fp32, in models whose weights are in half precision.
 #
 # Megatron's fp32_residual_connection makes the embedding fp32, and its first addition to the residual stream rounds
-# that
-# again; the additions here keep it as it is.
+# that again; the additions here keep it as it is.
 
 Addition = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
 

@@ -155,7 +155,7 @@ class Adapters(AdapterMode):
         for chunk in chunks:
             chunk.requires_grad_(False)
         self.layout = layout
-        self.parameters: dict[str, Tensor] = {}
+        self.parameters = parameters = dict[str, Tensor]()
         self.of_weight: dict[str, Adapter] = {}
         """By the name of the weight that it is added to."""
         for pair in adapter_pairs(layout, rank):
@@ -163,13 +163,13 @@ class Adapters(AdapterMode):
             like = getattr(linear, weight.removeprefix("."))
             adapter = Adapter(pair, settings, self, groups, like, sequence_parallel=sequence_parallel)
             _put_beside(linear, adapter, pair)
-            self.parameters |= dict(zip(pair.names, (adapter.a, adapter.b), strict=True))
+            parameters |= dict(zip(pair.names, (adapter.a, adapter.b), strict=True))
             self.of_weight[pair.adapted + weight] = adapter
         for name in (name for name, _ in layout.on(rank).parameters if name not in self.parameters):
             # A head of scores, of which there is no base that could tell anything.
             module, _, own = name.rpartition(".")
             head: torch.nn.Parameter = getattr(_module(chunks, module), own)
-            self.parameters[name] = head.requires_grad_(True)
+            parameters[name] = head.requires_grad_(True)
         if chunks[0].pre_process:
             # Layers that are computed anew have gradients only where what they are given has one.
             chunks[0].embedding.register_forward_hook(_with_gradient)  # type: ignore[union-attr]
@@ -181,7 +181,6 @@ class Adapters(AdapterMode):
                 dist.all_reduce(adapter.partial.main_grad, group=adapter.group)  # type: ignore[attr-defined]
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
-        """`weight` with what its adapter adds, where it has one."""
         adapter = self.of_weight.get(name)
         return weight if adapter is None else adapter.merged(weight)
 

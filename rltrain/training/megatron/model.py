@@ -1,8 +1,9 @@
 """One rank's part of a model on explicit process groups, and Megatron's config for it."""
 
 import importlib.util
+import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -31,16 +32,16 @@ from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import chunks_of, megatron_layout
 from rltrain.reshard.model_layout import Chunk
 from rltrain.runtime.grid import Grid
-from rltrain.runtime.placement import model_group_lists
 from rltrain.runtime.process_groups import ProcessGroups
-from rltrain.training.logprobs import Logits
+from rltrain.training.logprobs import Logits, PackedModel, groups_of_rank
 from rltrain.training.megatron.attention import packed_sequences, thd_sequences
 from rltrain.training.megatron.chunk import ModelChunk, ModelOptions
 from rltrain.training.megatron.context_parallel import BY_HEADS, RING, sequences_of_share, thd_slices
+from rltrain.training.megatron.fused import rows_multiple
 from rltrain.training.megatron.lora import Adapters, is_adapter
 from rltrain.training.megatron.platform import adapt_to_platform
 from rltrain.training.megatron.prediction import prediction_loss
-from rltrain.training.packing import ContextShare, MicroBatch
+from rltrain.training.packing import MicroBatch, Packing
 
 # Megatron's collection of process groups for one role, made from explicit rank lists.
 
@@ -52,14 +53,11 @@ UNUSED = ("inter_dist_opt", "hcp")
 def process_group_collection(grid: Grid, groups: ProcessGroups) -> ProcessGroupCollection:
     """This rank's groups in `grid`, under Megatron's field names; None where the rank is in no such group.
 
-    Makes no group: `groups` holds them all. Megatron's global parallel state stays uninitialised, so that roles with
-    different grids can share a process.
+    Megatron's global parallel state stays uninitialised, so that roles with different grids can share a process.
     """
-    rank = dist.get_rank()
     collection = ProcessGroupCollection()
-    for field, rank_lists in model_group_lists(grid).items():
-        mine = next((ranks for ranks in rank_lists if rank in ranks), None)
-        setattr(collection, field, None if mine is None else groups[mine])
+    for field, group in groups_of_rank(grid, groups).items():
+        setattr(collection, field, group)
     for alias, field in ALIASES.items():
         setattr(collection, alias, getattr(collection, field))
     for field in UNUSED:
@@ -314,8 +312,10 @@ HOST_TENSORS = ("sort_input_by_local_experts", "restore_output_by_local_experts"
 """Attributes of Megatron's token dispatchers, which are read as lists."""
 
 
-class LanguageModel(torch.nn.Module):
+class LanguageModel(torch.nn.Module, PackedModel):
     """One rank's part of the model: the chunks of its pipeline stage, by depth; several where stages interleave."""
+
+    adapters: Adapters | None
 
     def __init__(
         self,
@@ -327,14 +327,8 @@ class LanguageModel(torch.nn.Module):
         layout: Layout,
     ) -> None:
         super().__init__()
-        self.architecture, self.grid = architecture, grid
+        PackedModel.__init__(self, architecture, grid, collection, layout, options.device, options.model)
         self.config, self.options, self.moe = config, options, options.model.moe
-        self.pg_collection = collection
-        self.share = ContextShare(collection.cp.rank(), collection.cp.size())
-        self.layout = layout
-        self.device = options.device
-        self.on_micro_batch: Callable[[Sequence[int], bool], None] = lambda lengths, backward: None
-        """Called with every micro-batch that begins, so that others see the model getting on."""
         self.chunks = torch.nn.ModuleList(
             ModelChunk(
                 architecture,
@@ -346,15 +340,41 @@ class LanguageModel(torch.nn.Module):
             )
             for number, chunk in enumerate(chunks_of(architecture, grid)[collection.pp.rank()])
         )
-        self.adapters: Adapters | None = None
         if options.model.activation_offload:
             for chunk in self.chunks:
                 decoder = cast(torch.nn.Module, chunk.decoder)
                 layers = cast(torch.nn.ModuleList, decoder.layers)
                 ActivationOffload(self.device, self.parameters, len(layers)).attach(decoder, list(layers))
 
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        return local_parameters(self)
+
+    @property
+    def packing(self) -> Packing:
+        """Padded for sequence and pipeline parallelism and for fast matrix products.
+
+        Stages of a pipeline receive tensors of one shape, so there all micro-batches are padded to one length; balanced
+        packing keeps that padding small, and no shapes have to be sent. Interleaved stages take micro-batches in rounds
+        of as many as there are stages.
+
+        Where replicas hold experts for each other all get as many micro-batches, of which some have no samples: none
+        can compute alone. With dispatcher allgather these have one length, too.
+        """
+        config, stages = self.config, self.config.pipeline_model_parallel_size
+        ranks_of_tokens = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        return Packing(
+            self.device,
+            self.share,
+            rows_multiple=math.lcm(rows_multiple(self.device, config.params_dtype), ranks_of_tokens),
+            equal_lengths=stages > 1,
+            count_multiple_of=stages if len(self.chunks) > 1 else 1,
+            together=self.pg_collection.tp_dp_cp if self.shares_experts else None,
+            padding="longest of all" if config.moe_token_dispatcher_type == "allgather" else "longest",
+        )
+
     def logits_of(self, outputs: Tensor) -> Logits:
-        """What the last chunk put out for some tokens, [tokens, ...], as logits."""
+        """Of the last chunk."""
         chunk_tokens = self.options.model.logits_chunk_tokens
         if chunk_tokens is None:
             return Logits(outputs)
@@ -478,16 +498,6 @@ def add_adapters(model: LanguageModel, settings: Lora, seed: int = 0) -> Adapter
     )
     check_device(model, model.device, on_host=HOST_TENSORS)
     return model.adapters
-
-
-def learned_layout(model: LanguageModel) -> Layout:
-    """Where what training changes lies: the adapters, if there are any."""
-    return model.adapters.layout if model.adapters else model.layout
-
-
-def learned_parameters(model: LanguageModel) -> dict[str, Tensor]:
-    """This rank's, as in learned_layout(model).on(rank)."""
-    return model.adapters.parameters if model.adapters else local_parameters(model)
 
 
 def transformer_config(architecture: Architecture, grid: Grid, stage: int, options: ModelOptions) -> TransformerConfig:

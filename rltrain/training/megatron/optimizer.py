@@ -21,19 +21,18 @@ from torch import Tensor
 from rltrain.config import schema
 from rltrain.models.experts import is_expert
 from rltrain.models.table import Array, is_hidden_matrix
-from rltrain.training.backend import LOSS_SCALE, OVERFLOWED
 from rltrain.training.matrix_exchange import MatrixExchange
 from rltrain.training.megatron.model import LanguageModel, local_parameters
 from rltrain.training.megatron.versions import skip_separate_gradient_norms
 from rltrain.training.optimizers import Slot, SteppingOptimizer
 from rltrain.training.shards import within
+from rltrain.training.trainable import LOSS_SCALE, OVERFLOWED
 
 # Data-parallel communication while the model computes: gradients during backward, weights during the next forward.
 #
 # Megatron has both for replicas that run the same forward and backward. Here some replicas have no samples of a
 # mini-batch and run neither, so when a collective begins is decided here, such that all replicas begin the same ones
-# in
-# the same order; buckets, collectives and the waits of modules for their weights are Megatron's.
+# in the same order; buckets, collectives and the waits of modules for their weights are Megatron's.
 
 FP32_BYTES = 4
 
