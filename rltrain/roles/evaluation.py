@@ -32,7 +32,7 @@ from rltrain.observability.evaluations import (
     reported,
     sizes_up_to,
 )
-from rltrain.rewards.scorer import CombinedScorer, CombinedScores, Scores
+from rltrain.rewards.scorer import Scorer, Scores
 from rltrain.roles.drawing import DrawingRole
 from rltrain.roles.reward_statistics import RewardStatistics, is_of_one_function
 from rltrain.roles.role import Job, Metrics, SampleLog
@@ -121,7 +121,7 @@ OF_ALL_SAMPLES = {
 class Judges:
     """The reward functions of a section of the config."""
 
-    scorer: CombinedScorer
+    scorer: Scorer
     limit: FailureLimit
 
 
@@ -139,7 +139,7 @@ class EvaluatedSet:
         self.plan = plan
         self.judges = of_run
         if plan.reward is not None:
-            scorer = CombinedScorer(plan.reward, advance, plan.config_key.removesuffix("data") + "reward")
+            scorer = Scorer.of(plan.reward, advance, plan.config_key.removesuffix("data") + "reward")
             self.judges = Judges(scorer, FailureLimit(scorer.parts, plan.reward))
         self.scorables = Scorables(self.judges.scorer.functions, dataset, decoder, plan.file, plan.config_key)
 
@@ -168,7 +168,7 @@ SCORING_ROLES = ("reward", "evaluation")
 class EvaluationScoring:
     """`scorer` is the run's, for sets without a reward of their own; `records` bring ranks together."""
 
-    def __init__(self, job: Job, scorer: CombinedScorer, limit: FailureLimit, records: RankRecords) -> None:
+    def __init__(self, job: Job, scorer: Scorer, limit: FailureLimit, records: RankRecords) -> None:
         self.job, self.config, self.records = job, job.config, records
         self.of_run = Judges(scorer, limit)
         self.sets = [
@@ -226,10 +226,10 @@ class EvaluationScoring:
         step: int,
         told: Sequence[Scores],
         serve: Callable[[], None] | None,
-    ) -> CombinedScores:
+    ) -> Scores:
         scorer = evaluated.judges.scorer
         pending = scorer.begin(evaluated.scorables.of(experience, step))
-        while serve and not all(scores.is_done for scores in pending):  # at work, so that a stall is this rank's
+        while serve and not pending.is_done:  # at work, so that a stall is this rank's
             serve()
             time.sleep(POLL_S)
         return scorer.wait(pending, told)
@@ -278,7 +278,7 @@ class EvaluationRole(DrawingRole):
         self.scoring: EvaluationScoring | None = None
         """On each engine's first rank."""
         if self.decisions.is_leader:
-            scorer = CombinedScorer(self.config.reward, job.heartbeat.advance)
+            scorer = Scorer.of(self.config.reward, job.heartbeat.advance)
             limit = FailureLimit(scorer.parts, self.config.reward)
             self.scoring = EvaluationScoring(job, scorer, limit, RankRecords(job, self.name, self.grid.owners()))
             self.logs.append(self.scoring.log)

@@ -12,7 +12,7 @@ from rltrain.checkpoint.run_files import Contents
 from rltrain.data.experience import Experience
 from rltrain.exchange.exchange import Shipment
 from rltrain.rewards.group_filter import load_group_filter
-from rltrain.rewards.scorer import CombinedScorer, Scores, rewarding_models
+from rltrain.rewards.scorer import Scorer, Scores, rewarding_models
 from rltrain.roles.evaluation import EvaluationScoring
 from rltrain.roles.group_scoring import GroupScoring, OutcomeTeller
 from rltrain.roles.reward_statistics import FLAT_GROUPS, RewardStatistics
@@ -74,7 +74,7 @@ class RewardRole(Role):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self.models = rewarding_models(job.config, job.placement.roles)
-        self.scorer = CombinedScorer(self.config.reward, job.heartbeat.advance, models=self.models)
+        self.scorer = Scorer.of(self.config.reward, job.heartbeat.advance, models=self.models)
         self.limit = FailureLimit(self.scorer.parts, self.config.reward)
         self.flat = FlatRewards(self.config.reward.warn_flat_steps)
         self.training = self._training()

@@ -11,7 +11,7 @@ from torch import Tensor
 from rltrain.algorithms.losses import response_lengths
 from rltrain.data.experience import Experience
 from rltrain.data.prompts import PromptDataset
-from rltrain.rewards.scorer import CombinedScores
+from rltrain.rewards.scorer import Scores
 from rltrain.tasks.metrics import OF_ALL_REWARDS
 
 FILTER = "dynamic_filter/"
@@ -43,7 +43,7 @@ class RewardStatistics:
         self.first_failures: dict[str, str] = {}
         """By the functions' titles."""
 
-    def add(self, experience: Experience, scores: CombinedScores) -> None:
+    def add(self, experience: Experience, scores: Scores) -> None:
         """`experience` has the rewards of `scores`."""
         greedy = self._greedy(experience)
         if greedy.any():
@@ -59,7 +59,7 @@ class RewardStatistics:
                 "squares": float(rewards.square().sum()),
                 "lengths": float(lengths.sum()),
                 "truncated": int(experience.truncated.sum()),
-                "reward_unscored": len(scores.unscored),
+                "reward_unscored": len(scores.skipped),
             }
         )
         if self.counts_flat_groups:
@@ -78,7 +78,7 @@ class RewardStatistics:
             if of_function.first_failure is not None:
                 self.first_failures.setdefault(title, of_function.first_failure)
 
-    def add_of(self, dataset: PromptDataset, experience: Experience, scores: CombinedScores) -> None:
+    def add_of(self, dataset: PromptDataset, experience: Experience, scores: Scores) -> None:
         """As `add`, of prompts of a dataset, and of each of its sources where it has several."""
         self.add(experience, scores)
         if len(dataset.sources) > 1:

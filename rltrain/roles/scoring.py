@@ -13,8 +13,8 @@ from rltrain.data.experience import Experience
 from rltrain.data.prompts import PromptDataset
 from rltrain.data.tokenizer import TextDecoder
 from rltrain.errors import ConfigError, RewardError
-from rltrain.rewards.answers import Scorable, Turn
-from rltrain.rewards.scorer import CombinedScores, Part
+from rltrain.rewards.answers import Scorable, Turn, time_limit
+from rltrain.rewards.scorer import Part, Scores
 from rltrain.roles.reward_statistics import RewardStatistics, prefix
 from rltrain.roles.role import Job
 from rltrain.runtime.job_store import poll, poll_s
@@ -153,7 +153,7 @@ def _wanted_columns(
     )
 
 
-def reward_parts(scores: CombinedScores) -> Tensor:
+def reward_parts(scores: Scores) -> Tensor:
     """[samples, functions] what each function gave, unweighted; NaN where it is not for the sample."""
     return torch.tensor(scores.by_sample(), dtype=torch.float32).view(len(scores.rewards), len(scores.by_function))
 
@@ -161,7 +161,7 @@ def reward_parts(scores: CombinedScores) -> Tensor:
 # What reward functions said of samples, as fields of their experience.
 
 
-def with_scores(experience: Experience, scores: CombinedScores) -> Experience:
+def with_scores(experience: Experience, scores: Scores) -> Experience:
     """With what `scored` carries beside the samples."""
     return experience.with_fields(
         rewards=torch.tensor(scores.rewards, dtype=torch.float32),
@@ -244,8 +244,8 @@ class FailureLimit:
             if are_too_many(errors + timeouts):
                 raise RewardError(
                     f"{part.key}: {part.place} failed on {errors + timeouts} of {num_samples} "
-                    f"samples of {task}: {errors} by an error, {timeouts} by taking longer than reward.timeout_s = "
-                    f"{settings.timeout_s:g}. {rule} The first failure was {first_failures.get(part.title)}"
+                    f"samples of {task}: {errors} by an error, {timeouts} by taking longer than "
+                    f"{time_limit(settings.timeout_s)}. {rule} The first failure was {first_failures.get(part.title)}"
                 )
         unscored = int(sums["reward_unscored"])
         if are_too_many(unscored):

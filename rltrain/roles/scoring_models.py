@@ -1,6 +1,5 @@
 """Roles whose models tell the reward: the judge and the reward model."""
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from rltrain.data.experience import Experience
 from rltrain.data.tokenizer import TextDecoder, end_token_ids, load_tokenizer
 from rltrain.errors import CheckpointError
 from rltrain.models.checkpoint_model import padding_token
-from rltrain.rewards.answers import Scorable
+from rltrain.rewards.answers import FailureLog, Scorable
 from rltrain.rewards.scorer import NoVerdictError, Question, rewarding_models, verdict_parser
 from rltrain.roles.role import Job, Metrics, Role
 from rltrain.roles.scoring import Scorables
@@ -25,10 +24,6 @@ from rltrain.schedule.memory_plan import leaving_roles
 from rltrain.training.build import training_backend
 
 # What roles have in common that tell the reward something of samples by a model that reads text.
-
-logger = logging.getLogger(__name__)
-
-MAX_LOGGED_FAILURES = 10
 
 
 class TellingRole(Role):
@@ -45,10 +40,10 @@ class TellingRole(Role):
             Scorables(wanting, dataset, prompts.decoder, plan.file, plan.config_key)
             for plan, dataset in zip(self.config.evaluations, prompts.evaluations, strict=True)
         ]
-        self._num_failures = 0
+        self.failures = FailureLog(self.name)
 
     def tell(self, samples: Sequence[Scorable]) -> list[float]:
-        """What the model says of each; NaN where it says nothing, of which `log_failure` has told why."""
+        """What the model says of each; NaN where it says nothing, of which `failures` tells why."""
         raise NotImplementedError
 
     def tell_reward(self, of: str, leaves: str, step: int, chunk: int) -> None:
@@ -58,12 +53,6 @@ class TellingRole(Role):
         samples = self.shipments.pop((of, step, chunk))
         told = torch.tensor(self.tell(source.of(samples.experience, step)), dtype=torch.float32)
         self.shipments[leaves, step, chunk] = samples.with_fields(model_scores=told)
-
-    def log_failure(self, sample: Scorable, reason: str) -> None:
-        self._num_failures += 1
-        if self._num_failures <= MAX_LOGGED_FAILURES:
-            last = " (further failures are only counted)" if self._num_failures == MAX_LOGGED_FAILURES else ""
-            logger.warning("%s on response %.80r: %s%s", self.name, sample.response, reason, last)
 
 
 # Conversations as a model reads them that has a tokenizer and chat template of its own.
@@ -221,11 +210,11 @@ class JudgeRole(TellingRole):
         try:
             prompt = tuple(self.text.question_ids(self.question.of(sample)))
         except UnreadableTextError as error:
-            self.log_failure(sample, str(error))
+            self.failures.add(sample, str(error))
             return None
         limit = self.settings.max_context_tokens
         if len(prompt) >= limit:
-            self.log_failure(
+            self.failures.add(
                 sample, f"the question has {len(prompt)} tokens; expected fewer than judge.max_context_tokens {limit}"
             )
             return None
@@ -254,7 +243,7 @@ class JudgeRole(TellingRole):
         try:
             return self.verdict(text)
         except NoVerdictError as error:
-            self.log_failure(sample, f"{error}; the answer was {text!r:.200}")
+            self.failures.add(sample, f"{error}; the answer was {text!r:.200}")
             return math.nan
 
     def close(self) -> None:
@@ -310,7 +299,7 @@ class RewardModelRole(TellingRole):
         try:
             ids = self.text.ids(sample.prompt, sample.messages, sample.completion())
         except UnreadableTextError as error:
-            self.log_failure(sample, str(error))
+            self.failures.add(sample, str(error))
             return []
         if self.settings.ends_with_eos:
             ids = self.text.up_to_eos(ids)

@@ -11,7 +11,7 @@ import pytest
 from rltrain.config import schema
 from rltrain.errors import RewardError
 from rltrain.rewards.functions import load_rewards
-from rltrain.rewards.scorer import CombinedScores, Scores
+from rltrain.rewards.scorer import Scores
 from rltrain.roles.reward import RewardRole
 from rltrain.roles.reward_statistics import RewardStatistics
 from rltrain.roles.scoring import FailureLimit, RankRecords
@@ -158,7 +158,7 @@ def of_two_functions(form: int, math: int, unscored: int = 0) -> RewardStatistic
         title: Scores([0.0] * 4, number, 0, f"that of {title}") for title, number in (("form", form), ("math", math))
     }
     statistics = RewardStatistics()
-    statistics.add(experience, CombinedScores([0.0] * 4, failed, frozenset(range(unscored))))
+    statistics.add(experience, Scores([0.0] * 4, skipped=frozenset(range(unscored)), by_function=failed))
     return statistics
 
 
