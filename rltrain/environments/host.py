@@ -409,7 +409,7 @@ class EnvironmentHost:
         return len(self._begun) + called + acted
 
     def save(self) -> list[SavedBatch]:
-        """The episodes that can go on from a checkpoint: none unless the environment has Saved.
+        """The episodes that can go on from a checkpoint: none unless the environment can save them.
 
         Waits for the calls that are under way, within their limits. Take `events` after it, and save what they bring
         beside it. Actions of batches that cannot step yet are part of it.
