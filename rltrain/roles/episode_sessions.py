@@ -2,37 +2,43 @@
 
 import logging
 import secrets
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rltrain.config.evaluation import EvaluationPlan
 from rltrain.data.chat_format import ChatFormat
 from rltrain.data.columns import RowColumns, read_columns
+from rltrain.data.experience import SIBLINGS_APART
 from rltrain.data.prompts import PromptDataset
+from rltrain.environments.agent import SESSION
+from rltrain.environments.batch import EpisodeEvent
 from rltrain.environments.engine_service import RemoteEnvironments
 from rltrain.roles.env import DRAWN, place_of
 from rltrain.roles.role import Job
 from rltrain.rollout.engine import Engine, SamplingParams
-from rltrain.rollout.episodes import ChatTurns, EnvironmentEpisodes, Episodes, FollowedEpisodes, PlainText, TurnLimits
+from rltrain.rollout.episodes import (
+    ChatTurns,
+    EnvironmentEpisodes,
+    Episodes,
+    FollowedEpisodes,
+    Observed,
+    PlainText,
+    TurnLimits,
+    Unusable,
+    Waiting,
+    with_shared_reward,
+)
 from rltrain.rollout.groups import Guests
+from rltrain.rollout.sample import Sample, SampleGroup, Status
 from rltrain.runtime.job_store import poll
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the web stack is imported for those who have an agent
     from rltrain.endpoint.app import EndpointServer
     from rltrain.endpoint.engine_feed import EngineMailbox
     from rltrain.endpoint.opening import RecordedSession
-from collections.abc import Sequence
-from dataclasses import replace
-
-from rltrain.data.experience import SIBLINGS_APART
-from rltrain.endpoint.app import EndpointServer
-from rltrain.endpoint.opening import RecordedSession
-from rltrain.endpoint.session import Opened
-from rltrain.environments.agent import SESSION
-from rltrain.environments.batch import EpisodeEvent
-from rltrain.rollout.episodes import Observed, Unusable, Waiting, with_shared_reward
-from rltrain.rollout.sample import Sample, SampleGroup, Status
+    from rltrain.endpoint.session import Opened
 
 # The episodes of one engine's samples: its connections to the ranks of the env role.
 
@@ -72,13 +78,13 @@ class EpisodeSessions:
         """By which the chat template ends a turn, beside the checkpoint's own tokens."""
         return self._chat.end_tokens if self._chat else frozenset()
 
-    def training(self, dataset: PromptDataset, engine: Engine, sampling: SamplingParams) -> "Conversations":
+    def training(self, dataset: PromptDataset, engine: Engine, sampling: SamplingParams) -> Conversations:
         """Of the stream of training prompts."""
         return self._conversations(dataset, engine, sampling, None)
 
     def evaluation(
         self, plan: EvaluationPlan, dataset: PromptDataset, engine: Engine, sampling: SamplingParams
-    ) -> "Conversations":
+    ) -> Conversations:
         """Of a set of held-out prompts; the same ones in every evaluation."""
         if plan.name not in self._evaluations:
             self._evaluations[plan.name] = self._conversations(dataset, engine, sampling, plan)
@@ -98,7 +104,7 @@ class EpisodeSessions:
 
     def _conversations(
         self, dataset: PromptDataset, engine: Engine, sampling: SamplingParams, plan: EvaluationPlan | None
-    ) -> "Conversations":
+    ) -> Conversations:
         """Of training prompts where there is no `plan`."""
         if not self._places:
             return Conversations()
@@ -137,9 +143,8 @@ class EpisodeSessions:
         is_evaluation: bool,
         arguments: tuple[Any, ...],
         settings: dict[str, Any],
-    ) -> "Conversations":
-        """With a server in front of the engine. Its web stack is imported here, for those who have an agent."""
-        pass
+    ) -> Conversations:
+        """With a server in front of the engine."""
         from rltrain.endpoint.app import EndpointServer, EndpointSettings
         from rltrain.endpoint.engine_feed import EngineFeed, EngineMailbox
         from rltrain.endpoint.requests import RequestLimits, SamplingRules
@@ -216,7 +221,7 @@ class AgentEpisodes(EnvironmentEpisodes):
     anew."""
 
     def __init__(
-        self, server: EndpointServer, recorded: dict[str, RecordedSession], *arguments: Any, **settings: Any
+        self, server: "EndpointServer", recorded: "dict[str, RecordedSession]", *arguments: Any, **settings: Any
     ) -> None:
         """`recorded` has the sessions that have ended, by id; the server's thread writes it."""
         super().__init__(*arguments, **settings)
@@ -257,7 +262,7 @@ class AgentEpisodes(EnvironmentEpisodes):
         )
 
 
-def _of_episode(session: RecordedSession, episode: int) -> tuple[Sample, ...]:
+def _of_episode(session: "RecordedSession", episode: int) -> tuple[Sample, ...]:
     """The session's trajectories under ids of the episode, each worth what the whole session was."""
     ids = {one.sample.id: episode + k * SIBLINGS_APART for k, one in enumerate(session.trajectories)}
     samples = [
