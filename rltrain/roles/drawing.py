@@ -1,11 +1,14 @@
 """What roles have in common that draw responses: engines, and the evaluation sets that they answer."""
 
+from collections.abc import Iterable
 from zlib import crc32
 
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.config.schema import Sampling
 from rltrain.data.experience import Experience
 from rltrain.data.prompts import PromptDataset
+from rltrain.data.tokenizer import TextDecoder
+from rltrain.models import Architecture
 from rltrain.roles.episode_sessions import EpisodeSessions
 from rltrain.roles.role import Job, Role
 from rltrain.rollout.build import build_engine
@@ -25,6 +28,39 @@ from rltrain.rollout.sample import Sample, SampleGroup, request_seed
 from rltrain.schedule.memory_plan import leaving_roles
 
 
+def engine_site(
+    role: Role, ranks: tuple[int, ...], architecture: Architecture, tokenizer: TextDecoder, **modes: bool
+) -> EngineSite:
+    """Returns the place on this rank of the role's engine, which has these `ranks` and EngineSite's `modes`."""
+    job, offload = role.job, role.job.offloads
+    return EngineSite(
+        config=role.config,
+        world=job.world,
+        ranks=ranks,
+        grid=role.grid,
+        groups=job.groups,
+        architecture=architecture,
+        tokenizer=tokenizer,
+        job_store=job.job_store,
+        leaves=role.name in leaving_roles(offload),
+        others=tuple(name for name in offload if name != role.name),
+        role=role.name,
+        **modes,
+    )
+
+
+def sampling_params(sampling: Sampling, stop_token_ids: Iterable[int]) -> SamplingParams:
+    """Returns how an engine draws by a section of the config."""
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_response_tokens=sampling.max_response_tokens,
+        stop_token_ids=tuple(stop_token_ids),
+        stop=sampling.stop,
+    )
+
+
 class DrawingRole(Role):
     """One engine per data-parallel replica."""
 
@@ -37,20 +73,12 @@ class DrawingRole(Role):
         self.engine, self.parts, self.engine_metrics = hosted.engine, hosted.parts, hosted.metrics
 
     def site(self) -> EngineSite:
-        job, offload = self.job, self.job.offloads
-        return EngineSite(
-            config=self.config,
-            world=job.world,
-            ranks=self.engine_ranks,
-            grid=self.grid,
-            groups=job.groups,
-            architecture=job.architecture,
-            tokenizer=job.prompts.decoder,
-            job_store=job.job_store,
-            leaves=self.name in leaving_roles(offload),
+        return engine_site(
+            self,
+            self.engine_ranks,
+            self.job.architecture,
+            self.job.prompts.decoder,
             draws_during_syncs=self.draws_during_syncs,
-            others=tuple(role for role in offload if role != self.name),
-            role=self.name,
             updates_together=self.updates_together,
             weights_change=algorithm_of(self.config).trains,
         )
@@ -144,14 +172,7 @@ class DrawingRole(Role):
         eos = self.job.architecture.eos_token_ids
         ends = self.job.prompts.encoder.end_tokens | self.sessions.end_tokens
         others = ends.union(sampling.stop_token_ids).difference(eos)
-        return SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_response_tokens=sampling.max_response_tokens,
-            stop_token_ids=(*eos, *sorted(others)),
-            stop=sampling.stop,
-        )
+        return sampling_params(sampling, (*eos, *sorted(others)))
 
     def count_operations(self, experience: Experience) -> None:
         """Of what this engine drew."""
