@@ -313,7 +313,7 @@ class ActorRole(TrainedRole):
         self.loss_function = self.algorithm.loss_function()
         self.temperature = self.algorithm.temperature()
         self.parity_gate = ParityGate(config.checks, speaks=job.world.rank == self.leader, pause=job.pause)
-        self.training_data = job.training_data
+        self.training_data = job.rows.training_data
         if self.training_data is not None and job.world.rank == self.leader:
             for key, dataset in self.training_data.datasets.items():
                 report_dropped(key, dataset)

@@ -77,7 +77,7 @@ class DrawingRole(Role):
             self,
             self.engine_ranks,
             self.job.architecture,
-            self.job.prompts.decoder,
+            self.job.rows.prompts.decoder,
             draws_during_syncs=self.draws_during_syncs,
             updates_together=self.updates_together,
             weights_change=algorithm_of(self.config).trains,
@@ -115,7 +115,7 @@ class DrawingRole(Role):
     ) -> tuple[list[Finished], list[SampleGroup]]:
         """Draw the samples of evaluation set `number`: by the same random numbers in every evaluation. All of its
         groups, and those that this engine drew. Collective over: this engine's ranks."""
-        plan, dataset = self.config.evaluations[number], self.job.prompts.evaluations[number]
+        plan, dataset = self.config.evaluations[number], self.job.rows.prompts.evaluations[number]
         num_prompts, num_samples, sampling = len(dataset), plan.samples_per_prompt, self.sampling_params(plan.sampling)
         conversations = self.sessions.evaluation(plan, dataset, self.engine, sampling)
         draw = crc32(plan.name.encode())
@@ -170,7 +170,7 @@ class DrawingRole(Role):
 
     def sampling_params(self, sampling: Sampling) -> SamplingParams:
         eos = self.job.architecture.eos_token_ids
-        ends = self.job.prompts.encoder.end_tokens | self.sessions.end_tokens
+        ends = self.job.rows.prompts.encoder.end_tokens | self.sessions.end_tokens
         others = ends.union(sampling.stop_token_ids).difference(eos)
         return sampling_params(sampling, (*eos, *sorted(others)))
 

@@ -133,7 +133,7 @@ class EpisodeSessions:
             return None
         from rltrain.endpoint.engine_feed import EngineFeed
 
-        return EngineFeed(engine, self.job.prompts.decoder)
+        return EngineFeed(engine, self.job.rows.prompts.decoder)
 
     def _of_agents(
         self,
@@ -177,7 +177,7 @@ class EpisodeSessions:
         )
         server.start()
         self._servers.append((server, mailbox))
-        feed = EngineFeed(engine, self.job.prompts.decoder, mailbox)
+        feed = EngineFeed(engine, self.job.rows.prompts.decoder, mailbox)
         return Conversations(AgentEpisodes(server, recorded, *arguments, **settings), feed)
 
     def _rows(self, dataset: PromptDataset, plan: EvaluationPlan | None) -> RowColumns:
@@ -187,7 +187,7 @@ class EpisodeSessions:
 
     def _chat_format(self) -> ChatFormat | None:
         """ConfigError where conversations cannot go on by the checkpoint's template."""
-        job, encoder = self.job, self.job.prompts.encoder
+        job, encoder = self.job, self.job.rows.prompts.encoder
         if not encoder.uses_template:
             return None
         tools = self._tools

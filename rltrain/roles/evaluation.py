@@ -172,8 +172,8 @@ class EvaluationScoring:
         self.job, self.config, self.records = job, job.config, records
         self.of_run = Judges(scorer, limit)
         self.sets = [
-            EvaluatedSet(plan, dataset, job.prompts.decoder, self.of_run, job.heartbeat.advance)
-            for plan, dataset in zip(self.config.evaluations, job.prompts.evaluations, strict=True)
+            EvaluatedSet(plan, dataset, job.rows.prompts.decoder, self.of_run, job.heartbeat.advance)
+            for plan, dataset in zip(self.config.evaluations, job.rows.prompts.evaluations, strict=True)
         ]
         self.best = self._best()
         self.log = SampleLog(self.config.output_dir, f"evaluation_samples/rank{job.world.rank}.jsonl")
@@ -280,10 +280,11 @@ class EvaluationRole(DrawingRole):
         if self.decisions.is_leader:
             scorer = Scorer.of(self.config.reward, job.heartbeat.advance)
             limit = FailureLimit(scorer.parts, self.config.reward)
-            self.scoring = EvaluationScoring(job, scorer, limit, RankRecords(job, self.name, self.grid.owners()))
+            records = RankRecords(job.job_store, job.waiter, self.name, self.grid.owners())
+            self.scoring = EvaluationScoring(job, scorer, limit, records)
             self.logs.append(self.scoring.log)
         if job.world.rank == self.leader and "rollout" not in job.placement.roles:
-            job.prompts.report_rows(job.config.batch.prompts_per_step)
+            job.rows.prompts.report_rows(job.config.batch.prompts_per_step)
 
     @property
     def draws_during_syncs(self) -> bool:

@@ -186,11 +186,11 @@ class OutcomeTeller:
 def training_rows(job: Job) -> RowStream:
     """On a rank of the rollout: the stream of training prompts, from where the run begins. CheckpointError where it
     cannot go on with what the run's checkpoint holds."""
-    settings, order = job.config.data.solved_rate, job.prompts.order
+    settings, order = job.config.data.solved_rate, job.rows.prompts.order
     per_step = job.config.batch.prompts_per_step
     if settings is None:
-        return FixedRows(order, first=job.data_from * per_step)
-    rates = SolvedRates(len(job.prompts.train), settings)
+        return FixedRows(order, first=job.rows.first_step * per_step)
+    rates = SolvedRates(len(job.rows.prompts.train), settings)
     rows = SolvedRateRows(
         SolvedRateOrder(order, rates, per_window=per_step, seed=job.config.seed),
         _outcome_log(job),

@@ -135,10 +135,20 @@ class JobRows:
     def __init__(self, config: Config, job_store: JobStore, policy: Architecture) -> None:
         self.config, self.job_store = config, job_store
         self.model = ModelLimits(policy.vocab_size, policy.max_positions)
+        self.first_step = 0
+        """The step that takes the first rows of data.train: a later one than the first where the run went on with
+        other rows."""
 
-    @cached_property
+    @property
     def training_data(self) -> Demonstrations | Preferences | None:
         """The rows that training is on where nothing is generated."""
+        data = self._training_data
+        if data is not None:
+            data.first_step = self.first_step
+        return data
+
+    @cached_property
+    def _training_data(self) -> Demonstrations | Preferences | None:
         return algorithm_of(self.config).training_data(self.indexes, self.model)
 
     @cached_property

@@ -78,7 +78,7 @@ class RewardRole(Role):
         self.limit = FailureLimit(self.scorer.parts, self.config.reward)
         self.flat = FlatRewards(self.config.reward.warn_flat_steps)
         self.training = self._training()
-        self.records = RankRecords(job, self.name, self.grid.ranks)
+        self.records = RankRecords(job.job_store, job.waiter, self.name, self.grid.ranks)
         self.evaluations: EvaluationScoring | None = None
         """Where no engines of their own evaluate."""
         if not self.config.evaluates_apart:
@@ -96,7 +96,7 @@ class RewardRole(Role):
         """Nothing where no training prompt is answered."""
         if not algorithm_of(self.config).generates:
             return None
-        prompts, functions = self.job.prompts, self.scorer.functions
+        prompts, functions = self.job.rows.prompts, self.scorer.functions
         return Scorables(functions, prompts.train, prompts.decoder, self.config.data.train, "data.train")
 
     @classmethod

@@ -7,24 +7,21 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from rltrain.checkpoint.node_memory import NodeMemory
 from rltrain.checkpoint.run_files import Contents
 from rltrain.checkpoint.run_folder import Resumed
 from rltrain.config.schema import Config, Offload
-from rltrain.data.demonstrations import Demonstrations, Preferences
 from rltrain.errors import cannot_write
 from rltrain.exchange.exchange import Shipment
 from rltrain.models import Architecture
 from rltrain.models.flops import forward_flops
 from rltrain.offload.memory_parts import MemoryPart
 from rltrain.reshard.layout import Layout
-from rltrain.roles.inputs import Inputs, JobRows, Prompts
+from rltrain.roles.inputs import JobRows
 from rltrain.runtime.grid import Grid, job_leader
 from rltrain.runtime.heartbeat import Heartbeat
 from rltrain.runtime.job_store import JobStore, Waiter
 from rltrain.runtime.placement import Placement
 from rltrain.runtime.process_groups import ProcessGroups
-from rltrain.runtime.stopping import StopRequest
 from rltrain.runtime.world import World
 from rltrain.schedule.shape import RunShape
 from rltrain.tasks.roles import device_roles, device_roles_if_offloaded
@@ -86,7 +83,7 @@ Metrics = dict[str, float]
 
 @dataclass(frozen=True)
 class Job:
-    """What all roles of this process know about the run."""
+    """What the roles of this process read of the run."""
 
     config: Config
     world: World
@@ -98,17 +95,11 @@ class Job:
     job_store: JobStore
     waiter: Waiter
     rows: JobRows
-    inputs: Inputs
-    """Returns what identifies the inputs of the run, for its checkpoints."""
+    pause: Callable[[str], None]
+    """Have all ranks save and end for a person to look, with this sentence."""
 
     resumed: Resumed | None = None
     """The checkpoint that the run goes on from; None: it starts at the first step."""
-
-    stop: StopRequest | None = None
-    """Whether the job is asked to end; None where nobody listens."""
-
-    memory: NodeMemory | None = None
-    """Where checkpoints go to beside the disk, if anywhere."""
 
     operations: Operations = field(default_factory=Operations)
     """Of the task that is under way."""
@@ -130,12 +121,6 @@ class Job:
     def leader(self) -> int:
         """The rank that reports what concerns the whole job."""
         return job_leader(self.grids)
-
-    def pause(self, reason: str) -> None:
-        """Have all ranks save and end for a person to look, with this sentence. RuntimeError where nobody listens."""
-        if self.stop is None:
-            raise RuntimeError(f"nobody listens who could pause the job: {reason}")
-        self.stop.pause(reason)
 
     def offload_of(self, role: str) -> Offload:
         """`<role>.offload`, where auto is no on a device that is the host: moves would only copy memory within it."""
@@ -184,24 +169,6 @@ class Job:
     @cached_property
     def shape(self) -> RunShape:
         return RunShape.of(self.config)
-
-    @cached_property
-    def training_data(self) -> Demonstrations | Preferences | None:
-        """Returns the training rows of an algorithm that generates nothing."""
-        data = self.rows.training_data
-        if data is not None:
-            data.first_step = self.data_from
-        return data
-
-    @property
-    def prompts(self) -> Prompts:
-        return self.rows.prompts
-
-    @property
-    def data_from(self) -> int:
-        """The step that takes the first rows of data.train: a later one than the first where the run went on with
-        other rows."""
-        return self.resumed.data_from if self.resumed else 0
 
 
 class Role:

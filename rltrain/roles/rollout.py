@@ -59,7 +59,7 @@ class RolloutRole(DrawingRole):
         self.step_start_s = 0.0
         self.step_response_tokens = 0
         if job.world.rank == self.leader:
-            job.prompts.report_rows(job.config.batch.prompts_per_step)
+            job.rows.prompts.report_rows(job.config.batch.prompts_per_step)
 
     @property
     def updates_together(self) -> bool:
@@ -153,7 +153,7 @@ class RolloutRole(DrawingRole):
 
     def _training(self, start: EngineStart) -> GenerationLoop:
         """The stream of training prompts, from `start` on."""
-        prompts = self.job.prompts
+        prompts = self.job.rows.prompts
         assignment: PromptAssignment = StaticAssignment(self.dp, self.grid.dp, start.next_position, start.returned)
         if self.job.shape.shares_prompts:
             assignment = SharedAssignment(self.job.world.store, start.next_position, start.returned)
@@ -238,7 +238,7 @@ class RolloutRole(DrawingRole):
     def _training_group(self, position: int) -> SampleGroup:
         """The group at a position of the stream of training prompts."""
         step, row = position // self.config.batch.prompts_per_step, self._training_rows.row(position)
-        return self.group(self.job.prompts.train, self.num_samples, step, row, position)
+        return self.group(self.job.rows.prompts.train, self.num_samples, step, row, position)
 
     def _ship(
         self, transfer: str, step: int, chunk: int, finished: Sequence[Finished], drawn: Sequence[SampleGroup]

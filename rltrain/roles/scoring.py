@@ -16,8 +16,7 @@ from rltrain.errors import ConfigError, RewardError
 from rltrain.rewards.answers import Scorable, Turn, time_limit
 from rltrain.rewards.scorer import Part, Scores
 from rltrain.roles.reward_statistics import RewardStatistics, prefix
-from rltrain.roles.role import Job
-from rltrain.runtime.job_store import poll, poll_s
+from rltrain.runtime.job_store import JobStore, Waiter, poll, poll_s
 
 # Samples of an experience as reward functions and models get them: what those of this run ask for, and no more.
 
@@ -270,20 +269,20 @@ class RankRecords:
     No collective: these ranks may be an engine's too, which others need for weight syncs while it waits.
     """
 
-    def __init__(self, job: Job, role: str, ranks: Sequence[int]) -> None:
-        self.job, self.role, self.ranks = job, role, tuple(ranks)
+    def __init__(self, job_store: JobStore, waiter: Waiter, role: str, ranks: Sequence[int]) -> None:
+        self.job_store, self.waiter, self.role, self.ranks = job_store, waiter, role, tuple(ranks)
 
     def collect(self, what: str, step: int, record: Any, serve: Callable[[], None] | None) -> list[Any]:
         """The records of all ranks on the leader, nothing on the others. `serve` is what it does for others while it
         waits."""
-        job_store, rank = self.job.job_store, self.job.world.rank
+        job_store, rank = self.job_store, self.job_store.world.rank
         keys = {other: f"{self.role} {what}/{step}/{other}" for other in self.ranks}
         job_store.put(keys[rank], record)
         if rank != self.ranks[0]:
             return []
         others = [other for other in keys if other != rank]
         what, every_s = f"the rewards of step {step}", poll_s(len(keys))
-        poll(self.job.waiter, lambda: job_store.has(*keys.values()) or None, what, others, serve, every_s)
+        poll(self.waiter, lambda: job_store.has(*keys.values()) or None, what, others, serve, every_s)
         gathered = [job_store.get(key, waiting_for=key) for key in keys.values()]
         for key in keys.values():
             job_store.forget(key)

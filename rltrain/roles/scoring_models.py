@@ -34,7 +34,7 @@ class TellingRole(Role):
 
     def __init__(self, job: Job, settings: schema.Judge | schema.RewardModel) -> None:
         super().__init__(job)
-        prompts, data, wanting = job.prompts, self.config.data, rewarding_models(self.config, (self.name,))
+        prompts, data, wanting = job.rows.prompts, self.config.data, rewarding_models(self.config, (self.name,))
         self.training = None
         if algorithm_of(self.config).generates:
             self.training = Scorables(wanting, prompts.train, prompts.decoder, data.train, "data.train")

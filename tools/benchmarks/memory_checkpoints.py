@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -129,10 +128,8 @@ class Node:
         job_store = self.job()
         held = HeldCheckpoints(self.config(), str(self.folder.base), job_store)
         memory = held.begin(None, leader=0)
-        job: Any = SimpleNamespace(
-            world=job_store.world, placement=SimpleNamespace(hosting=range(self.size)), job_store=job_store
-        )
-        part, writer = MemoryCheckpointing(job, memory, lambda: None), FilesWriter(asynchronous=True)
+        part = MemoryCheckpointing(job_store, range(self.size), memory, lambda: None)
+        writer = FilesWriter(asynchronous=True)
         files = self.file
         self.meet(job_store, "saves")
         begin = time.perf_counter()
