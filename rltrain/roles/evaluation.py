@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import fsum
 from pathlib import Path
 from statistics import stdev
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from rltrain.checkpoint.run_files import Contents, read_texts
 from rltrain.config.evaluation import SHORT_FORM, EvaluationPlan, has_reached
 from rltrain.data.experience import SIBLINGS_APART, Experience
 from rltrain.data.prompts import PromptDataset
-from rltrain.data.tokenizer import TextDecoder
 from rltrain.observability.evaluations import (
     BEST_FILE,
     BEST_FOLDER,
@@ -118,36 +117,13 @@ OF_ALL_SAMPLES = {
 
 
 @dataclass(frozen=True)
-class Judges:
-    """The reward functions of a section of the config."""
+class EvaluatedSet:
+    """One of the run's evaluation sets, with what scores it: its own reward, or else the run's."""
 
+    plan: EvaluationPlan
+    scorables: Scorables
     scorer: Scorer
     limit: FailureLimit
-
-
-class EvaluatedSet:
-    """One of the run's evaluation sets; without a reward of its own it is scored by `of_run`."""
-
-    def __init__(
-        self,
-        plan: EvaluationPlan,
-        dataset: PromptDataset,
-        decoder: TextDecoder,
-        of_run: Judges,
-        advance: Callable[[], None],
-    ) -> None:
-        self.plan = plan
-        self.judges = of_run
-        if plan.reward is not None:
-            scorer = Scorer.of(plan.reward, advance, plan.config_key.removesuffix("data") + "reward")
-            self.judges = Judges(scorer, FailureLimit(scorer.parts, plan.reward))
-        self.scorables = Scorables(self.judges.scorer.functions, dataset, decoder, plan.file, plan.config_key)
-
-    def shown(self, experience: Experience, num_prompts: int | Literal["all"]) -> Experience:
-        """The samples of the set's first `num_prompts` prompts that are in `experience`."""
-        if num_prompts == "all":
-            return experience
-        return experience.select(torch.nonzero(experience.prompt_ids < num_prompts).flatten())
 
     def metrics(
         self, of_samples: Mapping[str, float], outcomes: Sequence[Mapping[str, Any]], threshold: float
@@ -170,13 +146,20 @@ class EvaluationScoring:
 
     def __init__(self, job: Job, scorer: Scorer, limit: FailureLimit, records: RankRecords) -> None:
         self.job, self.config, self.records = job, job.config, records
-        self.of_run = Judges(scorer, limit)
-        self.sets = [
-            EvaluatedSet(plan, dataset, job.rows.prompts.decoder, self.of_run, job.heartbeat.advance)
-            for plan, dataset in zip(self.config.evaluations, job.rows.prompts.evaluations, strict=True)
-        ]
+        self.scorer, self.limit = scorer, limit
+        datasets = job.rows.prompts.evaluations
+        self.sets = [self._set(*of_set) for of_set in zip(self.config.evaluations, datasets, strict=True)]
         self.best = self._best()
         self.log = SampleLog(self.config.output_dir, f"evaluation_samples/rank{job.world.rank}.jsonl")
+
+    def _set(self, plan: EvaluationPlan, dataset: PromptDataset) -> EvaluatedSet:
+        scorer, limit, decoder = self.scorer, self.limit, self.job.rows.prompts.decoder
+        if plan.reward is not None:
+            section = plan.config_key.removesuffix("data") + "reward"
+            scorer = Scorer.of(plan.reward, self.job.heartbeat.advance, section)
+            limit = FailureLimit(scorer.parts, plan.reward)
+        scorables = Scorables(scorer.functions, dataset, decoder, plan.file, plan.config_key)
+        return EvaluatedSet(plan, scorables, scorer, limit)
 
     def _best(self) -> BestSoFar | None:
         """As the checkpoint has it that the run goes on from."""
@@ -199,12 +182,17 @@ class EvaluationScoring:
     ) -> Metrics:
         """What the set of this number is worth, which the leader of the ranks learns from the others. Models have
         `told` of the samples what is part of the run's reward. `serve` is what the rank does for others meanwhile."""
-        evaluated, statistics = self.sets[number], RewardStatistics()
-        plan, scorer = evaluated.plan, evaluated.judges.scorer
-        scores = self._scores(evaluated, experience, step, told if scorer is self.of_run.scorer else (), serve)
-        experience = with_scores(experience, scores)
+        evaluated, statistics, num_shown = self.sets[number], RewardStatistics(), self.config.evaluation.logged_prompts
+        plan, scorer = evaluated.plan, evaluated.scorer
+        pending = scorer.begin(evaluated.scorables.of(experience, step))
+        while serve and not pending.is_done:  # at work, so that a stall is this rank's
+            serve()
+            time.sleep(POLL_S)
+        scores = scorer.wait(pending, told if scorer is self.scorer else ())
+        shown = experience = with_scores(experience, scores)
         statistics.add_of(evaluated.scorables.dataset, experience, scores)
-        shown = evaluated.shown(experience, self.config.evaluation.logged_prompts)
+        if num_shown != "all":
+            shown = experience.select(torch.nonzero(experience.prompt_ids < num_shown).flatten())
         records = sample_records(evaluated.scorables, shown, step, scorer.parts)
         self.log.append(*({"set": plan.name, **record} for record in records))
         what = "evaluation" if plan.name == SHORT_FORM else f"evaluation {plan.name}"
@@ -212,27 +200,12 @@ class EvaluationScoring:
         gathered = self.records.collect(what, step, record, serve)
         if not gathered:
             return {}
-        of_samples = evaluated.judges.limit.judged(f"{what}[{step}]", gathered)
+        of_samples = evaluated.limit.judged(f"{what}[{step}]", gathered)
         metrics = evaluated.metrics(
             of_samples, [outcomes for *_, outcomes in gathered], self.config.evaluation.pass_threshold
         )
         self._leave_verdicts(step, plan, metrics)
         return metrics
-
-    def _scores(
-        self,
-        evaluated: EvaluatedSet,
-        experience: Experience,
-        step: int,
-        told: Sequence[Scores],
-        serve: Callable[[], None] | None,
-    ) -> Scores:
-        scorer = evaluated.judges.scorer
-        pending = scorer.begin(evaluated.scorables.of(experience, step))
-        while serve and not pending.is_done:  # at work, so that a stall is this rank's
-            serve()
-            time.sleep(POLL_S)
-        return scorer.wait(pending, told)
 
     def _leave_verdicts(self, step: int, plan: EvaluationPlan, metrics: Metrics) -> None:
         """For those who wait for them."""
@@ -254,8 +227,8 @@ class EvaluationScoring:
     def close(self) -> None:
         """End the processes of sets' own reward functions."""
         for evaluated in self.sets:
-            if evaluated.judges is not self.of_run:
-                evaluated.judges.scorer.close()
+            if evaluated.scorer is not self.scorer:
+                evaluated.scorer.close()
 
 
 # Evaluation by engines of its own, beside training and generation, which never wait for it.
@@ -331,7 +304,7 @@ class EvaluationRole(DrawingRole):
         super().close()
         if self.scoring:
             self.scoring.close()
-            self.scoring.of_run.scorer.close()
+            self.scoring.scorer.close()
 
     def _take_weights(self, step: int) -> None:
         """Draw with the weights of the step from here on."""
