@@ -1,6 +1,6 @@
 """What roles have in common that draw responses: engines, and the evaluation sets that they answer."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from zlib import crc32
 
 from rltrain.algorithms.registry import algorithm_of
@@ -9,7 +9,7 @@ from rltrain.data.experience import Experience
 from rltrain.data.prompts import PromptDataset
 from rltrain.data.tokenizer import TextDecoder
 from rltrain.models import Architecture
-from rltrain.roles.episode_sessions import EpisodeSessions
+from rltrain.roles.episode_sessions import Conversations, EpisodeSessions
 from rltrain.roles.role import Job, Role
 from rltrain.rollout.build import build_engine
 from rltrain.rollout.engine import EngineSite, SamplingParams
@@ -120,15 +120,10 @@ class DrawingRole(Role):
         conversations = self.sessions.evaluation(plan, dataset, self.engine, sampling)
         draw = crc32(plan.name.encode())
         loop = self.generation_loop(
-            PromptGroups(
-                self.engine,
-                sampling,
-                lambda position: self.group(dataset, num_samples, draw, position, position),
-                num_samples=num_samples,
-                episodes=conversations.episodes,
-                max_turn_tokens=self.config.env.max_turn_tokens,
-                guests=conversations.guests,
-            ),
+            sampling,
+            num_samples,
+            lambda position: self.group(dataset, num_samples, draw, position, position),
+            conversations,
             StaticAssignment(self.dp, self.grid.dp),
             StreamRules(num_prompts, per_step=num_prompts, shared_log=f"evaluation {plan.name} {step}"),
             in_flight,
@@ -139,12 +134,24 @@ class DrawingRole(Role):
 
     def generation_loop(
         self,
-        groups: PromptGroups,
+        sampling: SamplingParams,
+        num_samples: int,
+        group_at: Callable[[int], SampleGroup],
+        conversations: Conversations,
         assignment: PromptAssignment,
         rules: StreamRules,
         in_flight: InFlightSync | NoInFlightSync = NoInFlightSync(),  # noqa: B008 - it has no state
         selection: Selection | None = None,
     ) -> GenerationLoop:
+        groups = PromptGroups(
+            self.engine,
+            sampling,
+            group_at,
+            num_samples=num_samples,
+            episodes=conversations.episodes,
+            max_turn_tokens=self.config.env.max_turn_tokens,
+            guests=conversations.guests,
+        )
         return GenerationLoop(
             groups,
             assignment,

@@ -78,16 +78,12 @@ class EpisodeSessions:
         """By which the chat template ends a turn, beside the checkpoint's own tokens."""
         return self._chat.end_tokens if self._chat else frozenset()
 
-    def training(self, dataset: PromptDataset, engine: Engine, sampling: SamplingParams) -> Conversations:
-        """Of the stream of training prompts."""
-        return self._conversations(dataset, engine, sampling, None)
-
     def evaluation(
         self, plan: EvaluationPlan, dataset: PromptDataset, engine: Engine, sampling: SamplingParams
     ) -> Conversations:
         """Of a set of held-out prompts; the same ones in every evaluation."""
         if plan.name not in self._evaluations:
-            self._evaluations[plan.name] = self._conversations(dataset, engine, sampling, plan)
+            self._evaluations[plan.name] = self.conversations(dataset, engine, sampling, plan)
         return self._evaluations[plan.name]
 
     def ended(self) -> None:
@@ -102,15 +98,15 @@ class EpisodeSessions:
         for connection in self._connections:
             connection.close()
 
-    def _conversations(
-        self, dataset: PromptDataset, engine: Engine, sampling: SamplingParams, plan: EvaluationPlan | None
+    def conversations(
+        self, dataset: PromptDataset, engine: Engine, sampling: SamplingParams, plan: EvaluationPlan | None = None
     ) -> Conversations:
-        """Of training prompts where there is no `plan`."""
+        """Of an evaluation's prompts, or of the stream of training prompts where there is no `plan`."""
         if not self._places:
             return Conversations()
         if not self.is_leader:
             going_on = frozenset(number for place in self._places.values() for number in place["episodes"])
-            return Conversations(FollowedEpisodes(going_on), self._followed_guests(engine))
+            return Conversations(FollowedEpisodes(going_on), self._feed(engine))
         connections = [RemoteEnvironments(rank, place) for rank, place in self._places.items()]
         self._connections += connections
         turn_format = ChatTurns(self._chat, dataset.encoder.system_prompt) if self._chat else PlainText(dataset.encoder)
@@ -127,13 +123,13 @@ class EpisodeSessions:
             return Conversations(EnvironmentEpisodes(*arguments, **settings))
         return self._of_agents(dataset, engine, sampling, plan is not None, arguments, settings)
 
-    def _followed_guests(self, engine: Engine) -> Guests | None:
-        """On the ranks of an engine that are not its first."""
+    def _feed(self, engine: Engine, mailbox: "EngineMailbox | None" = None) -> Guests | None:
+        """The turns that agents ask for; on the ranks of an engine that are not its first there is no `mailbox`."""
         if self.job.config.env.agent is None:
             return None
         from rltrain.endpoint.engine_feed import EngineFeed
 
-        return EngineFeed(engine, self.job.rows.prompts.decoder)
+        return EngineFeed(engine, self.job.rows.prompts.decoder, mailbox)
 
     def _of_agents(
         self,
@@ -146,7 +142,7 @@ class EpisodeSessions:
     ) -> Conversations:
         """With a server in front of the engine."""
         from rltrain.endpoint.app import EndpointServer, EndpointSettings
-        from rltrain.endpoint.engine_feed import EngineFeed, EngineMailbox
+        from rltrain.endpoint.engine_feed import EngineMailbox
         from rltrain.endpoint.requests import RequestLimits, SamplingRules
 
         config, endpoint = self.job.config, self.job.config.rollout.endpoint
@@ -177,8 +173,7 @@ class EpisodeSessions:
         )
         server.start()
         self._servers.append((server, mailbox))
-        feed = EngineFeed(engine, self.job.rows.prompts.decoder, mailbox)
-        return Conversations(AgentEpisodes(server, recorded, *arguments, **settings), feed)
+        return Conversations(AgentEpisodes(server, recorded, *arguments, **settings), self._feed(engine, mailbox))
 
     def _rows(self, dataset: PromptDataset, plan: EvaluationPlan | None) -> RowColumns:
         """With all columns of the file."""

@@ -2,11 +2,10 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import fsum
 from pathlib import Path
-from statistics import stdev
+from statistics import fmean, stdev
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ from rltrain.roles.scoring import FailureLimit, RankRecords, Scorables, sample_r
 from rltrain.rollout.in_flight_sync import InFlightSync, NoInFlightSync
 from rltrain.rollout.layout import engine_parts, whole_engine
 from rltrain.rollout.sample import pack_groups
-from rltrain.runtime.job_store import POLL_S, poll, poll_s
+from rltrain.runtime.job_store import POLL_S, poll_s
 
 # The rewards of an evaluation by prompt, brought together from the ranks that scored them.
 
@@ -84,12 +83,12 @@ def metrics_of(records: Sequence[Record], *, num_samples: int, threshold: float)
     if num_samples == 1 or not prompts:
         return metrics
     passed = [sum(reward > threshold for reward in rewards) for rewards in prompts]
-    metrics[f"mean@{num_samples}"] = _mean(best_at_k(rewards, 1) for rewards in prompts)
+    metrics[f"mean@{num_samples}"] = fmean(best_at_k(rewards, 1) for rewards in prompts)
     for k in sizes_up_to(num_samples):
         pairs = zip(prompts, passed, strict=True)
-        metrics[f"pass@{k}"] = _mean(pass_at_k(len(rewards), count, k) for rewards, count in pairs)
+        metrics[f"pass@{k}"] = fmean(pass_at_k(len(rewards), count, k) for rewards, count in pairs)
         if k > 1:
-            metrics[f"best@{k}"] = _mean(best_at_k(rewards, k) for rewards in prompts)
+            metrics[f"best@{k}"] = fmean(best_at_k(rewards, k) for rewards in prompts)
     return metrics
 
 
@@ -99,11 +98,6 @@ def _by_prompt(records: Sequence[Record]) -> list[list[float]]:
         for prompt, rewards in record["rewards"].items():
             prompts[int(prompt)] += rewards
     return [prompts[prompt] for prompt in sorted(prompts)]
-
-
-def _mean(values: Iterable[float]) -> float:
-    listed = [*values]
-    return fsum(listed) / len(listed)
 
 
 # An evaluation set as a rank of the reward has it: by what its samples are scored, and what is reported of them.
@@ -290,8 +284,7 @@ class EvaluationRole(DrawingRole):
             return
         job_store, key = self.job.job_store, best_verdict_of(step)
         what = f"the verdict of rank {self.leader} at step {step}"
-        every_s = poll_s(self.grid.tp)
-        poll(self.job.waiter, lambda: job_store.has(key) or None, what, [self.leader], self.serve, every_s)
+        self.wait_for(lambda: job_store.has(key) or None, what, [self.leader], poll_s(self.grid.tp))
         if verdict := job_store.get(key, waiting_for=what):
             self._save(step, Best(**verdict))
 

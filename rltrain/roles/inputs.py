@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rltrain.algorithms.registry import algorithm_of
-from rltrain.config.schema import Config
+from rltrain.config.schema import Config, PromptFile, Reward
 from rltrain.data.demonstrations import Demonstrations, Preferences
 from rltrain.data.prompt_order import RowOrder, prompt_order
 from rltrain.data.prompt_rows import PromptRow
@@ -89,31 +89,17 @@ def read_prompts(config: Config, indexes: IndexFolder | None = None, model: Mode
     """Every rank that calls this numbers the prompts alike. `indexes` and `model` as in load_prompts."""
     data, plans = config.data, config.evaluations
     encoder = load_encoder(config)
+
+    def load(file: PromptFile, reward: Reward | None, key: str) -> PromptDataset:
+        needs = labels_of(reward or config.reward)
+        return load_prompts(file, data, encoder, needs=needs, config_key=key, indexes=indexes, model=model)
+
     training = None
     if algorithm_of(config).generates:
-        train = load_prompts(
-            data.train,
-            data,
-            encoder,
-            needs=labels_of(config.reward),
-            config_key="data.train",
-            indexes=indexes,
-            model=model,
-        )
+        train = load(data.train, None, "data.train")
         training = train, prompt_order(train, config)
-    evaluations = tuple(
-        load_prompts(
-            plan.file,
-            data,
-            encoder,
-            needs=labels_of(plan.reward or config.reward),
-            config_key=plan.config_key,
-            indexes=indexes,
-            model=model,
-        )
-        for plan in plans
-    )
     keys = tuple(plan.config_key for plan in plans)
+    evaluations = tuple(load(plan.file, plan.reward, plan.config_key) for plan in plans)
     return Prompts(TextDecoder(encoder.tokenizer), encoder, training, evaluations, keys)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from rltrain.checkpoint.run_files import Contents
 from rltrain.checkpoint.run_folder import Resumed
@@ -19,7 +19,7 @@ from rltrain.reshard.layout import Layout
 from rltrain.roles.inputs import JobRows
 from rltrain.runtime.grid import Grid, job_leader
 from rltrain.runtime.heartbeat import Heartbeat
-from rltrain.runtime.job_store import JobStore, Waiter
+from rltrain.runtime.job_store import POLL_S, JobStore, Waiter, poll
 from rltrain.runtime.placement import Placement
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.runtime.world import World
@@ -79,6 +79,7 @@ class SampleLog:
 
 
 Metrics = dict[str, float]
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -206,6 +207,12 @@ class Role:
     def dp(self) -> int:
         """This rank's data-parallel index."""
         return self.grid.coordinates(self.job.world.rank).dp
+
+    def wait_for(
+        self, come: Callable[[], Found | None], what: str, ranks: Sequence[int], every_s: float = POLL_S
+    ) -> Found:
+        """Returns what `come` gives once it is there, for which `ranks` care. This rank serves others meanwhile."""
+        return poll(self.job.waiter, come, what, ranks, self.serve, every_s)
 
     def save_state(self) -> Mapping[str, Contents]:
         """What this rank keeps of the role for a run that goes on from here: files by name, safe to be written until

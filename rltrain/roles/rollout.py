@@ -27,7 +27,7 @@ from rltrain.rollout.generation_loop import (
     StaticAssignment,
     StreamRules,
 )
-from rltrain.rollout.groups import DropCount, PromptGroups, Selection
+from rltrain.rollout.groups import DropCount, Selection
 from rltrain.rollout.in_flight_sync import InFlightSync
 from rltrain.rollout.rollout_state import Consumed, EngineStart, RolloutState, RowStream, share_out
 from rltrain.rollout.sample import SampleGroup, pack_groups
@@ -160,17 +160,12 @@ class RolloutRole(DrawingRole):
         sampling = replace(self.sampling_params(self.config.rollout.sampling), greedy=self._greedy_places())
         conversations = Conversations()
         if prompts.training is not None:
-            conversations = self.sessions.training(prompts.train, self.engine, sampling)
+            conversations = self.sessions.conversations(prompts.train, self.engine, sampling)
         loop = self.generation_loop(
-            PromptGroups(
-                self.engine,
-                sampling,
-                self._training_group,
-                num_samples=self.num_samples,
-                episodes=conversations.episodes,
-                max_turn_tokens=self.config.env.max_turn_tokens,
-                guests=conversations.guests,
-            ),
+            sampling,
+            self.num_samples,
+            self._training_group,
+            conversations,
             assignment,
             self._rules(start.state.consumed),
             selection=self._selection(),
