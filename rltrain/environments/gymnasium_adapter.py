@@ -21,8 +21,6 @@ HIGHLIGHTED = re.compile(r"\x1b\[[0-9;]+m(.*?)\x1b\[0m")
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 SIGNIFICANT_DIGITS = 4
 
-Render = Callable[[Any], str]
-"""Of an observation."""
 Parse = Callable[[str], Any]
 """Of what the model wrote: an action, or None where it is none."""
 

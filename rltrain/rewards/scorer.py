@@ -94,13 +94,18 @@ def _described(sample: Scorable, answer: Answer) -> str:
     return f"on the response {sample.response!r:.200}:\n{answer.traceback or answer.error}"
 
 
+def add_mean(means: dict[str, tuple[float, int]], name: str, total: float, count: int) -> None:
+    """Adds `total`, the sum of `count` numbers, to what `means` has under this name."""
+    before, num_before = means.get(name, (0.0, 0))
+    means[name] = (before + total, num_before + count)
+
+
 def _summed(metrics: Iterable[Mapping[str, float]]) -> dict[str, tuple[float, int]]:
     sums: dict[str, tuple[float, int]] = {}
     for of_sample in metrics:
         for name, value in of_sample.items():
             if name in sums or len(sums) < MAX_METRICS:
-                total, count = sums.get(name, (0.0, 0))
-                sums[name] = (total + value, count + 1)
+                add_mean(sums, name, value, 1)
     return sums
 
 

@@ -99,7 +99,7 @@ class EnvRole(Role):
         return [episode for batch in saved for episode in batch["live"] if episode not in lost]
 
     def _tell(self, what: Literal["offload", "onload"]) -> Callable[[], None]:
-        return lambda: self.service.call(lambda host: getattr(host, what)())
+        return lambda: self.service.call(lambda host: host.tell_all(what))
 
     def _host(self) -> EnvironmentHost:
         settings = self.config.env

@@ -11,7 +11,7 @@ from torch import Tensor
 from rltrain.algorithms.losses import response_lengths
 from rltrain.data.experience import Experience
 from rltrain.data.prompts import PromptDataset
-from rltrain.rewards.scorer import Scores
+from rltrain.rewards.scorer import Scores, add_mean
 from rltrain.tasks.metrics import OF_ALL_REWARDS
 
 FILTER = "dynamic_filter/"
@@ -48,7 +48,7 @@ class RewardStatistics:
         greedy = self._greedy(experience)
         if greedy.any():
             of_greedy = experience.rewards[greedy].double()
-            self._add_mean("greedy_reward_mean", float(of_greedy.sum()), len(of_greedy))
+            add_mean(self.means, "greedy_reward_mean", float(of_greedy.sum()), len(of_greedy))
         experience = self.reported(experience)
         rewards, lengths = experience.rewards.double(), response_lengths(experience).double()
         self.sums.update(
@@ -72,9 +72,9 @@ class RewardStatistics:
                 for failures, number in (("errors", of_function.num_errors), ("timeouts", of_function.num_timeouts)):
                     self.sums[f"{prefix(title)}_{failures}"] += number
                 num_scored = len(of_function.rewards) - len(of_function.skipped)
-                self._add_mean(prefix(title), sum(of_function.rewards), num_scored)
+                add_mean(self.means, prefix(title), sum(of_function.rewards), num_scored)
             for key, (total, count) in of_function.metrics.items():
-                self._add_mean(f"{prefix(title)}_{_name_of(key)}", total, count)
+                add_mean(self.means, f"{prefix(title)}_{_name_of(key)}", total, count)
             if of_function.first_failure is not None:
                 self.first_failures.setdefault(title, of_function.first_failure)
 
@@ -104,11 +104,7 @@ class RewardStatistics:
     def add_sources(self, sources: Sequence[str], rewards: Sequence[float]) -> None:
         """Of samples that are reported: where the prompt of each is from, and its reward."""
         for source, reward in zip(sources, rewards, strict=True):
-            self._add_mean(f"{OF_SOURCE}{source}", reward, 1)
-
-    def _add_mean(self, name: str, total: float, count: int) -> None:
-        before, num_before = self.means.get(name, (0.0, 0))
-        self.means[name] = (before + total, num_before + count)
+            add_mean(self.means, f"{OF_SOURCE}{source}", reward, 1)
 
     def record(self) -> Record:
         """For `metrics`."""
@@ -131,8 +127,7 @@ class RewardStatistics:
         totals: dict[str, tuple[float, int]] = {}
         for record in records:
             for name, (total, count) in record["means"].items():
-                before, num_before = totals.get(name, (0.0, 0))
-                totals[name] = before + total, num_before + count
+                add_mean(totals, name, total, count)
         return totals
 
     @classmethod

@@ -223,11 +223,14 @@ class FailureLimit:
         self.parts, self.settings = parts, settings
         self.has_judged = False
 
-    def judge(self, task: str, sums: Mapping[str, float], first_failures: Mapping[str, str]) -> None:
-        """Raise RewardError if a function failed on more samples of `task` than may, or on all of the first task's.
+    def judged(self, task: str, gathered: Sequence[Any]) -> dict[str, float]:
+        """Metrics of what all ranks of the role have recorded: [statistics, first failures, ...] each.
 
-        `sums` and `first_failures` are of all ranks of the role, as RewardStatistics has them.
+        Raises RewardError if a function failed on more samples of `task` than may, or on all of the first task's.
         """
+        records = [record for record, *_ in gathered]
+        first_failures = {title: failure for _, of, *_ in reversed(gathered) for title, failure in of.items()}
+        sums = RewardStatistics.sums_of(records)
         is_first, self.has_judged = not self.has_judged, True
         num_samples, settings = int(sums["samples"]), self.settings
 
@@ -251,12 +254,6 @@ class FailureLimit:
             raise RewardError(
                 f"reward: every function returned None for {unscored} of {num_samples} samples of {task}. {rule}"
             )
-
-    def judged(self, task: str, gathered: Sequence[Any]) -> dict[str, float]:
-        """Metrics of what ranks have recorded: [statistics, first failures, ...] each. RewardError as by `judge`."""
-        records = [record for record, *_ in gathered]
-        first_failures = {title: failure for _, of, *_ in reversed(gathered) for title, failure in of.items()}
-        self.judge(task, RewardStatistics.sums_of(records), first_failures)
         return RewardStatistics.metrics(records)
 
 
