@@ -203,7 +203,7 @@ class Trainer:
         exchange = Exchange(self.rank, transport, job.waiter, job.world.ranks_per_node, serve)
         for role in self.roles.values():
             role.serve = serve
-        self.transfers = Transfers(job, order, exchange, self.roles, self.trace)
+        self.transfers = Transfers(job.shape, job.grids, order, exchange, self.roles, self.trace)
         self.reporter = build_reporter(job, order, self._metrics_of_rank)
         restore(job, self.transfers, self.reporter)
         self.checkpointing = Checkpointing(job, order, self.roles, self.transfers, self.reporter, control)

@@ -187,23 +187,16 @@ class AdvantageEstimation:
             return {}
         sums = torch.tensor([self.counts[name] for name in SUMMED], dtype=torch.float64)
         *counts, kl_sum, num_responses = total(torch.cat([sums, self.kl_sums])).tolist()
-        return {**self._counted(dict(zip(SUMMED, counts, strict=True))), **self._adapted(kl_sum, num_responses)}
-
-    def _counted(self, sums: dict[str, float]) -> Metrics:
-        metrics = {}
+        samples, overlong, penalty, masked = counts
+        metrics: Metrics = {}
         if self.settings.overlong_penalty is not None:
-            metrics["overlong_samples"] = sums["overlong_samples"]
-            metrics["overlong_penalty"] = sums["overlong_penalty"] / max(sums["samples"], 1)
+            metrics |= {"overlong_samples": overlong, "overlong_penalty": penalty / max(samples, 1)}
         if self.settings.mask_truncated:
-            metrics["masked_truncated"] = sums["masked_truncated"]
+            metrics["masked_truncated"] = masked
+        if penalizes:
+            metrics |= {"reward_kl": kl_sum / max(num_responses, 1), "kl_coef": self.kl.coef}
+            self.kl.after(metrics["reward_kl"], num_responses)
         return metrics
-
-    def _adapted(self, kl_sum: float, num_responses: float) -> Metrics:
-        if not self.algorithm.penalizes_reward():
-            return {}
-        reward_kl, coef = kl_sum / max(num_responses, 1), self.kl.coef
-        self.kl.after(reward_kl, num_responses)
-        return {"reward_kl": reward_kl, "kl_coef": coef}
 
 
 # How old the samples of a step were: counts from its chunks, summed over replicas into metrics.
@@ -245,12 +238,6 @@ class StalenessCounts:
 def adapters_folder(export: Path) -> Path:
     """Beside the folder of an export: transformers would put adapters within it onto what has them merged already."""
     return export.with_name(f"{export.name}_adapter")
-
-
-def keep_exported_adapters(export: Path, candidate: Path) -> None:
-    """Have those of the export `candidate` be those of `export`. By one process."""
-    if adapters_folder(candidate).exists():
-        replace_adapters(adapters_folder(export), adapters_folder(candidate))
 
 
 # What all replicas of a role have of something, on each of them.
@@ -510,9 +497,10 @@ class ActorRole(TrainedRole):
         output_dir = Path(self.config.output_dir)
         candidate = output_dir / CANDIDATE
         if best:
-            notes = {BEST_FILE: best.as_json()}
-            replace_checkpoint(output_dir / BEST_FOLDER, candidate, like=Path(self.config.model.path), notes=notes)
-            keep_exported_adapters(output_dir / BEST_FOLDER, candidate)
+            notes, kept = {BEST_FILE: best.as_json()}, output_dir / BEST_FOLDER
+            replace_checkpoint(kept, candidate, like=Path(self.config.model.path), notes=notes)
+            if adapters_folder(candidate).exists():
+                replace_adapters(adapters_folder(kept), adapters_folder(candidate))
         else:
             shutil.rmtree(candidate, ignore_errors=True)
             shutil.rmtree(adapters_folder(candidate), ignore_errors=True)

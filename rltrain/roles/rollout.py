@@ -157,7 +157,8 @@ class RolloutRole(DrawingRole):
         assignment: PromptAssignment = StaticAssignment(self.dp, self.grid.dp, start.next_position, start.returned)
         if self.job.shape.shares_prompts:
             assignment = SharedAssignment(self.job.world.store, start.next_position, start.returned)
-        sampling = replace(self.sampling_params(self.config.rollout.sampling), greedy=self._greedy_places())
+        greedy = GreedyPlaces(self.num_greedy, self.num_samples) if self.num_greedy else None
+        sampling = replace(self.sampling_params(self.config.rollout.sampling), greedy=greedy)
         conversations = Conversations()
         if prompts.training is not None:
             conversations = self.sessions.conversations(prompts.train, self.engine, sampling)
@@ -172,9 +173,6 @@ class RolloutRole(DrawingRole):
         )
         loop.resume(start.state)
         return loop
-
-    def _greedy_places(self) -> GreedyPlaces | None:
-        return GreedyPlaces(self.num_greedy, self.num_samples) if self.num_greedy else None
 
     def _rules(self, done: Consumed) -> StreamRules:
         """Of the stream of training prompts."""
