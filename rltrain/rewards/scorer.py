@@ -81,14 +81,6 @@ class Scores:
             by_function={title: cls.of_record(scores) for title, scores in parts.items()},
         )
 
-    def by_sample(self) -> list[list[float]]:
-        """Of each sample what each function gave, unweighted; NaN where the function is not for it."""
-        columns = [
-            [math.nan if index in of.skipped else reward for index, reward in enumerate(of.rewards)]
-            for of in self.by_function.values()
-        ]
-        return [[*row] for row in zip(*columns, strict=True)]
-
 
 def _described(sample: Scorable, answer: Answer) -> str:
     return f"on the response {sample.response!r:.200}:\n{answer.traceback or answer.error}"

@@ -194,7 +194,8 @@ def data_changes(before: Inputs, now: Inputs) -> Iterator[str]:
     for name in now["order"]:
         if before["order"][name] != now["order"][name]:
             key = "the weights in data.train.sources" if name == "weights" else f"data.{name}"
-            yield f"{key}: was {_order_shown(before, name)}, and is {_order_shown(now, name)}"
+            was, is_ = (json.dumps(inputs["order"][name]) for inputs in (before, now))
+            yield f"{key}: was {was}, and is {is_}"
 
 
 def other_changes(before: Inputs, now: Inputs) -> Iterator[str]:
@@ -247,10 +248,6 @@ def _rows(inputs: Inputs) -> str:
 def _same_size(before: Inputs, now: Inputs) -> str:
     """Says that the content differs, where paths and numbers of rows do not show it."""
     return " with other content" if _rows(before) == _rows(now) else ""
-
-
-def _order_shown(inputs: Inputs, name: str) -> str:
-    return json.dumps(inputs["order"][name])
 
 
 def _rewards(inputs: Inputs) -> str:

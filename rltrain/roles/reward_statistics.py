@@ -117,26 +117,16 @@ class RewardStatistics:
             total.update(record["sums"])
         return total
 
-    @staticmethod
-    def means_of(records: Sequence[Record]) -> dict[str, float]:
-        """What functions are reported by, one by one. What no sample has is not there."""
-        return {name: total / count for name, (total, count) in RewardStatistics._totals(records).items() if count}
-
-    @staticmethod
-    def _totals(records: Sequence[Record]) -> dict[str, tuple[float, int]]:
-        totals: dict[str, tuple[float, int]] = {}
-        for record in records:
-            for name, (total, count) in record["means"].items():
-                add_mean(totals, name, total, count)
-        return totals
-
     @classmethod
     def metrics(cls, records: Sequence[Record]) -> dict[str, float]:
         """From the records of all ranks of the role, each of which has samples of its own."""
-        sums = cls.sums_of(records)
+        sums, totals = cls.sums_of(records), dict[str, tuple[float, int]]()
+        for record in records:
+            for name, of_rank in record["means"].items():
+                add_mean(totals, name, *of_rank)
         count = sums["reported"]
         mean = sums["rewards"] / count
-        of_sources = {name: n for name, (_, n) in cls._totals(records).items() if name.startswith(OF_SOURCE)}
+        of_sources = {name: n for name, (_, n) in totals.items() if name.startswith(OF_SOURCE)}
         shares = {f"share/{name.removeprefix(OF_SOURCE)}": number / count for name, number in of_sources.items()}
         counted = {name: number for name, number in sums.items() if name.startswith(("reward_", FILTER))}
         return {
@@ -148,7 +138,7 @@ class RewardStatistics:
             **({FLAT_GROUPS: sums[FLAT_GROUPS] / sums["groups"]} if sums["groups"] else {}),
             **shares,
             **counted,
-            **cls.means_of(records),
+            **{name: total / number for name, (total, number) in totals.items() if number},  # what some sample has
         }
 
 

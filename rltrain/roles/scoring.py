@@ -154,7 +154,11 @@ def _wanted_columns(
 
 def reward_parts(scores: Scores) -> Tensor:
     """[samples, functions] what each function gave, unweighted; NaN where it is not for the sample."""
-    return torch.tensor(scores.by_sample(), dtype=torch.float32).view(len(scores.rewards), len(scores.by_function))
+    columns = [
+        [math.nan if index in of.skipped else reward for index, reward in enumerate(of.rewards)]
+        for of in scores.by_function.values()
+    ]
+    return torch.tensor(columns, dtype=torch.float32).T.contiguous()
 
 
 # What reward functions said of samples, as fields of their experience.

@@ -106,11 +106,7 @@ class OwnText:
             said = (str(message.get("content") or "") for message in completion)
             return self._usable(self.tokenizer("".join([prompt, *said]))["input_ids"])
         asked = messages or [{"role": "user", "content": prompt}]
-        try:
-            text = self.template.render([*asked, *completion], generation_prompt=False)
-        except RenderError as error:
-            raise UnreadableTextError(f"its chat template refuses the conversation: {error}") from error
-        return self._usable(self.template.encode(text))
+        return self._rendered("conversation", [*asked, *completion], generation_prompt=False)
 
     def up_to_eos(self, ids: Sequence[int]) -> list[int]:
         """Without what stands behind the last end-of-sequence token, which is added where there is none."""
@@ -130,16 +126,20 @@ class OwnText:
         """Of a user's question, up to where the model's answer begins. Raises UnreadableTextError."""
         if self.template is None:
             return self._usable(self.tokenizer(question)["input_ids"])
-        try:
-            text = self.template.render([{"role": "user", "content": question}])
-        except RenderError as error:
-            raise UnreadableTextError(f"its chat template refuses the question: {error}") from error
-        return self._usable(self.template.encode(text))
+        return self._rendered("question", [{"role": "user", "content": question}])
 
     @property
     def end_tokens(self) -> frozenset[int]:
         """The tokens that end an answer."""
         return ends_of_turns(self.tokenizer, self.named_ends, self.template)
+
+    def _rendered(self, what: str, messages: Sequence[Message], *, generation_prompt: bool = True) -> list[int]:
+        assert self.template is not None, "texts stand one after the other without one"
+        try:
+            text = self.template.render(messages, generation_prompt=generation_prompt)
+        except RenderError as error:
+            raise UnreadableTextError(f"its chat template refuses the {what}: {error}") from error
+        return self._usable(self.template.encode(text))
 
     def _usable(self, ids: Sequence[int]) -> list[int]:
         if not ids:
