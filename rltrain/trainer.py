@@ -40,7 +40,7 @@ from rltrain.planning.validation import check_config
 from rltrain.planning.validation_schedule import place_config
 from rltrain.reshard import native
 from rltrain.roles.actor import ActorRole
-from rltrain.roles.checkpointing import Checkpointing
+from rltrain.roles.checkpointing import Checkpointing, RunControl
 from rltrain.roles.critic import CriticRole
 from rltrain.roles.env import EnvRole
 from rltrain.roles.evaluation import EvaluationRole
@@ -179,7 +179,7 @@ def peak_flops(job: Job) -> float | None:
 class Trainer:
     """One rank's part of the run."""
 
-    def __init__(self, job: Job, order: Order) -> None:
+    def __init__(self, job: Job, order: Order, control: RunControl) -> None:
         self.job, self.order = job, order
         self.rank = job.world.rank
         self._agree_on_order()
@@ -194,10 +194,10 @@ class Trainer:
         exchange = Exchange(self.rank, transport, job.waiter, job.world.ranks_per_node, self.in_flight.serve)
         for role in self.roles.values():
             role.serve = self.in_flight.serve
-        self.transfers = Transfers(job, order, exchange, self.roles, self.trace)
+        self.transfers = Transfers(job.shape, job.grids, order, exchange, self.roles, self.trace)
         self.reporter = build_reporter(job, order, self._metrics_of_rank)
         restore(job, self.transfers, self.reporter)
-        self.checkpointing = Checkpointing(job, order, self.roles, self.transfers, self.reporter)
+        self.checkpointing = Checkpointing(job, order, self.roles, self.transfers, self.reporter, control)
         self.end = EndOfTraining(job, order, self.hosted)
         self.joint_tasks = {**syncs, CHECKPOINT: self.checkpointing.at_boundary, **self.end.tasks}
         self.work = RoleWork(peak_flops(job))
@@ -332,15 +332,13 @@ def run_config(make_config: Callable[[], Config]) -> int:
     if world.local_rank:
         native.logger.setLevel(logging.ERROR)  # what a machine lacks is said once per machine
     try:
-        job, order, watchdog = prepare(make_config, world)
+        job, order, control, watchdog = prepare(make_config, world)
         ending.doing, ending.way_on = watchdog.doing, watchdog.ending.way_on
-        trainer = Trainer(job, order)
+        trainer = Trainer(job, order, control)
         came_to_its_end = trainer.run()
-        if job.stop:
-            await_signal_of_launcher(job.stop, world, trainer.checkpointing.stopped_by)
+        await_signal_of_launcher(control.stop, world, trainer.checkpointing.stopped_by)
         watchdog.stop()
-        if job.stop:
-            job.stop.close()
+        control.stop.close()
     except Exception as error:
         ending.by(error)
     if not came_to_its_end:
@@ -355,7 +353,7 @@ def run_config(make_config: Callable[[], Config]) -> int:
     return 0
 
 
-def prepare(make_config: Callable[[], Config], world: World) -> tuple[Job, Order, Watchdog]:
+def prepare(make_config: Callable[[], Config], world: World) -> tuple[Job, Order, RunControl, Watchdog]:
     """Everything that can be refused is refused before the first process group exists. Collective over: all ranks."""
     config = make_config()
     world = replace(world, timeouts=config.timeouts)
@@ -384,8 +382,9 @@ def prepare(make_config: Callable[[], Config], world: World) -> tuple[Job, Order
     groups = ProcessGroups(lists, backend=world.backend, timeout_s=TRANSPORT_TIMEOUT_S, reopenable=releasable)
     waiter = Waiter(job_store, config.timeouts.report_s)
     stop = listen_for_stop(job_store, config)
-    known = config, world, placement, grids, groups, architectures, job_store, waiter, rows, inputs
-    return Job(*known, resumed, stop, memory=memory), order, watchdog
+    rows.first_step = resumed.data_from if resumed else 0
+    known = config, world, placement, grids, groups, architectures, job_store, waiter, rows, stop.pause
+    return Job(*known, resumed), order, RunControl(inputs, stop, memory), watchdog
 
 
 def where_to_begin(

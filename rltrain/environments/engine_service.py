@@ -164,13 +164,9 @@ class EnvironmentService:
 
 def encode_event(event: EpisodeEvent) -> Message:
     return {
-        "episode": event.episode,
+        **vars(event),
         "observation": encode_observation(event.observation),
-        "reward": event.reward,
-        "done": event.done,
         "info": dict(event.info),
-        "seconds": event.seconds,
-        "truncated": event.truncated,
         "failure": asdict(event.failure) if event.failure else None,
         "trajectories": [asdict(trajectory) for trajectory in event.trajectories],
     }

@@ -6,10 +6,10 @@ from math import prod
 from typing import Any
 
 from rltrain.environments.batch import EnvironmentFactory
-from rltrain.environments.convention import Build, parameters_of
-from rltrain.environments.interface import Action, Environment, Message, Opening, Row, StepResult
+from rltrain.environments.convention import Build, parameters_of, refuse_unknown_options, with_shown
+from rltrain.environments.interface import Action, Environment, Opening, Row, StepResult
 from rltrain.environments.one_by_one import one_by_one
-from rltrain.errors import ConfigError, one_of
+from rltrain.errors import ConfigError
 from rltrain.rewards.locating import locate
 
 # Observations of Gymnasium's environments as text, and texts as their actions. Knows spaces by what they have.
@@ -21,8 +21,6 @@ HIGHLIGHTED = re.compile(r"\x1b\[[0-9;]+m(.*?)\x1b\[0m")
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 SIGNIFICANT_DIGITS = 4
 
-Render = Callable[[Any], str]
-"""Of an observation."""
 Parse = Callable[[str], Any]
 """Of what the model wrote: an action, or None where it is none."""
 
@@ -109,8 +107,7 @@ def recognises(thing: Any) -> bool:
 
 def adapt(build: Build, factory: EnvironmentFactory) -> Environment:
     """A user's class: `env.options.make` are its own arguments."""
-    environment: Environment = one_by_one(lambda: GymnasiumEpisode(build, Texts(factory)))
-    return environment
+    return one_by_one(lambda: GymnasiumEpisode(build, Texts(factory)))
 
 
 def registered(factory: EnvironmentFactory) -> Callable[[], Environment]:
@@ -152,9 +149,7 @@ class Texts:
 
     def __init__(self, factory: EnvironmentFactory) -> None:
         options = dict(factory.options)
-        unknown = sorted(options.keys() - {*OPTIONS})
-        if unknown:
-            raise ConfigError(f"env.options: {', '.join(unknown)} unknown; expected {one_of(unknown[0], OPTIONS)}")
+        refuse_unknown_options(options, OPTIONS)
         self.make: Mapping[str, Any] = options.get("make") or {}
         self.names: Sequence[str] = options.get("action_names") or ()
         self.render = _function(options, "render")
@@ -167,10 +162,7 @@ class Texts:
         prompt = row.get(self.prompt_key)
         if not prompt:
             return f"{shown}\n{action_help(action_space, self.names)}"
-        if isinstance(prompt, str):
-            return f"{prompt}\n{shown}"
-        messages: list[Message] = [*prompt, {"role": "user", "content": shown}]
-        return messages
+        return with_shown(prompt, shown)
 
     def parser(self, action_space: Any) -> Callable[[str], Any]:
         return self.parse or default_parse(action_space, self.names)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 from rltrain.environments.batch import (
     EnvironmentFactory,
@@ -121,20 +121,12 @@ class WorkerConnection:
             return
         self._clear()
         self.process = start_worker(WORKER_MODULE)
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self._stdin, self._stdout = self.process.stdin, self.process.stdout
         for pipe in (self._stdin, self._stdout):
             os.set_blocking(pipe.fileno(), False)
         self.selector.register(self._stdout, selectors.EVENT_READ, self)
         self._send(self.factory.as_message())
-
-    @property
-    def _stdin(self) -> IO[bytes]:
-        assert self.process is not None and self.process.stdin is not None
-        return self.process.stdin
-
-    @property
-    def _stdout(self) -> IO[bytes]:
-        assert self.process is not None and self.process.stdout is not None
-        return self.process.stdout
 
     def take_environment(self) -> tuple[int, bool]:
         """(a number that no batch has, whether an environment has still to be built for it)."""
@@ -185,15 +177,12 @@ class WorkerConnection:
         for line in lines:
             message = json.loads(line)
             self._idle_since = message["finished"]
+            if "refused" in message:
+                raise ConfigError(message["refused"])
             if self.description is None:
-                self._begin(message)
+                self.description = Description(**message["description"])
             elif (call := self.calls.pop(message["call"], None)) is not None:
                 yield call, self._answer(call, message)
-
-    def _begin(self, message: Json) -> None:
-        if "refused" in message:
-            raise ConfigError(message["refused"])
-        self.description = Description(**message["description"])
 
     def _answer(self, call: WorkerCall, message: Json) -> WorkerAnswer:
         limit_s, seconds = self._limit_of(call), message["seconds"]
@@ -279,8 +268,8 @@ class WorkerConnection:
         self.calls.clear()
         process, self.process, self.description = self.process, None, None
         if process is not None:
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None and pipe.fileno() in self.selector.get_map():
+            for pipe in (self._stdin, self._stdout):
+                if pipe.fileno() in self.selector.get_map():
                     self.selector.unregister(pipe)
             kill_worker(process)
         return calls
@@ -401,15 +390,8 @@ class EnvironmentHost:
                 break
         return bool(self._events)
 
-    @property
-    def num_waited_for(self) -> int:
-        """Episodes whose environment is at work, or waits for others of their batch; the rest wait for `act`."""
-        called = sum(len(batch.live) for batch in set(self._batches.values()) if batch.is_called)
-        acted = sum(len(batch.actions) for batch in set(self._batches.values()))
-        return len(self._begun) + called + acted
-
     def save(self) -> list[SavedBatch]:
-        """The episodes that can go on from a checkpoint: none unless the environment has Saved.
+        """The episodes that can go on from a checkpoint: none unless the environment can save them.
 
         Waits for the calls that are under way, within their limits. Take `events` after it, and save what they bring
         beside it. Actions of batches that cannot step yet are part of it.
@@ -429,7 +411,10 @@ class EnvironmentHost:
         if not saved or not self.describe().saved:
             return [episode for batch in saved for episode in batch["live"]]
         batches = [EpisodeBatch.load(batch) for batch in saved]
-        calls = {self._load(batch, message["state"]): batch for batch, message in zip(batches, saved, strict=True)}
+        calls = {
+            self._call(self._placed(batch), "load_state", state=message["state"]): batch
+            for batch, message in zip(batches, saved, strict=True)
+        }
         self._settle()
         lost = []
         for number, batch in calls.items():
@@ -441,13 +426,16 @@ class EnvironmentHost:
             self.abandon(episode)
         return lost
 
-    def offload(self) -> None:
-        """Have environments that hold device memory give it back; waits until they have. Raises ConfigError where they
-        cannot."""
-        self._tell_all("offload")
-
-    def onload(self) -> None:
-        self._tell_all("onload")
+    def tell_all(self, kind: Literal["offload", "onload"]) -> None:
+        """Have environments that hold device memory give it back, or take it again; waits until they have. Raises
+        ConfigError where they cannot."""
+        if not self.describe().offloaded:
+            return
+        self._settle()
+        for worker in self._workers:
+            if worker.process is not None:
+                worker.call(WorkerCall(next(self._numbers), kind, None, self.limits.start_s), {})
+        self._settle()
 
     def close(self) -> None:
         """Nothing can be begun afterwards. Environments of processes that are idle close first, all in CLOSE_S."""
@@ -478,9 +466,6 @@ class EnvironmentHost:
     def _reset(self, batch: EpisodeBatch) -> None:
         self._call(self._placed(batch), "reset", rows=batch.rows, seeds=batch.seeds)
 
-    def _load(self, batch: EpisodeBatch, state: Json) -> int:
-        return self._call(self._placed(batch), "load_state", state=state)
-
     def _placed(self, batch: EpisodeBatch) -> EpisodeBatch:
         """In the process with the fewest live episodes, and an environment of its own there."""
         batch.place = self._loads.index(min(self._loads))
@@ -507,15 +492,6 @@ class EnvironmentHost:
         if self.limits.episode_s is None:
             return self.limits.step_s
         return min(self.limits.step_s, self.limits.episode_s - batch.seconds)
-
-    def _tell_all(self, kind: Kind) -> None:
-        if not self.describe().offloaded:
-            return
-        self._settle()
-        for worker in self._workers:
-            if worker.process is not None:
-                worker.call(WorkerCall(next(self._numbers), kind, None, self.limits.start_s), {})
-        self._settle()
 
     def _settle(self) -> None:
         """Until no call is under way."""

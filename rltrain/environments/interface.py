@@ -100,6 +100,12 @@ class Environment(Protocol):
     it may block, and what it prints goes to standard error. An exception costs the episodes of its batch, is counted,
     and the environment is built anew. Where `step` is a coroutine function, so is `reset`, and those of a process are
     awaited beside each other.
+
+    It may have besides: `get_state()`, which returns the state of the whole batch such that JSON can write it, and
+    `load_state(state)`, in the place of `reset`, where its episodes can be saved with a checkpoint and go on elsewhere;
+    `offload()` and `onload()`, where it holds memory of a device which other roles need between its turns; and `tools`,
+    of which the chat template tells the model, as OpenAI writes them: {"type": "function", "function": {"name",
+    "description", "parameters"}}.
     """
 
     def reset(self, rows: Sequence[Row], seeds: Sequence[int]) -> Sequence[Opening]:
@@ -114,30 +120,3 @@ class Environment(Protocol):
     def close(self) -> None:
         """Called once, after the last step, unless the process is killed. May be missing."""
         ...
-
-
-class Saved(Protocol):
-    """What an environment has besides, whose episodes can be saved with a checkpoint and go on elsewhere."""
-
-    def get_state(self) -> Any:
-        """Of the whole batch, such that JSON can write it."""
-        ...
-
-    def load_state(self, state: Any) -> None:
-        """In the place of `reset`."""
-        ...
-
-
-class Offloaded(Protocol):
-    """What an environment has besides, that holds memory of a device which other roles need between its turns."""
-
-    def offload(self) -> None: ...
-
-    def onload(self) -> None: ...
-
-
-class WithTools(Protocol):
-    """What an environment has besides, of whose tools the chat template tells the model."""
-
-    tools: Sequence[Mapping[str, Any]]
-    """As OpenAI writes them: {"type": "function", "function": {"name", "description", "parameters"}}."""

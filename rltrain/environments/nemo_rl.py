@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rltrain.environments.batch import EnvironmentFactory
-from rltrain.environments.convention import Build, parameters_of
+from rltrain.environments.convention import Build, as_messages, parameters_of
 from rltrain.environments.interface import Action, Environment, Message, Row, StepResult
 
 OWN_OPTIONS = ("metadata_key",)
@@ -33,7 +33,7 @@ class NemoRl:
     def reset(self, rows: Sequence[Row], seeds: Sequence[int]) -> Sequence[None]:
         """First observations are the rows' prompts."""
         prompts = [row[self.prompt_key] for row in rows]
-        self.logs = [[{"role": "user", "content": p}] if isinstance(p, str) else [*p] for p in prompts]
+        self.logs = [as_messages(prompt) for prompt in prompts]
         self.metadata = [row.get(self.metadata_key, row) for row in rows]
         return [None] * len(rows)
 

@@ -80,11 +80,10 @@ class AwaitedOneByOne(OneByOne):
         return await asyncio.gather(*(turn(single, action) for single, action in needed))
 
 
-def one_by_one(build: Callable[[], Any]) -> Any:
+def one_by_one(build: Callable[[], Any]) -> Environment:
     """For what builds environments for one episode."""
-    first = build()
-    spare = [first]
-    kind = AwaitedOneByOne if inspect.iscoroutinefunction(first.step) else OneByOne
+    spare = [build()]
+    kind = AwaitedOneByOne if inspect.iscoroutinefunction(spare[0].step) else OneByOne
     return kind(lambda: spare.pop() if spare else build())
 
 
@@ -105,15 +104,8 @@ def _load_state(environment: OneByOne) -> Callable[[Any], None]:
     return load_state
 
 
-def _each(name: str) -> Callable[[OneByOne], Callable[[], None]]:
-    def of_all(environment: OneByOne) -> Callable[[], None]:
-        def call_all() -> None:
-            for single in environment.singles:
-                getattr(single, name)()
-
-        return call_all
-
-    return of_all
+def _each(name: str) -> Callable[[OneByOne], Callable[[], Any]]:
+    return lambda environment: lambda: [getattr(single, name)() for single in environment.singles]
 
 
 _BESIDES: Mapping[str, Callable[[OneByOne], Any]] = {

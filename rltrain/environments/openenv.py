@@ -8,10 +8,10 @@ from contextlib import ExitStack, suppress
 from typing import Any, Protocol
 
 from rltrain.environments.batch import EnvironmentFactory
-from rltrain.environments.convention import Build, parameters_of
-from rltrain.environments.interface import Action, Environment, Message, Opening, Row, StepResult
+from rltrain.environments.convention import Build, parameters_of, refuse_unknown_options, with_shown
+from rltrain.environments.interface import Action, Environment, Opening, Row, StepResult
 from rltrain.environments.one_by_one import one_by_one
-from rltrain.errors import ConfigError, one_of
+from rltrain.errors import ConfigError
 from rltrain.rewards.locating import locate
 from rltrain.runtime.json_text import parse_json
 
@@ -59,8 +59,7 @@ def served(factory: EnvironmentFactory) -> Callable[[], Environment]:
 
 
 def _environment(open_session: Callable[[], OpenEnvSession], factory: EnvironmentFactory) -> Environment:
-    environment: Environment = one_by_one(lambda: OpenEnvEpisode(open_session(), factory))
-    return environment
+    return one_by_one(lambda: OpenEnvEpisode(open_session(), factory))
 
 
 class OpenEnvEpisode:
@@ -74,9 +73,7 @@ class OpenEnvEpisode:
 
     def __init__(self, session: OpenEnvSession, factory: EnvironmentFactory) -> None:
         options = factory.options
-        unknown = sorted(options.keys() - {*OPTIONS})
-        if unknown:
-            raise ConfigError(f"env.options: {', '.join(unknown)} unknown; expected {one_of(unknown[0], OPTIONS)}")
+        refuse_unknown_options(options, OPTIONS)
         self.session = session
         self.prompt_key = factory.prompt_key
         self.action_key = options.get("action_key", "message")
@@ -90,10 +87,7 @@ class OpenEnvEpisode:
         shown, prompt = self._shown(result), row.get(self.prompt_key)
         if not prompt:
             return shown
-        if isinstance(prompt, str):
-            return f"{prompt}\n{shown}" if shown else None
-        messages: list[Message] = [*prompt, {"role": "user", "content": shown}]
-        return messages if shown else None
+        return with_shown(prompt, shown) if shown else None
 
     def step(self, action: Action) -> StepResult:
         fields = dict(action.tool_calls[-1].arguments) if action.tool_calls else self.action_of(action.text)

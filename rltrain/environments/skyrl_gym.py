@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rltrain.environments.batch import EnvironmentFactory
-from rltrain.environments.convention import Build, parameters_of
+from rltrain.environments.convention import Build, as_messages, parameters_of
 from rltrain.environments.interface import Action, Environment, Observation, Opening, Row, StepResult
 from rltrain.environments.one_by_one import one_by_one
 
@@ -14,8 +14,7 @@ def recognises(thing: Any) -> bool:
 
 
 def adapt(build: Build, factory: EnvironmentFactory) -> Environment:
-    environment: Environment = one_by_one(lambda: SkyRLGym(build, factory))
-    return environment
+    return one_by_one(lambda: SkyRLGym(build, factory))
 
 
 class SkyRLGym:
@@ -31,8 +30,7 @@ class SkyRLGym:
     def reset(self, row: Row, seed: int) -> Opening:
         self.close()
         self.environment = self.build(**self._arguments(row))
-        prompt = row[self.prompt_key]
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        messages = as_messages(row[self.prompt_key])
         first, _ = self.environment.init([dict(message) for message in messages])
         return None if first == messages else first
 

@@ -256,8 +256,7 @@ def recognises(thing: Any) -> bool:
 
 
 def adapt(build: Build, factory: EnvironmentFactory) -> Environment:
-    environment: Environment = one_by_one(lambda: SlimeGenerate(build, factory))
-    return environment
+    return one_by_one(lambda: SlimeGenerate(build, factory))
 
 
 class SlimeGenerate:

@@ -24,8 +24,7 @@ def recognises(thing: Any) -> bool:
 
 
 def adapt(build: Build, factory: EnvironmentFactory) -> Environment:
-    environment: Environment = one_by_one(lambda: TrlEnvironment(build, factory))
-    return environment
+    return one_by_one(lambda: TrlEnvironment(build, factory))
 
 
 class TrlEnvironment:

@@ -1,11 +1,15 @@
 """What reward functions are given and what they returned, checked."""
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, NamedTuple, TypedDict
 
 from rltrain.runtime.machine import describe_raised
+
+logger = logging.getLogger(__name__)
 
 # The numbers that a reward can be: those that a float32 tensor holds.
 
@@ -23,10 +27,25 @@ def is_reward(number: float) -> bool:
 SCORE, TURNS = "score", "turns"
 EXPECTED = "expected a number, or a dict whose 'score' is one"
 
-Answer = dict[str, Any]
-"""Of one sample. {"value": float}, with "turns": the rewards of its turns, and "metrics": numbers by name, where there
-are any; {"skipped": True} where the function is not for this sample; {"error": text}, with "traceback": text where it
-raised; {"timeout": text}."""
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of a sample: its score, or an error; neither of them where the function is not for it."""
+
+    score: float | None = None
+    error: str | None = None
+    timeout: bool = False
+    """The error is that it took too long."""
+    traceback: str = ""
+    turns: Sequence[float] | None = None
+    """The rewards of its turns, where the function rewarded them one by one."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What else the function said in numbers."""
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether the function is not for this sample."""
+        return self.score is None and self.error is None
 
 
 class PlainError(Exception):
@@ -36,13 +55,21 @@ class PlainError(Exception):
 class TookTooLongError(PlainError):
     """Counts as a time-out."""
 
+    def __init__(self, limit: str, who: str = "") -> None:
+        super().__init__(f"{who} took longer than {limit}".lstrip())
 
-def as_error(error: BaseException, own_files: Collection[str]) -> Answer:
+
+def time_limit(limit_s: float, *, batched: bool = False) -> str:
+    """Returns what a sample may take, in words."""
+    return f"reward.timeout_s = {limit_s:g}{' for each sample of its batch' * batched}"
+
+
+def as_error(error: BaseException, own_files: Collection[str] = ()) -> Answer:
     """What was raised, the innermost place of the function's file, and the traceback without frames of `own_files`."""
     if isinstance(error, PlainError):
-        return {"timeout" if isinstance(error, TookTooLongError) else "error": str(error)}
+        return Answer(error=str(error), timeout=isinstance(error, TookTooLongError))
     what, traceback = describe_raised(error, own_files)
-    return {"error": what, "traceback": traceback} if traceback else {"error": what}
+    return Answer(error=what, traceback=traceback)
 
 
 def as_answer(returned: Any, num_turns: int = 1, score_key: str = SCORE) -> Answer:
@@ -52,19 +79,26 @@ def as_answer(returned: Any, num_turns: int = 1, score_key: str = SCORE) -> Answ
     The reward is the sum over turns. A score beside them belongs to the last one.
     """
     if isinstance(returned, float) and is_reward(returned):
-        return {"value": float(returned)}  # most by far
-    if isinstance(returned, Mapping):
-        return _of_mapping(returned, num_turns, score_key)
-    if isinstance(returned, (list, tuple)):
-        return _of_turns(returned, num_turns)
-    return _of_number(returned)
+        return Answer(float(returned))  # most by far
+    try:
+        if isinstance(returned, Mapping):
+            return _of_mapping(returned, num_turns, score_key)
+        if isinstance(returned, (list, tuple)):
+            total, turns = _of_turns(returned, num_turns)
+            return Answer(total, turns=turns)
+        return Answer(_reward(returned))
+    except PlainError as wrong:
+        return Answer(error=str(wrong))
 
 
-def _of_number(returned: Any, place: str = "") -> Answer:
+def _reward(returned: Any, place: str = "") -> float:
+    """Returns it as a number that a reward can be. Raises PlainError."""
     number = _number(returned)
     if number is None:
-        return {"error": f"returned {type(returned).__name__} {returned!r:.100}{place}; {EXPECTED}"}
-    return {"value": number} if is_reward(number) else {"error": f"returned {number}{place}; {EXPECTED_REWARD}"}
+        raise PlainError(f"returned {type(returned).__name__} {returned!r:.100}{place}; {EXPECTED}")
+    if not is_reward(number):
+        raise PlainError(f"returned {number}{place}; {EXPECTED_REWARD}")
+    return number
 
 
 def _number(value: Any) -> float | None:
@@ -74,37 +108,31 @@ def _number(value: Any) -> float | None:
     return None
 
 
-def _of_turns(rewards: Sequence[Any], num_turns: int) -> Answer:
+def _of_turns(rewards: Sequence[Any], num_turns: int) -> tuple[float, list[float]]:
+    """Returns their sum, and each of them. Raises PlainError."""
     if len(rewards) != num_turns:
         returned = f"returned a list of {len(rewards)} rewards"
-        return {"error": f"{returned}; expected one for each of {num_turns} turns, or a number"}
-    turns = [_of_number(reward, f" for turn {turn}") for turn, reward in enumerate(rewards)]
-    wrong = next((answer for answer in turns if "error" in answer), None)
-    if wrong is not None:
-        return wrong
-    values = [answer["value"] for answer in turns]
-    return {**_of_number(sum(values), " as the sum over turns"), "turns": values}
+        raise PlainError(f"{returned}; expected one for each of {num_turns} turns, or a number")
+    turns = [_reward(reward, f" for turn {turn}") for turn, reward in enumerate(rewards)]
+    return _reward(sum(turns), " as the sum over turns"), turns
 
 
 def _of_mapping(returned: Mapping[Any, Any], num_turns: int, score_key: str) -> Answer:
-    parts = [_of_number(returned[score_key], f" under {score_key!r}")] if score_key in returned else []
+    """Raises PlainError."""
+    parts = [_reward(returned[score_key], f" under {score_key!r}")] if score_key in returned else []
+    turns = None
     if isinstance(returned.get(TURNS), (list, tuple)):
-        parts.append(_of_turns(returned[TURNS], num_turns))
-    wrong = next((part for part in parts if "error" in part), None)
-    if wrong is not None:
-        return wrong
+        of_turns, turns = _of_turns(returned[TURNS], num_turns)
+        parts.append(of_turns)
     if not parts:
         keys = ", ".join(map(repr, returned)) or "none"
-        return {"error": f"returned a dict without {score_key!r}, its keys are {keys:.200}; {EXPECTED}"}
-    answer = _of_number(sum(part["value"] for part in parts), f" as the sum of {score_key!r} and turns")
-    if "error" in answer:
-        return answer
-    if "turns" in parts[-1]:
-        turns = parts[-1]["turns"]
-        answer["turns"] = [*turns[:-1], turns[-1] + answer["value"] - parts[-1]["value"]]
+        raise PlainError(f"returned a dict without {score_key!r}, its keys are {keys:.200}; {EXPECTED}")
+    score = _reward(sum(parts), f" as the sum of {score_key!r} and turns")
+    if turns is not None:
+        turns[-1] = turns[-1] + score - parts[-1]
     metrics = {str(key): _number(value) for key, value in returned.items() if key != score_key}
     finite = {key: number for key, number in metrics.items() if number is not None and isfinite(number)}
-    return answer | ({"metrics": finite} if finite else {})
+    return Answer(score, turns=turns, metrics=finite)
 
 
 # What reward functions can be given of a sample.
@@ -175,3 +203,22 @@ class Scorable(NamedTuple):
         for name in fields:
             values[name] = getattr(self, name)
         return values
+
+
+# The first samples that could not be scored are told of in the log.
+
+MAX_LOGGED_FAILURES = 10
+
+
+class FailureLog:
+    """Warns of the samples that `who` has failed on, until there are too many."""
+
+    def __init__(self, who: str) -> None:
+        self.who, self.num_failures = who, 0
+
+    def add(self, sample: Scorable, reason: str) -> None:
+        """Warns of one more, unless there have been too many."""
+        self.num_failures += 1
+        if self.num_failures <= MAX_LOGGED_FAILURES:
+            last = " (further failures are only counted)" if self.num_failures == MAX_LOGGED_FAILURES else ""
+            logger.warning("%s on response %.80r: %s%s", self.who, sample.response, reason, last)

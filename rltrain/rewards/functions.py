@@ -4,14 +4,14 @@ import asyncio
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
 
 from rltrain.config import schema
 from rltrain.errors import ConfigError
-from rltrain.rewards.answers import SCORE, Answer, Scorable, as_answer, as_error
+from rltrain.rewards.answers import SCORE, Answer, Scorable, TookTooLongError, as_answer, as_error, time_limit
 from rltrain.rewards.judge import RemoteJudge, is_url
 from rltrain.rewards.locating import locate
 from rltrain.rewards.slime_sample import RewardArguments, SlimeSample
@@ -356,6 +356,10 @@ class RewardFunction:
         """Of one sample, where reward.timeout_s is this."""
         return self.function.longest_s if isinstance(self.function, RemoteJudge) else timeout_s
 
+    def time_limit(self, limit_s: float) -> str:
+        """Returns the limit of a sample in words."""
+        return time_limit(limit_s, batched=self.convention.batched)
+
     def call(self, samples: Sequence[Scorable]) -> RewardCall:
         """Its arguments for one sample, or for a batch if its convention is batched."""
         call = self.convention.call(samples)
@@ -371,17 +375,17 @@ class RewardFunction:
         if parts is None or len(parts) != len(samples):
             got = type(returned).__name__ if parts is None else f"{len(parts)} rewards"
             error = f"returned {got} for {len(samples)} samples; expected a list with a number for each"
-            return [{"error": error} for _ in samples]
+            return [Answer(error=error) for _ in samples]
         answers = [
-            {"skipped": True}
+            Answer()
             if part is None and self.convention.allows_none
             else as_answer(part, sample.num_turns, self.score_key)
             for part, sample in zip(parts, samples, strict=True)
         ]
         if call.logged:  # by the function itself, while it ran
-            logged = as_answer({"score": 0} | call.logged).get("metrics", {})
+            logged = as_answer({"score": 0} | call.logged).metrics
             answers = [
-                {**answer, "metrics": logged | answer.get("metrics", {})} if "value" in answer else answer
+                answer if answer.score is None else replace(answer, metrics={**logged, **answer.metrics})
                 for answer in answers
             ]
         return answers
@@ -481,9 +485,7 @@ async def _await_call(function: RewardFunction, samples: Sequence[Scorable], lim
     try:
         async with asyncio.timeout(limit_s * len(samples)) as limit:
             returned = await function.function(*prepared.positional, **prepared.named)
-    except BaseException as error:
-        if limit.expired():
-            each = " for each sample of its batch" if function.convention.batched else ""
-            return [{"timeout": f"took longer than reward.timeout_s = {limit_s:g}{each}"} for _ in samples]
+    except BaseException as raised:
+        error = TookTooLongError(function.time_limit(limit_s)) if limit.expired() else raised
         return [as_error(error, OWN_FILES) for _ in samples]
     return function.answers(returned, prepared, samples)

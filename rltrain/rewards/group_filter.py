@@ -8,9 +8,9 @@ from rltrain.config import schema
 from rltrain.errors import RewardError
 from rltrain.rewards.answers import Scorable
 from rltrain.rewards.locating import locate
-from rltrain.rewards.scorer import CombinedScores
+from rltrain.rewards.scorer import Scores
 
-GroupFilter = Callable[[Sequence[Scorable], CombinedScores], str | None]
+GroupFilter = Callable[[Sequence[Scorable], Scores], str | None]
 """Of a group's samples and their scores: the reason why it is dropped, part of a metric's name; None: it counts."""
 
 REWARDS_DIFFER = "rewards_differ"
@@ -25,7 +25,7 @@ def load_group_filter(settings: schema.DynamicSampling) -> GroupFilter:
         return without_spread
     function = locate(settings.filter, CONFIG_KEY, known=[REWARDS_DIFFER])
 
-    def dropped_for(samples: Sequence[Scorable], scores: CombinedScores) -> str | None:
+    def dropped_for(samples: Sequence[Scorable], scores: Scores) -> str | None:
         try:
             answer = function(samples[0].prompt, [s.response for s in samples], scores.rewards, samples[0].label)
         except Exception as error:
@@ -40,7 +40,7 @@ def load_group_filter(settings: schema.DynamicSampling) -> GroupFilter:
     return dropped_for
 
 
-def without_spread(samples: Sequence[Scorable], scores: CombinedScores) -> str | None:
+def without_spread(samples: Sequence[Scorable], scores: Scores) -> str | None:
     """Drops groups whose samples have one reward, in the precision that advantages are computed in (Yu et al. 2025,
     "DAPO", equation 11)."""
     if len({*array("f", scores.rewards)}) > 1:

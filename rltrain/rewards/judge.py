@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rltrain.errors import ConfigError
-from rltrain.rewards.answers import Message, PlainError, TookTooLongError
+from rltrain.rewards.answers import Message, PlainError, TookTooLongError, time_limit
 from rltrain.runtime.json_text import parse_json
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class RemoteJudge:
             async with asyncio.timeout(self.timeout_s):
                 answer = await self._client.post(self.url, json=sample)
         except TimeoutError as error:
-            raise TookTooLongError(f"{self.url} took longer than reward.timeout_s = {self.timeout_s:g}") from error
+            raise TookTooLongError(time_limit(self.timeout_s), self.url) from error
         except httpx.TransportError as error:
             raise _Unavailable(f"cannot be reached ({type(error).__name__}: {error})") from error
         except ValueError as error:

@@ -1,70 +1,34 @@
 """The process that runs an untrusted reward function: `python -m rltrain.rewards.worker`, started by the scorer.
 
 It reads JSON lines from standard input. The first is {"function", "options", "score_key", "timeout_s", ...}, as in the
-Each of the others asks for rewards: of one sample, {"prompt", "response", "label"} with the fields that the function
-needs besides, or of several calls with a list of samples each, {"calls", "limit_s"}, which are awaited together where
-the function is asynchronous. It answers each line with one of its own: an Answer of answers.py, or {"answers"}, a list
-for each call, with "seconds", the time that the calls took. The answer to the first says that the function is ready. It
-ends quietly when nobody reads them any more.
+config. Each of the others asks for rewards by {"calls", "limit_s"}: a list of samples for each call, and of each sample
+{"prompt", "response", "label"} with the fields that the function needs besides. Calls of an asynchronous function are
+awaited together. It answers each line with {"answers", "seconds"}: the fields of an Answer for each sample, by call,
+and the time that the calls took. The answer to the first line says that the function is ready. It ends quietly when
+nobody reads them any more.
 """
 
 import asyncio
 import json
 import logging
 import os
+import queue
 import selectors
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 from rltrain.config import schema
 from rltrain.errors import ConfigError
-from rltrain.rewards.answers import Answer, Scorable
+from rltrain.rewards.answers import Answer, PlainError, Scorable, TookTooLongError, as_error
 from rltrain.rewards.functions import RewardFunction, await_calls, call, load_reward
 from rltrain.runtime.machine import become_worker, kill_worker, start_worker
-
-
-def answers_to(requests: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """One for each line of `requests`. Ends with them, or with a line that its writer did not live to complete."""
-    function = None
-    with asyncio.Runner() as loop:  # one for all calls: a function may keep connections between them
-        for line in requests:
-            if not line.endswith(b"\n"):
-                return
-            message = json.loads(line)
-            if function is None:
-                function = load_reward(schema.Reward(**message))
-                yield {"value": 0.0}
-                continue
-            start = time.monotonic()
-            answer = _answer(function, message, loop)
-            yield {**answer, "seconds": time.monotonic() - start}
-
-
-def _answer(function: RewardFunction, message: dict[str, Any], loop: asyncio.Runner) -> Answer:
-    if "calls" not in message:
-        return call(function, [Scorable(**message)])[0]
-    calls = [[Scorable(**sample) for sample in samples] for samples in message["calls"]]
-    if function.asynchronous:
-        return {"answers": loop.run(await_calls(function, calls, message["limit_s"]))}
-    return {"answers": [call(function, samples) for samples in calls]}
-
-
-def main() -> None:
-    requests, answers = become_worker()
-    for answer in answers_to(requests):
-        try:
-            answers.write(json.dumps(answer).encode() + b"\n")
-        except BrokenPipeError:
-            return
-
-
-if __name__ == "__main__":
-    main()
-
 
 # A worker process as the scorer sees it: started when it is needed, killed where it takes too long.
 
@@ -112,17 +76,23 @@ class Request:
     def message(self, patience_s: float) -> dict[str, Any]:
         """For a process that has so long to answer."""
         fields = self.function.convention.fields
-        if not (self.function.asynchronous or self.function.convention.batched):
-            return self.calls[0][0].message(fields)
         calls = [[sample.message(fields) for sample in samples] for samples in self.calls]
         return {"calls": calls, "limit_s": self.sample_limit_s * patience_s / self.patience_s}
 
-    def answers(self, reply: dict[str, Any]) -> list[list[Answer]]:
-        """By call, of what the process replied or of why it did not."""
-        if "answers" in reply:
-            answers: list[list[Answer]] = reply["answers"]
-            return answers
-        return [[reply for _ in samples] for samples in self.calls]
+    def not_replied(self, error: Exception) -> "Reply":
+        """Returns what stands for the reply of a process that gave none."""
+        answer = as_error(error)
+        return Reply([answer for samples in self.calls for _ in samples])
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What came of a request."""
+
+    answers: Sequence[Answer]
+    """Of all samples of its calls."""
+    seconds: float | None = None
+    """That the calls took; None where the process is gone."""
 
 
 class Longest:
@@ -132,10 +102,10 @@ class Longest:
         self.request: Request | None = None
         self.seconds = -1.0
 
-    def consider(self, request: Request, reply: dict[str, Any]) -> None:
-        answers = (answer for answers in request.answers(reply) for answer in answers)
-        if reply.get("seconds", -1.0) > self.seconds and any("value" in answer for answer in answers):
-            self.request, self.seconds = request, reply["seconds"]
+    def consider(self, request: Request, reply: Reply) -> None:
+        scored = any(answer.score is not None for answer in reply.answers)
+        if scored and reply.seconds is not None and reply.seconds > self.seconds:
+            self.request, self.seconds = request, reply.seconds
 
     def forget(self, request: Request) -> None:
         if self.request is request:
@@ -184,39 +154,41 @@ class WorkerProcess:
         self.num_hung_starts = 0
         self.process: subprocess.Popen[bytes] | None = None
 
-    def ask(self, request: Request) -> dict[str, Any]:
-        """What the process replied to `request`, or {"timeout": text} or {"error": text} where it did not."""
+    def ask(self, request: Request) -> Reply:
+        """What the process replied to `request`."""
         while not self._is_running():
             self._start()
             first = self.longest.request or request
             reply = self._first_call(first)
-            if first is request and reply.get("seconds", 0.0) <= request.limit_s:
+            if first is request and (reply.seconds or 0.0) <= request.limit_s:
                 return reply
-        each = " for each sample of its batch" if self.function.convention.batched else ""
-        limit = f"reward.timeout_s = {request.sample_limit_s:g}{each}"
+        limit = self.function.time_limit(request.sample_limit_s)
         why = "reward.timeout_s and reward.retries" if self.function.remote else limit
-        return self._call(request, request.patience_s, why, f"took longer than {limit}")
+        return self._call(request, request.patience_s, why, limit)
 
-    def _first_call(self, request: Request) -> dict[str, Any]:
+    def _first_call(self, request: Request) -> Reply:
         limit_s = max(START_TIMEOUT_S / LESS_AFTER_A_HANG**self.num_hung_starts, request.patience_s)
         why = "the first call of its process, which may import more than its file does"
-        reply = self._call(request, limit_s, why, f"took longer than {limit_s:g} s in the first call of its process")
-        if "timeout" in reply:
-            self.num_hung_starts += 1
-        elif "seconds" in reply:
+        reply = self._call(request, limit_s, why, f"{limit_s:g} s in the first call of its process")
+        if reply.seconds is not None:
             self.num_hung_starts = 0
+        else:
+            self.num_hung_starts += any(answer.timeout for answer in reply.answers)
         return reply
 
-    def _call(self, request: Request, limit_s: float, why: str, otherwise: str) -> dict[str, Any]:
-        """The reply of the process, which is gone where there is none: {"timeout": `otherwise`} or an error."""
+    def _call(self, request: Request, limit_s: float, why: str, limit: str) -> Reply:
+        """The reply of the process, which is gone where there is none: it took longer than `limit`, or ended."""
         assert self.process is not None
         try:
             tell = partial(self.silence.tell, request.described, limit_s, why)
-            reply = _ask(self.process, request.message(limit_s), limit_s, tell)
+            message = _ask(self.process, request.message(limit_s), limit_s, tell)
         except (EOFError, OSError) as error:
             self.kill()
             self.longest.forget(request)
-            return {"timeout": otherwise} if isinstance(error, TimeoutError) else {"error": "ended its process"}
+            is_late = isinstance(error, TimeoutError)
+            return request.not_replied(TookTooLongError(limit) if is_late else PlainError("ended its process"))
+        answers = [Answer(**answer) for of_call in message["answers"] for answer in of_call]
+        reply = Reply(answers, message["seconds"])
         self.longest.consider(request, reply)
         return reply
 
@@ -271,3 +243,124 @@ def _ask(
             received += chunk
     reply: dict[str, Any] = json.loads(received)
     return reply
+
+
+# The worker processes of one function, and the threads that wait for them.
+
+
+class FunctionWorkers:
+    """Runs one reward function: a trusted one here, any other in worker processes, so that even a hang in C code ends.
+
+    A worker is started at its first sample, killed at a sample that takes longer than the limit, and ends with this
+    process. What a new worker has to import is not on a sample's time, see WorkerProcess. A batch has that time for
+    each of its samples. A worker awaits `calls_in_flight` calls of an asynchronous function at a time; a remote judge
+    has one worker, and `num_workers` calls in flight. `on_scored` is called after every sample, batch, or calls in
+    flight, from any thread.
+    """
+
+    def __init__(self, function: RewardFunction, settings: schema.Reward, on_scored: Callable[[], None]) -> None:
+        self.function = function
+        self.limit_s = function.limit_s(settings.timeout_s)
+        self.on_scored = on_scored
+        num_workers, calls_in_flight = settings.num_workers, settings.calls_in_flight
+        if function.remote:
+            num_workers, calls_in_flight = 1, num_workers
+        self.calls_in_flight = calls_in_flight if function.asynchronous else 1
+        start = {
+            "function": function.name,
+            "options": dict(function.options),
+            "score_key": function.named_score,
+            "timeout_s": settings.timeout_s,
+            "retries": settings.retries,
+        }
+        longest, self._silence = Longest(), Silence(function)
+        self.processes = [WorkerProcess(function, start, longest, self._silence) for _ in range(num_workers)]
+        self._idle: queue.SimpleQueue[WorkerProcess] = queue.SimpleQueue()
+        for process in self.processes:
+            self._idle.put(process)
+        # Linux ends a worker with the thread that started it, so these threads live as long as the workers.
+        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
+        self._begun: list[Future[list[Answer]]] = []
+        """The last that were begun."""
+
+    def begin(self, samples: Sequence[Scorable]) -> list[Future[list[Answer]]]:
+        """Returns the answers of `samples`, in their order: those of a trusted function are there."""
+        if self.function.trusted:
+            there: Future[list[Answer]] = Future()
+            there.set_result([call(self.function, [sample])[0] for sample in samples])
+            return [there]
+        if all(future.done() for future in self._begun):
+            self._silence.end()
+        self._begun = [self._threads.submit(self._ask, request) for request in self._requests(samples)]
+        return self._begun
+
+    def close(self) -> None:
+        """End the processes. Nothing can be begun afterwards."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for process in self.processes:
+            process.kill()
+
+    def _requests(self, samples: Sequence[Scorable]) -> list[Request]:
+        """Samples that stand together in a batch or are awaited together are spread evenly over the workers."""
+        if self.function.convention.batched:
+            calls = [list(group) for _, group in groupby(samples, key=attrgetter("group"))]
+        else:
+            calls = [[sample] for sample in samples]
+        share = min(self.calls_in_flight, -(-len(calls) // len(self.processes)))
+        return [
+            Request(self.function, calls[start : start + share], self.limit_s)
+            for start in range(0, len(calls), max(share, 1))
+        ]
+
+    def _ask(self, request: Request) -> list[Answer]:
+        process = self._idle.get()
+        try:
+            return self._answers(process, request)
+        finally:
+            self._idle.put(process)
+
+    def _answers(self, process: WorkerProcess, request: Request) -> list[Answer]:
+        """Where one of several calls took its process along, or held it up, each is asked for again alone."""
+        reply = process.ask(request)
+        self.on_scored()
+        if reply.seconds is None and len(request.calls) > 1:
+            return [answer for alone in request.alone for answer in self._answers(process, alone)]
+        return [*reply.answers]
+
+
+# The process itself.
+
+
+def answers_to(requests: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """One for each line of `requests`. Ends with them, or with a line that its writer did not live to complete."""
+    function = None
+    with asyncio.Runner() as loop:  # one for all calls: a function may keep connections between them
+        for line in requests:
+            if not line.endswith(b"\n"):
+                return
+            message = json.loads(line)
+            if function is None:
+                function = load_reward(schema.Reward(**message))
+                yield {"ready": True}
+                continue
+            start = time.monotonic()
+            calls = [[Scorable(**sample) for sample in samples] for samples in message["calls"]]
+            if function.asynchronous:
+                answers = loop.run(await_calls(function, calls, message["limit_s"]))
+            else:
+                answers = [call(function, samples) for samples in calls]
+            told = [[vars(answer) for answer in of_call] for of_call in answers]
+            yield {"answers": told, "seconds": time.monotonic() - start}
+
+
+def main() -> None:
+    requests, answers = become_worker()
+    for answer in answers_to(requests):
+        try:
+            answers.write(json.dumps(answer).encode() + b"\n")
+        except BrokenPipeError:
+            return
+
+
+if __name__ == "__main__":
+    main()

@@ -50,7 +50,6 @@ from rltrain.roles.role import Job, Metrics, SampleLog
 from rltrain.roles.trained import StepBatch, TrainedRole, summarize
 from rltrain.runtime.grid import Grid
 from rltrain.tasks.roles import informing
-from rltrain.training.trainable import RoleModel
 
 # How far the trainer is from the engine that drew a step's tokens, where both had the same weights.
 
@@ -187,23 +186,16 @@ class AdvantageEstimation:
             return {}
         sums = torch.tensor([self.counts[name] for name in SUMMED], dtype=torch.float64)
         *counts, kl_sum, num_responses = total(torch.cat([sums, self.kl_sums])).tolist()
-        return {**self._counted(dict(zip(SUMMED, counts, strict=True))), **self._adapted(kl_sum, num_responses)}
-
-    def _counted(self, sums: dict[str, float]) -> Metrics:
-        metrics = {}
+        samples, overlong, penalty, masked = counts
+        metrics: Metrics = {}
         if self.settings.overlong_penalty is not None:
-            metrics["overlong_samples"] = sums["overlong_samples"]
-            metrics["overlong_penalty"] = sums["overlong_penalty"] / max(sums["samples"], 1)
+            metrics |= {"overlong_samples": overlong, "overlong_penalty": penalty / max(samples, 1)}
         if self.settings.mask_truncated:
-            metrics["masked_truncated"] = sums["masked_truncated"]
+            metrics["masked_truncated"] = masked
+        if penalizes:
+            metrics |= {"reward_kl": kl_sum / max(num_responses, 1), "kl_coef": self.kl.coef}
+            self.kl.after(metrics["reward_kl"], num_responses)
         return metrics
-
-    def _adapted(self, kl_sum: float, num_responses: float) -> Metrics:
-        if not self.algorithm.penalizes_reward():
-            return {}
-        reward_kl, coef = kl_sum / max(num_responses, 1), self.kl.coef
-        self.kl.after(reward_kl, num_responses)
-        return {"reward_kl": reward_kl, "kl_coef": coef}
 
 
 # How old the samples of a step were: counts from its chunks, summed over replicas into metrics.
@@ -245,30 +237,6 @@ class StalenessCounts:
 def adapters_folder(export: Path) -> Path:
     """Beside the folder of an export: transformers would put adapters within it onto what has them merged already."""
     return export.with_name(f"{export.name}_adapter")
-
-
-def export_adapters(job: Job, model: RoleModel, export: Path) -> None:
-    """Of an actor with adapters. Collective over: the actor's ranks."""
-    lora, grid = job.config.model.lora, job.grids["actor"]
-    if lora is None or model.adapted is None:
-        return
-    save_adapters(
-        adapters_folder(export),
-        model.adapted.parameters,
-        model.adapted.layout,
-        job.architecture.adapted(lora.rank, lora.targets),
-        lora,
-        group=job.groups[grid.ranks],
-        cpu_group=job.groups.cpu[grid.ranks],
-        rank=job.world.rank,
-        base=job.config.model.path,
-    )
-
-
-def keep_exported_adapters(export: Path, candidate: Path) -> None:
-    """Have those of the export `candidate` be those of `export`. By one process."""
-    if adapters_folder(candidate).exists():
-        replace_adapters(adapters_folder(export), adapters_folder(candidate))
 
 
 # What all replicas of a role have of something, on each of them.
@@ -313,11 +281,12 @@ class ActorRole(TrainedRole):
         self.loss_function = self.algorithm.loss_function()
         self.temperature = self.algorithm.temperature()
         self.parity_gate = ParityGate(config.checks, speaks=job.world.rank == self.leader, pause=job.pause)
-        self.training_data = job.training_data
+        self.training_data = job.rows.training_data
         if self.training_data is not None and job.world.rank == self.leader:
             for key, dataset in self.training_data.datasets.items():
                 report_dropped(key, dataset)
-        self.estimation = AdvantageEstimation(self.algorithm, self._saved_kl_coef())
+        kl_coef = self._saved(KL_COEF) if config.loss.kl.adaptive is not None else None
+        self.estimation = AdvantageEstimation(self.algorithm, None if kl_coef is None else float(kl_coef))
         self.batch = StepBatch(config)
         self.staleness = StalenessCounts()
         self.sample_ids = SampleLog(config.output_dir, f"sample_ids/rank{job.world.rank}.jsonl")
@@ -335,15 +304,15 @@ class ActorRole(TrainedRole):
 
     def actor_logprobs(self, step: int, chunk: int) -> None:
         """Log-probs of the drawn tokens before the first update. Collective over: this replica."""
-        scored = self.shipments["scored", step, chunk]
+        scored, max_tokens = self.shipments["scored", step, chunk], self.config.actor.micro_batch_tokens
         if self.config.model.router_replay == "recompute":
             logprobs, routed = self.model.evaluate_routing(
-                scored.experience, max_tokens=self.config.actor.micro_batch_tokens, temperature=self.temperature
+                scored.experience, max_tokens=max_tokens, temperature=self.temperature
             )
             scored = scored.with_fields(actor_logprobs=logprobs, routed_experts=routed)
         elif self.algorithm.needs_actor_squares:
             logprobs, squares = self.model.evaluate_squares(
-                scored.experience, max_tokens=self.config.actor.micro_batch_tokens, temperature=self.temperature
+                scored.experience, max_tokens=max_tokens, temperature=self.temperature
             )
             scored = scored.with_fields(actor_logprobs=logprobs, actor_squares=squares)
         else:
@@ -494,17 +463,13 @@ class ActorRole(TrainedRole):
         if settings is None or not self.config.scores_held_out:
             return None
         best = BestSoFar(settings)
-        saved = read_texts(self.job.resumed.files(self.name)[0]).get(HELD_OUT_BEST) if self.job.resumed else None
-        if saved is not None:
+        if (saved := self._saved(HELD_OUT_BEST)) is not None:
             best.restore(saved)
         return best
 
-    def _saved_kl_coef(self) -> float | None:
-        """Where an adaptive one was in the run that goes on; all ranks have saved the same."""
-        if self.config.loss.kl.adaptive is None or self.job.resumed is None:
-            return None
-        saved = read_texts(self.job.resumed.files(self.name)[0]).get(KL_COEF)
-        return None if saved is None else float(saved)
+    def _saved(self, key: str) -> str | None:
+        """What the run that goes on has saved under a key of the metadata; all ranks have saved the same."""
+        return read_texts(self.job.resumed.files(self.name)[0]).get(key) if self.job.resumed else None
 
     def save_hf(self, step: int, chunk: int) -> None:
         """Write <output_dir>/hf, or before the last step one of <output_dir>/hf_steps. Collective over: the actor's
@@ -531,9 +496,10 @@ class ActorRole(TrainedRole):
         output_dir = Path(self.config.output_dir)
         candidate = output_dir / CANDIDATE
         if best:
-            notes = {BEST_FILE: best.as_json()}
-            replace_checkpoint(output_dir / BEST_FOLDER, candidate, like=Path(self.config.model.path), notes=notes)
-            keep_exported_adapters(output_dir / BEST_FOLDER, candidate)
+            notes, kept = {BEST_FILE: best.as_json()}, output_dir / BEST_FOLDER
+            replace_checkpoint(kept, candidate, like=Path(self.config.model.path), notes=notes)
+            if adapters_folder(candidate).exists():
+                replace_adapters(adapters_folder(kept), adapters_folder(candidate))
         else:
             shutil.rmtree(candidate, ignore_errors=True)
             shutil.rmtree(adapters_folder(candidate), ignore_errors=True)
@@ -548,20 +514,35 @@ class ActorRole(TrainedRole):
         return Best(**verdict) if verdict else None
 
     def _save(self, folder: str, notes: Mapping[str, str] = NO_NOTES) -> None:
+        """The merged weights, and adapters beside them. Collective over: the actor's ranks."""
+        export = Path(self.config.output_dir, folder)
+        group, cpu_group = self.job.groups[self.grid.ranks], self.job.groups.cpu[self.grid.ranks]
         save_checkpoint(
-            Path(self.config.output_dir, folder),
+            export,
             self.model.published,
             self.model.layout,
             self.job.architecture,
-            group=self.job.groups[self.grid.ranks],
-            cpu_group=self.job.groups.cpu[self.grid.ranks],
+            group=group,
+            cpu_group=cpu_group,
             rank=self.job.world.rank,
             like=Path(self.config.model.path),
             dtype=getattr(torch, self.config.model.dtype),
             made_bytes=MADE_BYTES if self.config.makes_actor_weights else None,
             notes=notes,
         )
-        export_adapters(self.job, self.model, Path(self.config.output_dir, folder))
+        lora = self.config.model.lora
+        if lora is not None and self.model.adapted:
+            save_adapters(
+                adapters_folder(export),
+                self.model.adapted.parameters,
+                self.model.adapted.layout,
+                self.job.architecture.adapted(lora.rank, lora.targets),
+                lora,
+                group=group,
+                cpu_group=cpu_group,
+                rank=self.job.world.rank,
+                base=self.config.model.path,
+            )
 
     def logprobs(self, experience: Experience) -> torch.Tensor:
         """[tokens] fp32 of the actor's tempered distribution, or scores. Collective over: this replica."""

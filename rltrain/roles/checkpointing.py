@@ -6,9 +6,9 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from os import PRIO_PROCESS, setpriority
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,12 @@ from rltrain.checkpoint.run_writer import NICENESS, FilesWriter, Target, Written
 from rltrain.errors import CheckpointError
 from rltrain.observability.reporter import Reporter
 from rltrain.observability.run_logs import ID_FILE, read_id
+from rltrain.roles.inputs import Inputs
 from rltrain.roles.role import Job, Metrics, Role
 from rltrain.roles.transfers import Transfers
-from rltrain.runtime.job_store import poll, poll_s
+from rltrain.runtime.job_store import JobStore, poll, poll_s
 from rltrain.runtime.machine import JobThread
-from rltrain.runtime.stopping import PAUSE
+from rltrain.runtime.stopping import PAUSE, StopRequest
 from rltrain.schedule.order import Order
 from rltrain.schedule.steps import is_memory_save_step, is_save_step
 from rltrain.tasks.roles import roles_beside_steps
@@ -47,7 +48,7 @@ COUNTS, GIVEN_UP = "counts", "given up"
 
 
 class MemoryCheckpointing:
-    """One rank's part in it.
+    """One rank's part in it, of those of `hosting`.
 
     The rank's writer writes its files into the node's memory. Then a thread of its own fetches those of the ranks of
     the node before that it keeps the copy of. Once all ranks have said that theirs are there, the job's leader makes
@@ -55,12 +56,13 @@ class MemoryCheckpointing:
     checkpoint and not the job.
     """
 
-    def __init__(self, job: Job, memory: NodeMemory, report_steps_before: Callable[[], None]) -> None:
-        self.job, self.memory, self.folder = job, memory, memory.folder
+    def __init__(
+        self, job_store: JobStore, hosting: Sequence[int], memory: NodeMemory, report_steps_before: Callable[[], None]
+    ) -> None:
+        self.job_store, self.world, self.memory, self.folder = job_store, job_store.world, memory, memory.folder
         self.report_steps_before = report_steps_before
-        self.rank, self.per_node = job.world.rank, job.world.ranks_per_node
-        self.store = dist.PrefixStore("memory_checkpoint", job.world.background)
-        hosting = [*job.placement.hosting]
+        self.rank, self.per_node = self.world.rank, self.world.ranks_per_node
+        self.store = dist.PrefixStore("memory_checkpoint", self.world.background)
         self.hosting = hosting
         self.origins = origins(hosting, self.per_node).get(self.rank, [])
         """The ranks whose files this one copies."""
@@ -75,7 +77,7 @@ class MemoryCheckpointing:
         self._metrics: Metrics = {}
         self._closing = threading.Event()
         self._saved: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._every_s = max(LOOK_S, job.world.size / 1000)
+        self._every_s = max(LOOK_S, self.world.size / 1000)
         self._thread = JobThread(target=self._copy_steps, name="memory checkpoint copier", daemon=True)
         self._thread.start()
 
@@ -108,8 +110,8 @@ class MemoryCheckpointing:
         self._saved.put(None)
         self._thread.join()
         waiting = "all ranks to be done with checkpoints in memory"
-        self.job.job_store.meet("node_memory/end", self.job.world.size, waiting_for=waiting)
-        if self.job.world.local_rank == 0:
+        self.job_store.meet("node_memory/end", self.world.size, waiting_for=waiting)
+        if self.world.local_rank == 0:
             self.folder.remove()
 
     def _report(self, step: int) -> Callable[[Written], None]:
@@ -237,6 +239,17 @@ STOPPED = "stopped"
 """Key in the store: the checkpoint at which the run is stopped is complete."""
 
 
+@dataclass(frozen=True)
+class RunControl:
+    """What decides when and where a run is saved, beside its config."""
+
+    inputs: Inputs
+    """What identifies the inputs of the run."""
+    stop: StopRequest
+    memory: NodeMemory | None
+    """Where checkpoints go to beside the disk, if anywhere."""
+
+
 class Checkpointing:
     """One rank's part in it.
 
@@ -252,9 +265,10 @@ class Checkpointing:
         roles: Mapping[str, Role],
         transfers: Transfers,
         reporter: Reporter,
+        control: RunControl,
     ) -> None:
         self.job, self.order, self.roles, self.transfers, self.reporter = job, order, roles, transfers, reporter
-        self.stop = job.stop
+        self.stop, self.inputs = control.stop, control.inputs
         self.leader = job.leader
         self.settings = job.config.checkpoint
         self.folder = CheckpointFolder(Path(job.config.checkpoint_dir))
@@ -275,8 +289,10 @@ class Checkpointing:
         self.last_saved: int | None = None
         """The step of the last checkpoint that this rank has taken part in, on the disk or in memory."""
         self._metrics: Metrics = {}
-        self.memory = MemoryCheckpointing(job, job.memory, reporter.collect) if job.memory else None
-        if self.memory:
+        self.memory: MemoryCheckpointing | None = None
+        if control.memory:
+            hosting = [*job.placement.hosting]
+            self.memory = MemoryCheckpointing(job.job_store, hosting, control.memory, reporter.collect)
             job.waiter.meanwhile = self.memory.look
 
     @property
@@ -303,7 +319,7 @@ class Checkpointing:
             return
         self._boundary = step
         reason, is_time = None, False
-        if self.stop and self.settings.saves:
+        if self.settings.saves:
             reason = self.stop.verdict(step, is_time=self._is_time(step))
             is_time = self.stop.saves_at(step)
         durably = bool(reason) or is_time or is_save_step(self.job.config, step)
@@ -316,7 +332,7 @@ class Checkpointing:
     def may_join(self, position: int, sync: int) -> bool:
         """Whether an engine whose rank is at `position` of the order may join the weight sync at position `sync`: no
         checkpoint that is saved by time stands between them, which would hold newer responses than weights."""
-        saved = self.stop.saved_by_time() if self.stop and self.settings.save_every_s else ()
+        saved = self.stop.saved_by_time() if self.settings.save_every_s else ()
         return not any(position < self.order.boundary(step) <= sync for step in saved)
 
     def metrics(self) -> Metrics:
@@ -361,9 +377,7 @@ class Checkpointing:
         if not every_s or is_save_step(self.job.config, step):
             return False
         resumed = self.job.resumed
-        if step == self.job.config.steps and (
-            (self.stop and self.stop.saved_by_time()) or (resumed and not resumed.in_memory)
-        ):
+        if step == self.job.config.steps and (self.stop.saved_by_time() or (resumed and not resumed.in_memory)):
             return True
         return time.monotonic() - self._saved_at_s >= every_s and not self.writer.is_busy
 
@@ -468,8 +482,8 @@ class Checkpointing:
             "world_size": job.world.size,
             "config": job.config.model_dump(mode="json"),
             "architectures": {role: asdict(job.architectures[role]) for role in job.architectures},
-            "inputs": job.inputs,
-            "data_from": job.data_from,
+            "inputs": self.inputs,
+            "data_from": job.rows.first_step,
             "crossing": [list(entry.transfer) for entry in self.order.crossing(self.order.boundary(step)).values()],
             "stopped_by": self._stopped_by(step),
             "history": read_id(Path(job.config.output_dir, ID_FILE)),

@@ -1,12 +1,15 @@
 """What roles have in common that draw responses: engines, and the evaluation sets that they answer."""
 
+from collections.abc import Callable, Iterable
 from zlib import crc32
 
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.config.schema import Sampling
 from rltrain.data.experience import Experience
 from rltrain.data.prompts import PromptDataset
-from rltrain.roles.episode_sessions import EpisodeSessions
+from rltrain.data.tokenizer import TextDecoder
+from rltrain.models import Architecture
+from rltrain.roles.episode_sessions import Conversations, EpisodeSessions
 from rltrain.roles.role import Job, Role
 from rltrain.rollout.build import build_engine
 from rltrain.rollout.engine import EngineSite, SamplingParams
@@ -25,6 +28,39 @@ from rltrain.rollout.sample import Sample, SampleGroup, request_seed
 from rltrain.schedule.memory_plan import leaving_roles
 
 
+def engine_site(
+    role: Role, ranks: tuple[int, ...], architecture: Architecture, tokenizer: TextDecoder, **modes: bool
+) -> EngineSite:
+    """Returns the place on this rank of the role's engine, which has these `ranks` and EngineSite's `modes`."""
+    job, offload = role.job, role.job.offloads
+    return EngineSite(
+        config=role.config,
+        world=job.world,
+        ranks=ranks,
+        grid=role.grid,
+        groups=job.groups,
+        architecture=architecture,
+        tokenizer=tokenizer,
+        job_store=job.job_store,
+        leaves=role.name in leaving_roles(offload),
+        others=tuple(name for name in offload if name != role.name),
+        role=role.name,
+        **modes,
+    )
+
+
+def sampling_params(sampling: Sampling, stop_token_ids: Iterable[int]) -> SamplingParams:
+    """Returns how an engine draws by a section of the config."""
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_response_tokens=sampling.max_response_tokens,
+        stop_token_ids=tuple(stop_token_ids),
+        stop=sampling.stop,
+    )
+
+
 class DrawingRole(Role):
     """One engine per data-parallel replica."""
 
@@ -37,20 +73,12 @@ class DrawingRole(Role):
         self.engine, self.parts, self.engine_metrics = hosted.engine, hosted.parts, hosted.metrics
 
     def site(self) -> EngineSite:
-        job, offload = self.job, self.job.offloads
-        return EngineSite(
-            config=self.config,
-            world=job.world,
-            ranks=self.engine_ranks,
-            grid=self.grid,
-            groups=job.groups,
-            architecture=job.architecture,
-            tokenizer=job.prompts.decoder,
-            job_store=job.job_store,
-            leaves=self.name in leaving_roles(offload),
+        return engine_site(
+            self,
+            self.engine_ranks,
+            self.job.architecture,
+            self.job.rows.prompts.decoder,
             draws_during_syncs=self.draws_during_syncs,
-            others=tuple(role for role in offload if role != self.name),
-            role=self.name,
             updates_together=self.updates_together,
             weights_change=algorithm_of(self.config).trains,
         )
@@ -87,20 +115,15 @@ class DrawingRole(Role):
     ) -> tuple[list[Finished], list[SampleGroup]]:
         """Draw the samples of evaluation set `number`: by the same random numbers in every evaluation. All of its
         groups, and those that this engine drew. Collective over: this engine's ranks."""
-        plan, dataset = self.config.evaluations[number], self.job.prompts.evaluations[number]
+        plan, dataset = self.config.evaluations[number], self.job.rows.prompts.evaluations[number]
         num_prompts, num_samples, sampling = len(dataset), plan.samples_per_prompt, self.sampling_params(plan.sampling)
         conversations = self.sessions.evaluation(plan, dataset, self.engine, sampling)
         draw = crc32(plan.name.encode())
         loop = self.generation_loop(
-            PromptGroups(
-                self.engine,
-                sampling,
-                lambda position: self.group(dataset, num_samples, draw, position, position),
-                num_samples=num_samples,
-                episodes=conversations.episodes,
-                max_turn_tokens=self.config.env.max_turn_tokens,
-                guests=conversations.guests,
-            ),
+            sampling,
+            num_samples,
+            lambda position: self.group(dataset, num_samples, draw, position, position),
+            conversations,
             StaticAssignment(self.dp, self.grid.dp),
             StreamRules(num_prompts, per_step=num_prompts, shared_log=f"evaluation {plan.name} {step}"),
             in_flight,
@@ -111,12 +134,24 @@ class DrawingRole(Role):
 
     def generation_loop(
         self,
-        groups: PromptGroups,
+        sampling: SamplingParams,
+        num_samples: int,
+        group_at: Callable[[int], SampleGroup],
+        conversations: Conversations,
         assignment: PromptAssignment,
         rules: StreamRules,
         in_flight: InFlightSync | NoInFlightSync = NoInFlightSync(),  # noqa: B008 - it has no state
         selection: Selection | None = None,
     ) -> GenerationLoop:
+        groups = PromptGroups(
+            self.engine,
+            sampling,
+            group_at,
+            num_samples=num_samples,
+            episodes=conversations.episodes,
+            max_turn_tokens=self.config.env.max_turn_tokens,
+            guests=conversations.guests,
+        )
         return GenerationLoop(
             groups,
             assignment,
@@ -142,16 +177,9 @@ class DrawingRole(Role):
 
     def sampling_params(self, sampling: Sampling) -> SamplingParams:
         eos = self.job.architecture.eos_token_ids
-        ends = self.job.prompts.encoder.end_tokens | self.sessions.end_tokens
+        ends = self.job.rows.prompts.encoder.end_tokens | self.sessions.end_tokens
         others = ends.union(sampling.stop_token_ids).difference(eos)
-        return SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_response_tokens=sampling.max_response_tokens,
-            stop_token_ids=(*eos, *sorted(others)),
-            stop=sampling.stop,
-        )
+        return sampling_params(sampling, (*eos, *sorted(others)))
 
     def count_operations(self, experience: Experience) -> None:
         """Of what this engine drew."""

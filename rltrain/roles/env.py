@@ -13,7 +13,7 @@ from rltrain.environments.host import EnvironmentHost
 from rltrain.errors import ConfigError
 from rltrain.offload.memory_parts import MemoryPart
 from rltrain.roles.role import Job, Role
-from rltrain.runtime.job_store import poll, poll_s
+from rltrain.runtime.job_store import poll_s
 from rltrain.tasks.roles import trained_roles
 
 DRAWN = "environments/drawn"
@@ -79,13 +79,8 @@ class EnvRole(Role):
             return {}  # its runs would have to end before, which they cannot while the engine waits
         self.num_checkpoints += 1
         number = self.num_checkpoints
-        saved = poll(
-            self.job.waiter,
-            lambda: self.service.take_saved(number),
-            "the engines, to save episodes",
-            self.job.grids["rollout"].ranks,
-            self.serve,
-        )
+        engines = self.job.grids["rollout"].ranks
+        saved = self.wait_for(lambda: self.service.take_saved(number), "the engines, to save episodes", engines)
         text = torch.frombuffer(bytearray(json.dumps(saved).encode()), dtype=torch.uint8)
         return {f"rank_{self.job.world.rank:05d}.safetensors": Contents({"episodes": text}, {})}
 
@@ -104,7 +99,7 @@ class EnvRole(Role):
         return [episode for batch in saved for episode in batch["live"] if episode not in lost]
 
     def _tell(self, what: Literal["offload", "onload"]) -> Callable[[], None]:
-        return lambda: self.service.call(lambda host: getattr(host, what)())
+        return lambda: self.service.call(lambda host: host.tell_all(what))
 
     def _host(self) -> EnvironmentHost:
         settings = self.config.env
@@ -146,16 +141,8 @@ class EnvRole(Role):
         if self.job.shape.lead and self._trains:
             return
         rollout = self.job.grids["rollout"]
-        wanted = self.num_tasks * rollout.dp
-        store = self.job.world.store
-        poll(
-            self.job.waiter,
-            lambda: store.add(DRAWN, 0) >= wanted or None,
-            f"{what} of the engines",
-            rollout.ranks,
-            self.serve,
-            poll_s(len(self.grid.ranks)),
-        )
+        wanted, store, every_s = self.num_tasks * rollout.dp, self.job.world.store, poll_s(len(self.grid.ranks))
+        self.wait_for(lambda: store.add(DRAWN, 0) >= wanted or None, f"{what} of the engines", rollout.ranks, every_s)
 
     @property
     def _trains(self) -> bool:

@@ -2,37 +2,43 @@
 
 import logging
 import secrets
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rltrain.config.evaluation import EvaluationPlan
 from rltrain.data.chat_format import ChatFormat
 from rltrain.data.columns import RowColumns, read_columns
+from rltrain.data.experience import SIBLINGS_APART
 from rltrain.data.prompts import PromptDataset
+from rltrain.environments.agent import SESSION
+from rltrain.environments.batch import EpisodeEvent
 from rltrain.environments.engine_service import RemoteEnvironments
 from rltrain.roles.env import DRAWN, place_of
 from rltrain.roles.role import Job
 from rltrain.rollout.engine import Engine, SamplingParams
-from rltrain.rollout.episodes import ChatTurns, EnvironmentEpisodes, Episodes, FollowedEpisodes, PlainText, TurnLimits
+from rltrain.rollout.episodes import (
+    ChatTurns,
+    EnvironmentEpisodes,
+    Episodes,
+    FollowedEpisodes,
+    Observed,
+    PlainText,
+    TurnLimits,
+    Unusable,
+    Waiting,
+    with_shared_reward,
+)
 from rltrain.rollout.groups import Guests
+from rltrain.rollout.sample import Sample, SampleGroup, Status
 from rltrain.runtime.job_store import poll
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the web stack is imported for those who have an agent
     from rltrain.endpoint.app import EndpointServer
     from rltrain.endpoint.engine_feed import EngineMailbox
     from rltrain.endpoint.opening import RecordedSession
-from collections.abc import Sequence
-from dataclasses import replace
-
-from rltrain.data.experience import SIBLINGS_APART
-from rltrain.endpoint.app import EndpointServer
-from rltrain.endpoint.opening import RecordedSession
-from rltrain.endpoint.session import Opened
-from rltrain.environments.agent import SESSION
-from rltrain.environments.batch import EpisodeEvent
-from rltrain.rollout.episodes import Observed, Unusable, Waiting, with_shared_reward
-from rltrain.rollout.sample import Sample, SampleGroup, Status
+    from rltrain.endpoint.session import Opened
 
 # The episodes of one engine's samples: its connections to the ranks of the env role.
 
@@ -72,16 +78,12 @@ class EpisodeSessions:
         """By which the chat template ends a turn, beside the checkpoint's own tokens."""
         return self._chat.end_tokens if self._chat else frozenset()
 
-    def training(self, dataset: PromptDataset, engine: Engine, sampling: SamplingParams) -> "Conversations":
-        """Of the stream of training prompts."""
-        return self._conversations(dataset, engine, sampling, None)
-
     def evaluation(
         self, plan: EvaluationPlan, dataset: PromptDataset, engine: Engine, sampling: SamplingParams
-    ) -> "Conversations":
+    ) -> Conversations:
         """Of a set of held-out prompts; the same ones in every evaluation."""
         if plan.name not in self._evaluations:
-            self._evaluations[plan.name] = self._conversations(dataset, engine, sampling, plan)
+            self._evaluations[plan.name] = self.conversations(dataset, engine, sampling, plan)
         return self._evaluations[plan.name]
 
     def ended(self) -> None:
@@ -96,15 +98,15 @@ class EpisodeSessions:
         for connection in self._connections:
             connection.close()
 
-    def _conversations(
-        self, dataset: PromptDataset, engine: Engine, sampling: SamplingParams, plan: EvaluationPlan | None
-    ) -> "Conversations":
-        """Of training prompts where there is no `plan`."""
+    def conversations(
+        self, dataset: PromptDataset, engine: Engine, sampling: SamplingParams, plan: EvaluationPlan | None = None
+    ) -> Conversations:
+        """Of an evaluation's prompts, or of the stream of training prompts where there is no `plan`."""
         if not self._places:
             return Conversations()
         if not self.is_leader:
             going_on = frozenset(number for place in self._places.values() for number in place["episodes"])
-            return Conversations(FollowedEpisodes(going_on), self._followed_guests(engine))
+            return Conversations(FollowedEpisodes(going_on), self._feed(engine))
         connections = [RemoteEnvironments(rank, place) for rank, place in self._places.items()]
         self._connections += connections
         turn_format = ChatTurns(self._chat, dataset.encoder.system_prompt) if self._chat else PlainText(dataset.encoder)
@@ -121,13 +123,13 @@ class EpisodeSessions:
             return Conversations(EnvironmentEpisodes(*arguments, **settings))
         return self._of_agents(dataset, engine, sampling, plan is not None, arguments, settings)
 
-    def _followed_guests(self, engine: Engine) -> Guests | None:
-        """On the ranks of an engine that are not its first."""
+    def _feed(self, engine: Engine, mailbox: "EngineMailbox | None" = None) -> Guests | None:
+        """The turns that agents ask for; on the ranks of an engine that are not its first there is no `mailbox`."""
         if self.job.config.env.agent is None:
             return None
         from rltrain.endpoint.engine_feed import EngineFeed
 
-        return EngineFeed(engine, self.job.prompts.decoder)
+        return EngineFeed(engine, self.job.rows.prompts.decoder, mailbox)
 
     def _of_agents(
         self,
@@ -137,11 +139,10 @@ class EpisodeSessions:
         is_evaluation: bool,
         arguments: tuple[Any, ...],
         settings: dict[str, Any],
-    ) -> "Conversations":
-        """With a server in front of the engine. Its web stack is imported here, for those who have an agent."""
-        pass
+    ) -> Conversations:
+        """With a server in front of the engine."""
         from rltrain.endpoint.app import EndpointServer, EndpointSettings
-        from rltrain.endpoint.engine_feed import EngineFeed, EngineMailbox
+        from rltrain.endpoint.engine_feed import EngineMailbox
         from rltrain.endpoint.requests import RequestLimits, SamplingRules
 
         config, endpoint = self.job.config, self.job.config.rollout.endpoint
@@ -172,8 +173,7 @@ class EpisodeSessions:
         )
         server.start()
         self._servers.append((server, mailbox))
-        feed = EngineFeed(engine, self.job.prompts.decoder, mailbox)
-        return Conversations(AgentEpisodes(server, recorded, *arguments, **settings), feed)
+        return Conversations(AgentEpisodes(server, recorded, *arguments, **settings), self._feed(engine, mailbox))
 
     def _rows(self, dataset: PromptDataset, plan: EvaluationPlan | None) -> RowColumns:
         """With all columns of the file."""
@@ -182,7 +182,7 @@ class EpisodeSessions:
 
     def _chat_format(self) -> ChatFormat | None:
         """ConfigError where conversations cannot go on by the checkpoint's template."""
-        job, encoder = self.job, self.job.prompts.encoder
+        job, encoder = self.job, self.job.rows.prompts.encoder
         if not encoder.uses_template:
             return None
         tools = self._tools
@@ -216,7 +216,7 @@ class AgentEpisodes(EnvironmentEpisodes):
     anew."""
 
     def __init__(
-        self, server: EndpointServer, recorded: dict[str, RecordedSession], *arguments: Any, **settings: Any
+        self, server: "EndpointServer", recorded: "dict[str, RecordedSession]", *arguments: Any, **settings: Any
     ) -> None:
         """`recorded` has the sessions that have ended, by id; the server's thread writes it."""
         super().__init__(*arguments, **settings)
@@ -257,7 +257,7 @@ class AgentEpisodes(EnvironmentEpisodes):
         )
 
 
-def _of_episode(session: RecordedSession, episode: int) -> tuple[Sample, ...]:
+def _of_episode(session: "RecordedSession", episode: int) -> tuple[Sample, ...]:
     """The session's trajectories under ids of the episode, each worth what the whole session was."""
     ids = {one.sample.id: episode + k * SIBLINGS_APART for k, one in enumerate(session.trajectories)}
     samples = [

@@ -2,12 +2,11 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import fsum
 from pathlib import Path
-from statistics import stdev
-from typing import Any, Literal
+from statistics import fmean, stdev
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +16,6 @@ from rltrain.checkpoint.run_files import Contents, read_texts
 from rltrain.config.evaluation import SHORT_FORM, EvaluationPlan, has_reached
 from rltrain.data.experience import SIBLINGS_APART, Experience
 from rltrain.data.prompts import PromptDataset
-from rltrain.data.tokenizer import TextDecoder
 from rltrain.observability.evaluations import (
     BEST_FILE,
     BEST_FOLDER,
@@ -32,7 +30,7 @@ from rltrain.observability.evaluations import (
     reported,
     sizes_up_to,
 )
-from rltrain.rewards.scorer import CombinedScorer, CombinedScores, Scores
+from rltrain.rewards.scorer import Scorer, Scores
 from rltrain.roles.drawing import DrawingRole
 from rltrain.roles.reward_statistics import RewardStatistics, is_of_one_function
 from rltrain.roles.role import Job, Metrics, SampleLog
@@ -40,7 +38,7 @@ from rltrain.roles.scoring import FailureLimit, RankRecords, Scorables, sample_r
 from rltrain.rollout.in_flight_sync import InFlightSync, NoInFlightSync
 from rltrain.rollout.layout import engine_parts, whole_engine
 from rltrain.rollout.sample import pack_groups
-from rltrain.runtime.job_store import POLL_S, poll, poll_s
+from rltrain.runtime.job_store import POLL_S, poll_s
 
 # The rewards of an evaluation by prompt, brought together from the ranks that scored them.
 
@@ -85,12 +83,12 @@ def metrics_of(records: Sequence[Record], *, num_samples: int, threshold: float)
     if num_samples == 1 or not prompts:
         return metrics
     passed = [sum(reward > threshold for reward in rewards) for rewards in prompts]
-    metrics[f"mean@{num_samples}"] = _mean(best_at_k(rewards, 1) for rewards in prompts)
+    metrics[f"mean@{num_samples}"] = fmean(best_at_k(rewards, 1) for rewards in prompts)
     for k in sizes_up_to(num_samples):
         pairs = zip(prompts, passed, strict=True)
-        metrics[f"pass@{k}"] = _mean(pass_at_k(len(rewards), count, k) for rewards, count in pairs)
+        metrics[f"pass@{k}"] = fmean(pass_at_k(len(rewards), count, k) for rewards, count in pairs)
         if k > 1:
-            metrics[f"best@{k}"] = _mean(best_at_k(rewards, k) for rewards in prompts)
+            metrics[f"best@{k}"] = fmean(best_at_k(rewards, k) for rewards in prompts)
     return metrics
 
 
@@ -100,11 +98,6 @@ def _by_prompt(records: Sequence[Record]) -> list[list[float]]:
         for prompt, rewards in record["rewards"].items():
             prompts[int(prompt)] += rewards
     return [prompts[prompt] for prompt in sorted(prompts)]
-
-
-def _mean(values: Iterable[float]) -> float:
-    listed = [*values]
-    return fsum(listed) / len(listed)
 
 
 # An evaluation set as a rank of the reward has it: by what its samples are scored, and what is reported of them.
@@ -118,36 +111,13 @@ OF_ALL_SAMPLES = {
 
 
 @dataclass(frozen=True)
-class Judges:
-    """The reward functions of a section of the config."""
-
-    scorer: CombinedScorer
-    limit: FailureLimit
-
-
 class EvaluatedSet:
-    """One of the run's evaluation sets; without a reward of its own it is scored by `of_run`."""
+    """One of the run's evaluation sets, with what scores it: its own reward, or else the run's."""
 
-    def __init__(
-        self,
-        plan: EvaluationPlan,
-        dataset: PromptDataset,
-        decoder: TextDecoder,
-        of_run: Judges,
-        advance: Callable[[], None],
-    ) -> None:
-        self.plan = plan
-        self.judges = of_run
-        if plan.reward is not None:
-            scorer = CombinedScorer(plan.reward, advance, plan.config_key.removesuffix("data") + "reward")
-            self.judges = Judges(scorer, FailureLimit(scorer.parts, plan.reward))
-        self.scorables = Scorables(self.judges.scorer.functions, dataset, decoder, plan.file, plan.config_key)
-
-    def shown(self, experience: Experience, num_prompts: int | Literal["all"]) -> Experience:
-        """The samples of the set's first `num_prompts` prompts that are in `experience`."""
-        if num_prompts == "all":
-            return experience
-        return experience.select(torch.nonzero(experience.prompt_ids < num_prompts).flatten())
+    plan: EvaluationPlan
+    scorables: Scorables
+    scorer: Scorer
+    limit: FailureLimit
 
     def metrics(
         self, of_samples: Mapping[str, float], outcomes: Sequence[Mapping[str, Any]], threshold: float
@@ -168,15 +138,22 @@ SCORING_ROLES = ("reward", "evaluation")
 class EvaluationScoring:
     """`scorer` is the run's, for sets without a reward of their own; `records` bring ranks together."""
 
-    def __init__(self, job: Job, scorer: CombinedScorer, limit: FailureLimit, records: RankRecords) -> None:
+    def __init__(self, job: Job, scorer: Scorer, limit: FailureLimit, records: RankRecords) -> None:
         self.job, self.config, self.records = job, job.config, records
-        self.of_run = Judges(scorer, limit)
-        self.sets = [
-            EvaluatedSet(plan, dataset, job.prompts.decoder, self.of_run, job.heartbeat.advance)
-            for plan, dataset in zip(self.config.evaluations, job.prompts.evaluations, strict=True)
-        ]
+        self.scorer, self.limit = scorer, limit
+        datasets = job.rows.prompts.evaluations
+        self.sets = [self._set(*of_set) for of_set in zip(self.config.evaluations, datasets, strict=True)]
         self.best = self._best()
         self.log = SampleLog(self.config.output_dir, f"evaluation_samples/rank{job.world.rank}.jsonl")
+
+    def _set(self, plan: EvaluationPlan, dataset: PromptDataset) -> EvaluatedSet:
+        scorer, limit, decoder = self.scorer, self.limit, self.job.rows.prompts.decoder
+        if plan.reward is not None:
+            section = plan.config_key.removesuffix("data") + "reward"
+            scorer = Scorer.of(plan.reward, self.job.heartbeat.advance, section)
+            limit = FailureLimit(scorer.parts, plan.reward)
+        scorables = Scorables(scorer.functions, dataset, decoder, plan.file, plan.config_key)
+        return EvaluatedSet(plan, scorables, scorer, limit)
 
     def _best(self) -> BestSoFar | None:
         """As the checkpoint has it that the run goes on from."""
@@ -199,12 +176,17 @@ class EvaluationScoring:
     ) -> Metrics:
         """What the set of this number is worth, which the leader of the ranks learns from the others. Models have
         `told` of the samples what is part of the run's reward. `serve` is what the rank does for others meanwhile."""
-        evaluated, statistics = self.sets[number], RewardStatistics()
-        plan, scorer = evaluated.plan, evaluated.judges.scorer
-        scores = self._scores(evaluated, experience, step, told if scorer is self.of_run.scorer else (), serve)
-        experience = with_scores(experience, scores)
+        evaluated, statistics, num_shown = self.sets[number], RewardStatistics(), self.config.evaluation.logged_prompts
+        plan, scorer = evaluated.plan, evaluated.scorer
+        pending = scorer.begin(evaluated.scorables.of(experience, step))
+        while serve and not pending.is_done:  # at work, so that a stall is this rank's
+            serve()
+            time.sleep(POLL_S)
+        scores = scorer.wait(pending, told if scorer is self.scorer else ())
+        shown = experience = with_scores(experience, scores)
         statistics.add_of(evaluated.scorables.dataset, experience, scores)
-        shown = evaluated.shown(experience, self.config.evaluation.logged_prompts)
+        if num_shown != "all":
+            shown = experience.select(torch.nonzero(experience.prompt_ids < num_shown).flatten())
         records = sample_records(evaluated.scorables, shown, step, scorer.parts)
         self.log.append(*({"set": plan.name, **record} for record in records))
         what = "evaluation" if plan.name == SHORT_FORM else f"evaluation {plan.name}"
@@ -212,27 +194,12 @@ class EvaluationScoring:
         gathered = self.records.collect(what, step, record, serve)
         if not gathered:
             return {}
-        of_samples = evaluated.judges.limit.judged(f"{what}[{step}]", gathered)
+        of_samples = evaluated.limit.judged(f"{what}[{step}]", gathered)
         metrics = evaluated.metrics(
             of_samples, [outcomes for *_, outcomes in gathered], self.config.evaluation.pass_threshold
         )
         self._leave_verdicts(step, plan, metrics)
         return metrics
-
-    def _scores(
-        self,
-        evaluated: EvaluatedSet,
-        experience: Experience,
-        step: int,
-        told: Sequence[Scores],
-        serve: Callable[[], None] | None,
-    ) -> CombinedScores:
-        scorer = evaluated.judges.scorer
-        pending = scorer.begin(evaluated.scorables.of(experience, step))
-        while serve and not all(scores.is_done for scores in pending):  # at work, so that a stall is this rank's
-            serve()
-            time.sleep(POLL_S)
-        return scorer.wait(pending, told)
 
     def _leave_verdicts(self, step: int, plan: EvaluationPlan, metrics: Metrics) -> None:
         """For those who wait for them."""
@@ -254,8 +221,8 @@ class EvaluationScoring:
     def close(self) -> None:
         """End the processes of sets' own reward functions."""
         for evaluated in self.sets:
-            if evaluated.judges is not self.of_run:
-                evaluated.judges.scorer.close()
+            if evaluated.scorer is not self.scorer:
+                evaluated.scorer.close()
 
 
 # Evaluation by engines of its own, beside training and generation, which never wait for it.
@@ -278,12 +245,13 @@ class EvaluationRole(DrawingRole):
         self.scoring: EvaluationScoring | None = None
         """On each engine's first rank."""
         if self.decisions.is_leader:
-            scorer = CombinedScorer(self.config.reward, job.heartbeat.advance)
+            scorer = Scorer.of(self.config.reward, job.heartbeat.advance)
             limit = FailureLimit(scorer.parts, self.config.reward)
-            self.scoring = EvaluationScoring(job, scorer, limit, RankRecords(job, self.name, self.grid.owners()))
+            records = RankRecords(job.job_store, job.waiter, self.name, self.grid.owners())
+            self.scoring = EvaluationScoring(job, scorer, limit, records)
             self.logs.append(self.scoring.log)
         if job.world.rank == self.leader and "rollout" not in job.placement.roles:
-            job.prompts.report_rows(job.config.batch.prompts_per_step)
+            job.rows.prompts.report_rows(job.config.batch.prompts_per_step)
 
     @property
     def draws_during_syncs(self) -> bool:
@@ -316,8 +284,7 @@ class EvaluationRole(DrawingRole):
             return
         job_store, key = self.job.job_store, best_verdict_of(step)
         what = f"the verdict of rank {self.leader} at step {step}"
-        every_s = poll_s(self.grid.tp)
-        poll(self.job.waiter, lambda: job_store.has(key) or None, what, [self.leader], self.serve, every_s)
+        self.wait_for(lambda: job_store.has(key) or None, what, [self.leader], poll_s(self.grid.tp))
         if verdict := job_store.get(key, waiting_for=what):
             self._save(step, Best(**verdict))
 
@@ -330,7 +297,7 @@ class EvaluationRole(DrawingRole):
         super().close()
         if self.scoring:
             self.scoring.close()
-            self.scoring.of_run.scorer.close()
+            self.scoring.scorer.close()
 
     def _take_weights(self, step: int) -> None:
         """Draw with the weights of the step from here on."""

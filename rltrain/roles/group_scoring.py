@@ -4,7 +4,7 @@ keeps.
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +16,7 @@ from rltrain.data.prompt_order import SolvedRateOrder, SolvedRates
 from rltrain.errors import CheckpointError
 from rltrain.rewards.answers import Scorable
 from rltrain.rewards.group_filter import GroupFilter
-from rltrain.rewards.scorer import CombinedScorer, CombinedScores, PendingScores, Scores
+from rltrain.rewards.scorer import PendingScores, Scorer, Scores
 from rltrain.roles.role import Job, SampleLog
 from rltrain.roles.scoring import with_scores
 from rltrain.rollout.groups import Verdict
@@ -29,7 +29,7 @@ class HandedOver:
     """What this engine drew for a chunk: each group that counts with its scores, how many it dropped by reason, and how
     many count because no more could be dropped."""
 
-    groups: list[tuple[Experience, CombinedScores]] = field(default_factory=list)
+    groups: list[tuple[Experience, Scores]] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
     dropped_groups: list[Experience] = field(default_factory=list)
     """Those, with their scores."""
@@ -45,7 +45,7 @@ class GroupScoring:
 
     def __init__(
         self,
-        scorer: CombinedScorer,
+        scorer: Scorer,
         scorables: Callable[[Experience, int], list[Scorable]],
         dropped_for: GroupFilter,
         log: SampleLog | None,
@@ -54,7 +54,7 @@ class GroupScoring:
         self.scorer, self.scorables, self.dropped_for, self.log = scorer, scorables, dropped_for, log
         self.handed_over: dict[tuple[int, int], HandedOver] = {}
         """By step and chunk, for the task that reports of them."""
-        self._pending: dict[int, tuple[list[Scorable], Sequence[PendingScores]]] = {}
+        self._pending: dict[int, PendingScores] = {}
         """By position."""
         self._doubtful: dict[int, Experience] = {}
         """By position: scored groups that are dropped unless too many have been."""
@@ -65,14 +65,14 @@ class GroupScoring:
         for position, group in groups.items():
             if position not in self._pending:
                 samples = self.scorables(pack_groups([group], [position]), step)
-                self._pending[position] = samples, self.scorer.begin(samples)
-        known = [position for position in groups if all(scores.is_done for scores in self._pending[position][1])]
+                self._pending[position] = self.scorer.begin(samples)
+        known = [position for position in groups if self._pending[position].is_done]
         return [self._verdict(position, groups[position]) for position in known]
 
     def _verdict(self, position: int, group: SampleGroup) -> Verdict:
-        samples, pending = self._pending.pop(position)
+        pending = self._pending.pop(position)
         scores = self.scorer.wait(pending)
-        reason = self.dropped_for(samples, scores)
+        reason = self.dropped_for(pending.samples, scores)
         if reason is not None:
             self._doubtful[position] = with_scores(pack_groups([group], [position]), scores)
         return Verdict(position, reason, json.dumps(scores.record()))
@@ -95,12 +95,12 @@ class GroupScoring:
         handed_over, first = self._since, 0
         self._since = HandedOver()
         for group, record in groups:
-            scores = CombinedScores.of_record(json.loads(record))
+            scores = Scores.of_record(json.loads(record))
             own = experience.select(torch.arange(first, first + len(group.samples)))
             handed_over.groups.append((with_scores(own, scores), scores))
             first += len(group.samples)
         self.handed_over[step, chunk] = handed_over
-        nothing = CombinedScores([], {function.title: Scores([], 0, 0) for function in self.scorer.functions})
+        nothing = Scores([], by_function={function.title: Scores([]) for function in self.scorer.functions})
         none = with_scores(experience.select(torch.arange(0)), nothing)
         return join([scored for scored, _ in handed_over.groups] or [none])
 
@@ -186,11 +186,11 @@ class OutcomeTeller:
 def training_rows(job: Job) -> RowStream:
     """On a rank of the rollout: the stream of training prompts, from where the run begins. CheckpointError where it
     cannot go on with what the run's checkpoint holds."""
-    settings, order = job.config.data.solved_rate, job.prompts.order
+    settings, order = job.config.data.solved_rate, job.rows.prompts.order
     per_step = job.config.batch.prompts_per_step
     if settings is None:
-        return FixedRows(order, first=job.data_from * per_step)
-    rates = SolvedRates(len(job.prompts.train), settings)
+        return FixedRows(order, first=job.rows.first_step * per_step)
+    rates = SolvedRates(len(job.rows.prompts.train), settings)
     rows = SolvedRateRows(
         SolvedRateOrder(order, rates, per_window=per_step, seed=job.config.seed),
         _outcome_log(job),

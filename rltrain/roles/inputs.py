@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rltrain.algorithms.registry import algorithm_of
-from rltrain.config.schema import Config
+from rltrain.config.schema import Config, PromptFile, Reward
 from rltrain.data.demonstrations import Demonstrations, Preferences
 from rltrain.data.prompt_order import RowOrder, prompt_order
 from rltrain.data.prompt_rows import PromptRow
@@ -89,31 +89,17 @@ def read_prompts(config: Config, indexes: IndexFolder | None = None, model: Mode
     """Every rank that calls this numbers the prompts alike. `indexes` and `model` as in load_prompts."""
     data, plans = config.data, config.evaluations
     encoder = load_encoder(config)
+
+    def load(file: PromptFile, reward: Reward | None, key: str) -> PromptDataset:
+        needs = labels_of(reward or config.reward)
+        return load_prompts(file, data, encoder, needs=needs, config_key=key, indexes=indexes, model=model)
+
     training = None
     if algorithm_of(config).generates:
-        train = load_prompts(
-            data.train,
-            data,
-            encoder,
-            needs=labels_of(config.reward),
-            config_key="data.train",
-            indexes=indexes,
-            model=model,
-        )
+        train = load(data.train, None, "data.train")
         training = train, prompt_order(train, config)
-    evaluations = tuple(
-        load_prompts(
-            plan.file,
-            data,
-            encoder,
-            needs=labels_of(plan.reward or config.reward),
-            config_key=plan.config_key,
-            indexes=indexes,
-            model=model,
-        )
-        for plan in plans
-    )
     keys = tuple(plan.config_key for plan in plans)
+    evaluations = tuple(load(plan.file, plan.reward, plan.config_key) for plan in plans)
     return Prompts(TextDecoder(encoder.tokenizer), encoder, training, evaluations, keys)
 
 
@@ -135,10 +121,20 @@ class JobRows:
     def __init__(self, config: Config, job_store: JobStore, policy: Architecture) -> None:
         self.config, self.job_store = config, job_store
         self.model = ModelLimits(policy.vocab_size, policy.max_positions)
+        self.first_step = 0
+        """The step that takes the first rows of data.train: a later one than the first where the run went on with
+        other rows."""
 
-    @cached_property
+    @property
     def training_data(self) -> Demonstrations | Preferences | None:
         """The rows that training is on where nothing is generated."""
+        data = self._training_data
+        if data is not None:
+            data.first_step = self.first_step
+        return data
+
+    @cached_property
+    def _training_data(self) -> Demonstrations | Preferences | None:
         return algorithm_of(self.config).training_data(self.indexes, self.model)
 
     @cached_property
@@ -198,7 +194,8 @@ def data_changes(before: Inputs, now: Inputs) -> Iterator[str]:
     for name in now["order"]:
         if before["order"][name] != now["order"][name]:
             key = "the weights in data.train.sources" if name == "weights" else f"data.{name}"
-            yield f"{key}: was {_order_shown(before, name)}, and is {_order_shown(now, name)}"
+            was, is_ = (json.dumps(inputs["order"][name]) for inputs in (before, now))
+            yield f"{key}: was {was}, and is {is_}"
 
 
 def other_changes(before: Inputs, now: Inputs) -> Iterator[str]:
@@ -251,10 +248,6 @@ def _rows(inputs: Inputs) -> str:
 def _same_size(before: Inputs, now: Inputs) -> str:
     """Says that the content differs, where paths and numbers of rows do not show it."""
     return " with other content" if _rows(before) == _rows(now) else ""
-
-
-def _order_shown(inputs: Inputs, name: str) -> str:
-    return json.dumps(inputs["order"][name])
 
 
 def _rewards(inputs: Inputs) -> str:

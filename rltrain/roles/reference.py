@@ -70,7 +70,7 @@ class TeacherRole(Role):
         """[rows of data.train] the number of each one's teacher; None where all have the same."""
         if len(checkpoints) > 1:
             train, column = job.config.data.train, self.settings.column
-            assigned = teachers_of_rows(job.prompts.train, train, column, [*checkpoints])
+            assigned = teachers_of_rows(job.rows.prompts.train, train, column, [*checkpoints])
             self.teacher_of_row = torch.tensor(assigned, dtype=torch.int16)
         vocabulary = job.architectures[self.name].vocab_size
         self.count = vocabulary if self.settings.top_k == "full" else self.settings.top_k
@@ -171,7 +171,7 @@ class ReferenceRole(Role):
 
     def __init__(self, job: Job, actor: ActorRole | None) -> None:
         super().__init__(job)
-        self.training_data = job.training_data
+        self.training_data = job.rows.training_data
         self.temperature = algorithm_of(job.config).temperature()
         self.model: RoleModel
         self.parts: Mapping[str, MemoryPart]

@@ -303,10 +303,7 @@ def _wait_for_lock(descriptor: int, path: Path, config_key: str, wait_s: float, 
         if not told:
             logger.warning(
                 "%s: %s is in use by another job (%s); waiting %g s for its end",
-                config_key,
-                path.parent,
-                holder,
-                wait_s,
+                *(config_key, path.parent, holder, wait_s),
             )
             told = True
         advance()

@@ -12,7 +12,7 @@ from rltrain.checkpoint.run_files import Contents
 from rltrain.data.experience import Experience
 from rltrain.exchange.exchange import Shipment
 from rltrain.rewards.group_filter import load_group_filter
-from rltrain.rewards.scorer import CombinedScorer, Scores, rewarding_models
+from rltrain.rewards.scorer import Scorer, Scores, rewarding_models
 from rltrain.roles.evaluation import EvaluationScoring
 from rltrain.roles.group_scoring import GroupScoring, OutcomeTeller
 from rltrain.roles.reward_statistics import FLAT_GROUPS, RewardStatistics
@@ -74,11 +74,11 @@ class RewardRole(Role):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self.models = rewarding_models(job.config, job.placement.roles)
-        self.scorer = CombinedScorer(self.config.reward, job.heartbeat.advance, models=self.models)
+        self.scorer = Scorer.of(self.config.reward, job.heartbeat.advance, models=self.models)
         self.limit = FailureLimit(self.scorer.parts, self.config.reward)
         self.flat = FlatRewards(self.config.reward.warn_flat_steps)
         self.training = self._training()
-        self.records = RankRecords(job, self.name, self.grid.ranks)
+        self.records = RankRecords(job.job_store, job.waiter, self.name, self.grid.ranks)
         self.evaluations: EvaluationScoring | None = None
         """Where no engines of their own evaluate."""
         if not self.config.evaluates_apart:
@@ -96,7 +96,7 @@ class RewardRole(Role):
         """Nothing where no training prompt is answered."""
         if not algorithm_of(self.config).generates:
             return None
-        prompts, functions = self.job.prompts, self.scorer.functions
+        prompts, functions = self.job.rows.prompts, self.scorer.functions
         return Scorables(functions, prompts.train, prompts.decoder, self.config.data.train, "data.train")
 
     @classmethod

@@ -11,7 +11,7 @@ from torch import Tensor
 from rltrain.algorithms.losses import response_lengths
 from rltrain.data.experience import Experience
 from rltrain.data.prompts import PromptDataset
-from rltrain.rewards.scorer import CombinedScores
+from rltrain.rewards.scorer import Scores, add_mean
 from rltrain.tasks.metrics import OF_ALL_REWARDS
 
 FILTER = "dynamic_filter/"
@@ -43,12 +43,12 @@ class RewardStatistics:
         self.first_failures: dict[str, str] = {}
         """By the functions' titles."""
 
-    def add(self, experience: Experience, scores: CombinedScores) -> None:
+    def add(self, experience: Experience, scores: Scores) -> None:
         """`experience` has the rewards of `scores`."""
         greedy = self._greedy(experience)
         if greedy.any():
             of_greedy = experience.rewards[greedy].double()
-            self._add_mean("greedy_reward_mean", float(of_greedy.sum()), len(of_greedy))
+            add_mean(self.means, "greedy_reward_mean", float(of_greedy.sum()), len(of_greedy))
         experience = self.reported(experience)
         rewards, lengths = experience.rewards.double(), response_lengths(experience).double()
         self.sums.update(
@@ -59,7 +59,7 @@ class RewardStatistics:
                 "squares": float(rewards.square().sum()),
                 "lengths": float(lengths.sum()),
                 "truncated": int(experience.truncated.sum()),
-                "reward_unscored": len(scores.unscored),
+                "reward_unscored": len(scores.skipped),
             }
         )
         if self.counts_flat_groups:
@@ -72,13 +72,13 @@ class RewardStatistics:
                 for failures, number in (("errors", of_function.num_errors), ("timeouts", of_function.num_timeouts)):
                     self.sums[f"{prefix(title)}_{failures}"] += number
                 num_scored = len(of_function.rewards) - len(of_function.skipped)
-                self._add_mean(prefix(title), sum(of_function.rewards), num_scored)
+                add_mean(self.means, prefix(title), sum(of_function.rewards), num_scored)
             for key, (total, count) in of_function.metrics.items():
-                self._add_mean(f"{prefix(title)}_{_name_of(key)}", total, count)
+                add_mean(self.means, f"{prefix(title)}_{_name_of(key)}", total, count)
             if of_function.first_failure is not None:
                 self.first_failures.setdefault(title, of_function.first_failure)
 
-    def add_of(self, dataset: PromptDataset, experience: Experience, scores: CombinedScores) -> None:
+    def add_of(self, dataset: PromptDataset, experience: Experience, scores: Scores) -> None:
         """As `add`, of prompts of a dataset, and of each of its sources where it has several."""
         self.add(experience, scores)
         if len(dataset.sources) > 1:
@@ -104,11 +104,7 @@ class RewardStatistics:
     def add_sources(self, sources: Sequence[str], rewards: Sequence[float]) -> None:
         """Of samples that are reported: where the prompt of each is from, and its reward."""
         for source, reward in zip(sources, rewards, strict=True):
-            self._add_mean(f"{OF_SOURCE}{source}", reward, 1)
-
-    def _add_mean(self, name: str, total: float, count: int) -> None:
-        before, num_before = self.means.get(name, (0.0, 0))
-        self.means[name] = (before + total, num_before + count)
+            add_mean(self.means, f"{OF_SOURCE}{source}", reward, 1)
 
     def record(self) -> Record:
         """For `metrics`."""
@@ -121,27 +117,16 @@ class RewardStatistics:
             total.update(record["sums"])
         return total
 
-    @staticmethod
-    def means_of(records: Sequence[Record]) -> dict[str, float]:
-        """What functions are reported by, one by one. What no sample has is not there."""
-        return {name: total / count for name, (total, count) in RewardStatistics._totals(records).items() if count}
-
-    @staticmethod
-    def _totals(records: Sequence[Record]) -> dict[str, tuple[float, int]]:
-        totals: dict[str, tuple[float, int]] = {}
-        for record in records:
-            for name, (total, count) in record["means"].items():
-                before, num_before = totals.get(name, (0.0, 0))
-                totals[name] = before + total, num_before + count
-        return totals
-
     @classmethod
     def metrics(cls, records: Sequence[Record]) -> dict[str, float]:
         """From the records of all ranks of the role, each of which has samples of its own."""
-        sums = cls.sums_of(records)
+        sums, totals = cls.sums_of(records), dict[str, tuple[float, int]]()
+        for record in records:
+            for name, of_rank in record["means"].items():
+                add_mean(totals, name, *of_rank)
         count = sums["reported"]
         mean = sums["rewards"] / count
-        of_sources = {name: n for name, (_, n) in cls._totals(records).items() if name.startswith(OF_SOURCE)}
+        of_sources = {name: n for name, (_, n) in totals.items() if name.startswith(OF_SOURCE)}
         shares = {f"share/{name.removeprefix(OF_SOURCE)}": number / count for name, number in of_sources.items()}
         counted = {name: number for name, number in sums.items() if name.startswith(("reward_", FILTER))}
         return {
@@ -153,7 +138,7 @@ class RewardStatistics:
             **({FLAT_GROUPS: sums[FLAT_GROUPS] / sums["groups"]} if sums["groups"] else {}),
             **shares,
             **counted,
-            **cls.means_of(records),
+            **{name: total / number for name, (total, number) in totals.items() if number},  # what some sample has
         }
 
 

@@ -5,26 +5,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from rltrain.checkpoint.node_memory import NodeMemory
 from rltrain.checkpoint.run_files import Contents
 from rltrain.checkpoint.run_folder import Resumed
 from rltrain.config.schema import Config, Offload
-from rltrain.data.demonstrations import Demonstrations, Preferences
 from rltrain.exchange.exchange import Shipment
 from rltrain.models import Architecture
 from rltrain.models.flops import forward_flops
 from rltrain.observability.run_logs import append_to
 from rltrain.offload.memory_parts import MemoryPart
 from rltrain.reshard.layout import Layout
-from rltrain.roles.inputs import Inputs, JobRows, Prompts
+from rltrain.roles.inputs import JobRows
 from rltrain.runtime.grid import Grid, job_leader
 from rltrain.runtime.heartbeat import Heartbeat
-from rltrain.runtime.job_store import JobStore, Waiter
+from rltrain.runtime.job_store import POLL_S, JobStore, Waiter, poll
 from rltrain.runtime.placement import Placement
 from rltrain.runtime.process_groups import ProcessGroups
-from rltrain.runtime.stopping import StopRequest
 from rltrain.runtime.world import World
 from rltrain.schedule.shape import RunShape
 from rltrain.tasks.roles import device_roles, device_roles_if_offloaded
@@ -76,11 +73,12 @@ class SampleLog:
 
 
 Metrics = dict[str, float]
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
 class Job:
-    """What all roles of this process know about the run."""
+    """What the roles of this process read of the run."""
 
     config: Config
     world: World
@@ -92,17 +90,11 @@ class Job:
     job_store: JobStore
     waiter: Waiter
     rows: JobRows
-    inputs: Inputs
-    """Returns what identifies the inputs of the run, for its checkpoints."""
+    pause: Callable[[str], None]
+    """Have all ranks save and end for a person to look, with this sentence."""
 
     resumed: Resumed | None = None
     """The checkpoint that the run goes on from; None: it starts at the first step."""
-
-    stop: StopRequest | None = None
-    """Whether the job is asked to end; None where nobody listens."""
-
-    memory: NodeMemory | None = None
-    """Where checkpoints go to beside the disk, if anywhere."""
 
     operations: Operations = field(default_factory=Operations)
     """Of the task that is under way."""
@@ -124,12 +116,6 @@ class Job:
     def leader(self) -> int:
         """The rank that reports what concerns the whole job."""
         return job_leader(self.grids)
-
-    def pause(self, reason: str) -> None:
-        """Have all ranks save and end for a person to look, with this sentence. RuntimeError where nobody listens."""
-        if self.stop is None:
-            raise RuntimeError(f"nobody listens who could pause the job: {reason}")
-        self.stop.pause(reason)
 
     def offload_of(self, role: str) -> Offload:
         """`<role>.offload`, where auto is no on a device that is the host: moves would only copy memory within it."""
@@ -179,24 +165,6 @@ class Job:
     def shape(self) -> RunShape:
         return RunShape.of(self.config)
 
-    @cached_property
-    def training_data(self) -> Demonstrations | Preferences | None:
-        """Returns the training rows of an algorithm that generates nothing."""
-        data = self.rows.training_data
-        if data is not None:
-            data.first_step = self.data_from
-        return data
-
-    @property
-    def prompts(self) -> Prompts:
-        return self.rows.prompts
-
-    @property
-    def data_from(self) -> int:
-        """The step that takes the first rows of data.train: a later one than the first where the run went on with
-        other rows."""
-        return self.resumed.data_from if self.resumed else 0
-
 
 class Role:
     """A part in the run, played by the ranks of its grid. Its tasks are methods `task(step, chunk) -> Metrics | None`.
@@ -233,6 +201,12 @@ class Role:
     def dp(self) -> int:
         """This rank's data-parallel index."""
         return self.grid.coordinates(self.job.world.rank).dp
+
+    def wait_for(
+        self, come: Callable[[], Found | None], what: str, ranks: Sequence[int], every_s: float = POLL_S
+    ) -> Found:
+        """Returns what `come` gives once it is there, for which `ranks` care. This rank serves others meanwhile."""
+        return poll(self.job.waiter, come, what, ranks, self.serve, every_s)
 
     def save_state(self) -> Mapping[str, Contents]:
         """What this rank keeps of the role for a run that goes on from here: files by name, safe to be written until

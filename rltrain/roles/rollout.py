@@ -27,7 +27,7 @@ from rltrain.rollout.generation_loop import (
     StaticAssignment,
     StreamRules,
 )
-from rltrain.rollout.groups import DropCount, PromptGroups, Selection
+from rltrain.rollout.groups import DropCount, Selection
 from rltrain.rollout.in_flight_sync import InFlightSync
 from rltrain.rollout.rollout_state import Consumed, EngineStart, RolloutState, RowStream, share_out
 from rltrain.rollout.sample import SampleGroup, pack_groups
@@ -59,7 +59,7 @@ class RolloutRole(DrawingRole):
         self.step_start_s = 0.0
         self.step_response_tokens = 0
         if job.world.rank == self.leader:
-            job.prompts.report_rows(job.config.batch.prompts_per_step)
+            job.rows.prompts.report_rows(job.config.batch.prompts_per_step)
 
     @property
     def updates_together(self) -> bool:
@@ -153,33 +153,26 @@ class RolloutRole(DrawingRole):
 
     def _training(self, start: EngineStart) -> GenerationLoop:
         """The stream of training prompts, from `start` on."""
-        prompts = self.job.prompts
+        prompts = self.job.rows.prompts
         assignment: PromptAssignment = StaticAssignment(self.dp, self.grid.dp, start.next_position, start.returned)
         if self.job.shape.shares_prompts:
             assignment = SharedAssignment(self.job.world.store, start.next_position, start.returned)
-        sampling = replace(self.sampling_params(self.config.rollout.sampling), greedy=self._greedy_places())
+        greedy = GreedyPlaces(self.num_greedy, self.num_samples) if self.num_greedy else None
+        sampling = replace(self.sampling_params(self.config.rollout.sampling), greedy=greedy)
         conversations = Conversations()
         if prompts.training is not None:
-            conversations = self.sessions.training(prompts.train, self.engine, sampling)
+            conversations = self.sessions.conversations(prompts.train, self.engine, sampling)
         loop = self.generation_loop(
-            PromptGroups(
-                self.engine,
-                sampling,
-                self._training_group,
-                num_samples=self.num_samples,
-                episodes=conversations.episodes,
-                max_turn_tokens=self.config.env.max_turn_tokens,
-                guests=conversations.guests,
-            ),
+            sampling,
+            self.num_samples,
+            self._training_group,
+            conversations,
             assignment,
             self._rules(start.state.consumed),
             selection=self._selection(),
         )
         loop.resume(start.state)
         return loop
-
-    def _greedy_places(self) -> GreedyPlaces | None:
-        return GreedyPlaces(self.num_greedy, self.num_samples) if self.num_greedy else None
 
     def _rules(self, done: Consumed) -> StreamRules:
         """Of the stream of training prompts."""
@@ -238,7 +231,7 @@ class RolloutRole(DrawingRole):
     def _training_group(self, position: int) -> SampleGroup:
         """The group at a position of the stream of training prompts."""
         step, row = position // self.config.batch.prompts_per_step, self._training_rows.row(position)
-        return self.group(self.job.prompts.train, self.num_samples, step, row, position)
+        return self.group(self.job.rows.prompts.train, self.num_samples, step, row, position)
 
     def _ship(
         self, transfer: str, step: int, chunk: int, finished: Sequence[Finished], drawn: Sequence[SampleGroup]

@@ -13,11 +13,10 @@ from rltrain.data.experience import Experience
 from rltrain.data.prompts import PromptDataset
 from rltrain.data.tokenizer import TextDecoder
 from rltrain.errors import ConfigError, RewardError
-from rltrain.rewards.answers import Scorable, Turn
-from rltrain.rewards.scorer import CombinedScores, Part
+from rltrain.rewards.answers import Scorable, Turn, time_limit
+from rltrain.rewards.scorer import Part, Scores
 from rltrain.roles.reward_statistics import RewardStatistics, prefix
-from rltrain.roles.role import Job
-from rltrain.runtime.job_store import poll, poll_s
+from rltrain.runtime.job_store import JobStore, Waiter, poll, poll_s
 
 # Samples of an experience as reward functions and models get them: what those of this run ask for, and no more.
 
@@ -153,15 +152,19 @@ def _wanted_columns(
     )
 
 
-def reward_parts(scores: CombinedScores) -> Tensor:
+def reward_parts(scores: Scores) -> Tensor:
     """[samples, functions] what each function gave, unweighted; NaN where it is not for the sample."""
-    return torch.tensor(scores.by_sample(), dtype=torch.float32).view(len(scores.rewards), len(scores.by_function))
+    columns = [
+        [math.nan if index in of.skipped else reward for index, reward in enumerate(of.rewards)]
+        for of in scores.by_function.values()
+    ]
+    return torch.tensor(columns, dtype=torch.float32).T.contiguous()
 
 
 # What reward functions said of samples, as fields of their experience.
 
 
-def with_scores(experience: Experience, scores: CombinedScores) -> Experience:
+def with_scores(experience: Experience, scores: Scores) -> Experience:
     """With what `scored` carries beside the samples."""
     return experience.with_fields(
         rewards=torch.tensor(scores.rewards, dtype=torch.float32),
@@ -224,11 +227,14 @@ class FailureLimit:
         self.parts, self.settings = parts, settings
         self.has_judged = False
 
-    def judge(self, task: str, sums: Mapping[str, float], first_failures: Mapping[str, str]) -> None:
-        """Raise RewardError if a function failed on more samples of `task` than may, or on all of the first task's.
+    def judged(self, task: str, gathered: Sequence[Any]) -> dict[str, float]:
+        """Metrics of what all ranks of the role have recorded: [statistics, first failures, ...] each.
 
-        `sums` and `first_failures` are of all ranks of the role, as RewardStatistics has them.
+        Raises RewardError if a function failed on more samples of `task` than may, or on all of the first task's.
         """
+        records = [record for record, *_ in gathered]
+        first_failures = {title: failure for _, of, *_ in reversed(gathered) for title, failure in of.items()}
+        sums = RewardStatistics.sums_of(records)
         is_first, self.has_judged = not self.has_judged, True
         num_samples, settings = int(sums["samples"]), self.settings
 
@@ -244,20 +250,14 @@ class FailureLimit:
             if are_too_many(errors + timeouts):
                 raise RewardError(
                     f"{part.key}: {part.place} failed on {errors + timeouts} of {num_samples} "
-                    f"samples of {task}: {errors} by an error, {timeouts} by taking longer than reward.timeout_s = "
-                    f"{settings.timeout_s:g}. {rule} The first failure was {first_failures.get(part.title)}"
+                    f"samples of {task}: {errors} by an error, {timeouts} by taking longer than "
+                    f"{time_limit(settings.timeout_s)}. {rule} The first failure was {first_failures.get(part.title)}"
                 )
         unscored = int(sums["reward_unscored"])
         if are_too_many(unscored):
             raise RewardError(
                 f"reward: every function returned None for {unscored} of {num_samples} samples of {task}. {rule}"
             )
-
-    def judged(self, task: str, gathered: Sequence[Any]) -> dict[str, float]:
-        """Metrics of what ranks have recorded: [statistics, first failures, ...] each. RewardError as by `judge`."""
-        records = [record for record, *_ in gathered]
-        first_failures = {title: failure for _, of, *_ in reversed(gathered) for title, failure in of.items()}
-        self.judge(task, RewardStatistics.sums_of(records), first_failures)
         return RewardStatistics.metrics(records)
 
 
@@ -270,20 +270,20 @@ class RankRecords:
     No collective: these ranks may be an engine's too, which others need for weight syncs while it waits.
     """
 
-    def __init__(self, job: Job, role: str, ranks: Sequence[int]) -> None:
-        self.job, self.role, self.ranks = job, role, tuple(ranks)
+    def __init__(self, job_store: JobStore, waiter: Waiter, role: str, ranks: Sequence[int]) -> None:
+        self.job_store, self.waiter, self.role, self.ranks = job_store, waiter, role, tuple(ranks)
 
     def collect(self, what: str, step: int, record: Any, serve: Callable[[], None] | None) -> list[Any]:
         """The records of all ranks on the leader, nothing on the others. `serve` is what it does for others while it
         waits."""
-        job_store, rank = self.job.job_store, self.job.world.rank
+        job_store, rank = self.job_store, self.job_store.world.rank
         keys = {other: f"{self.role} {what}/{step}/{other}" for other in self.ranks}
         job_store.put(keys[rank], record)
         if rank != self.ranks[0]:
             return []
         others = [other for other in keys if other != rank]
         what, every_s = f"the rewards of step {step}", poll_s(len(keys))
-        poll(self.job.waiter, lambda: job_store.has(*keys.values()) or None, what, others, serve, every_s)
+        poll(self.waiter, lambda: job_store.has(*keys.values()) or None, what, others, serve, every_s)
         gathered = [job_store.get(key, waiting_for=key) for key in keys.values()]
         for key in keys.values():
             job_store.forget(key)

@@ -1,43 +1,40 @@
 """Roles whose models tell the reward: the judge and the reward model."""
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from rltrain.algorithms.registry import algorithm_of
+from rltrain.config import schema
 from rltrain.data.chat_template import ChatTemplate, RenderError, ends_of_turns
 from rltrain.data.experience import Experience
 from rltrain.data.tokenizer import TextDecoder, end_token_ids, load_tokenizer
 from rltrain.errors import CheckpointError
 from rltrain.models.checkpoint_model import padding_token
-from rltrain.rewards.answers import Scorable
+from rltrain.rewards.answers import FailureLog, Scorable
 from rltrain.rewards.scorer import NoVerdictError, Question, rewarding_models, verdict_parser
+from rltrain.roles.drawing import engine_site, sampling_params
 from rltrain.roles.role import Job, Metrics, Role
 from rltrain.roles.scoring import Scorables
 from rltrain.rollout.build import build_engine, serve_checkpoint
-from rltrain.rollout.engine import EngineSite, SamplingParams
 from rltrain.rollout.sample import Sample, Status, request_seed
-from rltrain.schedule.memory_plan import leaving_roles
 from rltrain.training.backend import training_backend
 
 # What roles have in common that tell the reward something of samples by a model that reads text.
 
-logger = logging.getLogger(__name__)
-
-MAX_LOGGED_FAILURES = 10
-
 
 class TellingRole(Role):
     """What was drawn leaves the policy's vocabulary here: it is decoded, and encoded once by the model's own
-    tokenizer."""
+    tokenizer. `OF_SAMPLES` are the metrics that are means over the samples of a step that the model read."""
 
-    def __init__(self, job: Job) -> None:
+    OF_SAMPLES: ClassVar[tuple[str, ...]]
+
+    def __init__(self, job: Job, settings: schema.Judge | schema.RewardModel) -> None:
         super().__init__(job)
-        prompts, data, wanting = job.prompts, self.config.data, rewarding_models(self.config, (self.name,))
+        prompts, data, wanting = job.rows.prompts, self.config.data, rewarding_models(self.config, (self.name,))
         self.training = None
         if algorithm_of(self.config).generates:
             self.training = Scorables(wanting, prompts.train, prompts.decoder, data.train, "data.train")
@@ -45,10 +42,31 @@ class TellingRole(Role):
             Scorables(wanting, dataset, prompts.decoder, plan.file, plan.config_key)
             for plan, dataset in zip(self.config.evaluations, prompts.evaluations, strict=True)
         ]
-        self._num_failures = 0
+        (path, self.key), self.architecture = self.config.checkpoint_of(self.name), job.architectures[self.name]
+        self.path, vocab_size = Path(path), self.architecture.vocab_size
+        self.text = OwnText(self.path, self.key, vocab_size=vocab_size, chat_template=settings.chat_template)
+        self.failures = FailureLog(self.name)
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self.num_read, self.sums = 0, dict.fromkeys(self.OF_SAMPLES, 0)
+
+    def count(self, *numbers: int) -> None:
+        """Of a sample that the model has read, for OF_SAMPLES."""
+        self.num_read += 1
+        self.sums = {name: total + number for (name, total), number in zip(self.sums.items(), numbers, strict=True)}
+
+    def tell_of_chunk(self, leaves: str, step: int, chunk: int) -> Metrics:
+        """As `tell_reward`, of samples to train on; with the step's last chunk, what is reported of the step."""
+        if chunk == 0:
+            self._begin_step()
+        self.tell_reward("samples", leaves, step, chunk)
+        if chunk < self.job.shape.num_chunks - 1 or not self.num_read:
+            return {}
+        return {f"{self.name}/{name}": total / self.num_read for name, total in self.sums.items()}
 
     def tell(self, samples: Sequence[Scorable]) -> list[float]:
-        """What the model says of each; NaN where it says nothing, of which `log_failure` has told why."""
+        """What the model says of each; NaN where it says nothing, of which `failures` tells why."""
         raise NotImplementedError
 
     def tell_reward(self, of: str, leaves: str, step: int, chunk: int) -> None:
@@ -58,12 +76,6 @@ class TellingRole(Role):
         samples = self.shipments.pop((of, step, chunk))
         told = torch.tensor(self.tell(source.of(samples.experience, step)), dtype=torch.float32)
         self.shipments[leaves, step, chunk] = samples.with_fields(model_scores=told)
-
-    def log_failure(self, sample: Scorable, reason: str) -> None:
-        self._num_failures += 1
-        if self._num_failures <= MAX_LOGGED_FAILURES:
-            last = " (further failures are only counted)" if self._num_failures == MAX_LOGGED_FAILURES else ""
-            logger.warning("%s on response %.80r: %s%s", self.name, sample.response, reason, last)
 
 
 # Conversations as a model reads them that has a tokenizer and chat template of its own.
@@ -94,11 +106,7 @@ class OwnText:
             said = (str(message.get("content") or "") for message in completion)
             return self._usable(self.tokenizer("".join([prompt, *said]))["input_ids"])
         asked = messages or [{"role": "user", "content": prompt}]
-        try:
-            text = self.template.render([*asked, *completion], generation_prompt=False)
-        except RenderError as error:
-            raise UnreadableTextError(f"its chat template refuses the conversation: {error}") from error
-        return self._usable(self.template.encode(text))
+        return self._rendered("conversation", [*asked, *completion], generation_prompt=False)
 
     def up_to_eos(self, ids: Sequence[int]) -> list[int]:
         """Without what stands behind the last end-of-sequence token, which is added where there is none."""
@@ -118,16 +126,20 @@ class OwnText:
         """Of a user's question, up to where the model's answer begins. Raises UnreadableTextError."""
         if self.template is None:
             return self._usable(self.tokenizer(question)["input_ids"])
-        try:
-            text = self.template.render([{"role": "user", "content": question}])
-        except RenderError as error:
-            raise UnreadableTextError(f"its chat template refuses the question: {error}") from error
-        return self._usable(self.template.encode(text))
+        return self._rendered("question", [{"role": "user", "content": question}])
 
     @property
     def end_tokens(self) -> frozenset[int]:
         """The tokens that end an answer."""
         return ends_of_turns(self.tokenizer, self.named_ends, self.template)
+
+    def _rendered(self, what: str, messages: Sequence[Message], *, generation_prompt: bool = True) -> list[int]:
+        assert self.template is not None, "texts stand one after the other without one"
+        try:
+            text = self.template.render(messages, generation_prompt=generation_prompt)
+        except RenderError as error:
+            raise UnreadableTextError(f"its chat template refuses the {what}: {error}") from error
+        return self._usable(self.template.encode(text))
 
     def _usable(self, ids: Sequence[int]) -> list[int]:
         if not ids:
@@ -146,65 +158,25 @@ class JudgeRole(TellingRole):
     """One engine per data-parallel replica, with weights of its own."""
 
     name = "judge"
+    OF_SAMPLES = ("question_tokens_mean", "answer_tokens_mean", "cut_ratio")
 
     def __init__(self, job: Job) -> None:
-        super().__init__(job)
+        super().__init__(job, job.config.judge)
         self.settings = self.config.judge
         self.question, self.verdict = Question(self.settings.prompt), verdict_parser(self.settings)
-        (path, key), architecture = self.config.checkpoint_of(self.name), job.architectures[self.name]
-        self.text = OwnText(
-            Path(path), key, vocab_size=architecture.vocab_size, chat_template=self.settings.chat_template
-        )
         self.decoder = TextDecoder(self.text.tokenizer)
-        site = self._site()
+        ranks = self.grid.replica(self.dp)
+        modes = {"draws_during_syncs": False, "updates_together": True, "weights_change": False}
+        site = engine_site(self, ranks, self.architecture, self.decoder, **modes)
         hosted = build_engine(site, lambda: hosted.engine.release_cache())
         self.engine, self.parts = hosted.engine, hosted.parts
         serve_checkpoint(self.engine, site, version=0)
-        self.sampling = self._sampling()
-        self.num_answers = self.num_question_tokens = self.num_answer_tokens = self.num_cut = 0
-
-    def _site(self) -> EngineSite:
-        job, offload = self.job, self.job.offloads
-        return EngineSite(
-            config=self.config,
-            world=job.world,
-            ranks=self.grid.replica(self.dp),
-            grid=self.grid,
-            groups=job.groups,
-            architecture=job.architectures[self.name],
-            tokenizer=self.decoder,
-            job_store=job.job_store,
-            leaves=self.name in leaving_roles(offload),
-            draws_during_syncs=False,
-            others=tuple(role for role in offload if role != self.name),
-            role=self.name,
-            updates_together=True,
-            weights_change=False,
-        )
-
-    def _sampling(self) -> SamplingParams:
         sampling = self.settings.sampling
-        return SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_response_tokens=sampling.max_response_tokens,
-            stop_token_ids=tuple(sorted({*self.text.end_tokens, *sampling.stop_token_ids})),
-            stop=sampling.stop,
-        )
+        self.sampling = sampling_params(sampling, sorted({*self.text.end_tokens, *sampling.stop_token_ids}))
 
     def verdicts(self, step: int, chunk: int) -> Metrics:
         """What each response is worth. Collective over: this engine's ranks."""
-        if chunk == 0:
-            self.num_answers = self.num_question_tokens = self.num_answer_tokens = self.num_cut = 0
-        self.tell_reward("samples", "verdicts", step, chunk)
-        if chunk < self.job.shape.num_chunks - 1 or not self.num_answers:
-            return {}
-        return {
-            "judge/question_tokens_mean": self.num_question_tokens / self.num_answers,
-            "judge/answer_tokens_mean": self.num_answer_tokens / self.num_answers,
-            "judge/cut_ratio": self.num_cut / self.num_answers,
-        }
+        return self.tell_of_chunk("verdicts", step, chunk)
 
     def evaluation_verdicts(self, step: int, chunk: int) -> None:
         """What each answer to a held-out prompt is worth. Collective over: this engine's ranks."""
@@ -221,11 +193,11 @@ class JudgeRole(TellingRole):
         try:
             prompt = tuple(self.text.question_ids(self.question.of(sample)))
         except UnreadableTextError as error:
-            self.log_failure(sample, str(error))
+            self.failures.add(sample, str(error))
             return None
         limit = self.settings.max_context_tokens
         if len(prompt) >= limit:
-            self.log_failure(
+            self.failures.add(
                 sample, f"the question has {len(prompt)} tokens; expected fewer than judge.max_context_tokens {limit}"
             )
             return None
@@ -240,21 +212,18 @@ class JudgeRole(TellingRole):
             self.job.heartbeat.advance()
         lengths = [len(answer.context) for answer in answers.values()]
         ranks = len(self.grid.replica(self.dp))
-        self.job.operations.add(self.job.architectures[self.name], lengths, ranks, backward=False)
+        self.job.operations.add(self.architecture, lengths, ranks, backward=False)
         return answers
 
     def _verdict(self, answer: Sample | None, sample: Scorable) -> float:
         if answer is None:
             return math.nan
-        self.num_answers += 1
-        self.num_question_tokens += len(answer.prompt)
-        self.num_answer_tokens += len(answer.tokens)
-        self.num_cut += answer.status == Status.TRUNCATED
+        self.count(len(answer.prompt), len(answer.tokens), answer.status == Status.TRUNCATED)
         text = self.decoder.decode(answer.tokens)
         try:
             return self.verdict(text)
         except NoVerdictError as error:
-            self.log_failure(sample, f"{error}; the answer was {text!r:.200}")
+            self.failures.add(sample, f"{error}; the answer was {text!r:.200}")
             return math.nan
 
     def close(self) -> None:
@@ -269,31 +238,19 @@ class RewardModelRole(TellingRole):
     """A conversation is written as the reward model's own chat template has it; its score is that of the last token."""
 
     name = "reward_model"
+    OF_SAMPLES = ("text_tokens_mean", "cut_ratio")
 
     def __init__(self, job: Job) -> None:
-        super().__init__(job)
+        super().__init__(job, job.config.reward_model)
         self.settings = self.config.reward_model
         self.model = training_backend(job.config, self.name).frozen_model(job.model_site(self.name))
         self.parts = self.model.parts
-        (path, key), architecture = self.config.checkpoint_of(self.name), job.architectures[self.name]
-        self.text = OwnText(
-            Path(path), key, vocab_size=architecture.vocab_size, chat_template=self.settings.chat_template
-        )
-        self.padding = padding_token(Path(path), key)
-        self.max_tokens = min(self.settings.max_tokens or architecture.max_positions, architecture.max_positions)
-        self.num_samples = self.num_tokens = self.num_cut = 0
+        self.padding, longest = padding_token(self.path, self.key), self.architecture.max_positions
+        self.max_tokens = min(self.settings.max_tokens or longest, longest)
 
     def model_scores(self, step: int, chunk: int) -> Metrics:
         """A score for each response. Collective over: this replica."""
-        if chunk == 0:
-            self.num_samples = self.num_tokens = self.num_cut = 0
-        self.tell_reward("samples", "model_scores", step, chunk)
-        if chunk < self.job.shape.num_chunks - 1 or not self.num_samples:
-            return {}
-        return {
-            "reward_model/text_tokens_mean": self.num_tokens / self.num_samples,
-            "reward_model/cut_ratio": self.num_cut / self.num_samples,
-        }
+        return self.tell_of_chunk("model_scores", step, chunk)
 
     def evaluation_model_scores(self, step: int, chunk: int) -> None:
         """A score for each answer to a held-out prompt. Collective over: this replica."""
@@ -310,16 +267,14 @@ class RewardModelRole(TellingRole):
         try:
             ids = self.text.ids(sample.prompt, sample.messages, sample.completion())
         except UnreadableTextError as error:
-            self.log_failure(sample, str(error))
+            self.failures.add(sample, str(error))
             return []
         if self.settings.ends_with_eos:
             ids = self.text.up_to_eos(ids)
-        self.num_samples += 1
-        self.num_cut += len(ids) > self.max_tokens
-        ids = ids[-self.max_tokens :]
+        is_cut, ids = len(ids) > self.max_tokens, ids[-self.max_tokens :]
         while len(ids) > 1 and ids[-1] == self.padding:
             ids.pop()
-        self.num_tokens += len(ids)
+        self.count(len(ids), is_cut)
         return ids
 
     def _scores_of(self, texts: list[list[int]]) -> list[float]:

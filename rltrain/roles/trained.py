@@ -188,23 +188,14 @@ class TrainedRole(Role):
             logger.warning(
                 "step %d: gradients of %d of the %s's %d optimizer steps overflowed in float16; they changed nothing "
                 "but the loss scale, which is %g now (%s.optimizer.loss_scale)",
-                step,
-                overflowed,
-                self.name,
-                len(updates),
-                updates[-1][LOSS_SCALE],
-                self.name,
+                *(step, overflowed, self.name, len(updates), updates[-1][LOSS_SCALE], self.name),
             )
         skipped = sum(bool(update[SKIPPED]) for update in updates) - overflowed
         if skipped:
             logger.warning(
                 "step %d: %d of the %s's %d optimizer steps had a loss or a gradient norm that was not finite, and "
                 "changed nothing (on_divergence.max_skipped %d)",
-                step,
-                skipped,
-                self.name,
-                len(updates),
-                self.config.on_divergence.max_skipped,
+                *(step, skipped, self.name, len(updates), self.config.on_divergence.max_skipped),
             )
 
     def save_state(self) -> Mapping[str, Contents]:

@@ -8,8 +8,10 @@ from torch import Tensor
 from rltrain.errors import CheckpointError
 from rltrain.exchange.exchange import Exchange, Key, Route, Shipment, as_tensors, read_parts, share
 from rltrain.observability.trace import Trace
-from rltrain.roles.role import Job, Role
+from rltrain.roles.role import Role
+from rltrain.runtime.grid import Grid
 from rltrain.schedule.order import Entry, Order
+from rltrain.schedule.shape import RunShape
 from rltrain.tasks.roles import TRANSFERS, trained_roles
 
 REPLAYED, REPLAYING = ("samples", "scored"), ("reward", "actor", "inference")
@@ -25,8 +27,17 @@ def key_of(post: Entry) -> Key:
 class Transfers:
     """This rank's ends of all transfers of `order`, for the roles that it hosts."""
 
-    def __init__(self, job: Job, order: Order, exchange: Exchange, roles: Mapping[str, Role], trace: Trace) -> None:
-        self.job, self.order, self.exchange, self.roles, self.trace = job, order, exchange, roles, trace
+    def __init__(
+        self,
+        shape: RunShape,
+        grids: Mapping[str, Grid],
+        order: Order,
+        exchange: Exchange,
+        roles: Mapping[str, Role],
+        trace: Trace,
+    ) -> None:
+        self.shape, self.grids, self.order = shape, grids, order
+        self.exchange, self.roles, self.trace = exchange, roles, trace
         self.awaited: dict[int, int] = {}
         """Position of a post in the exchange's outbox -> that of its wait."""
 
@@ -119,20 +130,20 @@ class Transfers:
 
     def _fields(self, transfer: str, destination: str) -> tuple[str, ...]:
         """Samples are scored already where the rollout selects groups by their rewards."""
-        is_scored = transfer == "samples" and self.job.shape.selects_groups
+        is_scored = transfer == "samples" and self.shape.selects_groups
         fields = TRANSFERS["scored" if is_scored else transfer]
-        replayed = self.job.shape.replays_rollout and transfer in REPLAYED
+        replayed = self.shape.replays_rollout and transfer in REPLAYED
         return (*fields, "routed_experts") if replayed and destination in REPLAYING else fields
 
     def _route(self, posted: int) -> Route:
         entry = self.order[posted]
         source, destination = entry.roles
-        part = f"{entry.step}.{entry.chunk}" if self.job.shape.num_chunks > 1 else str(entry.step)
+        part = f"{entry.step}.{entry.chunk}" if self.shape.num_chunks > 1 else str(entry.step)
         return Route(
             name=f"{entry.name}[{part}] ({source} -> {destination})",
-            source=self.job.grids[source],
-            destination=self.job.grids[destination],
+            source=self.grids[source],
+            destination=self.grids[destination],
             fields=self._fields(entry.name, destination),
             position=posted,
-            num_blocks=self.job.shape.chunk_blocks if destination in trained_roles() else 1,
+            num_blocks=self.shape.chunk_blocks if destination in trained_roles() else 1,
         )

@@ -6,23 +6,20 @@ itself be killed, the kernel kills process 1 of the sandbox, and with it all oth
 
 import contextlib
 import os
+import resource
+import select
 import signal
 import socket
+import time
 from typing import TYPE_CHECKING, Any
 
-from rltrain.sandbox import first_process, root_file_system
+from rltrain.sandbox import first_process, limits, root_file_system
 from rltrain.sandbox.first_process import Report, be_first_process
 from rltrain.sandbox.limits import write_files
-from rltrain.sandbox.system_calls import NEW_NAMESPACES, clone
+from rltrain.sandbox.system_calls import NEW_NAMESPACES, PR_SET_CHILD_SUBREAPER, clone, process_control
 
 if TYPE_CHECKING:
     from rltrain.sandbox.relay import Relay
-import resource
-import select
-import time
-
-from rltrain.sandbox import limits
-from rltrain.sandbox.system_calls import PR_SET_CHILD_SUBREAPER, process_control
 
 # What all processes that one process started use together, from /proc.
 
@@ -170,9 +167,7 @@ def _in_bubblewrap(spec: dict[str, Any], contents: list[bytes], report: Report) 
 
 def _in_namespaces(spec: dict[str, Any], contents: list[bytes], report: Report) -> Started:
     if spec["host_port"] is not None:
-        from rltrain.sandbox import (
-            relay,
-        )  # here, since other sandboxes do without, and in the sandbox it is not to be had
+        from rltrain.sandbox.relay import Relay  # here: other sandboxes do without, and in the sandbox it is not there
     ours, theirs = socket.socketpair()
     process, own_users = _clone()
     uid = UID_INSIDE if own_users else NOBODY
@@ -186,7 +181,7 @@ def _in_namespaces(spec: dict[str, Any], contents: list[bytes], report: Report) 
         _map_users(process)
     ours.send(b"m")
     if spec["host_port"] is not None:
-        started.relay = relay.Relay(ours, spec["host_port"])
+        started.relay = Relay(ours, spec["host_port"])
     return started
 
 

@@ -28,6 +28,8 @@ from rltrain.sandbox.system_calls import (
 
 WRITABLE_FOLDER, WORK_FOLDER, SHARED_MEMORY = "/tmp", "/tmp/work", "/tmp/shm"
 DEVICES = ("null", "zero", "full", "random", "urandom")
+STREAMS = {"/dev/fd": "", "/dev/stdin": "/0", "/dev/stdout": "/1", "/dev/stderr": "/2"}
+"""Links to what lies below /proc/self/fd."""
 OLD_ROOT = "/old"
 ROOT_BYTES = 2**20
 """Enough for folders and mount points."""
@@ -89,8 +91,8 @@ def _make_devices() -> None:
     for name in DEVICES:
         _bind_file(f"{OLD_ROOT}/dev/{name}", f"/dev/{name}")
     os.symlink(SHARED_MEMORY, "/dev/shm")
-    for name, target in {"fd": "", "stdin": "/0", "stdout": "/1", "stderr": "/2"}.items():
-        os.symlink(f"/proc/self/fd{target}", f"/dev/{name}")
+    for path, target in STREAMS.items():
+        os.symlink(f"/proc/self/fd{target}", path)
 
 
 def _make_writable_folder(written_bytes: int, num_files: int, uid: int) -> None:
@@ -142,8 +144,8 @@ def command(spec: dict[str, Any], contents: list[bytes], pause: "Pause | None") 
     for name in DEVICES:
         arguments += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
     arguments += ["--symlink", SHARED_MEMORY, "/dev/shm"]
-    for name, target in {"fd": "", "stdin": "/0", "stdout": "/1", "stderr": "/2"}.items():
-        arguments += ["--symlink", f"/proc/self/fd{target}", f"/dev/{name}"]
+    for path, target in STREAMS.items():
+        arguments += ["--symlink", f"/proc/self/fd{target}", path]
     arguments += ["--size", str(spec["limits"]["written_bytes"]), "--tmpfs", WRITABLE_FOLDER]
     arguments += ["--dir", WORK_FOLDER, "--dir", SHARED_MEMORY]
     for path, source, is_link in spec["visible"]:

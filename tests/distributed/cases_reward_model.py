@@ -64,7 +64,7 @@ def make_job(folder: Path, family: str, layout: str) -> Any:
         job_store=SimpleNamespace(heartbeat=SimpleNamespace(advance=lambda: None)),
         waiter=SimpleNamespace(meanwhile=lambda: None),
         rows=JobRows(config, None, architectures["actor"]),
-        inputs={},
+        pause=lambda reason: None,
     )
 
 
@@ -81,9 +81,9 @@ def scores(job: Job, *, half: bool) -> list[float]:
 
 def drawn(job: Job) -> Experience:
     """A group of all responses for each prompt."""
-    encoder = job.prompts.train.encoder
+    encoder = job.rows.prompts.train.encoder
     texts = [(row, response) for row in range(len(PROMPTS)) for response in RESPONSES]
-    ids = [(job.prompts.train.prompt_tokens(row), *encoder.encode_responses([said])) for row, said in texts]
+    ids = [(job.rows.prompts.train.prompt_tokens(row), *encoder.encode_responses([said])) for row, said in texts]
     lengths = [len(prompt) + len(response) for prompt, response in ids]
     return Experience(
         sample_ids=torch.arange(len(texts)),

@@ -69,7 +69,7 @@ class Rank:
         stores = [dist.PrefixStore(name, store) for store in (world.store, world.background)]
         transport = Transport(rank, LOOPBACK, *stores)
         self.exchange = Exchange(rank, transport, Waiter(job_store, 30.0), RANKS_PER_NODE)
-        self.job = SimpleNamespace(shape=RunShape.of(self.config), grids=grids)
+        self.grids = grids
         self.received: Received = {}
 
     def follow(
@@ -77,7 +77,7 @@ class Rank:
     ) -> dict[str, Tensor]:
         """Execute `order`; what was saved at position `save_at`."""
         trace = SimpleNamespace(counter=lambda *_: None)
-        transfers = Transfers(self.job, order, self.exchange, self.roles, trace)
+        transfers = Transfers(RunShape.of(self.config), self.grids, order, self.exchange, self.roles, trace)
         if restored is not None:
             transfers.restore(restored)
         saved: dict[str, Tensor] = {}

@@ -16,7 +16,7 @@ from rltrain.checkpoint.run_files import Contents, random_states, read_manifest,
 from rltrain.checkpoint.run_folder import Resumed, name_of
 from rltrain.checkpoint.run_writer import FilesWriter, Target
 from rltrain.config.schema import Config
-from rltrain.roles.checkpointing import MAX_INCOMPLETE, Checkpointing
+from rltrain.roles.checkpointing import MAX_INCOMPLETE, Checkpointing, RunControl
 from rltrain.roles.resuming import restore
 from rltrain.runtime.heartbeat import TaskClock
 from rltrain.runtime.job_store import JobStore
@@ -57,6 +57,11 @@ class Nothing:
         """Nothing to collect."""
 
 
+NOBODY_STOPS: Any = SimpleNamespace(
+    verdict=lambda boundary, is_time: None, saves_at=lambda boundary: False, saved_by_time=tuple
+)
+
+
 @pytest.fixture(scope="module")
 def jobs() -> Iterator[Jobs]:
     with open_store() as store:
@@ -84,15 +89,13 @@ def checkpointing(
         waiter=Waiter(),
         heartbeat=SimpleNamespace(task_clock=TaskClock()),
         architectures={},
-        stop=None,
         leader=placement.ranks("actor")[0],
         resumed=None,
-        memory=None,
-        inputs={},
-        data_from=0,
+        rows=SimpleNamespace(first_step=0),
     )
     nothing: Any = Nothing()
-    return Checkpointing(job, build_order(config, placement), {}, nothing, nothing)  # type: ignore[arg-type]
+    control = RunControl({}, NOBODY_STOPS, memory=None)
+    return Checkpointing(job, build_order(config, placement), {}, nothing, nothing, control)  # type: ignore[arg-type]
 
 
 def test_a_checkpoint_is_complete_once_all_that_host_a_role_have_written(jobs: Jobs, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from rltrain.errors import ConfigError, RewardError
 from rltrain.planning.validation import check_config
 from rltrain.rewards.answers import Scorable
 from rltrain.rewards.functions import RewardFunction
-from rltrain.rewards.scorer import CombinedScorer, Scores, combined
+from rltrain.rewards.scorer import Scorer, Scores, combined
 from tests.unit.schedule_configs import make_config
 
 MODULE = "tests.unit.user_rewards"
@@ -28,7 +28,7 @@ def test_the_reward_is_the_weighted_sum_and_each_function_has_its_scores() -> No
         {"function": f"{MODULE}.whole", "weight": 0.0, "options": {"separator": ""}},
     )
     scored: list[None] = []
-    with CombinedScorer(section(*parts, timeout_s=60, num_workers=1), lambda: scored.append(None)) as scorer:
+    with Scorer.of(section(*parts, timeout_s=60, num_workers=1), lambda: scored.append(None)) as scorer:
         scores = scorer.score([Scorable("", text, text) for text in ("half", "raise", "int")])
     assert scores.rewards == [1.75, 2.0, 0.5]
     assert list(scores.by_function) == ["exact_match", "own", "whole"]
@@ -40,24 +40,24 @@ def test_the_reward_is_the_weighted_sum_and_each_function_has_its_scores() -> No
 def test_several_numbers_of_one_function_are_rewards() -> None:
     of_answer = {"function": f"{MODULE}:graded"}
     parts = ({**of_answer, "score_key": "right", "name": "right"}, {**of_answer, "score_key": "short", "name": "short"})
-    with CombinedScorer(section(*parts, timeout_s=60, num_workers=1)) as scorer:
+    with Scorer.of(section(*parts, timeout_s=60, num_workers=1)) as scorer:
         scores = scorer.score([Scorable("", text, "ab") for text in ("ab", "abc")])
     assert scores.rewards == [1.0 - 0.2, 0.0 - 0.3]
-    with CombinedScorer(schema.Reward(**of_answer, score_key="short", timeout_s=60, num_workers=1)) as scorer:
+    with Scorer.of(schema.Reward(**of_answer, score_key="short", timeout_s=60, num_workers=1)) as scorer:
         assert scorer.score([Scorable("", "ab", "ab")]).rewards == [-0.2]
 
 
 def test_one_function_alone_has_no_name() -> None:
-    with CombinedScorer(schema.Reward()) as scorer:
+    with Scorer.of(schema.Reward()) as scorer:
         scores = scorer.score([Scorable("", "a", "a")])
     assert scores.rewards == [1.0] and list(scores.by_function) == [""]
 
 
 def test_a_function_that_cannot_be_loaded_is_named_by_its_place() -> None:
     with pytest.raises(ConfigError, match=r"reward.functions.1.function: 'nothing' is unknown"):
-        CombinedScorer(section({"function": "exact_match"}, {"function": "nothing"}))
+        Scorer.of(section({"function": "exact_match"}, {"function": "nothing"}))
     with pytest.raises(ConfigError, match=r"reward.functions.0.options \{'x': 1\}: got an unexpected keyword"):
-        CombinedScorer(section({"function": "exact_match", "options": {"x": 1}}))
+        Scorer.of(section({"function": "exact_match", "options": {"x": 1}}))
 
 
 def function(title: str, weight: float) -> RewardFunction:
@@ -90,7 +90,7 @@ def test_a_sum_that_float32_cannot_hold_ends_the_job_with_its_reason() -> None:
 
 def test_a_sample_that_no_function_is_for_is_unscored() -> None:
     first, second = (Scores([0.0] * 3, 0, 0, skipped=frozenset(skipped)) for skipped in ({0, 1}, {1, 2}))
-    assert combined([function("a", 1.0), function("b", 1.0)], [first, second]).unscored == {1}
+    assert combined([function("a", 1.0), function("b", 1.0)], [first, second]).skipped == {1}
 
 
 @pytest.mark.parametrize(

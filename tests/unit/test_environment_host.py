@@ -72,7 +72,7 @@ def test_episodes_of_a_batch_step_together(start: Start) -> None:
     host = start("Counting", batch_size=2, options={"greeting": "hi"})
     assert [event.observation for event in begin(host, 1, 2)] == ["hi n1 1 of 2", "hi n2 2 of 2"]
     host.act(1, Action("abc"))
-    assert host.num_waited_for == 1
+    assert not host.wait(0.2)
     host.act(2, Action("stop"))
     first, second = next_events(host, 2)
     assert (first.observation, first.reward, first.done, first.info) == ("abc 1", 3.0, False, {"turns": 1})
@@ -103,7 +103,7 @@ def test_abandoned_episodes_hold_up_nobody_and_say_nothing(start: Start) -> None
     host.begin(4, {"name": "x"}, 0)
     host.abandon(4)
     host.abandon(1)
-    assert not host.wait(0.0) and host.num_waited_for == 0
+    assert not host.wait(0.0)
     assert len(begin(host, 1, 2, 3)) == 3, "numbers of abandoned episodes are free"
 
 
@@ -327,13 +327,13 @@ def test_simulators_leave_the_device_and_come_back(start: Start) -> None:
     host = start("Heavy", num_workers=2)
     assert host.describe().offloaded
     begin(host, 1, 2)
-    host.offload()
+    host.tell_all("offload")
     assert [event.observation for event in act(host, e1="a", e2="a")] == ["host", "host"]
-    host.onload()
+    host.tell_all("onload")
     assert [event.observation for event in act(host, e1="a", e2="a")] == ["device", "device"]
-    host.offload()
+    host.tell_all("offload")
     with pytest.raises(ConfigError, match=r"env\.offload: offload\(\) of .*Heavy' failed: (.|\n)*it is away already"):
-        host.offload()
+        host.tell_all("offload")
 
 
 def test_processes_end_with_the_rank_that_owns_them() -> None:

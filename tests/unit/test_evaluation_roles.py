@@ -83,6 +83,9 @@ def config_of(**evaluation: Any) -> Config:
 
 def job_of(config: Config, rank: int, shared: dict[str, str], **more: Any) -> Any:
     rows, encoder = (Rows(3), Rows(5)), SimpleNamespace(end_tokens=frozenset({1}))
+    prompts = SimpleNamespace(
+        training=None, order=None, train=rows[0], evaluations=rows, decoder=LastToken(), encoder=encoder
+    )
     return SimpleNamespace(
         config=config,
         shape=RunShape.of(config),
@@ -90,9 +93,7 @@ def job_of(config: Config, rank: int, shared: dict[str, str], **more: Any) -> An
         placement=SimpleNamespace(roles=("rollout", "reward")),
         grids={"rollout": Grid((1,)), "reward": Grid((1, 2)), "actor": Grid((0,))},
         leader_of=lambda role: {"actor": 0}.get(role, 1),
-        prompts=SimpleNamespace(
-            training=None, order=None, train=rows[0], evaluations=rows, decoder=LastToken(), encoder=encoder
-        ),
+        rows=SimpleNamespace(prompts=prompts, first_step=0),
         job_store=FakeBulletin(shared, rank),
         waiter=ShortPatience(),
         heartbeat=SimpleNamespace(advance=lambda: None),
@@ -100,7 +101,6 @@ def job_of(config: Config, rank: int, shared: dict[str, str], **more: Any) -> An
         operations=SimpleNamespace(add=lambda *counted, backward: None),
         resumed=None,
         first_step=0,
-        data_from=0,
         **more,
     )
 

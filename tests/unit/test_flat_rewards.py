@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from rltrain.rewards.scorer import CombinedScores, Scores
+from rltrain.rewards.scorer import Scores
 from rltrain.roles.reward import FlatRewards
 from rltrain.roles.reward_statistics import RewardStatistics
 from tests.unit.packed_experience import packed_experience
@@ -20,7 +20,7 @@ def share_of(groups: dict[int, list[float]]) -> float | None:
         group_ids=torch.tensor(ids),
     )
     statistics = RewardStatistics(counts_flat_groups=True)
-    statistics.add(experience, CombinedScores(rewards, {"": Scores(rewards, 0, 0)}))
+    statistics.add(experience, Scores(rewards, by_function={"": Scores(rewards)}))
     return RewardStatistics.metrics([statistics.record()]).get("flat_groups")
 
 

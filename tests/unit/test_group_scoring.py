@@ -13,7 +13,7 @@ from rltrain.data.experience import Experience
 from rltrain.errors import ConfigError, RewardError
 from rltrain.rewards.answers import Scorable
 from rltrain.rewards.group_filter import FAILED, load_group_filter
-from rltrain.rewards.scorer import CombinedScorer, CombinedScores, PendingScores, Scores
+from rltrain.rewards.scorer import PendingScores, Scorer, Scores
 from rltrain.roles.group_scoring import GroupScoring
 from rltrain.roles.reward_statistics import RewardStatistics
 from rltrain.roles.role import SampleLog
@@ -23,8 +23,8 @@ DIFFER = schema.DynamicSampling()
 SAMPLES = [Scorable("2+2", text, "4") for text in ("4", "5")]
 
 
-def scores(*rewards: float, errors: int = 0) -> CombinedScores:
-    return CombinedScores([*rewards], {"": Scores([*rewards], num_errors=errors, num_timeouts=0)})
+def scores(*rewards: float, errors: int = 0) -> Scores:
+    return Scores([*rewards], by_function={"": Scores([*rewards], num_errors=errors)})
 
 
 def by_length(prompt: str, responses: list[str], rewards: list[float], label: str) -> object:
@@ -70,8 +70,9 @@ def test_an_unknown_filter_is_refused():
 
 def test_scores_survive_a_checkpoint():
     turns = Scores([1.5, 0.0], 1, 0, "why", {0: [1.0, 0.5]}, frozenset({1}), {"length": (3.5, 2)})
-    whole = CombinedScores([1.5, 0.0], {"a": turns, "b": Scores([0.1, 0.2], 0, 1)}, frozenset({1}), {0: [1.0, 0.5]})
-    again = CombinedScores.of_record(json.loads(json.dumps(whole.record())))
+    parts = {"a": turns, "b": Scores([0.1, 0.2], 0, 1)}
+    whole = Scores([1.5, 0.0], turn_rewards={0: [1.0, 0.5]}, skipped=frozenset({1}), by_function=parts)
+    again = Scores.of_record(json.loads(json.dumps(whole.record())))
     assert again == whole and again.by_function["a"].first_failure == "why"
 
 
@@ -95,7 +96,7 @@ def scorables(experience: Experience, step: int) -> list[Scorable]:
 
 @pytest.fixture
 def scoring(tmp_path: Path) -> Any:
-    with CombinedScorer(schema.Reward(function="exact_match")) as scorer:
+    with Scorer.of(schema.Reward(function="exact_match")) as scorer:
         yield GroupScoring(scorer, scorables, load_group_filter(DIFFER), SampleLog(str(tmp_path), "dropped.jsonl"))
 
 
@@ -137,12 +138,13 @@ def test_an_engine_that_drew_none_of_a_chunk_has_none_to_reward(scoring):
 
 def test_scores_are_done_when_every_worker_has_answered():
     first, second = futures = (Future[list[Any]](), Future[list[Any]]())
-    pending = PendingScores(lambda: Scores([2.0], 0, 0), futures)
+    pending = PendingScores([], [futures, []])
     first.set_result([])
     assert not pending.is_done
     second.set_exception(ConfigError("no worker could start"))
     assert pending.is_done, "so that who waits learns of it"
-    assert PendingScores(lambda: Scores([2.0], 0, 0)).is_done, "of a function that needs no worker"
+    with Scorer.of(schema.Reward(function="exact_match")) as scorer:
+        assert scorer.begin([Scorable("p", "r", "l")]).is_done, "of a function that needs no worker"
 
 
 class Slow:
@@ -151,14 +153,15 @@ class Slow:
     def __init__(self) -> None:
         self.answered = threading.Event()
 
-    def begin(self, samples: list[Scorable]) -> list[Any]:
-        return [self]
+    def begin(self, samples: list[Scorable]) -> Any:
+        self.samples = samples
+        return self
 
     @property
     def is_done(self) -> bool:
         return self.answered.is_set()
 
-    def wait(self, pending: list[Any]) -> CombinedScores:
+    def wait(self, pending: Any) -> Scores:
         assert self.is_done, "nothing may wait for rewards while the engine could decode"
         return scores(0.0, 1.0)
 

@@ -31,7 +31,7 @@ def job_on(device, **sections):
         job_store=None,
         waiter=None,
         rows=None,
-        inputs={},
+        pause=None,
     )
 
 

@@ -9,7 +9,8 @@ from rltrain.config import schema
 from rltrain.rewards.answers import Scorable
 from rltrain.rewards.functions import load_reward
 from rltrain.rewards.math import marked_answer, math
-from rltrain.rewards.scorer import Scorer, Scores
+from rltrain.rewards.scorer import Scores
+from tests.unit.one_function import OneFunction
 
 GSM8K = Path(__file__).resolve().parents[3] / "shared/data/gsm8k/train.jsonl"
 
@@ -153,7 +154,7 @@ def test_gsm8k_solutions_score_one_and_wrong_ones_zero() -> None:
 
 def test_a_hostile_answer_costs_its_sample_only(caplog: pytest.LogCaptureFixture) -> None:
     tower = "9^{" * 6 + "9" + "}" * 6
-    with Scorer(load_reward(schema.Reward(function="math")), timeout_s=3, num_workers=1) as scorer:
+    with OneFunction(load_reward(schema.Reward(function="math")), timeout_s=3, num_workers=1) as scorer:
         scores = scorer.score([Scorable("", f"\\boxed{{{answer}}}", "72") for answer in ("72", tower, "72")])
     assert scores == Scores([1.0, 0.0, 1.0], num_errors=0, num_timeouts=1)
     assert "took longer than reward.timeout_s = 3" in caplog.text

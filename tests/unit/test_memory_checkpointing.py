@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -38,11 +37,9 @@ class Node:
         self.folder.make()
         self.events: list[str] = []
         world = World(rank, NODES, 0, 1, torch.device("cpu"), store, LIMIT_S)
-        job: Any = SimpleNamespace(
-            world=world, placement=SimpleNamespace(hosting=range(NODES)), job_store=JobStore(world)
-        )
         self.rank, self.writer = rank, FilesWriter(asynchronous=True)
-        self.part = MemoryCheckpointing(job, NodeMemory(self.folder, addresses), lambda: self.events.append("reported"))
+        memory = NodeMemory(self.folder, addresses)
+        self.part = MemoryCheckpointing(JobStore(world), range(NODES), memory, lambda: self.events.append("reported"))
 
     def save(self, step: int) -> None:
         files = {f"ranks/rank_{self.rank:05d}.safetensors": Contents({"x": torch.full((999,), step + self.rank)}, {})}

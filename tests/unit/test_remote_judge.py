@@ -15,7 +15,8 @@ from rltrain.config import schema
 from rltrain.rewards import judge
 from rltrain.rewards.answers import Answer, Scorable
 from rltrain.rewards.functions import await_calls, load_reward
-from rltrain.rewards.scorer import Scorer, Scores
+from rltrain.rewards.scorer import Scores
+from tests.unit.one_function import OneFunction
 
 Reply = tuple[int, Any]
 """Status, and what is sent as JSON, or as it is if it is bytes."""
@@ -93,10 +94,10 @@ def judged(url: str, *, retries: int = 3, timeout_s: float = 20.0, **options: An
 @pytest.mark.parametrize(
     ("content", "answer"),
     [
-        (0.5, {"value": 0.5}),
-        (True, {"value": 1.0}),
-        ({"score": 2}, {"value": 2.0}),
-        ({"reward": 2, "clarity": 0.25, "why": "good"}, {"value": 2.0, "metrics": {"clarity": 0.25}}),
+        (0.5, Answer(0.5)),
+        (True, Answer(1.0)),
+        ({"score": 2}, Answer(2.0)),
+        ({"reward": 2, "clarity": 0.25, "why": "good"}, Answer(2.0, metrics={"clarity": 0.25})),
     ],
 )
 def test_what_a_judge_may_answer(content: Any, answer: Answer) -> None:
@@ -124,9 +125,9 @@ def test_what_a_judge_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_a_judge_that_is_busy_is_asked_again(status: int) -> None:
     with serving(lambda posted, number: (status, "busy") if number < 3 else (200, 1)) as server:
-        assert judged(server.url, retries=2) == {"value": 1.0}
+        assert judged(server.url, retries=2) == Answer(1.0)
     with serving(lambda posted, number: (status, "busy")) as server:
-        assert judged(server.url, retries=2) == {"error": f'{server.url}, asked 3 times, answered {status}: "busy"'}
+        assert judged(server.url, retries=2) == Answer(error=f'{server.url}, asked 3 times, answered {status}: "busy"')
         assert len(server.posted) == 3
 
 
@@ -143,16 +144,16 @@ def test_a_judge_that_is_busy_is_asked_again(status: int) -> None:
 )
 def test_what_is_wrong_is_told_and_not_asked_again(reply: Reply, reason: str) -> None:
     with serving(lambda posted, number: reply) as server:
-        assert reason in judged(server.url)["error"]
+        assert reason in str(judged(server.url).error)
         assert len(server.posted) == 1
 
 
 def test_a_judge_that_cannot_be_reached() -> None:
     with serving(lambda posted, number: (200, 1)) as server:
         gone = server.url
-    reason = judged(gone, retries=1)["error"]
+    reason = str(judged(gone, retries=1).error)
     assert reason.startswith(f"{gone}, asked 2 times, cannot be reached (ConnectError")
-    assert judged(gone, retries=0)["error"].startswith(f"{gone}, asked once, cannot be reached")
+    assert str(judged(gone, retries=0).error).startswith(f"{gone}, asked once, cannot be reached")
 
 
 def test_a_judge_that_takes_too_long_costs_its_sample() -> None:
@@ -165,7 +166,7 @@ def test_a_judge_that_takes_too_long_costs_its_sample() -> None:
 
     with serving(slow) as server:
         function = load_reward(schema.Reward(function=server.url))
-        with Scorer(function, timeout_s=1, num_workers=4, retries=1) as scorer:
+        with OneFunction(function, timeout_s=1, num_workers=4, retries=1) as scorer:
             scores = scorer.score([Scorable("p", text, "l") for text in ("a", "slow", "b")])
         end.set()
     assert scores == Scores([1.0, 0.0, 1.0], num_errors=0, num_timeouts=1)
@@ -183,9 +184,9 @@ def test_as_many_requests_are_on_their_way_as_there_are_workers() -> None:
 
     with serving(answer) as server:
         function = load_reward(schema.Reward(function=server.url))
-        with Scorer(function, timeout_s=60, num_workers=3) as scorer:
+        with OneFunction(function, timeout_s=60, num_workers=3) as scorer:
             assert scorer.score([Scorable("p", str(n), "l") for n in range(6)]).rewards == [1.0] * 6
-            assert len(scorer._workers) == 1
+            assert len(scorer._workers[0].processes) == 1
 
 
 def test_pauses_double_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from rltrain.config import schema
 from rltrain.rewards.answers import Answer, Scorable, as_answer
 from rltrain.rewards.functions import RewardFunction, await_calls, call, load_reward
-from rltrain.rewards.scorer import Scorer, Scores
+from rltrain.rewards.scorer import Scores
+from tests.unit.one_function import OneFunction
 
 MODULE = "tests.unit.peer_rewards"
 CHAT = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"})
@@ -35,8 +36,8 @@ def answers(function: RewardFunction, samples: Sequence[Scorable]) -> list[Answe
     return [a for batch in batches for a in call(function, batch)]
 
 
-def values(function: RewardFunction, samples: Sequence[Scorable]) -> list[float]:
-    return [answer["value"] for answer in answers(function, samples)]
+def values(function: RewardFunction, samples: Sequence[Scorable]) -> list[float | None]:
+    return [answer.score for answer in answers(function, samples)]
 
 
 def test_our_functions_take_as_much_as_they_name() -> None:
@@ -69,17 +70,17 @@ def conversation(*rewards: float) -> Scorable:
 
 def test_a_list_rewards_turn_by_turn() -> None:
     (answer,) = answers(reward("per_turn"), [conversation(0.0, 1.0, 4.0)])
-    assert answer == {"value": 5.5, "turns": [1.0, 1.5, 3.0]}
+    assert answer == Answer(5.5, turns=[1.0, 1.5, 3.0])
 
 
 def test_a_score_beside_turns_is_the_last_one_s() -> None:
     (answer,) = answers(reward("per_turn_and_in_the_end"), [conversation(0.0, 0.0)])
-    assert answer == {"value": 12.0, "turns": [1.0, 11.0], "metrics": {"length": 1.0}}
+    assert answer == Answer(12.0, turns=[1.0, 11.0], metrics={"length": 1.0})
 
 
 def test_the_environment_s_own_reward() -> None:
     function = load_reward(schema.Reward(function="environment"))
-    with Scorer(function, timeout_s=1) as scorer:
+    with OneFunction(function, timeout_s=1) as scorer:
         scores = scorer.score([Scorable("p", "r", ""), Scorable("p", "r", "", env_reward=0.25), conversation(1.0, 2.0)])
     assert scores == Scores([0.0, 0.25, 3.0], 0, 0, turn_rewards={2: [1.0, 2.0]})
 
@@ -93,8 +94,8 @@ def test_verl_s_compute_score() -> None:
         Scorable("p", "25", "", label_value={"target": ["24"]}, row={"data_source": "countdown", "extra_info": None}),
     ]
     assert answers(function, samples) == [
-        {"value": 1.5, "metrics": {"index": 7.0, "acc": 1.0}},
-        {"value": 0.5, "metrics": {"index": -1.0, "acc": 0.0}},
+        Answer(1.5, metrics={"index": 7.0, "acc": 1.0}),
+        Answer(0.5, metrics={"index": -1.0, "acc": 0.0}),
     ]
 
 
@@ -120,7 +121,7 @@ def groups(*texts: Sequence[str], **fields: Any) -> list[Scorable]:
 
 
 def scored_in_a_worker(function: RewardFunction, samples: Sequence[Scorable]) -> Scores:
-    with Scorer(function, timeout_s=60, num_workers=1, calls_in_flight=4) as scorer:
+    with OneFunction(function, timeout_s=60, num_workers=1, calls_in_flight=4) as scorer:
         return scorer.score(samples)
 
 
@@ -154,9 +155,9 @@ def test_trl_s_functions_may_name_what_they_want() -> None:
     function = reward("trl_scheduled")
     columns = function.convention.columns
     assert (columns.required, columns.optional, columns.every) == ({"difficulty"}, {"penalty"}, False)
-    assert [a["value"] for a in call(function, [Scorable("p", "r", "", step=100, row={"difficulty": 20})])] == [127.0]
+    assert [a.score for a in call(function, [Scorable("p", "r", "", step=100, row={"difficulty": 20})])] == [127.0]
     row = {"difficulty": 20, "penalty": 1, "of_another_function": 5}
-    assert [a["value"] for a in call(function, [Scorable("p", "r", "", step=100, row=row)])] == [121.0]
+    assert [a.score for a in call(function, [Scorable("p", "r", "", step=100, row=row)])] == [121.0]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +169,7 @@ def test_trl_s_functions_may_name_what_they_want() -> None:
 )
 def test_a_batch_fails_as_one(name: str, reason: str) -> None:
     failed = answers(reward(name), groups(["1", "x"], row={}))
-    assert len(failed) == 2 and all(reason in answer["error"] for answer in failed)
+    assert len(failed) == 2 and all(reason in str(answer.error) for answer in failed)
 
 
 def test_slime_s_functions_get_arguments_and_a_sample() -> None:
@@ -179,13 +180,13 @@ def test_slime_s_functions_get_arguments_and_a_sample() -> None:
     )  # fmt: skip
     (answer,) = answers(function, [sample])
     expected = {"length": 3, "cut": 1, "drawn": 2, "tokens": 5, "level": 3, "typed": 0, "absent": 5, "score": -1}
-    assert answer == {"value": 2.0, "metrics": expected}
+    assert answer == Answer(2.0, metrics=expected)
 
 
 def test_what_slime_s_functions_read_of_args_stands_in_the_options() -> None:
     samples = [Scorable("p", "4", "")]
     (failed,) = answers(reward("slime_reading_what_is_not_there"), samples)
-    assert "args has no 'threshold'; what the function reads of args stands in reward.options" in failed["error"]
+    assert "args has no 'threshold'; what the function reads of args stands in reward.options" in str(failed.error)
     assert values(reward("slime_reading_what_is_not_there", threshold=4), samples) == [4.0]
 
 
@@ -197,7 +198,7 @@ def test_slime_s_functions_of_groups() -> None:
 
 def test_calls_of_an_asynchronous_function_are_in_flight_together() -> None:
     samples = [Scorable("p", str(n), "") for n in range(12)]
-    with Scorer(reward("together"), timeout_s=60, num_workers=1, calls_in_flight=4) as scorer:
+    with OneFunction(reward("together"), timeout_s=60, num_workers=1, calls_in_flight=4) as scorer:
         assert set(scorer.score(samples).rewards) == {4.0}
 
 
@@ -207,7 +208,7 @@ def test_calls_of_an_asynchronous_function_are_in_flight_together() -> None:
 def test_one_of_many_calls_in_flight_costs_its_own_sample(response: str, errors: int, timeouts: int) -> None:
     """Also where it takes the process along, or holds it up."""
     samples = [Scorable("p", text, "") for text in ("a", "b", response, "c")]
-    with Scorer(reward("together"), timeout_s=1, num_workers=1, calls_in_flight=4) as scorer:
+    with OneFunction(reward("together"), timeout_s=1, num_workers=1, calls_in_flight=4) as scorer:
         scorer.score(samples[:1])
         scores = scorer.score(samples)
     assert (scores.num_errors, scores.num_timeouts) == (errors, timeouts)
@@ -221,6 +222,6 @@ numbers = st.floats(-1e6, 1e6)
 def test_rewards_of_turns_add_up_to_the_reward(turns: list[float], score: float | None, as_tuple: bool) -> None:
     returned: Any = {"turns": tuple(turns) if as_tuple else turns} | ({} if score is None else {"score": score})
     answer = as_answer(returned, len(turns))
-    assert sum(answer["turns"]) == pytest.approx(answer["value"], abs=1e-6)
-    assert answer["turns"][:-1] == turns[:-1]
-    assert "error" in as_answer(returned, len(turns) + 1)
+    assert answer.turns and sum(answer.turns) == pytest.approx(answer.score, abs=1e-6)
+    assert answer.turns[:-1] == turns[:-1]
+    assert as_answer(returned, len(turns) + 1).error

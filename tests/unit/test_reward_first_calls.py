@@ -10,7 +10,8 @@ from rltrain.config import schema
 from rltrain.rewards import worker
 from rltrain.rewards.answers import Scorable
 from rltrain.rewards.functions import RewardFunction, load_reward
-from rltrain.rewards.scorer import Scorer, Scores
+from rltrain.rewards.scorer import Scores
+from tests.unit.one_function import OneFunction
 
 
 def samples(*responses: str) -> list[Scorable]:
@@ -36,19 +37,20 @@ class Answering:
         self.num_processes, self.num_calls = self.num_processes + 1, 0
         return SimpleNamespace(poll=lambda: None)
 
-    def ask(self, process: Any, message: dict[str, Any], limit_s: float, _: Any) -> dict[str, float]:
+    def ask(self, process: Any, message: dict[str, Any], limit_s: float, _: Any) -> dict[str, Any]:
         if "function" in message:
-            return {"value": 0.0}
-        self.asked.append((self.num_processes, message["response"], limit_s))
-        seconds = self.outcome(message["response"], self.num_calls)
+            return {"ready": True}
+        ((sample,),) = message["calls"]
+        self.asked.append((self.num_processes, sample["response"], limit_s))
+        seconds = self.outcome(sample["response"], self.num_calls)
         self.num_calls += 1
         if seconds > limit_s:
             raise TimeoutError
-        return {"value": 1.0, "seconds": seconds}
+        return {"answers": [[{"score": 1.0}]], "seconds": seconds}
 
     def score(self, *responses: str) -> list[float]:
         function = RewardFunction("user:function", print)
-        return Scorer(function, timeout_s=5, num_workers=1).score(samples(*responses)).rewards
+        return OneFunction(function, timeout_s=5, num_workers=1).score(samples(*responses)).rewards
 
 
 def test_imports_of_the_first_call_are_not_on_a_sample_s_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +60,7 @@ def test_imports_of_the_first_call_are_not_on_a_sample_s_time(monkeypatch: pytes
 
 
 def test_what_a_process_loads_in_its_first_call_costs_no_sample() -> None:
-    with Scorer(
+    with OneFunction(
         load_reward(schema.Reward(function="tests.unit.user_rewards:loading_at_first")), timeout_s=2, num_workers=1
     ) as scorer:
         assert scorer.score(samples("a", "b")) == Scores([1.0, 1.0], num_errors=0, num_timeouts=0)

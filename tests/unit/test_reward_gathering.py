@@ -11,7 +11,7 @@ import pytest
 from rltrain.config import schema
 from rltrain.errors import RewardError
 from rltrain.rewards.functions import load_rewards
-from rltrain.rewards.scorer import CombinedScores, Scores
+from rltrain.rewards.scorer import Scores
 from rltrain.roles.reward import RewardRole
 from rltrain.roles.reward_statistics import RewardStatistics
 from rltrain.roles.scoring import FailureLimit, RankRecords
@@ -27,13 +27,8 @@ def reward_role(rank: int, shared: dict[str, str], max_failures: float = 0.5, **
     settings = schema.Reward(max_failures=max_failures, **reward)
     role.limit = FailureLimit(load_rewards(settings), settings)
     role.grid = Grid((4, 6))
-    role.job = SimpleNamespace(  # type: ignore[assignment]
-        job_store=FakeBulletin(shared, rank),
-        world=SimpleNamespace(rank=rank),
-        waiter=ShortPatience(),
-        leader_of=lambda role: 4,
-    )
-    role.records = RankRecords(role.job, "reward", role.grid.ranks)
+    bulletin: Any = FakeBulletin(shared, rank)
+    role.records = RankRecords(bulletin, ShortPatience(), "reward", role.grid.ranks)
     role.outcomes = SimpleNamespace(record=lambda: [], tell=lambda step, of_ranks: None)  # type: ignore[assignment]
     role.serve = None
     return role
@@ -87,7 +82,7 @@ def of_failures(errors: int, timeouts: int, num_samples: int = 4, failure: str |
 
 def failures_of_a_step(leader: RewardRole, *failures: tuple[int, int], step: int = 0) -> None:
     """Two ranks with 4 samples each of which some fail by (errors, timeouts)."""
-    shared = leader.job.job_store.shared  # type: ignore[attr-defined]
+    shared = leader.records.job_store.shared  # type: ignore[attr-defined]
     assert reward_role(6, shared)._gather("score", step, of_failures(*failures[1], failure="rank 6's")) == {}
     leader._gather("score", step, of_failures(*failures[0], failure="rank 4's" if any(failures[0]) else None))
 
@@ -158,7 +153,7 @@ def of_two_functions(form: int, math: int, unscored: int = 0) -> RewardStatistic
         title: Scores([0.0] * 4, number, 0, f"that of {title}") for title, number in (("form", form), ("math", math))
     }
     statistics = RewardStatistics()
-    statistics.add(experience, CombinedScores([0.0] * 4, failed, frozenset(range(unscored))))
+    statistics.add(experience, Scores([0.0] * 4, skipped=frozenset(range(unscored)), by_function=failed))
     return statistics
 
 
@@ -174,7 +169,7 @@ def of_two_functions(form: int, math: int, unscored: int = 0) -> RewardStatistic
 def test_each_of_several_functions_is_judged_by_itself(failures, message):
     functions = tuple(schema.RewardPart(**part) for part in TWO)
     leader = reward_role(4, {}, functions=functions)
-    leader.records = RankRecords(leader.job, "reward", (4,))
+    leader.records.ranks = (4,)
     if message is None:
         assert leader._gather("score", 0, of_two_functions(*failures))["reward_errors"] == 4
         return

@@ -9,7 +9,7 @@ from rltrain.config import schema
 from rltrain.errors import ConfigError
 from rltrain.rewards.answers import Scorable
 from rltrain.rewards.functions import load_reward
-from rltrain.rewards.scorer import Scorer
+from tests.unit.one_function import OneFunction
 
 SOURCE = """\
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_file_is_found_by_its_path_with_the_modules_beside_it(folder: Path) -> None:
     function = load_reward(schema.Reward(function=f"{folder}/math.py:score"))
     assert function.place == f"'{folder}/math.py:score' ({folder}/math.py, line 8)"
-    with Scorer(function, timeout_s=60, num_workers=1) as scorer:
+    with OneFunction(function, timeout_s=60, num_workers=1) as scorer:
         assert scorer.score([Scorable("p", "abc", "l")]).rewards == [6.0]
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rltrain.data.experience import Experience
-from rltrain.rewards.scorer import CombinedScores, Scores
+from rltrain.rewards.scorer import Scores
 from rltrain.roles.reward_statistics import RewardStatistics, is_of_one_function
 from tests.unit.packed_experience import packed_experience
 
@@ -19,13 +19,13 @@ Sample = tuple[float, int, bool]
 
 def scored(
     part: list[Sample], errors: int = 0, timeouts: int = 0, failure: str | None = None
-) -> tuple[Experience, CombinedScores]:
+) -> tuple[Experience, Scores]:
     """Samples of (reward, response tokens, truncated), each behind a prompt of three tokens, scored by one function."""
     rewards = [reward for reward, _, _ in part]
     experience = packed_experience([(3, length) for _, length, _ in part]).with_fields(
         rewards=torch.tensor(rewards), truncated=torch.tensor([cut for _, _, cut in part], dtype=torch.bool)
     )
-    return experience, CombinedScores(rewards, {"": Scores(rewards, errors, timeouts, failure)})
+    return experience, Scores(rewards, by_function={"": Scores(rewards, errors, timeouts, failure)})
 
 
 def metrics_of(by_rank: list[list[list[Sample]]]) -> dict[str, float]:
@@ -91,7 +91,7 @@ def of_two_functions(numbers: list[float], skipped: frozenset[int] = frozenset()
     form = Scores([0.0] * len(numbers), 1, 0, "no text")
     answer = Scores(numbers, 0, 0, skipped=skipped, metrics={"steps": (6.0, 2), "mean": (1.0, 1), "a/b c": (3.0, 3)})
     of_rank = RewardStatistics()
-    of_rank.add(experience, CombinedScores(numbers, {"form": form, "answer": answer}))
+    of_rank.add(experience, Scores(numbers, by_function={"form": form, "answer": answer}))
     return of_rank
 
 

@@ -15,10 +15,10 @@ from rltrain.planning.validation import check_config
 from rltrain.rewards.answers import Scorable
 from rltrain.rewards.functions import Wants
 from rltrain.rewards.scorer import (
-    CombinedScorer,
     NoVerdictError,
     Question,
     RewardingModel,
+    Scorer,
     rewarding_models,
     verdict_parser,
 )
@@ -35,7 +35,7 @@ def model(title: str = "model", weight: float = 1.0) -> RewardingModel:
 
 def test_the_reward_is_the_weighted_sum_of_functions_and_models() -> None:
     models = [model(weight=2.0), model("judge", -1.0)]
-    with CombinedScorer(schema.Reward(), models=models) as scorer:
+    with Scorer.of(schema.Reward(), models=models) as scorer:
         told = [models[0].scores([0.5, math.nan, -1.0]), models[1].scores([0.0, 3.0, math.inf])]
         scores = scorer.score(SAMPLES, told)
     assert scores.rewards == [2.0, -3.0, -1.0]
@@ -45,7 +45,7 @@ def test_the_reward_is_the_weighted_sum_of_functions_and_models() -> None:
 
 
 def test_a_model_may_be_all_there_is() -> None:
-    with CombinedScorer(schema.Reward(functions=()), models=[model()]) as scorer:
+    with Scorer.of(schema.Reward(functions=()), models=[model()]) as scorer:
         assert scorer.score(SAMPLES, [model().scores([1.0, 2.0, 3.0])]).rewards == [1.0, 2.0, 3.0]
         assert scorer.score([], [model().scores([])]).rewards == []
 

@@ -19,7 +19,8 @@ from rltrain.rewards import worker as worker_process
 from rltrain.rewards.answers import Scorable
 from rltrain.rewards.exact_match import exact_match
 from rltrain.rewards.functions import RewardFunction, load_reward
-from rltrain.rewards.scorer import Scorer, Scores
+from rltrain.rewards.scorer import Scores
+from tests.unit.one_function import OneFunction
 
 MODULE = "tests.unit.user_rewards"
 USER_FILE = Path(__file__).with_name("user_rewards.py")
@@ -35,14 +36,14 @@ def samples(*responses: str) -> list[Scorable]:
 
 
 @pytest.fixture(scope="module")
-def misbehaving() -> Iterator[Scorer]:
-    with Scorer(reward(f"{MODULE}:misbehave"), timeout_s=1.0, num_workers=1) as scorer:
+def misbehaving() -> Iterator[OneFunction]:
+    with OneFunction(reward(f"{MODULE}:misbehave"), timeout_s=1.0, num_workers=1) as scorer:
         yield scorer
 
 
 @pytest.fixture(scope="module")
-def patient() -> Iterator[Scorer]:
-    with Scorer(reward(f"{MODULE}:misbehave"), timeout_s=20, num_workers=1) as scorer:
+def patient() -> Iterator[OneFunction]:
+    with OneFunction(reward(f"{MODULE}:misbehave"), timeout_s=20, num_workers=1) as scorer:
         yield scorer
 
 
@@ -64,17 +65,17 @@ def test_exact_match(response: str, label: str, options: dict[str, Any], expecte
 
 
 def test_exact_match_runs_in_this_process() -> None:
-    scorer = Scorer(reward("exact_match", after=","), timeout_s=1)
+    scorer = OneFunction(reward("exact_match", after=","), timeout_s=1)
     scores = scorer.score([Scorable("p", f"x,{n}", str(n % 2)) for n in range(2000)])
     assert scores == Scores([1.0, 1.0] + [0.0] * 1998, num_errors=0, num_timeouts=0)
-    assert all(worker.process is None for worker in scorer._workers)
+    assert all(worker.process is None for worker in scorer._workers[0].processes)
 
 
 @pytest.mark.parametrize(
     ("response", "value"),
     [("true", 1.0), ("int", 3.0), ("half", 0.5), ("numpy", 0.25), ("numpy_bool", 1.0)],
 )
-def test_numbers_of_any_kind_are_rewards(misbehaving: Scorer, response: str, value: float) -> None:
+def test_numbers_of_any_kind_are_rewards(misbehaving: OneFunction, response: str, value: float) -> None:
     assert misbehaving.score(samples(response)) == Scores([value], num_errors=0, num_timeouts=0)
 
 
@@ -100,9 +101,13 @@ def test_numbers_of_any_kind_are_rewards(misbehaving: Scorer, response: str, val
     ],
 )
 def test_an_error_costs_its_sample(
-    patient: Scorer, response: str, reason: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    patient: OneFunction,
+    response: str,
+    reason: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(patient, "_num_failures", 0)  # after ten it says no more
+    monkeypatch.setattr(patient._failures[0], "num_failures", 0)  # after ten it says no more
     with caplog.at_level(logging.WARNING):
         assert patient.score(samples("half", response, "int")) == Scores([0.5, 0.0, 3.0], num_errors=1, num_timeouts=0)
     assert reason in caplog.text and repr(response) in caplog.text
@@ -115,7 +120,7 @@ def line_of(text: str) -> int:
 
 def test_an_exception_is_told_with_its_place_and_traceback(caplog: pytest.LogCaptureFixture) -> None:
     """Of the user's code: of rltrain's own the traceback has nothing."""
-    with Scorer(reward(f"{MODULE}:from_json"), timeout_s=20, num_workers=1) as scorer:
+    with OneFunction(reward(f"{MODULE}:from_json"), timeout_s=20, num_workers=1) as scorer:
         scores = scorer.score(samples('{"answer": 1}', "{}", "no JSON", '"text"'))
     assert scores == Scores([1.0, 0.0, 0.0, 0.0], num_errors=3, num_timeouts=0)
     place = f"{USER_FILE}, line {line_of('return float(record')}"
@@ -129,20 +134,20 @@ def test_an_exception_is_told_with_its_place_and_traceback(caplog: pytest.LogCap
 
 
 def test_what_an_exception_says_of_itself_may_be_long_or_fail() -> None:
-    with Scorer(reward(f"{MODULE}:raise_unprintable"), timeout_s=20, num_workers=1) as scorer:
+    with OneFunction(reward(f"{MODULE}:raise_unprintable"), timeout_s=20, num_workers=1) as scorer:
         scores = scorer.score(samples("long", "broken", "deep"))
     assert scores == Scores([0.0] * 3, num_errors=3, num_timeouts=0)
     assert scores.first_failure is not None and len(scores.first_failure) < 10_000
 
 
 def test_tensors_of_one_element_are_numbers() -> None:
-    with Scorer(reward(f"{MODULE}:tensor_of_size"), timeout_s=60, num_workers=1) as scorer:
+    with OneFunction(reward(f"{MODULE}:tensor_of_size"), timeout_s=60, num_workers=1) as scorer:
         assert scorer.score(samples("1", "2")) == Scores([0.75, 0.0], num_errors=1, num_timeouts=0)
 
 
 @pytest.mark.parametrize("response", ["loop", "sleep", "regex"])
 def test_a_hang_costs_its_sample_and_the_time_limit(
-    misbehaving: Scorer, response: str, caplog: pytest.LogCaptureFixture
+    misbehaving: OneFunction, response: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     misbehaving.score(samples("half"))
     start = time.monotonic()
@@ -154,7 +159,7 @@ def test_a_hang_costs_its_sample_and_the_time_limit(
 def test_a_hang_is_said_once_with_what_is_awaited_and_until_when(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Scorer(reward(f"{MODULE}:misbehave"), timeout_s=0.5, num_workers=1) as scorer:
+    with OneFunction(reward(f"{MODULE}:misbehave"), timeout_s=0.5, num_workers=1) as scorer:
         scorer.score(samples("half"))
         monkeypatch.setattr(worker_process, "SAY_AFTER_S", 0.1)
         for awaited in ("1 sample, at most 0.5 s (reward.timeout_s = 0.5)", "its process to start, at most 120 s"):
@@ -165,7 +170,7 @@ def test_a_hang_is_said_once_with_what_is_awaited_and_until_when(
 
 
 def test_workers_run_beside_each_other() -> None:
-    with Scorer(reward(f"{MODULE}:process_id_after_a_while"), timeout_s=20, num_workers=2) as scorer:
+    with OneFunction(reward(f"{MODULE}:process_id_after_a_while"), timeout_s=20, num_workers=2) as scorer:
         process_ids = set(scorer.score(samples(*"abcdefgh")).rewards)
     assert len(process_ids) == 2
     assert os.getpid() not in process_ids
@@ -174,14 +179,14 @@ def test_workers_run_beside_each_other() -> None:
 def test_the_log_does_not_grow_with_failures(caplog: pytest.LogCaptureFixture) -> None:
     function = RewardFunction("exact_match", lambda prompt, response, label: 1 / 0)
     with caplog.at_level(logging.WARNING):
-        scores = Scorer(function, timeout_s=1).score(samples(*"x" * 200))
+        scores = OneFunction(function, timeout_s=1).score(samples(*"x" * 200))
     assert scores == Scores([0.0] * 200, num_errors=200, num_timeouts=0)
     assert len(caplog.records) == 10
     assert "further failures are only counted" in caplog.records[-1].getMessage()
 
 
 def test_what_a_function_prints_or_reads_does_not_disturb_the_answers(capfd: pytest.CaptureFixture[str]) -> None:
-    with Scorer(reward(f"{MODULE}:chatty"), timeout_s=20, num_workers=1) as scorer:
+    with OneFunction(reward(f"{MODULE}:chatty"), timeout_s=20, num_workers=1) as scorer:
         assert scorer.score(samples("a", "b")) == Scores([1.0, 1.0], num_errors=0, num_timeouts=0)
     captured = capfd.readouterr()
     assert captured.out == ""
@@ -190,13 +195,13 @@ def test_what_a_function_prints_or_reads_does_not_disturb_the_answers(capfd: pyt
 
 def test_texts_arrive_unchanged() -> None:
     text = 'line\nnext\r\n\t"quoted" \\ é 🥚 \x00\u2028 \ud800' + "x" * 200_000
-    with Scorer(reward(f"{MODULE}:whole", separator="\n"), timeout_s=20, num_workers=1) as scorer:
+    with OneFunction(reward(f"{MODULE}:whole", separator="\n"), timeout_s=20, num_workers=1) as scorer:
         scores = scorer.score([Scorable(text, f"{text}\n{text}", text), Scorable(text, text, text)])
     assert scores == Scores([1.0, 0.0], num_errors=0, num_timeouts=0)
 
 
 def test_a_worker_serves_many_samples_and_ends_with_the_scorer() -> None:
-    scorer = Scorer(reward(f"{MODULE}:process_id_after_a_while"), timeout_s=20, num_workers=1)
+    scorer = OneFunction(reward(f"{MODULE}:process_id_after_a_while"), timeout_s=20, num_workers=1)
     first, second = scorer.score(samples("a", "b")).rewards
     assert first == second
     os.kill(int(first), 0)
@@ -211,11 +216,11 @@ def test_a_hanging_worker_ends_when_its_parent_is_killed() -> None:
         "from rltrain.config import schema\n"
         "from rltrain.rewards.functions import load_reward\n"
         "from rltrain.rewards.answers import Scorable\n"
-        "from rltrain.rewards.scorer import Scorer\n"
+        "from tests.unit.one_function import OneFunction\n"
         f"load = lambda name: load_reward(schema.Reward(function='{MODULE}:' + name))\n"
-        "scorer = Scorer(load('misbehave'), timeout_s=600, num_workers=1)\n"
+        "scorer = OneFunction(load('misbehave'), timeout_s=600, num_workers=1)\n"
         "scorer.score([Scorable('p', 'half', 'l')])\n"
-        "print(scorer._workers[0].process.pid, flush=True)\n"
+        "print(scorer._workers[0].processes[0].process.pid, flush=True)\n"
         "scorer.score([Scorable('p', 'regex', 'l')])\n"
     )
     with subprocess.Popen([sys.executable, "-c", script], cwd=REPOSITORY, stdout=subprocess.PIPE) as parent:
@@ -244,7 +249,7 @@ def test_a_user_s_module_is_found_in_the_working_directory(tmp_path: Path, monke
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path] + [str(REPOSITORY)])
-    with Scorer(reward("length_reward:score", scale=0.5), timeout_s=20, num_workers=1) as scorer:
+    with OneFunction(reward("length_reward:score", scale=0.5), timeout_s=20, num_workers=1) as scorer:
         assert scorer.score(samples("abc")) == Scores([1.5], num_errors=0, num_timeouts=0)
 
 
@@ -306,6 +311,9 @@ def test_parameters_may_have_other_names_or_another_order(name: str) -> None:
     assert function.function(*call.positional, **call.named) == "abc"
 
 
+REQUEST = {"calls": [[samples("half")[0].message(())]], "limit_s": 20}
+
+
 def start_worker() -> "subprocess.Popen[bytes]":
     """As a scorer does, and waits until it is ready."""
     command = [sys.executable, "-m", "rltrain.rewards.worker"]
@@ -313,21 +321,21 @@ def start_worker() -> "subprocess.Popen[bytes]":
     worker = subprocess.Popen(command, cwd=REPOSITORY, bufsize=0, **pipes)  # type: ignore[call-overload]
     assert worker.stdin and worker.stdout
     worker.stdin.write(json.dumps({"function": f"{MODULE}:misbehave", "options": {}}).encode() + b"\n")
-    assert json.loads(worker.stdout.readline()) == {"value": 0.0}
+    assert json.loads(worker.stdout.readline()) == {"ready": True}
     return worker
 
 
 def test_a_worker_ends_quietly_when_its_reader_is_gone() -> None:
     with start_worker() as worker:
         worker.stdout.close()
-        worker.stdin.write(json.dumps(samples("half")[0].message(())).encode() + b"\n")
+        worker.stdin.write(json.dumps(REQUEST).encode() + b"\n")
         assert worker.stderr.read() == b""
         assert worker.wait() == 0
 
 
 def test_a_worker_ends_quietly_when_its_writer_ends_in_the_middle_of_a_line() -> None:
     with start_worker() as worker:
-        worker.stdin.write(json.dumps(samples("half")[0].message(())).encode()[:20])
+        worker.stdin.write(json.dumps(REQUEST).encode()[:20])
         worker.stdin.close()
         assert worker.stderr.read() == worker.stdout.read() == b""
         assert worker.wait() == 0
@@ -335,7 +343,7 @@ def test_a_worker_ends_quietly_when_its_writer_ends_in_the_middle_of_a_line() ->
 
 def test_a_worker_that_cannot_start_is_the_user_s_error() -> None:
     with (
-        Scorer(RewardFunction(f"{MODULE}:vanished", print), timeout_s=20, num_workers=1) as scorer,
+        OneFunction(RewardFunction(f"{MODULE}:vanished", print), timeout_s=20, num_workers=1) as scorer,
         pytest.raises(ConfigError, match="the worker process of .*vanished' did not start"),
     ):
         scorer.score(samples("a", "b", "c"))
@@ -345,7 +353,7 @@ def test_every_sample_is_reported_when_it_is_done() -> None:
     """Other ranks wait for the rewards, and see that this one gets on, slowly as it may be."""
     done: list[float] = []
     start = time.perf_counter()
-    with Scorer(
+    with OneFunction(
         reward(f"{MODULE}:misbehave"), timeout_s=0.5, num_workers=1, on_scored=lambda: done.append(time.perf_counter())
     ) as scorer:
         scores = scorer.score(samples("true", "sleep", "raise", "sleep"))

@@ -83,14 +83,13 @@ def rollout_of(config: Config, rank: int, num_engines: int, store: dist.Store, r
         placement=SimpleNamespace(roles=("rollout",)),
         grids={"rollout": Grid(tuple(range(num_engines)))},
         leader_of=lambda role: 0,
-        prompts=prompts,
+        rows=SimpleNamespace(prompts=prompts, first_step=resumed.data_from if resumed else 0),
         waiter=ShortPatience(),
         heartbeat=SimpleNamespace(advance=lambda: None),
         architecture=SimpleNamespace(eos_token_ids=(1,)),
         operations=SimpleNamespace(add=lambda *counted, backward: None),
         resumed=resumed,
         first_step=resumed.step if resumed else 0,
-        data_from=resumed.data_from if resumed else 0,
     )
     return RolloutRole(job)
 

@@ -312,7 +312,7 @@ def test_rows_that_are_not_finite_are_drawn_without_failing_and_stay_visible(
 def test_a_response_ends_at_the_checkpoint_s_tokens_a_turn_s_and_those_of_the_config():
     encoder = SimpleNamespace(end_tokens=frozenset({4, 7}))
     prompts = SimpleNamespace(encoder=encoder)
-    job = SimpleNamespace(architecture=SimpleNamespace(eos_token_ids=(9, 4)), prompts=prompts)
+    job = SimpleNamespace(architecture=SimpleNamespace(eos_token_ids=(9, 4)), rows=SimpleNamespace(prompts=prompts))
     role = SimpleNamespace(job=job, sessions=SimpleNamespace(end_tokens=frozenset({4, 6})))
     params = DrawingRole.sampling_params(role, schema.Sampling(stop_token_ids=(9, 2, 6)))
     assert params.stop_token_ids == (9, 4, 2, 6, 7)

@@ -76,8 +76,8 @@ def test_a_file_holds_a_shipment_without_samples(tmp_path: Path):
 def transfers_of(order: Order, *roles: str) -> Transfers:
     """Of a rank that hosts `roles`, each of one replica."""
     hosted = {name: SimpleNamespace(shipments={}, dp=0, grid=SimpleNamespace(dp=1)) for name in roles}
-    job = SimpleNamespace(shape=SimpleNamespace(selects_groups=False, replays_rollout=False))
-    return Transfers(job=job, order=order, exchange=None, roles=hosted, trace=None)
+    shape = SimpleNamespace(selects_groups=False, replays_rollout=False)
+    return Transfers(shape=shape, grids={}, order=order, exchange=None, roles=hosted, trace=None)
 
 
 def crossing_order(step: int) -> Order:

@@ -226,14 +226,16 @@ def job_with(store: dist.Store, resumed: Resumed | None = None) -> Any:
         config=SimpleNamespace(
             data=SimpleNamespace(solved_rate=SolvedRate()), batch=SimpleNamespace(prompts_per_step=4), seed=0
         ),
-        prompts=SimpleNamespace(order=base_order(SIZES), train=range(sum(SIZES))),
+        rows=SimpleNamespace(
+            prompts=SimpleNamespace(order=base_order(SIZES), train=range(sum(SIZES))),
+            first_step=resumed.data_from if resumed else 0,
+        ),
         world=SimpleNamespace(store=store),
         grids={"rollout": Grid((0,))},
         shape=SimpleNamespace(lead=0),
         waiter=ShortPatience(),
         leader_of=lambda role: 0,
         first_step=resumed.step if resumed else 0,
-        data_from=resumed.data_from if resumed else 0,
         resumed=resumed,
     )
 

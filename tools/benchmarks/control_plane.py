@@ -42,7 +42,7 @@ from rltrain.planning.validation_schedule import check_schedule
 from rltrain.reshard.agreement import Agreement
 from rltrain.reshard.plan import TRANSFER
 from rltrain.reshard.rounds import STAGES, StageStreams, streams
-from rltrain.roles.checkpointing import Checkpointing
+from rltrain.roles.checkpointing import Checkpointing, RunControl
 from rltrain.roles.resuming import claim_folders, find_checkpoint
 from rltrain.rollout.in_flight_sync import InFlightSync
 from rltrain.runtime.ending import Ending
@@ -438,16 +438,14 @@ def _checkpointing(job: JobAtSize, job_store: JobStore, rank: int) -> Checkpoint
         config=job.config,
         placement=job.placement,
         leader=job_leader(job.grids),
-        stop=None,
         resumed=None,
         architectures={},
-        memory=None,
         job_store=job_store,
-        inputs={},
         data_from=0,
     )
     reporter = SimpleNamespace(collect=lambda: None)
-    return Checkpointing(cast(Any, of_job), job.order, {}, cast(Any, None), cast(Any, reporter))
+    control = RunControl({}, cast(Any, None), memory=None)
+    return Checkpointing(cast(Any, of_job), job.order, {}, cast(Any, None), cast(Any, reporter), control)
 
 
 def _in_flight_syncs(job: JobAtSize, num_engines: int | None = None) -> list[list[InFlightSync]]:
