@@ -12,6 +12,7 @@ from rltrain.import_config.translation import (
     Translation,
     UntranslatableError,
     apply,
+    by_pattern,
     count,
     estimator,
     interval,
@@ -88,35 +89,28 @@ RULES = (
     Rule("runner.logger.project_name", "logging.wandb.project", None, text),
     Rule("runner.experiment_name", "logging.wandb.name", None, text),
 )
-SPEED = "of speed or memory alone"
 NEVER = 1e6
 """No mean ratio is as large."""
-HARMLESS = {
-    "runner.*": "of logs and checkpoint files",
-    "cluster.*": "torchrun starts the ranks",
-    "data.*": "of reading rows",
-    "rollout.*": "of the engine's speed or memory",
-    "actor.megatron.*": SPEED,
-    "actor.fsdp_config.*": "of FSDP",
-    "actor.optim.*": SPEED,
-    "actor.lr_sched.*": "the whole run",
-    "actor.tokenizer.*": "the checkpoint's",
-    "actor.model.*": "of the model's shape, which config.json tells, or of speed",
-    "actor.*": SPEED,
-    "inference.*": SPEED,
-    "reward.*": "of the reward's processes",
-    "critic.*": "no critic",
-    "algorithm.sampling_params.*": "of sampling",
-    "algorithm.logprob_forward_micro_batch_size": SPEED,
-    "algorithm.training_batch_size_per_gpu": SPEED,
-    "algorithm.rollout_batch_size_per_gpu": SPEED,
-    "algorithm.val_rollout_batch_size_per_gpu": SPEED,
-    "algorithm.shuffle_rollout": "every mini-batch has samples of all prompts, as far as they go",
-    "hydra.*": "of Hydra",
-    "--*": "of Hydra",
-    "profiler.*": "of logs alone",
-    "megatron.*": SPEED,
-}
+HARMLESS = by_pattern("""
+of logs and checkpoint files: runner.*
+torchrun starts the ranks: cluster.*
+of reading rows: data.*
+of the engine's speed or memory: rollout.*
+of speed or memory alone: actor.megatron.* actor.optim.*
+of FSDP: actor.fsdp_config.*
+the whole run: actor.lr_sched.*
+the checkpoint's: actor.tokenizer.*
+of the model's shape, which config.json tells, or of speed: actor.model.*
+of speed or memory alone: actor.* inference.* algorithm.logprob_forward_micro_batch_size
+    algorithm.training_batch_size_per_gpu algorithm.rollout_batch_size_per_gpu
+    algorithm.val_rollout_batch_size_per_gpu megatron.*
+of the reward's processes: reward.*
+no critic: critic.*
+of sampling: algorithm.sampling_params.*
+every mini-batch has samples of all prompts, as far as they go: algorithm.shuffle_rollout
+of Hydra: hydra.* --*
+of logs alone: profiler.*
+""")
 
 
 def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:

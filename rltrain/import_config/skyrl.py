@@ -36,6 +36,7 @@ from rltrain.import_config.translation import (
     Translation,
     UntranslatableError,
     apply,
+    by_pattern,
     count,
     interval,
     one_of,
@@ -54,120 +55,66 @@ from rltrain.import_config.translation import top_k as top_k_of
 
 # SkyRL's keys that change nothing of what is computed, by pattern, with the reason.
 
-SPEED = "of speed or memory alone"
-LOGS = "of logs alone"
-
-HARMLESS = {
-    "trainer.logger": LOGS,
-    "trainer.log_*": LOGS,
-    "trainer.tags": LOGS,
-    "trainer.dump_*": LOGS,
-    "trainer.print_*": LOGS,
-    "trainer.num_logger_*": LOGS,
-    "trainer.enable_ray_*": LOGS,
-    "trainer.export_path": "of checkpoint files",
-    "trainer.resume_path": "of checkpoint files",
-    "trainer.eval_batch_size": SPEED,
-    "trainer.eval_before_train": "evaluated before the first step always",
-    "trainer.micro_*": SPEED,
-    "trainer.critic_mini_batch_size": "no critic",
-    "trainer.critic.*": "no critic",
-    "trainer.ref.*": SPEED,
-    "trainer.placement.critic_*": "no critic",
-    "trainer.placement.ref_*": "no reference, or the policy's ranks",
-    "trainer.placement.reward_*": "rewards are functions",
-    "trainer.placement.colocate_*": "of the placement",
-    "trainer.flash_attn": SPEED,
-    "trainer.remove_microbatch_padding": "sequences are packed always",
-    "trainer.use_sample_packing": "sequences are packed always",
-    "trainer.use_expandable_segments": SPEED,
-    "trainer.fused_lm_head_*": SPEED,
-    "trainer.logprobs_chunk_size": SPEED,
-    "trainer.vocab_entropy_*": SPEED,
-    "trainer.disable_fast_tokenizer": SPEED,
-    "trainer.bf16": "model.dtype",
-    "trainer.policy.fsdp_config.*": "of FSDP",
-    "trainer.policy.record_memory": LOGS,
-    "trainer.policy.torch_profiler_config.*": LOGS,
-    "trainer.policy.use_torch_compile": SPEED,
-    "trainer.policy.sequence_parallel_size": SPEED,
-    "trainer.policy.language_model_only": "prompts are text",
-    "trainer.policy.inference_only_init": SPEED,
-    "trainer.policy.model.lora.*": "no adapters, or of how they are stored",
-    "trainer.policy.megatron_config.optimizer_config_kwargs.*": SPEED,
-    "trainer.policy.megatron_config.ddp_config.*": SPEED,
-    "trainer.policy.megatron_config.transformer_config_kwargs.recompute_*": SPEED,
-    "trainer.policy.megatron_config.transformer_config_kwargs.num_layers_in_*": "stages are planned here",
-    "trainer.policy.megatron_config.transformer_config_kwargs.account_for_*": "stages are planned here",
-    "trainer.policy.megatron_config.torch_profiler_config.*": LOGS,
-    "trainer.policy.megatron_config.empty_cuda_cache": SPEED,
-    "trainer.policy.megatron_config.moe_grouped_gemm": SPEED,
-    "trainer.policy.megatron_config.moe_token_dispatcher_type": SPEED,
-    "trainer.policy.megatron_config.moe_router_score_function": "config.json tells it",
-    "trainer.policy.megatron_config.moe_router_enable_expert_bias": "config.json tells it",
-    "trainer.policy.megatron_config.lora_config.merge_lora": "engines get merged weights always",
-    "trainer.policy.megatron_config.mtp_*": "of layers that draft alone",
-    "trainer.policy.megatron_config.lora_config.*": "no adapters",
-    "trainer.policy.megatron_config.*_async_*": "of checkpoint files",
-    "trainer.policy.megatron_config.dist_ckpt_*": "of checkpoint files",
-    "trainer.fully_async.num_parallel_generation_workers": "engines take prompts as they get free",
-    "trainer.fully_async.max_staleness_steps": "not asynchronous",
-    "trainer.fully_async.clear_kv_cache_on_weight_sync": SPEED,
-    "trainer.fully_async.sample_full_batch": SPEED,
-    "trainer.algorithm.clip_ratio_c": "of policy_loss_type dual_clip",
-    "trainer.algorithm.overlong_buffer_penalty_factor": "no buffer",
-    "trainer.algorithm.kl_loss_coef": "no penalty",
-    "trainer.algorithm.kl_estimator_type": "no penalty",
-    "trainer.algorithm.entropy_loss_coef": "no entropy term",
-    "trainer.algorithm.max_seq_len": "the longest response, by which sums are divided",
-    "trainer.algorithm.dynamic_sampling.*": "no selection",
-    "trainer.algorithm.cispo.*": "of another policy loss",
-    "trainer.algorithm.kl_cov.*": "of another policy loss",
-    "trainer.algorithm.value_clip": "no critic",
-    "generator.batched": SPEED,
-    "generator.async_engine": SPEED,
-    "generator.rate_limit.*": SPEED,
-    "generator.use_cache_salt": SPEED,
-    "generator.max_input_length": "of a single turn",
-    "generator.use_conversation_multi_turn": "ids are kept, and never encoded anew",
-    "generator.append_eos_token_after_stop_str_in_multi_turn": "ids are those that were drawn",
-    "generator.step_wise_trajectories": "conversations are one sequence while they can be",
-    "generator.merge_stepwise_output": "conversations are one sequence while they can be",
-    "generator.sampling_params.logprobs": "engines always say them",
-    "generator.eval_sampling_params.stop": "those of training",
-    "generator.eval_sampling_params.logprobs": LOGS,
-    "generator.weight_sync_backend": "the weight sync is rltrain's own",
-    "generator.enforce_eager": SPEED,
-    "generator.enable_*": SPEED,
-    "generator.inference_engine.weight_sync_backend": "the weight sync is rltrain's own",
-    "generator.inference_engine.delta_weight_sync.*": "the weight sync is rltrain's own",
-    "generator.inference_engine.async_engine": SPEED,
-    "generator.inference_engine.max_num_batched_tokens": SPEED,
-    "generator.inference_engine.enable_prefix_caching": SPEED,
-    "generator.inference_engine.enable_chunked_prefill": SPEED,
-    "generator.inference_engine.enable_pd": SPEED,
-    "generator.inference_engine.num_prefill": SPEED,
-    "generator.inference_engine.distributed_executor_backend": SPEED,
-    "generator.inference_engine.served_model_name": LOGS,
-    "generator.inference_engine.language_model_only": "prompts are text",
-    "generator.inference_engine.speculative_config*": "speculative decoding draws from the same distribution, faster",
-    "generator.inference_engine.use_*": SPEED,
-    "generator.inference_engine.offload_*": SPEED,
-    "generator.inference_engine.model_dtype": "model.dtype",
-    "generator.inference_engine.external_*": "engines are the job's own",
-    "generator.inference_engine.engine_init_kwargs.max_model_len": "rollout.max_context_tokens",
-    "generator.inference_engine.engine_init_kwargs.enable_*": LOGS,
-    "generator.inference_engine.engine_init_kwargs.language_model_only": "prompts are text",
-    "generator.inference_engine.engine_init_kwargs.kv_*": SPEED,
-    "generator.inference_engine.engine_init_kwargs.gdn_prefill_backend": SPEED,
-    "generator.inference_engine.engine_init_kwargs.kernel_config.*": SPEED,
-    "generator.inference_engine.engine_init_kwargs.compilation_config*": SPEED,
-    "generator.inference_engine.engine_init_kwargs.disable_*": SPEED,
-    "environment.skyrl_gym.*": "of other environments",
-    "data.*num_workers": SPEED,
-    "-m": "the trainer",
-    "--*": "of Hydra",
-}
+HARMLESS = by_pattern("""
+of logs alone: trainer.logger trainer.log_* trainer.tags trainer.dump_* trainer.print_* trainer.num_logger_*
+    trainer.enable_ray_* trainer.policy.{record_memory,torch_profiler_config.*}
+    trainer.policy.megatron_config.torch_profiler_config.* generator.eval_sampling_params.logprobs
+    generator.inference_engine.served_model_name generator.inference_engine.engine_init_kwargs.enable_*
+of checkpoint files: trainer.export_path trainer.resume_path
+of speed or memory alone: trainer.eval_batch_size trainer.micro_* trainer.ref.* trainer.flash_attn
+    trainer.use_expandable_segments trainer.fused_lm_head_* trainer.logprobs_chunk_size trainer.vocab_entropy_*
+    trainer.disable_fast_tokenizer trainer.policy.{use_torch_compile,sequence_parallel_size,inference_only_init}
+    trainer.policy.megatron_config.{optimizer_config_kwargs.*,ddp_config.*}
+    trainer.policy.megatron_config.transformer_config_kwargs.recompute_*
+    trainer.policy.megatron_config.{empty_cuda_cache,moe_grouped_gemm,moe_token_dispatcher_type}
+    trainer.fully_async.{clear_kv_cache_on_weight_sync,sample_full_batch} generator.batched generator.async_engine
+    generator.rate_limit.* generator.use_cache_salt generator.enforce_eager generator.enable_*
+    generator.inference_engine.{async_engine,max_num_batched_tokens,enable_prefix_caching}
+    generator.inference_engine.{enable_chunked_prefill,enable_pd,num_prefill,distributed_executor_backend}
+    generator.inference_engine.{use_*,offload_*}
+    generator.inference_engine.engine_init_kwargs.{kv_*,gdn_prefill_backend,kernel_config.*}
+    generator.inference_engine.engine_init_kwargs.{compilation_config*,disable_*} data.*num_workers
+evaluated before the first step always: trainer.eval_before_train
+no critic: trainer.critic_mini_batch_size trainer.critic.* trainer.placement.critic_* trainer.algorithm.value_clip
+no reference, or the policy's ranks: trainer.placement.ref_*
+rewards are functions: trainer.placement.reward_*
+of the placement: trainer.placement.colocate_*
+sequences are packed always: trainer.remove_microbatch_padding trainer.use_sample_packing
+model.dtype: trainer.bf16 generator.inference_engine.model_dtype
+of FSDP: trainer.policy.fsdp_config.*
+prompts are text: trainer.policy.language_model_only generator.inference_engine.language_model_only
+    generator.inference_engine.engine_init_kwargs.language_model_only
+no adapters, or of how they are stored: trainer.policy.model.lora.*
+stages are planned here: trainer.policy.megatron_config.transformer_config_kwargs.{num_layers_in_*,account_for_*}
+config.json tells it: trainer.policy.megatron_config.{moe_router_score_function,moe_router_enable_expert_bias}
+engines get merged weights always: trainer.policy.megatron_config.lora_config.merge_lora
+of layers that draft alone: trainer.policy.megatron_config.mtp_*
+no adapters: trainer.policy.megatron_config.lora_config.*
+of checkpoint files: trainer.policy.megatron_config.{*_async_*,dist_ckpt_*}
+engines take prompts as they get free: trainer.fully_async.num_parallel_generation_workers
+not asynchronous: trainer.fully_async.max_staleness_steps
+of policy_loss_type dual_clip: trainer.algorithm.clip_ratio_c
+no buffer: trainer.algorithm.overlong_buffer_penalty_factor
+no penalty: trainer.algorithm.{kl_loss_coef,kl_estimator_type}
+no entropy term: trainer.algorithm.entropy_loss_coef
+the longest response, by which sums are divided: trainer.algorithm.max_seq_len
+no selection: trainer.algorithm.dynamic_sampling.*
+of another policy loss: trainer.algorithm.{cispo.*,kl_cov.*}
+of a single turn: generator.max_input_length
+ids are kept, and never encoded anew: generator.use_conversation_multi_turn
+ids are those that were drawn: generator.append_eos_token_after_stop_str_in_multi_turn
+conversations are one sequence while they can be: generator.step_wise_trajectories generator.merge_stepwise_output
+engines always say them: generator.sampling_params.logprobs
+those of training: generator.eval_sampling_params.stop
+the weight sync is rltrain's own: generator.weight_sync_backend
+    generator.inference_engine.{weight_sync_backend,delta_weight_sync.*}
+speculative decoding draws from the same distribution, faster: generator.inference_engine.speculative_config*
+engines are the job's own: generator.inference_engine.external_*
+rollout.max_context_tokens: generator.inference_engine.engine_init_kwargs.max_model_len
+of other environments: environment.skyrl_gym.*
+the trainer: -m
+of Hydra: --*
+""")
 
 
 # SkyRL's supervised trainer. Defaults are those of skyrl/train/config/sft_config.py.
@@ -195,31 +142,20 @@ TURNS = {"last_assistant_message": "last", "all_assistant_messages": "all"}
 SPLIT = re.compile(r"(\w+)(?:\[:(\d+)\])?")
 """A whole split of a data set, or so many of its first rows."""
 ALPACA = "rows of instruction, input and output (Alpaca) have to be written as messages before"
-SFT_HARMLESS = {
-    "logger": "of logs alone",
-    "tags": "of logs alone",
-    "record_memory": "of logs alone",
-    "torch_profiler_config.*": "of logs alone",
-    "enable_ray_*": "of logs alone",
-    "export_path": "of checkpoint files",
-    "eval_*": "held-out conversations are not taken over: data.eval names them here",
-    "*num_workers": "of speed alone",
-    "dataloader_*": "of speed alone",
-    "async_batch_collation": "of speed alone",
-    "cache_dir": "of speed alone",
-    "force_recache": "of speed alone",
-    "disable_cache": "of speed alone",
-    "use_torch_compile": "of speed alone",
-    "remove_microbatch_padding": "sequences are packed always",
-    "use_sample_packing": "sequences are packed always",
-    "use_sequence_packing": "sequences are packed always",
-    "max_tokens_per_microbatch": "of use_sequence_packing",
-    "model.lora.*": "no adapters, or of how they are stored",
-    "fsdp_config.*": "of FSDP: of memory alone",
-    "megatron_config.*": "of Megatron: of speed or memory alone",
-    "-m": "the trainer",
-    "--*": "of Hydra",
-}
+SFT_HARMLESS = by_pattern("""
+of logs alone: logger tags record_memory torch_profiler_config.* enable_ray_*
+of checkpoint files: export_path
+held-out conversations are not taken over: data.eval names them here: eval_*
+of speed alone: *num_workers dataloader_* async_batch_collation cache_dir force_recache disable_cache
+    use_torch_compile
+sequences are packed always: remove_microbatch_padding use_sample_packing use_sequence_packing
+of use_sequence_packing: max_tokens_per_microbatch
+no adapters, or of how they are stored: model.lora.*
+of FSDP: of memory alone: fsdp_config.*
+of Megatron: of speed or memory alone: megatron_config.*
+the trainer: -m
+of Hydra: --*
+""")
 
 
 def translate_sft(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:

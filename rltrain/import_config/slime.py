@@ -31,6 +31,7 @@ from rltrain.import_config.translation import (
     Translation,
     UntranslatableError,
     apply,
+    by_pattern,
     count,
     interval,
     one_of,
@@ -46,127 +47,39 @@ from rltrain.import_config.translation import top_k as top_k_of
 
 # slime's flags that change nothing of what is computed, by pattern, with the reason.
 
-OF_MODEL = "of the model's shape, which config.json tells"
-
-
-SPEED = "of speed or memory alone"
-
-
-HARMLESS = {
-    **dict.fromkeys(
-        (
-            "use-rotary-position-embeddings",
-            "no-position-embedding",
-            "no-masked-softmax-fusion",
-            "enable-experimental",
-            "post-self-attn-layernorm",
-            "post-mlp-layernorm",
-            "num-layers",
-            "hidden-size",
-            "ffn-hidden-size",
-            "num-attention-heads",
-            "num-query-groups",
-            "group-query-attention",
-            "kv-channels",
-            "vocab-size",
-            "make-vocab-size-divisible-by",
-            "max-position-embeddings",
-            "normalization",
-            "norm-epsilon",
-            "position-embedding-type",
-            "rotary-*",
-            "no-rope-fusion",
-            "rope-type",
-            "use-rope-scaling",
-            "swiglu",
-            "qk-layernorm",
-            "qk-head-dim",
-            "qk-pos-emb-head-dim",
-            "q-lora-rank",
-            "kv-lora-rank",
-            "v-head-dim",
-            "multi-latent-attention",
-            "mscale*",
-            "original-max-position-embeddings",
-            "beta-*",
-            "attn-mscale",
-            "disable-bias-linear",
-            "add-qkv-bias",
-            "untie-embeddings-and-output-weights",
-            "num-experts",
-            "moe-ffn-hidden-size",
-            "moe-layer-freq",
-            "moe-router-topk",
-            "moe-router-topk-scaling-factor",
-            "moe-router-score-function",
-            "moe-router-pre-softmax",
-            "moe-router-num-groups",
-            "moe-router-group-topk",
-            "moe-router-enable-expert-bias",
-            "moe-router-load-balancing-type",
-            "moe-shared-expert-intermediate-size",
-            "moe-shared-expert-gate",
-            "moe-shared-expert-overlap",
-            "spec",
-            "attention-output-gate",
-            "apply-layernorm-1p",
-            "use-gated-attention",
-        ),
-        OF_MODEL,
-    ),
-    **dict.fromkeys(
-        (
-            "balance-data",
-            "allgather-cp",
-            "overlap-cpu-optimizer-d2h-h2d",
-            "use-precision-aware-optimizer",
-            "accumulate-allreduce-grads-in-fp32",
-            "attention-softmax-in-fp32",
-            "attention-backend",
-            "moe-grouped-gemm",
-            "moe-permute-fusion",
-            "moe-router-dtype",
-            "moe-token-drop-policy",
-            "moe-token-dispatcher-type",
-            "moe-enable-deepep",
-            "no-gradient-accumulation-fusion",
-            "update-weight-*",
-            "data-pad-size-multiplier",
-            "over-sampling-batch-size",
-            "no-offload-*",
-            "offload*",
-            "use-distributed-optimizer",
-            "recompute-method",
-            "micro-batch-size",
-            "ref-micro-batch-size",
-            "bf16",
-            "transformer-impl",
-            "distributed-*",
-            "seq-length",
-            "vocab-*",
-            "num-gpus-per-node",
-            "no-check-for-nan-in-loss-and-grad",
-            "deterministic-mode",
-            "prefill-num-servers",
-            "cpu-offload*",
-        ),
-        SPEED,
-    ),
-    "sglang-speculative-*": "speculative decoding draws from the same distribution, faster",
-    "sglang-*": "of the engine's layout or speed alone",
-    "mtp-*": "of layers that draft alone",
-    **dict.fromkeys(("wandb-*", "use-wandb", "disable-wandb*", "dump-details", "save-debug-*"), "of logs alone"),
-    **dict.fromkeys(("load", "ref-load", "save-hf*", "ckpt-*", "async-save"), "of checkpoint files"),
-    "served-*": "a server that the script starts beside the training",
-    "program": "supervised steps have no engine to be ahead of",
-    **dict.fromkeys(("n-samples-per-eval-prompt", "eval-*"), "no evaluation set is given"),
-    "metadata-key": "all columns of a row are at hand for rewards and environments",
-    "custom-config-path": "of slime's own functions",
-    "model-name": "config.json tells the model's family",
-    "debug-train-only": "nothing is drawn for supervised steps",
-    "disable-compute-advantages-and-returns": "supervised steps have no advantages",
-    "loss-mask-type": "templates tell which tokens an assistant's turn has",
-}
+HARMLESS = by_pattern("""
+of the model's shape, which config.json tells: use-rotary-position-embeddings no-position-embedding
+    no-masked-softmax-fusion enable-experimental post-self-attn-layernorm post-mlp-layernorm num-layers hidden-size
+    ffn-hidden-size num-attention-heads num-query-groups group-query-attention kv-channels vocab-size
+    make-vocab-size-divisible-by max-position-embeddings normalization norm-epsilon position-embedding-type rotary-*
+    no-rope-fusion rope-type use-rope-scaling swiglu qk-layernorm qk-head-dim qk-pos-emb-head-dim q-lora-rank
+    kv-lora-rank v-head-dim multi-latent-attention mscale* original-max-position-embeddings beta-* attn-mscale
+    disable-bias-linear add-qkv-bias untie-embeddings-and-output-weights num-experts moe-ffn-hidden-size
+    moe-layer-freq moe-router-topk moe-router-topk-scaling-factor moe-router-score-function moe-router-pre-softmax
+    moe-router-num-groups moe-router-group-topk moe-router-enable-expert-bias moe-router-load-balancing-type
+    moe-shared-expert-intermediate-size moe-shared-expert-gate moe-shared-expert-overlap spec attention-output-gate
+    apply-layernorm-1p use-gated-attention
+of speed or memory alone: balance-data allgather-cp overlap-cpu-optimizer-d2h-h2d use-precision-aware-optimizer
+    accumulate-allreduce-grads-in-fp32 attention-softmax-in-fp32 attention-backend moe-grouped-gemm moe-permute-fusion
+    moe-router-dtype moe-token-drop-policy moe-token-dispatcher-type moe-enable-deepep no-gradient-accumulation-fusion
+    update-weight-* data-pad-size-multiplier over-sampling-batch-size no-offload-* offload* use-distributed-optimizer
+    recompute-method micro-batch-size ref-micro-batch-size bf16 transformer-impl distributed-* seq-length vocab-*
+    num-gpus-per-node no-check-for-nan-in-loss-and-grad deterministic-mode prefill-num-servers cpu-offload*
+speculative decoding draws from the same distribution, faster: sglang-speculative-*
+of the engine's layout or speed alone: sglang-*
+of layers that draft alone: mtp-*
+of logs alone: wandb-* use-wandb disable-wandb* dump-details save-debug-*
+of checkpoint files: load ref-load save-hf* ckpt-* async-save
+a server that the script starts beside the training: served-*
+supervised steps have no engine to be ahead of: program
+no evaluation set is given: n-samples-per-eval-prompt eval-*
+all columns of a row are at hand for rewards and environments: metadata-key
+of slime's own functions: custom-config-path
+config.json tells the model's family: model-name
+nothing is drawn for supervised steps: debug-train-only
+supervised steps have no advantages: disable-compute-advantages-and-returns
+templates tell which tokens an assistant's turn has: loss-mask-type
+""")
 
 
 # slime's flags, and Megatron's beside them. Defaults are those of slime/utils/arguments.py and of Megatron-LM.

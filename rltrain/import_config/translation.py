@@ -211,6 +211,16 @@ def apply(rules: Iterable[Rule], keys: SourceKeys, out: Translation) -> None:
             out.set(rule.path, converted, rule.key if given else f"{rule.key}, whose default in {out.framework} it is")
 
 
+def by_pattern(told: str) -> dict[str, str]:
+    """Returns the reason of every pattern of keys. `told` has "reason: pattern pattern ..." in lines, of which those
+    that begin with blanks go on; "a.{b,c}" are two patterns."""
+    reasons: dict[str, str] = {}
+    for reason, _, patterns in (group.rpartition(": ") for group in re.split(r"\n(?! )", told.strip())):
+        for prefix, _, names in (pattern.partition("{") for pattern in patterns.split()):
+            reasons |= dict.fromkeys((prefix + name for name in names.removesuffix("}").split(",")), reason)
+    return reasons
+
+
 def sort_out(keys: SourceKeys, harmless: Mapping[str, str], out: Translation) -> None:
     """Say of what is left whether it changes results: `harmless` has patterns of keys that do not, with the reason."""
     for key, value in keys.left().items():

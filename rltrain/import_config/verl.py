@@ -10,6 +10,7 @@ from rltrain.import_config.translation import (
     SourceKeys,
     Translation,
     apply,
+    by_pattern,
     count,
     interval,
     one_of,
@@ -49,161 +50,91 @@ from rltrain.import_config.verl_learning import (
 
 # verl's keys that change nothing of what is computed, by pattern, with the reason.
 
-SPEED = "of speed or memory alone"
-LOGS = "of logs alone"
-ONE_ROLE = "the role is not placed"
-
-HARMLESS = {
-    "ray_kwargs.*": "no Ray",
-    "global_profiler.*": LOGS,
-    "*.profiler.*": LOGS,
-    "trainer.logger": LOGS,
-    "trainer.log_val_generations": LOGS,
-    "trainer.rollout_data_dir": LOGS,
-    "trainer.validation_data_dir": LOGS,
-    "trainer.val_before_train": "evaluated before the first step always",
-    "trainer.val_only": LOGS,
-    "trainer.balance_batch": SPEED,
-    "trainer.device": "found by itself",
-    "trainer.critic_warmup": ONE_ROLE,
-    "trainer.use_legacy_worker_impl": SPEED,
-    "trainer.use_v1": SPEED,
-    "trainer.v1.*": "of the trainer's queues",
-    "trainer.default_hdfs_dir": "of checkpoint files",
-    "trainer.del_local_ckpt_after_load": "of checkpoint files",
-    "trainer.max_*_ckpt_to_keep": "of checkpoint files",
-    "trainer.resume_from_path": "of checkpoint files",
-    "trainer.nccl_timeout": SPEED,
-    "*.checkpoint.*": "of checkpoint files",
-    "transfer_queue.*": SPEED,
-    "async_training.*": "of the trainer's queues",
-    "data.return_raw_*": "rows are read as they are",
-    "data.reward_fn_key": "functions take the columns that they name",
-    "data.val_batch_size": SPEED,
-    "data.gen_batch_size": "prompts are drawn as engines get free",
-    "data.*num_workers": SPEED,
-    "data.filter_overlong_prompts_workers": SPEED,
-    "data.trust_remote_code": "no code of a checkpoint is run",
-    "data.image_patch_size": "prompts are text",
-    "data.image_key": "prompts are text",
-    "data.use_shm": SPEED,
-    "data.truncation": "no prompt is longer than data.max_prompt_length",
-    "data.validation_shuffle": "all rows are evaluated",
-    "model_engine": "of the trainer",
-    "critic.*": ONE_ROLE,
-    "reward*.num_workers": SPEED,
-    "reward*.rollout.*": ONE_ROLE,
-    "reward*.launch_reward_fn_async": SPEED,
-    "reward.reward_model.*": ONE_ROLE,
-    "reward_model.*": ONE_ROLE,
-    "algorithm.kl_ctrl.*": "no penalty",
-    "algorithm.filter_groups.metric": "groups whose rewards are equal have equal metrics",
-    "actor_rollout_ref.nccl_timeout": SPEED,
-    "actor_rollout_ref.model.trust_remote_code": "no code of a checkpoint is run",
-    "actor_rollout_ref.model.use_remove_padding": "sequences are packed always",
-    "actor_rollout_ref.model.use_fused_kernels": SPEED,
-    "actor_rollout_ref.model.fused_kernel_options.*": SPEED,
-    "actor_rollout_ref.model.use_liger": SPEED,
-    "actor_rollout_ref.model.use_shm": SPEED,
-    "actor_rollout_ref.model.enable_*": SPEED,
-    "actor_rollout_ref.model.lora*": "no adapters, or of how they are stored",
-    "actor_rollout_ref.model.override_config.attn_implementation": SPEED,
-    "actor_rollout_ref.model.override_config.model_config.max_position_embeddings": "config.json tells it",
-    "actor_rollout_ref.*.use_torch_compile": SPEED,
-    "actor_rollout_ref.*.entropy_*": SPEED,
-    "actor_rollout_ref.*.fsdp_config.*": "of FSDP",
-    "actor_rollout_ref.*.model_engine": "of the trainer",
-    "actor_rollout_ref.*.strategy": "of the trainer",
-    "actor_rollout_ref.*.use_dynamic_bsz": SPEED,
-    "actor_rollout_ref.*.log_prob_*": SPEED,
-    "actor_rollout_ref.*.ppo_micro_batch_size*": SPEED,
-    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": SPEED,
-    "actor_rollout_ref.*.ulysses_sequence_parallel_size": SPEED,
-    "actor_rollout_ref.*.megatron.*_offload": SPEED,
-    "actor_rollout_ref.*.megatron.use_*": "of checkpoint files or speed",
-    "actor_rollout_ref.*.megatron.*mbridge": "of checkpoint files",
-    "actor_rollout_ref.*.megatron.dist_checkpointing_path": "of checkpoint files",
-    "actor_rollout_ref.*.megatron.dtype": "model.dtype",
-    "actor_rollout_ref.*.megatron.sequence_parallel": SPEED,
-    "actor_rollout_ref.*.megatron.override_ddp_config.*": SPEED,
-    "actor_rollout_ref.*.megatron.override_transformer_config.apply_rope_fusion": SPEED,
-    "actor_rollout_ref.*.megatron.override_transformer_config.attention_backend": SPEED,
-    "actor_rollout_ref.*.megatron.override_transformer_config.*fusion*": SPEED,
-    "actor_rollout_ref.*.megatron.override_transformer_config.moe_router_dtype": SPEED,
-    "actor_rollout_ref.*.megatron.override_transformer_config.moe_token_dispatcher_type": SPEED,
-    "actor_rollout_ref.*.megatron.override_transformer_config.moe_enable_deepep": SPEED,
-    "actor_rollout_ref.*.megatron.override_transformer_config.moe_grouped_gemm": SPEED,
-    "actor_rollout_ref.*.megatron.override_transformer_config.moe_shared_expert_overlap": SPEED,
-    "actor_rollout_ref.*.megatron.override_transformer_config.recompute_*": SPEED,
-    "actor_rollout_ref.*.megatron.override_transformer_config.use_*": SPEED,
-    "actor_rollout_ref.*.megatron.override_transformer_config.account_for_*": "stages are planned here",
-    "actor_rollout_ref.*.megatron.override_transformer_config.num_layers_in_*": "stages are planned here",
-    "actor_rollout_ref.*.megatron.override_transformer_config.pipeline_model_parallel_layout": "stages are planned",
-    "actor_rollout_ref.*.megatron.override_transformer_config.sequence_parallel": SPEED,
-    "actor_rollout_ref.*.megatron.override_transformer_config.context_parallel_*": SPEED,
-    "actor_rollout_ref.*.megatron.override_transformer_config.swiglu": "config.json tells it",
-    "actor_rollout_ref.*.megatron.override_transformer_config.deallocate_pipeline_outputs": SPEED,
-    "actor_rollout_ref.*.megatron.override_transformer_config.persist_layer_norm": SPEED,
-    "actor_rollout_ref.*.megatron.override_transformer_config.moe_router_enable_expert_bias": "config.json tells it",
-    "actor_rollout_ref.*.megatron.override_transformer_config.moe_router_score_function": "config.json tells it",
-    "actor_rollout_ref.*.megatron.override_transformer_config.gradient_accumulation_fusion": SPEED,
-    "actor_rollout_ref.*.megatron.override_transformer_config.batch_p2p_comm": SPEED,
-    "actor_rollout_ref.*.megatron.override_transformer_config.overlap_moe_*": SPEED,
-    "actor_rollout_ref.*.megatron.override_transformer_config.variable_seq_lengths": SPEED,
-    "actor_rollout_ref.*.megatron.override_transformer_config.bias_*": SPEED,
-    "actor_rollout_ref.*.megatron.override_transformer_config.normalization": "config.json tells it",
-    "actor_rollout_ref.*.optim.override_optimizer_config.*": SPEED,
-    "actor_rollout_ref.*.optim.optimizer_impl": "torch's or Megatron's",
-    "actor_rollout_ref.*.optim.lr_decay_steps": "the whole run",
-    "actor_rollout_ref.*.optim.lr_warmup_init": "from 0",
-    "actor_rollout_ref.*.optim.total_training_steps": "the whole run",
-    "actor_rollout_ref.actor.use_prefix_grouper": SPEED,
-    "actor_rollout_ref.actor.calculate_sum_pi_squared": "of metrics alone",
-    "actor_rollout_ref.actor.shuffle": "mini-batches keep the order in which prompts were drawn",
-    "actor_rollout_ref.actor.kl_loss_*": "no penalty",
-    "actor_rollout_ref.actor.clip_ratio": "clip_ratio_low and clip_ratio_high say it",
-    "actor_rollout_ref.actor.clip_ratio_c": "of loss_mode vanilla",
-    "actor_rollout_ref.actor.calculate_*": LOGS,
-    "actor_rollout_ref.actor.freeze_vision_tower": "no vision tower",
-    "actor_rollout_ref.actor.grad_clip": "optim.clip_grad says it",
-    "actor_rollout_ref.actor.data_loader_seed": SPEED,
-    "actor_rollout_ref.actor.policy_loss.*": "of other losses",
-    "actor_rollout_ref.ref.*": SPEED,
-    "actor_rollout_ref.rollout.mode": SPEED,
-    "actor_rollout_ref.rollout.nnodes": "of engines apart",
-    "actor_rollout_ref.rollout.n_gpus_per_node": "of engines apart",
-    "actor_rollout_ref.rollout.enable_chunked_prefill": SPEED,
-    "actor_rollout_ref.rollout.enable_prefix_caching": SPEED,
-    "actor_rollout_ref.rollout.free_cache_engine": "engines leave the device where it is shared",
-    "actor_rollout_ref.rollout.max_num_batched_tokens": SPEED,
-    "actor_rollout_ref.rollout.load_format": "weights come by the weight sync",
-    "actor_rollout_ref.rollout.layered_summon": SPEED,
-    "actor_rollout_ref.rollout.calculate_log_probs": "engines always say them",
-    "actor_rollout_ref.rollout.logprobs_mode": "of the distribution that is drawn from",
-    "actor_rollout_ref.rollout.ignore_eos": "false",
-    "actor_rollout_ref.rollout.prompt_length": "data.max_prompt_length",
-    "actor_rollout_ref.rollout.response_length": "data.max_response_length",
-    "actor_rollout_ref.rollout.dtype": "model.dtype",
-    "actor_rollout_ref.rollout.agent.num_workers": SPEED,
-    "actor_rollout_ref.rollout.agent.default_agent_loop": "single turns",
-    "actor_rollout_ref.rollout.multi_turn.*": "single turns",
-    "actor_rollout_ref.rollout.checkpoint_engine.*": "the weight sync is rltrain's own",
-    "actor_rollout_ref.rollout.update_weights_bucket_megabytes": "the weight sync is rltrain's own",
-    "actor_rollout_ref.rollout.trace.*": LOGS,
-    "actor_rollout_ref.rollout.prometheus.*": LOGS,
-    "actor_rollout_ref.rollout.disable_log_stats": LOGS,
-    "actor_rollout_ref.rollout.val_kwargs.*": "greedy",
-    "actor_rollout_ref.rollout.moe_*": SPEED,
-    "actor_rollout_ref.rollout.engine_kwargs.*": SPEED,
-    "actor_rollout_ref.rollout.skip*": SPEED,
-    "actor_rollout_ref.rollout.cudagraph_*": SPEED,
-    "actor_rollout_ref.rollout.multi_stage_wake_up": SPEED,
-    "actor_rollout_ref.rollout.disaggregation.*": SPEED,
-    "actor_rollout_ref.actor.veomni.*": "of VeOmni",
-    "actor_rollout_ref.actor.torchtitan.*": "of torchtitan",
-    "--config-*": "of Hydra",
-    "hydra.*": "of Hydra",
-}
+HARMLESS = by_pattern("""
+no Ray: ray_kwargs.*
+of logs alone: global_profiler.* *.profiler.* trainer.logger trainer.log_val_generations trainer.rollout_data_dir
+    trainer.validation_data_dir trainer.val_only
+evaluated before the first step always: trainer.val_before_train
+of speed or memory alone: trainer.balance_batch trainer.use_legacy_worker_impl trainer.use_v1 trainer.nccl_timeout
+found by itself: trainer.device
+the role is not placed: trainer.critic_warmup
+of the trainer's queues: trainer.v1.*
+of checkpoint files: trainer.default_hdfs_dir trainer.del_local_ckpt_after_load trainer.max_*_ckpt_to_keep
+    trainer.resume_from_path *.checkpoint.*
+of speed or memory alone: transfer_queue.* data.val_batch_size
+of the trainer's queues: async_training.*
+rows are read as they are: data.return_raw_*
+functions take the columns that they name: data.reward_fn_key
+prompts are drawn as engines get free: data.gen_batch_size
+of speed or memory alone: data.*num_workers data.filter_overlong_prompts_workers data.use_shm reward*.num_workers
+    reward*.launch_reward_fn_async actor_rollout_ref.nccl_timeout
+    actor_rollout_ref.model.{use_fused_kernels,fused_kernel_options.*,use_liger,use_shm,enable_*}
+    actor_rollout_ref.model.override_config.attn_implementation actor_rollout_ref.*.use_torch_compile
+    actor_rollout_ref.*.entropy_*
+no code of a checkpoint is run: data.trust_remote_code actor_rollout_ref.model.trust_remote_code
+prompts are text: data.image_patch_size data.image_key
+no prompt is longer than data.max_prompt_length: data.truncation
+all rows are evaluated: data.validation_shuffle
+of the trainer: model_engine
+the role is not placed: critic.* reward*.rollout.* reward.reward_model.* reward_model.*
+no penalty: algorithm.kl_ctrl.* actor_rollout_ref.actor.kl_loss_*
+groups whose rewards are equal have equal metrics: algorithm.filter_groups.metric
+sequences are packed always: actor_rollout_ref.model.use_remove_padding
+no adapters, or of how they are stored: actor_rollout_ref.model.lora*
+config.json tells it: actor_rollout_ref.model.override_config.model_config.max_position_embeddings
+of FSDP: actor_rollout_ref.*.fsdp_config.*
+of the trainer: actor_rollout_ref.*.model_engine actor_rollout_ref.*.strategy
+of speed or memory alone: actor_rollout_ref.*.use_dynamic_bsz actor_rollout_ref.*.log_prob_*
+    actor_rollout_ref.*.ppo_micro_batch_size* actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+    actor_rollout_ref.*.ulysses_sequence_parallel_size actor_rollout_ref.*.megatron.{*_offload,sequence_parallel}
+of checkpoint files or speed: actor_rollout_ref.*.megatron.use_*
+of checkpoint files: actor_rollout_ref.*.megatron.{*mbridge,dist_checkpointing_path}
+model.dtype: actor_rollout_ref.*.megatron.dtype actor_rollout_ref.rollout.dtype
+of speed or memory alone: actor_rollout_ref.*.megatron.override_ddp_config.*
+    actor_rollout_ref.*.megatron.override_transformer_config.{apply_rope_fusion,attention_backend,*fusion*}
+    actor_rollout_ref.*.megatron.override_transformer_config.{moe_router_dtype,moe_token_dispatcher_type}
+    actor_rollout_ref.*.megatron.override_transformer_config.{moe_enable_deepep,moe_grouped_gemm}
+    actor_rollout_ref.*.megatron.override_transformer_config.{moe_shared_expert_overlap,recompute_*,use_*}
+    actor_rollout_ref.*.megatron.override_transformer_config.{sequence_parallel,context_parallel_*}
+    actor_rollout_ref.*.megatron.override_transformer_config.{deallocate_pipeline_outputs,persist_layer_norm}
+    actor_rollout_ref.*.megatron.override_transformer_config.{gradient_accumulation_fusion,batch_p2p_comm}
+    actor_rollout_ref.*.megatron.override_transformer_config.{overlap_moe_*,variable_seq_lengths,bias_*}
+stages are planned here: actor_rollout_ref.*.megatron.override_transformer_config.{account_for_*,num_layers_in_*}
+stages are planned: actor_rollout_ref.*.megatron.override_transformer_config.pipeline_model_parallel_layout
+config.json tells it: actor_rollout_ref.*.megatron.override_transformer_config.{swiglu,moe_router_enable_expert_bias}
+    actor_rollout_ref.*.megatron.override_transformer_config.{moe_router_score_function,normalization}
+of speed or memory alone: actor_rollout_ref.*.optim.override_optimizer_config.*
+    actor_rollout_ref.actor.{use_prefix_grouper,data_loader_seed}
+torch's or Megatron's: actor_rollout_ref.*.optim.optimizer_impl
+the whole run: actor_rollout_ref.*.optim.{lr_decay_steps,total_training_steps}
+from 0: actor_rollout_ref.*.optim.lr_warmup_init
+of metrics alone: actor_rollout_ref.actor.calculate_sum_pi_squared
+mini-batches keep the order in which prompts were drawn: actor_rollout_ref.actor.shuffle
+clip_ratio_low and clip_ratio_high say it: actor_rollout_ref.actor.clip_ratio
+of loss_mode vanilla: actor_rollout_ref.actor.clip_ratio_c
+of logs alone: actor_rollout_ref.actor.calculate_* actor_rollout_ref.rollout.{trace.*,prometheus.*,disable_log_stats}
+no vision tower: actor_rollout_ref.actor.freeze_vision_tower
+optim.clip_grad says it: actor_rollout_ref.actor.grad_clip
+of other losses: actor_rollout_ref.actor.policy_loss.*
+of speed or memory alone: actor_rollout_ref.ref.*
+    actor_rollout_ref.rollout.{mode,enable_chunked_prefill,enable_prefix_caching,max_num_batched_tokens}
+    actor_rollout_ref.rollout.{layered_summon,agent.num_workers,moe_*,engine_kwargs.*,skip*,cudagraph_*}
+    actor_rollout_ref.rollout.{multi_stage_wake_up,disaggregation.*}
+of engines apart: actor_rollout_ref.rollout.{nnodes,n_gpus_per_node}
+engines leave the device where it is shared: actor_rollout_ref.rollout.free_cache_engine
+weights come by the weight sync: actor_rollout_ref.rollout.load_format
+engines always say them: actor_rollout_ref.rollout.calculate_log_probs
+of the distribution that is drawn from: actor_rollout_ref.rollout.logprobs_mode
+false: actor_rollout_ref.rollout.ignore_eos
+data.max_prompt_length: actor_rollout_ref.rollout.prompt_length
+data.max_response_length: actor_rollout_ref.rollout.response_length
+single turns: actor_rollout_ref.rollout.{agent.default_agent_loop,multi_turn.*}
+the weight sync is rltrain's own: actor_rollout_ref.rollout.{checkpoint_engine.*,update_weights_bucket_megabytes}
+greedy: actor_rollout_ref.rollout.val_kwargs.*
+of VeOmni: actor_rollout_ref.actor.veomni.*
+of torchtitan: actor_rollout_ref.actor.torchtitan.*
+of Hydra: --config-* hydra.*
+""")
 
 
 # verl's supervised trainer. Defaults are those of verl/trainer/config/sft_trainer_engine.yaml.
@@ -231,38 +162,29 @@ RULES = (
 )
 EACH_EPOCH = "after_each_epoch"
 DECAYS = ("constant", "cosine", "linear")
-SFT_HARMLESS = {
-    "engine.*": "of speed or checkpoint files",
-    "engine": "of the trainer",
-    "strategy": "of the trainer",
-    "model_engine": "of the trainer",
-    "model": "of the trainer",
-    "optim": "of the trainer",
-    "optim.override_optimizer_config.*": "of speed or memory alone",
-    "optim.lr_warmup_init": "from 0",
-    "optim.lr_decay_steps": "the whole run",
-    "model.use_remove_padding": "sequences are packed always",
-    "model.trust_remote_code": "no code of a checkpoint is run",
-    "model.enable_gradient_checkpointing": "of memory alone",
-    "model.use_liger": "of speed alone",
-    "model.lora*": "no adapters, or of how they are stored",
-    "optim.optimizer_impl": "torch's or Megatron's",
-    "data.*micro_batch_size*": "micro-batches are counted in tokens",
-    "data.use_dynamic_bsz": "micro-batches are counted in tokens",
-    "data.max_token_len_per_gpu": "micro-batches are counted in tokens",
-    "data.pad_mode": "sequences are packed always",
-    "data.ignore_input_ids_mismatch": "templates are checked",
-    "data.truncation": "longer conversations are left out",
-    "data.num_workers": "of speed alone",
-    "data.*": "of reading rows",
-    "trainer.test_freq": "without data.val_files nothing is held out",
-    "trainer.*": "of logs and checkpoint files",
-    "global_profiler.*": "of logs alone",
-    "profiler.*": "of logs alone",
-    "checkpoint.*": "of checkpoint files",
-    "--*": "of Hydra and torchrun",
-    "-m": "the trainer",
-}
+SFT_HARMLESS = by_pattern("""
+of speed or checkpoint files: engine.*
+of the trainer: engine strategy model_engine model optim
+of speed or memory alone: optim.override_optimizer_config.*
+from 0: optim.lr_warmup_init
+the whole run: optim.lr_decay_steps
+sequences are packed always: model.use_remove_padding data.pad_mode
+no code of a checkpoint is run: model.trust_remote_code
+of memory alone: model.enable_gradient_checkpointing
+of speed alone: model.use_liger data.num_workers
+no adapters, or of how they are stored: model.lora*
+torch's or Megatron's: optim.optimizer_impl
+micro-batches are counted in tokens: data.*micro_batch_size* data.use_dynamic_bsz data.max_token_len_per_gpu
+templates are checked: data.ignore_input_ids_mismatch
+longer conversations are left out: data.truncation
+of reading rows: data.*
+without data.val_files nothing is held out: trainer.test_freq
+of logs and checkpoint files: trainer.*
+of logs alone: global_profiler.* profiler.*
+of checkpoint files: checkpoint.*
+of Hydra and torchrun: --*
+the trainer: -m
+""")
 
 
 def translate_sft(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
