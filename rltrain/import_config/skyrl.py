@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+from rltrain.config.foreign import ENGINE, OPTIMIZER, SKYRL, SKYRL_SFT
 from rltrain.import_config.shared_rules import (
     choose_engine,
     leave_skyrls_prediction_layers,
@@ -13,7 +14,6 @@ from rltrain.import_config.shared_rules import (
 from rltrain.import_config.skyrl_learning import (
     ALG,
     DECAYS,
-    ENGINE,
     MEGATRON,
     G,
     T,
@@ -31,14 +31,12 @@ from rltrain.import_config.skyrl_learning import (
 from rltrain.import_config.translation import (
     NOTHING,
     RowCounts,
-    Rule,
     SourceKeys,
     Translation,
     UntranslatableError,
     apply,
     by_pattern,
     count,
-    interval,
     one_of,
     pair,
     paths,
@@ -48,7 +46,6 @@ from rltrain.import_config.translation import (
     set_mini_batches,
     set_steps,
     sort_out,
-    text,
     truth,
 )
 from rltrain.import_config.translation import top_k as top_k_of
@@ -120,24 +117,6 @@ of Hydra: --*
 # SkyRL's supervised trainer. Defaults are those of skyrl/train/config/sft_config.py.
 
 SFT_SECTIONS = ("model", "optimizer_config", "placement", "megatron_config", "fsdp_config")
-RULES = (
-    Rule("model.path", "model.path", "Qwen/Qwen3-0.6B", text),
-    Rule("seed", "seed", 42, count),
-    Rule("batch_size", "batch.prompts_per_step", 4, count),
-    Rule("messages_key", "data.train.prompt_key", "messages", text),
-    Rule("tools_key", "data.train.tools_key", None, text),
-    Rule("system_key", "data.train.system_key", None, text),
-    Rule("ckpt_interval", "checkpoint.save_interval", 0, interval),
-    Rule("max_ckpts_to_keep", "checkpoint.keep", -1, interval),
-    Rule("hf_save_interval", "checkpoint.save_hf_interval", 0, interval),
-    Rule("project_name", "logging.wandb.project", "skyrl_sft", text),
-    Rule("run_name", "logging.wandb.name", "skyrl_sft_run", text),
-    Rule("optimizer_config.lr", "actor.optimizer.lr", 1e-6, real),
-    Rule("optimizer_config.weight_decay", "actor.optimizer.weight_decay", 1e-2, real),
-    Rule("optimizer_config.max_grad_norm", "actor.optimizer.clip_grad", 1.0, real),
-    Rule("optimizer_config.num_warmup_steps", "actor.optimizer.warmup_steps", 0, count),
-    Rule("optimizer_config.scheduler", "actor.optimizer.decay", "constant", one_of(DECAYS, "learning rates")),
-)
 TURNS = {"last_assistant_message": "last", "all_assistant_messages": "all"}
 SPLIT = re.compile(r"(\w+)(?:\[:(\d+)\])?")
 """A whole split of a data set, or so many of its first rows."""
@@ -160,7 +139,7 @@ of Hydra: --*
 
 def translate_sft(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
     out.set("algorithm", "sft", "skyrl.train.main_sft")
-    apply(RULES, keys, out)
+    apply(SKYRL_SFT, keys, out, decay=one_of(DECAYS, "learning rates"))
     first, second = pair(keys.get("optimizer_config.adam_betas", [0.9, 0.999]))
     out.set("actor.optimizer.beta1", first, "optimizer_config.adam_betas")
     out.set("actor.optimizer.beta2", second, "optimizer_config.adam_betas")
@@ -307,49 +286,13 @@ def set_delta(keys: SourceKeys, out: Translation, *, of_others: bool) -> None:
 
 SECTIONS = ("trainer", "generator", "environment", "data", *SFT_SECTIONS)
 LABEL = "reward_spec.ground_truth"
-OPTIMIZER = "trainer.policy.optimizer_config."
-
-PLAIN = (
-    Rule(T + "policy.model.path", "model.path", "Qwen/Qwen2.5-1.5B-Instruct", text),
-    Rule(T + "seed", "seed", 42, count),
-    Rule(T + "max_prompt_length", "data.max_prompt_tokens", 512, count),
-    Rule(T + "train_batch_size", "batch.prompts_per_step", 1024, count),
-    Rule(T + "update_epochs_per_batch", "batch.epochs", 1, count),
-    Rule(T + "eval_interval", "evaluation.interval", 5, interval),
-    Rule(T + "ckpt_interval", "checkpoint.save_interval", 10, interval),
-    Rule(T + "ckpt_path", "checkpoint.dir", None, text),
-    Rule(T + "max_ckpts_to_keep", "checkpoint.keep", -1, interval),
-    Rule(T + "hf_save_interval", "checkpoint.save_hf_interval", -1, interval),
-    Rule(T + "project_name", "logging.wandb.project", "skyrl", text),
-    Rule(T + "run_name", "logging.wandb.name", "test_run", text),
-    Rule("data.train_data", "data.train.path", "~/data/gsm8k/train.parquet", paths),
-    Rule(G + "n_samples_per_prompt", "batch.samples_per_prompt", 5, count),
-    Rule(G + "apply_overlong_filtering", "advantages.mask_truncated", False, truth),
-    Rule(G + "sampling_params.max_generate_length", "rollout.sampling.max_response_tokens", 1024, count),
-    Rule(G + "sampling_params.temperature", "rollout.sampling.temperature", 1.0, real),
-    Rule(G + "sampling_params.top_p", "rollout.sampling.top_p", 1.0, real),
-    Rule(G + "sampling_params.top_k", "rollout.sampling.top_k", -1, top_k_of),
-    Rule(ENGINE + "max_num_seqs", "rollout.max_running_requests", 1024, count),
-    Rule(ALG + "eps_clip_low", "loss.clip_low", 0.2, real),
-    Rule(ALG + "eps_clip_high", "loss.clip_high", 0.2, real),
-    Rule(ALG + "sapo.tau_pos", "loss.sapo.tau_pos", 1.0, real),
-    Rule(ALG + "sapo.tau_neg", "loss.sapo.tau_neg", 1.05, real),
-    Rule(ALG + "clip_cov.clip_ratio", "loss.clip_cov.ratio", None, real),
-    Rule(ALG + "clip_cov.clip_cov_lb", "loss.clip_cov.low", None, real),
-    Rule(ALG + "clip_cov.clip_cov_ub", "loss.clip_cov.high", None, real),
-    Rule(OPTIMIZER + "lr", "actor.optimizer.lr", 1e-6, real),
-    Rule(OPTIMIZER + "weight_decay", "actor.optimizer.weight_decay", 1e-2, real),
-    Rule(OPTIMIZER + "max_grad_norm", "actor.optimizer.clip_grad", 1.0, real),
-    Rule(OPTIMIZER + "num_warmup_steps", "actor.optimizer.warmup_steps", 0, count),
-    Rule(OPTIMIZER + "scheduler", "actor.optimizer.decay", "constant", one_of(DECAYS, "learning rates")),
-)
 
 
 def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
     if "sft" in str(keys.get("-m", "")):
         translate_sft(keys, out, rows)
         return
-    apply(PLAIN, keys, out)
+    apply(SKYRL, keys, out, decay=one_of(DECAYS, "learning rates"))
     out.set("data.train.prompt_key", "prompt", "SkyRL's column")
     out.set("data.train.label_key", LABEL, "SkyRL's column")
     first, second = pair(keys.get(OPTIMIZER + "adam_betas", [0.9, 0.999]))

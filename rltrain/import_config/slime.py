@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from rltrain.config.foreign import SLIME
 from rltrain.import_config import translation
 from rltrain.import_config.shared_rules import (
     megatron_options,
@@ -26,24 +27,19 @@ from rltrain.import_config.slime_learning import (
 )
 from rltrain.import_config.translation import (
     RowCounts,
-    Rule,
     SourceKeys,
     Translation,
     UntranslatableError,
     apply,
     by_pattern,
     count,
-    interval,
     one_of,
-    paths,
     ranks,
     real,
     set_steps,
     sort_out,
-    text,
     truth,
 )
-from rltrain.import_config.translation import top_k as top_k_of
 
 # slime's flags that change nothing of what is computed, by pattern, with the reason.
 
@@ -82,63 +78,7 @@ templates tell which tokens an assistant's turn has: loss-mask-type
 """)
 
 
-# slime's flags, and Megatron's beside them. Defaults are those of slime/utils/arguments.py and of Megatron-LM.
-
-OPTIMIZER = (
-    Rule("lr", "actor.optimizer.lr", 1e-6, real),
-    Rule("min-lr", "actor.optimizer.min_lr", 0.0, real),
-    Rule("weight-decay", "actor.optimizer.weight_decay", 0.01, real),
-    Rule("adam-beta1", "actor.optimizer.beta1", 0.9, real),
-    Rule("adam-beta2", "actor.optimizer.beta2", 0.999, real),
-    Rule("adam-eps", "actor.optimizer.eps", 1e-8, real),
-    Rule("clip-grad", "actor.optimizer.clip_grad", 1.0, real),
-    Rule("lr-warmup-iters", "actor.optimizer.warmup_steps", 0, count),
-    Rule(
-        "lr-decay-style",
-        "actor.optimizer.decay",
-        "constant",
-        one_of({"constant": "constant", "linear": "linear", "cosine": "cosine"}, "learning rates"),
-    ),
-)
-PARALLEL = (
-    Rule("tensor-model-parallel-size", "actor.parallel.tp", 1, count),
-    Rule("pipeline-model-parallel-size", "actor.parallel.pp", 1, count),
-    Rule("context-parallel-size", "actor.parallel.cp", 1, count),
-    Rule("expert-model-parallel-size", "actor.parallel.ep", 1, count),
-    Rule("expert-tensor-parallel-size", "actor.parallel.etp", None, count),
-)
-SAMPLING = (
-    Rule("rollout-temperature", "rollout.sampling.temperature", 1.0, real),
-    Rule("rollout-top-p", "rollout.sampling.top_p", 1.0, real),
-    Rule("rollout-top-k", "rollout.sampling.top_k", -1, top_k_of),
-    Rule("rollout-max-response-len", "rollout.sampling.max_response_tokens", None, count),
-)
-DATA = (
-    Rule("prompt-data", "data.train.path", None, paths),
-    Rule("input-key", "data.train.prompt_key", "input", text),
-    Rule("tool-key", "data.train.tools_key", None, text),
-    Rule("rollout-shuffle", "data.shuffle", False, truth),
-    Rule("rollout-seed", "seed", 42, count),
-)
-LOSS = (
-    Rule("eps-clip", "loss.clip_low", 0.2, real),
-    Rule("eps-clip-c", "loss.dual_clip", None, real),
-    Rule("entropy-coef", "loss.entropy_coef", 0.0, real),
-    Rule("use-opsm", "loss.correction.opsm_delta", None, lambda _: 1e-4),
-    Rule("num-critic-only-steps", "critic.critic_warmup_steps", 0, count),
-)
-RECORDS = (
-    Rule("save", "checkpoint.dir", None, text),
-    Rule("save-interval", "checkpoint.save_interval", None, interval),
-    Rule("eval-interval", "evaluation.interval", None, interval),
-    Rule("wandb-project", "logging.wandb.project", None, text),
-    Rule("wandb-group", "logging.wandb.name", None, text),
-    Rule("use-tensorboard", "logging.tensorboard", None, truth),
-    Rule("log-probs-chunk-size", "model.logits_chunk_tokens", None, count),
-    Rule("moe-aux-loss-coeff", "model.moe.aux_loss_coef", None, real),
-    Rule("moe-z-loss-coeff", "model.moe.z_loss_coef", None, real),
-    Rule("moe-router-bias-update-rate", "model.moe.bias_update_rate", None, real),
-)
+DECAYS = {"constant": "constant", "linear": "linear", "cosine": "cosine"}
 
 
 def parse_flags(arguments: Sequence[str]) -> dict[str, Any]:
@@ -158,8 +98,7 @@ def parse_flags(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
-    for rules in (OPTIMIZER, PARALLEL, SAMPLING, DATA, LOSS, RECORDS):
-        apply(rules, keys, out)
+    apply(SLIME, keys, out, decay=one_of(DECAYS, "learning rates"), opsm_delta=lambda _: 1e-4)
     _data(keys, out)
     _placement(keys, out)
     _model(keys, out)

@@ -2,11 +2,11 @@
 
 from typing import Any
 
+from rltrain.config.foreign import TRANSFORMER, VERL, VERL_MEGATRON, VERL_SFT
 from rltrain.import_config.shared_rules import choose_engine, set_fully_sharded, set_verls_prediction_layers
 from rltrain.import_config.translation import (
     NOTHING,
     RowCounts,
-    Rule,
     SourceKeys,
     Translation,
     apply,
@@ -24,7 +24,6 @@ from rltrain.import_config.translation import (
     set_steps,
     sort_out,
     sort_out_override,
-    text,
     truth,
 )
 from rltrain.import_config.translation import top_k as top_k_of
@@ -137,29 +136,8 @@ of Hydra: --config-* hydra.*
 """)
 
 
-# verl's supervised trainer. Defaults are those of verl/trainer/config/sft_trainer_engine.yaml.
+# verl's supervised trainer.
 
-RULES = (
-    Rule("data.train_files", "data.train.path", None, paths),
-    Rule("data.messages_key", "data.train.prompt_key", "messages", text),
-    Rule("data.train_batch_size", "batch.prompts_per_step", 256, count),
-    Rule("model.path", "model.path", None, text),
-    Rule("trainer.seed", "seed", 1, count),
-    Rule("trainer.default_local_dir", "checkpoint.dir", None, text),
-    Rule("trainer.project_name", "logging.wandb.project", "gsm8k-sft", text),
-    Rule("trainer.experiment_name", "logging.wandb.name", "test", text),
-    Rule("engine.tensor_model_parallel_size", "actor.parallel.tp", None, count),
-    Rule("engine.pipeline_model_parallel_size", "actor.parallel.pp", None, count),
-    Rule("engine.virtual_pipeline_model_parallel_size", "actor.parallel.vpp", None, count),
-    Rule("engine.context_parallel_size", "actor.parallel.cp", None, count),
-    Rule("engine.expert_model_parallel_size", "actor.parallel.ep", None, count),
-    Rule("engine.expert_tensor_parallel_size", "actor.parallel.etp", None, count),
-    Rule("engine.ulysses_sequence_parallel_size", "actor.parallel.cp", None, count),
-    Rule("optim.lr", "actor.optimizer.lr", 1e-3, real),
-    Rule("optim.weight_decay", "actor.optimizer.weight_decay", 0.01, real),
-    Rule("optim.clip_grad", "actor.optimizer.clip_grad", 1.0, real),
-    Rule("optim.min_lr", "actor.optimizer.min_lr", None, real),
-)
 EACH_EPOCH = "after_each_epoch"
 DECAYS = ("constant", "cosine", "linear")
 SFT_HARMLESS = by_pattern("""
@@ -189,7 +167,7 @@ the trainer: -m
 
 def translate_sft(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
     out.set("algorithm", "sft", "verl.trainer.sft_trainer")
-    apply(RULES, keys, out)
+    apply(VERL_SFT, keys, out)
     out.set("data.train.response_key", None, "messages are whole conversations")
     out.set("data.train.label_key", None, "conversations have no labels")
     longest = count(keys.get("data.max_length", 1024))
@@ -282,61 +260,12 @@ SECTIONS = (
 MODULE = "-m"
 LABEL = "reward_model.ground_truth"
 
-MEGATRON = (
-    Rule(A + "megatron.tensor_model_parallel_size", "actor.parallel.tp", 1, count),
-    Rule(A + "megatron.pipeline_model_parallel_size", "actor.parallel.pp", 1, count),
-    Rule(A + "megatron.context_parallel_size", "actor.parallel.cp", 1, count),
-    Rule(A + "megatron.expert_model_parallel_size", "actor.parallel.ep", 1, count),
-    Rule(A + "megatron.expert_tensor_parallel_size", "actor.parallel.etp", None, count),
-    Rule(A + "megatron.virtual_pipeline_model_parallel_size", "actor.parallel.vpp", None, count),
-)
-TRANSFORMER = A + "megatron.override_transformer_config."
-EXPERTS = (
-    Rule(TRANSFORMER + "moe_aux_loss_coeff", "model.moe.aux_loss_coef", None, real),
-    Rule(TRANSFORMER + "moe_z_loss_coeff", "model.moe.z_loss_coef", None, real),
-    Rule(TRANSFORMER + "moe_router_bias_update_rate", "model.moe.bias_update_rate", None, real),
-)
-PLAIN = (
-    Rule("data.train_files", "data.train.path", "~/data/rlhf/gsm8k/train.parquet", paths),
-    Rule("data.prompt_key", "data.train.prompt_key", "prompt", text),
-    Rule("data.max_prompt_length", "data.max_prompt_tokens", 512, count),
-    Rule("data.max_response_length", "rollout.sampling.max_response_tokens", 512, count),
-    Rule("data.shuffle", "data.shuffle", True, truth),
-    Rule("data.seed", "seed", None, count),
-    Rule("data.train_batch_size", "batch.prompts_per_step", 1024, count),
-    Rule(R + "n", "batch.samples_per_prompt", 1, count),
-    Rule(R + "temperature", "rollout.sampling.temperature", 1.0, real),
-    Rule(R + "top_p", "rollout.sampling.top_p", 1.0, real),
-    Rule(R + "top_k", "rollout.sampling.top_k", -1, top_k_of),
-    Rule(R + "tensor_model_parallel_size", "rollout.parallel.tp", 2, count),
-    Rule(R + "max_num_seqs", "rollout.max_running_requests", 256, count),
-    Rule(R + "quantization", "rollout.dtype", None, one_of({"fp8": "fp8"}, "types of engines' weights")),
-    Rule(A + "ppo_epochs", "batch.epochs", 1, count),
-    Rule(A + "clip_ratio_low", "loss.clip_low", 0.2, real),
-    Rule(A + "clip_ratio_high", "loss.clip_high", 0.2, real),
-    Rule(A + "entropy_coeff", "loss.entropy_coef", 0.0, real),
-    Rule(A + "tau_pos", "loss.sapo.tau_pos", 1.0, real),
-    Rule(A + "tau_neg", "loss.sapo.tau_neg", 1.05, real),
-    Rule(A + "policy_loss.clip_cov_ratio", "loss.clip_cov.ratio", None, real),
-    Rule(A + "policy_loss.clip_cov_lb", "loss.clip_cov.low", None, real),
-    Rule(A + "policy_loss.clip_cov_ub", "loss.clip_cov.high", None, real),
-    Rule(A + "policy_loss.kl_cov_ratio", "loss.kl_cov.ratio", None, real),
-    Rule(A + "policy_loss.ppo_kl_coef", "loss.kl_cov.coef", None, real),
-    Rule("actor_rollout_ref.model.path", "model.path", "~/models/deepseek-llm-7b-chat", text),
-    Rule("trainer.save_freq", "checkpoint.save_interval", -1, interval),
-    Rule("trainer.test_freq", "evaluation.interval", -1, interval),
-    Rule("trainer.default_local_dir", "checkpoint.dir", None, text),
-    Rule("trainer.max_actor_ckpt_to_keep", "checkpoint.keep", None, interval),
-    Rule("trainer.project_name", "logging.wandb.project", None, text),
-    Rule("trainer.experiment_name", "logging.wandb.name", None, text),
-)
-
 
 def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
     if "sft" in str(keys.get(MODULE, "")):
         translate_sft(keys, out, rows)
         return
-    apply(PLAIN, keys, out)
+    apply(VERL, keys, out, dtype=one_of({"fp8": "fp8"}, "types of engines' weights"))
     _batch(keys, out)
     _placement(keys, out)
     _trainer(keys, out)
@@ -439,8 +368,7 @@ def _trainer(keys: SourceKeys, out: Translation) -> None:
     set_verls_prediction_layers(keys, out, "actor_rollout_ref.model.", megatron)
     set_kind_of_optimizer(keys, out, A + "optim.")
     if megatron:
-        apply(MEGATRON, keys, out)
-        apply(EXPERTS, keys, out)
+        apply(VERL_MEGATRON, keys, out)
         if out.get("actor.parallel.vpp") > 1 and out.get("actor.parallel.pp") == 1:
             chunks = out.settings.pop("actor.parallel.vpp")
             out.leave(chunks.origin, chunks.value, "one stage has no other to take turns with")
