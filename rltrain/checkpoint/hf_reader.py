@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rltrain.errors import CheckpointError, listed, named_by
 from rltrain.models.architecture import CONFIG_FILE
+from rltrain.models.registry import FAMILIES
 from rltrain.models.table import INDEX_FILE, SINGLE_FILE, Array, CanonicalTensors, read_weight_map
 from rltrain.reshard.copy_table import quantize_blocks
 from rltrain.reshard.fp8_blocks import QuantizedLayouts, touched_blocks
@@ -25,15 +26,6 @@ EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"
 VALUE_HEAD = "score.weight"
 COUNTS_OF_FURTHER_LAYERS = ("num_nextn_predict_layers", "num_mtp_modules")
-PREDICTING, ENCODING_PICTURES = "mtp.", "model.visual."
-CARRIED = {
-    "qwen3_next": (PREDICTING,),
-    "qwen3_5_text": (PREDICTING,),
-    "qwen3_5_moe_text": (PREDICTING,),
-    "qwen3_5": (PREDICTING, ENCODING_PICTURES),
-    "qwen3_5_moe": (PREDICTING, ENCODING_PICTURES),
-}
-"""Of families whose files hold more than the language model, whatever config.json counts."""
 COMPARED_ROWS = 4096  # rows of a large matrix held in memory at once
 
 
@@ -72,7 +64,8 @@ def further_layers(path: Path) -> tuple[str, ...]:
     Qwen)."""
     try:
         config = read_json(path / CONFIG_FILE)
-        carried = CARRIED.get(config.get("model_type"), ())
+        family = FAMILIES.get(config.get("model_type"))
+        carried = family.carried if family else ()
         count = sum(config.get(key) or 0 for key in COUNTS_OF_FURTHER_LAYERS)
         if not count:
             return carried

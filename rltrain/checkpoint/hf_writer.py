@@ -277,13 +277,10 @@ def _write_settings(
 def _value_settings(architecture: Architecture, like: Path) -> dict[str, object]:
     """What config.json says of a model with one score. transformers counts the labels by their names, and takes the
     score of a text from its last token that is no padding: the end of the text must not be taken for some."""
-    words = architecture.family.split("_")
-    family = "".join(f"_{word}" if word[0].isdigit() else word.capitalize() for word in words)
-    classifier = architecture.unlisted.classifier if architecture.unlisted else f"{family}ForSequenceClassification"
     padding = read_object(like / CONFIG_FILE, "model.path").get("pad_token_id")
     return {
         **({"pad_token_id": None} if padding in architecture.eos_token_ids else {}),
-        "architectures": [classifier],
+        "architectures": [architecture.classifier],
         "id2label": {str(label): f"LABEL_{label}" for label in range(NUM_LABELS)},
         "label2id": {f"LABEL_{label}": label for label in range(NUM_LABELS)},
     }

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 from rltrain import import_config
-from rltrain.import_config.translation import Rule
+from rltrain.config.foreign import PAIRS, Pair
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "coming_from"
 PAGES = ("slime", "verl", "skyrl", "rlinf")
@@ -30,8 +30,8 @@ def page(framework: str) -> str:
 
 def one_to_one(framework: str) -> str:
     """Keys that have one counterpart each, with the default that is taken where the source has none."""
-    rules = {rule.key: rule for module in modules_of(framework) for rule in _rules_in(module)}
-    return "\n".join(["| key | here | default there |", "| --- | --- | --- |", *map(_row, rules.values())])
+    pairs = {pair.key: pair for pair in PAIRS[framework]}
+    return "\n".join(["| key | here | default there |", "| --- | --- | --- |", *map(_row, pairs.values())])
 
 
 def left_over(framework: str) -> str:
@@ -52,19 +52,9 @@ def modules_of(framework: str) -> Iterator[ModuleType]:
             yield importlib.import_module(f"{import_config.__name__}.{module.name}")
 
 
-def _rules_in(module: ModuleType) -> Iterator[Rule]:
-    for value in vars(module).values():
-        if isinstance(value, tuple):
-            yield from (rule for rule in value if isinstance(rule, Rule))
-
-
-def _row(rule: Rule) -> str:
-    default = (
-        ""
-        if rule.default is None
-        else f"`{str(rule.default).lower() if rule.default in (True, False) else rule.default}`"
-    )
-    return f"| `{rule.key}` | `{rule.path}` | {default} |"
+def _row(pair: Pair) -> str:
+    shown = str(pair.default).lower() if pair.default in (True, False) else pair.default
+    return f"| `{pair.key}` | `{pair.here}` | {'' if pair.default is None else f'`{shown}`'} |"
 
 
 if __name__ == "__main__":

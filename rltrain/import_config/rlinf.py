@@ -2,31 +2,30 @@
 
 from typing import Any
 
+from rltrain.config.foreign import RLINF
 from rltrain.import_config.shared_rules import choose_engine
 from rltrain.import_config.translation import (
     ALGORITHMS,
     NOTHING,
     RowCounts,
-    Rule,
     SourceKeys,
     Translation,
     UntranslatableError,
     apply,
+    by_pattern,
     count,
     estimator,
-    interval,
     number,
     one_of,
     paths,
     real,
+    set_clip,
     set_context,
     set_evaluation,
     set_steps,
     sort_out,
-    text,
     truth,
 )
-from rltrain.import_config.translation import top_k as top_k_of
 
 SECTIONS = ("cluster", "runner", "algorithm", "actor", "rollout", "data", "reward", "critic", "env", "inference")
 PLACED = "cluster.component_placement."
@@ -41,86 +40,34 @@ ROLES = {
     "agent": "env",
 }
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "bf16-mixed": "bfloat16", "16": "float16"}
+DECAYS = {"constant": "constant", "cosine": "cosine", "linear": "linear"}
 MEANS = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}
-RULES = (
-    Rule("rollout.model.model_path", "model.path", None, text),
-    Rule("actor.model.precision", "model.dtype", None, one_of(PRECISIONS, "precisions")),
-    Rule("actor.model.tensor_model_parallel_size", "actor.parallel.tp", 1, count),
-    Rule("actor.model.pipeline_model_parallel_size", "actor.parallel.pp", 1, count),
-    Rule("actor.model.context_parallel_size", "actor.parallel.cp", 1, count),
-    Rule("actor.model.expert_model_parallel_size", "actor.parallel.ep", 1, count),
-    Rule("actor.model.expert_tensor_parallel_size", "actor.parallel.etp", None, count),
-    Rule("actor.optim.lr", "actor.optimizer.lr", None, real),
-    Rule("actor.optim.min_lr", "actor.optimizer.min_lr", None, real),
-    Rule("actor.optim.adam_beta1", "actor.optimizer.beta1", 0.9, real),
-    Rule("actor.optim.adam_beta2", "actor.optimizer.beta2", 0.999, real),
-    Rule("actor.optim.adam_eps", "actor.optimizer.eps", 1e-8, real),
-    Rule("actor.optim.weight_decay", "actor.optimizer.weight_decay", None, real),
-    Rule("actor.optim.clip_grad", "actor.optimizer.clip_grad", None, real),
-    Rule("actor.optim.use_distributed_optimizer", "actor.distributed_optimizer", None, truth),
-    Rule("actor.lr_sched.lr_warmup_iters", "actor.optimizer.warmup_steps", None, count),
-    Rule(
-        "actor.lr_sched.lr_decay_style",
-        "actor.optimizer.decay",
-        None,
-        one_of({"constant": "constant", "cosine": "cosine", "linear": "linear"}, "learning rates"),
-    ),
-    Rule("rollout.tensor_parallel_size", "rollout.parallel.tp", 1, count),
-    Rule("rollout.max_running_requests", "rollout.max_running_requests", None, count),
-    Rule("data.rollout_batch_size", "batch.prompts_per_step", None, count),
-    Rule("algorithm.group_size", "batch.samples_per_prompt", 1, count),
-    Rule("algorithm.n_minibatches", "batch.mini_batches", 1, count),
-    Rule("data.max_prompt_length", "data.max_prompt_tokens", None, count),
-    Rule("data.prompt_key", "data.train.prompt_key", None, text),
-    Rule("data.answer_key", "data.train.label_key", None, text),
-    Rule("data.train_data_paths", "data.train.path", None, paths),
-    Rule("data.shuffle", "data.shuffle", True, truth),
-    Rule("data.seed", "seed", None, count),
-    Rule("algorithm.sampling_params.temperature", "rollout.sampling.temperature", 1.0, real),
-    Rule("algorithm.sampling_params.top_p", "rollout.sampling.top_p", 1.0, real),
-    Rule("algorithm.sampling_params.top_k", "rollout.sampling.top_k", -1, top_k_of),
-    Rule("algorithm.sampling_params.max_new_tokens", "rollout.sampling.max_response_tokens", None, count),
-    Rule("algorithm.entropy_bonus", "loss.entropy_coef", 0.0, real),
-    Rule("algorithm.gamma", "advantages.gamma", None, real),
-    Rule("runner.val_check_interval", "evaluation.interval", None, interval),
-    Rule("runner.save_interval", "checkpoint.save_interval", None, interval),
-    Rule("runner.output_dir", "output_dir", None, text),
-    Rule("runner.logger.project_name", "logging.wandb.project", None, text),
-    Rule("runner.experiment_name", "logging.wandb.name", None, text),
-)
-SPEED = "of speed or memory alone"
 NEVER = 1e6
 """No mean ratio is as large."""
-HARMLESS = {
-    "runner.*": "of logs and checkpoint files",
-    "cluster.*": "torchrun starts the ranks",
-    "data.*": "of reading rows",
-    "rollout.*": "of the engine's speed or memory",
-    "actor.megatron.*": SPEED,
-    "actor.fsdp_config.*": "of FSDP",
-    "actor.optim.*": SPEED,
-    "actor.lr_sched.*": "the whole run",
-    "actor.tokenizer.*": "the checkpoint's",
-    "actor.model.*": "of the model's shape, which config.json tells, or of speed",
-    "actor.*": SPEED,
-    "inference.*": SPEED,
-    "reward.*": "of the reward's processes",
-    "critic.*": "no critic",
-    "algorithm.sampling_params.*": "of sampling",
-    "algorithm.logprob_forward_micro_batch_size": SPEED,
-    "algorithm.training_batch_size_per_gpu": SPEED,
-    "algorithm.rollout_batch_size_per_gpu": SPEED,
-    "algorithm.val_rollout_batch_size_per_gpu": SPEED,
-    "algorithm.shuffle_rollout": "every mini-batch has samples of all prompts, as far as they go",
-    "hydra.*": "of Hydra",
-    "--*": "of Hydra",
-    "profiler.*": "of logs alone",
-    "megatron.*": SPEED,
-}
+HARMLESS = by_pattern("""
+of logs and checkpoint files: runner.*
+torchrun starts the ranks: cluster.*
+of reading rows: data.*
+of the engine's speed or memory: rollout.*
+of speed or memory alone: actor.megatron.* actor.optim.*
+of FSDP: actor.fsdp_config.*
+the whole run: actor.lr_sched.*
+the checkpoint's: actor.tokenizer.*
+of the model's shape, which config.json tells, or of speed: actor.model.*
+of speed or memory alone: actor.* inference.* algorithm.logprob_forward_micro_batch_size
+    algorithm.training_batch_size_per_gpu algorithm.rollout_batch_size_per_gpu
+    algorithm.val_rollout_batch_size_per_gpu megatron.*
+of the reward's processes: reward.*
+no critic: critic.*
+of sampling: algorithm.sampling_params.*
+every mini-batch has samples of all prompts, as far as they go: algorithm.shuffle_rollout
+of Hydra: hydra.* --*
+of logs alone: profiler.*
+""")
 
 
 def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
-    apply(RULES, keys, out)
+    apply(RLINF, keys, out, dtype=one_of(PRECISIONS, "precisions"), decay=one_of(DECAYS, "learning rates"))
     _placement(keys, out)
     _trainer(keys, out)
     _algorithm(keys, out)
@@ -272,9 +219,9 @@ def _algorithm(keys: SourceKeys, out: Translation) -> None:
     if kind not in ("actor", "actor_critic", "math_ppo_actor"):
         out.differs("algorithm.loss_type", kind, "the loss here is PPO's")
     clip = keys.get("algorithm.ratio_clip_eps", 0.2)
-    for side, here in (("low", "loss.clip_low"), ("high", "loss.clip_high")):
-        own = keys.get(f"algorithm.clip_ratio_{side}")
-        out.set(here, real(clip if own in NOTHING else own), f"algorithm.clip_ratio_{side}, ratio_clip_eps")
+    ends = ("algorithm.clip_ratio_low", "algorithm.clip_ratio_high")
+    bounds = [clip if keys.get(end) in NOTHING else keys.get(end) for end in ends]
+    set_clip(out, *bounds, *(f"{end}, ratio_clip_eps" for end in ends))
     bound = keys.get("algorithm.clip_ratio_c")
     if bound not in NOTHING:
         out.set("loss.dual_clip", real(bound), "algorithm.clip_ratio_c")

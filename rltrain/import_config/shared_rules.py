@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from rltrain.import_config import translation
 from rltrain.import_config.translation import NOTHING, SourceKeys, Translation, count, cut_fully_sharded, real, truth
-from rltrain.planning.validation_models import SERVED_BY_SGLANG, UNTOLD_FAMILIES
+from rltrain.models.registry import BIASED_ROUTERS, SERVED_BY_SGLANG, UNTOLD_FAMILIES
 
 # Layers that predict further tokens (multi-token prediction), trained as their source trains them or left alone.
 
@@ -169,7 +169,6 @@ NAMES = ("dp", "fsdp", "fsdp1", "fsdp2")
 """verl's and SkyRL's names of torch's FSDP."""
 WITH_LOGITS = 16384
 """Tokens of a micro-batch where the source made logits in chunks. What is learned does not depend on it."""
-BIASED_ROUTERS = ("deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite", "minimax_m2", "hy_v3")
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 

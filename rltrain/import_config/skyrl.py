@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+from rltrain.config.foreign import ENGINE, OPTIMIZER, SKYRL, SKYRL_SFT
 from rltrain.import_config.shared_rules import (
     choose_engine,
     leave_skyrls_prediction_layers,
@@ -13,7 +14,6 @@ from rltrain.import_config.shared_rules import (
 from rltrain.import_config.skyrl_learning import (
     ALG,
     DECAYS,
-    ENGINE,
     MEGATRON,
     G,
     T,
@@ -31,13 +31,12 @@ from rltrain.import_config.skyrl_learning import (
 from rltrain.import_config.translation import (
     NOTHING,
     RowCounts,
-    Rule,
     SourceKeys,
     Translation,
     UntranslatableError,
     apply,
+    by_pattern,
     count,
-    interval,
     one_of,
     pair,
     paths,
@@ -47,184 +46,100 @@ from rltrain.import_config.translation import (
     set_mini_batches,
     set_steps,
     sort_out,
-    text,
     truth,
 )
 from rltrain.import_config.translation import top_k as top_k_of
 
 # SkyRL's keys that change nothing of what is computed, by pattern, with the reason.
 
-SPEED = "of speed or memory alone"
-LOGS = "of logs alone"
-
-HARMLESS = {
-    "trainer.logger": LOGS,
-    "trainer.log_*": LOGS,
-    "trainer.tags": LOGS,
-    "trainer.dump_*": LOGS,
-    "trainer.print_*": LOGS,
-    "trainer.num_logger_*": LOGS,
-    "trainer.enable_ray_*": LOGS,
-    "trainer.export_path": "of checkpoint files",
-    "trainer.resume_path": "of checkpoint files",
-    "trainer.eval_batch_size": SPEED,
-    "trainer.eval_before_train": "evaluated before the first step always",
-    "trainer.micro_*": SPEED,
-    "trainer.critic_mini_batch_size": "no critic",
-    "trainer.critic.*": "no critic",
-    "trainer.ref.*": SPEED,
-    "trainer.placement.critic_*": "no critic",
-    "trainer.placement.ref_*": "no reference, or the policy's ranks",
-    "trainer.placement.reward_*": "rewards are functions",
-    "trainer.placement.colocate_*": "of the placement",
-    "trainer.flash_attn": SPEED,
-    "trainer.remove_microbatch_padding": "sequences are packed always",
-    "trainer.use_sample_packing": "sequences are packed always",
-    "trainer.use_expandable_segments": SPEED,
-    "trainer.fused_lm_head_*": SPEED,
-    "trainer.logprobs_chunk_size": SPEED,
-    "trainer.vocab_entropy_*": SPEED,
-    "trainer.disable_fast_tokenizer": SPEED,
-    "trainer.bf16": "model.dtype",
-    "trainer.policy.fsdp_config.*": "of FSDP",
-    "trainer.policy.record_memory": LOGS,
-    "trainer.policy.torch_profiler_config.*": LOGS,
-    "trainer.policy.use_torch_compile": SPEED,
-    "trainer.policy.sequence_parallel_size": SPEED,
-    "trainer.policy.language_model_only": "prompts are text",
-    "trainer.policy.inference_only_init": SPEED,
-    "trainer.policy.model.lora.*": "no adapters, or of how they are stored",
-    "trainer.policy.megatron_config.optimizer_config_kwargs.*": SPEED,
-    "trainer.policy.megatron_config.ddp_config.*": SPEED,
-    "trainer.policy.megatron_config.transformer_config_kwargs.recompute_*": SPEED,
-    "trainer.policy.megatron_config.transformer_config_kwargs.num_layers_in_*": "stages are planned here",
-    "trainer.policy.megatron_config.transformer_config_kwargs.account_for_*": "stages are planned here",
-    "trainer.policy.megatron_config.torch_profiler_config.*": LOGS,
-    "trainer.policy.megatron_config.empty_cuda_cache": SPEED,
-    "trainer.policy.megatron_config.moe_grouped_gemm": SPEED,
-    "trainer.policy.megatron_config.moe_token_dispatcher_type": SPEED,
-    "trainer.policy.megatron_config.moe_router_score_function": "config.json tells it",
-    "trainer.policy.megatron_config.moe_router_enable_expert_bias": "config.json tells it",
-    "trainer.policy.megatron_config.lora_config.merge_lora": "engines get merged weights always",
-    "trainer.policy.megatron_config.mtp_*": "of layers that draft alone",
-    "trainer.policy.megatron_config.lora_config.*": "no adapters",
-    "trainer.policy.megatron_config.*_async_*": "of checkpoint files",
-    "trainer.policy.megatron_config.dist_ckpt_*": "of checkpoint files",
-    "trainer.fully_async.num_parallel_generation_workers": "engines take prompts as they get free",
-    "trainer.fully_async.max_staleness_steps": "not asynchronous",
-    "trainer.fully_async.clear_kv_cache_on_weight_sync": SPEED,
-    "trainer.fully_async.sample_full_batch": SPEED,
-    "trainer.algorithm.clip_ratio_c": "of policy_loss_type dual_clip",
-    "trainer.algorithm.overlong_buffer_penalty_factor": "no buffer",
-    "trainer.algorithm.kl_loss_coef": "no penalty",
-    "trainer.algorithm.kl_estimator_type": "no penalty",
-    "trainer.algorithm.entropy_loss_coef": "no entropy term",
-    "trainer.algorithm.max_seq_len": "the longest response, by which sums are divided",
-    "trainer.algorithm.dynamic_sampling.*": "no selection",
-    "trainer.algorithm.cispo.*": "of another policy loss",
-    "trainer.algorithm.kl_cov.*": "of another policy loss",
-    "trainer.algorithm.value_clip": "no critic",
-    "generator.batched": SPEED,
-    "generator.async_engine": SPEED,
-    "generator.rate_limit.*": SPEED,
-    "generator.use_cache_salt": SPEED,
-    "generator.max_input_length": "of a single turn",
-    "generator.use_conversation_multi_turn": "ids are kept, and never encoded anew",
-    "generator.append_eos_token_after_stop_str_in_multi_turn": "ids are those that were drawn",
-    "generator.step_wise_trajectories": "conversations are one sequence while they can be",
-    "generator.merge_stepwise_output": "conversations are one sequence while they can be",
-    "generator.sampling_params.logprobs": "engines always say them",
-    "generator.eval_sampling_params.stop": "those of training",
-    "generator.eval_sampling_params.logprobs": LOGS,
-    "generator.weight_sync_backend": "the weight sync is rltrain's own",
-    "generator.enforce_eager": SPEED,
-    "generator.enable_*": SPEED,
-    "generator.inference_engine.weight_sync_backend": "the weight sync is rltrain's own",
-    "generator.inference_engine.delta_weight_sync.*": "the weight sync is rltrain's own",
-    "generator.inference_engine.async_engine": SPEED,
-    "generator.inference_engine.max_num_batched_tokens": SPEED,
-    "generator.inference_engine.enable_prefix_caching": SPEED,
-    "generator.inference_engine.enable_chunked_prefill": SPEED,
-    "generator.inference_engine.enable_pd": SPEED,
-    "generator.inference_engine.num_prefill": SPEED,
-    "generator.inference_engine.distributed_executor_backend": SPEED,
-    "generator.inference_engine.served_model_name": LOGS,
-    "generator.inference_engine.language_model_only": "prompts are text",
-    "generator.inference_engine.speculative_config*": "speculative decoding draws from the same distribution, faster",
-    "generator.inference_engine.use_*": SPEED,
-    "generator.inference_engine.offload_*": SPEED,
-    "generator.inference_engine.model_dtype": "model.dtype",
-    "generator.inference_engine.external_*": "engines are the job's own",
-    "generator.inference_engine.engine_init_kwargs.max_model_len": "rollout.max_context_tokens",
-    "generator.inference_engine.engine_init_kwargs.enable_*": LOGS,
-    "generator.inference_engine.engine_init_kwargs.language_model_only": "prompts are text",
-    "generator.inference_engine.engine_init_kwargs.kv_*": SPEED,
-    "generator.inference_engine.engine_init_kwargs.gdn_prefill_backend": SPEED,
-    "generator.inference_engine.engine_init_kwargs.kernel_config.*": SPEED,
-    "generator.inference_engine.engine_init_kwargs.compilation_config*": SPEED,
-    "generator.inference_engine.engine_init_kwargs.disable_*": SPEED,
-    "environment.skyrl_gym.*": "of other environments",
-    "data.*num_workers": SPEED,
-    "-m": "the trainer",
-    "--*": "of Hydra",
-}
+HARMLESS = by_pattern("""
+of logs alone: trainer.logger trainer.log_* trainer.tags trainer.dump_* trainer.print_* trainer.num_logger_*
+    trainer.enable_ray_* trainer.policy.{record_memory,torch_profiler_config.*}
+    trainer.policy.megatron_config.torch_profiler_config.* generator.eval_sampling_params.logprobs
+    generator.inference_engine.served_model_name generator.inference_engine.engine_init_kwargs.enable_*
+of checkpoint files: trainer.export_path trainer.resume_path
+of speed or memory alone: trainer.eval_batch_size trainer.micro_* trainer.ref.* trainer.flash_attn
+    trainer.use_expandable_segments trainer.fused_lm_head_* trainer.logprobs_chunk_size trainer.vocab_entropy_*
+    trainer.disable_fast_tokenizer trainer.policy.{use_torch_compile,sequence_parallel_size,inference_only_init}
+    trainer.policy.megatron_config.{optimizer_config_kwargs.*,ddp_config.*}
+    trainer.policy.megatron_config.transformer_config_kwargs.recompute_*
+    trainer.policy.megatron_config.{empty_cuda_cache,moe_grouped_gemm,moe_token_dispatcher_type}
+    trainer.fully_async.{clear_kv_cache_on_weight_sync,sample_full_batch} generator.batched generator.async_engine
+    generator.rate_limit.* generator.use_cache_salt generator.enforce_eager generator.enable_*
+    generator.inference_engine.{async_engine,max_num_batched_tokens,enable_prefix_caching}
+    generator.inference_engine.{enable_chunked_prefill,enable_pd,num_prefill,distributed_executor_backend}
+    generator.inference_engine.{use_*,offload_*}
+    generator.inference_engine.engine_init_kwargs.{kv_*,gdn_prefill_backend,kernel_config.*}
+    generator.inference_engine.engine_init_kwargs.{compilation_config*,disable_*} data.*num_workers
+evaluated before the first step always: trainer.eval_before_train
+no critic: trainer.critic_mini_batch_size trainer.critic.* trainer.placement.critic_* trainer.algorithm.value_clip
+no reference, or the policy's ranks: trainer.placement.ref_*
+rewards are functions: trainer.placement.reward_*
+of the placement: trainer.placement.colocate_*
+sequences are packed always: trainer.remove_microbatch_padding trainer.use_sample_packing
+model.dtype: trainer.bf16 generator.inference_engine.model_dtype
+of FSDP: trainer.policy.fsdp_config.*
+prompts are text: trainer.policy.language_model_only generator.inference_engine.language_model_only
+    generator.inference_engine.engine_init_kwargs.language_model_only
+no adapters, or of how they are stored: trainer.policy.model.lora.*
+stages are planned here: trainer.policy.megatron_config.transformer_config_kwargs.{num_layers_in_*,account_for_*}
+config.json tells it: trainer.policy.megatron_config.{moe_router_score_function,moe_router_enable_expert_bias}
+engines get merged weights always: trainer.policy.megatron_config.lora_config.merge_lora
+of layers that draft alone: trainer.policy.megatron_config.mtp_*
+no adapters: trainer.policy.megatron_config.lora_config.*
+of checkpoint files: trainer.policy.megatron_config.{*_async_*,dist_ckpt_*}
+engines take prompts as they get free: trainer.fully_async.num_parallel_generation_workers
+not asynchronous: trainer.fully_async.max_staleness_steps
+of policy_loss_type dual_clip: trainer.algorithm.clip_ratio_c
+no buffer: trainer.algorithm.overlong_buffer_penalty_factor
+no penalty: trainer.algorithm.{kl_loss_coef,kl_estimator_type}
+no entropy term: trainer.algorithm.entropy_loss_coef
+the longest response, by which sums are divided: trainer.algorithm.max_seq_len
+no selection: trainer.algorithm.dynamic_sampling.*
+of another policy loss: trainer.algorithm.{cispo.*,kl_cov.*}
+of a single turn: generator.max_input_length
+ids are kept, and never encoded anew: generator.use_conversation_multi_turn
+ids are those that were drawn: generator.append_eos_token_after_stop_str_in_multi_turn
+conversations are one sequence while they can be: generator.step_wise_trajectories generator.merge_stepwise_output
+engines always say them: generator.sampling_params.logprobs
+those of training: generator.eval_sampling_params.stop
+the weight sync is rltrain's own: generator.weight_sync_backend
+    generator.inference_engine.{weight_sync_backend,delta_weight_sync.*}
+speculative decoding draws from the same distribution, faster: generator.inference_engine.speculative_config*
+engines are the job's own: generator.inference_engine.external_*
+rollout.max_context_tokens: generator.inference_engine.engine_init_kwargs.max_model_len
+of other environments: environment.skyrl_gym.*
+the trainer: -m
+of Hydra: --*
+""")
 
 
 # SkyRL's supervised trainer. Defaults are those of skyrl/train/config/sft_config.py.
 
 SFT_SECTIONS = ("model", "optimizer_config", "placement", "megatron_config", "fsdp_config")
-RULES = (
-    Rule("model.path", "model.path", "Qwen/Qwen3-0.6B", text),
-    Rule("seed", "seed", 42, count),
-    Rule("batch_size", "batch.prompts_per_step", 4, count),
-    Rule("messages_key", "data.train.prompt_key", "messages", text),
-    Rule("tools_key", "data.train.tools_key", None, text),
-    Rule("system_key", "data.train.system_key", None, text),
-    Rule("ckpt_interval", "checkpoint.save_interval", 0, interval),
-    Rule("max_ckpts_to_keep", "checkpoint.keep", -1, interval),
-    Rule("hf_save_interval", "checkpoint.save_hf_interval", 0, interval),
-    Rule("project_name", "logging.wandb.project", "skyrl_sft", text),
-    Rule("run_name", "logging.wandb.name", "skyrl_sft_run", text),
-    Rule("optimizer_config.lr", "actor.optimizer.lr", 1e-6, real),
-    Rule("optimizer_config.weight_decay", "actor.optimizer.weight_decay", 1e-2, real),
-    Rule("optimizer_config.max_grad_norm", "actor.optimizer.clip_grad", 1.0, real),
-    Rule("optimizer_config.num_warmup_steps", "actor.optimizer.warmup_steps", 0, count),
-    Rule("optimizer_config.scheduler", "actor.optimizer.decay", "constant", one_of(DECAYS, "learning rates")),
-)
 TURNS = {"last_assistant_message": "last", "all_assistant_messages": "all"}
 SPLIT = re.compile(r"(\w+)(?:\[:(\d+)\])?")
 """A whole split of a data set, or so many of its first rows."""
 ALPACA = "rows of instruction, input and output (Alpaca) have to be written as messages before"
-SFT_HARMLESS = {
-    "logger": "of logs alone",
-    "tags": "of logs alone",
-    "record_memory": "of logs alone",
-    "torch_profiler_config.*": "of logs alone",
-    "enable_ray_*": "of logs alone",
-    "export_path": "of checkpoint files",
-    "eval_*": "held-out conversations are not taken over: data.eval names them here",
-    "*num_workers": "of speed alone",
-    "dataloader_*": "of speed alone",
-    "async_batch_collation": "of speed alone",
-    "cache_dir": "of speed alone",
-    "force_recache": "of speed alone",
-    "disable_cache": "of speed alone",
-    "use_torch_compile": "of speed alone",
-    "remove_microbatch_padding": "sequences are packed always",
-    "use_sample_packing": "sequences are packed always",
-    "use_sequence_packing": "sequences are packed always",
-    "max_tokens_per_microbatch": "of use_sequence_packing",
-    "model.lora.*": "no adapters, or of how they are stored",
-    "fsdp_config.*": "of FSDP: of memory alone",
-    "megatron_config.*": "of Megatron: of speed or memory alone",
-    "-m": "the trainer",
-    "--*": "of Hydra",
-}
+SFT_HARMLESS = by_pattern("""
+of logs alone: logger tags record_memory torch_profiler_config.* enable_ray_*
+of checkpoint files: export_path
+held-out conversations are not taken over: data.eval names them here: eval_*
+of speed alone: *num_workers dataloader_* async_batch_collation cache_dir force_recache disable_cache
+    use_torch_compile
+sequences are packed always: remove_microbatch_padding use_sample_packing use_sequence_packing
+of use_sequence_packing: max_tokens_per_microbatch
+no adapters, or of how they are stored: model.lora.*
+of FSDP: of memory alone: fsdp_config.*
+of Megatron: of speed or memory alone: megatron_config.*
+the trainer: -m
+of Hydra: --*
+""")
 
 
 def translate_sft(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
     out.set("algorithm", "sft", "skyrl.train.main_sft")
-    apply(RULES, keys, out)
+    apply(SKYRL_SFT, keys, out, decay=one_of(DECAYS, "learning rates"))
     first, second = pair(keys.get("optimizer_config.adam_betas", [0.9, 0.999]))
     out.set("actor.optimizer.beta1", first, "optimizer_config.adam_betas")
     out.set("actor.optimizer.beta2", second, "optimizer_config.adam_betas")
@@ -371,49 +286,13 @@ def set_delta(keys: SourceKeys, out: Translation, *, of_others: bool) -> None:
 
 SECTIONS = ("trainer", "generator", "environment", "data", *SFT_SECTIONS)
 LABEL = "reward_spec.ground_truth"
-OPTIMIZER = "trainer.policy.optimizer_config."
-
-PLAIN = (
-    Rule(T + "policy.model.path", "model.path", "Qwen/Qwen2.5-1.5B-Instruct", text),
-    Rule(T + "seed", "seed", 42, count),
-    Rule(T + "max_prompt_length", "data.max_prompt_tokens", 512, count),
-    Rule(T + "train_batch_size", "batch.prompts_per_step", 1024, count),
-    Rule(T + "update_epochs_per_batch", "batch.epochs", 1, count),
-    Rule(T + "eval_interval", "evaluation.interval", 5, interval),
-    Rule(T + "ckpt_interval", "checkpoint.save_interval", 10, interval),
-    Rule(T + "ckpt_path", "checkpoint.dir", None, text),
-    Rule(T + "max_ckpts_to_keep", "checkpoint.keep", -1, interval),
-    Rule(T + "hf_save_interval", "checkpoint.save_hf_interval", -1, interval),
-    Rule(T + "project_name", "logging.wandb.project", "skyrl", text),
-    Rule(T + "run_name", "logging.wandb.name", "test_run", text),
-    Rule("data.train_data", "data.train.path", "~/data/gsm8k/train.parquet", paths),
-    Rule(G + "n_samples_per_prompt", "batch.samples_per_prompt", 5, count),
-    Rule(G + "apply_overlong_filtering", "advantages.mask_truncated", False, truth),
-    Rule(G + "sampling_params.max_generate_length", "rollout.sampling.max_response_tokens", 1024, count),
-    Rule(G + "sampling_params.temperature", "rollout.sampling.temperature", 1.0, real),
-    Rule(G + "sampling_params.top_p", "rollout.sampling.top_p", 1.0, real),
-    Rule(G + "sampling_params.top_k", "rollout.sampling.top_k", -1, top_k_of),
-    Rule(ENGINE + "max_num_seqs", "rollout.max_running_requests", 1024, count),
-    Rule(ALG + "eps_clip_low", "loss.clip_low", 0.2, real),
-    Rule(ALG + "eps_clip_high", "loss.clip_high", 0.2, real),
-    Rule(ALG + "sapo.tau_pos", "loss.sapo.tau_pos", 1.0, real),
-    Rule(ALG + "sapo.tau_neg", "loss.sapo.tau_neg", 1.05, real),
-    Rule(ALG + "clip_cov.clip_ratio", "loss.clip_cov.ratio", None, real),
-    Rule(ALG + "clip_cov.clip_cov_lb", "loss.clip_cov.low", None, real),
-    Rule(ALG + "clip_cov.clip_cov_ub", "loss.clip_cov.high", None, real),
-    Rule(OPTIMIZER + "lr", "actor.optimizer.lr", 1e-6, real),
-    Rule(OPTIMIZER + "weight_decay", "actor.optimizer.weight_decay", 1e-2, real),
-    Rule(OPTIMIZER + "max_grad_norm", "actor.optimizer.clip_grad", 1.0, real),
-    Rule(OPTIMIZER + "num_warmup_steps", "actor.optimizer.warmup_steps", 0, count),
-    Rule(OPTIMIZER + "scheduler", "actor.optimizer.decay", "constant", one_of(DECAYS, "learning rates")),
-)
 
 
 def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
     if "sft" in str(keys.get("-m", "")):
         translate_sft(keys, out, rows)
         return
-    apply(PLAIN, keys, out)
+    apply(SKYRL, keys, out, decay=one_of(DECAYS, "learning rates"))
     out.set("data.train.prompt_key", "prompt", "SkyRL's column")
     out.set("data.train.label_key", LABEL, "SkyRL's column")
     first, second = pair(keys.get(OPTIMIZER + "adam_betas", [0.9, 0.999]))

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rltrain.config.foreign import ENGINE, Pair
 from rltrain.import_config.shared_rules import WEIGHTS, set_adapters
 from rltrain.import_config.translation import (
     ALGORITHMS,
@@ -12,7 +13,6 @@ from rltrain.import_config.translation import (
     NOTHING,
     WHITENED,
     WITH_STD,
-    Rule,
     SourceKeys,
     Translation,
     UntranslatableError,
@@ -20,8 +20,8 @@ from rltrain.import_config.translation import (
     count,
     estimator,
     real,
+    set_clip,
     take_rewards,
-    text,
     truth,
 )
 
@@ -144,7 +144,6 @@ def _registered(program: ast.AST, registry: str, decorator: str) -> Iterator[tup
 # Of SkyRL's keys what is learned: algorithm, loss, reward.
 
 T, G, ALG = "trainer.", "generator.", "trainer.algorithm."
-ENGINE = "generator.inference_engine."
 
 
 GYM = {
@@ -259,10 +258,10 @@ def _set_returns(keys: SourceKeys, out: Translation, algorithm: str) -> None:
     if algorithm == "ppo":
         out.set("advantages.gae_lambda", gae_lambda, ALG + "lambd, whose default is 1")
         rules = (
-            Rule(ALG + "value_clip", "critic.value_clip", 0.2, real),
-            Rule(T + "critic.model.path", "critic.path", None, text),
-            Rule(T + "critic.optimizer_config.lr", "critic.optimizer.lr", 5e-6, real),
-            Rule(T + "critic.optimizer_config.weight_decay", "critic.optimizer.weight_decay", 1e-2, real),
+            Pair(ALG + "value_clip", "critic.value_clip", 0.2),
+            Pair(T + "critic.model.path", "critic.path"),
+            Pair(T + "critic.optimizer_config.lr", "critic.optimizer.lr", 5e-6),
+            Pair(T + "critic.optimizer_config.weight_decay", "critic.optimizer.weight_decay", 1e-2),
         )
         apply(rules, keys, out)
         out.set("critic.optimizer.beta2", 0.999, T + "critic.optimizer_config.adam_betas")
@@ -323,8 +322,8 @@ def _set_policy(keys: SourceKeys, out: Translation, kind: str) -> None:
     if kind == "dual_clip" or (out.get("loss.policy") == "own" and ALG + "clip_ratio_c" in keys):
         out.set("loss.dual_clip", bound, ALG + "clip_ratio_c")
     if kind == "cispo":
-        out.set("loss.clip_low", real(keys.get(ALG + "cispo.cispo_eps_clip_low", 1.0)), ALG + "cispo.*")
-        out.set("loss.clip_high", real(keys.get(ALG + "cispo.cispo_eps_clip_high", 4.0)), ALG + "cispo.*")
+        bounds = [keys.get(f"{ALG}cispo.cispo_eps_clip_{end}", most) for end, most in (("low", 1.0), ("high", 4.0))]
+        set_clip(out, *bounds, ALG + "cispo.*")
     if kind == "cispo" and keys.get(ALG + "cispo.cispo_anchor", "old") == "rollout":
         out.set("loss.old_logprobs", "rollout", ALG + "cispo.cispo_anchor")
     if kind == "rollout_is":
@@ -333,17 +332,16 @@ def _set_policy(keys: SourceKeys, out: Translation, kind: str) -> None:
         out.set("loss.correction.method", "icepop", "rollout_is: 0 outside the bounds, as far as a token counts")
         out.set("loss.correction.low", max(1 - ends[0], 0.0), "1 - eps_clip_low")
         out.set("loss.correction.high", 1 + ends[1], "1 + eps_clip_high")
-        for name in ("clip_low", "clip_high"):
-            out.settings.pop(f"loss.{name}", None)
+        for end in ("low", "high"):
+            out.settings.pop(f"loss.clip_{end}", None)
     if kind == "importance_sampling":
-        out.set("loss.clip_low", 1.0, "importance_sampling has no clip")
-        out.set("loss.clip_high", UNCLIPPED, "importance_sampling has no clip")
+        set_clip(out, 1.0, UNCLIPPED, "importance_sampling has no clip")
     if kind == "dppo":
         out.set("loss.old_logprobs", "rollout", "dppo: the engine is the old policy")
         measure = str(keys.get(ALG + "dppo.dppo_type", "binary_tv"))
         out.set("loss.dppo.divergence", measure.removeprefix("binary_"), ALG + "dppo.dppo_type")
-        for end in ("low", "high"):
-            out.set(f"loss.clip_{end}", real(keys.get(f"{ALG}dppo.delta_{end}", 0.2)), f"{ALG}dppo.delta_{end}")
+        deltas = (f"{ALG}dppo.delta_low", f"{ALG}dppo.delta_high")
+        set_clip(out, *(keys.get(delta, 0.2) for delta in deltas), *deltas)
     if kind == "kl_cov":
         out.set("loss.kl_cov.ratio", real(keys.get(ALG + "kl_cov.kl_cov_frac", 0.2)), ALG + "kl_cov.*")
         out.set("loss.kl_cov.coef", real(keys.get(ALG + "kl_cov.ppo_kl_coef", 1.0)), ALG + "kl_cov.*")

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from rltrain.config.foreign import SLIME
 from rltrain.import_config import translation
 from rltrain.import_config.shared_rules import (
     megatron_options,
@@ -26,206 +27,58 @@ from rltrain.import_config.slime_learning import (
 )
 from rltrain.import_config.translation import (
     RowCounts,
-    Rule,
     SourceKeys,
     Translation,
     UntranslatableError,
     apply,
+    by_pattern,
     count,
-    interval,
     one_of,
-    paths,
     ranks,
     real,
     set_steps,
     sort_out,
-    text,
     truth,
 )
-from rltrain.import_config.translation import top_k as top_k_of
 
 # slime's flags that change nothing of what is computed, by pattern, with the reason.
 
-OF_MODEL = "of the model's shape, which config.json tells"
+HARMLESS = by_pattern("""
+of the model's shape, which config.json tells: use-rotary-position-embeddings no-position-embedding
+    no-masked-softmax-fusion enable-experimental post-self-attn-layernorm post-mlp-layernorm num-layers hidden-size
+    ffn-hidden-size num-attention-heads num-query-groups group-query-attention kv-channels vocab-size
+    make-vocab-size-divisible-by max-position-embeddings normalization norm-epsilon position-embedding-type rotary-*
+    no-rope-fusion rope-type use-rope-scaling swiglu qk-layernorm qk-head-dim qk-pos-emb-head-dim q-lora-rank
+    kv-lora-rank v-head-dim multi-latent-attention mscale* original-max-position-embeddings beta-* attn-mscale
+    disable-bias-linear add-qkv-bias untie-embeddings-and-output-weights num-experts moe-ffn-hidden-size
+    moe-layer-freq moe-router-topk moe-router-topk-scaling-factor moe-router-score-function moe-router-pre-softmax
+    moe-router-num-groups moe-router-group-topk moe-router-enable-expert-bias moe-router-load-balancing-type
+    moe-shared-expert-intermediate-size moe-shared-expert-gate moe-shared-expert-overlap spec attention-output-gate
+    apply-layernorm-1p use-gated-attention
+of speed or memory alone: balance-data allgather-cp overlap-cpu-optimizer-d2h-h2d use-precision-aware-optimizer
+    accumulate-allreduce-grads-in-fp32 attention-softmax-in-fp32 attention-backend moe-grouped-gemm moe-permute-fusion
+    moe-router-dtype moe-token-drop-policy moe-token-dispatcher-type moe-enable-deepep no-gradient-accumulation-fusion
+    update-weight-* data-pad-size-multiplier over-sampling-batch-size no-offload-* offload* use-distributed-optimizer
+    recompute-method micro-batch-size ref-micro-batch-size bf16 transformer-impl distributed-* seq-length vocab-*
+    num-gpus-per-node no-check-for-nan-in-loss-and-grad deterministic-mode prefill-num-servers cpu-offload*
+speculative decoding draws from the same distribution, faster: sglang-speculative-*
+of the engine's layout or speed alone: sglang-*
+of layers that draft alone: mtp-*
+of logs alone: wandb-* use-wandb disable-wandb* dump-details save-debug-*
+of checkpoint files: load ref-load save-hf* ckpt-* async-save
+a server that the script starts beside the training: served-*
+supervised steps have no engine to be ahead of: program
+no evaluation set is given: n-samples-per-eval-prompt eval-*
+all columns of a row are at hand for rewards and environments: metadata-key
+of slime's own functions: custom-config-path
+config.json tells the model's family: model-name
+nothing is drawn for supervised steps: debug-train-only
+supervised steps have no advantages: disable-compute-advantages-and-returns
+templates tell which tokens an assistant's turn has: loss-mask-type
+""")
 
 
-SPEED = "of speed or memory alone"
-
-
-HARMLESS = {
-    **dict.fromkeys(
-        (
-            "use-rotary-position-embeddings",
-            "no-position-embedding",
-            "no-masked-softmax-fusion",
-            "enable-experimental",
-            "post-self-attn-layernorm",
-            "post-mlp-layernorm",
-            "num-layers",
-            "hidden-size",
-            "ffn-hidden-size",
-            "num-attention-heads",
-            "num-query-groups",
-            "group-query-attention",
-            "kv-channels",
-            "vocab-size",
-            "make-vocab-size-divisible-by",
-            "max-position-embeddings",
-            "normalization",
-            "norm-epsilon",
-            "position-embedding-type",
-            "rotary-*",
-            "no-rope-fusion",
-            "rope-type",
-            "use-rope-scaling",
-            "swiglu",
-            "qk-layernorm",
-            "qk-head-dim",
-            "qk-pos-emb-head-dim",
-            "q-lora-rank",
-            "kv-lora-rank",
-            "v-head-dim",
-            "multi-latent-attention",
-            "mscale*",
-            "original-max-position-embeddings",
-            "beta-*",
-            "attn-mscale",
-            "disable-bias-linear",
-            "add-qkv-bias",
-            "untie-embeddings-and-output-weights",
-            "num-experts",
-            "moe-ffn-hidden-size",
-            "moe-layer-freq",
-            "moe-router-topk",
-            "moe-router-topk-scaling-factor",
-            "moe-router-score-function",
-            "moe-router-pre-softmax",
-            "moe-router-num-groups",
-            "moe-router-group-topk",
-            "moe-router-enable-expert-bias",
-            "moe-router-load-balancing-type",
-            "moe-shared-expert-intermediate-size",
-            "moe-shared-expert-gate",
-            "moe-shared-expert-overlap",
-            "spec",
-            "attention-output-gate",
-            "apply-layernorm-1p",
-            "use-gated-attention",
-        ),
-        OF_MODEL,
-    ),
-    **dict.fromkeys(
-        (
-            "balance-data",
-            "allgather-cp",
-            "overlap-cpu-optimizer-d2h-h2d",
-            "use-precision-aware-optimizer",
-            "accumulate-allreduce-grads-in-fp32",
-            "attention-softmax-in-fp32",
-            "attention-backend",
-            "moe-grouped-gemm",
-            "moe-permute-fusion",
-            "moe-router-dtype",
-            "moe-token-drop-policy",
-            "moe-token-dispatcher-type",
-            "moe-enable-deepep",
-            "no-gradient-accumulation-fusion",
-            "update-weight-*",
-            "data-pad-size-multiplier",
-            "over-sampling-batch-size",
-            "no-offload-*",
-            "offload*",
-            "use-distributed-optimizer",
-            "recompute-method",
-            "micro-batch-size",
-            "ref-micro-batch-size",
-            "bf16",
-            "transformer-impl",
-            "distributed-*",
-            "seq-length",
-            "vocab-*",
-            "num-gpus-per-node",
-            "no-check-for-nan-in-loss-and-grad",
-            "deterministic-mode",
-            "prefill-num-servers",
-            "cpu-offload*",
-        ),
-        SPEED,
-    ),
-    "sglang-speculative-*": "speculative decoding draws from the same distribution, faster",
-    "sglang-*": "of the engine's layout or speed alone",
-    "mtp-*": "of layers that draft alone",
-    **dict.fromkeys(("wandb-*", "use-wandb", "disable-wandb*", "dump-details", "save-debug-*"), "of logs alone"),
-    **dict.fromkeys(("load", "ref-load", "save-hf*", "ckpt-*", "async-save"), "of checkpoint files"),
-    "served-*": "a server that the script starts beside the training",
-    "program": "supervised steps have no engine to be ahead of",
-    **dict.fromkeys(("n-samples-per-eval-prompt", "eval-*"), "no evaluation set is given"),
-    "metadata-key": "all columns of a row are at hand for rewards and environments",
-    "custom-config-path": "of slime's own functions",
-    "model-name": "config.json tells the model's family",
-    "debug-train-only": "nothing is drawn for supervised steps",
-    "disable-compute-advantages-and-returns": "supervised steps have no advantages",
-    "loss-mask-type": "templates tell which tokens an assistant's turn has",
-}
-
-
-# slime's flags, and Megatron's beside them. Defaults are those of slime/utils/arguments.py and of Megatron-LM.
-
-OPTIMIZER = (
-    Rule("lr", "actor.optimizer.lr", 1e-6, real),
-    Rule("min-lr", "actor.optimizer.min_lr", 0.0, real),
-    Rule("weight-decay", "actor.optimizer.weight_decay", 0.01, real),
-    Rule("adam-beta1", "actor.optimizer.beta1", 0.9, real),
-    Rule("adam-beta2", "actor.optimizer.beta2", 0.999, real),
-    Rule("adam-eps", "actor.optimizer.eps", 1e-8, real),
-    Rule("clip-grad", "actor.optimizer.clip_grad", 1.0, real),
-    Rule("lr-warmup-iters", "actor.optimizer.warmup_steps", 0, count),
-    Rule(
-        "lr-decay-style",
-        "actor.optimizer.decay",
-        "constant",
-        one_of({"constant": "constant", "linear": "linear", "cosine": "cosine"}, "learning rates"),
-    ),
-)
-PARALLEL = (
-    Rule("tensor-model-parallel-size", "actor.parallel.tp", 1, count),
-    Rule("pipeline-model-parallel-size", "actor.parallel.pp", 1, count),
-    Rule("context-parallel-size", "actor.parallel.cp", 1, count),
-    Rule("expert-model-parallel-size", "actor.parallel.ep", 1, count),
-    Rule("expert-tensor-parallel-size", "actor.parallel.etp", None, count),
-)
-SAMPLING = (
-    Rule("rollout-temperature", "rollout.sampling.temperature", 1.0, real),
-    Rule("rollout-top-p", "rollout.sampling.top_p", 1.0, real),
-    Rule("rollout-top-k", "rollout.sampling.top_k", -1, top_k_of),
-    Rule("rollout-max-response-len", "rollout.sampling.max_response_tokens", None, count),
-)
-DATA = (
-    Rule("prompt-data", "data.train.path", None, paths),
-    Rule("input-key", "data.train.prompt_key", "input", text),
-    Rule("tool-key", "data.train.tools_key", None, text),
-    Rule("rollout-shuffle", "data.shuffle", False, truth),
-    Rule("rollout-seed", "seed", 42, count),
-)
-LOSS = (
-    Rule("eps-clip", "loss.clip_low", 0.2, real),
-    Rule("eps-clip-c", "loss.dual_clip", None, real),
-    Rule("entropy-coef", "loss.entropy_coef", 0.0, real),
-    Rule("use-opsm", "loss.correction.opsm_delta", None, lambda _: 1e-4),
-    Rule("num-critic-only-steps", "critic.critic_warmup_steps", 0, count),
-)
-RECORDS = (
-    Rule("save", "checkpoint.dir", None, text),
-    Rule("save-interval", "checkpoint.save_interval", None, interval),
-    Rule("eval-interval", "evaluation.interval", None, interval),
-    Rule("wandb-project", "logging.wandb.project", None, text),
-    Rule("wandb-group", "logging.wandb.name", None, text),
-    Rule("use-tensorboard", "logging.tensorboard", None, truth),
-    Rule("log-probs-chunk-size", "model.logits_chunk_tokens", None, count),
-    Rule("moe-aux-loss-coeff", "model.moe.aux_loss_coef", None, real),
-    Rule("moe-z-loss-coeff", "model.moe.z_loss_coef", None, real),
-    Rule("moe-router-bias-update-rate", "model.moe.bias_update_rate", None, real),
-)
+DECAYS = {"constant": "constant", "linear": "linear", "cosine": "cosine"}
 
 
 def parse_flags(arguments: Sequence[str]) -> dict[str, Any]:
@@ -245,8 +98,7 @@ def parse_flags(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
-    for rules in (OPTIMIZER, PARALLEL, SAMPLING, DATA, LOSS, RECORDS):
-        apply(rules, keys, out)
+    apply(SLIME, keys, out, decay=one_of(DECAYS, "learning rates"), opsm_delta=lambda _: 1e-4)
     _data(keys, out)
     _placement(keys, out)
     _model(keys, out)

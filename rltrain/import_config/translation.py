@@ -1,14 +1,17 @@
 """What an import makes of a source's keys: config keys, what is left over, and steps from epochs."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import gcd
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
+
+from pydantic.fields import FieldInfo
 
 from rltrain.config.explain import section_of
+from rltrain.config.foreign import Pair
 from rltrain.config.schema import Config
 from rltrain.data.rows import read_rows
 from rltrain.errors import ConfigError, UserError
@@ -184,31 +187,35 @@ class Translation:
         return data
 
 
-@dataclass(frozen=True)
-class Rule:
-    """One key of the source that is one key here."""
-
-    key: str
-    path: str
-    default: Any = None
-    """The source's, where the key is missing; None: it then has no meaning."""
-    convert: Callable[[Any], Any] = lambda value: value
+Convert = Callable[[Any], Any]
 
 
-def apply(rules: Iterable[Rule], keys: SourceKeys, out: Translation) -> None:
-    """Set what the rules say: where the source gives the key, or its default is not the one here."""
-    for rule in rules:
-        given = rule.key in keys
-        value = keys.get(rule.key, rule.default)
+def apply(pairs: Iterable[Pair], keys: SourceKeys, out: Translation, **own: Convert) -> None:
+    """Set what the pairs say: where the source gives the key, or its default is not the one here. Values become what
+    the key here takes, or what `own` makes of them, by the last part of that key."""
+    for pair in pairs:
+        given = pair.key in keys
+        value = keys.get(pair.key, pair.default)
         if value is None:
             continue
+        convert = own.get(pair.here.rpartition(".")[2]) or converter_of(pair.here)
         try:
-            converted = rule.convert(value)
+            converted = convert(value)
         except UntranslatableError as reason:
-            out.differs(rule.key, value, str(reason))
+            out.differs(pair.key, value, str(reason))
             continue
-        if given or converted != default_of(rule.path):
-            out.set(rule.path, converted, rule.key if given else f"{rule.key}, whose default in {out.framework} it is")
+        if given or converted != default_of(pair.here):
+            out.set(pair.here, converted, pair.key if given else f"{pair.key}, whose default in {out.framework} it is")
+
+
+def by_pattern(told: str) -> dict[str, str]:
+    """Returns the reason of every pattern of keys. `told` has "reason: pattern pattern ..." in lines, of which those
+    that begin with blanks go on; "a.{b,c}" are two patterns."""
+    reasons: dict[str, str] = {}
+    for reason, _, patterns in (group.rpartition(": ") for group in re.split(r"\n(?! )", told.strip())):
+        for prefix, _, names in (pattern.partition("{") for pattern in patterns.split()):
+            reasons |= dict.fromkeys((prefix + name for name in names.removesuffix("}").split(",")), reason)
+    return reasons
 
 
 def sort_out(keys: SourceKeys, harmless: Mapping[str, str], out: Translation) -> None:
@@ -241,17 +248,22 @@ def keys_of(path: str) -> tuple[str, ...]:
     return tuple(path.split("."))
 
 
-def default_of(path: str) -> Any:
-    """What a config key is where it is not given; None where it has to be, or is a part of an optional section."""
+def field_of(path: str) -> FieldInfo | None:
+    """Returns what the schema has for a config key; None where it has no such key."""
     section: Any = Config
-    value: Any = None
+    found = None
     for name in path.split("."):
         found = getattr(section, "model_fields", {}).get(name)
         if found is None:
             return None
-        value = None if found.is_required() else found.get_default(call_default_factory=True)
         section = section_of(found.annotation)
-    return value
+    return found
+
+
+def default_of(path: str) -> Any:
+    """What a config key is where it is not given; None where it has to be, or is a part of an optional section."""
+    found = field_of(path)
+    return None if found is None or found.is_required() else found.get_default(call_default_factory=True)
 
 
 def refuse_differences(out: Translation) -> None:
@@ -364,6 +376,29 @@ def ranks(first: int, number_of: int) -> str:
     return str(first) if number_of == 1 else f"{first}-{first + number_of - 1}"
 
 
+CONVERTERS: dict[str, Convert] = {
+    "data.train.path": paths,
+    "rollout.sampling.top_k": top_k,
+    **dict.fromkeys(("checkpoint.save_interval", "checkpoint.save_hf_interval", "checkpoint.keep"), interval),
+    "evaluation.interval": interval,
+}
+"""By config key; of others by the type that it takes:"""
+BY_TYPE: dict[Any, Convert] = {bool: truth, int: count, float: real, str: text}
+
+
+def converter_of(path: str) -> Convert:
+    """Returns what makes a value of a config key from one of a source."""
+    found = field_of(path)
+    assert found is not None, path
+    return CONVERTERS.get(path) or next(BY_TYPE[kind] for kind in _types_in(found.annotation) if kind in BY_TYPE)
+
+
+def _types_in(annotation: Any) -> Iterator[Any]:
+    yield annotation
+    for argument in get_args(annotation):
+        yield from _types_in(argument)
+
+
 # Batches of sources that count prompts, and tables that several sources share.
 
 ALGORITHMS = {
@@ -400,6 +435,12 @@ def take_rewards(out: Translation, estimator: str, key: str, *, whitens: bool) -
         f"{key} is 1: a sample that is alone in its group has its reward as advantage in {out.framework} under "
         f"{estimator}, and 0 here; so the algorithm is reinforce_plus_plus, which gives it its reward"
     )
+
+
+def set_clip(out: Translation, low: Any, high: Any, *origins: str) -> None:
+    """How far ratios go below 1 and above it before they are clipped; `origins`: of both, or of each."""
+    out.set("loss.clip_low", real(low), origins[0])
+    out.set("loss.clip_high", real(high), origins[-1])
 
 
 def set_mini_batches(out: Translation, prompts: Any, mini_batch: Any, origin: str) -> None:

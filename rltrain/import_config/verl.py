@@ -2,14 +2,15 @@
 
 from typing import Any
 
+from rltrain.config.foreign import TRANSFORMER, VERL, VERL_MEGATRON, VERL_SFT
 from rltrain.import_config.shared_rules import choose_engine, set_fully_sharded, set_verls_prediction_layers
 from rltrain.import_config.translation import (
     NOTHING,
     RowCounts,
-    Rule,
     SourceKeys,
     Translation,
     apply,
+    by_pattern,
     count,
     interval,
     one_of,
@@ -23,7 +24,6 @@ from rltrain.import_config.translation import (
     set_steps,
     sort_out,
     sort_out_override,
-    text,
     truth,
 )
 from rltrain.import_config.translation import top_k as top_k_of
@@ -49,225 +49,125 @@ from rltrain.import_config.verl_learning import (
 
 # verl's keys that change nothing of what is computed, by pattern, with the reason.
 
-SPEED = "of speed or memory alone"
-LOGS = "of logs alone"
-ONE_ROLE = "the role is not placed"
-
-HARMLESS = {
-    "ray_kwargs.*": "no Ray",
-    "global_profiler.*": LOGS,
-    "*.profiler.*": LOGS,
-    "trainer.logger": LOGS,
-    "trainer.log_val_generations": LOGS,
-    "trainer.rollout_data_dir": LOGS,
-    "trainer.validation_data_dir": LOGS,
-    "trainer.val_before_train": "evaluated before the first step always",
-    "trainer.val_only": LOGS,
-    "trainer.balance_batch": SPEED,
-    "trainer.device": "found by itself",
-    "trainer.critic_warmup": ONE_ROLE,
-    "trainer.use_legacy_worker_impl": SPEED,
-    "trainer.use_v1": SPEED,
-    "trainer.v1.*": "of the trainer's queues",
-    "trainer.default_hdfs_dir": "of checkpoint files",
-    "trainer.del_local_ckpt_after_load": "of checkpoint files",
-    "trainer.max_*_ckpt_to_keep": "of checkpoint files",
-    "trainer.resume_from_path": "of checkpoint files",
-    "trainer.nccl_timeout": SPEED,
-    "*.checkpoint.*": "of checkpoint files",
-    "transfer_queue.*": SPEED,
-    "async_training.*": "of the trainer's queues",
-    "data.return_raw_*": "rows are read as they are",
-    "data.reward_fn_key": "functions take the columns that they name",
-    "data.val_batch_size": SPEED,
-    "data.gen_batch_size": "prompts are drawn as engines get free",
-    "data.*num_workers": SPEED,
-    "data.filter_overlong_prompts_workers": SPEED,
-    "data.trust_remote_code": "no code of a checkpoint is run",
-    "data.image_patch_size": "prompts are text",
-    "data.image_key": "prompts are text",
-    "data.use_shm": SPEED,
-    "data.truncation": "no prompt is longer than data.max_prompt_length",
-    "data.validation_shuffle": "all rows are evaluated",
-    "model_engine": "of the trainer",
-    "critic.*": ONE_ROLE,
-    "reward*.num_workers": SPEED,
-    "reward*.rollout.*": ONE_ROLE,
-    "reward*.launch_reward_fn_async": SPEED,
-    "reward.reward_model.*": ONE_ROLE,
-    "reward_model.*": ONE_ROLE,
-    "algorithm.kl_ctrl.*": "no penalty",
-    "algorithm.filter_groups.metric": "groups whose rewards are equal have equal metrics",
-    "actor_rollout_ref.nccl_timeout": SPEED,
-    "actor_rollout_ref.model.trust_remote_code": "no code of a checkpoint is run",
-    "actor_rollout_ref.model.use_remove_padding": "sequences are packed always",
-    "actor_rollout_ref.model.use_fused_kernels": SPEED,
-    "actor_rollout_ref.model.fused_kernel_options.*": SPEED,
-    "actor_rollout_ref.model.use_liger": SPEED,
-    "actor_rollout_ref.model.use_shm": SPEED,
-    "actor_rollout_ref.model.enable_*": SPEED,
-    "actor_rollout_ref.model.lora*": "no adapters, or of how they are stored",
-    "actor_rollout_ref.model.override_config.attn_implementation": SPEED,
-    "actor_rollout_ref.model.override_config.model_config.max_position_embeddings": "config.json tells it",
-    "actor_rollout_ref.*.use_torch_compile": SPEED,
-    "actor_rollout_ref.*.entropy_*": SPEED,
-    "actor_rollout_ref.*.fsdp_config.*": "of FSDP",
-    "actor_rollout_ref.*.model_engine": "of the trainer",
-    "actor_rollout_ref.*.strategy": "of the trainer",
-    "actor_rollout_ref.*.use_dynamic_bsz": SPEED,
-    "actor_rollout_ref.*.log_prob_*": SPEED,
-    "actor_rollout_ref.*.ppo_micro_batch_size*": SPEED,
-    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": SPEED,
-    "actor_rollout_ref.*.ulysses_sequence_parallel_size": SPEED,
-    "actor_rollout_ref.*.megatron.*_offload": SPEED,
-    "actor_rollout_ref.*.megatron.use_*": "of checkpoint files or speed",
-    "actor_rollout_ref.*.megatron.*mbridge": "of checkpoint files",
-    "actor_rollout_ref.*.megatron.dist_checkpointing_path": "of checkpoint files",
-    "actor_rollout_ref.*.megatron.dtype": "model.dtype",
-    "actor_rollout_ref.*.megatron.sequence_parallel": SPEED,
-    "actor_rollout_ref.*.megatron.override_ddp_config.*": SPEED,
-    "actor_rollout_ref.*.megatron.override_transformer_config.apply_rope_fusion": SPEED,
-    "actor_rollout_ref.*.megatron.override_transformer_config.attention_backend": SPEED,
-    "actor_rollout_ref.*.megatron.override_transformer_config.*fusion*": SPEED,
-    "actor_rollout_ref.*.megatron.override_transformer_config.moe_router_dtype": SPEED,
-    "actor_rollout_ref.*.megatron.override_transformer_config.moe_token_dispatcher_type": SPEED,
-    "actor_rollout_ref.*.megatron.override_transformer_config.moe_enable_deepep": SPEED,
-    "actor_rollout_ref.*.megatron.override_transformer_config.moe_grouped_gemm": SPEED,
-    "actor_rollout_ref.*.megatron.override_transformer_config.moe_shared_expert_overlap": SPEED,
-    "actor_rollout_ref.*.megatron.override_transformer_config.recompute_*": SPEED,
-    "actor_rollout_ref.*.megatron.override_transformer_config.use_*": SPEED,
-    "actor_rollout_ref.*.megatron.override_transformer_config.account_for_*": "stages are planned here",
-    "actor_rollout_ref.*.megatron.override_transformer_config.num_layers_in_*": "stages are planned here",
-    "actor_rollout_ref.*.megatron.override_transformer_config.pipeline_model_parallel_layout": "stages are planned",
-    "actor_rollout_ref.*.megatron.override_transformer_config.sequence_parallel": SPEED,
-    "actor_rollout_ref.*.megatron.override_transformer_config.context_parallel_*": SPEED,
-    "actor_rollout_ref.*.megatron.override_transformer_config.swiglu": "config.json tells it",
-    "actor_rollout_ref.*.megatron.override_transformer_config.deallocate_pipeline_outputs": SPEED,
-    "actor_rollout_ref.*.megatron.override_transformer_config.persist_layer_norm": SPEED,
-    "actor_rollout_ref.*.megatron.override_transformer_config.moe_router_enable_expert_bias": "config.json tells it",
-    "actor_rollout_ref.*.megatron.override_transformer_config.moe_router_score_function": "config.json tells it",
-    "actor_rollout_ref.*.megatron.override_transformer_config.gradient_accumulation_fusion": SPEED,
-    "actor_rollout_ref.*.megatron.override_transformer_config.batch_p2p_comm": SPEED,
-    "actor_rollout_ref.*.megatron.override_transformer_config.overlap_moe_*": SPEED,
-    "actor_rollout_ref.*.megatron.override_transformer_config.variable_seq_lengths": SPEED,
-    "actor_rollout_ref.*.megatron.override_transformer_config.bias_*": SPEED,
-    "actor_rollout_ref.*.megatron.override_transformer_config.normalization": "config.json tells it",
-    "actor_rollout_ref.*.optim.override_optimizer_config.*": SPEED,
-    "actor_rollout_ref.*.optim.optimizer_impl": "torch's or Megatron's",
-    "actor_rollout_ref.*.optim.lr_decay_steps": "the whole run",
-    "actor_rollout_ref.*.optim.lr_warmup_init": "from 0",
-    "actor_rollout_ref.*.optim.total_training_steps": "the whole run",
-    "actor_rollout_ref.actor.use_prefix_grouper": SPEED,
-    "actor_rollout_ref.actor.calculate_sum_pi_squared": "of metrics alone",
-    "actor_rollout_ref.actor.shuffle": "mini-batches keep the order in which prompts were drawn",
-    "actor_rollout_ref.actor.kl_loss_*": "no penalty",
-    "actor_rollout_ref.actor.clip_ratio": "clip_ratio_low and clip_ratio_high say it",
-    "actor_rollout_ref.actor.clip_ratio_c": "of loss_mode vanilla",
-    "actor_rollout_ref.actor.calculate_*": LOGS,
-    "actor_rollout_ref.actor.freeze_vision_tower": "no vision tower",
-    "actor_rollout_ref.actor.grad_clip": "optim.clip_grad says it",
-    "actor_rollout_ref.actor.data_loader_seed": SPEED,
-    "actor_rollout_ref.actor.policy_loss.*": "of other losses",
-    "actor_rollout_ref.ref.*": SPEED,
-    "actor_rollout_ref.rollout.mode": SPEED,
-    "actor_rollout_ref.rollout.nnodes": "of engines apart",
-    "actor_rollout_ref.rollout.n_gpus_per_node": "of engines apart",
-    "actor_rollout_ref.rollout.enable_chunked_prefill": SPEED,
-    "actor_rollout_ref.rollout.enable_prefix_caching": SPEED,
-    "actor_rollout_ref.rollout.free_cache_engine": "engines leave the device where it is shared",
-    "actor_rollout_ref.rollout.max_num_batched_tokens": SPEED,
-    "actor_rollout_ref.rollout.load_format": "weights come by the weight sync",
-    "actor_rollout_ref.rollout.layered_summon": SPEED,
-    "actor_rollout_ref.rollout.calculate_log_probs": "engines always say them",
-    "actor_rollout_ref.rollout.logprobs_mode": "of the distribution that is drawn from",
-    "actor_rollout_ref.rollout.ignore_eos": "false",
-    "actor_rollout_ref.rollout.prompt_length": "data.max_prompt_length",
-    "actor_rollout_ref.rollout.response_length": "data.max_response_length",
-    "actor_rollout_ref.rollout.dtype": "model.dtype",
-    "actor_rollout_ref.rollout.agent.num_workers": SPEED,
-    "actor_rollout_ref.rollout.agent.default_agent_loop": "single turns",
-    "actor_rollout_ref.rollout.multi_turn.*": "single turns",
-    "actor_rollout_ref.rollout.checkpoint_engine.*": "the weight sync is rltrain's own",
-    "actor_rollout_ref.rollout.update_weights_bucket_megabytes": "the weight sync is rltrain's own",
-    "actor_rollout_ref.rollout.trace.*": LOGS,
-    "actor_rollout_ref.rollout.prometheus.*": LOGS,
-    "actor_rollout_ref.rollout.disable_log_stats": LOGS,
-    "actor_rollout_ref.rollout.val_kwargs.*": "greedy",
-    "actor_rollout_ref.rollout.moe_*": SPEED,
-    "actor_rollout_ref.rollout.engine_kwargs.*": SPEED,
-    "actor_rollout_ref.rollout.skip*": SPEED,
-    "actor_rollout_ref.rollout.cudagraph_*": SPEED,
-    "actor_rollout_ref.rollout.multi_stage_wake_up": SPEED,
-    "actor_rollout_ref.rollout.disaggregation.*": SPEED,
-    "actor_rollout_ref.actor.veomni.*": "of VeOmni",
-    "actor_rollout_ref.actor.torchtitan.*": "of torchtitan",
-    "--config-*": "of Hydra",
-    "hydra.*": "of Hydra",
-}
+HARMLESS = by_pattern("""
+no Ray: ray_kwargs.*
+of logs alone: global_profiler.* *.profiler.* trainer.logger trainer.log_val_generations trainer.rollout_data_dir
+    trainer.validation_data_dir trainer.val_only
+evaluated before the first step always: trainer.val_before_train
+of speed or memory alone: trainer.balance_batch trainer.use_legacy_worker_impl trainer.use_v1 trainer.nccl_timeout
+found by itself: trainer.device
+the role is not placed: trainer.critic_warmup
+of the trainer's queues: trainer.v1.*
+of checkpoint files: trainer.default_hdfs_dir trainer.del_local_ckpt_after_load trainer.max_*_ckpt_to_keep
+    trainer.resume_from_path *.checkpoint.*
+of speed or memory alone: transfer_queue.* data.val_batch_size
+of the trainer's queues: async_training.*
+rows are read as they are: data.return_raw_*
+functions take the columns that they name: data.reward_fn_key
+prompts are drawn as engines get free: data.gen_batch_size
+of speed or memory alone: data.*num_workers data.filter_overlong_prompts_workers data.use_shm reward*.num_workers
+    reward*.launch_reward_fn_async actor_rollout_ref.nccl_timeout
+    actor_rollout_ref.model.{use_fused_kernels,fused_kernel_options.*,use_liger,use_shm,enable_*}
+    actor_rollout_ref.model.override_config.attn_implementation actor_rollout_ref.*.use_torch_compile
+    actor_rollout_ref.*.entropy_*
+no code of a checkpoint is run: data.trust_remote_code actor_rollout_ref.model.trust_remote_code
+prompts are text: data.image_patch_size data.image_key
+no prompt is longer than data.max_prompt_length: data.truncation
+all rows are evaluated: data.validation_shuffle
+of the trainer: model_engine
+the role is not placed: critic.* reward*.rollout.* reward.reward_model.* reward_model.*
+no penalty: algorithm.kl_ctrl.* actor_rollout_ref.actor.kl_loss_*
+groups whose rewards are equal have equal metrics: algorithm.filter_groups.metric
+sequences are packed always: actor_rollout_ref.model.use_remove_padding
+no adapters, or of how they are stored: actor_rollout_ref.model.lora*
+config.json tells it: actor_rollout_ref.model.override_config.model_config.max_position_embeddings
+of FSDP: actor_rollout_ref.*.fsdp_config.*
+of the trainer: actor_rollout_ref.*.model_engine actor_rollout_ref.*.strategy
+of speed or memory alone: actor_rollout_ref.*.use_dynamic_bsz actor_rollout_ref.*.log_prob_*
+    actor_rollout_ref.*.ppo_micro_batch_size* actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+    actor_rollout_ref.*.ulysses_sequence_parallel_size actor_rollout_ref.*.megatron.{*_offload,sequence_parallel}
+of checkpoint files or speed: actor_rollout_ref.*.megatron.use_*
+of checkpoint files: actor_rollout_ref.*.megatron.{*mbridge,dist_checkpointing_path}
+model.dtype: actor_rollout_ref.*.megatron.dtype actor_rollout_ref.rollout.dtype
+of speed or memory alone: actor_rollout_ref.*.megatron.override_ddp_config.*
+    actor_rollout_ref.*.megatron.override_transformer_config.{apply_rope_fusion,attention_backend,*fusion*}
+    actor_rollout_ref.*.megatron.override_transformer_config.{moe_router_dtype,moe_token_dispatcher_type}
+    actor_rollout_ref.*.megatron.override_transformer_config.{moe_enable_deepep,moe_grouped_gemm}
+    actor_rollout_ref.*.megatron.override_transformer_config.{moe_shared_expert_overlap,recompute_*,use_*}
+    actor_rollout_ref.*.megatron.override_transformer_config.{sequence_parallel,context_parallel_*}
+    actor_rollout_ref.*.megatron.override_transformer_config.{deallocate_pipeline_outputs,persist_layer_norm}
+    actor_rollout_ref.*.megatron.override_transformer_config.{gradient_accumulation_fusion,batch_p2p_comm}
+    actor_rollout_ref.*.megatron.override_transformer_config.{overlap_moe_*,variable_seq_lengths,bias_*}
+stages are planned here: actor_rollout_ref.*.megatron.override_transformer_config.{account_for_*,num_layers_in_*}
+stages are planned: actor_rollout_ref.*.megatron.override_transformer_config.pipeline_model_parallel_layout
+config.json tells it: actor_rollout_ref.*.megatron.override_transformer_config.{swiglu,moe_router_enable_expert_bias}
+    actor_rollout_ref.*.megatron.override_transformer_config.{moe_router_score_function,normalization}
+of speed or memory alone: actor_rollout_ref.*.optim.override_optimizer_config.*
+    actor_rollout_ref.actor.{use_prefix_grouper,data_loader_seed}
+torch's or Megatron's: actor_rollout_ref.*.optim.optimizer_impl
+the whole run: actor_rollout_ref.*.optim.{lr_decay_steps,total_training_steps}
+from 0: actor_rollout_ref.*.optim.lr_warmup_init
+of metrics alone: actor_rollout_ref.actor.calculate_sum_pi_squared
+mini-batches keep the order in which prompts were drawn: actor_rollout_ref.actor.shuffle
+clip_ratio_low and clip_ratio_high say it: actor_rollout_ref.actor.clip_ratio
+of loss_mode vanilla: actor_rollout_ref.actor.clip_ratio_c
+of logs alone: actor_rollout_ref.actor.calculate_* actor_rollout_ref.rollout.{trace.*,prometheus.*,disable_log_stats}
+no vision tower: actor_rollout_ref.actor.freeze_vision_tower
+optim.clip_grad says it: actor_rollout_ref.actor.grad_clip
+of other losses: actor_rollout_ref.actor.policy_loss.*
+of speed or memory alone: actor_rollout_ref.ref.*
+    actor_rollout_ref.rollout.{mode,enable_chunked_prefill,enable_prefix_caching,max_num_batched_tokens}
+    actor_rollout_ref.rollout.{layered_summon,agent.num_workers,moe_*,engine_kwargs.*,skip*,cudagraph_*}
+    actor_rollout_ref.rollout.{multi_stage_wake_up,disaggregation.*}
+of engines apart: actor_rollout_ref.rollout.{nnodes,n_gpus_per_node}
+engines leave the device where it is shared: actor_rollout_ref.rollout.free_cache_engine
+weights come by the weight sync: actor_rollout_ref.rollout.load_format
+engines always say them: actor_rollout_ref.rollout.calculate_log_probs
+of the distribution that is drawn from: actor_rollout_ref.rollout.logprobs_mode
+false: actor_rollout_ref.rollout.ignore_eos
+data.max_prompt_length: actor_rollout_ref.rollout.prompt_length
+data.max_response_length: actor_rollout_ref.rollout.response_length
+single turns: actor_rollout_ref.rollout.{agent.default_agent_loop,multi_turn.*}
+the weight sync is rltrain's own: actor_rollout_ref.rollout.{checkpoint_engine.*,update_weights_bucket_megabytes}
+greedy: actor_rollout_ref.rollout.val_kwargs.*
+of VeOmni: actor_rollout_ref.actor.veomni.*
+of torchtitan: actor_rollout_ref.actor.torchtitan.*
+of Hydra: --config-* hydra.*
+""")
 
 
-# verl's supervised trainer. Defaults are those of verl/trainer/config/sft_trainer_engine.yaml.
+# verl's supervised trainer.
 
-RULES = (
-    Rule("data.train_files", "data.train.path", None, paths),
-    Rule("data.messages_key", "data.train.prompt_key", "messages", text),
-    Rule("data.train_batch_size", "batch.prompts_per_step", 256, count),
-    Rule("model.path", "model.path", None, text),
-    Rule("trainer.seed", "seed", 1, count),
-    Rule("trainer.default_local_dir", "checkpoint.dir", None, text),
-    Rule("trainer.project_name", "logging.wandb.project", "gsm8k-sft", text),
-    Rule("trainer.experiment_name", "logging.wandb.name", "test", text),
-    Rule("engine.tensor_model_parallel_size", "actor.parallel.tp", None, count),
-    Rule("engine.pipeline_model_parallel_size", "actor.parallel.pp", None, count),
-    Rule("engine.virtual_pipeline_model_parallel_size", "actor.parallel.vpp", None, count),
-    Rule("engine.context_parallel_size", "actor.parallel.cp", None, count),
-    Rule("engine.expert_model_parallel_size", "actor.parallel.ep", None, count),
-    Rule("engine.expert_tensor_parallel_size", "actor.parallel.etp", None, count),
-    Rule("engine.ulysses_sequence_parallel_size", "actor.parallel.cp", None, count),
-    Rule("optim.lr", "actor.optimizer.lr", 1e-3, real),
-    Rule("optim.weight_decay", "actor.optimizer.weight_decay", 0.01, real),
-    Rule("optim.clip_grad", "actor.optimizer.clip_grad", 1.0, real),
-    Rule("optim.min_lr", "actor.optimizer.min_lr", None, real),
-)
 EACH_EPOCH = "after_each_epoch"
 DECAYS = ("constant", "cosine", "linear")
-SFT_HARMLESS = {
-    "engine.*": "of speed or checkpoint files",
-    "engine": "of the trainer",
-    "strategy": "of the trainer",
-    "model_engine": "of the trainer",
-    "model": "of the trainer",
-    "optim": "of the trainer",
-    "optim.override_optimizer_config.*": "of speed or memory alone",
-    "optim.lr_warmup_init": "from 0",
-    "optim.lr_decay_steps": "the whole run",
-    "model.use_remove_padding": "sequences are packed always",
-    "model.trust_remote_code": "no code of a checkpoint is run",
-    "model.enable_gradient_checkpointing": "of memory alone",
-    "model.use_liger": "of speed alone",
-    "model.lora*": "no adapters, or of how they are stored",
-    "optim.optimizer_impl": "torch's or Megatron's",
-    "data.*micro_batch_size*": "micro-batches are counted in tokens",
-    "data.use_dynamic_bsz": "micro-batches are counted in tokens",
-    "data.max_token_len_per_gpu": "micro-batches are counted in tokens",
-    "data.pad_mode": "sequences are packed always",
-    "data.ignore_input_ids_mismatch": "templates are checked",
-    "data.truncation": "longer conversations are left out",
-    "data.num_workers": "of speed alone",
-    "data.*": "of reading rows",
-    "trainer.test_freq": "without data.val_files nothing is held out",
-    "trainer.*": "of logs and checkpoint files",
-    "global_profiler.*": "of logs alone",
-    "profiler.*": "of logs alone",
-    "checkpoint.*": "of checkpoint files",
-    "--*": "of Hydra and torchrun",
-    "-m": "the trainer",
-}
+SFT_HARMLESS = by_pattern("""
+of speed or checkpoint files: engine.*
+of the trainer: engine strategy model_engine model optim
+of speed or memory alone: optim.override_optimizer_config.*
+from 0: optim.lr_warmup_init
+the whole run: optim.lr_decay_steps
+sequences are packed always: model.use_remove_padding data.pad_mode
+no code of a checkpoint is run: model.trust_remote_code
+of memory alone: model.enable_gradient_checkpointing
+of speed alone: model.use_liger data.num_workers
+no adapters, or of how they are stored: model.lora*
+torch's or Megatron's: optim.optimizer_impl
+micro-batches are counted in tokens: data.*micro_batch_size* data.use_dynamic_bsz data.max_token_len_per_gpu
+templates are checked: data.ignore_input_ids_mismatch
+longer conversations are left out: data.truncation
+of reading rows: data.*
+without data.val_files nothing is held out: trainer.test_freq
+of logs and checkpoint files: trainer.*
+of logs alone: global_profiler.* profiler.*
+of checkpoint files: checkpoint.*
+of Hydra and torchrun: --*
+the trainer: -m
+""")
 
 
 def translate_sft(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
     out.set("algorithm", "sft", "verl.trainer.sft_trainer")
-    apply(RULES, keys, out)
+    apply(VERL_SFT, keys, out)
     out.set("data.train.response_key", None, "messages are whole conversations")
     out.set("data.train.label_key", None, "conversations have no labels")
     longest = count(keys.get("data.max_length", 1024))
@@ -360,61 +260,12 @@ SECTIONS = (
 MODULE = "-m"
 LABEL = "reward_model.ground_truth"
 
-MEGATRON = (
-    Rule(A + "megatron.tensor_model_parallel_size", "actor.parallel.tp", 1, count),
-    Rule(A + "megatron.pipeline_model_parallel_size", "actor.parallel.pp", 1, count),
-    Rule(A + "megatron.context_parallel_size", "actor.parallel.cp", 1, count),
-    Rule(A + "megatron.expert_model_parallel_size", "actor.parallel.ep", 1, count),
-    Rule(A + "megatron.expert_tensor_parallel_size", "actor.parallel.etp", None, count),
-    Rule(A + "megatron.virtual_pipeline_model_parallel_size", "actor.parallel.vpp", None, count),
-)
-TRANSFORMER = A + "megatron.override_transformer_config."
-EXPERTS = (
-    Rule(TRANSFORMER + "moe_aux_loss_coeff", "model.moe.aux_loss_coef", None, real),
-    Rule(TRANSFORMER + "moe_z_loss_coeff", "model.moe.z_loss_coef", None, real),
-    Rule(TRANSFORMER + "moe_router_bias_update_rate", "model.moe.bias_update_rate", None, real),
-)
-PLAIN = (
-    Rule("data.train_files", "data.train.path", "~/data/rlhf/gsm8k/train.parquet", paths),
-    Rule("data.prompt_key", "data.train.prompt_key", "prompt", text),
-    Rule("data.max_prompt_length", "data.max_prompt_tokens", 512, count),
-    Rule("data.max_response_length", "rollout.sampling.max_response_tokens", 512, count),
-    Rule("data.shuffle", "data.shuffle", True, truth),
-    Rule("data.seed", "seed", None, count),
-    Rule("data.train_batch_size", "batch.prompts_per_step", 1024, count),
-    Rule(R + "n", "batch.samples_per_prompt", 1, count),
-    Rule(R + "temperature", "rollout.sampling.temperature", 1.0, real),
-    Rule(R + "top_p", "rollout.sampling.top_p", 1.0, real),
-    Rule(R + "top_k", "rollout.sampling.top_k", -1, top_k_of),
-    Rule(R + "tensor_model_parallel_size", "rollout.parallel.tp", 2, count),
-    Rule(R + "max_num_seqs", "rollout.max_running_requests", 256, count),
-    Rule(R + "quantization", "rollout.dtype", None, one_of({"fp8": "fp8"}, "types of engines' weights")),
-    Rule(A + "ppo_epochs", "batch.epochs", 1, count),
-    Rule(A + "clip_ratio_low", "loss.clip_low", 0.2, real),
-    Rule(A + "clip_ratio_high", "loss.clip_high", 0.2, real),
-    Rule(A + "entropy_coeff", "loss.entropy_coef", 0.0, real),
-    Rule(A + "tau_pos", "loss.sapo.tau_pos", 1.0, real),
-    Rule(A + "tau_neg", "loss.sapo.tau_neg", 1.05, real),
-    Rule(A + "policy_loss.clip_cov_ratio", "loss.clip_cov.ratio", None, real),
-    Rule(A + "policy_loss.clip_cov_lb", "loss.clip_cov.low", None, real),
-    Rule(A + "policy_loss.clip_cov_ub", "loss.clip_cov.high", None, real),
-    Rule(A + "policy_loss.kl_cov_ratio", "loss.kl_cov.ratio", None, real),
-    Rule(A + "policy_loss.ppo_kl_coef", "loss.kl_cov.coef", None, real),
-    Rule("actor_rollout_ref.model.path", "model.path", "~/models/deepseek-llm-7b-chat", text),
-    Rule("trainer.save_freq", "checkpoint.save_interval", -1, interval),
-    Rule("trainer.test_freq", "evaluation.interval", -1, interval),
-    Rule("trainer.default_local_dir", "checkpoint.dir", None, text),
-    Rule("trainer.max_actor_ckpt_to_keep", "checkpoint.keep", None, interval),
-    Rule("trainer.project_name", "logging.wandb.project", None, text),
-    Rule("trainer.experiment_name", "logging.wandb.name", None, text),
-)
-
 
 def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
     if "sft" in str(keys.get(MODULE, "")):
         translate_sft(keys, out, rows)
         return
-    apply(PLAIN, keys, out)
+    apply(VERL, keys, out, dtype=one_of({"fp8": "fp8"}, "types of engines' weights"))
     _batch(keys, out)
     _placement(keys, out)
     _trainer(keys, out)
@@ -517,8 +368,7 @@ def _trainer(keys: SourceKeys, out: Translation) -> None:
     set_verls_prediction_layers(keys, out, "actor_rollout_ref.model.", megatron)
     set_kind_of_optimizer(keys, out, A + "optim.")
     if megatron:
-        apply(MEGATRON, keys, out)
-        apply(EXPERTS, keys, out)
+        apply(VERL_MEGATRON, keys, out)
         if out.get("actor.parallel.vpp") > 1 and out.get("actor.parallel.pp") == 1:
             chunks = out.settings.pop("actor.parallel.vpp")
             out.leave(chunks.origin, chunks.value, "one stage has no other to take turns with")

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+from rltrain.config.foreign import ACTOR, ROLLOUT, Pair
 from rltrain.import_config.shared_rules import megatron_options, set_adapters, set_megatron_optimizer
 from rltrain.import_config.translation import (
     ALGORITHMS,
@@ -10,7 +11,6 @@ from rltrain.import_config.translation import (
     NOTHING,
     WHITENED,
     WITH_STD,
-    Rule,
     SourceKeys,
     Translation,
     UntranslatableError,
@@ -21,8 +21,8 @@ from rltrain.import_config.translation import (
     pair,
     ranks,
     real,
+    set_clip,
     take_rewards,
-    text,
     truth,
 )
 
@@ -171,7 +171,7 @@ def set_kind_of_optimizer(keys: SourceKeys, out: Translation, prefix: str) -> No
 
 # Of verl's keys what is learned: algorithm, loss, optimizer.
 
-A, R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+A, R = ACTOR, ROLLOUT
 POLICIES = {
     "vanilla": "clip",
     "gspo": "gspo",
@@ -340,10 +340,10 @@ def set_optimizer(keys: SourceKeys, out: Translation, prefix: str, role: str, lr
     here = f"{role}.optimizer."
     decay = str(keys.first(prefix + "lr_scheduler_type", prefix + "lr_decay_style", default="constant")[1])
     rules = (
-        Rule(prefix + "lr", here + "lr", lr, real),
-        Rule(prefix + "weight_decay", here + "weight_decay", 0.01, real),
-        Rule(prefix + "clip_grad", here + "clip_grad", 1.0, real),
-        Rule(prefix + "min_lr", here + "min_lr", None, real),
+        Pair(prefix + "lr", here + "lr", lr),
+        Pair(prefix + "weight_decay", here + "weight_decay", 0.01),
+        Pair(prefix + "clip_grad", here + "clip_grad", 1.0),
+        Pair(prefix + "min_lr", here + "min_lr"),
     )
     apply(rules, keys, out)
     if decay in DECAYS:
@@ -367,11 +367,11 @@ def set_optimizer(keys: SourceKeys, out: Translation, prefix: str, role: str, lr
 def set_critic(keys: SourceKeys, out: Translation) -> None:
     set_optimizer(keys, out, "critic.optim.", "critic", 1e-5)
     rules = (
-        Rule("critic.model.path", "critic.path", None, text),
-        Rule("critic.cliprange_value", "critic.value_clip", 0.5, real),
-        Rule("trainer.critic_warmup", "critic.critic_warmup_steps", 0, count),
-        Rule("critic.megatron.tensor_model_parallel_size", "critic.parallel.tp", None, count),
-        Rule("critic.megatron.pipeline_model_parallel_size", "critic.parallel.pp", None, count),
+        Pair("critic.model.path", "critic.path"),
+        Pair("critic.cliprange_value", "critic.value_clip", 0.5),
+        Pair("trainer.critic_warmup", "critic.critic_warmup_steps", 0),
+        Pair("critic.megatron.tensor_model_parallel_size", "critic.parallel.tp"),
+        Pair("critic.megatron.pipeline_model_parallel_size", "critic.parallel.pp"),
     )
     apply(rules, keys, out)
     dynamic = truth(keys.get("critic.use_dynamic_bsz", keys.get(A + "use_dynamic_bsz", False)))
@@ -488,8 +488,8 @@ def set_teacher(keys: SourceKeys, out: Translation) -> None:
     own = str(keys.get(LOSS + "policy_loss_mode", "vanilla"))
     if own != "vanilla":
         out.differs(LOSS + "policy_loss_mode", own, "the policy loss is that of loss.policy")
-    for end in ("low", "high"):
-        out.set(f"loss.clip_{end}", real(keys.get(f"{LOSS}clip_ratio_{end}", 0.2)), f"{LOSS}clip_ratio_{end}")
+    ends = (LOSS + "clip_ratio_low", LOSS + "clip_ratio_high")
+    set_clip(out, *(keys.get(end, 0.2) for end in ends), *ends)
 
 
 def _set_distance(keys: SourceKeys, out: Translation) -> None:

@@ -1,6 +1,6 @@
 """What differs between model families: how their config reads, and one table of parameters for each."""
 
-from rltrain.models.architecture import MLA, Architecture, Unlisted, Windows
+from rltrain.models.architecture import MLA, Architecture, Unlisted
 from rltrain.models.canonical import (
     NUM_LABELS,
     canonical_tensors,
@@ -18,6 +18,7 @@ from rltrain.models.delta_net import DeltaNet
 from rltrain.models.experts import ExpertLayers
 from rltrain.models.rope_scaling import DynamicScaling, LinearScaling, LongRopeScaling, RopeScaling, YarnScaling
 from rltrain.models.table import Layer, LayerKind, Part, Row, Split, Table
+from rltrain.models.windows import Windows
 
 __all__ = [
     "MLA",

@@ -1,23 +1,18 @@
 """The shape of a model, read from config.json. A key that changes the computation is used or refused."""
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rltrain.errors import listed, one_of
 from rltrain.models.config_file import ConfigReader
-from rltrain.models.delta_net import (
-    DECODER_PREFIX,
-    DELTA_FAMILIES,
-    DeltaNet,
-    language_model,
-    names_of_files,
-    read_delta_net,
-)
-from rltrain.models.experts import READ_MOE, ExpertLayers, read_moe
-from rltrain.models.rope_scaling import LAYER_TYPES, Scaling, YarnScaling, read_rope
+from rltrain.models.delta_net import DECODER_PREFIX, DeltaNet, names_of_files, read_delta_net
+from rltrain.models.experts import ExpertLayers, read_moe
+from rltrain.models.registry import FAMILIES, MLP_BIAS, REFUSED_FAMILIES, SOFTCAPS, Activation, Family, Told
+from rltrain.models.rope_scaling import Scaling, YarnScaling, read_rope
 from rltrain.models.table import CanonicalTensors, LayerKind, stored_names
+from rltrain.models.windows import WINDOW_SWITCH, Windows, read_windows
 from rltrain.runtime.json_text import read_json
 
 # The tokens that end a text, by the files of a checkpoint.
@@ -50,17 +45,6 @@ def check_padding(config: ConfigReader, vocab_size: int) -> None:
         config.token("pad_token_id", token, vocab_size, least=-1)
 
 
-# Families that are asked for and that nothing here trains, serves or converts, each with the reason.
-
-INDEXED = "a token attends to those that an indexer of each layer chooses, which is learned by a loss of its own"
-REFUSED_FAMILIES = {
-    "gemma3": "its checkpoints hold a picture encoder beside the language model; those of gemma3_text hold that alone",
-    "nemotron_h": "most layers are Mamba's, by whose rule nothing here keeps the state of a sample",
-    **dict.fromkeys(("glm_moe_dsa", "deepseek_v32"), INDEXED),
-    "mimo_v2_flash": "heads are of two sizes by layer, of which layouts know one",
-}
-
-
 # Multi-head latent attention: its shape, and how config.json describes it.
 
 
@@ -90,115 +74,8 @@ def read_mla(config: ConfigReader) -> MLA:
     )
 
 
-# Layers of which a token attends to the last ones before it alone, and how config.json names them.
-
-
-@dataclass(frozen=True)
-class Windows:
-    """A token of the layers that are marked in `layers` [layers] attends to `size` tokens, itself the last of them."""
-
-    size: int
-    layers: tuple[bool, ...]
-
-    def of(self, layer: int) -> int | None:
-        """The window of a layer; None where it has none."""
-        return self.size if self.layers[layer] else None
-
-
-MISTRAL_WINDOW = 4096  # what transformers assumes where the key is absent
-BY_LAYER_WINDOW = {"gemma2": 4096, "gemma3_text": 4096, "gpt_oss": 128}
-"""As much, of families whose layers differ."""
-SWITCHED_FAMILIES = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
-WINDOW_SWITCH = "use_sliding_window"
-"""The key that turns on windows of those families."""
-SWITCHED_WINDOW, FIRST_SWITCHED = 4096, 28
-"""Of those families, what transformers assumes where sliding_window and max_window_layers are absent."""
-PATTERN = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}  # of so many layers the last one attends to everything
-
-
-def read_windows(config: ConfigReader, num_layers: int, max_positions: int) -> Windows | None:
-    """None where no layer slides, or where a window holds all positions."""
-    family = config.values["model_type"]
-    if family in DELTA_FAMILIES:
-        return None
-    if family not in READ:
-        if config.values.get("layer_types") and not config.are_all("layer_types", (LAYER_TYPES["full"],)):
-            raise config.error("layer_types", "full_attention in every layer")
-        return None
-    windows = READ[family](config, num_layers)
-    return windows if windows and windows.size < max_positions and any(windows.layers) else None
-
-
-def _in_every_layer(absent: int | None) -> Callable[[ConfigReader, int], Windows | None]:
-    """Of families whose layers all have a window, or none has; `absent` is what holds where the key is not there."""
-
-    def read(config: ConfigReader, num_layers: int) -> Windows | None:
-        size = config.count("sliding_window") if config.values.get("sliding_window") is not None else None
-        size = absent if "sliding_window" not in config.values else size
-        return None if size is None else Windows(size, (True,) * num_layers)
-
-    return read
-
-
-def _by_layer_types(config: ConfigReader, num_layers: int) -> Windows | None:
-    family = config.values["model_type"]
-    if config.values.get("sliding_window", BY_LAYER_WINDOW[family]) is None:
-        return None
-    layers = _named_layers(config, num_layers)
-    if layers is None:
-        pattern = config.count("sliding_window_pattern", default=PATTERN[family])
-        layers = tuple((layer + 1) % pattern != 0 for layer in range(num_layers))
-    return Windows(config.count("sliding_window", default=BY_LAYER_WINDOW[family]), layers)
-
-
-def _switched(config: ConfigReader, num_layers: int) -> Windows | None:
-    """Returns the windows of Qwen's families as transformers has them. layer_types names the layers, but in qwen3_moe,
-    which has windows in all. Without it qwen2 and qwen3 have them from max_window_layers on, and qwen2_moe in every
-    other layer before."""
-    family, layers = config.values["model_type"], range(num_layers)
-    size = None
-    if config.take(WINDOW_SWITCH, bool, default=False):
-        if config.values.get("sliding_window", SWITCHED_WINDOW) is None:
-            raise config.error("sliding_window", f"an integer where {WINDOW_SWITCH} is true")
-        size = config.count("sliding_window", default=SWITCHED_WINDOW)
-    bound = config.take("max_window_layers", int, default=FIRST_SWITCHED)
-    slides = tuple(layer >= bound for layer in layers)
-    if family == "qwen2_moe":
-        slides = tuple(layer < bound and layer % 2 == 0 for layer in layers)
-    elif family == "qwen3_moe":
-        slides = (True,) * num_layers
-    named = _named_layers(config, num_layers)
-    if named is not None and any(named) and size is None:
-        raise config.error("layer_types", f"full_attention in every layer where {WINDOW_SWITCH} is not true")
-    if named is not None and size is not None and family == "qwen3_moe" and named != slides:
-        raise config.error("layer_types", "sliding_attention in every layer, as transformers has them in this family")
-    return None if size is None else Windows(size, slides if named is None else named)
-
-
-def _named_layers(config: ConfigReader, num_layers: int) -> tuple[bool, ...] | None:
-    """Returns [layers] which slide by layer_types; None without it."""
-    kinds = config.values.get("layer_types")
-    if kinds is None:
-        return None
-    if not config.are_all("layer_types", LAYER_TYPES.values(), num_layers):
-        raise config.error("layer_types", f"one of {listed(LAYER_TYPES.values())} for each of {num_layers} layers")
-    return tuple(kind == LAYER_TYPES["sliding"] for kind in kinds)
-
-
-READ = {
-    **dict.fromkeys(SWITCHED_FAMILIES, _switched),
-    "phi3": _in_every_layer(None),
-    "mistral": _in_every_layer(MISTRAL_WINDOW),
-    "mixtral": _in_every_layer(None),
-    "gemma2": _by_layer_types,
-    "gemma3_text": _by_layer_types,
-    "gpt_oss": _by_layer_types,
-}
-
-
 # Keys of config.json that change the computation, and families in which that is not supported.
 
-MLP_BIAS = "mlp_bias"
 # Features that change the computation and that neither the trainer nor the engine has: key -> values that mean "off".
 UNSUPPORTED = {
     MLP_BIAS: (False, None),
@@ -217,71 +94,27 @@ UNSUPPORTED = {
     "qk_norm_type": ("per_layer", None),
     "swiglu_limit": (7.0, None),
 }
-ATTENTION_BIAS = {"llama": False, "glm4": True, "glm4_moe": False, "seed_oss": True, "mimo": True, "gpt_oss": True}
-ATTENTION_BIAS |= {"qwen3": False, "qwen3_moe": False}
-"""Families of which some models have biases in the projections to heads: whether, where attention_bias is absent."""
-OUTPUT_BIAS = {
-    **dict.fromkeys(("llama", "qwen3", "qwen3_moe"), ("attention_bias", bool, False)),
-    "seed_oss": ("attention_out_bias", bool, False),
-    "gpt_oss": ("attention_bias", bool, True),
-}
-"""Families of which some have one on what attention adds to the hidden state too: the key that says so, its type, and
-what holds where it is absent."""
-BFLOAT16_HINT = "; its files in MXFP4 are not read, those in bfloat16 are (unsloth/gpt-oss-20b-BF16)"
-GELU_TANH = "gelu_pytorch_tanh"
-HIDDEN_ACT = {
-    "gemma": ("hidden_act", GELU_TANH, "gelu"),
-    "gemma2": ("hidden_activation", GELU_TANH),
-    "gemma3_text": ("hidden_activation", GELU_TANH),
-    "nemotron": ("hidden_act", "relu2"),
-}
-"""Key and values of the activation of families that have another one than hidden_act silu: Gemma's own files say gelu
-and mean that by tanh, as transformers takes it."""
-SOFTCAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-"""Of Gemma 2's scores and logits, with what transformers assumes where the key is absent."""
-SUPPORTED = {MLP_BIAS: ("llama",), WINDOW_SWITCH: SWITCHED_FAMILIES, **dict.fromkeys(SOFTCAPS, ("gemma2",))}
-"""Families that have some of UNSUPPORTED all the same, by key."""
 
 
-def refuse_unsupported(config: ConfigReader, family: str) -> None:
-    """Raises CheckpointError where a key has a value that the family is not supported with."""
+def refuse_unsupported(config: ConfigReader, name: str) -> None:
+    """Raises CheckpointError where a key has a value that the family of this name is not supported with."""
+    family = FAMILIES[name]
     for key, off in UNSUPPORTED.items():
-        if config.values.get(key) not in off and family not in SUPPORTED.get(key, ()):
-            hint = BFLOAT16_HINT if (family, key) == ("gpt_oss", "quantization_config") else ""
-            raise config.error(key, f"{off[0]!r}: nothing else is supported for {family}{hint}")
-    key, *values = HIDDEN_ACT.get(family, ("hidden_act", "silu"))
+        if config.values.get(key) not in off and key not in family.has:
+            hint = family.quantized_hint if key == "quantization_config" else ""
+            raise config.error(key, f"{off[0]!r}: nothing else is supported for {name}{hint}")
+    key, *values = family.activation
     if config.values.get(key) not in (*values, None):
-        raise config.error(key, f"{values[0]}: nothing else is supported for {family}")
-    if config.take("attention_bias", bool, default=False) and family not in ATTENTION_BIAS:
-        raise config.error("attention_bias", f"False: nothing else is supported for {family}")
+        raise config.error(key, f"{values[0]}: nothing else is supported for {name}")
+    if config.take("attention_bias", bool, default=False) and family.attention_bias is None:
+        raise config.error("attention_bias", f"False: nothing else is supported for {name}")
 
 
 # The shape of a model, read from the config.json of a Hugging Face checkpoint.
 
-FAMILIES = (
-    "llama", "mistral", "qwen2", "qwen3", "phi3", "glm4", "gemma", "gemma2", "gemma3_text", "seed_oss", "mimo",
-    "nemotron",
-    "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite", "minimax_m2",
-    "hy_v3", "gpt_oss", *DELTA_FAMILIES,
-)  # fmt: skip
 CONFIG_FILE = "config.json"
 Head = Literal["vocabulary", "value"]
 """What stands on top of a model: a logit per token of the vocabulary, or one value."""
-Activation = Literal["silu", "gelu_tanh", "clamped_swish", "relu_squared"]
-"""Of the gate of an MLP; GELU by its approximation with tanh, gpt-oss's as models.clamped_swiglu has it. The square of
-ReLU is of MLPs that have no gate."""
-
-HEAD_DIM = {"gpt_oss": 64, **dict.fromkeys(("qwen3", "seed_oss", "minimax_m2", "hy_v3"), 128)}
-HEAD_DIM |= dict.fromkeys(("gemma", "gemma2", "gemma3_text", *DELTA_FAMILIES), 256)
-"""Of families whose heads have a width of their own, what transformers assumes where the key is absent."""
-GEMMA_FAMILIES = ("gemma", "gemma2", "gemma3_text")
-TIED_UNLESS_TOLD = GEMMA_FAMILIES
-QK_NORM_FAMILIES = ("qwen3", "qwen3_moe", "gemma3_text", "minimax_m2", "hy_v3", *DELTA_FAMILIES)
-LATENT_FAMILIES = ("deepseek_v3", "kimi_k2", "glm4_moe_lite")
-QKV_BIAS_FAMILIES = ("qwen2", "mimo")
-"""Families whose queries, keys and values all have a bias, whatever config.json says."""
-
-GEMMA_QUERY_SCALAR = 256  # what transformers assumes where the key is absent
 
 
 @dataclass(frozen=True)
@@ -384,6 +217,15 @@ class Architecture:
         return replace(self, adapters=AdapterTargets(rank, targets))
 
     @property
+    def classifier(self) -> str:
+        """transformers' class of the same decoder with a score in the vocabulary's place; empty where it has none."""
+        if self.unlisted:
+            return self.unlisted.classifier
+        words = self.family.split("_")
+        family = "".join(f"_{word}" if word[0].isdigit() else word.capitalize() for word in words)
+        return f"{family}ForSequenceClassification"
+
+    @property
     def query_size(self) -> int:
         return self.num_heads * self.head_dim
 
@@ -474,110 +316,104 @@ def read_config(path: Path, config_key: str = "model.path") -> Architecture:
     model needs something that is not supported.
     """
     reader = ConfigReader(path / CONFIG_FILE, config_key=config_key)
-    family = str(reader.values.get("model_type"))
-    if family in REFUSED_FAMILIES:
-        raise reader.error("model_type", f"one of {listed(FAMILIES)}: {REFUSED_FAMILIES[family]}")
-    if family not in FAMILIES:
-        raise reader.error("model_type", one_of(family, FAMILIES))
-    reader = language_model(reader)
-    refuse_unsupported(reader, family)
-    attention_bias = reader.take("attention_bias", bool, default=ATTENTION_BIAS.get(family, False))
+    name = str(reader.values.get("model_type"))
+    if name in REFUSED_FAMILIES:
+        raise reader.error("model_type", f"one of {listed(FAMILIES)}: {REFUSED_FAMILIES[name]}")
+    if name not in FAMILIES:
+        raise reader.error("model_type", one_of(name, FAMILIES))
+    family, reader = FAMILIES[name], language_model(reader)
+    refuse_unsupported(reader, name)
+    attention_bias = reader.take("attention_bias", bool, default=family.attention_bias or False)
     num_heads, hidden_size = reader.count("num_attention_heads"), reader.count("hidden_size")
     num_kv_heads = reader.count("num_key_value_heads", default=num_heads)
     if num_heads % num_kv_heads:
         raise reader.error("num_key_value_heads", f"a divisor of num_attention_heads = {num_heads}")
     num_layers, vocab_size = reader.count("num_hidden_layers"), reader.count("vocab_size")
     check_padding(reader, vocab_size)
-    mla = read_mla(reader) if family in LATENT_FAMILIES else None
-    head_dim = HEAD_DIM.get(family, hidden_size // num_heads)
+    mla = read_mla(reader) if family.latent else None
+    head_dim = family.head_dim or hidden_size // num_heads
     head_dim = mla.plain_head_dim + mla.rope_head_dim if mla else reader.count("head_dim", default=head_dim)
     rope = read_rope(reader, head_dim)
     architecture = Architecture(
-        family=family,
+        family=name,
         num_layers=num_layers,
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        ffn_hidden_size=reader.count("intermediate_size", default=_ffn_hidden_size(reader, family)),
+        ffn_hidden_size=reader.count(
+            "intermediate_size", default=reader.count(family.ffn_key) if family.ffn_key else None
+        ),
         vocab_size=vocab_size,
-        tied_embeddings=reader.take("tie_word_embeddings", bool, default=family in TIED_UNLESS_TOLD),
-        qkv_bias=family in QKV_BIAS_FAMILIES or attention_bias or _has_qkv_bias(reader, family),
-        qk_norm=family in QK_NORM_FAMILIES or reader.take("use_qk_norm", bool, default=False),
-        norm_eps=reader.take("norm_eps" if family == "nemotron" else "rms_norm_eps", float),
+        tied_embeddings=reader.take("tie_word_embeddings", bool, default=family.ties_embeddings),
+        qkv_bias=attention_bias or _has(family.qkv_bias, reader),
+        qk_norm=family.qk_norm or reader.take("use_qk_norm", bool, default=False),
+        norm_eps=reader.take(family.norm_eps, float),
         rope_theta=rope.theta,
         rope_scaling=rope.scaling,
         max_positions=rope.max_positions,
         eos_token_ids=read_eos(path, reader, vocab_size),
-        moe=read_moe(reader, num_layers) if family in READ_MOE else None,
+        moe=read_moe(family.experts, reader, num_layers) if family.experts else None,
         mla=mla,
-        output_bias=family in OUTPUT_BIAS and reader.take(*OUTPUT_BIAS[family]),
-        mlp_bias=family in SUPPORTED[MLP_BIAS] and reader.take(MLP_BIAS, bool, default=False),
+        output_bias=_has(family.output_bias, reader),
+        mlp_bias=MLP_BIAS in family.has and reader.take(MLP_BIAS, bool, default=False),
         rotary_dim=rope.rotated,
-        windows=read_windows(reader, num_layers, rope.max_positions),
+        windows=None if family.delta else read_windows(family.windows, reader, num_layers, rope.max_positions),
         sliding_rope_theta=rope.sliding_theta,
-        post_norms=family == "glm4",
-        rotates_pairs=family == "glm4",
-        norms_projections=family == "minimax_m2",
-        attention_sinks=family == "gpt_oss",
-        activation="clamped_swish" if family == "gpt_oss" else "silu",
+        embedding_scale=hidden_size**0.5 if family.scales_embeddings else 1.0,
+        attention_scale=_attention_scale(reader, family),
+        attention_softcap=_softcap(reader, family, "attn_logit_softcapping"),
+        logits_softcap=_softcap(reader, family, "final_logit_softcapping"),
+        **family.shape,
     )
-    if family in DELTA_FAMILIES:
-        return _with_delta_nets(architecture, reader, path)
-    if family == "nemotron":
-        return replace(architecture, activation="relu_squared", norm_offset=1.0, norm_bias=True)
-    return _gemma(architecture, reader) if family in GEMMA_FAMILIES else architecture
+    return _with_delta_nets(architecture, reader, path) if family.delta else architecture
 
 
-def _ffn_hidden_size(config: ConfigReader, family: str) -> int | None:
-    """Of families without a layer that has no experts, whose configs need not say it."""
-    return config.count("moe_intermediate_size") if family.startswith("qwen3_5_moe") else None
-
-
-def _with_delta_nets(architecture: Architecture, config: ConfigReader, path: Path) -> Architecture:
-    prefix, stacked = names_of_files(architecture.family, stored_names(path))
-    return replace(
-        architecture,
-        norm_offset=1.0,
-        delta=read_delta_net(config, architecture.num_layers),
-        gated_attention=True,
-        decoder_prefix=prefix,
-        stacked_experts=stacked,
-    )
+def language_model(config: ConfigReader) -> ConfigReader:
+    """A reader of what config.json says of the language model, under the model_type that it has as a whole."""
+    name = config.values.get("model_type")
+    family = FAMILIES.get(str(name))
+    if family is None or family.nested is None:
+        return config
+    nested = config.values.get(family.nested)
+    if not isinstance(nested, dict):
+        raise config.error(family.nested, "an object")
+    whole: Mapping[str, Any] = {"tie_word_embeddings": False, **nested, "model_type": name}
+    tied = config.values.get("tie_word_embeddings")
+    return config.inside(family.nested, whole if tied is None else {**whole, "tie_word_embeddings": tied})
 
 
 def is_unlisted(path: Path) -> bool:
     """Whether `path`/config.json names a family without a table."""
     try:
-        family = read_json(path / CONFIG_FILE)["model_type"]
+        name = read_json(path / CONFIG_FILE)["model_type"]
     except (OSError, ValueError, KeyError, TypeError):
         return False
-    return family not in FAMILIES
+    return str(name) not in FAMILIES
 
 
-def _has_qkv_bias(config: ConfigReader, family: str) -> bool:
-    return family == "qwen2_moe" and config.take("qkv_bias", bool, default=True)
+def _has(told: bool | Told, config: ConfigReader) -> bool:
+    return told if isinstance(told, bool) else config.take(told[0], bool, told[1])
 
 
-def _gemma(architecture: Architecture, config: ConfigReader) -> Architecture:
-    """With what Gemma has in all sizes, and Gemma 2 and 3 besides."""
-    scaled = replace(
-        architecture, activation="gelu_tanh", norm_offset=1.0, embedding_scale=architecture.hidden_size**0.5
-    )
-    if architecture.family == "gemma":
-        return scaled
-    scalar = config.take("query_pre_attn_scalar", float, float(GEMMA_QUERY_SCALAR))
+def _with_delta_nets(architecture: Architecture, config: ConfigReader, path: Path) -> Architecture:
+    nested = FAMILIES[architecture.family].nested is not None
+    prefix, stacked = names_of_files(nested, nested and architecture.moe is not None, stored_names(path))
+    delta = read_delta_net(config, architecture.num_layers)
+    return replace(architecture, delta=delta, decoder_prefix=prefix, stacked_experts=stacked)
+
+
+def _attention_scale(config: ConfigReader, family: Family) -> float | None:
+    if family.query_scalar is None:
+        return None
+    scalar = config.take("query_pre_attn_scalar", float, family.query_scalar)
     if not scalar > 0:
         raise config.error("query_pre_attn_scalar", "a number above 0")
-    normed = replace(scaled, attention_scale=scalar**-0.5, post_norms=True)
-    if architecture.family == "gemma3_text":
-        return normed
-    of_scores, of_logits = (_softcap(config, key) for key in SOFTCAPS)
-    return replace(normed, attention_softcap=of_scores, logits_softcap=of_logits)
+    return scalar**-0.5
 
 
-def _softcap(config: ConfigReader, key: str) -> float | None:
-    if key in config.values and config.values[key] is None:
+def _softcap(config: ConfigReader, family: Family, key: str) -> float | None:
+    if key not in family.has or (key in config.values and config.values[key] is None):
         return None
     cap = config.take(key, float, SOFTCAPS[key])
     if cap <= 0:

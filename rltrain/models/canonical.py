@@ -9,36 +9,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rltrain.models.architecture import Architecture, Unlisted
-from rltrain.models.delta_net import DECODER_PREFIX, QWEN3_5, QWEN3_NEXT
+from rltrain.models.delta_net import DECODER_PREFIX
 from rltrain.models.families import (
-    DEEPSEEK_V3,
-    GEMMA2,
-    GEMMA3,
-    GLM4,
-    GLM4_MOE,
-    GPT_OSS,
-    HY_V3,
-    LLAMA,
-    MINIMAX_M2,
-    MISTRAL,
-    MIXTRAL,
     MLP_BIASES,
     MOONLIGHT,
-    NEMOTRON,
     OUTPUT_BIAS,
-    PHI3,
     PROJECTION_NORMS,
     QK_NORMS,
     QKV_BIAS,
-    QWEN2,
-    QWEN2_MOE,
-    QWEN3,
-    QWEN3_MOE,
     VALUE_HEAD,
     stacking_experts,
 )
 from rltrain.models.lora import adapters_of
-from rltrain.models.prediction import PREDICTIONS
+from rltrain.models.registry import FAMILIES, PREDICTIONS
 from rltrain.models.table import (
     CanonicalTensors,
     ElementType,
@@ -51,36 +34,6 @@ from rltrain.models.table import (
     uniform,
 )
 
-TABLES = {
-    "llama": LLAMA,
-    "mistral": MISTRAL,
-    "phi3": PHI3,
-    "glm4": GLM4,
-    "qwen2": QWEN2,
-    "qwen3": QWEN3,
-    "gemma": LLAMA,
-    "gemma2": GEMMA2,
-    "gemma3_text": GEMMA3,
-    "seed_oss": LLAMA,
-    "mimo": QWEN2,
-    "nemotron": NEMOTRON,
-    "qwen2_moe": QWEN2_MOE,
-    "qwen3_moe": QWEN3_MOE,
-    "mixtral": MIXTRAL,
-    "deepseek_v3": DEEPSEEK_V3,
-    "kimi_k2": DEEPSEEK_V3,
-    "glm4_moe": GLM4_MOE,
-    "glm4_moe_lite": DEEPSEEK_V3,
-    "minimax_m2": MINIMAX_M2,
-    "hy_v3": HY_V3,
-    "gpt_oss": GPT_OSS,
-    "qwen3_next": QWEN3_NEXT,
-    "qwen3_5": QWEN3_5,
-    "qwen3_5_text": QWEN3_5,
-    "qwen3_5_moe": QWEN3_5,
-    "qwen3_5_moe_text": QWEN3_5,
-}
-
 NUM_LABELS = 1
 """Scores of a value head, in the terms of transformers' models for sequence classification."""
 
@@ -89,7 +42,7 @@ NUM_LABELS = 1
 def table_of(architecture: Architecture) -> Table:
     """The family's table, or that of its variant, with the head, the biases and the norms of heads that `architecture`
     has."""
-    table = TABLES[architecture.family]
+    table = FAMILIES[architecture.family].table
     if architecture.mla and architecture.mla.q_rank is None:
         table = MOONLIGHT
     if architecture.stacked_experts and architecture.adapters is None:  # each expert has adapters of its own

@@ -6,12 +6,13 @@ from math import prod
 from pathlib import Path
 
 from rltrain.errors import CheckpointError
-from rltrain.models.architecture import CONFIG_FILE, Architecture, read_config
+from rltrain.models.architecture import CONFIG_FILE, Architecture, language_model, read_config
 from rltrain.models.canonical import canonical_tensors
 from rltrain.models.config_file import ConfigReader
-from rltrain.models.delta_net import language_model
+from rltrain.models.registry import FAMILIES
 from rltrain.models.rope_scaling import DynamicScaling, LongRopeScaling
 from rltrain.models.table import INDEX_FILE, SINGLE_FILE, read_weight_map, stored_names
+from rltrain.runtime.json_text import read_json
 
 # The model of a checkpoint folder: what its config.json says, held against the folder's files.
 
@@ -109,6 +110,26 @@ def padding_token(path: Path, config_key: str) -> int | None:
     """The token that stands for nothing: transformers scores a text at the last token that is another one."""
     token = ConfigReader(path / CONFIG_FILE, config_key=config_key).values.get("pad_token_id")
     return token if type(token) is int else None
+
+
+# Layers that predict further tokens.
+
+
+def num_predicting(path: Path, family: str) -> int:
+    """How many layers that predict further tokens the config.json in `path` tells of, or where it says nothing the
+    names of tensors; 0 where it cannot be read, which others tell."""
+    row = FAMILIES.get(family)
+    if row is None or row.prediction is None:
+        return 0
+    try:
+        settings = read_json(path / CONFIG_FILE)
+        settings |= settings.get(row.nested or "", {})
+        told = [settings[key] for key in row.prediction.counts if isinstance(settings.get(key), int)]
+    except (OSError, ValueError, AttributeError, TypeError):
+        return 0
+    if told:
+        return int(told[0])
+    return int(any(name.startswith(row.prediction.prefix) for name in stored_names(path)))
 
 
 # What models of some families have beside attention, MLPs and norms of the usual kind, in words.

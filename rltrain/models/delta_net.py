@@ -5,26 +5,22 @@ Attention of the other layers puts out what a gate of its own lets through, and 
 that of the delta nets' heads.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any
 
 from rltrain.errors import listed
 from rltrain.models.config_file import ConfigReader
 from rltrain.models.families import ATTENTION_OUTPUT, INPUT_NORM, LLAMA, QKV, QWEN2_MOE
 from rltrain.models.table import Layer, Part, Row, Table, in_layer
 
-DELTA_FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 LAYER_TYPES = {"full_attention": False, "linear_attention": True}
 """Of config.json: whether a layer is a gated delta net."""
 ATTENTION_INTERVAL = 4
 """Of so many layers the last one has attention, where config.json says neither that nor the types of layers."""
-NESTED = dict.fromkeys(("qwen3_5", "qwen3_5_moe"), "text_config")
-"""Families whose config.json has the language model under a key, beside that of what encodes pictures."""
 DECODER_PREFIX = "model."
 """Of the names of a decoder's tensors, in files that hold nothing else."""
 NESTED_PREFIX = "model.language_model."
-"""Of their decoder's tensors."""
+"""Of those in files that hold what encodes pictures too."""
 STACKED_EXPERTS = ".mlp.experts.gate_up_proj"
 """Ends the names of tensors that hold all experts of a layer; other files of the same families have one of each."""
 CHUNK_TOKENS = 64
@@ -113,25 +109,11 @@ def _read_layers(config: ConfigReader, num_layers: int) -> tuple[bool, ...]:
     return tuple(LAYER_TYPES[kind] for kind in kinds)
 
 
-def language_model(config: ConfigReader) -> ConfigReader:
-    """A reader of what config.json says of the language model, under the model_type that it has as a whole."""
-    family = config.values.get("model_type")
-    key = NESTED.get(str(family))
-    if key is None:
-        return config
-    nested = config.values.get(key)
-    if not isinstance(nested, dict):
-        raise config.error(key, "an object")
-    whole: Mapping[str, Any] = {"tie_word_embeddings": False, **nested, "model_type": family}
-    tied = config.values.get("tie_word_embeddings")
-    return config.inside(key, whole if tied is None else {**whole, "tie_word_embeddings": tied})
-
-
-def names_of_files(family: str, stored: Collection[str]) -> tuple[str, bool]:
+def names_of_files(nested: bool, stacked: bool, stored: Collection[str]) -> tuple[str, bool]:
     """(what the names of the decoder's tensors begin with, whether those of experts are stacked), by the names that
-    files have; where there are none as in published models."""
+    files have; where there are none, as published models have it: `nested` beside other models, and `stacked`."""
     if not stored:
-        return (NESTED_PREFIX if family in NESTED else DECODER_PREFIX), family == "qwen3_5_moe"
+        return (NESTED_PREFIX if nested else DECODER_PREFIX), stacked
     nested = any(name.startswith(NESTED_PREFIX) for name in stored)
     return (NESTED_PREFIX if nested else DECODER_PREFIX), any(name.endswith(STACKED_EXPERTS) for name in stored)
 

@@ -42,7 +42,7 @@ def is_expert(parameter: str) -> bool:
     return ".experts." in parameter
 
 
-def _read_qwen3_moe(config: ConfigReader, num_layers: int) -> ExpertLayers:
+def read_qwen3_moe(config: ConfigReader, num_layers: int) -> ExpertLayers:
     step = config.count("decoder_sparse_step", default=1)
     listed = config.values.get("mlp_only_layers") or []
     if not isinstance(listed, list) or not all(type(layer) is int for layer in listed):
@@ -58,16 +58,16 @@ def _read_qwen3_moe(config: ConfigReader, num_layers: int) -> ExpertLayers:
     )
 
 
-def _read_qwen2_moe(config: ConfigReader, num_layers: int) -> ExpertLayers:
-    routed = _read_qwen3_moe(config, num_layers)
+def read_qwen2_moe(config: ConfigReader, num_layers: int) -> ExpertLayers:
+    routed = read_qwen3_moe(config, num_layers)
     return replace(routed, shared_ffn_hidden_size=config.count("shared_expert_intermediate_size"), shared_gate=True)
 
 
-def _read_qwen3_5_moe(config: ConfigReader, num_layers: int) -> ExpertLayers:
-    return replace(_read_qwen2_moe(config, num_layers), normalized=True)
+def read_qwen3_5_moe(config: ConfigReader, num_layers: int) -> ExpertLayers:
+    return replace(read_qwen2_moe(config, num_layers), normalized=True)
 
 
-def _read_mixtral(config: ConfigReader, num_layers: int) -> ExpertLayers:
+def read_mixtral(config: ConfigReader, num_layers: int) -> ExpertLayers:
     return ExpertLayers(
         num_experts=config.count("num_local_experts"),
         top_k=config.count("num_experts_per_tok"),
@@ -75,14 +75,14 @@ def _read_mixtral(config: ConfigReader, num_layers: int) -> ExpertLayers:
     )
 
 
-def _read_minimax_m2(config: ConfigReader, num_layers: int) -> ExpertLayers:
+def read_minimax_m2(config: ConfigReader, num_layers: int) -> ExpertLayers:
     if config.values.get("attn_type_list") and not config.are_all("attn_type_list", (1,)):
         raise config.error("attn_type_list", "1 for every layer: attention, which alone is supported")
-    return replace(_read_mixtral(config, num_layers), score="sigmoid")
+    return replace(read_mixtral(config, num_layers), score="sigmoid")
 
 
-def _read_gpt_oss(config: ConfigReader, num_layers: int) -> ExpertLayers:
-    return replace(_read_mixtral(config, num_layers), interleaved=True)
+def read_gpt_oss(config: ConfigReader, num_layers: int) -> ExpertLayers:
+    return replace(read_mixtral(config, num_layers), interleaved=True)
 
 
 def _read_dense_layers(config: ConfigReader, num_layers: int) -> tuple[int, ...]:
@@ -98,7 +98,7 @@ def _read_dense_layers(config: ConfigReader, num_layers: int) -> tuple[int, ...]
     return tuple(range(num_dense))
 
 
-def _read_deepseek_v3(config: ConfigReader, num_layers: int) -> ExpertLayers:
+def read_deepseek_v3(config: ConfigReader, num_layers: int) -> ExpertLayers:
     dense_layers = _read_dense_layers(config, num_layers)
     expert_size = config.count("moe_intermediate_size")
     # transformers 5 writes GLM-4.5's as num_local_experts, which is a name for the same.
@@ -125,7 +125,7 @@ def _read_deepseek_v3(config: ConfigReader, num_layers: int) -> ExpertLayers:
     )
 
 
-def _read_hy_v3(config: ConfigReader, num_layers: int) -> ExpertLayers:
+def read_hy_v3(config: ConfigReader, num_layers: int) -> ExpertLayers:
     """As DeepSeek-V3 under other keys: unless the first layer alone is dense, layers say what they are."""
     expert_size = config.count("moe_intermediate_size")
     listed = config.values.get("mlp_layer_types") is not None or "first_k_dense_replace" in config.values
@@ -140,29 +140,13 @@ def _read_hy_v3(config: ConfigReader, num_layers: int) -> ExpertLayers:
     )
 
 
-READ_MOE: dict[str, Callable[[ConfigReader, int], ExpertLayers]] = {
-    "qwen2_moe": _read_qwen2_moe,
-    "qwen3_moe": _read_qwen3_moe,
-    "qwen3_next": _read_qwen2_moe,
-    "qwen3_5_moe": _read_qwen3_5_moe,
-    "qwen3_5_moe_text": _read_qwen3_5_moe,
-    "mixtral": _read_mixtral,
-    "deepseek_v3": _read_deepseek_v3,
-    "kimi_k2": _read_deepseek_v3,
-    "glm4_moe": _read_deepseek_v3,
-    "glm4_moe_lite": _read_deepseek_v3,
-    "minimax_m2": _read_minimax_m2,
-    "hy_v3": _read_hy_v3,
-    "gpt_oss": _read_gpt_oss,
-}
-"""Of families with experts: what reads them from config.json, given the number of layers."""
 MOST_EXPERTS = 2**18
 """In all layers. Kimi K2 has 23,040."""
 
 
-def read_moe(config: ConfigReader, num_layers: int) -> ExpertLayers:
-    """Returns the experts of a model of READ_MOE. CheckpointError where they are too many."""
-    moe = READ_MOE[config.values["model_type"]](config, num_layers)
+def read_moe(read: Callable[[ConfigReader, int], ExpertLayers], config: ConfigReader, num_layers: int) -> ExpertLayers:
+    """Returns the experts that a family's `read` finds. CheckpointError where they are too many."""
+    moe = read(config, num_layers)
     if moe.top_k > moe.num_experts:
         raise config.error("num_experts_per_tok", f"at most {moe.num_experts}, the number of experts")
     if num_layers * moe.num_experts > MOST_EXPERTS:

@@ -108,7 +108,6 @@ LLAMA = Table(
         split="vocab",
     ),
 )
-MISTRAL = QWEN2 = QWEN3 = LLAMA
 
 GATE_UP_IN_ONE = in_layer(
     ("mlp.gate_up_proj.weight", "ffn+ffn", "hidden"),
@@ -138,7 +137,7 @@ PHI3 = replace(
 )
 
 # Norms before and behind attention and the MLP; Megatron-Bridge calls the latter so.
-GEMMA2 = GEMMA3 = replace(
+GEMMA2 = replace(
     LLAMA,
     dense=Layer(
         (

@@ -6,8 +6,7 @@ from pathlib import Path
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
 from rltrain.models.architecture import Architecture, is_unlisted
-from rltrain.models.checkpoint_model import read_architecture, require_classifier
-from rltrain.models.prediction import num_predicting
+from rltrain.models.checkpoint_model import num_predicting, read_architecture, require_classifier
 from rltrain.runtime.grid import Grid
 from rltrain.tasks.roles import DECLARED
 

@@ -7,12 +7,8 @@ logits of the token behind that one.
 """
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from rltrain.models.architecture import CONFIG_FILE
-from rltrain.models.delta_net import DELTA_FAMILIES, NESTED
-from rltrain.models.table import CHECKPOINT_LAYER, MEGATRON_LAYER, Layer, Part, Row, stored_names
-from rltrain.runtime.json_text import read_json
+from rltrain.models.table import CHECKPOINT_LAYER, MEGATRON_LAYER, Layer, Part, Row
 
 MEGATRON_PREDICTION = "mtp.layers.0."
 """What Megatron's names of its parameters begin with."""
@@ -67,7 +63,7 @@ def _moved(row: Row, prefix: str) -> Row:
     return replace(row, parts=parts, megatron=megatron, megatron_te=of_te, engine=engine, quantizable=False)
 
 
-MIMO = PredictionNames(
+MIMO_PREDICTION = PredictionNames(
     prefix="model.mtp_layers.0.",
     embedding_norm="model.mtp_layers.0.token_layernorm.weight",
     hidden_norm="model.mtp_layers.0.hidden_layernorm.weight",
@@ -76,14 +72,14 @@ MIMO = PredictionNames(
     hidden_first=True,
 )
 # Files may have copies of the embedding and the head there too, which stay as they are.
-DEEPSEEK_V3 = PredictionNames(
+DEEPSEEK_PREDICTION = PredictionNames(
     prefix="model.layers.{depth}.",
     embedding_norm="model.layers.{depth}.enorm.weight",
     hidden_norm="model.layers.{depth}.hnorm.weight",
     projection="model.layers.{depth}.eh_proj.weight",
     final_norm="model.layers.{depth}.shared_head.norm.weight",
 )
-QWEN3_NEXT = PredictionNames(
+QWEN3_NEXT_PREDICTION = PredictionNames(
     prefix="mtp.layers.0.",
     embedding_norm="mtp.pre_fc_norm_embedding.weight",
     hidden_norm="mtp.pre_fc_norm_hidden.weight",
@@ -91,28 +87,3 @@ QWEN3_NEXT = PredictionNames(
     final_norm="mtp.norm.weight",
     counts=("mtp_num_hidden_layers", "num_nextn_predict_layers"),
 )
-PREDICTIONS = {
-    "mimo": MIMO,
-    "deepseek_v3": DEEPSEEK_V3,
-    "glm4_moe": DEEPSEEK_V3,
-    "glm4_moe_lite": DEEPSEEK_V3,
-    **dict.fromkeys(DELTA_FAMILIES, QWEN3_NEXT),
-}
-"""By family."""
-
-
-def num_predicting(path: Path, family: str) -> int:
-    """How many such layers the config.json in `path` tells of, or where it says nothing the names of tensors; 0 where
-    it cannot be read, which others tell."""
-    if family not in PREDICTIONS:
-        return 0
-    prediction = PREDICTIONS[family]
-    try:
-        settings = read_json(path / CONFIG_FILE)
-        settings |= settings.get(NESTED.get(family, ""), {})
-        told = [settings[key] for key in prediction.counts if isinstance(settings.get(key), int)]
-    except (OSError, ValueError, AttributeError, TypeError):
-        return 0
-    if told:
-        return int(told[0])
-    return int(any(name.startswith(prediction.prefix) for name in stored_names(path)))

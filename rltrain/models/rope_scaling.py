@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from rltrain.models.config_file import LARGEST_WHOLE_FLOAT, ConfigReader
-from rltrain.models.delta_net import DELTA_FAMILIES
+from rltrain.models.registry import FAMILIES, Family
+from rltrain.models.windows import LAYER_TYPES
 
 
 @dataclass(frozen=True)
@@ -91,41 +92,30 @@ class Rope(NamedTuple):
     sliding_theta: float | None = None
 
 
-PARTIAL_FAMILIES = {"phi3": 1.0, "glm4": 0.5, "glm4_moe": 0.5, "nemotron": 0.5, "minimax_m2": 1.0}
-PARTIAL_FAMILIES |= dict.fromkeys(DELTA_FAMILIES, 0.25)
-"""Families of which a head may be rotated in part, with what transformers assumes where the key is absent."""
 PARTIAL = "partial_rotary_factor"
 ROTARY_DIM = "rotary_dim"
 """What MiniMax-M2 counts instead: elements, not their share."""
-LAYER_TYPES = {"full": "full_attention", "sliding": "sliding_attention"}
-SLIDING_THETA = {"gemma3_text": 10_000.0}
-"""Families whose sliding layers have a base of their own, with the one of transformers where config.json has none."""
-THETA = {"gemma3_text": 1_000_000.0, "minimax_m2": 5_000_000.0, "hy_v3": 11_158_840.0, "gpt_oss": 150_000.0}
-"""What transformers assumes of some families, where config.json has none; of the others:"""
-DEFAULT_THETA = 10_000.0
 LONG_NAMES = {"longrope": "longrope", "su": "longrope", "yarn": "longrope"}
 """What configs of Phi-3 have called LongRoPE."""
 NEW, OLD = "rope_parameters", "rope_scaling"
 ORIGINAL, LONGEST = "original_max_position_embeddings", "max_position_embeddings"
-ORIGINAL_POSITIONS = {"phi3": 4096}
-"""What transformers' config classes of some families have beside the object, where config.json has nothing."""
-KINDS = {"phi3": ("default", "longrope"), "gemma3_text": ("default", "linear")}
-"""Families that take fewer scalings than these:"""
-ALL_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 
 
 def read_rope(config: ConfigReader, head_dim: int) -> Rope:
     """CheckpointError where a value is none that frequencies could be made of, or a scaling is not supported."""
-    family = config.values["model_type"]
-    rope = _parameters(config)
-    if family in SLIDING_THETA:
-        return _by_kind_of_layer(config, rope, family)
-    if family == "gpt_oss" and not rope.values:
-        raise config.error(OLD, "an object")  # transformers assumes one then
-    theta = _theta(rope, _theta(config, THETA.get(family, DEFAULT_THETA)))
+    family, rope = _family(config), _parameters(config)
+    if family.sliding_theta is not None:
+        return _by_kind_of_layer(config, rope, family.theta, family.sliding_theta)
+    if family.assumes_scaling and not rope.values:
+        raise config.error(OLD, "an object")
+    theta = _theta(rope, _theta(config, family.theta))
     rotated = _read_rotated(config, rope, head_dim)
     scaling = _read_scaling(config, rope, (rotated or head_dim) // 2)
     return Rope(theta, scaling, _max_positions(config, rope, scaling), rotated)
+
+
+def _family(config: ConfigReader) -> Family:
+    return FAMILIES[config.values["model_type"]]
 
 
 def _parameters(config: ConfigReader) -> ConfigReader:
@@ -146,12 +136,11 @@ def _theta(holder: ConfigReader, default: float) -> float:
 
 def _read_scaling(config: ConfigReader, rope: ConfigReader, num_frequencies: int) -> Scaling | None:
     """Returns what the keys of an object come to, in every family."""
-    family = config.values["model_type"]
+    kinds = _family(config).rope_kinds
     type_key = "rope_type" if "rope_type" in rope.values else "type"
     kind = rope.values.get(type_key, "default")
-    if family == "phi3" and isinstance(kind, str):
+    if "longrope" in kinds and isinstance(kind, str):
         kind = LONG_NAMES.get(kind, kind)
-    kinds = KINDS.get(family, ALL_KINDS)
     if kind not in kinds:
         names = [f'"{name}"' for name in kinds]
         raise rope.error(type_key, f"{', '.join(names[:-1])} or {names[-1]}")
@@ -233,7 +222,7 @@ def _max_positions(config: ConfigReader, rope: ConfigReader, scaling: Scaling | 
 
 def _original(config: ConfigReader, rope: ConfigReader) -> int:
     """Returns the positions before scaling. transformers takes those beside the object, then the object's, then all."""
-    beside = ORIGINAL_POSITIONS.get(config.values["model_type"])
+    beside = _family(config).original_positions
     if config.values.get(ORIGINAL) is not None:
         beside = config.count(ORIGINAL)
     original = rope.count(ORIGINAL, default=beside or config.count(LONGEST))
@@ -273,14 +262,14 @@ def _is_divisor(value: object) -> bool:
 
 
 def _read_rotated(config: ConfigReader, rope: ConfigReader, head_dim: int) -> int | None:
-    family = config.values["model_type"]
+    assumed = _family(config).partial_rotary
     holder = rope if rope.values.get(PARTIAL) is not None else config
     given = holder.values.get(PARTIAL)
-    if family not in PARTIAL_FAMILIES:
+    if assumed is None:
         if given not in (None, 1):
             raise holder.error(PARTIAL, "1")
         return None
-    factor = holder.take(PARTIAL, float, PARTIAL_FAMILIES[family])
+    factor = holder.take(PARTIAL, float, assumed)
     rotated = int(head_dim * factor)
     if given is None and config.values.get(ROTARY_DIM) is not None:
         holder, rotated = config, config.count(ROTARY_DIM)
@@ -290,19 +279,19 @@ def _read_rotated(config: ConfigReader, rope: ConfigReader, head_dim: int) -> in
     return None if rotated == head_dim else rotated
 
 
-def _by_kind_of_layer(config: ConfigReader, rope: ConfigReader, family: str) -> Rope:
+def _by_kind_of_layer(config: ConfigReader, rope: ConfigReader, assumed: float, assumed_sliding: float) -> Rope:
     """Of models whose sliding layers have another base: rope_parameters has an object for each kind of layer, or, by
     transformers 4, rope_local_base_freq stands beside rope_theta and rope_scaling."""
     if config.values.get(NEW):
         whole, sliding = (rope.inside(kind, _object(rope, kind)) for kind in LAYER_TYPES.values())
-        theta = _theta(whole, THETA[family])
-        sliding_theta = _theta(sliding, SLIDING_THETA[family])
+        theta = _theta(whole, assumed)
+        sliding_theta = _theta(sliding, assumed_sliding)
         type_key = "rope_type" if "rope_type" in sliding.values else "type"
         if sliding.values.get(type_key, "default") != "default":
             raise sliding.error(type_key, '"default"')
     else:
-        whole, theta = rope, _theta(config, THETA[family])
-        sliding_theta = config.take("rope_local_base_freq", float, SLIDING_THETA[family])
+        whole, theta = rope, _theta(config, assumed)
+        sliding_theta = config.take("rope_local_base_freq", float, assumed_sliding)
     scaling = _read_scaling(config, whole, 0)
     return Rope(theta, scaling, config.count(LONGEST), sliding_theta=sliding_theta)
 

@@ -7,20 +7,14 @@ from rltrain.algorithms.registry import algorithm_of
 from rltrain.config.models import OF_POLICY, FakeQuantization
 from rltrain.config.schema import Config
 from rltrain.models import Architecture, DynamicScaling, YarnScaling
-from rltrain.models.architecture import FAMILIES
-from rltrain.models.checkpoint_model import local_mechanisms, positions_of
-from rltrain.models.prediction import PREDICTIONS, num_predicting
+from rltrain.models.checkpoint_model import local_mechanisms, num_predicting, positions_of
+from rltrain.models.registry import FAMILIES, PREDICTIONS, SERVED_BY_SGLANG, UNTOLD_FAMILIES
 from rltrain.planning.problems import adapted_model_problems, evaluated_text, longest_text, refuse, url_problems
 from rltrain.runtime.grid import Grid, planned_layers
 from rltrain.schedule.shape import RunShape
 from rltrain.tasks.roles import DECLARED, device_roles, model_roles, served_roles, trained_roles
 
 # What families of models have that some ways of cutting, training or serving them lack.
-
-SERVED_BY_SGLANG = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
-"""Families that SGLang is given weights of."""
-UNTOLD_FAMILIES = ("nemotron",)
-"""Whose attention in transformers is not told which tokens are of one sample, so that backend fsdp cannot pack them."""
 
 
 def trained_mechanism_problems(config: Config, key: str, grid: Grid, architecture: Architecture) -> Iterator[str]:

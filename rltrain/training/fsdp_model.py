@@ -27,6 +27,7 @@ from rltrain.errors import ConfigError
 from rltrain.models import NUM_LABELS, Architecture
 from rltrain.models.experts import is_expert
 from rltrain.models.lora import ADAPTER_A, ADAPTER_B, PEFT_PREFIX, WEIGHT, A, B
+from rltrain.models.registry import FAMILIES
 from rltrain.offload.device_memory import check_device, move_to_device
 from rltrain.reshard.fsdp_layout import fsdp_layout, whole_parameters
 from rltrain.reshard.layout import Layout
@@ -211,9 +212,6 @@ def _of_rounded(
 
 # transformers' own model of a checkpoint's config.json, made without memory for its parameters.
 
-BUILT_AS = {"mimo": "qwen2"}
-"""Families that transformers does not have, with the one of which it has the same model."""
-
 
 class ValueModel(torch.nn.Module):
     """A decoder with a score of every token, named as in transformers' models for sequence classification."""
@@ -247,8 +245,8 @@ def empty_model(folder: Path, architecture: Architecture, dtype: torch.dtype) ->
     """With the head that `architecture` has, its parameters of `dtype` on torch's meta device, never in training mode:
     without dropout."""
     register()
-    own = BUILT_AS.get(architecture.family)
-    kind: Any = CONFIG_MAPPING[own] if own else AutoConfig
+    family = FAMILIES.get(architecture.family)
+    kind: Any = CONFIG_MAPPING[family.built_as] if family and family.built_as else AutoConfig
     config = kind.from_pretrained(folder)
     with _parameters_without_memory():
         if architecture.head == "value":

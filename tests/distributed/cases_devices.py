@@ -17,7 +17,7 @@ from rltrain.config import schema
 from rltrain.config.models import Lora
 from rltrain.errors import ConfigError
 from rltrain.models import Architecture, read_architecture
-from rltrain.models.prediction import PREDICTIONS
+from rltrain.models.registry import PREDICTIONS
 from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid

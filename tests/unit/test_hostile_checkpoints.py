@@ -23,7 +23,7 @@ from rltrain.config.models import Lora
 from rltrain.data.tokenizer import end_token_ids
 from rltrain.errors import CheckpointError, UserError
 from rltrain.models import canonical_tensors, read_architecture
-from rltrain.models.prediction import num_predicting
+from rltrain.models.checkpoint_model import num_predicting
 from rltrain.models.table import read_weight_map, stored_names
 from rltrain.models.unlisted import read_unlisted
 from rltrain.reshard.fsdp_layout import fsdp_layout

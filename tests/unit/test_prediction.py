@@ -16,8 +16,9 @@ from rltrain.checkpoint.hf_writer import save_checkpoint
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
 from rltrain.models import Architecture, canonical_tensors, prediction_layer, read_architecture
+from rltrain.models.checkpoint_model import num_predicting
 from rltrain.models.of_roles import role_architectures
-from rltrain.models.prediction import PREDICTIONS, num_predicting
+from rltrain.models.registry import PREDICTIONS
 from rltrain.models.table import is_hidden_matrix
 from rltrain.planning.activation_memory import Activations
 from rltrain.planning.validation import check_config

@@ -59,7 +59,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("algorithms", "data", "models", "observability", "reshard", "rewards", "runtime", "schedule"),
         *("rollout.layout", "rollout.workspace"),
     ),
-    "import_config": (*BASE, "data.rows", "models.of_roles", "planning", "runtime"),
+    "import_config": (*BASE, "data.rows", "models.of_roles", "models.registry", "planning", "runtime"),
     "roles": (
         *BASE,
         *("algorithms", "checkpoint", "data", "endpoint", "environments", "exchange", "models", "observability"),

@@ -18,7 +18,7 @@ from torch import Tensor
 from rltrain.config import schema
 from rltrain.models import Architecture
 from rltrain.models.attention import inverse_frequencies
-from rltrain.models.prediction import PREDICTIONS
+from rltrain.models.registry import PREDICTIONS
 from rltrain.reshard.megatron_layout import padded_vocab_size
 from rltrain.reshard.model_layout import Chunk
 from rltrain.training.megatron.attention import PositionRotaryEmbedding, rotate_by_position
