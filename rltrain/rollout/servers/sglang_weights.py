@@ -20,32 +20,8 @@ from rltrain.reshard.checksums import checksum_of
 from rltrain.reshard.layout import Layout
 from rltrain.rollout.servers.sglang_process import AdapterSpec
 from rltrain.rollout.servers.sglang_staging import NUM_SLOTS, Staging
+from rltrain.runtime.group_messages import broadcast_json, gather_bytes
 from rltrain.runtime.machine import JobThread
-
-# What the ranks of an engine tell each other while they deliver weights, as tensors over gloo.
-
-
-def gather_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
-    """Every rank's `data`, by rank of `group` (gloo; None: this rank alone). Collective over: `group`."""
-    if group is None:
-        return [data]
-    size = torch.tensor([len(data)])
-    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, size, group=group)
-    longest = max(int(other) for other in sizes)
-    mine = torch.zeros(longest, dtype=torch.uint8)
-    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
-    everyone = [torch.empty_like(mine) for _ in sizes]
-    dist.all_gather(everyone, mine, group=group)
-    return [bytes(other[: int(length)].numpy()) for other, length in zip(everyone, sizes, strict=True)]
-
-
-def from_first(value: bytes, group: dist.ProcessGroup | None) -> bytes:
-    """`value` as the first rank of `group` has it; the others' is ignored. Collective over: `group`."""
-    if group is None:
-        return value
-    return gather_bytes(value if dist.get_rank(group) == 0 else b"", group)[0]
-
 
 # Calls to a server that are made while this rank goes on with something else.
 
@@ -428,7 +404,7 @@ class Delivery:
                 result = {"answer": answer.result()}
             except (EngineError, EngineLost, OSError) as error:
                 result = {"failure": str(error) or type(error).__name__, "refused": isinstance(error, EngineError)}
-        result = json.loads(from_first(json.dumps(result).encode(), self._group))
+        result = broadcast_json(result, self._group)
         if "failure" in result:
             self._lost, self._refused = True, bool(result["refused"])
             self._failure = self._failure or result["failure"]

@@ -1,6 +1,5 @@
 """Megatron as a training backend: a model with gradients, optimizer, memory and state."""
 
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,6 +26,7 @@ from rltrain.models.experts import is_expert
 from rltrain.models.table import IntArray
 from rltrain.offload.memory_parts import MemoryPart, PartOnHost
 from rltrain.reshard.layout import Layout
+from rltrain.runtime.group_messages import broadcast_json
 from rltrain.training.adapters import MadeWeights, begin_adapters
 from rltrain.training.backend import SKIPPED, ModelSite
 from rltrain.training.fake_quantization import rounded_weights
@@ -484,7 +484,9 @@ class TrainableModel(EvaluableModel, Trainable):
         metrics: dict[str, float] = {}
         if pending.outputs:  # on the last pipeline stage
             metrics = pending.reduced(self.groups.dp, self.model.device)
-        return _from_last_stage(metrics, self.groups.pp, self.model.device)
+        last = self.groups.pp.size() - 1
+        reduced: dict[str, float] = broadcast_json(metrics, self.groups.pp, source=last, device=self.model.device)
+        return reduced
 
 
 class MegatronAdaptedModel(TrainableModel):
@@ -506,23 +508,6 @@ class MegatronAdaptedModel(TrainableModel):
         self.served = MadeWeights(self.served, adapters.merged)
         self.base = BaseModel(model)
         self.adapters_layout, self.adapters = adapters.layout, adapters.parameters
-
-
-def _from_last_stage(metrics: dict[str, float], pipeline: dist.ProcessGroup, device: torch.device) -> dict[str, float]:
-    """The last pipeline stage's metrics, on every stage. Collective over: the pipeline-parallel group."""
-    if pipeline.size() == 1:
-        return metrics
-    source = pipeline.size() - 1
-    names = torch.tensor(list(json.dumps(list(metrics)).encode()), dtype=torch.uint8, device=device)
-    size = torch.tensor([len(names)], device=device)
-    dist.broadcast(size, group=pipeline, group_src=source)
-    if pipeline.rank() != source:
-        names = torch.empty(int(size), dtype=torch.uint8, device=device)
-    dist.broadcast(names, group=pipeline, group_src=source)
-    keys = json.loads(bytes(names.tolist()))
-    values = torch.tensor([metrics.get(key, 0.0) for key in keys], dtype=torch.float64, device=device)
-    dist.broadcast(values, group=pipeline, group_src=source)
-    return dict(zip(keys, values.tolist(), strict=True))
 
 
 # Megatron as a training.backend.TrainingBackend.
