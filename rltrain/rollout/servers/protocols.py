@@ -15,7 +15,8 @@ from torch import Tensor
 from rltrain.checkpoint.safetensors_file import TensorEntry
 from rltrain.rollout.delta_form import form
 from rltrain.rollout.engine import SamplingParams
-from rltrain.rollout.servers.calls import Calls, Drawing, ServerBusy, ServerGone, ServerRefuses
+from rltrain.rollout.servers.calls import Calls, ServerBusy, ServerGone, ServerRefuses
+from rltrain.rollout.servers.remote_engine import Drawing
 from rltrain.rollout.servers.sglang_session import sampling_fields
 from rltrain.runtime.messages import family_of
 from rltrain.runtime.world import own_address
