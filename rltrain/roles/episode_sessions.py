@@ -14,7 +14,7 @@ from rltrain.environments.engine_service import RemoteEnvironments
 from rltrain.roles.env import DRAWN, place_of
 from rltrain.roles.role import Job
 from rltrain.rollout.engine import Engine, SamplingParams
-from rltrain.rollout.episodes import ChatTurns, EnvironmentEpisodes, Episodes, FollowedEpisodes, PlainText, TurnLimits
+from rltrain.rollout.episodes import ChatTurns, EnvironmentEpisodes, Episodes, PlainText, TurnLimits
 from rltrain.rollout.groups import Guests
 from rltrain.runtime.job_store import poll
 
@@ -104,7 +104,7 @@ class EpisodeSessions:
             return Conversations()
         if not self.is_leader:
             going_on = frozenset(number for place in self._places.values() for number in place["episodes"])
-            return Conversations(FollowedEpisodes(going_on), self._followed_guests(engine))
+            return Conversations(Episodes(going_on), self._followed_guests(engine))
         connections = [RemoteEnvironments(rank, place) for rank, place in self._places.items()]
         self._connections += connections
         turn_format = ChatTurns(self._chat, dataset.encoder.system_prompt) if self._chat else PlainText(dataset.encoder)

@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
@@ -143,14 +143,6 @@ class StreamRules:
 # Which engine draws which prompt group. A group is named by its position in the stream of all prompts of the run.
 
 
-class PromptAssignment(Protocol):
-    """One engine's share."""
-
-    def claim(self, room: int, max_position: int) -> list[int]:
-        """Positions below `max_position` for this engine alone, which has room for so many more groups."""
-        ...
-
-
 class StaticAssignment:
     """Position p goes to engine p mod num_engines, whatever the engines' speed: all of them at once, to be queued.
 
@@ -163,6 +155,7 @@ class StaticAssignment:
         self.returned = [*returned]
 
     def claim(self, room: int, max_position: int) -> list[int]:
+        """Positions below `max_position` for this engine alone, which has room for so many more groups."""
         dealt = range(self.next, max_position, self.num_engines)
         self.next += len(dealt) * self.num_engines
         claimed = [position for position in self.returned if position < max_position]
@@ -183,6 +176,7 @@ class SharedAssignment:
         """For this engine alone, and yet to be claimed: the last one lay beyond the max_position when it was taken."""
 
     def claim(self, room: int, max_position: int) -> list[int]:
+        """As `StaticAssignment`, no more than there is room for."""
         claimed: list[int] = []
         while len(claimed) < room:
             if not self.held:
@@ -194,6 +188,10 @@ class SharedAssignment:
 
     def _take(self) -> int:
         return self.start + int(self.store.add("next", 1)) - 1
+
+
+PromptAssignment = StaticAssignment | SharedAssignment
+"""One engine's share."""
 
 
 # The order in which prompt groups get done, over all engines: numbers drawn from a counter in the shared store.

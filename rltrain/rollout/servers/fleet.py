@@ -14,7 +14,7 @@ from queue import SimpleQueue
 
 from rltrain.config.rollout import Http
 from rltrain.errors import ConfigError, EngineError
-from rltrain.rollout.engine import SamplingParams, response_limit
+from rltrain.rollout.engine import SamplingParams, StopCut, response_limit
 from rltrain.rollout.sample import Sample
 from rltrain.rollout.servers.calls import Access, Calls, ServerBusy, ServerGone, ServerRefuses, StreamCut, words
 from rltrain.rollout.servers.http_weights import Weights, WeightsLater
@@ -28,7 +28,6 @@ from rltrain.rollout.servers.protocols import (
     VLLMProtocol,
 )
 from rltrain.rollout.servers.remote_engine import DivergenceWatch, Drawing
-from rltrain.rollout.stop_strings import StopCut
 from rltrain.runtime.job_store import JobStore
 
 # Which servers there are, and which rank asks which: from the config, or from a file that is read again.

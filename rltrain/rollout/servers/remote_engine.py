@@ -1,18 +1,24 @@
 """What engines on servers have in common: their account of samples, and what a server has drawn of one."""
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from rltrain.errors import DivergenceError, EngineError
-from rltrain.rollout.engine import START_FRACTION, SamplingParams, check_samples, expect_idle, served_version
+from rltrain.rollout.engine import (
+    START_FRACTION,
+    Engine,
+    SamplingParams,
+    StopCut,
+    Tokenizer,
+    check_samples,
+    stop_strings,
+)
 from rltrain.rollout.sample import Sample, Status
-from rltrain.rollout.stop_strings import StopCut, Tokenizer, stop_strings
 
 
-class RemoteEngine(ABC):
-    """Part of an `Engine`: keeps account of the samples that a subclass sends to servers and takes back finished."""
+class RemoteEngine(Engine):
+    """Keeps account of the samples that a subclass sends to servers and takes back finished."""
 
     def __init__(self, max_running_requests: int, max_context_tokens: int, tokenizer: Tokenizer | None) -> None:
         self.policy_version: int | None = None
@@ -23,12 +29,10 @@ class RemoteEngine(ABC):
 
     @property
     def num_unfinished(self) -> int:
-        """Samples submitted that no step has returned yet."""
         return len(self._unfinished)
 
     @property
     def num_free_slots(self) -> int:
-        """How many more samples would start at the next step."""
         return max(0, self._num_slots - self.num_unfinished)
 
     @property
@@ -39,25 +43,6 @@ class RemoteEngine(ABC):
     @property
     def _num_slots(self) -> int:
         return self._max_running_requests
-
-    @abstractmethod
-    def submit(self, samples: Sequence[Sample], sampling: SamplingParams) -> None: ...
-
-    @abstractmethod
-    def step(self) -> list[Sample]: ...
-
-    def generate(self, samples: Sequence[Sample], sampling: SamplingParams) -> list[Sample]:
-        """The samples, finished and in their order, while nothing else is unfinished.
-
-        Raises as `submit` and `step` do. Collective over: the engine's ranks.
-        """
-        served_version(self.policy_version)
-        expect_idle(self.num_unfinished, "generate")
-        self.submit(samples, sampling)
-        finished: dict[int, Sample] = {}
-        while self._unfinished:
-            finished |= {sample.id: sample for sample in self.step()}
-        return [finished[sample.id] for sample in samples]
 
     def forget(self, ids: Collection[int]) -> None:
         """Does nothing: servers give up first what they have not used for longest."""

@@ -16,11 +16,10 @@ import torch.distributed as dist
 from rltrain.errors import DivergenceError, EngineError, EngineLost
 from rltrain.models import Architecture
 from rltrain.models.routing_shape import RoutingShape
-from rltrain.rollout.engine import SamplingParams, response_limit
+from rltrain.rollout.engine import SamplingParams, StopCut, Tokenizer, response_limit, stop_cut
 from rltrain.rollout.sample import Sample, Status
 from rltrain.rollout.servers.calls import SEE_LOG, Client, StreamFailure
 from rltrain.rollout.servers.remote_engine import DivergenceWatch, Drawing, count_finite
-from rltrain.rollout.stop_strings import StopCut, Tokenizer, stop_cut
 from rltrain.runtime.group_messages import broadcast_json
 
 # What the first rank of an engine tells the others: they have no server to talk to, but make the same calls.
