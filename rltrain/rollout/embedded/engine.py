@@ -29,23 +29,25 @@ from rltrain.rollout.embedded.parameters import (
 from rltrain.rollout.embedded.slot_cache import SlotCache
 from rltrain.rollout.engine import (
     START_FRACTION,
+    Engine,
     EngineSite,
     HostedEngine,
     SamplingParams,
+    Tokenizer,
     check_samples,
     expect_idle,
     served_version,
+    stop_strings,
 )
 from rltrain.rollout.layout import adapters_of_engine, whole_engine
 from rltrain.rollout.sample import Sample
-from rltrain.rollout.stop_strings import Tokenizer, stop_strings
 from rltrain.rollout.workspace import workspace_beside_cache
 
 # The embedded engine: in-process generation on weights that a weight sync updates in place.
 
 
-class EmbeddedEngine:
-    """Implements `Engine`. `parameters` (SGLang names and local shapes) stay the caller's and may be rewritten in
+class EmbeddedEngine(Engine):
+    """`parameters` (SGLang names and local shapes) stay the caller's and may be rewritten in
     place between two steps; nothing derived from them is kept but the cached keys and values of running responses.
     The KV cache's memory is kept until released; with `kv_budget` it is blocks within that, else a slot per sample, as
     long as the longest. `cache_returns` tells whether whoever takes that memory away brings it back to its addresses:
@@ -57,8 +59,6 @@ class EmbeddedEngine:
 
     `max_context_tokens` bounds prompt and response together: a response that reaches it ends truncated.
     """
-
-    num_restarts = 0
 
     def __init__(
         self,
@@ -116,7 +116,6 @@ class EmbeddedEngine:
 
     @property
     def num_unfinished(self) -> int:
-        """Samples submitted that no step has returned yet."""
         return self._generation.num_unfinished if self._generation else 0
 
     @property
@@ -126,7 +125,6 @@ class EmbeddedEngine:
 
     @property
     def num_usable(self) -> int:
-        """Those, and as many as start together."""
         slots = self._max_running_requests
         return self._room(slots + max(1, slots // START_FRACTION))
 
@@ -152,7 +150,6 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def submit(self, samples: Sequence[Sample], sampling: SamplingParams) -> None:
-        """Queue `samples` behind what is unfinished, which must have equal `sampling` and other ids (ValueError)."""
         if not samples:
             return
         generation = self._generation if self.num_unfinished else None
@@ -195,7 +192,6 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def progress(self, ids: Collection[int]) -> list[Sample]:
-        """Those of the running samples, each with what it has drawn so far; they go on."""
         if self._generation is None:
             return []
         with self._forgetting_on_divergence():
@@ -203,7 +199,6 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def withdraw(self, ids: Collection[int]) -> list[Sample]:
-        """Take back those of the unfinished samples, each with what it has drawn so far; the others go on."""
         if self._generation is None:
             return []
         with self._forgetting_on_divergence():
