@@ -345,7 +345,7 @@ class Trainer:
     def _sync(self, task: str) -> Callable[[int, int], Metrics | None]:
         actor, follower = self.roles.get("actor"), self.roles.get(SYNCED[task])
         if task == WEIGHT_SYNC:
-            return WeightSyncTask(self.job, actor, follower)  # type: ignore[arg-type]
+            return WeightSyncTask(self.job, actor, follower)
         if task == SYNC_EVALUATION:
             return EvaluationSync(self.job, actor, follower)
         return ModelSync(self.job, SYNCED[task], actor, follower)
