@@ -4,7 +4,6 @@ import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -15,22 +14,25 @@ from rltrain.reshard import native
 from rltrain.reshard.copy_table import CopyTable
 from rltrain.reshard.slices import DELTA_BLOCK, DELTA_WHOLE, SLICE
 
-if TYPE_CHECKING:
-    pass
-
 # Changes of packed bytes by torch operations: where no native library was built, and what the native ones equal.
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class TorchChanges:
-    """A `Changes` (changes.py)."""
+    """Of all ways the plain one. Tensors are contiguous bytes on one device; sections begin at multiples of their
+    items."""
 
-    keeps_as_it_marks = packs = False
+    keeps_as_it_marks = False
+    """Whether `mark` has `kept` equal `packed` already."""
+    packs = False
+    """Whether `mark` takes a `packing`."""
 
     def mark(
         self, packed: Tensor, kept: Tensor, item: int, packing: "Packing | None" = None
     ) -> tuple[Tensor, Tensor, list[int]]:
+        """(lengths, bits, [places, values, changes]) of what differs, in elements of `item` bytes. `packing` makes
+        `packed` on the way; without it is made already."""
         differing = packed.view(BITS[item]) != kept.view(BITS[item])
         sizes = block_sizes(len(differing), packed.device)
         padded = torch.nn.functional.pad(differing, (0, len(sizes) * DELTA_BLOCK - len(differing)))
@@ -40,6 +42,7 @@ class TorchChanges:
         return lengths, differing, totals_of(counts, whole, sizes)
 
     def write(self, packed: Tensor, kept: Tensor, marks: "Marks", parts: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Encode what was marked into `parts`, and have `kept` equal `packed`, neither of which was written since."""
         lengths, places, values = parts
         differing, bits = marks.bits, BITS[marks.extent.item]
         lengths.copy_(marks.lengths)
@@ -51,6 +54,8 @@ class TorchChanges:
     def apply(
         self, slices: Array, begin: int, extent: "Extent", parts: tuple[Tensor, Tensor, Tensor], bases: list[Tensor]
     ) -> bool:
+        """Put values where `slices` [SLICE] have their elements go, whose sources lie one after another; element
+        `begin` of their source is the section's first. False where they do not fit."""
         lengths, places, values = parts
         elements = _elements(lengths, places, extent)
         if elements is None or len(elements) != extent.values:
@@ -183,32 +188,9 @@ class Packing:
     begin: int
 
 
-class Changes(Protocol):
-    """An implementation. All tensors are contiguous bytes on one device; sections begin at multiples of their items."""
-
-    keeps_as_it_marks: bool
-    """Whether `mark` has `kept` equal `packed` already."""
-    packs: bool
-    """Whether `mark` takes a `packing`."""
-
-    def mark(
-        self, packed: Tensor, kept: Tensor, item: int, packing: Packing | None = None
-    ) -> tuple[Tensor, Tensor, list[int]]:
-        """(lengths, bits, [places, values, changes]) of what differs, in elements of `item` bytes. `packing` makes
-        `packed` on the way; without it is made already."""
-
-    def write(self, packed: Tensor, kept: Tensor, marks: Marks, parts: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Encode what was marked into `parts`, and have `kept` equal `packed`, neither of which was written since."""
-
-    def apply(
-        self, slices: Array, begin: int, extent: Extent, parts: tuple[Tensor, Tensor, Tensor], bases: list[Tensor]
-    ) -> bool:
-        """Put values where `slices` [SLICE] have their elements go, whose sources lie one after another; element
-        `begin` of their source is the section's first. False where they do not fit."""
-
-
 class NativeChanges:
-    """By csrc/reshard_cpu_delta.h, with as many threads as torch has. Marks of one item size are those made last."""
+    """As `TorchChanges`, by csrc/reshard_cpu_delta.h, with as many threads as torch has. Marks of one item size are
+    those made last."""
 
     keeps_as_it_marks = packs = True
 
@@ -282,27 +264,6 @@ def _expect_memory(error: int) -> None:
         raise RuntimeError("the native library could not compare what was packed: out of memory")
 
 
-def changes_on(device: torch.device) -> Changes:
-    """What finds changes on `device`: all implementations give the same bytes. UserError as `native.backend`."""
-    match native.backend(device.type):
-        case "cuda":
-            pass  # only where there is a device to use it
-
-            return CudaChanges(device)
-        case "native":
-            return NativeChanges()
-    return TorchChanges()
-
-
-def mark(changes: Changes, packed: Tensor, kept: Tensor, item: int, packing: Packing | None = None) -> Marks:
-    """What of `packed` differs from `kept`, by elements of `item` bytes."""
-    lengths, bits, (places, values, changed) = changes.mark(packed, kept, item, packing)
-    return Marks(Extent(packed.numel() // item, item, places, values), changed, lengths, bits)
-
-
-if TYPE_CHECKING:
-    pass
-
 # Changes of packed bytes on NVIDIA GPUs by csrc/reshard_cuda_delta.h.
 
 _ADDRESS, _SIZE, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
@@ -311,7 +272,7 @@ LANES = 32
 
 
 class CudaChanges:
-    """A `Changes` (changes.py), by launches on the current stream of `device`. The host waits for what it must know."""
+    """As `TorchChanges`, by launches on the current stream of `device`. The host waits for what it must know."""
 
     keeps_as_it_marks = packs = False
 
@@ -402,3 +363,24 @@ def _typed(function: Callable[..., int], *arguments: type) -> Callable[..., int]
 
 
 assert DELTA_BLOCK == LANES * 8, "a lane marks its elements in a byte"
+
+
+# Which of them is taken.
+
+Changes = TorchChanges | NativeChanges | CudaChanges
+
+
+def changes_on(device: torch.device) -> Changes:
+    """What finds changes on `device`: all implementations give the same bytes. UserError as `native.backend`."""
+    match native.backend(device.type):
+        case "cuda":
+            return CudaChanges(device)
+        case "native":
+            return NativeChanges()
+    return TorchChanges()
+
+
+def mark(changes: Changes, packed: Tensor, kept: Tensor, item: int, packing: Packing | None = None) -> Marks:
+    """What of `packed` differs from `kept`, by elements of `item` bytes."""
+    lengths, bits, (places, values, changed) = changes.mark(packed, kept, item, packing)
+    return Marks(Extent(packed.numel() // item, item, places, values), changed, lengths, bits)

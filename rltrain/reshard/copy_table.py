@@ -9,7 +9,6 @@ import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -38,7 +37,7 @@ _CPU_ARGUMENTS = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int
 
 
 class CpuCopies:
-    """A `NativeCopies` (copy_table.py). It uses as many threads as torch does at the time of a launch."""
+    """As `TorchCopies`, with as many threads as torch has at the time of a launch."""
 
     def __init__(self, slices: Array, device: torch.device) -> None:
         self._slices = slices
@@ -50,8 +49,8 @@ class CpuCopies:
         self._amax = _cpu_typed(library.rs_cpu_amax)
         self._checksum = _cpu_typed(library.rs_cpu_checksum)
 
-    def bind(self, pointers: list[int]) -> None:
-        self._bases = np.array(pointers, dtype=np.uint64)
+    def bind(self, tensors: Sequence[Tensor]) -> None:
+        self._bases = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.uint64)
         self._pointers = self._bases.ctypes.data
 
     def launch(self, first: int, last: int) -> None:
@@ -96,7 +95,7 @@ assert TILE.itemsize == native.CUDA_TILE_BYTES
 
 
 class CudaCopies:
-    """A `NativeCopies` (copy_table.py). Launches are asynchronous, on the current stream of the device.
+    """As `TorchCopies`. Launches are asynchronous, on the current stream of the device.
 
     Set `num_blocks` lower to leave multiprocessors, of which two blocks fill one, to what runs beside a launch.
     """
@@ -121,13 +120,14 @@ class CudaCopies:
         self._bases = self._upload(np.zeros(0, dtype=np.uint64))
         self._streams: set[int] = set()
 
-    def bind(self, pointers: list[int]) -> None:
+    def bind(self, tensors: Sequence[Tensor]) -> None:
+        pointers = [tensor.data_ptr() for tensor in tensors]
         if pointers == self._pointers:
             return
         # A new table: launches under way read the former one, whose memory is not reused before they have ended.
         self._bases = self._upload(np.array(pointers, dtype=np.uint64))
         self._streams.clear()
-        self._pointers = list(pointers)
+        self._pointers = pointers
 
     def launch(self, first: int, last: int) -> None:
         self._run(self._copy, first, last)
@@ -328,29 +328,35 @@ _NANS = {ElementType.FLOAT32: 0x7FFFFFFF, ElementType.BFLOAT16: 0x7FFF, ElementT
 
 
 class TorchCopies:
-    """As `NativeCopies` (copy_table.py), on tensors instead of addresses."""
+    """What goes through slices, of all ways the plain one. What it is given was checked."""
 
     def __init__(self, slices: Array, device: torch.device) -> None:
+        """`slices` [SLICE] is contiguous and belongs to this object, `device` is where all memory is."""
         self._slices = slices
         self._quantises = quantises(slices)
         self._empty = is_empty(slices)
         self._tensors: Sequence[Tensor] = ()
 
-    def bind_tensors(self, tensors: Sequence[Tensor]) -> None:
+    def bind(self, tensors: Sequence[Tensor]) -> None:
+        """Number i becomes base i."""
         self._tensors = [tensor.detach().view(-1).view(torch.uint8) for tensor in tensors]
 
     @torch.no_grad()
     def launch(self, first: int, last: int) -> None:
+        """Copy slices[first:last], 0 <= first < last <= len(slices)."""
         for number in first + np.flatnonzero(~self._empty[first:last]):
             self._copy(self._slices[number], quantised=bool(self._quantises[number]))
 
     @torch.no_grad()
     def amax(self, first: int, last: int) -> None:
+        """Raise the amax entries of those of slices[first:last] that quantise to the magnitudes of their elements; the
+        other slices are skipped."""
         for number in first + np.flatnonzero(self._quantises[first:last] & ~self._empty[first:last]):
             self._raise_amax(self._slices[number])
 
     @torch.no_grad()
     def checksum(self, first: int, last: int) -> None:
+        """Add the checksums of slices[first:last], which have no destination, to their sums: see checksums.py."""
         for number in first + np.flatnonzero(~self._empty[first:last]):
             self._add_checksum(self._slices[number])
 
@@ -402,29 +408,7 @@ class TorchCopies:
         return tensor[: tensor.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
 
 
-__all__ = ["BLOCK", "SLICE", "CopyTable", "NativeCopies"]
-
 _TYPES: dict[torch.dtype, int] = {dtype: kind for kind, dtype in DTYPES.items()} | {torch.uint8: ANY_TYPE}
-
-
-class NativeCopies(Protocol):
-    """A backend that works on addresses, `CpuCopies` or `CudaCopies` (cuda.py). What it is given was checked."""
-
-    def __init__(self, slices: Array, device: torch.device) -> None:
-        """`slices` [SLICE] is contiguous and belongs to the backend. CUDA: uploads the table to `device`."""
-
-    def bind(self, pointers: list[int]) -> None:
-        """Number i is the address of base i on the device; bases without elements have address 0."""
-
-    def launch(self, first: int, last: int) -> None:
-        """Copy slices[first:last], 0 <= first < last <= len(slices), in one call. CUDA: on the current stream."""
-
-    def amax(self, first: int, last: int) -> None:
-        """Raise the amax entries of those of slices[first:last] that quantise to the magnitudes of their elements; the
-        other slices are skipped."""
-
-    def checksum(self, first: int, last: int) -> None:
-        """Add the checksums of slices[first:last], which have no destination, to their sums: see checksums.py."""
 
 
 class CopyTable:
@@ -455,19 +439,15 @@ class CopyTable:
         sizes = [(tensor.dtype, tensor.numel()) for tensor in tensors]
         if sizes != self._checked:
             self._check(sizes)
-        pointers = [tensor.data_ptr() for tensor in tensors]
         for number, tensor in enumerate(tensors):
             if not tensor.is_contiguous() or not self._reaches(tensor):
                 raise ValueError(
                     f"base {number} is on {tensor.device} with strides {tensor.stride()}: expected a contiguous tensor "
                     f"on {self._device}"
                 )
-            if pointers[number] % self._alignment[number]:
+            if tensor.data_ptr() % self._alignment[number]:
                 raise ValueError(f"base {number} begins between two elements of {self._alignment[number]} bytes")
-        if isinstance(self._copies, TorchCopies):
-            self._copies.bind_tensors(tensors)
-        else:
-            self._copies.bind(pointers)
+        self._copies.bind(tensors)
         self._bound = list(tensors)
 
     def _reaches(self, tensor: Tensor) -> bool:
@@ -479,7 +459,7 @@ class CopyTable:
         """Forget the tensors, so that their memory can be freed; nothing can be launched until the next `bind`."""
         self._bound = None
         if isinstance(self._copies, TorchCopies):
-            self._copies.bind_tensors(())
+            self._copies.bind(())
 
     def launch(self, first: int, last: int) -> None:
         """Copy slices[first:last] in one call: on CUDA on the device's current stream, on the CPU before it returns."""
@@ -524,12 +504,10 @@ class CopyTable:
         self._checked = sizes
 
 
-def backend_class(device: torch.device) -> type[NativeCopies] | type[TorchCopies]:
+def backend_class(device: torch.device) -> type[CpuCopies] | type[CudaCopies] | type[TorchCopies]:
     """What goes through slices on `device`. UserError as `native.backend`."""
     match native.backend(device.type):
         case "cuda":
-            pass  # only where there is a device to use it
-
             return CudaCopies
         case "native":
             return CpuCopies

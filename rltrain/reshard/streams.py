@@ -8,7 +8,6 @@ import mmap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,64 +15,41 @@ from torch import Tensor
 from rltrain.reshard.copies import Message, Steps
 
 
-class Event(Protocol):
-    """A place in a stream's work."""
+class Event:
+    """A place in a stream's work; on the host, where that is done when it is issued, a time."""
+
+    def __init__(self) -> None:
+        self.time_s = time.perf_counter()
 
     def wait(self) -> None:
         """Make the host wait until the stream has come here."""
 
     def seconds_since(self, earlier: "Event") -> float:
         """Seconds between two events that have been passed, of any streams of one device."""
+        return self.time_s - earlier.time_s
 
 
-class DeviceStream(Protocol):
-    """Use as `with stream:` around the calls that issue its work."""
+class DeviceStream:
+    """Use as `with stream:` around the calls that issue its work. On the host they are done when they return."""
 
-    def __enter__(self) -> object: ...
-    def __exit__(self, *error: object) -> None: ...
+    def __enter__(self) -> object:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """What is issued from here on is no work of this stream."""
 
     def after(self, event: Event | None) -> None:
         """What is issued from now on waits until `event` is passed."""
 
     def event(self) -> Event:
         """An event behind everything issued so far."""
+        return Event()
 
     def keep(self, buffer: Tensor) -> None:
         """Do not reuse the memory of `buffer`, once it is freed, before this stream's work is done."""
 
 
-class _HostEvent:
-    def __init__(self) -> None:
-        self.time_s = time.perf_counter()
-
-    def wait(self) -> None:
-        pass
-
-    def seconds_since(self, earlier: Event) -> float:
-        assert isinstance(earlier, _HostEvent)
-        return self.time_s - earlier.time_s
-
-
-class _HostStream:
-    """Calls are done when they return."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def after(self, event: Event | None) -> None:
-        pass
-
-    def event(self) -> Event:
-        return _HostEvent()
-
-    def keep(self, buffer: Tensor) -> None:
-        pass
-
-
-class _CudaEvent:
+class _CudaEvent(Event):
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self.event.record(stream)
@@ -86,7 +62,7 @@ class _CudaEvent:
         return float(earlier.event.elapsed_time(self.event)) / 1e3
 
 
-class _CudaStream:
+class _CudaStream(DeviceStream):
     """A stream of its own, which begins after what the device's current stream has been given before."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
@@ -117,10 +93,10 @@ class DeviceStreams:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._streams: list[torch.cuda.Stream] = []
-        streams: list[DeviceStream] = [_HostStream(), _HostStream(), _HostStream()]
+        streams = [DeviceStream(), DeviceStream(), DeviceStream()]
         if device.type == "cuda":
             self._streams = [torch.cuda.Stream(device) for _ in streams]  # type: ignore[no-untyped-call]
-            streams = [_CudaStream(stream) for stream in self._streams]
+            streams = [*map(_CudaStream, self._streams)]
         self.pack, self.wire, self.unpack = streams
 
     def begin(self) -> Event:

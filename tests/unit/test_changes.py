@@ -72,7 +72,7 @@ class Case:
         destination = torch.full((self.destination_bytes,), 0x55, dtype=torch.uint8)
         before = torch.zeros(self.begin * self.item, dtype=torch.uint8)
         copies = TorchCopies(self.slices, CPU)
-        copies.bind_tensors([torch.cat([before, section]), destination])
+        copies.bind([torch.cat([before, section]), destination])
         copies.launch(0, len(self.slices))
         return destination
 

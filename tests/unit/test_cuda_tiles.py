@@ -85,7 +85,7 @@ def test_threads_copy_as_torch_does_bit_for_bit_and_touch_nothing_else(
 def test_the_number_of_blocks_changes_nothing(emulated: ctypes.CDLL, example: Example, data: st.DataObject) -> None:
     bases = example.bases()
     copies = EmulatedCopies(example.slices, CPU)
-    copies.bind([base.data_ptr() for base in bases])
+    copies.bind(bases)
     copies.num_blocks = data.draw(st.integers(1, 20))
     copies.amax(0, len(example.slices))
     copies.launch(0, len(example.slices))

@@ -9,7 +9,7 @@ import ctypes
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,18 +30,8 @@ DEVICE_PAGE_BYTES = 2**21
 """The driver shares memory by pages of this size: a segment has its own, so that nothing else is shared with it."""
 
 
-class MappedSegment(Protocol):
-    """Memory that another process of this node can map as `handle` says."""
-
-    bytes: Tensor
-    """uint8, all of it."""
-    handle: dict[str, Any]
-
-    def close(self) -> None: ...
-
-
 class HostSegment:
-    """Shared memory of the host."""
+    """Shared memory of the host, `bytes` uint8, which another process of this node can map as `handle` says."""
 
     def __init__(self, num_bytes: int) -> None:
         self._memory = SharedMemory.create()
@@ -55,7 +45,7 @@ class HostSegment:
 
 
 class DeviceSegment:
-    """Memory of the CUDA driver, exported by an inter-process handle."""
+    """As HostSegment, memory of the CUDA driver, exported by an inter-process handle."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         num_bytes = -(-num_bytes // DEVICE_PAGE_BYTES) * DEVICE_PAGE_BYTES
@@ -140,7 +130,7 @@ class Staging:
     def __init__(self, parts: Sequence[Layout], rank: int, device: torch.device) -> None:
         self.fields = tuple(fields_of(part, rank) for part in parts)
         num_bytes = max([1, *(self.num_bytes(part) for part in range(len(parts)))])
-        self._slots: list[MappedSegment] = [
+        self._slots: list[HostSegment | DeviceSegment] = [
             DeviceSegment(num_bytes, device) if device.type == "cuda" else HostSegment(num_bytes)
             for _ in range(min(NUM_SLOTS, len(parts)))
         ]
