@@ -12,7 +12,7 @@ from torch import Tensor
 from rltrain.models.table import ITEM_BYTES, Array, ElementType
 from rltrain.reshard import native
 from rltrain.reshard.copy_table import CopyTable
-from rltrain.reshard.slices import DELTA_BLOCK, DELTA_WHOLE, SLICE
+from rltrain.reshard.native import DELTA_BLOCK, DELTA_WHOLE, SLICE
 
 # Changes of packed bytes by torch operations: where no native library was built, and what the native ones equal.
 

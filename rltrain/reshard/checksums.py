@@ -9,7 +9,7 @@ from torch import Tensor
 from rltrain.models.table import ITEM_BYTES, Array, ElementType, IntArray
 from rltrain.reshard import copy_table
 from rltrain.reshard.copy_table import DTYPES
-from rltrain.reshard.slices import SLICE, Bases, check_side
+from rltrain.reshard.native import SLICE, Bases, check_side
 
 _TYPES = {dtype: kind for kind, dtype in DTYPES.items()}
 _TYPE_OF_SIZE = {

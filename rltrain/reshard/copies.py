@@ -7,6 +7,7 @@ import numpy as np
 
 from rltrain.models.table import Array, IntArray, TypeArray
 from rltrain.reshard.fp8_scales import BlockTable
+from rltrain.reshard.native import SLICE, quantises
 from rltrain.reshard.plan import RankPlan
 from rltrain.reshard.rounds import (
     NO_HEADERS,
@@ -22,7 +23,6 @@ from rltrain.reshard.rounds import (
     cut,
     fixed_places,
 )
-from rltrain.reshard.slices import SLICE, quantises
 
 
 @dataclass(frozen=True)

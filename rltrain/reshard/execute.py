@@ -18,11 +18,22 @@ from rltrain.reshard.copy_table import DTYPES, CopyTable
 from rltrain.reshard.delta import Coder, DeltaSettings, headers_of
 from rltrain.reshard.fp8_blocks import SCALES_PARAMETER
 from rltrain.reshard.fp8_scales import BlockScales
-from rltrain.reshard.match import num_bytes
-from rltrain.reshard.plan import Parameters, RankPlan
+from rltrain.reshard.layout import Parameters, num_bytes
+from rltrain.reshard.plan import RankPlan
 from rltrain.reshard.rounds import NO_HEADERS, shared_places, stage_streams
-from rltrain.reshard.streams import DeviceStream, DeviceStreams, Event, Memory, StagingBuffers, allocate
-from rltrain.reshard.wires import GlooWire, NcclWire, Neighbours, SharedWire, Wire
+from rltrain.reshard.wires import (
+    DeviceStream,
+    DeviceStreams,
+    Event,
+    GlooWire,
+    Memory,
+    NcclWire,
+    Neighbours,
+    SharedWire,
+    StagingBuffers,
+    Wire,
+    allocate,
+)
 from rltrain.runtime.heartbeat import Waiting, unnoted
 from rltrain.runtime.process_groups import plain_group
 

@@ -19,8 +19,8 @@ from rltrain.models import canonical_tensors
 from rltrain.models.families import ROUTER_BIAS
 from rltrain.models.lora import matrix_of
 from rltrain.reshard.agreement import Agreement
-from rltrain.reshard.delta import DeltaSettings
-from rltrain.reshard.delta_turns import DeltaTurn, DeltaTurns
+from rltrain.reshard.copy_table import allocate_parameters
+from rltrain.reshard.delta import DeltaSettings, DeltaTurn, DeltaTurns
 from rltrain.reshard.execute import Resharding, SyncReport, total
 from rltrain.reshard.fp8_blocks import QuantizedLayouts
 from rltrain.reshard.fp8_scales import BlockScales, BlockTable
@@ -32,7 +32,6 @@ from rltrain.roles.evaluation import EvaluationRole
 from rltrain.roles.reference import InferenceRole, ReferenceRole, uses_actor_modules
 from rltrain.roles.role import Job, Metrics, Role
 from rltrain.roles.rollout import RolloutRole
-from rltrain.rollout.embedded.parameters import allocate_parameters
 from rltrain.rollout.layout import ARRIVING_BYTES, EnginePart, engine_parts, in_parts, whole_engine
 from rltrain.runtime.world import TRANSPORT_TIMEOUT_S
 from rltrain.training.backend import AdaptedModel, RoleModel, ServedModel, published_weights

@@ -11,7 +11,7 @@ from rltrain.models.table import Array, ElementType
 from rltrain.reshard import native
 from rltrain.reshard.checksums import BOX, checksums
 from rltrain.reshard.copy_table import CopyTable, quantize_blocks, scales_of
-from rltrain.reshard.slices import BLOCK, PAIRS, SLICE, quantises
+from rltrain.reshard.native import BLOCK, PAIRS, SLICE, quantises
 from tests.aligned_examples import aligned, windows
 from tests.slice_examples import DTYPES, Example, assert_same_bits, examples
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from rltrain.models.table import ITEM_BYTES, Array, ElementType
 from rltrain.reshard import copy_table, native
-from rltrain.reshard.copy_table import CudaCopies
-from rltrain.reshard.slices import PAIRS, SLICE, TILE_BYTES, cut, quantises
+from rltrain.reshard.copy_table import TILE_BYTES, CudaCopies, cut
+from rltrain.reshard.native import PAIRS, SLICE, quantises
 from tests.aligned_examples import aligned, windows
 from tests.slice_examples import Example, assert_same_bits, examples, expected_bases
 

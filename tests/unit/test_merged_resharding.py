@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rltrain.config.models import Lora
-from rltrain.reshard.delta_turns import DeltaTurn
+from rltrain.reshard.delta import DeltaTurn
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.roles.weight_sync import RoleResharding, groups_of
 from rltrain.runtime.grid import Grid

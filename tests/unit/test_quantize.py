@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rltrain.models.table import ElementType
 from rltrain.reshard.copy_table import CopyTable, block_amax, dequantize, quantize_blocks, scales_of
-from rltrain.reshard.slices import BLOCK, SLICE
+from rltrain.reshard.native import BLOCK, SLICE
 
 DTYPES = {
     torch.float32: ElementType.FLOAT32,

@@ -9,7 +9,7 @@ import pytest
 from rltrain.config.schema import WeightSync as WeightSyncConfig
 from rltrain.errors import SyncMismatchError
 from rltrain.reshard.agreement import Agreement
-from rltrain.reshard.delta_turns import DeltaTurn, DeltaTurns
+from rltrain.reshard.delta import DeltaTurn, DeltaTurns
 from rltrain.reshard.execute import SyncReport
 from rltrain.roles.weight_sync import SyncedPart, WeightSyncTask
 

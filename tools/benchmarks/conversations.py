@@ -20,7 +20,8 @@ import transformers
 
 from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.models import read_architecture
-from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters
+from rltrain.reshard.copy_table import allocate_parameters
+from rltrain.rollout.embedded import EmbeddedEngine
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sample import Sample

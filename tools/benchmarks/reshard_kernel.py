@@ -34,7 +34,7 @@ from rltrain.models.table import Array, ElementType
 from rltrain.reshard import native
 from rltrain.reshard.checksums import BOX, checksums
 from rltrain.reshard.copy_table import CopyTable
-from rltrain.reshard.slices import BLOCK, SLICE
+from rltrain.reshard.native import BLOCK, SLICE
 
 RANKS = 8
 

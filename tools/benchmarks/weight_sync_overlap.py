@@ -13,8 +13,8 @@ from weight_sync_timing import milliseconds, time_rounds
 
 from rltrain.models.table import Array, ElementType
 from rltrain.reshard.copy_table import CopyTable
+from rltrain.reshard.native import SLICE
 from rltrain.reshard.plan import RankPlan
-from rltrain.reshard.slices import SLICE
 
 ROUNDS = 16
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from weight_sync_case import Case, broadcast_lists
 
 from rltrain.models.table import ITEM_BYTES, wire_types
-from rltrain.reshard.match import elements
+from rltrain.reshard.layout import elements
 from rltrain.reshard.plan import RankPlan
 
 
