@@ -1,8 +1,7 @@
 """Finds, encodes and applies what changed of packed bytes, on CPUs, GPUs or by torch (csrc/reshard_delta.h)."""
 
 import ctypes
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from rltrain.models.table import ITEM_BYTES, Array, ElementType
 from rltrain.reshard import native
-from rltrain.reshard.copy_table import CopyTable
+from rltrain.reshard.copy_table import CopyTable, CudaKernels
 from rltrain.reshard.native import DELTA_BLOCK, DELTA_WHOLE, SLICE
 
 # Changes of packed bytes by torch operations: where no native library was built, and what the native ones equal.
@@ -197,16 +196,12 @@ class NativeChanges:
     def __init__(self) -> None:
         library = native.cpu_library()
         address, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-        self._counts = library.rs_cpu_delta_counts
+        self._counts, self._gather = library.rs_cpu_delta_counts, library.rs_cpu_delta_gather
         self._counts.argtypes, self._counts.restype = (size,), size
-        self._mark, self._gather, self._apply = (
-            library.rs_cpu_delta_mark,
-            library.rs_cpu_delta_gather,
-            library.rs_cpu_delta_apply,
-        )
-        self._mark.argtypes = (address, size, address, size, *(address,) * 2, size, number, *(address,) * 3, number)
         self._gather.argtypes, self._gather.restype = (address, address, size, number, *(address,) * 3), None
-        self._apply.argtypes = (address, size, address, size, size, number, *(address,) * 4, number)
+        of_slices, of_packed = (address, size, address, size), (*(address,) * 2, size, number)
+        self._mark = native.typed(library.rs_cpu_delta_mark, *of_slices, *of_packed, *(address,) * 3, number)
+        self._apply = native.typed(library.rs_cpu_delta_apply, *of_slices, size, number, *(address,) * 4, number)
         self._found: dict[int, Tensor] = {}
 
     def mark(
@@ -266,27 +261,20 @@ def _expect_memory(error: int) -> None:
 
 # Changes of packed bytes on NVIDIA GPUs by csrc/reshard_cuda_delta.h.
 
-_ADDRESS, _SIZE, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-_WHERE = (_NUMBER, _NUMBER, _ADDRESS)  # blocks, device, stream
 LANES = 32
 
 
-class CudaChanges:
-    """As `TorchChanges`, by launches on the current stream of `device`. The host waits for what it must know."""
+class CudaChanges(CudaKernels):
+    """As `TorchChanges`. The host waits for what it must know."""
 
     keeps_as_it_marks = packs = False
 
     def __init__(self, device: torch.device) -> None:
-        library = native.cuda_library()
-        self._mark = _typed(library.rs_cuda_delta_mark, _ADDRESS, _ADDRESS, _SIZE, _NUMBER, _ADDRESS, _ADDRESS)
-        self._write = _typed(library.rs_cuda_delta_write, _ADDRESS, _ADDRESS, _SIZE, _NUMBER, *(_ADDRESS,) * 6)
-        self._apply = _typed(
-            library.rs_cuda_delta_apply, _ADDRESS, _SIZE, _ADDRESS, _SIZE, _SIZE, _NUMBER, *(_ADDRESS,) * 6
-        )
-        self._error_string = library.rs_cuda_error_string
-        self._error_string.restype = ctypes.c_char_p
-        self._ordinal = self._ordinal_of(device)
-        self._num_blocks = int(library.rs_cuda_num_blocks(self._ordinal))
+        super().__init__(device)
+        address, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+        self._mark = self._kernel("rs_cuda_delta_mark", address, address, size, number, address, address)
+        self._write = self._kernel("rs_cuda_delta_write", address, address, size, number, *(address,) * 6)
+        self._apply = self._kernel("rs_cuda_delta_apply", address, size, address, size, size, number, *(address,) * 6)
 
     def mark(
         self, packed: Tensor, kept: Tensor, item: int, packing: "Packing | None" = None
@@ -328,19 +316,7 @@ class CudaChanges:
         return not bool(wrong.item())
 
     def _launch(self, kernel: Callable[..., int], *arguments: int) -> None:
-        with self._current_stream() as stream:
-            error = kernel(*arguments, self._num_blocks, self._ordinal, stream)
-        if error:
-            reason = f"{self._error_string(error).decode()} (CUDA error {error})"
-            raise RuntimeError(f"what was packed cannot be compared on device {self._ordinal}: {reason}")
-
-    def _ordinal_of(self, device: torch.device) -> int:
-        return torch.cuda.current_device() if device.index is None else device.index
-
-    @contextmanager
-    def _current_stream(self) -> Iterator[int]:
-        with torch.cuda.device(self._ordinal):
-            yield torch.cuda.current_stream().cuda_stream
+        self._start(kernel, *arguments, told="what was packed cannot be compared")
 
 
 def _totals(lengths: Tensor, elements: int) -> tuple[Tensor, Tensor]:
@@ -354,12 +330,6 @@ def _totals(lengths: Tensor, elements: int) -> tuple[Tensor, Tensor]:
 def _starts(lengths: Tensor, elements: int) -> list[Tensor]:
     """[blocks] each: the first place and the first value of each block."""
     return [torch.nn.functional.pad(ends, (1, -1)) for ends in _totals(lengths, elements)]
-
-
-def _typed(function: Callable[..., int], *arguments: type) -> Callable[..., int]:
-    function.argtypes = (*arguments, *_WHERE)  # type: ignore[attr-defined]
-    function.restype = ctypes.c_int  # type: ignore[attr-defined]
-    return function
 
 
 assert DELTA_BLOCK == LANES * 8, "a lane marks its elements in a byte"

@@ -34,8 +34,6 @@ from rltrain.reshard.native import (
 
 # Copies of slices on the CPU by csrc/reshard_cpu.cpp.
 
-_CPU_ARGUMENTS = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int)
-
 
 class CpuCopies:
     """As `TorchCopies`, with as many threads as torch has at the time of a launch."""
@@ -46,9 +44,10 @@ class CpuCopies:
         self._bases = np.zeros(0, dtype=np.uint64)
         self._pointers = 0
         library = native.cpu_library()
-        self._copy = _cpu_typed(library.rs_cpu_copy)
-        self._amax = _cpu_typed(library.rs_cpu_amax)
-        self._checksum = _cpu_typed(library.rs_cpu_checksum)
+        arguments = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int)
+        self._copy, self._amax, self._checksum = (
+            native.typed(library[f"rs_cpu_{name}"], *arguments) for name in ("copy", "amax", "checksum")
+        )
 
     def bind(self, tensors: Sequence[Tensor]) -> None:
         self._bases = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.uint64)
@@ -67,15 +66,9 @@ class CpuCopies:
         """See `CopyTable.addresses`."""
         return self._table + first * SLICE.itemsize, last - first, self._pointers
 
-    def _run(self, function: Callable[[int, int, int, int], int], first: int, last: int) -> None:
+    def _run(self, function: Callable[..., int], first: int, last: int) -> None:
         if function(*self.addresses(first, last), torch.get_num_threads()):
             raise RuntimeError(f"the native library could not go through slices {first}:{last}: out of memory")
-
-
-def _cpu_typed(function: Callable[..., int]) -> Callable[[int, int, int, int], int]:
-    function.argtypes = _CPU_ARGUMENTS  # type: ignore[attr-defined]
-    function.restype = ctypes.c_int  # type: ignore[attr-defined]
-    return function
 
 
 # Cutting slices into the tiles that warps of the CUDA kernels take.
@@ -172,39 +165,57 @@ def _pieces(
 
 # Copies of slices on NVIDIA GPUs by csrc/reshard_cuda.cu.
 
-_CUDA_ARGUMENTS = (
-    ctypes.c_void_p,  # tiles
-    ctypes.c_void_p,  # slices
-    ctypes.c_void_p,  # bases
-    ctypes.c_int64,  # first tile
-    ctypes.c_int64,  # last tile
-    ctypes.c_int,  # blocks
-    ctypes.c_int,  # device
-    ctypes.c_void_p,  # stream
-)
-_Kernel = Callable[[int, int, int, int, int, int, int, int], int]
-
 assert TILE.itemsize == native.CUDA_TILE_BYTES
 
 
-class CudaCopies:
-    """As `TorchCopies`. Launches are asynchronous, on the current stream of the device.
+class CudaKernels:
+    """Launches functions of the CUDA library, which is asynchronous, on the current stream of `device`.
 
     Set `num_blocks` lower to leave multiprocessors, of which two blocks fill one, to what runs beside a launch.
     """
 
-    def __init__(self, slices: Array, device: torch.device) -> None:
-        library = native.cuda_library()
-        self._copy = _cuda_typed(library.rs_cuda_copy)
-        self._amax = _cuda_typed(library.rs_cuda_amax)
-        self._checksum = _cuda_typed(library.rs_cuda_checksum)
-        self._error_string = library.rs_cuda_error_string
-        self._error_string.restype = ctypes.c_char_p
-        self._device = device
-        self._ordinal = self._ordinal_of(device)
-        self.num_blocks = int(library.rs_cuda_num_blocks(self._ordinal))
+    def __init__(self, device: torch.device) -> None:
+        self._library = native.cuda_library()
+        self._library.rs_cuda_error_string.restype = ctypes.c_char_p
+        self._device, self._ordinal = device, self._ordinal_of(device)
+        self.num_blocks = int(self._library.rs_cuda_num_blocks(self._ordinal))
         if self.num_blocks < 0:
             raise RuntimeError(f"no multiprocessors of {device} can be counted: {self._reason(-self.num_blocks)}")
+
+    def _kernel(self, name: str, *arguments: type) -> Callable[..., int]:
+        """The function of this name, which takes blocks, device and stream behind its `arguments`."""
+        return native.typed(self._library[name], *arguments, ctypes.c_int, ctypes.c_int, ctypes.c_void_p)
+
+    def _start(self, kernel: Callable[..., int], *arguments: int, told: str) -> None:
+        """`told` is what an error says cannot be done."""
+        with self._current_stream() as stream:
+            error = kernel(*arguments, self.num_blocks, self._ordinal, stream)
+        if error:
+            raise RuntimeError(f"{told} on {self._device}: {self._reason(error)}")
+
+    def _reason(self, error: int) -> str:
+        return f"{self._library.rs_cuda_error_string(error).decode()} (CUDA error {error})"
+
+    def _ordinal_of(self, device: torch.device) -> int:
+        return torch.cuda.current_device() if device.index is None else device.index
+
+    @contextmanager
+    def _current_stream(self) -> Iterator[int]:
+        """The current stream of the device, which becomes the current device within."""
+        with torch.cuda.device(self._ordinal):
+            yield torch.cuda.current_stream().cuda_stream
+
+
+class CudaCopies(CudaKernels):
+    """As `TorchCopies`."""
+
+    def __init__(self, slices: Array, device: torch.device) -> None:
+        super().__init__(device)
+        # tiles, slices, bases, first tile, last tile
+        arguments = (ctypes.c_void_p,) * 3 + (ctypes.c_int64,) * 2
+        self._copy, self._amax, self._checksum = (
+            self._kernel(f"rs_cuda_{name}", *arguments) for name in ("copy", "amax", "checksum")
+        )
         tiles = cut(slices)
         self._first_tile = tiles.first_tile
         self._slices = self._upload(tiles.slices)
@@ -231,21 +242,11 @@ class CudaCopies:
     def checksum(self, first: int, last: int) -> None:
         self._run(self._checksum, first, last)
 
-    def _run(self, kernel: _Kernel, first: int, last: int) -> None:
+    def _run(self, kernel: Callable[..., int], first: int, last: int) -> None:
         tiles = int(self._first_tile[first]), int(self._first_tile[last])
-        if tiles[0] == tiles[1]:
-            return
-        tables = self._tiles.data_ptr(), self._slices.data_ptr(), self._bases.data_ptr()
-        with self._current_stream() as stream:
-            error = kernel(*tables, *tiles, self.num_blocks, self._ordinal, stream)
-        if error:
-            raise RuntimeError(f"slices {first}:{last} cannot be gone through on {self._device}: {self._reason(error)}")
-
-    def _reason(self, error: int) -> str:
-        return f"{self._error_string(error).decode()} (CUDA error {error})"
-
-    def _ordinal_of(self, device: torch.device) -> int:
-        return torch.cuda.current_device() if device.index is None else device.index
+        if tiles[0] < tiles[1]:
+            tables = self._tiles.data_ptr(), self._slices.data_ptr(), self._bases.data_ptr()
+            self._start(kernel, *tables, *tiles, told=f"slices {first}:{last} cannot be gone through")
 
     def _upload(self, table: Array) -> Tensor:
         """The bytes of `table` on the device, there for all streams once this returns.
@@ -257,28 +258,19 @@ class CudaCopies:
 
     @contextmanager
     def _current_stream(self) -> Iterator[int]:
-        """The current stream of the device, which becomes the current device within.
-
-        The allocator learns once per stream that it reads the tables, and keeps their memory until it has done so.
-        """
-        with torch.cuda.device(self._ordinal):
-            stream = torch.cuda.current_stream()
-            if stream.cuda_stream not in self._streams:
+        """Besides, the allocator learns once per stream that it reads the tables, and keeps their memory until it has
+        done so."""
+        with super()._current_stream() as stream:
+            if stream not in self._streams:
                 for tensor in (self._tiles, self._slices, self._bases):
-                    tensor.record_stream(stream)
-                self._streams.add(stream.cuda_stream)
-            yield stream.cuda_stream
+                    tensor.record_stream(torch.cuda.current_stream())
+                self._streams.add(stream)
+            yield stream
 
 
 @cache
 def _upload_stream(ordinal: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(ordinal)  # type: ignore[no-untyped-call]
-
-
-def _cuda_typed(function: Callable[..., int]) -> _Kernel:
-    function.argtypes = _CUDA_ARGUMENTS  # type: ignore[attr-defined]
-    function.restype = ctypes.c_int  # type: ignore[attr-defined]
-    return function
 
 
 # Torch's dtype of every element type, and tensors of it for a layout's parameters.

@@ -252,6 +252,13 @@ def load(path: Path, prefix: str, struct_bytes: dict[str, int]) -> ctypes.CDLL:
     return library
 
 
+def typed(function: Callable[..., int], *arguments: type) -> Callable[..., int]:
+    """A function of a library that takes these ctypes and returns an int, which is 0 where it succeeds."""
+    function.argtypes = arguments  # type: ignore[attr-defined]
+    function.restype = ctypes.c_int  # type: ignore[attr-defined]
+    return function
+
+
 def _path(name: str) -> Path:
     return Path(__file__).with_name(f"_reshard_{name}.so")
 
