@@ -20,9 +20,10 @@ from rltrain.models.checkpoint_model import positions_of
 from rltrain.models.config_file import ConfigReader
 from rltrain.models.table import Array, item_bytes
 from rltrain.reshard.checksums import checksum_of
+from rltrain.reshard.copy_table import allocate_parameters
 from rltrain.reshard.layout import Layout
 from rltrain.rollout.delta_form import form
-from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters
+from rltrain.rollout.embedded import EmbeddedEngine
 from rltrain.rollout.embedded.block_tables import budget_of
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.workspace import PASS_TOKENS, workspace

@@ -27,8 +27,7 @@ from rltrain.runtime.heartbeat import Waiting, unnoted
 # Sums and maxima of a few numbers over all ranks of a gloo group, in as many rounds as the number of ranks has bits.
 #
 # Gloo's own all-reduce is a ring: its last rank is reached after twice as many messages as there are ranks, one after
-# the
-# other, which thousands of ranks wait for. In recursive doubling (Thakur, Rabenseifner and Gropp 2005) every rank
+# the other, which thousands of ranks wait for. In recursive doubling (Thakur, Rabenseifner and Gropp 2005) every rank
 # exchanges what it knows with the one whose number differs in one bit, bit by bit.
 
 Round = tuple[Literal["exchange", "give", "take"], int]

@@ -13,19 +13,14 @@ from rltrain.errors import ConfigError, DivergenceError
 from rltrain.models import Architecture
 from rltrain.offload.device_memory import check_device
 from rltrain.offload.memory_parts import MemoryPart
+from rltrain.reshard.copy_table import allocate_parameters
 from rltrain.rollout.embedded.block_cache import BlockCache, choose_attention
 from rltrain.rollout.embedded.block_tables import KvBudget, budget_of
 from rltrain.rollout.embedded.decoder import Decoder, Record, Slots, choose_draw, recorder
 from rltrain.rollout.embedded.generation import Generation
 from rltrain.rollout.embedded.kv_cache import CacheShape, KvCache
 from rltrain.rollout.embedded.model import EngineModel
-from rltrain.rollout.embedded.parameters import (
-    Matrix,
-    TensorParallel,
-    adapted_matrices,
-    allocate_parameters,
-    quantized_matrices,
-)
+from rltrain.rollout.embedded.parameters import Matrix, TensorParallel, adapted_matrices, quantized_matrices
 from rltrain.rollout.embedded.slot_cache import SlotCache
 from rltrain.rollout.engine import (
     START_FRACTION,

@@ -17,7 +17,7 @@ from rltrain.config.schema import WeightDelta
 from rltrain.errors import ConfigError, cannot_write
 from rltrain.reshard.changes import Changes, Extent, changes_on, mark
 from rltrain.reshard.checksums import checksum_of
-from rltrain.reshard.delta_turns import DeltaTurn, DeltaTurns
+from rltrain.reshard.delta import DeltaTurn, DeltaTurns
 from rltrain.reshard.layout import Layout
 from rltrain.rollout.delta_form import form
 from rltrain.rollout.servers.calls import Calls, ServerRefuses
