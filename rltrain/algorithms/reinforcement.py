@@ -38,7 +38,7 @@ class GroupRelative(Algorithm):
         yield from super().problems()
 
     def problems_of_penalties(self, reason: str) -> Iterator[str]:
-        """Of what would change rewards and may not for this `reason`."""
+        """Yields problems of penalties that change rewards, which this `reason` forbids."""
         if self.penalizes_reward():
             yield f"loss.kl.where: got reward; expected loss: {reason}"
         if self.config.advantages.overlong_penalty is not None:

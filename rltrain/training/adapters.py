@@ -83,7 +83,7 @@ class AdapterMode(ABC):
         """`weight`, the model's of this name, with what its adapter adds, where it has one."""
 
     def held(self) -> list[Tensor]:
-        """All memory of theirs on the device."""
+        """Returns all tensors that the adapters have on the device."""
         return [*self.parameters.values()]
 
     @contextmanager

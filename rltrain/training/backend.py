@@ -58,22 +58,24 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def layout(self, site: ModelSite) -> Layout:
-        """That of the site's model."""
+        """Returns the layout of the site's model."""
 
     def adapters_layout(self, site: ModelSite) -> Layout:
-        """That of the low-rank adapters of the site's model. Of a role that learns such."""
+        """Returns the layout of the low-rank adapters that the site's role learns."""
         lora = site.config.lora_of(site.role)
         assert lora is not None, "of a role that learns adapters"
         return self.layout_of_adapters(site, lora)
 
     @abstractmethod
     def layout_of_adapters(self, site: ModelSite, lora: Lora) -> Layout:
-        """That of the adapters `lora` of the site's model."""
+        """Returns the layout of the adapters `lora` of the site's model."""
 
     @abstractmethod
     def build(self, site: ModelSite, lora: Lora | None, *, trains: bool) -> PackedModel:
-        """The site's model, weights not yet loaded, with adapters that are to begin; `trains` says whether anything of
-        it is trained. Collective over: the role's ranks."""
+        """Returns the site's model with adapters `lora`, before weights are loaded and adapters begin.
+
+        `trains` says whether anything of it is trained. Collective over: the role's ranks.
+        """
 
     def frozen_model(self, site: ModelSite) -> RoleModel:
         """With the weights of the role's checkpoint. Collective over: the role's ranks."""

@@ -447,7 +447,7 @@ def local_shard(sharded: Tensor) -> Tensor:
 
 
 def local_shards(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What this rank holds of sharded parameters, by name; those of which it has nothing are missing."""
+    """Returns what this rank holds of sharded parameters by name, without those of which it holds nothing."""
     shards = {name: local_shard(parameter) for name, parameter in named.items()}
     return {name: shard for name, shard in shards.items() if shard.numel()}
 

@@ -239,9 +239,9 @@ def _local_labels(labels: Tensor, num_valid: int) -> tuple[Tensor, Tensor]:
 
 
 def groups_of_rank(grid: Grid, groups: ProcessGroups) -> dict[str, dist.ProcessGroup | None]:
-    """This rank's groups in `grid` by the names of model_group_lists; None where the rank is in no such group.
+    """Returns this rank's groups in `grid` by the names of model_group_lists, or None where it is in no such group.
 
-    Makes no group: `groups` holds them all.
+    It makes no group: `groups` holds them all.
     """
     rank, found = dist.get_rank(), dict[str, dist.ProcessGroup | None]()
     for name, rank_lists in model_group_lists(grid).items():
@@ -281,14 +281,14 @@ class PackedModel(ABC):
     @property
     @abstractmethod
     def packing(self) -> Packing:
-        """The micro-batches that it can take."""
+        """Returns how the model takes micro-batches."""
 
     @abstractmethod
     def logits_of(self, outputs: Tensor) -> Logits:
         """What it put out for some rows, [rows, ...], as logits."""
 
     def distribution(self, temperature: float) -> dict[str, Any]:
-        """How the functions above take the logits."""
+        """Returns how the functions above take the logits."""
         vocab_size, group = self.architecture.vocab_size, self.pg_collection.tp
         return {"vocab_size": vocab_size, "temperature": temperature, "group": group}
 

@@ -51,7 +51,7 @@ def places_of(lengths: Sequence[int], share: ContextShare) -> Tensor:
 
 
 def positions_of(lengths: Sequence[int], share: ContextShare) -> Tensor:
-    """[rows] the position in its sequence of each token that `places_of` finds."""
+    """Returns [rows] the position of each token of `places_of` in its sequence."""
     sizes = torch.tensor(lengths)
     return ranges(torch.zeros_like(sizes), sizes)[places_of(lengths, share)]
 
@@ -158,7 +158,7 @@ def pack(
 
 @dataclass(frozen=True)
 class Packing:
-    """How a model takes micro-batches: `pack` is given the first five."""
+    """How a model takes micro-batches. The first five settings are for `pack`."""
 
     device: torch.device
     share: ContextShare = WHOLE
@@ -174,8 +174,10 @@ class Packing:
 
 
 def make_micro_batches(experience: Experience, max_tokens: int, how: Packing) -> list[MicroBatch]:
-    """`experience` in micro-batches of at most `max_tokens` tokens on each rank that shares samples; some may have
-    padding alone. Collective over: the ranks of `how.together`."""
+    """Returns `experience` in micro-batches of at most `max_tokens` tokens on each rank that shares samples.
+
+    Some may have padding alone. Collective over: the ranks of `how.together`.
+    """
     share, batches = how.share, list[MicroBatch]()
     if experience.num_samples:
         batches = pack(
@@ -375,7 +377,7 @@ class WholeSequences:
 
     @classmethod
     def of(cls, lengths: Sequence[int], size: int, device: torch.device) -> "WholeSequences":
-        """Packed sequences of these lengths, shared by `size` ranks."""
+        """Returns packed sequences of these lengths that `size` ranks share."""
         order = places_of_all(lengths, size)
         return cls(tuple(lengths), inverse(order).to(device), order.to(device))
 

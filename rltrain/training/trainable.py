@@ -68,11 +68,13 @@ class RoleModel(ABC):
         self.parameters = model.weights
         """By name and shape as in `layout.on(rank)`: what they hold is there while part "weights" is on the device."""
         self.published = self.parameters
-        """What other models in training and checkpoints get of it, by the names of `parameters`."""
+        """What other models in training and checkpoints get, by the names of `parameters`. What is not a parameter is
+        made when it is asked for, while part "weights" is on the device, and is not kept."""
         self.served = self.parameters
-        """What engines get of it: as `published`, but rounded where it computes with rounded weights
+        """What engines get: the same, with the weights rounded that the model computes with rounded
         (config.model.fake_quantization)."""
         self.adapted: Adapted | None = None
+        """Of a model in training that has adapters."""
         self.parts: Mapping[str, MemoryPart] = {"weights": MemoryPart(self._weights)}
         """What it has on the device, by the names of tasks.roles: "weights", and of a model in training also
         "master_weights", "optimizer" and "gradients". None shares memory with another."""
@@ -82,7 +84,7 @@ class RoleModel(ABC):
         """What `outputs` keeps of each micro-batch with samples, on ranks where the model ends; without gradients."""
 
     def shared(self, results: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Those of ranks where the model ends, on all of the replica."""
+        """Returns the results of the ranks where the model ends, on every rank of the replica."""
         return results
 
     def evaluate(self, experience: Experience, *, max_tokens: int, temperature: float = 1.0) -> Tensor:
@@ -143,8 +145,10 @@ class RoleModel(ABC):
         empty: Sequence[Tensor] = (),
         forward: Forward | None = None,
     ) -> list[Tensor]:
-        """The objective's first output, and `empty`, filled with what is `further` wanted of each micro-batch; on every
-        rank of the replica, on the host."""
+        """Returns the objective's first output, then `empty` filled with what `further` gives of each micro-batch.
+
+        Every rank of the replica has them, in host memory.
+        """
         empty = [torch.zeros(experience.num_tokens), *empty]
         results = [tensor.to(self.device) for tensor in empty]
 
@@ -352,7 +356,7 @@ class LateTensors(Mapping[str, Tensor]):
 # What an optimizer works on, and where it lies.
 
 MOMENTS = (*ADAM_STATES, *MUON_STATES)
-"""What optimizers keep of every parameter: AdamW, and of what it moves Muon."""
+"""What optimizers keep of every parameter: AdamW's, then Muon's."""
 
 Range = tuple[int, int]
 """(start, stop) in a flattened parameter."""
@@ -375,6 +379,7 @@ class Optimized:
 
     @property
     def range(self) -> Range:
+        """The elements of the parameter that it has."""
         return self.first, self.first + self.master.numel()
 
 
@@ -424,15 +429,17 @@ class TrainedModel(RoleModel):
 
     @abstractmethod
     def make_optimizer(self) -> Mapping[str, MemoryPart]:
-        """Make gradients and optimizer; what they have on the device, by the names of `parts`. Collective over: the
-        role's ranks."""
+        """Makes the gradients' memory and the optimizer, and returns their parts by the names of `parts`.
+
+        Collective over: the role's ranks.
+        """
 
     @abstractmethod
     def without_adapters(self) -> RoleModel:
-        """The same model as it is evaluated, its adapters off."""
+        """Returns the same model for evaluation with its adapters off."""
 
     def readable_weights(self) -> Mapping[str, Tensor]:
-        """The `parameters` where others can read them."""
+        """Returns the `parameters` on the model's device."""
         return self.parameters
 
     def train_batches(
@@ -529,14 +536,16 @@ class TrainedModel(RoleModel):
 
     @abstractmethod
     def forget_gradients(self) -> None:
-        """A mini-batch begins."""
+        """Clears the gradients, because a mini-batch begins."""
 
     @abstractmethod
     def backward(
         self, micro_batches: Sequence[MicroBatch], loss_function: LossFunction, temperature: float, *, is_whole: bool
     ) -> list[LossOutput]:
-        """Add the gradients of the micro-batches, of a whole mini-batch or a part of it; what `loss_of` keeps of each
-        with samples, on ranks where the model ends. Collective as `accumulate` is."""
+        """Adds the gradients of the micro-batches, which are a whole mini-batch or a part of one.
+
+        Returns what `loss_of` keeps of each with samples, on ranks where the model ends. Collective as `accumulate` is.
+        """
 
     @property
     def ends_here(self) -> bool:
@@ -544,32 +553,34 @@ class TrainedModel(RoleModel):
         return True
 
     def output_of_nothing(self, experience: Experience, loss_function: LossFunction) -> LossOutput:
-        """What would be kept of a micro-batch of `experience`, which has no samples."""
+        """Returns what `backward` would keep of `experience`, which has no samples."""
         return loss_function(experience, *self.objective.of_nothing(experience))
 
     @abstractmethod
     def place_in_replicas(self) -> tuple[int, ...]:
-        """This rank's, other than that of ranks whose tokens are others."""
+        """Returns numbers that differ between ranks which hold different tokens or layers."""
 
     def reducing(self) -> AbstractContextManager[None]:
-        """Around an optimizer step."""
+        """Is entered around every optimizer step."""
         return nullcontext()
 
     def reduced(self, pending: "Pending") -> dict[str, float]:
-        """The mini-batch's metrics with NUM_SAMPLES and DIVISOR. Collective over: the role's ranks."""
+        """Returns the mini-batch's metrics with NUM_SAMPLES and DIVISOR. Collective over: the role's ranks."""
         return pending.reduced(self.groups.dp, self.device)
 
     @abstractmethod
     def update(self, divisor: float, rate: float) -> tuple[float, bool]:
-        """Divide, clip and apply the gradients unless their norm is not finite; that, and whether it is the loss
-        scale's doing. Collective over: the role's ranks."""
+        """Divides and clips the gradients, and applies them unless their norm is not finite.
+
+        Returns the norm, and whether a loss scale has made it overflow. Collective over: the role's ranks.
+        """
 
     def scale_metrics(self, *, overflowed: bool) -> dict[str, float]:
-        """LOSS_SCALE and OVERFLOWED of a model in fp16."""
+        """Returns LOSS_SCALE and OVERFLOWED of a model in fp16."""
         return {}
 
     def finish_steps(self) -> None:
-        """Have all weights there."""
+        """Waits until all weights have arrived."""
 
     def loss_of(self, loss_function: LossFunction, temperature: float) -> Outputs:
         """What a pass makes of a micro-batch: its loss, and that with its sums to keep."""
@@ -649,24 +660,26 @@ class TrainedModel(RoleModel):
 
     @abstractmethod
     def optimized(self) -> dict[str, Optimized]:
-        """By the names of `model.learned`, those of which the optimizer has something here."""
+        """Returns what the optimizer has on this rank, by the names of `model.learned`."""
 
     def kept(self) -> dict[str, Optimized]:
-        """What is saved: that, and what else training changes."""
+        """Returns what is saved: `optimized`, and what else training changes."""
         return self.optimized()
 
     @abstractmethod
     def answered_for(self, kept: Mapping[str, Optimized]) -> tuple[list[str], Array, Mapping[str, Range]]:
-        """Of what is `kept` the names of this rank's parameters, the pieces that it saves, and of each parameter the
-        range that they lie in; `pieces` count from its start."""
+        """Returns the names of this rank's parameters, the pieces that it saves, and each parameter's saved range.
+
+        Offsets of pieces count from the start of the range.
+        """
 
     @abstractmethod
     def counts(self) -> Counts:
-        """Of the state as it is."""
+        """Returns the counts of the present state."""
 
     @abstractmethod
     def make_states(self, num_steps: int) -> None:
-        """Zero moments as the optimizer would make them in its first step, counted as after `num_steps`."""
+        """Makes zero moments as the optimizer does in its first step, and counts `num_steps`."""
 
     def go_on(self, counts: Counts) -> None:
-        """A state with these has been loaded. Collective over: the role's ranks."""
+        """Is called after a state with these counts was loaded. Collective over: the role's ranks."""

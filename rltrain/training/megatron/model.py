@@ -351,7 +351,7 @@ class LanguageModel(torch.nn.Module, PackedModel):
 
     @property
     def packing(self) -> Packing:
-        """Padded for sequence and pipeline parallelism and for fast matrix products.
+        """Micro-batches are padded for sequence and pipeline parallelism and for fast matrix products.
 
         Stages of a pipeline receive tensors of one shape, so there all micro-batches are padded to one length; balanced
         packing keeps that padding small, and no shapes have to be sent. Interleaved stages take micro-batches in rounds
