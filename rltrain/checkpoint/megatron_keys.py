@@ -50,7 +50,6 @@ class TensorChunk:
     """A box of a global tensor, in all its dimensions."""
 
     key: str
-    global_shape: tuple[int, ...]
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
 
@@ -149,12 +148,12 @@ class GlobalTensors:
         leading = np.unravel_index(int(box["leading"]), shape[:num_leading]) if num_leading else ()
         at, size = (int(box["key_row"]), int(box["key_col"])), (int(box["rows"]), int(box["cols"]))
         inner = num_leading - len(shape)
-        return TensorChunk(key, shape, (*map(int, leading), *at[inner:]), (1,) * num_leading + size[inner:])
+        return TensorChunk(key, (*map(int, leading), *at[inner:]), (1,) * num_leading + size[inner:])
 
     def chunk(self, matrix: GlobalMatrix, offsets: tuple[int, ...], shape: tuple[int, ...]) -> TensorChunk:
         """A box of one matrix, whose `offsets` and `shape` are those in the matrix."""
         leading = matrix.leading
-        return TensorChunk(matrix.key, self.shapes[matrix.key], leading + offsets, (1,) * len(leading) + shape)
+        return TensorChunk(matrix.key, leading + offsets, (1,) * len(leading) + shape)
 
     def inside(self, chunk: TensorChunk) -> Array:
         """LOCATIONs of what lies in `chunk`, a part of one matrix, with key_row and key_col counted from its beginning.

@@ -38,9 +38,6 @@ class Trace:
         """
         return NO_SPAN
 
-    def instant(self, name: str, category: str = "task", **arguments: Any) -> None:
-        """Something without a length, on this thread."""
-
     def counter(self, name: str, value: float) -> None:
         """A number that holds from now until the next one of the same name. One that is not finite is left out."""
 
@@ -87,9 +84,6 @@ class TraceFile(Trace):
 
     def span(self, name: str, category: str = "task", **arguments: Any) -> AbstractContextManager[object]:
         return Span(self, name, category, arguments)
-
-    def instant(self, name: str, category: str = "task", **arguments: Any) -> None:
-        self._record("i", name, category, arguments)
 
     def counter(self, name: str, value: float) -> None:
         if math.isfinite(value):
@@ -142,8 +136,6 @@ class TraceFile(Trace):
         )
         if category:
             text += f',"cat":{_quoted(category)}'
-        if phase == "i":
-            text += ',"s":"t"'  # drawn on its thread's track alone
         if arguments:
             plain = {key: _plain(value) for key, value in arguments.items()}
             text += f',"args":{json.dumps(plain, allow_nan=False)}'

@@ -161,9 +161,6 @@ class Kind:
     def device_roles(self) -> tuple[str, ...]:
         return tuple(role for role, _ in self.stages)
 
-    def stage(self, role: str) -> int:
-        return dict(self.stages)[role]
-
 
 @dataclass(frozen=True, eq=False)
 class PlannedJob:

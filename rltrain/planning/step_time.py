@@ -135,7 +135,7 @@ class Clock:
             return sync.seconds(self.gpu) if self._exact_sync else least_sync_s(self.job, synced, self.gpu)
         if name == "generate":
             made = generation(self.job, self.gpu, self.workload, self._cache_bytes)  # all prompts run, not a chunk's
-            return share * (made.prefill_s + made.decode_s) * self._crowding("rollout") + task_s
+            return share * made * self._crowding("rollout") + task_s
         if name == "verdicts":
             return share * judging(self.job, self.gpu, self.workload) + task_s
         if name == "score":

@@ -239,18 +239,7 @@ class TrainingTime:
 # Seconds of generation: prompts read once, then a decode step for every token, of all responses that run.
 
 
-@dataclass(frozen=True)
-class GenerationTime:
-    """Of one engine for a step's samples."""
-
-    prefill_s: float
-    decode_s: float
-    num_steps: float
-    running: float
-    """Mean number of responses in a decode step."""
-
-
-def generation(job: PlannedJob, gpu: Gpu, workload: Workload, cache_bytes: int) -> GenerationTime:
+def generation(job: PlannedJob, gpu: Gpu, workload: Workload, cache_bytes: int) -> float:
     """Of a step on the engine with most samples, with `cache_bytes` for keys and values on each rank. All slots are
     taken while responses wait; at the end those that are longer than the mean run on, fewer and fewer, unless they are
     left to the next step."""
@@ -268,7 +257,7 @@ def drawing(
     num: float,
     samples_per_prompt: int,
     tail: float,
-) -> GenerationTime:
+) -> float:
     """Of `num` samples on one engine of a role; the longest has `tail` tokens more than all have on average. Servers
     that somebody else runs are taken for one GPU each, with room for all that may run there."""
     architecture, grid = job.architectures[role], job.grids[role]
@@ -278,11 +267,11 @@ def drawing(
     kept += state_bytes(architecture, 1, tp=grid.tp, item_bytes=job.item_bytes)
     slots = max(1.0, min(num, job.config.served(role).max_running_requests, cache_bytes / kept))
     num_steps = num * workload.response / slots + tail
-    running = num * workload.response / num_steps
+    running = num * workload.response / num_steps  # in the mean of the decode steps
     prompts = ceil(num / samples_per_prompt)
     peak = gpu.flops(job.config.model.dtype) * grid.tp
     prefill = prompts * workload.prompt * _at_peak(architecture, gpu, workload.prompt / 2) / peak
-    return GenerationTime(prefill, num_steps * decode_step(job, gpu, workload, running, role), num_steps, running)
+    return prefill + num_steps * decode_step(job, gpu, workload, running, role)
 
 
 def servers_per_rank(job: PlannedJob, role: str) -> float:
@@ -301,8 +290,7 @@ def evaluating(
     response = longest * workload.response / longest_response(job.config)
     of_set = Workload(prompt=workload.prompt, response=response, longest_response=longest)
     num = max(1.0, num_prompts * plan.samples_per_prompt / job.grids[role].dp)
-    made = drawing(job, role, gpu, of_set, cache_bytes, num, plan.samples_per_prompt, longest - response)
-    return made.prefill_s + made.decode_s
+    return drawing(job, role, gpu, of_set, cache_bytes, num, plan.samples_per_prompt, longest - response)
 
 
 def judging(job: PlannedJob, gpu: Gpu, workload: Workload) -> float:

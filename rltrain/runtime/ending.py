@@ -1,7 +1,6 @@
 """How a process of a failing job ends: with one message for all ranks."""
 
 import json
-import logging
 import os
 import platform
 import re
@@ -36,8 +35,6 @@ def wait_briefly(store: dist.Store, keys: Sequence[str], seconds: float) -> bool
 
 
 # How a process of a failing job ends: with one message for all ranks, whoever finds the failure first.
-
-logger = logging.getLogger(__name__)
 
 MESSAGE_GRACE_S = 5.0
 QUIET_GRACE_S = 3.0

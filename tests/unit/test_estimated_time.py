@@ -92,9 +92,8 @@ def test_decoding_reads_weights_until_products_take_longer():
     job = job_of(qwen3_8b(), APART, 16, **LONG)
     few, some, many = (decode_step(job, H100, WORKLOAD, running) for running in (1, 2, 4096))
     assert some < 1.05 * few and many > 10 * few
-    made = generation(job, H100, WORKLOAD, cache_bytes(rank_memories(job, H100)))
-    assert made.num_steps >= WORKLOAD.longest_response
-    assert made.running * made.num_steps == pytest.approx(64 * WORKLOAD.response)
+    seconds = generation(job, H100, WORKLOAD, cache_bytes(rank_memories(job, H100)))
+    assert seconds > WORKLOAD.longest_response * few, "the longest response takes a step for each of its tokens"
 
 
 def test_few_tokens_visit_few_experts():

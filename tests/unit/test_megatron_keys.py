@@ -111,7 +111,6 @@ def test_writers_share_out_every_element_once(grid: Grid, name: str) -> None:
     written = {key: torch.zeros(shape, dtype=torch.int32) for key, shape in tensors.shapes.items()}
     for rank in grid.ranks:
         for chunk in chunks_of_writer(tensors, grid, rank):
-            assert chunk.global_shape == tensors.shapes[chunk.key]
             written[chunk.key][
                 tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.shape, strict=True))
             ] += 1

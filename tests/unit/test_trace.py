@@ -43,11 +43,11 @@ def config(output_dir: Path, trace: bool) -> Config:
     )
 
 
-def test_spans_instants_and_counters_are_events_of_the_rank(tmp_path: Path) -> None:
+def test_spans_and_counters_are_events_of_the_rank(tmp_path: Path) -> None:
     trace = TraceFile(tmp_path, 3, ROLES)
     with trace.span("update", role="actor", step=2):
         with trace.span("scored", "wait"):
-            trace.instant("version", "sync", version=7)
+            pass
         trace.counter("running", 5)
     events = closed_events(trace)
     assert trace.path == tmp_path / "trace/rank3.json"
@@ -59,14 +59,13 @@ def test_spans_instants_and_counters_are_events_of_the_rank(tmp_path: Path) -> N
     assert [(event["ph"], event["name"]) for event in happened] == [
         ("B", "update"),
         ("B", "scored"),
-        ("i", "version"),
         ("E", "scored"),
         ("C", "running"),
         ("E", "update"),
     ]
     assert happened[0]["cat"] == "task" and happened[0]["args"] == {"role": "actor", "step": 2}
     assert happened[1]["cat"] == "wait" and "args" not in happened[1]
-    assert happened[2]["args"] == {"version": 7} and happened[4]["args"] == {"value": 5.0}
+    assert happened[3]["args"] == {"value": 5.0}
     times = [event["ts"] for event in happened]
     assert times == sorted(times)
 
@@ -84,12 +83,13 @@ def test_what_json_cannot_hold_is_written_as_text_or_left_out(tmp_path: Path) ->
     trace.counter("kl", math.nan)
     trace.counter("kl", math.inf)
     trace.counter("kl", 0.5)
-    trace.instant('quo"te\n', path=Path("a/b"), loss=math.nan, ok=True, nothing=None)
+    with trace.span('quo"te\n', path=Path("a/b"), loss=math.nan, ok=True, nothing=None):
+        pass
     events = closed_events(trace)
     assert [event["args"] for event in phases(events, "C")] == [{"value": 0.5}]
-    (instant,) = phases(events, "i")
-    assert instant["name"] == 'quo"te\n'
-    assert instant["args"] == {"path": "a/b", "loss": "nan", "ok": True, "nothing": None}
+    (begin,) = phases(events, "B")
+    assert begin["name"] == 'quo"te\n'
+    assert begin["args"] == {"path": "a/b", "loss": "nan", "ok": True, "nothing": None}
 
 
 def test_threads_have_tracks_of_their_own_and_lose_nothing(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_a_killed_rank_leaves_what_it_was_doing(tmp_path: Path) -> None:
 
 def test_a_process_that_just_ends_leaves_a_closed_file(tmp_path: Path) -> None:
     program = (
-        "import sys\nfrom rltrain.observability.trace import TraceFile\nTraceFile(sys.argv[1], 0, []).instant('last')"
+        "from rltrain.observability.trace import TraceFile as T; import sys; T(sys.argv[1], 0, []).counter('last', 1)"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=60)
     assert json.loads((tmp_path / "trace/rank0.json").read_text())[-1]["name"] == "last"
@@ -158,9 +158,9 @@ def test_a_process_that_just_ends_leaves_a_closed_file(tmp_path: Path) -> None:
 def test_ranks_of_a_machine_share_a_clock(tmp_path: Path) -> None:
     first, second = TraceFile(tmp_path, 0, ROLES), TraceFile(tmp_path, 1, ROLES)
     for _ in range(200):
-        first.instant("a")
-        second.instant("b")
-    ours, theirs = ([e["ts"] for e in phases(closed_events(trace), "i")] for trace in (first, second))
+        first.counter("a", 1)
+        second.counter("b", 1)
+    ours, theirs = ([e["ts"] for e in phases(closed_events(trace), "C")] for trace in (first, second))
     lags = [b - a for a, b in zip(ours, theirs, strict=True)]
     assert sorted(lags)[100] < 100, "two events right after each other are less than 100 us apart"
     assert min(lags) > -100
@@ -184,7 +184,7 @@ def test_nothing_is_kept_after_the_end(tmp_path: Path) -> None:
     trace = TraceFile(tmp_path, 0, ROLES)
     trace.close()
     size = trace.path.stat().st_size
-    trace.instant("late")
+    trace.counter("late", 1)
     trace.close()
     assert trace.path.stat().st_size == size
 
@@ -212,7 +212,6 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 def test_without_logging_trace_nothing_is_written(tmp_path: Path) -> None:
     trace = start_trace(config(tmp_path, trace=False), 0, ROLES)
     with trace.span("update", "task", step=1), trace.span("inner"):
-        trace.instant("here")
         trace.counter("n", 1)
     trace.close()
     assert not isinstance(trace, TraceFile) and list(tmp_path.iterdir()) == []
