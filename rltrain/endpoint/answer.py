@@ -5,6 +5,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from os.path import commonprefix
@@ -239,6 +240,29 @@ class Deltas:
         """Which of the turn's tokens have come since the last call."""
         start, self._num_tokens_told = self._num_tokens_told, len(self._choice.tokens)
         return slice(start, self._num_tokens_told)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What choice number `index` of an answer has added: `text`, which may be empty at its end."""
+
+    index: int
+    choice: Choice
+    deltas: Deltas
+    text: str
+    is_last: bool
+
+
+async def pieces(answer: Answer) -> AsyncIterator[Piece]:
+    """Yields what all choices of an answer add, as they are drawn."""
+    going_on = {index: (choice, Deltas(answer, choice)) for index, choice in enumerate(answer.choices)}
+    async for _ in answer.changes():
+        for index, (choice, deltas) in [*going_on.items()]:
+            text, is_last = deltas.text(), choice.is_done
+            if is_last:
+                del going_on[index]
+            if text or is_last:
+                yield Piece(index, choice, deltas, text, is_last)
 
 
 def finish_reason(choice: Choice, reply: Reply) -> str:

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from rltrain.config.section import TokenCount, TokenId
 from rltrain.data.chat_template import as_text
-from rltrain.endpoint.answer import Answer, Choice, Deltas, Event, event_stream, finish_reason, token_logprobs
+from rltrain.endpoint.answer import Answer, Choice, Deltas, Event, event_stream, finish_reason, pieces, token_logprobs
 from rltrain.endpoint.opening import ChatOpening, Reply
 from rltrain.endpoint.requests import AskedSampling, RequestRefused, invalid, object_in, text_in, unsupported
 from rltrain.endpoint.service import (
@@ -215,26 +215,17 @@ def _logprobs(choice: Choice, which: slice, asked: ChatRequest, service: Service
 
 async def _chunks(answer: Answer, asked: ChatRequest, service: Service) -> AsyncIterator[Event]:
     beginning = head("chatcmpl", "chat.completion.chunk", service)
-    deltas = [Deltas(answer, choice) for choice in answer.choices]
-    finished = [False] * len(deltas)
     prompt = {"prompt_token_ids": answer.choices[0].context} if asked.return_token_ids else {}
-    for index in range(len(deltas)):
+    for index in range(len(answer.choices)):
         yield {**beginning, **prompt, "choices": [_delta(index, {"role": "assistant", "content": ""})]}
-    async for _ in answer.changes():
-        for index, (choice, delta) in enumerate(zip(answer.choices, deltas, strict=True)):
-            if finished[index]:
-                continue
-            text = delta.text()
-            if text or choice.is_done:
-                which = delta.new_tokens()
-                extra: dict[str, Any] = {"logprobs": _logprobs(choice, which, asked, service)}
-                if asked.return_token_ids:
-                    extra["token_ids"] = choice.tokens[which]
-                yield {**beginning, "choices": [_delta(index, {"content": text}) | extra]}
-            if choice.is_done:
-                finished[index] = True
-                for last in _last(index, choice, delta.reply()):
-                    yield {**beginning, "choices": [last]}
+    async for piece in pieces(answer):
+        which = piece.deltas.new_tokens()
+        extra: dict[str, Any] = {"logprobs": _logprobs(piece.choice, which, asked, service)}
+        if asked.return_token_ids:
+            extra["token_ids"] = piece.choice.tokens[which]
+        yield {**beginning, "choices": [_delta(piece.index, {"content": piece.text}) | extra]}
+        for last in _last(piece.index, piece.choice, piece.deltas.reply()) if piece.is_last else ():
+            yield {**beginning, "choices": [last]}
     if asked.stream_options is not None and asked.stream_options.include_usage:
         yield {**beginning, "choices": [], "usage": usage([answer])}
     yield "[DONE]"
@@ -337,24 +328,14 @@ def _completion_logprobs(
 
 async def _completion_chunks(answer: Answer, asked: CompletionRequest, service: Service) -> AsyncIterator[Event]:
     beginning = head("cmpl", "text_completion", service)
-    deltas = [Deltas(answer, choice) for choice in answer.choices]
-    finished = [False] * len(deltas)
-    async for _ in answer.changes():
-        for index, (choice, delta) in enumerate(zip(answer.choices, deltas, strict=True)):
-            if finished[index]:
-                continue
-            text = delta.text()
-            finished[index] = choice.is_done
-            if not text and not choice.is_done:
-                continue
-            which = delta.new_tokens()
-            reason = finish_reason(choice, delta.reply()) if choice.is_done else None
-            piece = {"index": index, "text": text, "finish_reason": reason}
-            piece["logprobs"] = _completion_logprobs(choice, which, asked, service)
-            if asked.return_token_ids:
-                piece["token_ids"] = choice.tokens[which]
-            versions = choice.policy_versions[which]
-            yield {**beginning, "choices": [piece], **service.weight_version(versions)}
+    async for piece in pieces(answer):
+        choice, which = piece.choice, piece.deltas.new_tokens()
+        reason = finish_reason(choice, piece.deltas.reply()) if piece.is_last else None
+        told: dict[str, Any] = {"index": piece.index, "text": piece.text, "finish_reason": reason}
+        told["logprobs"] = _completion_logprobs(choice, which, asked, service)
+        if asked.return_token_ids:
+            told["token_ids"] = choice.tokens[which]
+        yield {**beginning, "choices": [told], **service.weight_version(choice.policy_versions[which])}
     if asked.stream_options is not None and asked.stream_options.include_usage:
         yield {**beginning, "choices": [], "usage": usage([answer])}
     yield "[DONE]"

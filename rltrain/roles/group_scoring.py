@@ -37,7 +37,7 @@ class HandedOver:
 
 
 class GroupScoring:
-    """On an engine's first rank: implements `rollout.stream.selection.GroupFilter`, by the role reward there.
+    """On an engine's first rank: implements `rollout.groups.GroupFilter`, by the role reward there.
 
     Reward functions work in processes of their own; a trusted one is called at once, so that what it says of a group
     is known before the next decode step.

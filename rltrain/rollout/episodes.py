@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import index
-from typing import Any, Protocol
+from typing import Protocol
 
 from rltrain.data.chat_format import ChatFormat
 from rltrain.data.experience import SIBLINGS_APART
@@ -77,22 +77,6 @@ class Observed:
         seed = mix64(sample.seed + closed.id) >> 1
         new = Sample(sample.id, self.tokens, seed, turn_limit=max_turn_tokens, goes_on=True, parent=closed.id)
         return new, closed
-
-    def record(self) -> dict[str, Any]:
-        """For JSON."""
-        return {**vars(self), "trajectories": [sample.record() for sample in self.trajectories]}
-
-    @classmethod
-    def of_record(cls, record: dict[str, Any]) -> "Observed":
-        trajectories = tuple(Sample.of_record(sample) for sample in record["trajectories"])
-        return cls(
-            **{
-                **record,
-                "status": Status(record["status"]),
-                "tokens": tuple(record["tokens"]),
-                "trajectories": trajectories,
-            }
-        )
 
 
 def with_shared_reward(trajectories: Sequence[Sample], besides: float = 0.0) -> list[Sample]:

@@ -1,19 +1,18 @@
 """The loop of a generate task, and how engines share prompts and agree on what is done."""
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch.distributed as dist
+from pydantic import TypeAdapter
 
 from rltrain.rollout.episodes import Observed
 from rltrain.rollout.groups import Mail, PromptGroups, Selection
 from rltrain.rollout.in_flight_sync import InFlightSync, NoInFlightSync
 from rltrain.rollout.rollout_state import Consumed, RolloutState
 from rltrain.rollout.sample import SampleGroup
-from rltrain.runtime.group_messages import broadcast_bytes
+from rltrain.runtime.group_messages import broadcast_json
 from rltrain.runtime.heartbeat import Heartbeat
 from rltrain.runtime.job_store import Waiter, poll, poll_s
 
@@ -41,24 +40,8 @@ class LeaderDecision:
         positions = any((self.claims, self.answers, self.kept, self.dropped))
         return self.sync or self.done or positions or self.mail is not None
 
-    def record(self) -> list[Any]:
-        """For JSON."""
-        mail = None if self.mail is None else self.mail.record()
-        answers = [answer.record() for answer in self.answers]
-        return [self.sync, self.done, self.claims, answers, self.kept, self.dropped, mail]
 
-    @classmethod
-    def of_record(cls, record: list[Any]) -> "LeaderDecision":
-        sync, done, claims, answers, kept, dropped, mail = record
-        return cls(
-            sync,
-            done,
-            tuple(claims),
-            tuple(map(Observed.of_record, answers)),
-            tuple(kept),
-            tuple(dropped),
-            None if mail is None else Mail.of_record(mail),
-        )
+_AS_JSON = TypeAdapter(LeaderDecision)
 
 
 class LeaderDecisions:
@@ -72,8 +55,8 @@ class LeaderDecisions:
         """The leader's decision, on every rank. Collective over: the engine's ranks."""
         if self.group is None:
             return decision
-        told = broadcast_bytes(json.dumps(decision.record()).encode() if decision else b"", self.group)
-        return LeaderDecision.of_record(json.loads(told)) if told else LeaderDecision()
+        told = broadcast_json(_AS_JSON.dump_python(decision, mode="json") if decision else None, self.group)
+        return LeaderDecision() if told is None else _AS_JSON.validate_python(told)
 
 
 # Which groups of a stream of prompts make up a step, and which of them may be begun for it.

@@ -3,13 +3,13 @@
 import heapq
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch.distributed as dist
 
-from rltrain.rollout.engine import Engine, GreedyPlaces, SamplingParams
+from rltrain.rollout.engine import Engine, SamplingParams
 from rltrain.rollout.episodes import CURRENT_VERSION, Episodes, Observed, with_shared_reward
 from rltrain.rollout.sample import Sample, SampleGroup, Status
 from rltrain.runtime.job_store import poll_s
@@ -58,24 +58,6 @@ class PendingTurn:
     is_watched: bool = False
     """Whether its progress is to be told."""
 
-    def record(self) -> dict[str, Any]:
-        """For JSON."""
-        return {**vars(self), "sample": self.sample.record(), "sampling": asdict(self.sampling)}
-
-    @classmethod
-    def of_record(cls, record: dict[str, Any]) -> "PendingTurn":
-        sampling: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in record["sampling"].items()
-        }
-        greedy = sampling.pop("greedy")
-        places = None if greedy is None else GreedyPlaces(**greedy)
-        return cls(
-            Sample.of_record(record["sample"]),
-            SamplingParams(**sampling, greedy=places),
-            tuple(record["stop"]),
-            record["is_watched"],
-        )
-
 
 @dataclass(frozen=True)
 class Mail:
@@ -89,22 +71,6 @@ class Mail:
 
     def __bool__(self) -> bool:
         return bool(self.turns or self.given_up or self.forgotten)
-
-    def record(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "turns": [turn.record() for turn in self.turns],
-            "given_up": sorted(self.given_up),
-            "forgotten": sorted(self.forgotten),
-        }
-
-    @classmethod
-    def of_record(cls, record: dict[str, Any]) -> "Mail":
-        return cls(
-            tuple(PendingTurn.of_record(turn) for turn in record["turns"]),
-            frozenset(record["given_up"]),
-            frozenset(record["forgotten"]),
-        )
 
 
 class Guests(Protocol):

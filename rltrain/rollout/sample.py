@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import chain
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from pydantic import PlainSerializer, PlainValidator
 from torch import Tensor
 
 from rltrain.data.experience import SIBLINGS_APART, Experience
@@ -49,6 +50,17 @@ def request_seed(seed: int, step: int, row: int, sample: int) -> int:
 # Which experts an engine routed the tokens of a sample to.
 
 
+def _written(experts: np.ndarray) -> tuple[tuple[int, ...], str, str]:
+    """For JSON; the inverse is `_read`."""
+    return experts.shape, experts.dtype.str, base64.b64encode(experts.tobytes()).decode()
+
+
+def _read(written: Any) -> np.ndarray:
+    shape, kind, values = written
+    experts: np.ndarray = np.frombuffer(base64.b64decode(values), dtype=kind).reshape(shape)
+    return experts
+
+
 @dataclass(frozen=True, eq=False)
 class RecordedRouting:
     """Of the first tokens of a sample's context, in each layer that has experts: `experts` [tokens, layers, top_k] int8
@@ -58,7 +70,7 @@ class RecordedRouting:
     and values are given up and computed anew, under other weights perhaps, what was recorded stays.
     """
 
-    experts: np.ndarray
+    experts: Annotated[np.ndarray, PlainValidator(_read), PlainSerializer(_written, when_used="json")]
 
     def __len__(self) -> int:
         """Tokens."""
@@ -77,19 +89,6 @@ class RecordedRouting:
     def first(self, num_tokens: int) -> "RecordedRouting":
         """Of no more than so many tokens."""
         return RecordedRouting(self.experts[:num_tokens])
-
-    def record(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "shape": self.experts.shape,
-            "type": self.experts.dtype.str,
-            "experts": base64.b64encode(self.experts.tobytes()).decode(),
-        }
-
-    @classmethod
-    def of_record(cls, record: dict[str, Any]) -> "RecordedRouting":
-        experts = np.frombuffer(base64.b64decode(record["experts"]), dtype=record["type"])
-        return cls(experts.reshape(record["shape"]))
 
 
 class Status(IntEnum):
@@ -239,21 +238,6 @@ class Sample:
             turns=turns,
             turn_rewards=self.turn_rewards[: len(turns)],
             routing=self.routing and self.routing.first(len(self.prompt) + num_tokens),
-        )
-
-    def record(self) -> dict[str, Any]:
-        """For JSON."""
-        return {**vars(self), "routing": self.routing and self.routing.record()}
-
-    @classmethod
-    def of_record(cls, record: dict[str, Any]) -> "Sample":
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
-        }
-        routing = record.get("routing")
-        return cls(
-            **{**values, "status": Status(record["status"])}
-            | {"routing": routing and RecordedRouting.of_record(routing)}
         )
 
 

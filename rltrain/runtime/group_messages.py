@@ -32,11 +32,13 @@ def broadcast_bytes(
 def broadcast_json(
     value: Any, group: dist.ProcessGroup | None, *, source: int = 0, device: torch.device | str = "cpu"
 ) -> Any:
-    """Returns the JSON value of rank `source` of the group on every rank; numbers arrive with all their digits."""
+    """Returns the JSON value of rank `source` of the group on every rank; numbers arrive with all their digits. None
+    takes one message, anything else two."""
     if group is None or group.size() == 1:
         return value
-    text = json.dumps(value).encode() if group.rank() == source else b""
-    return json.loads(broadcast_bytes(text, group, source=source, device=device))
+    is_told = group.rank() == source and value is not None
+    text = broadcast_bytes(json.dumps(value).encode() if is_told else b"", group, source=source, device=device)
+    return json.loads(text) if text else None
 
 
 def gather_bytes(data: bytes, group: dist.ProcessGroup | None, device: torch.device | str = "cpu") -> list[bytes]:

@@ -16,6 +16,7 @@ from rltrain.rollout.sample import Sample
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.machine import JobThread
 from tests.rollout_models import load_engine
+from tests.through_json import written
 
 SAMPLINGS = (SamplingParams(1.0, 1.0, 0, 60, (3,)), SamplingParams(0.7, 0.9, 10, 60, (3,)))
 NUM_CONVERSATIONS = 9
@@ -84,9 +85,9 @@ def converse(path: str) -> dict[str, Any]:
         num_steps += bool(engine.num_unfinished)
         drawn = engine.step()
         assert feed.end_step(drawn) == []
-        log += [sample.record() for sample in drawn]
+        log += [*map(written, drawn)]
     assert feed.num_turns == engine.num_unfinished == 0
-    return {"said": [sample.record() for sample in said], "log": log}
+    return {"said": [*map(written, said)], "log": log}
 
 
 def drawn_alone(path: Path, said: Sequence[Sample]) -> list[Sample]:

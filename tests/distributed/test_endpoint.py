@@ -8,6 +8,7 @@ from rltrain.rollout.sample import Sample
 from tests.distributed.cases_endpoint import NUM_CONVERSATIONS, NUM_TURNS, TURN_TOKENS, drawn_alone
 from tests.distributed.torchrun import run_distributed
 from tests.rollout_models import write_checkpoint
+from tests.through_json import read
 
 TIMEOUT_S = 120
 
@@ -16,7 +17,7 @@ def test_turns_on_an_engine_of_two_ranks_are_those_on_one(tmp_path: Path) -> Non
     path = write_checkpoint(tmp_path / "model", "qwen3")
     leader, follower = run_distributed("tests.distributed.cases_endpoint:converse", 2, {"path": str(path)}, TIMEOUT_S)
     assert leader["log"] == follower["log"] and not follower["said"]
-    said = [Sample.of_record(record) for record in leader["said"]]
+    said = [read(Sample, record) for record in leader["said"]]
     assert len(said) == NUM_CONVERSATIONS * NUM_TURNS
     assert {version for sample in said for version in sample.policy_versions} == {0, 1}
     stopped_early = [sample for sample in said if sample.id % 2 and len(sample.last_turn) < TURN_TOKENS]

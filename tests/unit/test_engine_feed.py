@@ -1,7 +1,6 @@
 """Turns on an engine, whatever the order in which they come, are given up, and are suspended."""
 
 import asyncio
-import json
 from collections.abc import Callable
 
 import hypothesis.strategies as st
@@ -14,6 +13,7 @@ from rltrain.rollout.engine import GreedyPlaces, SamplingParams
 from rltrain.rollout.groups import Mail, PendingTurn
 from rltrain.rollout.sample import Sample, Status
 from tests.talking_engine import CONTEXT_TOKENS, TalkingEngine, byte_tokenizer
+from tests.through_json import through_json
 
 SAMPLINGS = [SamplingParams(temperature, 1.0, 0, CONTEXT_TOKENS, (257,)) for temperature in (0.0, 0.5, 1.0)]
 TEXT = "abcdefghijklmnopqrstuvwxyz"
@@ -34,7 +34,7 @@ def step(feed: EngineFeed, *others: EngineFeed) -> None:
     mail = feed.mail() or Mail()
     feed.begin_step(mail)
     for other in others:
-        other.begin_step(Mail.of_record(json.loads(json.dumps(mail.record()))))
+        other.begin_step(through_json(mail))
     for one in (feed, *others):
         assert one.end_step(one.engine.step()) == []
 
@@ -136,7 +136,7 @@ def test_mail_is_the_same_on_all_ranks() -> None:
     sampling = SamplingParams(1.0, 0.9, 5, 10, (257,), ("x",), GreedyPlaces(1, 4))
     sample = Sample(3, (1, 2), 7).drawn([4], [-0.5], [1], Status.STOPPED).observed([5], turn_limit=9)
     mail = Mail((PendingTurn(sample, sampling, ("y",), True),), frozenset({1}), frozenset({2, 8}))
-    assert Mail.of_record(json.loads(json.dumps(mail.record()))) == mail
+    assert through_json(mail) == mail
 
 
 def test_an_engine_is_told_which_conversations_are_over() -> None:

@@ -18,6 +18,7 @@ from rltrain.rollout.sample import RecordedRouting, Sample, SampleGroup, pack_gr
 from rltrain.runtime.grid import Grid
 from tests.expected_routing import check
 from tests.rollout_models import load_engine, ragged_requests, write_checkpoint
+from tests.through_json import through_json
 from tests.unit.recorded_steps import Recorder
 
 SAMPLED = SamplingParams(1.0, 1.0, 0, 12, (3,))
@@ -105,11 +106,11 @@ def test_what_was_recorded_stays_when_it_is_computed_anew_under_other_weights(
 def test_it_crosses_json_and_is_cut_with_its_sample(checkpoints: dict[str, Path]) -> None:
     engine, _ = load_engine(checkpoints["mixtral"], record_routing=True)
     (sample,) = engine.generate(ragged_requests(1), SAMPLED)
-    assert Sample.of_record(sample.record()) == sample
+    assert through_json(sample) == sample
     routing = sample.first(2).routing
     assert sample.routing is not None and routing == sample.routing.first(len(sample.prompt) + 2)
     assert routing != sample.routing
-    assert replace(sample, routing=None) == Sample.of_record(replace(sample, routing=None).record())
+    assert replace(sample, routing=None) == through_json(replace(sample, routing=None))
 
 
 def test_a_model_without_experts_has_nothing_to_record(tmp_path: Path) -> None:

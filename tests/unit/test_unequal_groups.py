@@ -10,6 +10,7 @@ from rltrain.data.experience import SIBLINGS_APART, mini_batch_of
 from rltrain.environments.interface import Trajectory
 from rltrain.rollout.episodes import CURRENT_VERSION, Observed, Unusable, told_trajectories, with_shared_reward
 from rltrain.rollout.sample import Sample, Status
+from tests.through_json import through_json
 from tests.unit.packed_experience import packed_experience
 
 
@@ -106,4 +107,4 @@ def test_told_trajectories_take_what_the_engine_recorded():
 
 @pytest.mark.parametrize("answer", [Observed(3, tokens=(1,), reward=0.1), Observed(4, Status.FAILED)])
 def test_answers_are_the_same_on_all_ranks(answer):
-    assert Observed.of_record(answer.record()) == answer
+    assert through_json(answer) == answer

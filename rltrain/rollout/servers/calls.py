@@ -4,12 +4,12 @@ import asyncio
 import ssl
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from contextlib import aclosing
 from dataclasses import dataclass
 from http import HTTPStatus
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
@@ -18,6 +18,8 @@ from rltrain.runtime.json_text import parse_json
 from rltrain.runtime.machine import JobThread
 
 # Calls to one server: what it answers, what it streams, and in which words it fails.
+
+T = TypeVar("T")
 
 SHOWN_CHARACTERS = 2000
 """Of a server's answer."""
@@ -161,6 +163,30 @@ def words(error: Exception) -> str:
     return f"{type(error).__name__} {error}".strip()
 
 
+class LoopThread:
+    """A thread of its own with an event loop, for coroutines that other threads start there."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = JobThread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._loop.is_closed()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
+        """Have the loop run `work`."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def close(self, timeout_s: float) -> None:
+        """End the thread, which should be idle; one that does not end in time is left alone."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout_s)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+
 # Calls from a thread that has no event loop, to the server of one engine: these wait for their answers, and the tokens
 # of its streams are collected meanwhile.
 
@@ -195,9 +221,7 @@ class Client:
         self._limit_s = limit_s
         self._calls: Calls | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._loop = asyncio.new_event_loop()
-        self._thread = JobThread(target=self._loop.run_forever, name="sglang client", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("sglang client")
 
     def connect(self, url: str, token: str) -> None:
         """Leave the present server, with all that its streams have brought, and talk to the one at `url`."""
@@ -222,7 +246,7 @@ class Client:
         if self._calls is None:
             self.inbox.put(StreamFailure(EngineLost(NOBODY)))
             return
-        self._loop.call_soon_threadsafe(self._task, self._read(self._calls, self.inbox, body))
+        self._thread.start(self._ended_by_disconnect(self._read(self._calls, self.inbox, body)))
 
     def disconnect(self) -> None:
         """End all streams and connections, whatever state the server is in."""
@@ -232,16 +256,12 @@ class Client:
 
     def close(self) -> None:
         """Disconnect and end the thread."""
-        if self._loop.is_closed():
-            return
-        self.disconnect()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_GRACE_S)
-        if not self._thread.is_alive():
-            self._loop.close()
+        if not self._thread.is_closed:
+            self.disconnect()
+            self._thread.close(_GRACE_S)
 
     def _wait(self, work: Coroutine[Any, Any, Any], what: str, limit_s: float) -> Any:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = self._thread.start(work)
         try:
             return future.result(limit_s + _GRACE_S)
         except TimeoutError as error:
@@ -253,14 +273,10 @@ class Client:
             raise _of_engine(error) from error
 
     async def _ended_by_disconnect(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return await self._task(work)
-
-    def _task(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """One that `disconnect` ends."""
-        task = self._loop.create_task(work)
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return task
+        return await task
 
     async def _read(self, calls: Calls, inbox: SimpleQueue[Item], body: Mapping[str, Any]) -> None:
         try:

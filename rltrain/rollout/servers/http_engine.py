@@ -1,10 +1,8 @@
 """Servers that somebody else runs, as one engine of a rank."""
 
-import asyncio
 import os
 import secrets
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from queue import Empty
 from typing import Any, TypeVar
@@ -25,13 +23,12 @@ from rltrain.rollout.engine import (
 )
 from rltrain.rollout.layout import engine_parts, staging_bytes, whole_engine
 from rltrain.rollout.sample import Sample
-from rltrain.rollout.servers.calls import Access, Calls
+from rltrain.rollout.servers.calls import Access, Calls, LoopThread
 from rltrain.rollout.servers.disk_weights import DeltaWeights, DiskWeights
 from rltrain.rollout.servers.fleet import Addresses, Fleet
 from rltrain.rollout.servers.http_weights import GroupWeights, Weights, shared_run
 from rltrain.rollout.servers.protocols import ServerProtocol
 from rltrain.rollout.servers.remote_engine import RemoteEngine
-from rltrain.runtime.machine import JobThread
 
 # Weights that nobody changes: a checkpoint that servers load where they can.
 
@@ -99,9 +96,7 @@ class HttpEngine(RemoteEngine):
         self._ended: dict[Sample, Sample] = {}
         """What finished while it was suspended, by what was given back for it."""
         self._told_sent_again = 0
-        self._loop = asyncio.new_event_loop()
-        self._thread = JobThread(target=self._loop.run_forever, name="http engines", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("http engines")
 
     @property
     def _num_slots(self) -> int:
@@ -187,14 +182,10 @@ class HttpEngine(RemoteEngine):
     def close(self) -> None:
         """Leave the servers as they are."""
         self._unfinished = {}
-        if self._loop.is_closed():
-            return
-        asyncio.run_coroutine_threadsafe(self._fleet.close(), self._loop).result(CLOSE_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(CLOSE_S)
-        if not self._thread.is_alive():
-            self._loop.close()
-        self._weights.close()
+        if not self._thread.is_closed:
+            self._thread.start(self._fleet.close()).result(CLOSE_S)
+            self._thread.close(CLOSE_S)
+            self._weights.close()
 
     def _serve(self, version: int) -> None:
         self._wait(self._fleet.end_update(version))
@@ -234,7 +225,7 @@ class HttpEngine(RemoteEngine):
             wait_s = 0.0
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = self._thread.start(work)
         while True:
             try:
                 return future.result(POLL_S)
