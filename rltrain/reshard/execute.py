@@ -30,7 +30,6 @@ from rltrain.reshard.wires import (
     NcclWire,
     Neighbours,
     SharedWire,
-    StagingBuffers,
     Wire,
     allocate,
 )
@@ -388,10 +387,12 @@ class Resharding:
             source_tensors = self._magnitudes.prepare(source_tensors, self._group)
         if self._coder:
             self._coder.begin(whole=whole)
-        staging = self._allocate()
+        staging = allocate(self.steps, self._device, host=self._over_gloo)
+        for buffer in staging:
+            self._streams.keep(buffer)
         tensors = self._binding.ordered(source_tensors, destination_tensors)
         amax = self._magnitudes.amax if self._magnitudes else torch.empty(0, device=self._device)
-        bases = [*tensors, *staging.buffers, amax, *(self._node.slots if self._node else [])]
+        bases = [*tensors, *staging, amax, *(self._node.slots if self._node else [])]
         try:
             self._bind(bases)
             pipeline = Pipeline(self._table, self.steps, self._streams, self._coder)
@@ -416,7 +417,7 @@ class Resharding:
         self._table.bind([scratch if number in packed_into else base for number, base in enumerate(bases)])
 
     def _report(
-        self, begin: float, launches: int, staging: StagingBuffers, wires: list[Wire], pipeline: Pipeline
+        self, begin: float, launches: int, staging: Sequence[Tensor], wires: list[Wire], pipeline: Pipeline
     ) -> SyncReport:
         """Collective over: the ranks of both layouts."""
         coder = self._coder
@@ -458,12 +459,6 @@ class Resharding:
         computed = (SCALES_PARAMETER,) if self._magnitudes else ()
         self._binding.check(source_tensors, destination_tensors, without=computed)
 
-    def _allocate(self) -> StagingBuffers:
-        staging = allocate(self.steps, self._device, host=self._over_gloo)
-        for buffer in staging.buffers:
-            self._streams.keep(buffer)
-        return staging
-
     def _move(self, pipeline: Pipeline, memory: Memory) -> list[Wire]:
         """All stages; returns when what this rank sends and receives is through, with the stages' wires."""
         wires: list[Wire] = []
@@ -497,9 +492,10 @@ class Resharding:
         exact = sum(wire.bytes_received for wire in wires if wire.shortened is None)
         return exact + (self._coder.count.received if self._coder else 0)
 
-    def _staging_bytes(self, staging: StagingBuffers) -> int:
+    def _staging_bytes(self, staging: Sequence[Tensor]) -> int:
+        distinct = {buffer.data_ptr(): buffer.numel() for buffer in staging}
         scratch = self._coder.scratch_bytes if self._coder else 0
-        return staging.num_bytes + scratch + (self._node.own_bytes if self._node else 0)
+        return sum(distinct.values()) + scratch + (self._node.own_bytes if self._node else 0)
 
     def _local_bytes(self) -> int:
         wire = wire_types(self.plan.source_types, self.plan.destination_types)
