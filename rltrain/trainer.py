@@ -62,7 +62,7 @@ from rltrain.roles.role import Job, Metrics, Role
 from rltrain.roles.rollout import RolloutRole
 from rltrain.roles.scoring_models import JudgeRole, RewardModelRole
 from rltrain.roles.transfers import Transfers
-from rltrain.roles.weight_sync import EvaluationSync, ModelSync, WeightSyncTask
+from rltrain.roles.weight_sync import actor_sync
 from rltrain.rollout.in_flight_sync import InFlightSync
 from rltrain.runtime.ending import Ending, end_quietly
 from rltrain.runtime.grid import job_leader
@@ -340,15 +340,7 @@ class Trainer:
     def _syncs(self) -> dict[str, Callable[[int, int], Metrics | None]]:
         """By task, those of the actor's weights in which this rank takes part. Collective over: all ranks."""
         tasks = sorted({entry.name for entry in self.order.distinct()} & SYNCED.keys())
-        return {task: self._sync(task) for task in tasks if self.hosted & {"actor", SYNCED[task]}}
-
-    def _sync(self, task: str) -> Callable[[int, int], Metrics | None]:
-        actor, follower = self.roles.get("actor"), self.roles.get(SYNCED[task])
-        if task == WEIGHT_SYNC:
-            return WeightSyncTask(self.job, actor, follower)
-        if task == SYNC_EVALUATION:
-            return EvaluationSync(self.job, actor, follower)
-        return ModelSync(self.job, SYNCED[task], actor, follower)
+        return {task: actor_sync(self.job, task, self.roles) for task in tasks if self.hosted & {"actor", SYNCED[task]}}
 
     def _in_flight(self) -> dict[str, InFlightSync]:
         """By task, for the actor, which announces syncs, and for engines, which join them between decode steps."""

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cached_property
@@ -34,6 +34,8 @@ from rltrain.roles.role import Job, Metrics, Role
 from rltrain.roles.rollout import RolloutRole
 from rltrain.rollout.layout import ARRIVING_BYTES, EnginePart, engine_parts, in_parts, whole_engine
 from rltrain.runtime.world import TRANSPORT_TIMEOUT_S
+from rltrain.schedule.order import SYNC_EVALUATION, WEIGHT_SYNC
+from rltrain.tasks.roles import SYNCED
 from rltrain.training.backend import AdaptedModel, RoleModel, ServedModel, published_weights
 
 # The actor's parameters, resharded into those of another role.
@@ -442,3 +444,16 @@ class ModelSync(ActorSync):
     @contextmanager
     def receiving(self, number: int, *, is_kept: bool) -> Iterator[Tensors]:
         yield self.follower.model.parameters if self.follower else None
+
+
+def actor_sync(job: Job, task: str, roles: Mapping[str, Role]) -> Callable[[int, int], Metrics | None]:
+    """Returns what carries out a task that brings the actor's weights to another role; `roles` are this rank's.
+
+    Collective over: the union of both roles' ranks.
+    """
+    actor, follower = roles.get("actor"), roles.get(SYNCED[task])
+    if task == WEIGHT_SYNC:
+        return WeightSyncTask(job, actor, follower)
+    if task == SYNC_EVALUATION:
+        return EvaluationSync(job, actor, follower)
+    return ModelSync(job, SYNCED[task], actor, follower)
