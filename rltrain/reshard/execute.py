@@ -271,7 +271,7 @@ class Pipeline:
     def _issue(
         self, stream: DeviceStream, bounds: list[int], spans: list[Span], coded: Callable[[], None] | None = None
     ) -> Event:
-        """The slices between two `bounds` are copied, by `coded` where there is a coder in between."""
+        """Copies the slices between two `bounds`, by `coded` where a coder is in between."""
         with stream:
             begin = stream.event()
             if coded:

@@ -49,7 +49,7 @@ def both_roles(job: Job, role: str) -> tuple[int, ...]:
 
 
 class RoleResharding:
-    """From `source`, of the actor's layout, to `destination`, of that of `role`, as config section weight_sync says.
+    """Reshards `source`, of the actor's layout, into `destination`, of that of `role`, as section weight_sync says.
 
     Training changes nothing of what `is_frozen`. Built on every rank that hosts either. Building and running it are
     collective over: the union of both roles' ranks.
@@ -179,7 +179,7 @@ def reshardings_into_model(job: Job, role: str) -> list[RoleResharding]:
 
 
 def groups_of(job: Job, source: Layout, max_bytes: int = MADE_BYTES) -> list[tuple[BoolArray, bool]]:
-    """[tensors] of some layers each that training changes, and last, as frozen, those that it leaves as they are.
+    """Returns [tensors] of some layers each that training changes, and last, as frozen, those that it leaves alone.
 
     Without adapters it changes all. Biases of routers follow loads, and change.
     """
@@ -207,8 +207,10 @@ logger = logging.getLogger(__name__)
 
 
 class SyncedPart(NamedTuple):
-    """What arrives at a time, and which of the actor's weights it is: as EnginePart says, or, for other models in
-    training, what it has published."""
+    """Says by which reshardings a part arrives, and which of the actor's weights it is.
+
+    The content is that of an EnginePart; other models in training get what is published.
+    """
 
     reshardings: Sequence[RoleResharding]
     content: Literal["weights", "base", "adapters", "published"]
@@ -267,7 +269,7 @@ def _held_by(model: RoleModel, content: str) -> Mapping[str, Tensor]:
 
 
 class WeightSyncTask(ActorSync):
-    """The weights of a step, or what changed of them, for the engines of the rollout."""
+    """Brings the weights of a step, or what changed of them, to the engines of the rollout."""
 
     def __init__(self, job: Job, actor: Role | None, rollout: Role | None) -> None:
         super().__init__(actor)
@@ -394,8 +396,10 @@ def metrics_of(report: SyncReport) -> Metrics:
 
 
 class EvaluationSync(ActorSync):
-    """For an evaluation by engines of its own, which keep the weights on the host until their turn: so they join while
-    they draw an evaluation before this one."""
+    """Brings the weights of a step to engines that draw its evaluation.
+
+    They keep them on the host until their turn, and so join while they draw an earlier one.
+    """
 
     def __init__(self, job: Job, actor: Role | None, evaluation: Role | None) -> None:
         super().__init__(actor)
@@ -424,7 +428,7 @@ class EvaluationSync(ActorSync):
 
 
 class ModelSync(ActorSync):
-    """For the model of `follower`, of this `role`, which is the training backend's."""
+    """Brings what the actor publishes to the model of `role`, which is the training backend's."""
 
     def __init__(self, job: Job, role: str, actor: Role | None, follower: Role | None) -> None:
         super().__init__(actor)

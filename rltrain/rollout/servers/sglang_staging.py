@@ -31,7 +31,7 @@ DEVICE_PAGE_BYTES = 2**21
 
 
 class HostSegment:
-    """Shared memory of the host, `bytes` uint8, which another process of this node can map as `handle` says."""
+    """Has shared memory of the host, `bytes` uint8, which another process of this node can map as `handle` says."""
 
     def __init__(self, num_bytes: int) -> None:
         self._memory = SharedMemory.create()
@@ -45,7 +45,7 @@ class HostSegment:
 
 
 class DeviceSegment:
-    """As HostSegment, memory of the CUDA driver, exported by an inter-process handle."""
+    """Has memory of the CUDA driver, as HostSegment has of the host, exported by an inter-process handle."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         num_bytes = -(-num_bytes // DEVICE_PAGE_BYTES) * DEVICE_PAGE_BYTES
