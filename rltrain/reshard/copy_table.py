@@ -258,7 +258,7 @@ class CudaCopies(CudaKernels):
 
     @contextmanager
     def _current_stream(self) -> Iterator[int]:
-        """Lets the allocator know, once per stream, that the stream reads the tables, whose memory it keeps until then."""
+        """Has the allocator keep the memory of the tables, too, until this stream has read them."""
         with super()._current_stream() as stream:
             if stream not in self._streams:
                 for tensor in (self._tiles, self._slices, self._bases):
