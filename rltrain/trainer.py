@@ -45,7 +45,7 @@ from rltrain.roles.critic import CriticRole
 from rltrain.roles.env import EnvRole
 from rltrain.roles.evaluation import EvaluationRole
 from rltrain.roles.inputs import Inputs, JobRows, agreed_inputs
-from rltrain.roles.joint_tasks import EndOfTraining, InFlightSyncs, weight_syncs
+from rltrain.roles.joint_tasks import EndOfTraining, InFlightSyncs
 from rltrain.roles.reference import InferenceRole, ReferenceRole, TeacherRole, is_actors_base, uses_actor_modules
 from rltrain.roles.resuming import (
     HeldCheckpoints,
@@ -62,6 +62,7 @@ from rltrain.roles.role import Job, Metrics, Role
 from rltrain.roles.rollout import RolloutRole
 from rltrain.roles.scoring_models import JudgeRole, RewardModelRole
 from rltrain.roles.transfers import Transfers
+from rltrain.roles.weight_sync import weight_syncs
 from rltrain.runtime.ending import Ending, end_quietly
 from rltrain.runtime.grid import job_leader
 from rltrain.runtime.job_store import JobStore, Waiter

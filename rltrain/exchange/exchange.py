@@ -23,10 +23,8 @@ from rltrain.runtime.job_store import Waiter
 # By which ranks a transfer enters the nodes of a replica, and who passes it on there.
 #
 # What a replica is due crosses the network once for each of its nodes: an owner sends it to all ranks of the replica
-# on
-# its own node, and to one rank on every other, which passes on to its neighbours in one message what all owners on
-# other
-# nodes have sent. So no rank but that one hears of owners on other nodes.
+# on its own node, and to one rank on every other, which passes on to its neighbours in one message what all owners on
+# other nodes have sent. So no rank but that one hears of owners on other nodes.
 #
 # So a rank waits for one of its own replica too, with which the task behind the wait has it wait anyway: an order that
 # can finish still can.

@@ -30,8 +30,7 @@ from rltrain.runtime.messages import family_of
 # The two ends of a connection between two ranks: messages go one way, their receipts the other. Nothing here blocks.
 #
 # A connection begins with the token of the one that was called and the rank of the one that calls. A message is its
-# tag,
-# its length and a checksum of both, and its bytes; its receipt is its tag.
+# tag, its length and a checksum of both, and its bytes; its receipt is its tag.
 
 HELLO = struct.Struct("<32sQ")
 HEADER = struct.Struct("<QQI")

@@ -2,12 +2,13 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from rltrain.offload.device_memory import DeviceMemory, device_memory
 
 LEAST_BYTES = 1 << 20
 """Of a tensor that is worth a copy of its own."""
@@ -15,43 +16,6 @@ AHEAD = 2
 """Layers whose tensors the device still has while others are computed: their copies have as long to finish."""
 
 Key = tuple[int, int, tuple[int, ...], tuple[int, ...], int]
-
-
-class Copier:
-    """Copies that are done when they return: the device is the host."""
-
-    pins = False
-
-    def follow(self) -> None:
-        """Copies from here on come after what the device was asked for before."""
-
-    def copying(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def mark(self) -> Callable[[], None]:
-        """What has the device's later work come after the copies so far."""
-        return lambda: None
-
-
-class CudaCopier(Copier):
-    """On a stream beside that which computes."""
-
-    pins = True
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call, unused-ignore]
-
-    def follow(self) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-
-    def copying(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._stream)  # type: ignore[no-any-return, unused-ignore]
-
-    def mark(self) -> Callable[[], None]:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
-        event.record(self._stream)
-        return lambda: torch.cuda.current_stream(self._device).wait_event(event)
 
 
 class Kept:
@@ -65,21 +29,19 @@ class Kept:
         self._device = tensor.device
         self._host: Tensor | None = None
 
-    def save(self, copier: Copier) -> None:
+    def save(self, memory: DeviceMemory) -> None:
         """Begin to copy it to the host."""
         assert self.on_device is not None
-        self._host = torch.empty_like(self.on_device, device="cpu", pin_memory=copier.pins)
-        copier.follow()
-        with copier.copying():
+        self._host = torch.empty_like(self.on_device, device="cpu", pin_memory=memory.pins)
+        with memory.copies():
             self._host.copy_(self.on_device, non_blocking=True)
 
-    def fetch(self, copier: Copier) -> None:
+    def fetch(self, memory: DeviceMemory) -> None:
         """Begin to bring it back, into memory of the stream that computes."""
         if self.on_device is None:
             assert self._host is not None
             self.on_device = memory_like(self._host, self._device)
-            copier.follow()  # the memory may have been another tensor's
-            with copier.copying():
+            with memory.copies():  # behind what was asked for before: the memory may have been another tensor's
                 self.on_device.copy_(self._host, non_blocking=True)
 
     def take(self) -> Tensor:
@@ -98,8 +60,8 @@ class LayerTensors:
     `stays`: they are not copied; only that backward comes to them is of interest.
     """
 
-    def __init__(self, before: "LayerTensors | None", copier: Copier, *, stays: bool) -> None:
-        self._before, self._copier, self._stays = before, copier, stays
+    def __init__(self, before: "LayerTensors | None", memory: DeviceMemory, *, stays: bool) -> None:
+        self._before, self._memory, self._stays = before, memory, stays
         self._on_device: dict[Key, Kept] = {}
         """Until they leave: the same tensor may be kept by several operations."""
         self._all: list[weakref.ref[Kept]] = []
@@ -111,7 +73,7 @@ class LayerTensors:
         if kept is None:
             kept = self._on_device[key] = Kept(tensor, self)
             if not self._stays:
-                kept.save(self._copier)
+                kept.save(self._memory)
                 self._all.append(weakref.ref(kept))
         kept.uses += 1
         return kept
@@ -119,7 +81,7 @@ class LayerTensors:
     def leave(self) -> None:
         """The device's later work comes after the copies to the host, and may have the memory."""
         if self._on_device and not self._stays:
-            self._copier.mark()()
+            self._memory.mark()()
             for kept in self._on_device.values():
                 kept.on_device = None
         self._on_device = {}
@@ -129,8 +91,8 @@ class LayerTensors:
         if self._arrive is None:
             for one in self._all:
                 if kept := one():
-                    kept.fetch(self._copier)
-            self._arrive = self._copier.mark()
+                    kept.fetch(self._memory)
+            self._arrive = self._memory.mark()
 
     def give(self, kept: Kept) -> Tensor:
         """One of them, for backward, which comes to the layer before next."""
@@ -140,8 +102,8 @@ class LayerTensors:
         if self._before is not None:
             self._before.fetch()
         if kept.on_device is None:  # asked for once more, as by a second backward
-            kept.fetch(self._copier)
-            self._copier.mark()()
+            kept.fetch(self._memory)
+            self._memory.mark()()
         return kept.take()
 
 
@@ -166,7 +128,7 @@ class ActivationOffload:
         *,
         least_bytes: int | None = None,
     ) -> None:
-        self._copier = CudaCopier(device) if device.type == "cuda" else Copier()
+        self._memory = device_memory(device)
         self._parameters, self._num_layers = parameters, num_layers
         self._least_bytes = LEAST_BYTES if least_bytes is None else least_bytes
         self._of_parameters: set[int] = set()
@@ -200,7 +162,7 @@ class ActivationOffload:
             return
         before = self._layers[-1] if self._layers else None
         is_last = len(self._layers) + 1 == self._num_layers
-        self._layers.append(LayerTensors(before, self._copier, stays=is_last))
+        self._layers.append(LayerTensors(before, self._memory, stays=is_last))
         if len(self._layers) > AHEAD:
             self._layers[-1 - AHEAD].leave()
 

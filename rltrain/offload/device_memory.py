@@ -2,7 +2,7 @@
 
 import resource
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,9 @@ class DeviceMemory:
     Base of CudaMemory, whose methods do what these say with streams and an allocator.
     """
 
+    pins = False
+    """Whether host memory is pinned that copies go to and come from."""
+
     def __init__(self, device: torch.device) -> None:
         if device.type == "cuda" and not isinstance(self, CudaMemory):
             raise ValueError(
@@ -32,6 +35,10 @@ class DeviceMemory:
     def copies(self) -> AbstractContextManager[None]:
         """Copies made inside run beside the device's other work; they see all that was asked for before."""
         return nullcontext()
+
+    def mark(self) -> Callable[[], None]:
+        """What has the device's later work come after the copies so far."""
+        return lambda: None
 
     def finish_copies(self) -> None:
         """Wait until all copies so far are done, so that their memory can be freed or used."""
@@ -62,6 +69,8 @@ class DeviceMemory:
 class CudaMemory(DeviceMemory):
     """Copies on a side stream; the caching allocator of torch."""
 
+    pins = True
+
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call, unused-ignore]
@@ -73,6 +82,11 @@ class CudaMemory(DeviceMemory):
     def copies(self) -> AbstractContextManager[None]:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         return torch.cuda.stream(self._stream)  # type: ignore[no-any-return, unused-ignore]
+
+    def mark(self) -> Callable[[], None]:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
+        event.record(self._stream)
+        return lambda: torch.cuda.current_stream(self.device).wait_event(event)
 
     def finish_copies(self) -> None:
         self._stream.synchronize()

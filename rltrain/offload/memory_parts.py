@@ -39,7 +39,7 @@ class ResizedStorages:
 
 
 class PausedRegion:
-    """As ResizedStorages, in a region of torch_memory_saver, whose pages go and come under unchanged addresses.
+    """Keeps storages in a region of torch_memory_saver, whose pages go and come under unchanged addresses.
 
     A storage comes to the region when its memory is taken for the first time after it was given up. All storages of a
     part are freed and allocated together.

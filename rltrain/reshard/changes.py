@@ -19,8 +19,10 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class TorchChanges:
-    """Of all ways the plain one. Tensors are contiguous bytes on one device; sections begin at multiples of their
-    items."""
+    """Finds and applies changes by torch operations.
+
+    Tensors are contiguous bytes on one device; sections begin at multiples of their items.
+    """
 
     keeps_as_it_marks = False
     """Whether `mark` has `kept` equal `packed` already."""
@@ -188,8 +190,10 @@ class Packing:
 
 
 class NativeChanges:
-    """As `TorchChanges`, by csrc/reshard_cpu_delta.h, with as many threads as torch has. Marks of one item size are
-    those made last."""
+    """Does what `TorchChanges` does by csrc/reshard_cpu_delta.h, with as many threads as torch has.
+
+    Marks of one item size are those made last.
+    """
 
     keeps_as_it_marks = packs = True
 
@@ -265,7 +269,7 @@ LANES = 32
 
 
 class CudaChanges(CudaKernels):
-    """As `TorchChanges`. The host waits for what it must know."""
+    """Does what `TorchChanges` does. The host waits for what it must know."""
 
     keeps_as_it_marks = packs = False
 

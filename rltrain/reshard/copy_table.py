@@ -36,7 +36,7 @@ from rltrain.reshard.native import (
 
 
 class CpuCopies:
-    """As `TorchCopies`, with as many threads as torch has at the time of a launch."""
+    """Does what `TorchCopies` does, with as many threads as torch has at the time of a launch."""
 
     def __init__(self, slices: Array, device: torch.device) -> None:
         self._slices = slices
@@ -183,11 +183,11 @@ class CudaKernels:
             raise RuntimeError(f"no multiprocessors of {device} can be counted: {self._reason(-self.num_blocks)}")
 
     def _kernel(self, name: str, *arguments: type) -> Callable[..., int]:
-        """The function of this name, which takes blocks, device and stream behind its `arguments`."""
+        """Returns the function of this name, which takes blocks, device and stream behind its `arguments`."""
         return native.typed(self._library[name], *arguments, ctypes.c_int, ctypes.c_int, ctypes.c_void_p)
 
     def _start(self, kernel: Callable[..., int], *arguments: int, told: str) -> None:
-        """`told` is what an error says cannot be done."""
+        """Launches a kernel; `told` begins the message of an error."""
         with self._current_stream() as stream:
             error = kernel(*arguments, self.num_blocks, self._ordinal, stream)
         if error:
@@ -207,7 +207,7 @@ class CudaKernels:
 
 
 class CudaCopies(CudaKernels):
-    """As `TorchCopies`."""
+    """Does what `TorchCopies` does."""
 
     def __init__(self, slices: Array, device: torch.device) -> None:
         super().__init__(device)
@@ -258,8 +258,7 @@ class CudaCopies(CudaKernels):
 
     @contextmanager
     def _current_stream(self) -> Iterator[int]:
-        """Besides, the allocator learns once per stream that it reads the tables, and keeps their memory until it has
-        done so."""
+        """Has the allocator keep the memory of the tables, too, until this stream has read them."""
         with super()._current_stream() as stream:
             if stream not in self._streams:
                 for tensor in (self._tiles, self._slices, self._bases):
@@ -421,7 +420,7 @@ _NANS = {ElementType.FLOAT32: 0x7FFFFFFF, ElementType.BFLOAT16: 0x7FFF, ElementT
 
 
 class TorchCopies:
-    """What goes through slices, of all ways the plain one. What it is given was checked."""
+    """Goes through slices, which were checked, by torch operations."""
 
     def __init__(self, slices: Array, device: torch.device) -> None:
         """`slices` [SLICE] is contiguous and belongs to this object, `device` is where all memory is."""

@@ -2,8 +2,9 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 
 import numpy as np
 import torch
@@ -30,7 +31,6 @@ from rltrain.reshard.wires import (
     NcclWire,
     Neighbours,
     SharedWire,
-    StagingBuffers,
     Wire,
     allocate,
 )
@@ -249,7 +249,7 @@ class Pipeline:
                     self._streams.pack.after(wire.left(number - 2))
                 wire.start(number, self._pack(steps, number))
             if number == 0 and steps is self._steps.stages[0]:
-                self._launch(self._streams.unpack, [0, self._steps.num_copies], 0, self.times.copies)
+                self._issue(self._streams.unpack, [0, self._steps.num_copies], self.times.copies)
             if wire and number > 0:
                 self._streams.unpack.after(wire.arrived(number - 1))
                 event = self._unpack(steps, number - 1)
@@ -261,33 +261,25 @@ class Pipeline:
         self._settled = self._streams.unpack.event()
 
     def _pack(self, steps: StageSteps, number: int) -> Event:
-        if self._coding is None or not steps.header_bytes:
-            return self._launch(self._streams.pack, steps.pack, number, self.times.packs)
-        with self._streams.pack:
-            begin = self._streams.pack.event()
-            self._coding.encode(steps, number)
-            encoded = self._streams.pack.event()
-        if steps.pack[number] < steps.pack[number + 1]:
-            self.times.packs.append((begin, encoded))
-        return encoded
+        coded = partial(self._coding.encode, steps, number) if self._coding and steps.header_bytes else None
+        return self._issue(self._streams.pack, steps.pack[number : number + 2], self.times.packs, coded)
 
     def _unpack(self, steps: StageSteps, number: int) -> Event:
-        if self._coding is None or not steps.header_bytes:
-            return self._launch(self._streams.unpack, steps.unpack, number, self.times.unpacks)
-        with self._streams.unpack:
-            arrived = self._streams.unpack.event()
-            self._coding.decode(steps, number)
-            decoded = self._streams.unpack.event()
-        if steps.unpack[number] < steps.unpack[number + 1]:
-            self.times.unpacks.append((arrived, decoded))
-        return decoded
+        coded = partial(self._coding.decode, steps, number) if self._coding and steps.header_bytes else None
+        return self._issue(self._streams.unpack, steps.unpack[number : number + 2], self.times.unpacks, coded)
 
-    def _launch(self, stream: DeviceStream, bounds: list[int], number: int, spans: list[Span]) -> Event:
+    def _issue(
+        self, stream: DeviceStream, bounds: list[int], spans: list[Span], coded: Callable[[], None] | None = None
+    ) -> Event:
+        """Copies the slices between two `bounds`, by `coded` where a coder is in between."""
         with stream:
             begin = stream.event()
-            self._table.launch(bounds[number], bounds[number + 1])
+            if coded:
+                coded()
+            else:
+                self._table.launch(*bounds)
             end = stream.event()
-        if bounds[number] < bounds[number + 1]:
+        if bounds[0] < bounds[1]:
             spans.append((begin, end))
         return end
 
@@ -310,8 +302,8 @@ class Resharding:
     host memory. In no round does a rank pack or receive more than `bucket_bytes`. `device` is where all tensors are.
     `ranks_per_node` tells what goes between nodes; None: all ranks are on one. On the CPU ranks of a node read each
     other's memory where they can, unless `share_memory` is false. `magnitudes` must be given where the plan quantises.
-    With `delta` runs may send only what changed since the last one. `waiting` is entered
-    where ranks that came early wait for the others to come.
+    With `delta` runs may send only what changed since the last one. `waiting` is entered where ranks that came early
+    wait for the others to come.
 
     Raises SyncError, on all ranks, where plans of ranks disagree or one cannot be carried out.
     Collective over: the ranks of both layouts.
@@ -388,10 +380,12 @@ class Resharding:
             source_tensors = self._magnitudes.prepare(source_tensors, self._group)
         if self._coder:
             self._coder.begin(whole=whole)
-        staging = self._allocate()
+        staging = allocate(self.steps, self._device, host=self._over_gloo)
+        for buffer in staging:
+            self._streams.keep(buffer)
         tensors = self._binding.ordered(source_tensors, destination_tensors)
         amax = self._magnitudes.amax if self._magnitudes else torch.empty(0, device=self._device)
-        bases = [*tensors, *staging.buffers, amax, *(self._node.slots if self._node else [])]
+        bases = [*tensors, *staging, amax, *(self._node.slots if self._node else [])]
         try:
             self._bind(bases)
             pipeline = Pipeline(self._table, self.steps, self._streams, self._coder)
@@ -416,7 +410,7 @@ class Resharding:
         self._table.bind([scratch if number in packed_into else base for number, base in enumerate(bases)])
 
     def _report(
-        self, begin: float, launches: int, staging: StagingBuffers, wires: list[Wire], pipeline: Pipeline
+        self, begin: float, launches: int, staging: Sequence[Tensor], wires: list[Wire], pipeline: Pipeline
     ) -> SyncReport:
         """Collective over: the ranks of both layouts."""
         coder = self._coder
@@ -458,12 +452,6 @@ class Resharding:
         computed = (SCALES_PARAMETER,) if self._magnitudes else ()
         self._binding.check(source_tensors, destination_tensors, without=computed)
 
-    def _allocate(self) -> StagingBuffers:
-        staging = allocate(self.steps, self._device, host=self._over_gloo)
-        for buffer in staging.buffers:
-            self._streams.keep(buffer)
-        return staging
-
     def _move(self, pipeline: Pipeline, memory: Memory) -> list[Wire]:
         """All stages; returns when what this rank sends and receives is through, with the stages' wires."""
         wires: list[Wire] = []
@@ -497,9 +485,10 @@ class Resharding:
         exact = sum(wire.bytes_received for wire in wires if wire.shortened is None)
         return exact + (self._coder.count.received if self._coder else 0)
 
-    def _staging_bytes(self, staging: StagingBuffers) -> int:
+    def _staging_bytes(self, staging: Sequence[Tensor]) -> int:
+        distinct = {buffer.data_ptr(): buffer.numel() for buffer in staging}
         scratch = self._coder.scratch_bytes if self._coder else 0
-        return staging.num_bytes + scratch + (self._node.own_bytes if self._node else 0)
+        return sum(distinct.values()) + scratch + (self._node.own_bytes if self._node else 0)
 
     def _local_bytes(self) -> int:
         wire = wire_types(self.plan.source_types, self.plan.destination_types)

@@ -320,7 +320,7 @@ class ScalePlaces:
 
 
 def scale_places(layout: Layout, rank: int) -> dict[str, ScalePlaces]:
-    """By name, of every matrix that `rank` holds in FP8 in the destination of `blocks.quantized`.
+    """By name, of every matrix that `rank` holds in FP8 in the destination of `quantized`.
 
     Raises ValueError for a parameter in which pieces lie side by side, as in no engine's.
     """

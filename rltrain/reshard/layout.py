@@ -249,7 +249,8 @@ def tensor_groups(tensors: CanonicalTensors, types: TypeArray, max_bytes: int) -
 
 def holding(layout: Layout, tensors: BoolArray) -> Layout:
     """What `layout` has of some tensors: parameters with nothing of them are not in it. Tensors keep their numbers."""
-    return replace(layout, build=partial(_holding, layout, tensors))
+    none = np.zeros(len(tensors), dtype=np.int64)
+    return holding_rows(layout, np.stack([none, np.where(tensors, layout.tensors.matrix_shapes[:, 0], 0)], axis=1))
 
 
 def holding_rows(layout: Layout, rows: IntArray) -> Layout:
@@ -267,15 +268,6 @@ def _holding_rows(layout: Layout, rows: IntArray, share: int) -> RankLayout:
     pieces = whole.pieces[some]
     pieces["offset"] += (first - before)[some] * pieces["stride"]
     pieces["row"], pieces["rows"] = first[some], (end - first)[some]
-    return _of_pieces(whole, pieces)
-
-
-def _holding(layout: Layout, tensors: BoolArray, share: int) -> RankLayout:
-    whole = layout.part(share)
-    return _of_pieces(whole, whole.pieces[tensors[whole.pieces["tensor"]]])
-
-
-def _of_pieces(whole: RankLayout, pieces: Array) -> RankLayout:
     held, pieces["parameter"] = np.unique(pieces["parameter"], return_inverse=True)
     return RankLayout(lambda: tuple(whole.parameters[number] for number in held), pieces)
 

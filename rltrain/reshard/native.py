@@ -253,7 +253,7 @@ def load(path: Path, prefix: str, struct_bytes: dict[str, int]) -> ctypes.CDLL:
 
 
 def typed(function: Callable[..., int], *arguments: type) -> Callable[..., int]:
-    """A function of a library that takes these ctypes and returns an int, which is 0 where it succeeds."""
+    """Returns a function of a library, which takes these ctypes and gives 0 where it succeeds."""
     function.argtypes = arguments  # type: ignore[attr-defined]
     function.restype = ctypes.c_int  # type: ignore[attr-defined]
     return function

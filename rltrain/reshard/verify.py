@@ -54,7 +54,7 @@ def verify(
 ) -> None:
     """Compare what this rank's `destination_tensors` hold after a reshard with what all ranks' `source_tensors` hold.
 
-    `plan` is this rank's, for these layouts. With layouts of `blocks.quantized`, `blocks` is this rank's table and
+    `plan` is this rank's, for these layouts. With layouts of `quantized`, `blocks` is this rank's table and
     `source_tensors` are without scales, which are worked out anew. Bits of NaN may differ where a tensor's type does;
     everything else must be equal bit for bit. What was fanned out is compared with what the rank that passed it on
     holds. What is not converted is read once, where it lies.
@@ -293,8 +293,8 @@ def full_gather_sync(
 ) -> None:
     """Write this rank's `destination_tensors` from all ranks' `source_tensors`, both by the names of their layouts.
 
-    A rank that is in one layout only passes None for the other. Takes layouts of `blocks.quantized` too, and makes the
-    scales itself: `source_tensors` are without them. At any time a rank holds one tensor of the model twice besides its
+    A rank that is in one layout only passes None for the other. Takes layouts of `quantized` too, and makes the scales
+    itself: `source_tensors` are without them. At any time a rank holds one tensor of the model twice besides its
     own. Raises ValueError where the source lacks a part of a tensor.
 
     Collective over: `group`, the ranks of both layouts; None where that is this rank alone.

@@ -138,23 +138,6 @@ class DeviceStreams:
 # Memory of messages between pack and wire, and between wire and unpack.
 
 
-@dataclass(frozen=True, eq=False)
-class StagingBuffers:
-    """Two buffers of bytes to send from and two to receive into; round k uses those of number k mod 2."""
-
-    send: tuple[Tensor, Tensor]
-    receive: tuple[Tensor, Tensor]
-
-    @property
-    def buffers(self) -> tuple[Tensor, ...]:
-        return (*self.send, *self.receive)
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all distinct memory together."""
-        return sum({buffer.data_ptr(): buffer.numel() for buffer in self.buffers}.values())
-
-
 class Memory:
     """The memory of a table's bases as bytes."""
 
@@ -173,20 +156,19 @@ class Memory:
         return self.bytes(message.base).narrow(0, message.offset, message.num_bytes)
 
 
-def allocate(steps: Steps, device: torch.device, *, host: bool) -> StagingBuffers:
-    """Buffers for the largest rounds of `steps` that go over a wire, on `device`; where `host`, in host memory that its
-    kernels can address.
+def allocate(steps: Steps, device: torch.device, *, host: bool) -> tuple[Tensor, ...]:
+    """Two buffers of bytes to send from and two to receive into, for the largest rounds of `steps` that go over a wire.
 
-    Where no stage has two rounds the two buffers of a direction are one.
+    Round k uses those of number k mod 2; where no stage has two rounds both are one. On `device`, or where `host` in
+    host memory that its kernels can address.
     """
     stages = [stage for stage in steps.stages if not stage.kind.shared]
     num_buffers = 2 if max(stage.num_rounds for stage in stages) > 1 else 1
-
-    def pair(num_bytes: int) -> tuple[Tensor, Tensor]:
-        made = [byte_buffer(num_bytes, device, host=host) for _ in range(num_buffers)]
-        return made[0], made[-1]
-
-    return StagingBuffers(pair(max(s.send_bytes for s in stages)), pair(max(s.receive_bytes for s in stages)))
+    made: list[Tensor] = []
+    for num_bytes in (max(s.send_bytes for s in stages), max(s.receive_bytes for s in stages)):
+        pair = [byte_buffer(num_bytes, device, host=host) for _ in range(num_buffers)]
+        made += [pair[0], pair[-1]]
+    return tuple(made)
 
 
 def byte_buffer(num_bytes: int, device: torch.device, *, host: bool) -> Tensor:
@@ -242,9 +224,8 @@ class Wire(ABC):
     def arrived(self, number: int) -> Event:
         """When the messages that round `number` receives are in their buffer."""
 
-    @abstractmethod
-    def taken(self, number: int, unpacked: Event) -> None:
-        """Those that round `number` receives are `unpacked` from that event on."""
+    def taken(self, number: int, unpacked: Event) -> None:  # noqa: B027 - a transport tells the sender itself
+        """Those that round `number` receives are `unpacked` from that event on, so that their sender may write anew."""
 
     @abstractmethod
     def finish(self) -> Event:
@@ -327,9 +308,6 @@ class GlooWire(Wire):
 
     def arrived(self, number: int) -> Event:
         return self._wait(self._receives.pop(number))
-
-    def taken(self, number: int, unpacked: Event) -> None:
-        """The sender has it from gloo that its buffer is free."""
 
     def finish(self) -> Event:
         received = self._wait(self._receives_in_place)
@@ -419,9 +397,6 @@ class NcclWire(Wire):
 
     def arrived(self, number: int) -> Event:
         return self._done[number]
-
-    def taken(self, number: int, unpacked: Event) -> None:
-        """The sender has it from NCCL that its buffer is free."""
 
     def finish(self) -> Event:
         return self.stream.event()

@@ -1,32 +1,16 @@
-"""Tasks of several roles and the objects that own them: weight syncs, also in flight, and the end of training."""
+"""Owners of tasks of several roles: of weight syncs that engines join in flight, and of the end of training."""
 
 from collections.abc import Callable, Collection, Mapping
 
 from rltrain.observability.evaluations import REACHED, end_verdict_of, stop_verdict_of
 from rltrain.roles.drawing import DrawingRole
 from rltrain.roles.role import Job, Metrics, Role
-from rltrain.roles.weight_sync import EvaluationSync, ModelSync, WeightSyncTask
 from rltrain.rollout.in_flight_sync import InFlightSync
 from rltrain.schedule.order import SYNC_EVALUATION, WEIGHT_SYNC, Entry, Order
 from rltrain.tasks.roles import SYNCED
 
 JointTask = Callable[[int, int], Metrics | None]
 """Executes a task of a step and chunk."""
-
-
-def weight_syncs(job: Job, order: Order, roles: Mapping[str, Role]) -> dict[str, JointTask]:
-    """Returns the syncs of the actor's weights in which this rank takes part, by task. Collective over: all ranks."""
-    tasks = sorted({entry.name for entry in order.distinct()} & SYNCED.keys())
-    return {task: _weight_sync(job, task, roles) for task in tasks if roles.keys() & {"actor", SYNCED[task]}}
-
-
-def _weight_sync(job: Job, task: str, roles: Mapping[str, Role]) -> JointTask:
-    actor, follower = roles.get("actor"), roles.get(SYNCED[task])
-    if task == WEIGHT_SYNC:
-        return WeightSyncTask(job, actor, follower)
-    if task == SYNC_EVALUATION:
-        return EvaluationSync(job, actor, follower)
-    return ModelSync(job, SYNCED[task], actor, follower)
 
 
 class InFlightSyncs:

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cached_property
@@ -34,6 +34,8 @@ from rltrain.roles.role import Job, Metrics, Role
 from rltrain.roles.rollout import RolloutRole
 from rltrain.rollout.layout import ARRIVING_BYTES, EnginePart, engine_parts, in_parts, whole_engine
 from rltrain.runtime.world import TRANSPORT_TIMEOUT_S
+from rltrain.schedule.order import SYNC_EVALUATION, WEIGHT_SYNC, Order
+from rltrain.tasks.roles import SYNCED
 from rltrain.training.trainable import RoleModel
 
 # The actor's parameters, resharded into those of another role.
@@ -47,7 +49,7 @@ def both_roles(job: Job, role: str) -> tuple[int, ...]:
 
 
 class RoleResharding:
-    """From `source`, of the actor's layout, to `destination`, of that of `role`, as config section weight_sync says.
+    """Reshards `source`, of the actor's layout, into `destination`, of that of `role`, as section weight_sync says.
 
     Training changes nothing of what `is_frozen`. Built on every rank that hosts either. Building and running it are
     collective over: the union of both roles' ranks.
@@ -177,7 +179,7 @@ def reshardings_into_model(job: Job, role: str) -> list[RoleResharding]:
 
 
 def groups_of(job: Job, source: Layout, max_bytes: int = MADE_BYTES) -> list[tuple[BoolArray, bool]]:
-    """[tensors] of some layers each that training changes, and last, as frozen, those that it leaves as they are.
+    """Returns [tensors] of some layers each that training changes, and last, as frozen, those that it leaves alone.
 
     Without adapters it changes all. Biases of routers follow loads, and change.
     """
@@ -205,8 +207,10 @@ logger = logging.getLogger(__name__)
 
 
 class SyncedPart(NamedTuple):
-    """What arrives at a time, and which of the actor's weights it is: as EnginePart says, or, for other models in
-    training, what it has published."""
+    """Says by which reshardings a part arrives, and which of the actor's weights it is.
+
+    The content is that of an EnginePart; other models in training get what is published.
+    """
 
     reshardings: Sequence[RoleResharding]
     content: Literal["weights", "base", "adapters", "published"]
@@ -261,7 +265,7 @@ def _held_by(model: RoleModel, content: str) -> Mapping[str, Tensor]:
 
 
 class WeightSyncTask(ActorSync):
-    """The weights of a step, or what changed of them, for the engines of the rollout."""
+    """Brings the weights of a step, or what changed of them, to the engines of the rollout."""
 
     def __init__(self, job: Job, actor: Role | None, rollout: Role | None) -> None:
         super().__init__(actor)
@@ -388,8 +392,10 @@ def metrics_of(report: SyncReport) -> Metrics:
 
 
 class EvaluationSync(ActorSync):
-    """For an evaluation by engines of its own, which keep the weights on the host until their turn: so they join while
-    they draw an evaluation before this one."""
+    """Brings the weights of a step to engines that draw its evaluation.
+
+    They keep them on the host until their turn, and so join while they draw an earlier one.
+    """
 
     def __init__(self, job: Job, actor: Role | None, evaluation: Role | None) -> None:
         super().__init__(actor)
@@ -418,7 +424,7 @@ class EvaluationSync(ActorSync):
 
 
 class ModelSync(ActorSync):
-    """For the model of `follower`, of this `role`, which is the training backend's."""
+    """Brings what the actor publishes to the model of `role`, which is the training backend's."""
 
     def __init__(self, job: Job, role: str, actor: Role | None, follower: Role | None) -> None:
         super().__init__(actor)
@@ -438,3 +444,21 @@ class ModelSync(ActorSync):
     @contextmanager
     def receiving(self, number: int, *, is_kept: bool) -> Iterator[Tensors]:
         yield self.follower.model.parameters if self.follower else None
+
+
+def weight_syncs(job: Job, order: Order, roles: Mapping[str, Role]) -> dict[str, Callable[[int, int], Metrics | None]]:
+    """Returns the syncs of the actor's weights in which this rank takes part, by task; `roles` are this rank's.
+
+    Collective over: all ranks.
+    """
+    tasks = sorted({entry.name for entry in order.distinct()} & SYNCED.keys())
+    return {task: _weight_sync(job, task, roles) for task in tasks if roles.keys() & {"actor", SYNCED[task]}}
+
+
+def _weight_sync(job: Job, task: str, roles: Mapping[str, Role]) -> Callable[[int, int], Metrics | None]:
+    actor, follower = roles.get("actor"), roles.get(SYNCED[task])
+    if task == WEIGHT_SYNC:
+        return WeightSyncTask(job, actor, follower)
+    if task == SYNC_EVALUATION:
+        return EvaluationSync(job, actor, follower)
+    return ModelSync(job, SYNCED[task], actor, follower)

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from rltrain.checkpoint.saved_state import MASTER, Destination, SavedState
 from rltrain.errors import CheckpointError
 from rltrain.offload import activations as activation_offload
+from rltrain.offload.device_memory import DeviceMemory
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.optimizers import COEFFICIENTS
@@ -256,8 +257,8 @@ def noted_copies() -> Iterator[list[int]]:
     copies: list[int] = []
     save = activation_offload.Kept.save
 
-    def noting(kept: activation_offload.Kept, copier: activation_offload.Copier) -> None:
-        save(kept, copier)
+    def noting(kept: activation_offload.Kept, memory: DeviceMemory) -> None:
+        save(kept, memory)
         assert kept._host is not None
         copies.append(kept._host.nbytes)
 

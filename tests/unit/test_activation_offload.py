@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rltrain.offload import activations
-from rltrain.offload.activations import ActivationOffload, CudaCopier, Kept, _unpack
+from rltrain.offload.activations import ActivationOffload, Kept, _unpack
+from rltrain.offload.device_memory import CudaMemory
 from tests.stand_ins.cuda_streams import Device, Operators, RaceError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -109,7 +110,7 @@ class Pass:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.device = Device()
         self.device.install(monkeypatch)
-        monkeypatch.setattr(CudaCopier, "pins", False)
+        monkeypatch.setattr(CudaMemory, "pins", False)
         monkeypatch.setattr(activations, "memory_like", self.memory_like)
         self.operators = Operators(self.device)
         self.reused: list[Tensor] = []
@@ -153,9 +154,9 @@ def test_copies_are_ordered_with_the_computation(counts: list[int]) -> None:
         Pass(monkeypatch).run(counts)
 
 
-@pytest.mark.parametrize("what", ["follow", "mark"])
+@pytest.mark.parametrize("what", ["copies", "mark"])
 def test_a_missing_wait_is_a_race(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    nothing = {"follow": lambda self: None, "mark": lambda self: lambda: None}
-    monkeypatch.setattr(CudaCopier, what, nothing[what])
+    unordered = {"copies": lambda self: torch.cuda.stream(self._stream), "mark": lambda self: lambda: None}
+    monkeypatch.setattr(CudaMemory, what, unordered[what])
     with pytest.raises(RaceError):
         Pass(monkeypatch).run([2, 1, 2, 1, 2])

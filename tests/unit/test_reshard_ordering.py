@@ -179,9 +179,9 @@ def run_rank(case: Case, device: Device, monkeypatch: pytest.MonkeyPatch) -> int
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: list(plans))
     on_host, allocated = case.transport == "gloo", list[Tensor]()
 
-    def allocate(*arguments: Any, **named: Any) -> wires.StagingBuffers:
+    def allocate(*arguments: Any, **named: Any) -> tuple[Tensor, ...]:
         made = wires.allocate(*arguments, **named)
-        for buffer in {id(buffer): buffer for buffer in made.buffers}.values():
+        for buffer in {id(buffer): buffer for buffer in made}.values():
             allocated.append(buffer)
             if not on_host:
                 device.allocated(buffer.untyped_storage()._cdata, buffer.nbytes)
