@@ -13,7 +13,6 @@ from rltrain.import_config.shared_rules import (
 )
 from rltrain.import_config.slime_learning import (
     is_supervised,
-    ranks_of,
     set_algorithm,
     set_correction,
     set_engine,
@@ -38,7 +37,6 @@ from rltrain.import_config.translation import (
     real,
     set_steps,
     sort_out,
-    truth,
 )
 
 # slime's flags that change nothing of what is computed, by pattern, with the reason.
@@ -111,7 +109,7 @@ def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
         set_correction(keys, out)
         set_schedule(keys, out)
         set_reward(keys, out)
-        set_teacher(keys, out, ranks_of(out, "actor"))
+        set_teacher(keys, out, out.placed["actor"])
         set_evaluation(keys, out)
         set_engine(keys, out)
     _dropout(keys, out)
@@ -124,7 +122,7 @@ def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
 
 def _data(keys: SourceKeys, out: Translation) -> None:
     out.set("data.train.label_key", keys.get("label-key"), "label-key")
-    template = truth(keys.get("apply-chat-template", False))
+    template = keys.truth("apply-chat-template", False)
     out.set("data.chat_template", "auto" if template else "never", "apply-chat-template")
     longest = keys.get("rollout-max-prompt-len")
     if longest is not None:
@@ -161,18 +159,18 @@ def _stop_at(ids: Any, keys: SourceKeys, out: Translation) -> None:
 
 def _placement(keys: SourceKeys, out: Translation) -> None:
     """slime's rules: without --colocate the rollout's GPUs come after the actor's; with it both begin at 0."""
-    nodes, per_node = count(keys.get("actor-num-nodes", 1)), count(keys.get("actor-num-gpus-per-node", 8))
+    nodes, per_node = keys.count("actor-num-nodes", 1), keys.count("actor-num-gpus-per-node", 8)
     actor = nodes * per_node
-    colocate = truth(keys.get("colocate", False))
+    colocate = keys.truth("colocate", False)
     given = keys.get("rollout-num-gpus")
     origin = f"actor-num-nodes {nodes} x actor-num-gpus-per-node {per_node}"
     roles = ["actor"]
     if keys.get("advantage-estimator") == "ppo":
         roles.append("critic")
-    if truth(keys.get("use-kl-loss", False)) or real(keys.get("kl-coef", 0)):
+    if keys.truth("use-kl-loss", False) or keys.real("kl-coef", 0):
         roles.append("reference")
     out.place(roles, ranks(0, actor), origin)
-    out.ranks_per_node = count(keys.get("num-gpus-per-node", max(per_node, 1)))
+    out.ranks_per_node = keys.count("num-gpus-per-node", max(per_node, 1))
     if is_supervised(keys):
         out.world_size = actor
         return
@@ -181,7 +179,7 @@ def _placement(keys: SourceKeys, out: Translation) -> None:
     rollout = actor if given is None else count(given)
     if colocate and given is not None and rollout != actor:
         out.notes.append("--colocate with --rollout-num-gpus: the engines begin at GPU 0 and go beyond the actor's")
-    per_engine = count(keys.get("rollout-num-gpus-per-engine", 1))
+    per_engine = keys.count("rollout-num-gpus-per-engine", 1)
     if rollout % per_engine:
         raise UntranslatableError(
             f"rollout_num_gpus {rollout} must be divisible by rollout_num_gpus_per_engine {per_engine}"
@@ -197,7 +195,7 @@ def _placement(keys: SourceKeys, out: Translation) -> None:
 
 def _model(keys: SourceKeys, out: Translation) -> None:
     out.set("model.path", keys.get("hf-checkpoint", "CHECKPOINT"), "hf-checkpoint")
-    if truth(keys.get("fp16", False)):
+    if keys.truth("fp16", False):
         out.set("model.dtype", "float16", "fp16")
     granularity = keys.get("recompute-granularity")
     layers = keys.get("recompute-num-layers")
@@ -213,18 +211,18 @@ def _model(keys: SourceKeys, out: Translation) -> None:
     set_fake_quantization(keys, out)
     set_slimes_prediction_layers(keys, out)
     set_megatron_optimizer(megatron_options(keys, "", dashes=True), out, "", momentum=0.9)
-    backend = str(keys.get("train-backend", "megatron"))
+    backend = keys.text("train-backend", "megatron")
     if backend != "megatron":
         set_fully_sharded(keys, out, "train-backend", backend, out.get("actor.parallel.cp"), "fsdp-")
-    if truth(keys.get("sequence-parallel", False)) and out.get("actor.parallel.tp") > 1:
+    if keys.truth("sequence-parallel", False) and out.get("actor.parallel.tp") > 1:
         out.set("actor.parallel.sequence_parallel", True, "sequence-parallel")
     _stages(keys, out)
 
 
 def _replay(keys: SourceKeys, out: Translation) -> None:
     """Routers visit what the engine chose, or what they chose in the pass of the old log-probs."""
-    recomputed = truth(keys.get("use-routing-replay", False))
-    if truth(keys.get("use-rollout-routing-replay", False)):
+    recomputed = keys.truth("use-routing-replay", False)
+    if keys.truth("use-rollout-routing-replay", False):
         out.set("model.router_replay", "rollout", "use-rollout-routing-replay")
     elif recomputed:
         out.set("model.router_replay", "recompute", "use-routing-replay")
@@ -251,7 +249,7 @@ def _stages(keys: SourceKeys, out: Translation) -> None:
 
 def _batch(keys: SourceKeys, out: Translation) -> None:
     """--global-batch-size counts samples."""
-    prompts, samples = count(keys.get("rollout-batch-size", 1)), count(keys.get("n-samples-per-prompt", 1))
+    prompts, samples = keys.count("rollout-batch-size", 1), keys.count("n-samples-per-prompt", 1)
     out.set("batch.prompts_per_step", prompts, "rollout-batch-size")
     if not is_supervised(keys):
         out.set("batch.samples_per_prompt", samples, "n-samples-per-prompt")
@@ -270,19 +268,19 @@ def _batch(keys: SourceKeys, out: Translation) -> None:
     if out.get("batch.mini_batches") > 1:
         out.set("batch.mini_batches_by", "prompts", "slime trains on samples in the order in which they came")
     tokens = keys.get("max-tokens-per-gpu")
-    if truth(keys.get("use-dynamic-batch-size", False)) and tokens is not None:
+    if keys.truth("use-dynamic-batch-size", False) and tokens is not None:
         out.set("actor.micro_batch_tokens", count(tokens), "max-tokens-per-gpu")
         own = keys.get("log-probs-max-tokens-per-gpu", tokens)
         out.set("reference.micro_batch_tokens", count(own), "max-tokens-per-gpu")
     else:
-        sequences = count(keys.get("micro-batch-size", 1))
+        sequences = keys.count("micro-batch-size", 1)
         longest = -(-out.get("rollout.max_context_tokens") * sequences // out.get("actor.parallel.cp"))
         out.set("actor.micro_batch_tokens", longest, "micro-batch-size times the longest sample")
 
 
 def _dropout(keys: SourceKeys, out: Translation) -> None:
     for name in ("attention-dropout", "hidden-dropout"):
-        value = real(keys.get(name, 0.1))
+        value = keys.real(name, 0.1)
         if value:
             out.differs(name, value, "no dropout here; Megatron's default is 0.1, set it to 0")
 

@@ -38,19 +38,19 @@ UNBOUNDED = 1e9
 
 def set_correction(keys: SourceKeys, out: Translation) -> None:
     """After the KL and the entropy, whose terms leave out what the example rejects."""
-    function = str(keys.get(FUNCTION, ""))
+    function = keys.text(FUNCTION, "")
     if function.endswith(MIS):
         _set_by_example(_options(keys), keys, out)
-    elif truth(keys.get("use-tis", False)):
-        out.set("loss.correction.high", real(keys.get("tis-clip", 2.0)), "use-tis, tis-clip")
-        if real(keys.get("tis-clip-low", 0)):
-            out.set("loss.correction.low", real(keys.get("tis-clip-low")), "tis-clip-low")
+    elif keys.truth("use-tis", False):
+        out.set("loss.correction.high", keys.real("tis-clip", 2.0), "use-tis, tis-clip")
+        if keys.real("tis-clip-low", 0):
+            out.set("loss.correction.low", keys.real("tis-clip-low"), "tis-clip-low")
         if function.endswith(ICEPOP):
             out.set("loss.correction.method", "icepop", FUNCTION)
         elif function:
             out.differs(FUNCTION, function, "weights here are those of loss.correction: docs/policy_losses.md")
     if "use-opsm" in keys:
-        out.set("loss.correction.opsm_delta", real(keys.get("opsm-delta", 1e-4)), "use-opsm, opsm-delta")
+        out.set("loss.correction.opsm_delta", keys.real("opsm-delta", 1e-4), "use-opsm, opsm-delta")
 
 
 def _options(keys: SourceKeys) -> Mapping[str, Any]:
@@ -154,7 +154,7 @@ def set_fake_quantization(keys: SourceKeys, out: Translation) -> None:
     if not keys.get(ROUNDS):
         return
     name = ROUNDS.removeprefix("variable ")
-    out.set("model.fake_quantization.group_size", count(keys.get(GROUP, GROUP_SIZE)), name)
+    out.set("model.fake_quantization.group_size", keys.count(GROUP, GROUP_SIZE), name)
     out.notes.append(WEIGHTS)
 
 
@@ -172,7 +172,7 @@ def set_teacher(keys: SourceKeys, out: Translation, actor: str) -> None:
     if kind == "sglang" and model is None:
         out.differs("opd-type", kind, "which weights the server at rm-url has is not told: docs/roles.md")
         return
-    out.set("teacher.coef", real(keys.get("opd-kl-coef", 1.0)), "opd-kl-coef")
+    out.set("teacher.coef", keys.real("opd-kl-coef", 1.0), "opd-kl-coef")
     if kind == "sglang":
         out.set("teacher.path", str(model), f"the model that {SERVER} serves")
         out.set("teacher.parallel.tp", count(tp), f"as {SERVER} has it")
@@ -180,7 +180,7 @@ def set_teacher(keys: SourceKeys, out: Translation, actor: str) -> None:
         out.world_size += count(tp)
         keys.get("rm-url")
         return
-    out.set("teacher.path", str(keys.get("opd-teacher-load")), "opd-teacher-load: in Hugging Face's format here")
+    out.set("teacher.path", keys.text("opd-teacher-load"), "opd-teacher-load: in Hugging Face's format here")
     out.place(["teacher"], actor, "use-opd")
 
 
@@ -234,11 +234,11 @@ def set_algorithm(keys: SourceKeys, out: Translation) -> None:
 
 
 def _set_advantages(keys: SourceKeys, out: Translation, name: str) -> None:
-    whitens = truth(keys.get("normalize-advantages", False))
-    gamma, gae_lambda = real(keys.get("gamma", 1.0)), real(keys.get("lambd", 1.0))
+    whitens = keys.truth("normalize-advantages", False)
+    gamma, gae_lambda = keys.real("gamma", 1.0), keys.real("lambd", 1.0)
     if name == "ppo":
         out.set("advantages.gae_lambda", gae_lambda, "lambd, whose default is 1")
-        out.set("critic.value_clip", real(keys.get("value-clip", 0.2)), "value-clip")
+        out.set("critic.value_clip", keys.real("value-clip", 0.2), "value-clip")
     if name in ("ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):
         out.set("advantages.whiten", whitens, "normalize-advantages")
         if name != "reinforce_plus_plus_baseline" and gamma != 1:
@@ -247,14 +247,14 @@ def _set_advantages(keys: SourceKeys, out: Translation, name: str) -> None:
         out.differs("normalize-advantages", True, f"advantages of {name} are not normalised over the batch here")
     alone = out.get("batch.samples_per_prompt") == 1
     if name in ("grpo", "gspo", "cispo"):
-        plain = truth(keys.get("disable-grpo-std-normalization", False)) or alone
+        plain = keys.truth("disable-grpo-std-normalization", False) or alone
         out.set("advantages.normalize_std", not plain, "disable-grpo-std-normalization")
 
 
 def _set_means(keys: SourceKeys, out: Translation) -> None:
-    by_token = truth(keys.get("calculate-per-token-loss", False))
+    by_token = keys.truth("calculate-per-token-loss", False)
     out.set("loss.normalization", "token_mean" if by_token else "sequence_mean", "calculate-per-token-loss")
-    if truth(keys.get("use-rollout-logprobs", False)):
+    if keys.truth("use-rollout-logprobs", False):
         out.set("loss.old_logprobs", "rollout", "use-rollout-logprobs")
     selected = keys.get("dynamic-sampling-filter-path")
     if selected is not None and str(selected).endswith(REWARDS_DIFFER):
@@ -264,13 +264,13 @@ def _set_means(keys: SourceKeys, out: Translation) -> None:
 
 
 def set_kl(keys: SourceKeys, out: Translation) -> None:
-    in_loss, coef = truth(keys.get("use-kl-loss", False)), real(keys.get("kl-loss-coef", 0))
-    in_reward = real(keys.get("kl-coef", 0))
+    in_loss, coef = keys.truth("use-kl-loss", False), keys.real("kl-loss-coef", 0)
+    in_reward = keys.real("kl-coef", 0)
     kind = keys.get("kl-loss-type", "k1")
     if in_loss and coef:
         out.set("loss.kl.coef", coef, "kl-loss-coef")
         out.set("loss.kl.estimator", estimator(kind), "kl-loss-type")
-        out.set("loss.kl.unbiased", truth(keys.get("use-unbiased-kl", False)), "use-unbiased-kl")
+        out.set("loss.kl.unbiased", keys.truth("use-unbiased-kl", False), "use-unbiased-kl")
     if in_reward and in_loss and coef:
         out.differs("kl-coef", in_reward, "the penalty stands in the loss already, and here is in one place")
     elif in_reward:
@@ -283,27 +283,27 @@ def set_kl(keys: SourceKeys, out: Translation) -> None:
 
 
 def set_schedule(keys: SourceKeys, out: Translation) -> None:
-    every = count(keys.get("update-weights-interval", 1))
-    function = str(keys.get("rollout-function-path", OWN_ROLLOUTS[0]))
-    fully = truth(keys.get("fully-async", False)) or function.endswith("fully_async")
+    every = keys.count("update-weights-interval", 1)
+    function = keys.text("rollout-function-path", OWN_ROLLOUTS[0])
+    fully = keys.truth("fully-async", False) or function.endswith("fully_async")
     if function not in OWN_ROLLOUTS and not fully:
         out.differs(
             "rollout-function-path", function, "a loop of one's own is an environment here: docs/environments.md"
         )
     if keys.get(PROGRAM) == PROGRAMS[1] or fully:
         out.set("schedule.mode", "asynchronous", PROGRAMS[1])
-        staleness = count(keys.get("max-weight-staleness", every))
+        staleness = keys.count("max-weight-staleness", every)
         out.set("schedule.max_staleness", max(staleness, every), "max-weight-staleness" if fully else PROGRAMS[1])
     if every > 1:
         out.set("schedule.sync_every", every, "update-weights-interval")
     if keys.get("update-weight-mode") == "delta":
         out.set("weight_sync.delta", {}, "update-weight-mode")
-    if truth(keys.get("partial-rollout", False)) or fully:
+    if keys.truth("partial-rollout", False) or fully:
         out.set("schedule.partial_rollouts", True, "rollout-function-path" if fully else "partial-rollout")
-        masks = truth(keys.get("mask-offpolicy-in-partial-rollout", False))
+        masks = keys.truth("mask-offpolicy-in-partial-rollout", False)
         if masks or not out.get("schedule.max_staleness"):
             out.set("schedule.on_stale", "mask", "mask-offpolicy-in-partial-rollout")
-        more = count(keys.get("over-sampling-batch-size", 0)) / out.get("batch.prompts_per_step") - 1
+        more = keys.count("over-sampling-batch-size", 0) / out.get("batch.prompts_per_step") - 1
         if more > 0:
             out.set("schedule.oversampling", more, "over-sampling-batch-size / rollout-batch-size - 1")
 
@@ -317,7 +317,7 @@ def set_reward(keys: SourceKeys, out: Translation) -> None:
     generate = keys.get("custom-generate-function-path")
     if generate is not None:
         out.set("env.function", _function(generate), "custom-generate-function-path")
-        out.place(["env"], ranks_of(out, "rollout"), "custom-generate-function-path")
+        out.place(["env"], out.placed["rollout"], "custom-generate-function-path")
     if own == REWARD:
         out.set("reward.function", "environment", "custom-rm-path: the teacher is asked by it, and the reward is 0")
         keys.get("custom-reward-post-process-path")
@@ -328,7 +328,7 @@ def set_reward(keys: SourceKeys, out: Translation) -> None:
     elif kind in MATH:
         out.set("reward.function", "math", "rm-type")
     elif kind == "remote_rm":
-        out.set("reward.function", str(keys.get("rm-url")), "rm-url")
+        out.set("reward.function", keys.text("rm-url"), "rm-url")
     elif generate is not None and kind is None:
         out.set("reward.function", "environment", "custom-generate-function-path: the sample has its reward")
     else:
@@ -344,14 +344,6 @@ def _function(dotted: object) -> str:
     return f"{module}:{name}"
 
 
-def ranks_of(out: Translation, role: str) -> str:
-    return next(
-        str(setting.value)
-        for path, setting in out.settings.items()
-        if path.startswith("placement.") and role in path.removeprefix("placement.").split(", ")
-    )
-
-
 def set_evaluation(keys: SourceKeys, out: Translation) -> None:
     given = keys.get("eval-prompt-data")
     if given is None:
@@ -360,18 +352,16 @@ def set_evaluation(keys: SourceKeys, out: Translation) -> None:
     words = [given] if isinstance(given, str) else [*given]
     words = words if len(words) > 1 else ["eval_set", words[0]]
     sampling = {
-        "temperature": real(keys.get("eval-temperature", out.get("rollout.sampling.temperature"))),
-        "top_p": real(keys.get("eval-top-p", out.get("rollout.sampling.top_p"))),
+        "temperature": keys.real("eval-temperature", out.get("rollout.sampling.temperature")),
+        "top_p": keys.real("eval-top-p", out.get("rollout.sampling.top_p")),
         "top_k": top_k_of(keys.get("eval-top-k", -1)),
-        "max_response_tokens": count(
-            keys.get("eval-max-response-len", out.get("rollout.sampling.max_response_tokens"))
-        ),
+        "max_response_tokens": keys.count("eval-max-response-len", out.get("rollout.sampling.max_response_tokens")),
     }
     files = {
-        "prompt_key": str(keys.get("eval-input-key", out.get("data.train.prompt_key"))),
+        "prompt_key": keys.text("eval-input-key", out.get("data.train.prompt_key")),
         "label_key": keys.get("eval-label-key", out.get("data.train.label_key")),
     }
-    samples = count(keys.get("n-samples-per-eval-prompt", 1))
+    samples = keys.count("n-samples-per-eval-prompt", 1)
     sets = [
         {"name": _name(name), "data": {"path": path, **files}, "sampling": sampling, "samples_per_prompt": samples}
         for name, path in zip(words[::2], words[1::2], strict=False)
@@ -391,7 +381,7 @@ def set_engine(keys: SourceKeys, out: Translation) -> None:
     if requests is not None:
         out.set("rollout.max_running_requests", count(requests), "sglang-max-running-requests")
     ep = number(keys.first("sglang-ep-size", "sglang-expert-parallel-size", default=1)[1])
-    if truth(keys.get("sglang-enable-dp-attention", False)):
+    if keys.truth("sglang-enable-dp-attention", False):
         out.leave("sglang-enable-dp-attention", True, "an engine here cuts attention over its tp ranks")
     arguments = {
         name.removeprefix("sglang-").replace("-", "_"): value
@@ -420,7 +410,7 @@ def _typed(value: Any) -> Any:
 def set_supervised(keys: SourceKeys, out: Translation) -> None:
     out.set("algorithm", "sft", "loss-type")
     out.set("data.train.response_key", None, "messages are whole conversations")
-    by_token = truth(keys.get("calculate-per-token-loss", False))
+    by_token = keys.truth("calculate-per-token-loss", False)
     out.set("loss.normalization", "token_mean" if by_token else "sequence_mean", "calculate-per-token-loss")
     function = keys.get("rollout-function-path", SFT_ROLLOUT)
     if function != SFT_ROLLOUT:
