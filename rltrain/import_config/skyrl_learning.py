@@ -146,8 +146,6 @@ def _registered(program: ast.AST, registry: str, decorator: str) -> Iterator[tup
 # Of SkyRL's keys what is learned: algorithm, loss, reward.
 
 T, G, ALG = "trainer.", "generator.", "trainer.algorithm."
-
-
 GYM = {
     "gsm8k_multi_turn": "skyrl_gym.envs.gsm8k.multi_turn_env:GSM8kMultiTurnEnv",
     "text2sql": "skyrl_gym.envs.sql.env:SQLEnv",
@@ -155,8 +153,6 @@ GYM = {
     "lcb": "skyrl_gym.envs.lcb.env:LCBEnv",
     "searchcode": "skyrl_gym.envs.searchcode.env:SearchCodeEnv",
 }
-
-
 POLICIES = {
     "regular": "clip",
     "dual_clip": "clip",
@@ -171,19 +167,13 @@ POLICIES = {
 }
 UNCLIPPED = 1e9
 """Of a ratio no more than this is left to cut."""
-
-
 MEANS = {
     "token_mean": "token_mean",
     "sequence_mean": "sequence_mean",
     "seq_mean_token_sum_norm": "dr_grpo",
     "token_mean_legacy": "token_mean",
 }
-
-
 DECAYS = {"constant_with_warmup": "constant", "constant": "constant", "cosine": "cosine", "linear": "linear"}
-
-
 DISTILLATION = "on_policy_distill"
 """In the name of SkyRL's program whose rewards are the log-probs' distance from the reference's model, token by token,
 and whose advantage estimator `no_op` takes them as they are."""
@@ -390,8 +380,6 @@ def set_correction(keys: SourceKeys, out: Translation) -> None:
 
 UNBOUNDED = 1e9
 """No ratio exceeds it: SkyRL cuts ratios at e^20."""
-
-
 SEQUENCE_MASKS = {"geometric": ("geo", "geometric", 0.99, 1.01), "product": ("product", "sequence", 0.5, 2.0)}
 """SkyRL's metric: its short name, the level here, and the default bounds."""
 

@@ -11,10 +11,9 @@ import yaml
 
 from rltrain.config.loader import PlainLoader
 from rltrain.errors import ConfigError
-from rltrain.import_config import rlinf, skyrl, slime, slime_learning, verl
+from rltrain.import_config import rlinf, skyrl, slime, verl
 from rltrain.import_config.shell_script import ScriptReading, StartedCommand, read_script, read_text
 from rltrain.import_config.shell_values import UNKNOWN
-from rltrain.import_config.slime_learning import beside_training
 from rltrain.import_config.translation import (
     PLACEMENT,
     RowCounts,
@@ -312,15 +311,15 @@ WITHOUT_DOTS = r"[a-z][a-z_]+"
 
 
 def _slime_keys(words: Sequence[str]) -> dict[str, Any]:
-    program = words[0].rsplit("/", 1)[-1] if words and not words[0].startswith("--") else slime_learning.PROGRAMS[0]
-    return {**slime.parse_flags(words), slime_learning.PROGRAM: program}
+    program = words[0].rsplit("/", 1)[-1] if words and not words[0].startswith("--") else slime.PROGRAMS[0]
+    return {**slime.parse_flags(words), slime.PROGRAM: program}
 
 
 FRAMEWORKS = {
     "slime": Framework(
-        *("slime", _after_program(slime_learning.PROGRAMS), _slime_keys, slime.translate),
+        *("slime", _after_program(slime.PROGRAMS), _slime_keys, slime.translate),
         marks=("--hf-checkpoint", "--prompt-data", "--rollout-batch-size", "--actor-num-nodes"),
-        beside=beside_training,
+        beside=slime.beside_training,
     ),
     "verl": Framework(
         *("verl", _with_overrides(verl.SECTIONS), _overrides, verl.translate), marks=("verl.", "actor_rollout_ref.")

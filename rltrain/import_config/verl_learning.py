@@ -190,11 +190,7 @@ POLICIES = {
     "dppo_tv": "dppo",
     "dppo_kl": "dppo",
 }
-
-
 MEANS = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean", "seq-mean-token-sum-norm": "dr_grpo"}
-
-
 DECAYS = {"constant": "constant", "cosine": "cosine", "linear": "linear"}
 
 
