@@ -90,16 +90,16 @@ ROLES: dict[str, type[Role]] = {
 
 def host_roles(job: Job, order: Order, trace: Trace) -> tuple[dict[str, Role], Offloader]:
     """The roles that this rank hosts, and who of them is on its device when. Collective over: all ranks."""
-    residency = _residency(job, order, trace)
+    offloader = _offloader(job, order, trace)
     roles: dict[str, Role] = {}
     for name in job.placement.hosts(job.world.rank):
         roles[name] = ROLES[name].beside(job, roles)
         if name in job.offloads:
-            residency.admit(name, roles[name].parts)
-    return roles, residency
+            offloader.admit(name, roles[name].parts)
+    return roles, offloader
 
 
-def _residency(job: Job, order: Order, trace: Trace) -> Offloader:
+def _offloader(job: Job, order: Order, trace: Trace) -> Offloader:
     def span(name: str, category: str) -> AbstractContextManager[object]:
         return trace.span(name, category)
 
@@ -188,7 +188,7 @@ class Trainer:
         self.hosted = set(job.placement.hosts(self.rank))
         self.trace = start_trace(job.config, self.rank, job.placement.hosts(self.rank))
         job.heartbeat.task_clock.span = self.trace.span
-        self.roles, self.residency = host_roles(job, order, self.trace)
+        self.roles, self.offloader = host_roles(job, order, self.trace)
         syncs = weight_syncs(job, order, self.roles)
         self.in_flight = InFlightSyncs(job, order, self.roles, self._join_sync, self._may_join)
         transport = Transport(self.rank, job.world.address, job.world.store, job.world.background)
@@ -260,12 +260,12 @@ class Trainer:
         with self.job.heartbeat.meanwhile():
             self._execute(position)
         if self.order[position].name == WEIGHT_SYNC:
-            self.residency.changed("rollout", "weights")
+            self.offloader.changed("rollout", "weights")
 
     def _task(self, position: int) -> None:
         entry = self.order[position]
         if not self.in_flight.is_joined(entry):
-            self.residency.enter(position)
+            self.offloader.enter(position)
         self.in_flight.announce(entry)
         task = self.joint_tasks.get(entry.name) or getattr(self._first_of(entry), entry.name)
         with self.job.heartbeat.task_clock.task(entry.name) as spent:
@@ -288,7 +288,7 @@ class Trainer:
         """Of the roles that this rank reports for; what concerns the whole rank comes from the job's leader."""
         leads = {name for name in self.hosted if self.job.leader_of(name) == self.rank}
         of_rank = {"host", "offload", "onload", "peak", "reserved"} if self.rank == self.job.leader else set()
-        memory = self.residency.metrics()
+        memory = self.offloader.metrics()
         metrics = {name: memory[name] for name in memory if re.split("[/_]", name)[1] in leads | of_rank}
         of_device = {name: memory[f"memory/{name}"] for name in ("peak_bytes", "reserved_bytes")}
         metrics |= {f"memory/{role}_{name}": size for role in leads for name, size in of_device.items()}

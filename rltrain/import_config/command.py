@@ -16,12 +16,12 @@ from rltrain.config.schema import Config
 from rltrain.errors import ConfigError, UserError, command_name, refusing
 from rltrain.import_config.sources import FRAMEWORKS, framework_of, read, translated
 from rltrain.import_config.translation import (
-    PLACEMENT,
     Leftover,
     RowCounts,
     Setting,
     Translation,
     keys_of,
+    nested,
     refuse_differences,
 )
 from rltrain.models.of_roles import role_architectures
@@ -42,20 +42,14 @@ ORDER = {name: number for number, name in enumerate(Config.model_fields)}
 
 def written(out: Translation, source: str) -> str:
     """The config file's text."""
-    nested: dict[str, Any] = {}
-    for path, setting in out.settings.items():
-        *sections, name = keys_of(path)
-        section = nested
-        for key in sections:
-            section = section.setdefault(key, {})
-        section[name] = setting
+    sections = nested(out.settings)
     lines = [
         f"# world size: {out.world_size}",
         f"# Imported from {out.framework}: {source}",
         *(f"# {note}" for note in out.notes),
     ]
-    for name in sorted(nested, key=lambda key: ORDER.get(key, len(ORDER))):
-        lines += _lines(name, nested[name], 0)
+    for name in sorted(sections, key=lambda key: ORDER.get(key, len(ORDER))):
+        lines += _lines(name, sections[name], 0)
     lines += _listed("Not translated, and without influence on what is computed:", out.leftovers)
     lines += _listed("NOT TRANSLATED, ALTHOUGH IT CHANGES WHAT IS COMPUTED:", out.differences)
     return "\n".join(lines) + "\n"
@@ -165,7 +159,7 @@ def peak_bytes(out: Translation, changed: Changed, gpu: Gpu) -> int | None:
 
 def _changes(out: Translation, gpu: Gpu) -> Iterator[Changed]:
     """From those that cost least speed to those that cost most."""
-    sharded, placed = out.get("actor.backend") == "fsdp", _placed(out)
+    sharded, placed = out.get("actor.backend") == "fsdp", out.placed.keys()
     if not sharded and out.get("model.logits_chunk_tokens") is None:
         yield {"model.logits_chunk_tokens": LEAST_TOKENS}
     yield from _smaller_engines(out, gpu)
@@ -187,12 +181,6 @@ def _changes(out: Translation, gpu: Gpu) -> Iterator[Changed]:
             yield {"actor.backend": "megatron", **cut, "actor.optimizer.cpu_offload": True}
     if not sharded:
         yield {"actor.parallel.ep": 2 * out.get("actor.parallel.ep")}
-
-
-def _placed(out: Translation) -> set[str]:
-    """Roles with ranks."""
-    paths = [path.removeprefix(PLACEMENT) for path in out.settings if path.startswith(PLACEMENT)]
-    return {role for path in paths for role in path.split(", ")}
 
 
 def _of(whole: Any, share: int) -> float:

@@ -22,9 +22,9 @@ from rltrain.import_config.translation import (
     set_clip,
     set_context,
     set_evaluation,
+    set_named,
     set_steps,
     sort_out,
-    truth,
 )
 
 SECTIONS = ("cluster", "runner", "algorithm", "actor", "rollout", "data", "reward", "critic", "env", "inference")
@@ -75,18 +75,18 @@ def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
     _reward(keys, out)
     arguments: dict[str, Any] = {}
     if "rollout.gpu_memory_utilization" in keys:
-        arguments["mem_fraction_static"] = real(keys.get("rollout.gpu_memory_utilization"))
-    if truth(keys.get("rollout.enforce_eager", False)):
+        arguments["mem_fraction_static"] = keys.real("rollout.gpu_memory_utilization")
+    if keys.truth("rollout.enforce_eager", False):
         arguments["disable_cuda_graph"] = True
     attention = keys.get("rollout.sglang.attention_backend")
     if attention not in NOTHING:
         arguments["attention_backend"] = str(attention)
-    choose_engine(out, str(keys.get("rollout.rollout_backend", "sglang")), 1, arguments, "rollout.sglang.*, ...")
+    choose_engine(out, keys.text("rollout.rollout_backend", "sglang"), 1, arguments, "rollout.sglang.*, ...")
     steps = keys.get("runner.max_steps")
     named = ("runner.max_steps", "runner.max_epochs")
     set_steps(out, rows, None if steps in NOTHING or number(steps) < 1 else steps, keys.get(named[1]), named)
     _guard(keys, out)
-    if not truth(keys.get("algorithm.calculate_entropy", True)):
+    if not keys.truth("algorithm.calculate_entropy", True):
         out.settings.pop("loss.entropy_coef", None)
     sort_out(keys, HARMLESS, out)
 
@@ -105,7 +105,7 @@ def _guard(keys: SourceKeys, out: Translation) -> None:
 
 def _placement(keys: SourceKeys, out: Translation) -> None:
     """The ranks as RLinf writes them: `placement` here takes all of its forms."""
-    nodes = count(keys.get("cluster.num_nodes", 1))
+    nodes = keys.count("cluster.num_nodes", 1)
     largest = 0
     placed_in, groups = keys.under(PLACED), _node_groups(keys.get("cluster.node_groups") or [])
     for name, given in placed_in.items():
@@ -125,12 +125,11 @@ def _placement(keys: SourceKeys, out: Translation) -> None:
         if known:
             out.place(known, value, PLACED + components)
             largest = max([largest, *(int(one) + 1 for one in _numbers(value))])
-    placed = [path.removeprefix("placement.").split(", ") for path in out.settings if path.startswith("placement.")]
-    names = {role for roles in placed for role in roles}
-    if "reward" not in names and "rollout" in names:
-        _beside(out, "rollout", "reward", "beside the engines")
-    if real(keys.get("algorithm.kl_beta", 0) or 0) and "reference" not in names:
-        _beside(out, "actor", "reference", "algorithm.kl_beta")
+    placed = out.placed
+    if "reward" not in placed and "rollout" in placed:
+        out.place(["reward"], placed["rollout"], "beside the engines")
+    if real(keys.get("algorithm.kl_beta", 0) or 0) and "reference" not in placed and "actor" in placed:
+        out.place(["reference"], placed["actor"], "algorithm.kl_beta")
     out.world_size = max(largest, 8 * nodes if largest == 0 or nodes > 1 else largest)
 
 
@@ -164,13 +163,6 @@ def _on_nodes(value: str, nodes: list[int]) -> str:
     return ",".join(map(str, moved)) if moved != [*range(moved[0], moved[-1] + 1)] else f"{moved[0]}-{moved[-1]}"
 
 
-def _beside(out: Translation, role: str, other: str, origin: str) -> None:
-    for path, setting in list(out.settings.items()):
-        if path.startswith("placement.") and role in path.removeprefix("placement.").split(", "):
-            out.place([other], setting.value, origin)
-            return
-
-
 def _numbers(value: str) -> list[str]:
     ranks = ",".join(item.partition(":")[0] for item in value.split(","))
     return [one for item in ranks.split(",") for one in item.split("-") if one.strip().isdigit()]
@@ -181,11 +173,11 @@ def _trainer(keys: SourceKeys, out: Translation) -> None:
     if backend != "megatron":
         out.leave("actor.training_backend", backend, "Megatron trains: data parallelism with a distributed optimizer")
     offloads = [key for key in ("enable_offload", "offload_optimizer", "offload_weight", "offload_grad")]
-    if any([truth(keys.get(f"actor.{key}", False)) for key in offloads]):
+    if any([keys.truth(f"actor.{key}", False) for key in offloads]):
         out.set("actor.offload", True, "actor.enable_offload, ...")
-    if truth(keys.get("rollout.enable_offload", False)):
+    if keys.truth("rollout.enable_offload", False):
         out.set("rollout.offload", True, "rollout.enable_offload")
-    if truth(keys.get("actor.model.sequence_parallel", False)) and out.get("actor.parallel.tp") > 1:
+    if keys.truth("actor.model.sequence_parallel", False) and out.get("actor.parallel.tp") > 1:
         out.set("actor.parallel.sequence_parallel", True, "actor.model.sequence_parallel")
     granularity = keys.get("actor.model.recompute_granularity")
     if granularity not in NOTHING:
@@ -194,28 +186,28 @@ def _trainer(keys: SourceKeys, out: Translation) -> None:
     if peak not in NOTHING and real(peak) != out.get("actor.optimizer.lr"):
         out.set("actor.optimizer.lr", real(peak), "actor.lr_sched.max_lr, which wins over actor.optim.lr")
     tokens = keys.get("runner.max_tokens_per_mbs")
-    if truth(keys.get("runner.enable_dynamic_batch_size", False)) and tokens not in NOTHING:
+    if keys.truth("runner.enable_dynamic_batch_size", False) and tokens not in NOTHING:
         out.set("actor.micro_batch_tokens", count(tokens), "runner.max_tokens_per_mbs")
     else:
-        samples = count(keys.get("algorithm.training_batch_size_per_gpu", keys.get("actor.micro_batch_size", 1)))
-        longest = count(keys.get("runner.seq_length", 2048))
+        samples = keys.count("algorithm.training_batch_size_per_gpu", keys.get("actor.micro_batch_size", 1))
+        longest = keys.count("runner.seq_length", 2048)
         out.set("actor.micro_batch_tokens", samples * longest, "training_batch_size_per_gpu x runner.seq_length")
 
 
 def _algorithm(keys: SourceKeys, out: Translation) -> None:
-    name = str(keys.get("algorithm.adv_type", "grpo"))
+    name = keys.text("algorithm.adv_type", "grpo")
     if name not in ALGORITHMS:
         out.differs("algorithm.adv_type", name, "no algorithm here estimates advantages so")
         return
     algorithm = ALGORITHMS[name]
     out.set("algorithm", algorithm, "algorithm.adv_type")
     if algorithm == "ppo":
-        out.set("advantages.gae_lambda", real(keys.get("algorithm.gae_lambda", 0.95)), "algorithm.gae_lambda")
-        out.set("advantages.whiten", truth(keys.get("algorithm.normalize_advantages", True)), "normalize_advantages")
+        out.set("advantages.gae_lambda", keys.real("algorithm.gae_lambda", 0.95), "algorithm.gae_lambda")
+        out.set("advantages.whiten", keys.truth("algorithm.normalize_advantages", True), "normalize_advantages")
     elif "advantages.gamma" in out.settings:
         del out.settings["advantages.gamma"]
     keys.get("algorithm.normalize_advantages")
-    kind = str(keys.get("algorithm.loss_type", "actor"))
+    kind = keys.text("algorithm.loss_type", "actor")
     if kind not in ("actor", "actor_critic", "math_ppo_actor"):
         out.differs("algorithm.loss_type", kind, "the loss here is PPO's")
     clip = keys.get("algorithm.ratio_clip_eps", 0.2)
@@ -231,25 +223,22 @@ def _algorithm(keys: SourceKeys, out: Translation) -> None:
         out.set("loss.kl.estimator", estimator(keys.get("algorithm.kl_penalty_type", "low_var_kl")), "kl_penalty_type")
         out.set("loss.kl.unbiased", False, "RLinf does not weigh it by the ratio")
     keys.get("algorithm.kl_penalty_type")
-    mean = str(keys.get("algorithm.loss_agg_func", "token-mean"))
-    if mean in MEANS:
-        out.set("loss.normalization", MEANS[mean], "algorithm.loss_agg_func")
-    else:
-        out.differs("algorithm.loss_agg_func", mean, f"means here are those of {', '.join(MEANS)}")
-    recomputes = truth(keys.get("algorithm.recompute_logprobs", True))
+    key = "algorithm.loss_agg_func"
+    set_named(out, "loss.normalization", MEANS, key, keys.text(key, "token-mean"), "means")
+    recomputes = keys.truth("algorithm.recompute_logprobs", True)
     out.set("loss.old_logprobs", "actor" if recomputes else "rollout", "algorithm.recompute_logprobs")
     cap = keys.get("algorithm.importance_sampling_clip")
-    if truth(keys.get("algorithm.importance_sampling_fix", False)) and cap not in NOTHING:
+    if keys.truth("algorithm.importance_sampling_fix", False) and cap not in NOTHING:
         out.set("loss.correction.high", real(cap), "algorithm.importance_sampling_clip")
 
 
 def _data(keys: SourceKeys, out: Translation) -> None:
     set_context(out, keys.get("runner.seq_length"), "runner.seq_length")
-    if truth(keys.get("data.filter_prompt_by_length", False)):
+    if keys.truth("data.filter_prompt_by_length", False):
         out.set("data.on_bad_row", "skip", "data.filter_prompt_by_length")
-    if not truth(keys.get("data.apply_chat_template", True)):
+    if not keys.truth("data.apply_chat_template", True):
         out.set("data.chat_template", "never", "data.apply_chat_template")
-    if truth(keys.get("algorithm.sampling_params.do_sample", True)) is False:
+    if keys.truth("algorithm.sampling_params.do_sample", True) is False:
         out.set("rollout.sampling.temperature", 0.0, "algorithm.sampling_params.do_sample")
     files = keys.get("data.val_data_paths")
     if files in NOTHING or not out.get("evaluation.interval"):
@@ -273,5 +262,5 @@ def _reward(keys: SourceKeys, out: Translation) -> None:
         out.settings.pop("reward.function", None)
         out.set("reward.functions", parts, "reward.reward_scale")
         out.notes.append("a wrong answer has reward 0 here and -reward_scale in RLinf: GRPO's advantages are equal")
-    if truth(keys.get("reward.use_reward_model", False)):
+    if keys.truth("reward.use_reward_model", False):
         out.differs("reward.use_reward_model", True, "place role reward_model: docs/rewards.md")

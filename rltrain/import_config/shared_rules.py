@@ -26,8 +26,8 @@ Trained = Literal["layer", "head", "model"]
 def set_slimes_prediction_layers(keys: SourceKeys, out: Translation) -> None:
     """slime detaches the last hidden states, the embedding and the head."""
     name = "enable-mtp-training"
-    if truth(keys.get(name, False)):
-        _set(out, name, real(keys.get("mtp-loss-scaling-factor", 0.2)), "layer")
+    if keys.truth(name, False):
+        _set(out, name, keys.real("mtp-loss-scaling-factor", 0.2), "layer")
         out.notes.append(SHIFTED)
         layers = keys.get("mtp-num-layers", 1)
         if str(layers) != "1":
@@ -38,9 +38,9 @@ def set_verls_prediction_layers(keys: SourceKeys, out: Translation, prefix: str,
     """verl detaches the last hidden states and the embedding with `detach_encoder`; the head learns with the Megatron
     that it pins, core 0.18. `prefix` is that of its model."""
     own = prefix + "mtp."
-    if megatron and truth(keys.get(own + "enable", False)) and truth(keys.get(own + "enable_train", False)):
-        detached = truth(keys.get(own + "detach_encoder", False))
-        factor = real(keys.get(own + "mtp_loss_scaling_factor", 0.1))
+    if megatron and keys.truth(own + "enable", False) and keys.truth(own + "enable_train", False):
+        detached = keys.truth(own + "detach_encoder", False)
+        factor = keys.real(own + "mtp_loss_scaling_factor", 0.1)
         _set(out, own + "enable_train", factor, "head" if detached else "model")
     for name, value in keys.under(own).items():
         if value not in (None, False):
@@ -50,7 +50,7 @@ def set_verls_prediction_layers(keys: SourceKeys, out: Translation, prefix: str,
 def leave_skyrls_prediction_layers(keys: SourceKeys, out: Translation, key: str, prefix: str) -> None:
     """SkyRL's gradients of them have a norm of their own, so that the others learn as without them: a note, as they
     draft alone. `key` turns their training on; what begins with `prefix` says how."""
-    if truth(keys.get(key, False)):
+    if keys.truth(key, False):
         out.notes.append(f"{key}: layers that predict further tokens draft alone; {APART}")
         for name, value in keys.under(prefix).items():
             out.leave(prefix + name, value, DRAFTING)
@@ -186,7 +186,7 @@ def set_fully_sharded(keys: SourceKeys, out: Translation, key: str, name: str, s
         out.notes.append(f"{key} {name}: Megatron trains, as backend fsdp does not take {reason}")
         return
     out.set("actor.backend", "fsdp", f"{key} {name}")
-    size, ranks = own["fsdp_size"], _ranks_of_actor(out)
+    size, ranks = own["fsdp_size"], out.num_ranks("actor")
     if size not in NOTHING and 0 < count(size) < ranks and ranks % count(size) == 0:
         out.set("actor.fsdp.replicas", ranks // count(size), f"{section}fsdp_size {size} of {ranks} ranks")
     if own["reshard_after_forward"] not in NOTHING and not truth(own["reshard_after_forward"]):
@@ -203,7 +203,7 @@ def _refused(out: Translation, name: str, slices: int) -> str | None:
     """What of the model or the config `backend: fsdp` does not take; None: nothing that can be told here."""
     if name not in NAMES:
         return f"the strategy {name}"
-    replicas = _ranks_of_actor(out) // slices
+    replicas = out.num_ranks("actor") // slices
     prompts = out.get("batch.prompts_per_step") // out.get("batch.mini_batches")
     if replicas > prompts:
         return f"more ranks ({replicas}) than a mini-batch has prompts ({prompts})"
@@ -225,12 +225,25 @@ def _refused(out: Translation, name: str, slices: int) -> str | None:
     return None
 
 
-def _ranks_of_actor(out: Translation) -> int:
-    for path, setting in out.settings.items():
-        if "actor" in path.removeprefix("placement.").split(", ") and path.startswith("placement."):
-            first, _, last = str(setting.value).partition("-")
-            return int(last or first) - int(first) + 1
-    return 1
+MEGATRON_SIZES = {
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "context_parallel_size": "cp",
+    "expert_model_parallel_size": "ep",
+    "expert_tensor_parallel_size": "etp",
+}
+
+
+def set_sizes_of_frozen(keys: SourceKeys, out: Translation, role: str | None, prefix: str) -> None:
+    """Parallel sizes of a model that is evaluated, Megatron's below `prefix`, where any differs from the actor's. None
+    are set without a role."""
+    given = {here: keys.get(prefix + name) for name, here in MEGATRON_SIZES.items()}
+    own = {here: count(size) for here, size in given.items() if size not in NOTHING}
+    actor = {here: out.get(f"actor.parallel.{here}") for here in given}
+    if role is not None and any(actor[here] != size for here, size in own.items()):
+        for here, size in {**actor, **own}.items():
+            if size is not None:
+                out.set(f"{role}.parallel.{here}", size, prefix + "*")
 
 
 # Megatron's keys of the optimizer's kind, types and place, which slime, verl and SkyRL hand on.

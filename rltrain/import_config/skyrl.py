@@ -1,20 +1,22 @@
 """SkyRL's keys, those of its supervised trainer, and those that change nothing."""
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from rltrain.config.foreign import ENGINE, OPTIMIZER, SKYRL, SKYRL_SFT
 from rltrain.import_config.shared_rules import (
+    MEGATRON_SIZES,
     choose_engine,
     leave_skyrls_prediction_layers,
     megatron_options,
     set_fully_sharded,
     set_megatron_optimizer,
+    set_sizes_of_frozen,
 )
 from rltrain.import_config.skyrl_learning import (
     ALG,
     DECAYS,
-    MEGATRON,
     G,
     T,
     distills,
@@ -38,10 +40,10 @@ from rltrain.import_config.translation import (
     by_pattern,
     count,
     one_of,
-    pair,
     paths,
     ranks,
     real,
+    set_betas,
     set_evaluation,
     set_mini_batches,
     set_steps,
@@ -140,11 +142,9 @@ of Hydra: --*
 def translate_sft(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
     out.set("algorithm", "sft", "skyrl.train.main_sft")
     apply(SKYRL_SFT, keys, out, decay=one_of(DECAYS, "learning rates"))
-    first, second = pair(keys.get("optimizer_config.adam_betas", [0.9, 0.999]))
-    out.set("actor.optimizer.beta1", first, "optimizer_config.adam_betas")
-    out.set("actor.optimizer.beta2", second, "optimizer_config.adam_betas")
+    set_betas(keys, out, "optimizer_config.adam_betas")
     _data(keys, out)
-    nodes, per_node = count(keys.get("placement.num_nodes", 1)), count(keys.get("placement.num_gpus_per_node", 4))
+    nodes, per_node = keys.count("placement.num_nodes", 1), keys.count("placement.num_gpus_per_node", 4)
     out.place(["actor"], ranks(0, nodes * per_node), "placement.num_nodes x placement.num_gpus_per_node")
     out.world_size, out.ranks_per_node = nodes * per_node, per_node
     _sft_batch(keys, out)
@@ -203,34 +203,39 @@ def _sft_batch(keys: SourceKeys, out: Translation) -> None:
     out.set("data.max_prompt_tokens", count(longest), "max_length")
     out.set("data.max_response_tokens", count(longest), "max_length")
     out.set("data.on_bad_row", "skip", "max_length: longer conversations are left out")
-    samples = count(keys.get("micro_train_batch_size_per_gpu", 2))
+    samples = keys.count("micro_train_batch_size_per_gpu", 2)
     packed = count(keys.get("max_tokens_per_microbatch") or longest)
-    tokens = packed if truth(keys.get("use_sequence_packing", False)) else samples * count(longest)
+    tokens = packed if keys.truth("use_sequence_packing", False) else samples * count(longest)
     out.set("actor.micro_batch_tokens", tokens, "micro_train_batch_size_per_gpu, max_tokens_per_microbatch, max_length")
 
 
 def _sft_trainer(keys: SourceKeys, out: Translation) -> None:
-    strategy = str(keys.get("strategy", "megatron"))
+    strategy = keys.text("strategy", "megatron")
     megatron = strategy == "megatron"
     set_lora(keys, out, "model.lora.", "megatron_config.lora_config.lora_type" if megatron else None)
     if megatron:
-        prefix = "megatron_config.optimizer_config_kwargs."
-        set_megatron_optimizer(megatron_options(keys, prefix), out, prefix)
-        for name, here in MEGATRON.items():
-            size = keys.get(f"megatron_config.{name}", 2 if here in ("tp", "pp") else None)
-            if size not in NOTHING:
-                out.set(f"actor.parallel.{here}", count(size), f"megatron_config.{name}")
-        if out.get("actor.parallel.tp") > 1:
-            out.set("actor.parallel.sequence_parallel", True, "SkyRL's with tensor parallelism")
+        _set_megatron(keys, out, "megatron_config.", {"tp": 2, "pp": 2})
     else:
-        slices = count(keys.get("sequence_parallel_size", 1))
+        slices = keys.count("sequence_parallel_size", 1)
         set_fully_sharded(keys, out, "strategy", strategy, slices, "fsdp_config.")
     out.set("model.recompute", "full", "activations are always recomputed")
 
 
+def _set_megatron(keys: SourceKeys, out: Translation, prefix: str, sizes: Mapping[str, int]) -> None:
+    """`sizes` are SkyRL's defaults of parallel sizes."""
+    own = prefix + "optimizer_config_kwargs."
+    set_megatron_optimizer(megatron_options(keys, own), out, own)
+    for name, here in MEGATRON_SIZES.items():
+        size = keys.get(prefix + name, sizes.get(here))
+        if size not in NOTHING:
+            out.set(f"actor.parallel.{here}", count(size), prefix + name)
+    if out.get("actor.parallel.tp") > 1:
+        out.set("actor.parallel.sequence_parallel", True, "SkyRL's with tensor parallelism")
+
+
 def _sft_records(keys: SourceKeys, out: Translation) -> None:
     if keys.get("ckpt_path") not in NOTHING:
-        out.set("checkpoint.dir", str(keys.get("ckpt_path")), "ckpt_path")
+        out.set("checkpoint.dir", keys.text("ckpt_path"), "ckpt_path")
     resume = keys.get("resume_from")
     if resume != "latest":
         out.set("checkpoint.resume", "none" if resume in NOTHING else str(resume), "resume_from")
@@ -289,15 +294,13 @@ LABEL = "reward_spec.ground_truth"
 
 
 def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
-    if "sft" in str(keys.get("-m", "")):
+    if "sft" in keys.text("-m", ""):
         translate_sft(keys, out, rows)
         return
     apply(SKYRL, keys, out, decay=one_of(DECAYS, "learning rates"))
     out.set("data.train.prompt_key", "prompt", "SkyRL's column")
     out.set("data.train.label_key", LABEL, "SkyRL's column")
-    first, second = pair(keys.get(OPTIMIZER + "adam_betas", [0.9, 0.999]))
-    out.set("actor.optimizer.beta1", first, OPTIMIZER + "adam_betas")
-    out.set("actor.optimizer.beta2", second, OPTIMIZER + "adam_betas")
+    set_betas(keys, out, OPTIMIZER + "adam_betas")
     _batch(keys, out)
     _placement(keys, out)
     _trainer(keys, out)
@@ -317,13 +320,13 @@ def _batch(keys: SourceKeys, out: Translation) -> None:
     prompts = out.get("batch.prompts_per_step")
     mini = keys.get(T + "policy_mini_batch_size", 256)
     set_mini_batches(out, prompts, mini, T + "policy_mini_batch_size, which counts prompts")
-    own = count(keys.get(T + "critic_mini_batch_size", 256))
+    own = keys.count(T + "critic_mini_batch_size", 256)
     if keys.get(ALG + "advantage_estimator") == "gae" and own != count(mini):
         out.differs(T + "critic_mini_batch_size", own, "actor and critic have the same mini-batches here")
-    tokens = count(keys.get(T + "max_tokens_per_microbatch", -1))
+    tokens = keys.count(T + "max_tokens_per_microbatch", -1)
     longest = out.get("data.max_prompt_tokens") + out.get("rollout.sampling.max_response_tokens")
     longest = -(-longest // slices_of(keys))
-    samples = count(keys.get(T + "micro_train_batch_size_per_gpu", 1))
+    samples = keys.count(T + "micro_train_batch_size_per_gpu", 1)
     if tokens > 0:
         out.set("actor.micro_batch_tokens", tokens, T + "max_tokens_per_microbatch")
     else:
@@ -332,7 +335,7 @@ def _batch(keys: SourceKeys, out: Translation) -> None:
     chunk = keys.get(T + "logprobs_chunk_size", 1024)
     if chunk not in NOTHING:
         out.set("model.logits_chunk_tokens", count(chunk), T + "logprobs_chunk_size")
-    evaluated = count(keys.get(T + "micro_forward_batch_size_per_gpu", 1)) * longest
+    evaluated = keys.count(T + "micro_forward_batch_size_per_gpu", 1) * longest
     origin = T + "micro_forward_batch_size_per_gpu"
     out.set(f"{_frozen(keys)}.micro_batch_tokens", tokens if tokens > 0 else evaluated, origin)
 
@@ -352,7 +355,7 @@ def _frozen(keys: SourceKeys) -> str:
 
 def _roles(keys: SourceKeys) -> list[str]:
     critic = ["critic"] if keys.get(ALG + "advantage_estimator") == "gae" else []
-    penalty = truth(keys.get(ALG + "use_kl_loss", True)) or truth(keys.get(ALG + "use_kl_in_reward", False))
+    penalty = keys.truth(ALG + "use_kl_loss", True) or keys.truth(ALG + "use_kl_in_reward", False)
     return [*critic, *([_frozen(keys)] if penalty else [])]
 
 
@@ -421,7 +424,7 @@ def _all_together(keys: SourceKeys, out: Translation, others: list[str], policy:
 
 
 def _trainer(keys: SourceKeys, out: Translation) -> None:
-    strategy = str(keys.get(T + "strategy", "fsdp"))
+    strategy = keys.text(T + "strategy", "fsdp")
     kind = T + "policy.megatron_config.lora_config.lora_type" if strategy == "megatron" else None
     set_lora(keys, out, T + "policy.model.lora.", kind)
     set_critic_lora(keys, out)
@@ -429,18 +432,12 @@ def _trainer(keys: SourceKeys, out: Translation) -> None:
     set_fake_quantization(keys, out)
     leave_skyrls_prediction_layers(keys, out, T + "mtp.enabled", T + "mtp.")
     if strategy == "megatron":
-        prefix = T + "policy.megatron_config.optimizer_config_kwargs."
-        set_megatron_optimizer(megatron_options(keys, prefix), out, prefix)
-        for name, here in MEGATRON.items():
-            size = keys.get(f"{T}policy.megatron_config.{name}")
-            if size not in NOTHING:
-                out.set(f"actor.parallel.{here}", count(size), f"{T}policy.megatron_config.{name}")
-        if out.get("actor.parallel.tp") > 1:
-            out.set("actor.parallel.sequence_parallel", True, "SkyRL's with tensor parallelism")
-        _reference_parallel(keys, out)
+        _set_megatron(keys, out, T + "policy.megatron_config.", {})
+        frozen = _frozen(keys) if _frozen(keys) in _roles(keys) else None
+        set_sizes_of_frozen(keys, out, frozen, T + "ref.megatron_config.")
     else:
         set_fully_sharded(keys, out, T + "strategy", strategy, slices_of(keys), T + "policy.fsdp_config.")
-    if truth(keys.get(T + "gradient_checkpointing", True)):
+    if keys.truth(T + "gradient_checkpointing", True):
         out.set("model.recompute", "full", T + "gradient_checkpointing")
     _experts(keys, out)
     _records(keys, out)
@@ -462,20 +459,9 @@ def _experts(keys: SourceKeys, out: Translation) -> None:
     if balanced != "none":
         out.set(
             "model.moe.aux_loss_coef",
-            real(keys.get(T + "policy.megatron_config.moe_aux_loss_coeff", 0)),
+            keys.real(T + "policy.megatron_config.moe_aux_loss_coeff", 0),
             "moe_aux_loss_coeff",
         )
-
-
-def _reference_parallel(keys: SourceKeys, out: Translation) -> None:
-    given = {here: keys.get(f"{T}ref.megatron_config.{name}") for name, here in MEGATRON.items()}
-    own = {here: count(size) for here, size in given.items() if size not in NOTHING}
-    actor = {here: out.get(f"actor.parallel.{here}") for here in MEGATRON.values()}
-    frozen = _frozen(keys)
-    if frozen in _roles(keys) and any(actor[here] != size for here, size in own.items()):
-        for here, size in {**actor, **own}.items():
-            if size is not None:
-                out.set(f"{frozen}.parallel.{here}", size, T + "ref.megatron_config.*")
 
 
 def _sampling(keys: SourceKeys, out: Translation) -> None:
@@ -498,24 +484,24 @@ def _sampling(keys: SourceKeys, out: Translation) -> None:
     prefix = G + "eval_sampling_params."
     given = any(key.startswith(prefix) for key in keys.left())
     sampling: dict[str, Any] = {
-        "temperature": real(keys.get(prefix + "temperature", 1.0 if given else 0.0)),
-        "top_p": real(keys.get(prefix + "top_p", 1.0)),
+        "temperature": keys.real(prefix + "temperature", 1.0 if given else 0.0),
+        "top_p": keys.real(prefix + "top_p", 1.0),
         "top_k": top_k_of(keys.get(prefix + "top_k", -1)),
-        "max_response_tokens": count(
-            keys.get(prefix + "max_generate_length", out.get("rollout.sampling.max_response_tokens"))
+        "max_response_tokens": keys.count(
+            prefix + "max_generate_length", out.get("rollout.sampling.max_response_tokens")
         ),
     }
     data = {"path": paths(files), "prompt_key": "prompt", "label_key": LABEL}
-    samples = count(keys.get(G + "eval_n_samples_per_prompt", 1))
+    samples = keys.count(G + "eval_n_samples_per_prompt", 1)
     set_evaluation(out, data, sampling, samples, "data.val_data, generator.eval_sampling_params")
 
 
 def _schedule(keys: SourceKeys, out: Translation) -> None:
-    if truth(keys.get(T + "fully_async.enabled", False)) or "fully_async" in str(keys.get("-m", "")):
+    if keys.truth(T + "fully_async.enabled", False) or "fully_async" in keys.text("-m", ""):
         out.set("schedule.mode", "asynchronous", T + "fully_async.enabled")
-        out.set("schedule.max_staleness", count(keys.get(T + "fully_async.max_staleness_steps", 4)), T + "fully_async")
-    elif "async" in str(keys.get("-m", "")):
-        out.set("schedule.mode", "asynchronous", str(keys.get("-m")))
+        out.set("schedule.max_staleness", keys.count(T + "fully_async.max_staleness_steps", 4), T + "fully_async")
+    elif "async" in keys.text("-m", ""):
+        out.set("schedule.mode", "asynchronous", keys.text("-m"))
         out.set("schedule.max_staleness", 1, "one step ahead")
 
 
@@ -525,7 +511,7 @@ def _engine(keys: SourceKeys, out: Translation) -> None:
             keys.first(ENGINE + "gpu_memory_utilization", G + "gpu_memory_utilization", default=0.8)[1]
         )
     }
-    if truth(keys.get(ENGINE + "enforce_eager", False)):
+    if keys.truth(ENGINE + "enforce_eager", False):
         arguments["disable_cuda_graph"] = True
     rounded = keys.get(ENGINE + "engine_init_kwargs.quantization")
     if rounded == "fp8":
@@ -535,7 +521,7 @@ def _engine(keys: SourceKeys, out: Translation) -> None:
             ENGINE + "engine_init_kwargs.quantization", rounded, "engines' weights here are rounded to fp8 alone"
         )
     backend = str(keys.first(ENGINE + "backend", G + "backend", default="vllm")[1])
-    ep = count(keys.get(ENGINE + "expert_parallel_size", 1))
+    ep = keys.count(ENGINE + "expert_parallel_size", 1)
     if out.get("rollout.engine") == "http":
         for name, value in arguments.items():
             out.leave(name, value, "of how the servers were started")

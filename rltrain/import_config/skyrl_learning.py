@@ -21,6 +21,8 @@ from rltrain.import_config.translation import (
     estimator,
     real,
     set_clip,
+    set_named,
+    set_overlong_penalty,
     take_rewards,
     truth,
 )
@@ -144,8 +146,6 @@ def _registered(program: ast.AST, registry: str, decorator: str) -> Iterator[tup
 # Of SkyRL's keys what is learned: algorithm, loss, reward.
 
 T, G, ALG = "trainer.", "generator.", "trainer.algorithm."
-
-
 GYM = {
     "gsm8k_multi_turn": "skyrl_gym.envs.gsm8k.multi_turn_env:GSM8kMultiTurnEnv",
     "text2sql": "skyrl_gym.envs.sql.env:SQLEnv",
@@ -153,8 +153,6 @@ GYM = {
     "lcb": "skyrl_gym.envs.lcb.env:LCBEnv",
     "searchcode": "skyrl_gym.envs.searchcode.env:SearchCodeEnv",
 }
-
-
 POLICIES = {
     "regular": "clip",
     "dual_clip": "clip",
@@ -169,27 +167,21 @@ POLICIES = {
 }
 UNCLIPPED = 1e9
 """Of a ratio no more than this is left to cut."""
-
-
 MEANS = {
     "token_mean": "token_mean",
     "sequence_mean": "sequence_mean",
     "seq_mean_token_sum_norm": "dr_grpo",
     "token_mean_legacy": "token_mean",
 }
-
-
 DECAYS = {"constant_with_warmup": "constant", "constant": "constant", "cosine": "cosine", "linear": "linear"}
-
-
 DISTILLATION = "on_policy_distill"
 """In the name of SkyRL's program whose rewards are the log-probs' distance from the reference's model, token by token,
 and whose advantage estimator `no_op` takes them as they are."""
 
 
 def distills(keys: SourceKeys) -> bool:
-    named = str(keys.get(ALG + "advantage_estimator", "grpo"))
-    return named == "no_op" and DISTILLATION in str(keys.get("-m", ""))
+    named = keys.text(ALG + "advantage_estimator", "grpo")
+    return named == "no_op" and DISTILLATION in keys.text("-m", "")
 
 
 def set_algorithm(keys: SourceKeys, out: Translation) -> None:
@@ -198,13 +190,13 @@ def set_algorithm(keys: SourceKeys, out: Translation) -> None:
         for key in ("use_kl_loss", "use_kl_in_reward"):
             keys.get(ALG + key)
         return
-    name = str(keys.get(ALG + "advantage_estimator", "grpo"))
+    name = keys.text(ALG + "advantage_estimator", "grpo")
     if name not in ALGORITHMS:
         _set_own_advantages(name, keys, out)
         return
     algorithm = ALGORITHMS[name]
     by_std, whitens = (
-        truth(keys.get(ALG + key, default))
+        keys.truth(ALG + key, default)
         for key, default in (("grpo_norm_by_std", True), ("advantage_batch_normalize", False))
     )
     if algorithm in ALONE and out.get("batch.samples_per_prompt") == 1:
@@ -226,7 +218,7 @@ ALONE = ("grpo", "maxrl")
 
 
 def _take_rewards(name: str, whitens: bool, keys: SourceKeys, out: Translation) -> None:
-    if truth(keys.get(ALG + "use_kl_in_reward", False)):
+    if keys.truth(ALG + "use_kl_in_reward", False):
         out.differs(ALG + "use_kl_in_reward", True, "a sample that is alone has its KL token by token here")
     take_rewards(out, f"{ALG}advantage_estimator {name}", G + "n_samples_per_prompt", whitens=whitens)
     for key in ("gamma", "lambd"):
@@ -237,22 +229,22 @@ def _take_rewards(name: str, whitens: bool, keys: SourceKeys, out: Translation) 
 def _set_own_advantages(name: str, keys: SourceKeys, out: Translation) -> None:
     """A name that the program registers."""
     key = ALG + "advantage_estimator"
-    function = function_of(name, ADVANTAGES, str(keys.get("-m", "")), keys.folder)
+    function = function_of(name, ADVANTAGES, keys.text("-m", ""), keys.folder)
     if function is None:
         out.differs(key, name, "no algorithm here estimates advantages so")
         return
     out.set("algorithm", "own", key)
     out.set("advantages.function", function, f"{key}: the program registers it")
-    gamma, gae_lambda = real(keys.get(ALG + "gamma", 1.0)), real(keys.get(ALG + "lambd", 1.0))
+    gamma, gae_lambda = keys.real(ALG + "gamma", 1.0), keys.real(ALG + "lambd", 1.0)
     out.set("advantages.gamma", gamma, ALG + "gamma")
     out.set("advantages.gae_lambda", gae_lambda, ALG + "lambd, whose default is 1")
-    if truth(keys.get(ALG + "advantage_batch_normalize", False)):
+    if keys.truth(ALG + "advantage_batch_normalize", False):
         out.differs(ALG + "advantage_batch_normalize", True, "advantages of one's own are taken as they are here")
     _set_selection(keys, out)
 
 
 def _set_returns(keys: SourceKeys, out: Translation, algorithm: str) -> None:
-    gamma, gae_lambda = real(keys.get(ALG + "gamma", 1.0)), real(keys.get(ALG + "lambd", 1.0))
+    gamma, gae_lambda = keys.real(ALG + "gamma", 1.0), keys.real(ALG + "lambd", 1.0)
     if algorithm in DISCOUNTED and gamma != 1:
         out.set("advantages.gamma", gamma, ALG + "gamma")
     if algorithm == "ppo":
@@ -272,12 +264,12 @@ def _set_selection(keys: SourceKeys, out: Translation) -> None:
     selected = keys.get(ALG + "dynamic_sampling.type")
     if selected in ("filter",):
         out.set("batch.dynamic_sampling.filter", "rewards_differ", ALG + "dynamic_sampling.type")
-        most = count(keys.get(ALG + "dynamic_sampling.max_sample_batches", 30))
+        most = keys.count(ALG + "dynamic_sampling.max_sample_batches", 30)
         if most > 0:
             out.set("batch.dynamic_sampling.max_drawn", float(most), ALG + "dynamic_sampling.max_sample_batches")
     elif selected not in NOTHING:
         out.differs(ALG + "dynamic_sampling.type", selected, "groups are drawn anew here, and none is repeated: filter")
-    filters = truth(keys.get(ALG + "zero_variance_filter", False))
+    filters = keys.truth(ALG + "zero_variance_filter", False)
     if filters and out.get("algorithm") == "own":
         out.differs(ALG + "zero_variance_filter", True, "advantages of one's own may be others than 0 where it filters")
     elif filters:
@@ -285,8 +277,8 @@ def _set_selection(keys: SourceKeys, out: Translation) -> None:
 
 
 def set_loss(keys: SourceKeys, out: Translation) -> None:
-    kind = str(keys.get(ALG + "policy_loss_type", "regular"))
-    own = None if kind in POLICIES else function_of(kind, LOSSES, str(keys.get("-m", "")), keys.folder)
+    kind = keys.text(ALG + "policy_loss_type", "regular")
+    own = None if kind in POLICIES else function_of(kind, LOSSES, keys.text("-m", ""), keys.folder)
     if own is not None:
         out.set("loss.policy", "own", ALG + "policy_loss_type")
         out.set("loss.function", own, f"{ALG}policy_loss_type: the program registers it")
@@ -299,18 +291,15 @@ def set_loss(keys: SourceKeys, out: Translation) -> None:
     else:
         out.set("loss.policy", POLICIES[kind], ALG + "policy_loss_type")
     _set_policy(keys, out, kind)
-    mean = str(keys.get(ALG + "loss_reduction", "token_mean"))
-    if mean not in MEANS:
-        out.differs(ALG + "loss_reduction", mean, f"means here are those of {', '.join(MEANS)}")
-    else:
-        out.set("loss.normalization", MEANS[mean], ALG + "loss_reduction")
-        if mean == "token_mean_legacy":
-            out.leave(ALG + "loss_reduction", mean, "token_mean: the mean here does not depend on micro-batches")
-    if truth(keys.get(ALG + "use_entropy_loss", False)):
-        out.set("loss.entropy_coef", real(keys.get(ALG + "entropy_loss_coef", 0.01)), ALG + "entropy_loss_coef")
+    mean = keys.text(ALG + "loss_reduction", "token_mean")
+    set_named(out, "loss.normalization", MEANS, ALG + "loss_reduction", mean, "means")
+    if mean == "token_mean_legacy":
+        out.leave(ALG + "loss_reduction", mean, "token_mean: the mean here does not depend on micro-batches")
+    if keys.truth(ALG + "use_entropy_loss", False):
+        out.set("loss.entropy_coef", keys.real(ALG + "entropy_loss_coef", 0.01), ALG + "entropy_loss_coef")
     if not distills(keys):
         _set_kl(keys, out)
-    elif truth(keys.get(ALG + "use_kl_loss", True)):
+    elif keys.truth(ALG + "use_kl_loss", True):
         out.differs(
             ALG + "use_kl_loss", True, "the teacher is no reference here: a penalty would be of the distance twice"
         )
@@ -318,7 +307,7 @@ def set_loss(keys: SourceKeys, out: Translation) -> None:
 
 def _set_policy(keys: SourceKeys, out: Translation, kind: str) -> None:
     """What a policy loss has beside its name."""
-    bound = real(keys.get(ALG + "clip_ratio_c", 3.0))
+    bound = keys.real(ALG + "clip_ratio_c", 3.0)
     if kind == "dual_clip" or (out.get("loss.policy") == "own" and ALG + "clip_ratio_c" in keys):
         out.set("loss.dual_clip", bound, ALG + "clip_ratio_c")
     if kind == "cispo":
@@ -327,7 +316,7 @@ def _set_policy(keys: SourceKeys, out: Translation, kind: str) -> None:
     if kind == "cispo" and keys.get(ALG + "cispo.cispo_anchor", "old") == "rollout":
         out.set("loss.old_logprobs", "rollout", ALG + "cispo.cispo_anchor")
     if kind == "rollout_is":
-        ends = [real(keys.get(ALG + name, 0.2)) for name in ("eps_clip_low", "eps_clip_high")]
+        ends = [keys.real(ALG + name, 0.2) for name in ("eps_clip_low", "eps_clip_high")]
         out.set("loss.old_logprobs", "rollout", "rollout_is weighs by the ratio against the engine")
         out.set("loss.correction.method", "icepop", "rollout_is: 0 outside the bounds, as far as a token counts")
         out.set("loss.correction.low", max(1 - ends[0], 0.0), "1 - eps_clip_low")
@@ -338,18 +327,18 @@ def _set_policy(keys: SourceKeys, out: Translation, kind: str) -> None:
         set_clip(out, 1.0, UNCLIPPED, "importance_sampling has no clip")
     if kind == "dppo":
         out.set("loss.old_logprobs", "rollout", "dppo: the engine is the old policy")
-        measure = str(keys.get(ALG + "dppo.dppo_type", "binary_tv"))
+        measure = keys.text(ALG + "dppo.dppo_type", "binary_tv")
         out.set("loss.dppo.divergence", measure.removeprefix("binary_"), ALG + "dppo.dppo_type")
         deltas = (f"{ALG}dppo.delta_low", f"{ALG}dppo.delta_high")
         set_clip(out, *(keys.get(delta, 0.2) for delta in deltas), *deltas)
     if kind == "kl_cov":
-        out.set("loss.kl_cov.ratio", real(keys.get(ALG + "kl_cov.kl_cov_frac", 0.2)), ALG + "kl_cov.*")
-        out.set("loss.kl_cov.coef", real(keys.get(ALG + "kl_cov.ppo_kl_coef", 1.0)), ALG + "kl_cov.*")
+        out.set("loss.kl_cov.ratio", keys.real(ALG + "kl_cov.kl_cov_frac", 0.2), ALG + "kl_cov.*")
+        out.set("loss.kl_cov.coef", keys.real(ALG + "kl_cov.ppo_kl_coef", 1.0), ALG + "kl_cov.*")
 
 
 def _set_kl(keys: SourceKeys, out: Translation) -> None:
-    in_loss, in_reward = truth(keys.get(ALG + "use_kl_loss", True)), truth(keys.get(ALG + "use_kl_in_reward", False))
-    coef = real(keys.get(ALG + "kl_loss_coef", 0.001))
+    in_loss, in_reward = keys.truth(ALG + "use_kl_loss", True), keys.truth(ALG + "use_kl_in_reward", False)
+    coef = keys.real(ALG + "kl_loss_coef", 0.001)
     kind_of_kl = keys.get(ALG + "kl_estimator_type", "k3")
     if in_loss and in_reward and coef:
         out.differs(ALG + "use_kl_in_reward", True, "the penalty stands in the loss already, and here in one place")
@@ -368,7 +357,7 @@ def set_correction(keys: SourceKeys, out: Translation) -> None:
     high = keys.get(prefix + "token_tis_ratio_clip_high", 2.0)
     if level == "sequence":
         high = keys.get(prefix + "sequence_tis_ratio_clip_high", 5.0)
-    if truth(keys.get(ALG + "use_tis", False)):
+    if keys.truth(ALG + "use_tis", False):
         level, high = "token", keys.get(ALG + "tis_imp_ratio_cap", 2.0)
     by_engine = out.get("loss.old_logprobs") == "rollout"
     if level not in NOTHING and by_engine:
@@ -391,8 +380,6 @@ def set_correction(keys: SourceKeys, out: Translation) -> None:
 
 UNBOUNDED = 1e9
 """No ratio exceeds it: SkyRL cuts ratios at e^20."""
-
-
 SEQUENCE_MASKS = {"geometric": ("geo", "geometric", 0.99, 1.01), "product": ("product", "sequence", 0.5, 2.0)}
 """SkyRL's metric: its short name, the level here, and the default bounds."""
 
@@ -415,26 +402,18 @@ def _masks(keys: SourceKeys, prefix: str) -> list[dict[str, Any]]:
 
 
 def set_reward(keys: SourceKeys, out: Translation) -> None:
-    env, turns = str(keys.get("environment.env_class", "gsm8k")), count(keys.get(G + "max_turns", 1))
+    env, turns = keys.text("environment.env_class", "gsm8k"), keys.count(G + "max_turns", 1)
     buffer = keys.get(ALG + "overlong_buffer_len")
     if buffer not in NOTHING and count(buffer):
-        penalty = {
-            "buffer_tokens": count(buffer),
-            "factor": real(keys.get(ALG + "overlong_buffer_penalty_factor", 1.0)),
-        }
-        out.set("advantages.overlong_penalty", penalty, ALG + "overlong_buffer_len")
+        factor = keys.get(ALG + "overlong_buffer_penalty_factor", 1.0)
+        set_overlong_penalty(out, buffer, factor, ALG + "overlong_buffer_len")
     if env in ("gsm8k", "aime") and turns == 1:
         out.set("reward.function", "math", f"environment.env_class {env}")
         return
-    rollout = next(
-        str(setting.value)
-        for path, setting in out.settings.items()
-        if path.startswith("placement.") and "rollout" in path
-    )
-    out.place(["env"], rollout, "environment.env_class")
+    out.place(["env"], out.placed["rollout"], "environment.env_class")
     out.set("env.max_turns", turns, G + "max_turns")
     out.set("reward.function", "environment", "environment.env_class")
-    registered = GYM.get(env) or entry_point_of(env, str(keys.get("-m", "")), keys.folder)
+    registered = GYM.get(env) or entry_point_of(env, keys.text("-m", ""), keys.folder)
     if registered is not None:
         out.set("env.function", registered, "environment.env_class")
         options = keys.under(f"environment.skyrl_gym.{env}.")
@@ -452,20 +431,13 @@ INT4 = T + "policy.model.fake_int4_qat."
 SMALLEST = {7.0: -7.0, 7.5: -8.0}
 """INT4's smallest integer by the divisor of scales."""
 RETURNED = ENGINE + "enable_return_routed_experts"
-MEGATRON = {
-    "tensor_model_parallel_size": "tp",
-    "pipeline_model_parallel_size": "pp",
-    "context_parallel_size": "cp",
-    "expert_model_parallel_size": "ep",
-    "expert_tensor_parallel_size": "etp",
-}
 
 
 def slices_of(keys: SourceKeys) -> int:
     """Ranks that share out a sequence."""
-    if str(keys.get(T + "strategy", "fsdp")) == "megatron":
-        return count(keys.get(T + "policy.megatron_config.context_parallel_size", 1))
-    return count(keys.get(T + "policy.sequence_parallel_size", 1))
+    if keys.text(T + "strategy", "fsdp") == "megatron":
+        return keys.count(T + "policy.megatron_config.context_parallel_size", 1)
+    return keys.count(T + "policy.sequence_parallel_size", 1)
 
 
 def set_lora(keys: SourceKeys, out: Translation, prefix: str, kind: str | None, section: str = "model.lora") -> None:
@@ -483,7 +455,7 @@ def set_critic_lora(keys: SourceKeys, out: Translation) -> None:
 
 
 def set_router_replay(keys: SourceKeys, out: Translation) -> None:
-    replays, returned = truth(keys.get(REPLAY, False)), truth(keys.get(RETURNED, False))
+    replays, returned = keys.truth(REPLAY, False), keys.truth(RETURNED, False)
     if replays:
         out.set("model.router_replay", "rollout", REPLAY)
     elif returned:

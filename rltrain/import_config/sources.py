@@ -11,11 +11,17 @@ import yaml
 
 from rltrain.config.loader import PlainLoader
 from rltrain.errors import ConfigError
-from rltrain.import_config import rlinf, skyrl, slime, slime_learning, verl
+from rltrain.import_config import rlinf, skyrl, slime, verl
 from rltrain.import_config.shell_script import ScriptReading, StartedCommand, read_script, read_text
 from rltrain.import_config.shell_values import UNKNOWN
-from rltrain.import_config.slime_learning import beside_training
-from rltrain.import_config.translation import PLACEMENT, RowCounts, SourceKeys, Translation, UntranslatableError
+from rltrain.import_config.translation import (
+    PLACEMENT,
+    RowCounts,
+    SourceKeys,
+    Translation,
+    UntranslatableError,
+    roles_of,
+)
 
 # Reads configs as Hydra has them: YAML with defaults and interpolations, and overrides `a.b=c`.
 
@@ -173,7 +179,6 @@ def _at(data: Any, dotted: str, default: Any) -> Any:
 
 # Steps of fewer prompts than a source has replicas or engines: it shares out samples, and here prompts stay whole.
 
-RANGE = re.compile(r"(\d+)-(\d+)")
 OF_PROMPTS = ("env", "reward")
 """Roles whose ranks share out a step's prompts, and of which none may be left without any."""
 
@@ -192,7 +197,7 @@ def widen(out: Translation) -> None:
 
 def _widen(out: Translation, role: str, ranks_each: int, key: str, size: int, prompts: int) -> None:
     """`key` of the role's parallel sizes grows from `size` until each replica, of `ranks_each` ranks, has a prompt."""
-    replicas = _num_ranks(out, role) // ranks_each
+    replicas = out.num_ranks(role) // ranks_each
     if replicas <= prompts:
         return
     factor = next(by for by in range(1, replicas + 1) if replicas % by == 0 and replicas // by <= prompts)
@@ -208,26 +213,18 @@ def limit(out: Translation) -> None:
     """Environments and rewards stand on no more ranks than there are prompts."""
     prompts = out.get("batch.prompts_per_step")
     for path, setting in list(out.settings.items()):
-        placed = path.removeprefix(PLACEMENT).split(", ") if path.startswith(PLACEMENT) else []
+        placed = roles_of(path) if path.startswith(PLACEMENT) else []
         limited = [role for role in placed if role in OF_PROMPTS]
-        found = RANGE.fullmatch(str(setting.value))
-        if not limited or found is None or int(found[2]) - int(found[1]) < prompts:
+        number = out.num_ranks(limited[0]) if limited else 0
+        if number <= prompts:
             continue
-        leaders = [*range(int(found[1]), int(found[2]) + 1, out.get("rollout.parallel.tp"))]
-        chosen = leaders if len(leaders) <= prompts else [*range(int(found[1]), int(found[1]) + prompts)]
+        first = int(str(setting.value).partition("-")[0])
+        leaders = [*range(first, first + number, out.get("rollout.parallel.tp"))]
+        chosen = leaders if len(leaders) <= prompts else [*range(first, first + prompts)]
         del out.settings[path]
         if others := [role for role in placed if role not in OF_PROMPTS]:
             out.set(f"{PLACEMENT}{', '.join(others)}", setting.value, setting.origin)
         out.set(f"{PLACEMENT}{', '.join(limited)}", ",".join(map(str, chosen)), f"no more ranks than {prompts} prompts")
-
-
-def _num_ranks(out: Translation, role: str) -> int:
-    """0 where it has none, or where they are no range."""
-    for path, setting in out.settings.items():
-        if path.startswith(PLACEMENT) and role in path.removeprefix(PLACEMENT).split(", "):
-            found = RANGE.fullmatch(str(setting.value))
-            return int(found[2]) - int(found[1]) + 1 if found else 0
-    return 0
 
 
 @dataclass(frozen=True)
@@ -314,19 +311,18 @@ WITHOUT_DOTS = r"[a-z][a-z_]+"
 
 
 def _slime_keys(words: Sequence[str]) -> dict[str, Any]:
-    program = words[0].rsplit("/", 1)[-1] if words and not words[0].startswith("--") else slime_learning.PROGRAMS[0]
-    return {**slime.parse_flags(words), slime_learning.PROGRAM: program}
+    program = words[0].rsplit("/", 1)[-1] if words and not words[0].startswith("--") else slime.PROGRAMS[0]
+    return {**slime.parse_flags(words), slime.PROGRAM: program}
 
 
 FRAMEWORKS = {
     "slime": Framework(
-        *("slime", _after_program(slime_learning.PROGRAMS), _slime_keys, slime.translate),
+        *("slime", _after_program(slime.PROGRAMS), _slime_keys, slime.translate),
         marks=("--hf-checkpoint", "--prompt-data", "--rollout-batch-size", "--actor-num-nodes"),
-        beside=beside_training,
+        beside=slime.beside_training,
     ),
     "verl": Framework(
-        *("verl", _with_overrides(verl.SECTIONS), _overrides, verl.translate),
-        marks=("verl.", "actor_rollout_ref."),
+        *("verl", _with_overrides(verl.SECTIONS), _overrides, verl.translate), marks=("verl.", "actor_rollout_ref.")
     ),
     "skyrl": Framework(
         *("SkyRL", _with_overrides(skyrl.SECTIONS), _overrides, skyrl.translate),

@@ -69,6 +69,7 @@ def says(path: object, overridden: tuple[str, ...], value: Any) -> bool:
 # What an import makes of a source's keys: values of config keys, and what is left over.
 
 PLACEMENT = "placement."
+RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 class UntranslatableError(Exception):
@@ -96,6 +97,18 @@ class SourceKeys:
         self._read.add(key)
         self.last = key
         return self._values.get(key, default)
+
+    def count(self, key: str, default: Any = None) -> int:
+        return count(self.get(key, default))
+
+    def real(self, key: str, default: Any = None) -> float:
+        return real(self.get(key, default))
+
+    def truth(self, key: str, default: Any = None) -> bool:
+        return truth(self.get(key, default))
+
+    def text(self, key: str, default: Any = None) -> str:
+        return str(self.get(key, default))
 
     def first(self, *keys: str, default: Any = None) -> tuple[str, Any]:
         """The first of `keys` that is given, by its names over time, and its value; the first key where none is."""
@@ -160,7 +173,7 @@ class Translation:
         for path, setting in list(self.settings.items()):
             if path.startswith(PLACEMENT) and setting.value == ranks:
                 del self.settings[path]
-                named = [*path.removeprefix(PLACEMENT).split(", "), *named]
+                named = [*roles_of(path), *named]
                 origin = setting.origin if setting.origin == origin else f"{setting.origin}; {origin}"
         self.settings[PLACEMENT + ", ".join(named)] = Setting(ranks, origin)
 
@@ -175,16 +188,20 @@ class Translation:
         self.differences.append(Leftover(key, value, reason))
 
     @property
+    def placed(self) -> dict[str, str]:
+        """The ranks of every role that has some."""
+        paths = [path for path in self.settings if path.startswith(PLACEMENT)]
+        return {role: str(self.settings[path].value) for path in paths for role in roles_of(path)}
+
+    def num_ranks(self, role: str) -> int:
+        """0 where it has none, or where they are no range."""
+        found = RANGE.fullmatch(self.placed.get(role, ""))
+        return int(found[2] or found[1]) - int(found[1]) + 1 if found else 0
+
+    @property
     def data(self) -> dict[str, Any]:
         """As a config file has it."""
-        data: dict[str, Any] = {}
-        for path, setting in self.settings.items():
-            *sections, name = keys_of(path)
-            section = data
-            for key in sections:
-                section = section.setdefault(key, {})
-            section[name] = setting.value
-        return data
+        return nested({path: setting.value for path, setting in self.settings.items()})
 
 
 Convert = Callable[[Any], Any]
@@ -258,6 +275,23 @@ def field_of(path: str) -> FieldInfo | None:
             return None
         section = section_of(found.annotation)
     return found
+
+
+def roles_of(path: str) -> list[str]:
+    """Those that a path below `placement` names."""
+    return path.removeprefix(PLACEMENT).split(", ")
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values under dotted paths, in sections."""
+    data: dict[str, Any] = {}
+    for path, value in values.items():
+        *sections, name = keys_of(path)
+        section = data
+        for key in sections:
+            section = section.setdefault(key, {})
+        section[name] = value
+    return data
 
 
 def default_of(path: str) -> Any:
@@ -441,6 +475,25 @@ def set_clip(out: Translation, low: Any, high: Any, *origins: str) -> None:
     """How far ratios go below 1 and above it before they are clipped; `origins`: of both, or of each."""
     out.set("loss.clip_low", real(low), origins[0])
     out.set("loss.clip_high", real(high), origins[-1])
+
+
+def set_named(out: Translation, path: str, names: Mapping[str, str], key: str, value: Any, what: str) -> bool:
+    """Set what a name of the source is here. Returns whether it is anything."""
+    if str(value) in names:
+        out.set(path, names[str(value)], key)
+        return True
+    out.differs(key, value, f"{what} here are those of {', '.join(names)}")
+    return False
+
+
+def set_betas(keys: SourceKeys, out: Translation, key: str, role: str = "actor") -> None:
+    first, second = pair(keys.get(key, [0.9, 0.999]))
+    out.set(f"{role}.optimizer.beta1", first, key)
+    out.set(f"{role}.optimizer.beta2", second, key)
+
+
+def set_overlong_penalty(out: Translation, tokens: Any, factor: Any, origin: str) -> None:
+    out.set("advantages.overlong_penalty", {"buffer_tokens": count(tokens), "factor": real(factor)}, origin)
 
 
 def set_mini_batches(out: Translation, prompts: Any, mini_batch: Any, origin: str) -> None:

@@ -14,17 +14,16 @@ from rltrain.import_config.translation import (
     count,
     interval,
     one_of,
-    pair,
     paths,
     ranks,
     real,
+    set_betas,
     set_context,
     set_evaluation,
     set_mini_batches,
     set_steps,
     sort_out,
     sort_out_override,
-    truth,
 )
 from rltrain.import_config.translation import top_k as top_k_of
 from rltrain.import_config.verl_learning import (
@@ -170,30 +169,28 @@ def translate_sft(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
     apply(VERL_SFT, keys, out)
     out.set("data.train.response_key", None, "messages are whole conversations")
     out.set("data.train.label_key", None, "conversations have no labels")
-    longest = count(keys.get("data.max_length", 1024))
+    longest = keys.count("data.max_length", 1024)
     out.set("data.max_prompt_tokens", longest, "data.max_length")
     out.set("data.max_response_tokens", longest, "data.max_length")
     out.set("data.on_bad_row", "skip", "longer conversations are left out")
-    if truth(keys.get("data.use_dynamic_bsz", True)):
-        out.set(
-            "actor.micro_batch_tokens", count(keys.get("data.max_token_len_per_gpu", 8192)), "max_token_len_per_gpu"
-        )
+    if keys.truth("data.use_dynamic_bsz", True):
+        out.set("actor.micro_batch_tokens", keys.count("data.max_token_len_per_gpu", 8192), "max_token_len_per_gpu")
     else:
-        samples = count(keys.get("data.micro_batch_size_per_gpu", 4))
+        samples = keys.count("data.micro_batch_size_per_gpu", 4)
         out.set("actor.micro_batch_tokens", samples * longest, "data.micro_batch_size_per_gpu x data.max_length")
     given = keys.get("--nproc-per-node", keys.get("trainer.n_gpus_per_node", 1))
     per_node = count(given)
-    nodes = count(keys.get("--nnodes", keys.get("trainer.nnodes", 1)))
+    nodes = keys.count("--nnodes", keys.get("trainer.nnodes", 1))
     out.place(["actor"], ranks(0, nodes * per_node), "trainer.nnodes x trainer.n_gpus_per_node")
     out.world_size, out.ranks_per_node = nodes * per_node, per_node
     _backend(keys, out)
-    if truth(keys.get("model.enable_gradient_checkpointing", True)):
+    if keys.truth("model.enable_gradient_checkpointing", True):
         out.set("model.recompute", "full", "model.enable_gradient_checkpointing")
     _optimizer(keys, out)
     named = ("trainer.total_training_steps", "trainer.total_epochs")
     set_steps(out, rows, keys.get(named[0]), keys.get(named[1], 4), named, name=named[0])
     saved = keys.get("trainer.save_freq", -1)
-    each_epoch = max(out.get("steps") // count(keys.get(named[1], 4)), 1)
+    each_epoch = max(out.get("steps") // keys.count(named[1], 4), 1)
     out.set("checkpoint.save_interval", each_epoch if saved == EACH_EPOCH else interval(saved), "trainer.save_freq")
     if (held_out := keys.get("data.val_files")) not in NOTHING:
         out.set("data.eval.path", paths(held_out), "data.val_files")
@@ -212,7 +209,7 @@ def translate_sft(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
 
 def _backend(keys: SourceKeys, out: Translation) -> None:
     """The engine is FSDP unless it is named."""
-    engine = str(keys.get("engine", keys.get("engine.strategy", "fsdp")))
+    engine = keys.text("engine", keys.get("engine.strategy", "fsdp"))
     megatron = "megatron" in engine
     set_lora(keys, out, "model.", megatron)
     set_verls_prediction_layers(keys, out, "model.", megatron)
@@ -224,9 +221,7 @@ def _backend(keys: SourceKeys, out: Translation) -> None:
 
 
 def _optimizer(keys: SourceKeys, out: Translation) -> None:
-    first, second = pair(keys.get("optim.betas", [0.9, 0.999]))
-    out.set("actor.optimizer.beta1", first, "optim.betas")
-    out.set("actor.optimizer.beta2", second, "optim.betas")
+    set_betas(keys, out, "optim.betas")
     key, decay = keys.first("optim.lr_scheduler_type", "optim.lr_decay_style", "optim.lr_scheduler", default="constant")
     if str(decay) in DECAYS:
         out.set("actor.optimizer.decay", str(decay), key)
@@ -262,7 +257,7 @@ LABEL = "reward_model.ground_truth"
 
 
 def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
-    if "sft" in str(keys.get(MODULE, "")):
+    if "sft" in keys.text(MODULE, ""):
         translate_sft(keys, out, rows)
         return
     apply(VERL, keys, out, dtype=one_of({"fp8": "fp8"}, "types of engines' weights"))
@@ -309,28 +304,28 @@ CHUNK = 2048
 def _batch(keys: SourceKeys, out: Translation) -> None:
     prompts = out.get("batch.prompts_per_step")
     if prompts == 0:  # fully asynchronous: a step is what is required of samples between two updates
-        prompts = count(keys.get(A + "ppo_mini_batch_size", 256)) * count(keys.get("async_training.require_batches", 1))
+        prompts = keys.count(A + "ppo_mini_batch_size", 256) * keys.count("async_training.require_batches", 1)
         out.set("batch.prompts_per_step", prompts, "ppo_mini_batch_size x async_training.require_batches")
     mini = keys.get(A + "ppo_mini_batch_size", 256)
     set_mini_batches(out, prompts, mini, A + "ppo_mini_batch_size, which counts prompts")
-    chunked = [key for key in CHUNKED if truth(keys.get(key, False))]
+    chunked = [key for key in CHUNKED if keys.truth(key, False)]
     if chunked:
         out.set("model.logits_chunk_tokens", CHUNK, chunked[0])
     longest = out.get("data.max_prompt_tokens") + out.get("rollout.sampling.max_response_tokens")
     longest = -(-longest // slices_of(keys))
-    dynamic = truth(keys.get(A + "use_dynamic_bsz", False))
+    dynamic = keys.truth(A + "use_dynamic_bsz", False)
     set_micro(keys, out, "actor", A + "ppo_max_token_len_per_gpu", A + "ppo_micro_batch_size_per_gpu", dynamic, longest)
 
 
 def _placement(keys: SourceKeys, out: Translation) -> None:
     """The hybrid engine has all roles on all GPUs; asynchronous trainers have engines on GPUs of their own."""
-    nodes, per_node = count(keys.get("trainer.nnodes", 1)), count(keys.get("trainer.n_gpus_per_node", 8))
+    nodes, per_node = keys.count("trainer.nnodes", 1), keys.count("trainer.n_gpus_per_node", 8)
     trained = nodes * per_node
-    module, mode = str(keys.get(MODULE, "")), keys.get("trainer.v1.trainer_mode", "sync")
-    hybrid = truth(keys.get("actor_rollout_ref.hybrid_engine", True))
+    module, mode = keys.text(MODULE, ""), keys.get("trainer.v1.trainer_mode", "sync")
+    hybrid = keys.truth("actor_rollout_ref.hybrid_engine", True)
     apart = "fully_async" in module or not hybrid or mode == "separate_async"
     roles = ["actor", "critic"] if named_estimator(keys) == "gae" else ["actor"]
-    if truth(keys.get(A + "use_kl_loss", False)) or truth(keys.get("algorithm.use_kl_in_reward", False)):
+    if keys.truth(A + "use_kl_loss", False) or keys.truth("algorithm.use_kl_in_reward", False):
         roles.append("reference")
     out.ranks_per_node = per_node
     out.place(roles, ranks(0, trained), f"trainer.nnodes {nodes} x trainer.n_gpus_per_node {per_node}")
@@ -347,12 +342,12 @@ def _placement(keys: SourceKeys, out: Translation) -> None:
         keys.first("async_training.trigger_parameter_sync_step", SEPARATE + "parameter_sync_step", default=1)[1]
     )
     out.set("schedule.mode", "asynchronous", module or "trainer.v1.trainer_mode")
-    stale = real(keys.get("async_training.staleness_threshold", 0))
+    stale = keys.real("async_training.staleness_threshold", 0)
     off_policy = keys.get("trainer.v1.sampler.max_off_policy_threshold")
     most = every + round(stale * every) if off_policy is None else count(off_policy)
     out.set("schedule.max_staleness", max(most, every), "staleness threshold, in steps")
     out.set("schedule.sync_every", every, "parameter sync step")
-    if truth(keys.get("async_training.partial_rollout", False)):
+    if keys.truth("async_training.partial_rollout", False):
         out.set("schedule.partial_rollouts", True, "async_training.partial_rollout")
 
 
@@ -360,8 +355,8 @@ SEPARATE = "trainer.v1.separate_async."
 
 
 def _trainer(keys: SourceKeys, out: Translation) -> None:
-    strategy = str(keys.get(A + "strategy", keys.get("model_engine", "dp")))
-    checkpointing = truth(keys.get("actor_rollout_ref.model.enable_gradient_checkpointing", True))
+    strategy = keys.text(A + "strategy", keys.get("model_engine", "dp"))
+    checkpointing = keys.truth("actor_rollout_ref.model.enable_gradient_checkpointing", True)
     megatron = is_megatron(keys)
     set_lora(keys, out, "actor_rollout_ref.model.", megatron)
     set_router_replay(keys, out)
@@ -372,13 +367,13 @@ def _trainer(keys: SourceKeys, out: Translation) -> None:
         if out.get("actor.parallel.vpp") > 1 and out.get("actor.parallel.pp") == 1:
             chunks = out.settings.pop("actor.parallel.vpp")
             out.leave(chunks.origin, chunks.value, "one stage has no other to take turns with")
-        own = truth(keys.get(A + "megatron.sequence_parallel", True))
+        own = keys.truth(A + "megatron.sequence_parallel", True)
         if own and out.get("actor.parallel.tp") > 1:
             out.set("actor.parallel.sequence_parallel", True, A + "megatron.sequence_parallel")
         granularity = keys.get(TRANSFORMER + "recompute_granularity")
         if granularity not in NOTHING:
             block = keys.get(TRANSFORMER + "recompute_method") == "block"
-            layers = count(keys.get(TRANSFORMER + "recompute_num_layers", 1))
+            layers = keys.count(TRANSFORMER + "recompute_num_layers", 1)
             value: Any = {"granularity": "full", "layers": layers} if block and granularity == "full" else granularity
             out.set("model.recompute", value, TRANSFORMER + "recompute_granularity")
         offloads = [A + f"megatron.{what}_offload" for what in ("param", "grad", "optimizer")]
@@ -387,14 +382,14 @@ def _trainer(keys: SourceKeys, out: Translation) -> None:
         if checkpointing:
             out.set("model.recompute", "full", "actor_rollout_ref.model.enable_gradient_checkpointing")
         offloads = [A + f"fsdp_config.{what}_offload" for what in ("param", "optimizer")]
-    given = [name for name in offloads if truth(keys.get(name, False))]
+    given = [name for name in offloads if keys.truth(name, False)]
     if given:
         out.set("actor.offload", True, ", ".join(name.rsplit(".", 1)[-1] for name in given))
 
 
 def _data(keys: SourceKeys, out: Translation) -> None:
     out.set("data.train.label_key", LABEL, "what verl's reward functions compare with")
-    overlong = truth(keys.get("data.filter_overlong_prompts", False)) or keys.get("data.truncation", "error") != "error"
+    overlong = keys.truth("data.filter_overlong_prompts", False) or keys.get("data.truncation", "error") != "error"
     if overlong:
         out.set("data.on_bad_row", "skip", "data.filter_overlong_prompts, data.truncation: longer prompts are left out")
     if keys.get("data.truncation", "error") in ("left", "right", "middle"):
@@ -411,11 +406,11 @@ def _data(keys: SourceKeys, out: Translation) -> None:
         out.settings.pop("evaluation.interval", None)
         return
     prefix = R + "val_kwargs."
-    draws = truth(keys.get(prefix + "do_sample", False))
+    draws = keys.truth(prefix + "do_sample", False)
     given = keys.first(prefix + "n", "'n'", default=1)[1]
-    sampling: dict[str, Any] = {"temperature": real(keys.get(prefix + "temperature", 0)) if draws else 0.0}
+    sampling: dict[str, Any] = {"temperature": keys.real(prefix + "temperature", 0) if draws else 0.0}
     if draws:
-        sampling["top_p"] = real(keys.get(prefix + "top_p", 1.0))
+        sampling["top_p"] = keys.real(prefix + "top_p", 1.0)
         sampling["top_k"] = top_k_of(keys.get(prefix + "top_k", -1))
     data = {"path": paths(files), "prompt_key": out.get("data.train.prompt_key"), "label_key": LABEL}
     set_evaluation(out, data, sampling, count(given), "data.val_files, rollout.val_kwargs")
@@ -426,15 +421,15 @@ def _engine(keys: SourceKeys, out: Translation) -> None:
     for name, value in keys.under(R + "engine_kwargs.vllm.").items():
         if name.startswith("hf_overrides"):
             sort_out_override(f"{R}engine_kwargs.vllm.{name}", value, out)
-    arguments["mem_fraction_static"] = real(keys.get(R + "gpu_memory_utilization", 0.5))
-    if truth(keys.get(R + "enforce_eager", False)):
+    arguments["mem_fraction_static"] = keys.real(R + "gpu_memory_utilization", 0.5)
+    if keys.truth(R + "enforce_eager", False):
         arguments["disable_cuda_graph"] = True
     replicas = count(keys.get(R + "data_parallel_size", 1) or 1)
     if replicas > 1:
         out.leave(R + "data_parallel_size", replicas, "as many engines more, each of rollout.parallel.tp ranks")
     ep = count(keys.get(R + "expert_parallel_size", 1) or 1)
     tp = out.get("rollout.parallel.tp")
-    choose_engine(out, str(keys.get(R + "name", "vllm")), min(ep, tp), arguments, R + "gpu_memory_utilization, ...")
+    choose_engine(out, keys.text(R + "name", "vllm"), min(ep, tp), arguments, R + "gpu_memory_utilization, ...")
 
 
 def _records(keys: SourceKeys, out: Translation) -> None:

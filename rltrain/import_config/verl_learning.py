@@ -4,7 +4,12 @@ import math
 from typing import Any
 
 from rltrain.config.foreign import ACTOR, ROLLOUT, Pair
-from rltrain.import_config.shared_rules import megatron_options, set_adapters, set_megatron_optimizer
+from rltrain.import_config.shared_rules import (
+    megatron_options,
+    set_adapters,
+    set_megatron_optimizer,
+    set_sizes_of_frozen,
+)
 from rltrain.import_config.translation import (
     ALGORITHMS,
     DISCOUNTED,
@@ -17,11 +22,12 @@ from rltrain.import_config.translation import (
     apply,
     count,
     estimator,
-    one_of,
-    pair,
     ranks,
     real,
+    set_betas,
     set_clip,
+    set_named,
+    set_overlong_penalty,
     take_rewards,
     truth,
 )
@@ -36,8 +42,8 @@ HALVINGS = 60
 
 
 def set_correction(keys: SourceKeys, out: Translation) -> None:
-    bypass = truth(keys.get(PREFIX + "bypass_mode", False))
-    kind = str(keys.get(PREFIX + "loss_type", "ppo_clip"))
+    bypass = keys.truth(PREFIX + "bypass_mode", False)
+    kind = keys.text(PREFIX + "loss_type", "ppo_clip")
     if bypass:
         out.set("loss.old_logprobs", "rollout", PREFIX + "bypass_mode")
         if kind not in ("ppo_clip", "reinforce"):
@@ -54,7 +60,7 @@ def set_correction(keys: SourceKeys, out: Translation) -> None:
 def _set_weights(keys: SourceKeys, out: Translation, by_ratio: bool) -> None:
     """`by_ratio`: the policy's own ratio compares with the engine, and no weights are applied."""
     level, threshold = keys.get(PREFIX + "rollout_is"), keys.get(PREFIX + "rollout_is_threshold", 2.0)
-    normalised = truth(keys.get(PREFIX + "rollout_is_batch_normalize", False))
+    normalised = keys.truth(PREFIX + "rollout_is_batch_normalize", False)
     if level in NOTHING:
         return
     if by_ratio:
@@ -66,7 +72,7 @@ def _set_weights(keys: SourceKeys, out: Translation, by_ratio: bool) -> None:
     if low:
         out.set("loss.correction.method", "icepop", PREFIX + "rollout_is_threshold")
         out.set("loss.correction.low", real(low), PREFIX + "rollout_is_threshold")
-    if normalised and truth(keys.get(PREFIX + "bypass_mode", False)):
+    if normalised and keys.truth(PREFIX + "bypass_mode", False):
         out.set("loss.correction.normalize", "mini_batch", PREFIX + "rollout_is_batch_normalize")
         out.notes.append(
             f"{PREFIX}rollout_is_batch_normalize: with bypass_mode the mean is of a micro-batch of all ranks there, "
@@ -124,15 +130,15 @@ RETURNED = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
 
 
 def is_megatron(keys: SourceKeys) -> bool:
-    strategy = str(keys.get("actor_rollout_ref.actor.strategy", keys.get("model_engine", "dp")))
-    return "megatron" in strategy + str(keys.get("--config-name", ""))
+    strategy = keys.text("actor_rollout_ref.actor.strategy", keys.get("model_engine", "dp"))
+    return "megatron" in strategy + keys.text("--config-name", "")
 
 
 def slices_of(keys: SourceKeys) -> int:
     """Ranks that share out a sequence."""
     actor = "actor_rollout_ref.actor."
     if is_megatron(keys):
-        return count(keys.get(actor + "megatron.context_parallel_size", 1))
+        return keys.count(actor + "megatron.context_parallel_size", 1)
     names = (actor + "fsdp_config.ulysses_sequence_parallel_size", actor + "ulysses_sequence_parallel_size")
     return count(keys.first(*names, default=1)[1])
 
@@ -152,8 +158,8 @@ def set_lora(keys: SourceKeys, out: Translation, prefix: str, megatron: bool, se
 
 def set_router_replay(keys: SourceKeys, out: Translation) -> None:
     """R2: training visits the experts of the pass of the old log-probs. R3: those that the engine chose."""
-    mode = str(keys.get(REPLAY, "disabled"))
-    returned = truth(keys.get(RETURNED, False))
+    mode = keys.text(REPLAY, "disabled")
+    returned = keys.truth(RETURNED, False)
     if mode in REPLAYS:
         out.set("model.router_replay", REPLAYS[mode], REPLAY)
     elif mode != "disabled":
@@ -184,11 +190,7 @@ POLICIES = {
     "dppo_tv": "dppo",
     "dppo_kl": "dppo",
 }
-
-
 MEANS = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean", "seq-mean-token-sum-norm": "dr_grpo"}
-
-
 DECAYS = {"constant": "constant", "cosine": "cosine", "linear": "linear"}
 
 
@@ -205,7 +207,7 @@ def set_micro(
 
 
 def named_estimator(keys: SourceKeys) -> str:
-    return str(keys.get("algorithm.adv_estimator", "gae"))
+    return keys.text("algorithm.adv_estimator", "gae")
 
 
 ALONE = ("grpo", "rloo", "reinforce_plus_plus_baseline")
@@ -224,16 +226,16 @@ def set_algorithm(keys: SourceKeys, out: Translation) -> None:
     out.set("algorithm", algorithm, "algorithm.adv_estimator")
     if algorithm == "pass_at_k":
         out.set("advantages.k", out.get("batch.samples_per_prompt"), "algorithm.adv_estimator: of all samples the best")
-    by_std = truth(keys.get("algorithm.norm_adv_by_std_in_grpo", True))
+    by_std = keys.truth("algorithm.norm_adv_by_std_in_grpo", True)
     if algorithm in WITH_STD and not by_std:
         out.set("advantages.normalize_std", False, "algorithm.norm_adv_by_std_in_grpo")
     if algorithm in WHITENED:
         out.set("advantages.whiten", True, "verl whitens always")
     if algorithm == "gpg":
         out.set("advantages.scale_by", "rewarded", "algorithm.adv_estimator: verl counts rewards that are not 0")
-    if algorithm == "optimal_token_baseline" and not truth(keys.get(A + "calculate_sum_pi_squared", False)):
+    if algorithm == "optimal_token_baseline" and not keys.truth(A + "calculate_sum_pi_squared", False):
         raise UntranslatableError(f"{name} requires {A}calculate_sum_pi_squared=True")
-    gamma, gae_lambda = real(keys.get("algorithm.gamma", 1.0)), real(keys.get("algorithm.lam", 1.0))
+    gamma, gae_lambda = keys.real("algorithm.gamma", 1.0), keys.real("algorithm.lam", 1.0)
     if algorithm in DISCOUNTED and gamma != 1:
         out.set("advantages.gamma", gamma, "algorithm.gamma")
     if algorithm == "ppo":
@@ -242,7 +244,7 @@ def set_algorithm(keys: SourceKeys, out: Translation) -> None:
 
 
 def _take_rewards(keys: SourceKeys, out: Translation, name: str) -> None:
-    if truth(keys.get("algorithm.use_kl_in_reward", False)):
+    if keys.truth("algorithm.use_kl_in_reward", False):
         out.differs("algorithm.use_kl_in_reward", True, "a sample that is alone has its KL token by token here")
     whitens = ALGORITHMS[name] in WHITENED
     take_rewards(out, f"algorithm.adv_estimator {name}", R + "n", whitens=whitens)
@@ -251,9 +253,9 @@ def _take_rewards(keys: SourceKeys, out: Translation, name: str) -> None:
 
 
 def _set_selection(keys: SourceKeys, out: Translation) -> None:
-    if truth(keys.get("algorithm.filter_groups.enable", False)):
+    if keys.truth("algorithm.filter_groups.enable", False):
         out.set("batch.dynamic_sampling.filter", "rewards_differ", "algorithm.filter_groups.enable")
-        most = count(keys.get("algorithm.filter_groups.max_num_gen_batches", 0))
+        most = keys.count("algorithm.filter_groups.max_num_gen_batches", 0)
         size = count(keys.get("data.gen_batch_size") or out.get("batch.prompts_per_step"))
         if most > 0:
             drawn = max(most * size / out.get("batch.prompts_per_step"), 1)
@@ -263,12 +265,8 @@ def _set_selection(keys: SourceKeys, out: Translation) -> None:
 
 
 def set_loss(keys: SourceKeys, out: Translation) -> None:
-    policy = one_of(POLICIES, "policy losses")
     mode = keys.get(A + "policy_loss.loss_mode", "vanilla")
-    try:
-        out.set("loss.policy", policy(mode), A + "policy_loss.loss_mode")
-    except UntranslatableError as reason:
-        out.differs(A + "policy_loss.loss_mode", mode, str(reason))
+    if not set_named(out, "loss.policy", POLICIES, A + "policy_loss.loss_mode", mode, "policy losses"):
         return
     bound = keys.get(A + "clip_ratio_c", 3.0)
     if mode == "vanilla" and bound not in NOTHING:
@@ -278,21 +276,18 @@ def set_loss(keys: SourceKeys, out: Translation) -> None:
         out.set("loss.dppo.divergence", str(mode).removeprefix("dppo_"), A + "policy_loss.loss_mode")
         if bound not in NOTHING:
             out.set("loss.dppo.ratio_max", real(bound), A + "clip_ratio_c, by default 3")
-    mean = str(keys.get(A + "loss_agg_mode", "token-mean"))
+    mean = keys.text(A + "loss_agg_mode", "token-mean")
     if mode in ("gspo", "geo_mean"):
         mean = "seq-mean-token-mean"
-    if mean not in MEANS:
-        out.differs(A + "loss_agg_mode", mean, f"means here are those of {', '.join(MEANS)}")
-    else:
-        out.set("loss.normalization", MEANS[mean], A + "loss_agg_mode")
+    set_named(out, "loss.normalization", MEANS, A + "loss_agg_mode", mean, "means")
     factor = keys.get(A + "loss_scale_factor")
     if mean == "seq-mean-token-sum-norm" and factor not in (None, out.get("rollout.sampling.max_response_tokens")):
         out.differs(A + "loss_scale_factor", factor, "sums are divided by the longest response here")
 
 
 def set_kl(keys: SourceKeys, out: Translation) -> None:
-    in_loss, in_reward = truth(keys.get(A + "use_kl_loss", False)), truth(keys.get("algorithm.use_kl_in_reward", False))
-    coef = real(keys.get(A + "kl_loss_coef", 0.001))
+    in_loss, in_reward = keys.truth(A + "use_kl_loss", False), keys.truth("algorithm.use_kl_in_reward", False)
+    coef = keys.real(A + "kl_loss_coef", 0.001)
     kind = keys.get(A + "kl_loss_type", "low_var_kl")
     other, reward_kind = keys.get("algorithm.kl_ctrl.kl_coef", 0.001), keys.get("algorithm.kl_penalty", "kl")
     if in_loss and in_reward and coef and real(other):
@@ -307,32 +302,14 @@ def set_kl(keys: SourceKeys, out: Translation) -> None:
         out.set("loss.kl.where", "reward", "algorithm.use_kl_in_reward")
         if keys.get("algorithm.kl_ctrl.type", "fixed") == "adaptive":
             target = {
-                "target": real(keys.get("algorithm.kl_ctrl.target_kl", 0.1)),
-                "horizon": count(keys.get("algorithm.kl_ctrl.horizon", 10000)),
+                "target": keys.real("algorithm.kl_ctrl.target_kl", 0.1),
+                "horizon": keys.count("algorithm.kl_ctrl.horizon", 10000),
             }
             out.set("loss.kl.adaptive", target, "algorithm.kl_ctrl.type")
     if in_loss or in_reward:
         tokens = keys.get("actor_rollout_ref.ref.log_prob_max_token_len_per_gpu", out.get("actor.micro_batch_tokens"))
         out.set("reference.micro_batch_tokens", count(tokens), "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu")
-        _reference_parallel(keys, out)
-
-
-def _reference_parallel(keys: SourceKeys, out: Translation) -> None:
-    names = {
-        "tensor_model": "tp",
-        "pipeline_model": "pp",
-        "context": "cp",
-        "expert_model": "ep",
-        "expert_tensor": "etp",
-    }
-    prefix = "actor_rollout_ref.ref.megatron."
-    given = {here: keys.get(f"{prefix}{name}_parallel_size") for name, here in names.items()}
-    own = {here: count(size) for here, size in given.items() if size not in NOTHING}
-    actor = {here: out.get(f"actor.parallel.{here}") for here in names.values()}
-    if any(actor[here] != size for here, size in own.items()):
-        for here, size in {**actor, **own}.items():
-            if size is not None:
-                out.set(f"reference.parallel.{here}", size, prefix + "*")
+        set_sizes_of_frozen(keys, out, "reference", "actor_rollout_ref.ref.megatron.")
 
 
 def set_optimizer(keys: SourceKeys, out: Translation, prefix: str, role: str, lr: float) -> None:
@@ -353,9 +330,7 @@ def set_optimizer(keys: SourceKeys, out: Translation, prefix: str, role: str, lr
     least = keys.get(prefix + "min_lr_ratio")
     if least not in NOTHING and real(least):
         out.set(here + "min_lr", real(least) * out.get(here + "lr"), prefix + "min_lr_ratio")
-    first, second = pair(keys.get(prefix + "betas", [0.9, 0.999]))
-    out.set(here + "beta1", first, prefix + "betas")
-    out.set(here + "beta2", second, prefix + "betas")
+    set_betas(keys, out, prefix + "betas", role)
     steps = keys.get(prefix + "lr_warmup_steps", -1)
     ratio = real(keys.get(prefix + "lr_warmup_steps_ratio", 0.0) or 0)
     warmup = count(steps) if steps not in NOTHING and count(steps) >= 0 else int(ratio * out.get("steps"))
@@ -374,7 +349,7 @@ def set_critic(keys: SourceKeys, out: Translation) -> None:
         Pair("critic.megatron.pipeline_model_parallel_size", "critic.parallel.pp"),
     )
     apply(rules, keys, out)
-    dynamic = truth(keys.get("critic.use_dynamic_bsz", keys.get(A + "use_dynamic_bsz", False)))
+    dynamic = keys.truth("critic.use_dynamic_bsz", keys.get(A + "use_dynamic_bsz", False))
     longest = out.get("rollout.max_context_tokens")
     tokens, sequences = "critic.ppo_max_token_len_per_gpu", "critic.ppo_micro_batch_size_per_gpu"
     set_micro(keys, out, "critic", tokens, sequences, dynamic, longest)
@@ -407,7 +382,7 @@ def set_reward(keys: SourceKeys, out: Translation) -> None:
     if manager not in (*MANAGERS, "gdpo"):
         out.differs("reward.reward_manager.name", manager, "a manager of one's own is a function here")
     _set_penalty(keys, out)
-    if truth(keys.get("actor_rollout_ref.rollout.multi_turn.enable", False)):
+    if keys.truth("actor_rollout_ref.rollout.multi_turn.enable", False):
         key = "actor_rollout_ref.rollout.multi_turn.enable"
         out.differs(key, True, "turns are those of an environment, env.function here")
 
@@ -436,14 +411,13 @@ def _set_model(keys: SourceKeys, out: Translation, function: str | None) -> None
         raise UntranslatableError(f"{MODEL}model_path: expected the model's checkpoint")
     out.set("reward_model.path", str(path), MODEL + "model_path: a classifier of one label")
     out.set("reward.functions", [], "the model alone says what responses are worth")
-    if truth(keys.get(MODEL + "enable_resource_pool", False)):
-        number = count(keys.get(MODEL + "nnodes", 0)) * count(keys.get(MODEL + "n_gpus_per_node", 8))
+    if keys.truth(MODEL + "enable_resource_pool", False):
+        number = keys.count(MODEL + "nnodes", 0) * keys.count(MODEL + "n_gpus_per_node", 8)
         out.place(["reward_model"], ranks(out.world_size, number), MODEL + "nnodes x n_gpus_per_node, behind them")
         out.world_size += number
     else:
-        first = next(path for path in out.settings if path.startswith("placement.") and "actor" in path)
-        out.place(["reward_model"], str(out.settings[first].value), MODEL + "enable_resource_pool is off")
-    tp = count(keys.get(MODEL + "rollout.tensor_model_parallel_size", 2))
+        out.place(["reward_model"], out.placed["actor"], MODEL + "enable_resource_pool is off")
+    tp = keys.count(MODEL + "rollout.tensor_model_parallel_size", 2)
     out.set("reward_model.backend", "megatron", "a model that is cut by tensor parallelism")
     out.set("reward_model.parallel.tp", tp, MODEL + "rollout.tensor_model_parallel_size")
 
@@ -453,11 +427,8 @@ def _set_penalty(keys: SourceKeys, out: Translation) -> None:
     for section in ("reward.reward_kwargs.", "reward_model.reward_kwargs.", "reward.reward_manager.reward_kwargs."):
         buffer |= keys.under(section)
     if truth(buffer.get("overlong_buffer_cfg.enable", False)):
-        penalty = {
-            "buffer_tokens": count(buffer.get("overlong_buffer_cfg.len")),
-            "factor": real(buffer.get("overlong_buffer_cfg.penalty_factor", 1.0)),
-        }
-        out.set("advantages.overlong_penalty", penalty, "overlong_buffer_cfg")
+        tokens, factor = (buffer.get(f"overlong_buffer_cfg.{name}") for name in ("len", "penalty_factor"))
+        set_overlong_penalty(out, tokens, 1.0 if factor is None else factor, "overlong_buffer_cfg")
 
 
 # verl's on-policy distillation: a teacher that says how likely it finds what the actor drew.
@@ -474,18 +445,18 @@ SPEED = "of the server that the teacher is there, and a model that is evaluated 
 
 def set_teacher(keys: SourceKeys, out: Translation) -> None:
     """Behind everything else, since it takes the ranks behind the others'."""
-    if not truth(keys.get(TEACHER_PREFIX + "enabled", False)):
+    if not keys.truth(TEACHER_PREFIX + "enabled", False):
         keys.under(TEACHER_PREFIX)
         return
     _set_models(keys, out)
-    if truth(keys.get(LOSS + "use_task_rewards", True)):
+    if keys.truth(LOSS + "use_task_rewards", True):
         out.differs(LOSS + "use_task_rewards", True, "two losses, each with a clip of its own, are one loss here")
     else:
         out.set("algorithm", "distillation", LOSS + "use_task_rewards: rewards teach nothing")
         for path in [path for path in out.settings if path.startswith("advantages.")]:
             del out.settings[path]
     _set_distance(keys, out)
-    own = str(keys.get(LOSS + "policy_loss_mode", "vanilla"))
+    own = keys.text(LOSS + "policy_loss_mode", "vanilla")
     if own != "vanilla":
         out.differs(LOSS + "policy_loss_mode", own, "the policy loss is that of loss.policy")
     ends = (LOSS + "clip_ratio_low", LOSS + "clip_ratio_high")
@@ -493,7 +464,7 @@ def set_teacher(keys: SourceKeys, out: Translation) -> None:
 
 
 def _set_distance(keys: SourceKeys, out: Translation) -> None:
-    mode, by_gradient = str(keys.get(LOSS + "loss_mode", "k3")), truth(keys.get(LOSS + "use_policy_gradient", False))
+    mode, by_gradient = keys.text(LOSS + "loss_mode", "k3"), keys.truth(LOSS + "use_policy_gradient", False)
     if mode == FORWARD and not by_gradient:
         _set_forward(keys, out)
         return
@@ -517,7 +488,7 @@ def _set_forward(keys: SourceKeys, out: Translation) -> None:
     out.set("teacher.where", "loss", LOSS + "use_policy_gradient: off")
     out.set("teacher.kl", "forward", LOSS + "loss_mode")
     out.set("teacher.rest", False, LOSS + "loss_mode: the sum over topk tokens alone")
-    out.set("teacher.top_k", count(keys.get(LOSS + "topk", 128)), LOSS + "topk, by default 128")
+    out.set("teacher.top_k", keys.count(LOSS + "topk", 128), LOSS + "topk, by default 128")
     bounds = (("loss_max_clamp", "max_distance", MAX_LOSS), ("log_prob_min_clamp", "min_logprob", -10.0))
     for key, path, default in bounds:
         bound = keys.get(LOSS + key, default)
@@ -535,10 +506,7 @@ def _set_models(keys: SourceKeys, out: Translation) -> None:
     names = {name.split(".")[0] for name in given if name.endswith(".model_path")}
     if not names:
         raise UntranslatableError(f"{TEACHERS}*.model_path: expected a teacher's checkpoint")
-    nodes, per_node = (
-        count(keys.get(TEACHER_PREFIX + "nnodes", 0)),
-        count(keys.get(TEACHER_PREFIX + "n_gpus_per_node", 8)),
-    )
+    nodes, per_node = (keys.count(TEACHER_PREFIX + "nnodes", 0), keys.count(TEACHER_PREFIX + "n_gpus_per_node", 8))
     tp = count(given.get(f"{min(names)}.inference.tensor_model_parallel_size", 2))
     out.place(
         ["teacher"],
@@ -555,9 +523,7 @@ def _set_models(keys: SourceKeys, out: Translation) -> None:
         paths = {str(given.get(f"{name}.key", name)): str(given[f"{name}.model_path"]) for name in sorted(names)}
         out.set("teacher.path", paths, TEACHERS + "*.key, *.model_path")
         out.set(
-            "teacher.column",
-            str(keys.get(TEACHER_PREFIX + "teacher_key", "data_source")),
-            TEACHER_PREFIX + "teacher_key",
+            "teacher.column", keys.text(TEACHER_PREFIX + "teacher_key", "data_source"), TEACHER_PREFIX + "teacher_key"
         )
     for name, value in given.items():
         if not name.endswith((".model_path", ".key", ".tensor_model_parallel_size")):

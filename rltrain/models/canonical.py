@@ -1,9 +1,8 @@
 """The checkpoint's tensors of a model, numbered, with their shapes and types."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
-from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -131,30 +130,35 @@ def canonical_tensors(architecture: Architecture) -> CanonicalTensors:
     """
     if architecture.unlisted:
         return _unlisted_tensors(architecture, architecture.unlisted)
-    table, size, num_experts = table_of(architecture), sizes(architecture), architecture.num_experts
+    size = sizes(architecture)
     names: list[str] = []
     shapes: list[tuple[int, ...]] = []
-    stack: tuple[int, ...] = (num_experts,)
 
     def prefixed(name: str) -> str:
         own = name.removeprefix(DECODER_PREFIX)
         return name if own == name else architecture.decoder_prefix + own
 
-    def add(rows: tuple[Row, ...], layer: int = 0, copies: int = 1, before: tuple[int, ...] = ()) -> None:
+    for rows, layer, copies, before in _in_order(architecture):
         parts = [part for row in rows for part in row.parts]
         names.extend(prefixed(part.name.format(layer=layer, expert=i)) for i in range(copies) for part in parts)
         shapes.extend([(*before, *part.shape(size)) for part in parts] * copies)
-
-    add((table.embedding,))
-    for number, kind in enumerate(architecture.layer_kinds):
-        layer = layer_of(architecture, kind)
-        add(layer.rows, number)
-        add(layer.experts, number, layer.expert_copies(num_experts), stack if layer.stacked else ())
-    add(table.final_norm if architecture.tied_embeddings else (*table.final_norm, table.head))
-    prediction = prediction_layer(architecture)
-    add(prediction.rows)
-    add(prediction.experts, 0, prediction.expert_copies(num_experts), stack if prediction.stacked else ())
     return CanonicalTensors(tuple(names), tuple(shapes))
+
+
+def _in_order(architecture: Architecture) -> Iterator[tuple[tuple[Row, ...], int, int, tuple[int, ...]]]:
+    """Rows with the number of their layer, how many times they are there, and the dimensions before those of a row."""
+    table = table_of(architecture)
+
+    def of_layer(layer: Layer, number: int) -> Iterator[tuple[tuple[Row, ...], int, int, tuple[int, ...]]]:
+        copies = layer.expert_copies(architecture.num_experts)
+        yield layer.rows, number, 1, ()
+        yield layer.experts, number, copies, (architecture.num_experts,) if layer.stacked else ()
+
+    yield (table.embedding,), 0, 1, ()
+    for number, kind in enumerate(architecture.layer_kinds):
+        yield from of_layer(layer_of(architecture, kind), number)
+    yield table.final_norm if architecture.tied_embeddings else (*table.final_norm, table.head), 0, 1, ()
+    yield from of_layer(prediction_layer(architecture), 0)
 
 
 def _unlisted_tensors(architecture: Architecture, unlisted: Unlisted) -> CanonicalTensors:
@@ -200,17 +204,5 @@ def _marked(architecture: Architecture, mark: Callable[[Row], bool]) -> NDArray[
     """[tensors]: whether the row of each has a mark."""
     if architecture.unlisted:
         return np.zeros(len(canonical_tensors(architecture).names), dtype=bool)
-
-    def of(rows: tuple[Row, ...]) -> list[bool]:
-        return [mark(row) for row in rows for _ in row.parts]
-
-    table = table_of(architecture)
-    layers = [layer_of(architecture, kind) for kind in architecture.layer_kinds]
-    marks = of((table.embedding,))
-    marks += chain.from_iterable(
-        of(layer.rows) + of(layer.experts) * layer.expert_copies(architecture.num_experts) for layer in layers
-    )
-    marks += of(table.final_norm if architecture.tied_embeddings else (*table.final_norm, table.head))
-    prediction = prediction_layer(architecture)
-    marks += of(prediction.rows) + of(prediction.experts) * prediction.expert_copies(architecture.num_experts)
+    marks = [mark(row) for rows, _, copies, _ in _in_order(architecture) for row in rows * copies for _ in row.parts]
     return np.array(marks, dtype=bool)

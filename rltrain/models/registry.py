@@ -35,12 +35,7 @@ from rltrain.models.families import (
     QWEN2_MOE,
     QWEN3_MOE,
 )
-from rltrain.models.prediction import (
-    DEEPSEEK_PREDICTION,
-    MIMO_PREDICTION,
-    QWEN3_NEXT_PREDICTION,
-    PredictionNames,
-)
+from rltrain.models.prediction import DEEPSEEK_PREDICTION, MIMO_PREDICTION, QWEN3_NEXT_PREDICTION, PredictionNames
 from rltrain.models.table import Table
 from rltrain.models.windows import WINDOW_SWITCH, ReadWindows, by_layer_types, in_every_layer, switched
 

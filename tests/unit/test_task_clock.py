@@ -135,7 +135,7 @@ def test_a_task_reports_its_work_and_its_waits_and_not_the_sync_that_an_engine_j
     )
     trainer.work = RoleWork()
     trainer.roles, trainer.joint_tasks = {"rollout": SimpleNamespace(generate=generate)}, {"weight_sync": weight_sync}
-    trainer.residency = SimpleNamespace(enter=lambda position: None, changed=lambda role, part: None)
+    trainer.offloader = SimpleNamespace(enter=lambda position: None, changed=lambda role, part: None)
     trainer.in_flight = SimpleNamespace(
         has=is_sync, is_joined=is_sync, announce=lambda entry: None, come_to=lambda position, entry: False
     )
