@@ -372,10 +372,8 @@ def _placement(keys: SourceKeys, out: Translation) -> None:
     out.ranks_per_node = count(
         keys.first(T + "placement.policy_num_gpus_per_node", T + "policy_num_gpus_per_node", default=1)[1]
     )
-    others, together = (
-        _roles(keys),
-        truth(keys.first(T + "placement.colocate_all", T + "colocate_all", default=True)[1]),
-    )
+    others = _roles(keys)
+    together = truth(keys.first(T + "placement.colocate_all", T + "colocate_all", default=True)[1])
     of_others = set_servers(keys, out, policy)
     set_delta(keys, out, of_others=of_others)
     if together and started_by_the_job(keys):

@@ -286,10 +286,8 @@ def set_loss(keys: SourceKeys, out: Translation) -> None:
             f"{ALG}policy_loss_type {kind}: {own} is called for each micro-batch, as there; these are cut by tokens "
             "here (docs/policy_losses.md)"
         )
-    elif kind not in POLICIES:
-        out.differs(ALG + "policy_loss_type", kind, f"policy losses here are those of {', '.join(POLICIES)}")
     else:
-        out.set("loss.policy", POLICIES[kind], ALG + "policy_loss_type")
+        set_named(out, "loss.policy", POLICIES, ALG + "policy_loss_type", kind, "policy losses")
     _set_policy(keys, out, kind)
     mean = keys.text(ALG + "loss_reduction", "token_mean")
     set_named(out, "loss.normalization", MEANS, ALG + "loss_reduction", mean, "means")

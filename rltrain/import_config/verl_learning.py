@@ -160,10 +160,8 @@ def set_router_replay(keys: SourceKeys, out: Translation) -> None:
     """R2: training visits the experts of the pass of the old log-probs. R3: those that the engine chose."""
     mode = keys.text(REPLAY, "disabled")
     returned = keys.truth(RETURNED, False)
-    if mode in REPLAYS:
-        out.set("model.router_replay", REPLAYS[mode], REPLAY)
-    elif mode != "disabled":
-        out.differs(REPLAY, mode, f"modes here are those of {', '.join(REPLAYS)}")
+    if mode != "disabled":
+        set_named(out, "model.router_replay", REPLAYS, REPLAY, mode, "modes")
     elif returned:
         out.leave(RETURNED, returned, "nothing replays what the engine chose")
 
