@@ -12,19 +12,33 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+FIRST_BYTES, SIZE_BYTES = 1024, 8
+
 
 def broadcast_bytes(
     data: bytes, group: dist.ProcessGroup | None, *, source: int = 0, device: torch.device | str = "cpu"
 ) -> bytes:
-    """Returns the bytes of rank `source` of the group on every rank; those of the others are ignored."""
+    """Returns the bytes of rank `source` of the group on every rank; those of the others are ignored.
+
+    What fits into FIRST_BYTES takes one message, anything else two.
+    """
     if group is None or group.size() == 1:
         return data
-    size = torch.tensor([len(data)], device=device)
-    dist.broadcast(size, group=group, group_src=source)
-    if not size:
-        return b""
-    sent = _as_tensor(data) if group.rank() == source else torch.empty(int(size), dtype=torch.uint8)
-    sent = sent.to(device)
+    is_source = group.rank() == source
+    first = torch.zeros(SIZE_BYTES + FIRST_BYTES, dtype=torch.uint8)
+    if is_source:
+        begin = len(data).to_bytes(SIZE_BYTES, "little") + data[:FIRST_BYTES]
+        first[: len(begin)] = _as_tensor(begin)
+    told = _broadcast(first, group, source, device)
+    size = int.from_bytes(told[:SIZE_BYTES], "little")
+    if size <= FIRST_BYTES:
+        return told[SIZE_BYTES : SIZE_BYTES + size]
+    rest = _as_tensor(data[FIRST_BYTES:]) if is_source else torch.empty(size - FIRST_BYTES, dtype=torch.uint8)
+    return told[SIZE_BYTES:] + _broadcast(rest, group, source, device)
+
+
+def _broadcast(data: Tensor, group: dist.ProcessGroup, source: int, device: torch.device | str) -> bytes:
+    sent = data.to(device)
     dist.broadcast(sent, group=group, group_src=source)
     return sent.cpu().numpy().tobytes()
 
@@ -32,13 +46,11 @@ def broadcast_bytes(
 def broadcast_json(
     value: Any, group: dist.ProcessGroup | None, *, source: int = 0, device: torch.device | str = "cpu"
 ) -> Any:
-    """Returns the JSON value of rank `source` of the group on every rank; numbers arrive with all their digits. None
-    takes one message, anything else two."""
+    """Returns the JSON value of rank `source` of the group on every rank; numbers arrive with all their digits."""
     if group is None or group.size() == 1:
         return value
-    is_told = group.rank() == source and value is not None
-    text = broadcast_bytes(json.dumps(value).encode() if is_told else b"", group, source=source, device=device)
-    return json.loads(text) if text else None
+    text = json.dumps(value).encode() if group.rank() == source else b""
+    return json.loads(broadcast_bytes(text, group, source=source, device=device))
 
 
 def gather_bytes(data: bytes, group: dist.ProcessGroup | None, device: torch.device | str = "cpu") -> list[bytes]:
