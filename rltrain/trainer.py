@@ -73,8 +73,8 @@ from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.runtime.stopping import StopRequest, await_signal_of_launcher, leave_store
 from rltrain.runtime.watchdog import Watchdog, join_within
 from rltrain.runtime.world import TRANSPORT_TIMEOUT_S, World, start_process_groups
+from rltrain.schedule.iterations import build_order
 from rltrain.schedule.order import CHECKPOINT, WEIGHT_SYNC, Entry, Order
-from rltrain.schedule.steps import build_order
 from rltrain.tasks.roles import DECLARED, device_roles
 
 # The roles of one rank, built one after the other such that those that share its device fit on it in turn.

@@ -39,11 +39,11 @@ from rltrain.planning.validation_schedule import place_config
 from rltrain.reshard.plan import traffic
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import Placement, format_ranks, group_lists
+from rltrain.schedule.iterations import fullest_step, steady_order
 from rltrain.schedule.memory_plan import MemoryPlan, Place, leaving_roles, ranks_left_by_engines
 from rltrain.schedule.order import CHECKPOINT, Entry, Order
 from rltrain.schedule.replay import overlapping_tasks
 from rltrain.schedule.shape import RunShape
-from rltrain.schedule.steps import fullest_step, steady_order
 from rltrain.tasks.declaration import Key
 from rltrain.tasks.roles import TRAINED_PARTS, device_roles
 

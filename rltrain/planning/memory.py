@@ -37,8 +37,8 @@ from rltrain.rollout.workspace import (
     workspace,
     workspace_beside_cache,
 )
+from rltrain.schedule.iterations import evaluated_step, fullest_step
 from rltrain.schedule.memory_plan import MemoryPlan, Place, leaving_roles, ranks_left_by_engines
-from rltrain.schedule.steps import evaluated_step, fullest_step
 from rltrain.tasks.declaration import Key
 from rltrain.tasks.roles import DECLARED, SYNCED, drawing_roles, model_tasks, served_roles, trained_roles
 

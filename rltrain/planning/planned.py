@@ -17,9 +17,9 @@ from rltrain.reshard.megatron_layout import chunks_of, megatron_layout
 from rltrain.rollout.layout import engine_layout, engine_of
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import Placement, group_lists, role_grids
+from rltrain.schedule.iterations import steady_order
 from rltrain.schedule.order import Order
 from rltrain.schedule.shape import RunShape
-from rltrain.schedule.steps import steady_order
 from rltrain.tasks.roles import device_roles, served_roles, trained_roles
 
 # How long the texts of a run are taken to be, on which its seconds depend.

@@ -19,7 +19,7 @@ from rltrain.planning.memory import RankMemory, largest, rank_memories
 from rltrain.planning.planned import PlannedJob, Workload, plan_job
 from rltrain.planning.step_time import Calibration, Clock, StepTime
 from rltrain.runtime.placement import format_ranks, placement_of
-from rltrain.schedule.steps import fullest_step
+from rltrain.schedule.iterations import fullest_step
 from rltrain.tasks.roles import DECLARED, model_roles, trained_roles
 
 # Which changes of a config would save most memory, each estimated by the same model as the config itself.

@@ -11,9 +11,9 @@ from rltrain.planning.planned import Kind, PlannedJob, Workload
 from rltrain.planning.sync_time import PlannedSync, least_sync_s
 from rltrain.planning.task_time import TrainingTime, generation, judging
 from rltrain.runtime.placement import Placement
+from rltrain.schedule.iterations import fullest_step, steady_order
 from rltrain.schedule.order import WEIGHT_SYNC, Entry
 from rltrain.schedule.replay import timetable
-from rltrain.schedule.steps import fullest_step, steady_order
 from rltrain.tasks.roles import DECLARED, SYNCED, model_tasks
 
 

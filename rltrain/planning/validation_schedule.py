@@ -17,10 +17,10 @@ from rltrain.planning.validation_models import check_against_architecture
 from rltrain.rewards.group_filter import REWARDS_DIFFER
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import Placement, format_ranks, placement_of, role_grids
+from rltrain.schedule.iterations import build_order
 from rltrain.schedule.order import Order
 from rltrain.schedule.replay import check
 from rltrain.schedule.shape import RunShape
-from rltrain.schedule.steps import build_order
 from rltrain.tasks.metrics import SCORE_HELD_OUT
 from rltrain.tasks.roles import DECLARED, device_roles, informing, rewarding_roles, roles_of_samples, served_roles
 

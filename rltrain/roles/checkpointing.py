@@ -29,8 +29,8 @@ from rltrain.roles.transfers import Transfers
 from rltrain.runtime.job_store import JobStore, poll, poll_s
 from rltrain.runtime.machine import JobThread
 from rltrain.runtime.stopping import PAUSE, StopRequest
+from rltrain.schedule.iterations import is_memory_save_step, is_save_step
 from rltrain.schedule.order import Order
-from rltrain.schedule.steps import is_memory_save_step, is_save_step
 from rltrain.tasks.roles import roles_beside_steps
 
 logger = logging.getLogger(__name__)

@@ -50,9 +50,9 @@ from rltrain.roles.transfers import Transfers
 from rltrain.runtime.job_store import JobStore
 from rltrain.runtime.placement import Placement
 from rltrain.runtime.stopping import PAUSE
+from rltrain.schedule.iterations import build_order
 from rltrain.schedule.order import Order
 from rltrain.schedule.replay import check
-from rltrain.schedule.steps import build_order
 from rltrain.tasks.roles import trained_roles
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """The plain step: the tasks of one step of training, in the order in which they happen.
 
-`steps.py` lays the steps of a run out as the schedule's mode asks, and adds evaluations and checkpoints.
+`iterations.py` lays the steps of a run out as the schedule's mode asks, and adds evaluations and checkpoints.
 """
 
 from collections.abc import Collection, Sequence

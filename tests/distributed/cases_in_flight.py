@@ -19,8 +19,8 @@ from rltrain.rollout.sample import SampleGroup
 from rltrain.runtime.job_store import poll
 from rltrain.runtime.placement import resolve_placement
 from rltrain.runtime.world import join_world
+from rltrain.schedule.iterations import build_order
 from rltrain.schedule.order import WEIGHT_SYNC, Entry
-from rltrain.schedule.steps import build_order
 from tests.unit.shared_store import ShortPatience
 from tests.unit.test_groups import prompt_groups
 

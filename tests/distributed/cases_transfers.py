@@ -17,9 +17,9 @@ from rltrain.runtime.grid import Grid
 from rltrain.runtime.job_store import JobStore, Waiter
 from rltrain.runtime.placement import resolve_placement
 from rltrain.runtime.world import LOOPBACK, join_world
+from rltrain.schedule.iterations import build_order
 from rltrain.schedule.order import Order
 from rltrain.schedule.shape import RunShape
-from rltrain.schedule.steps import build_order
 from tests.unit.test_experience import make_experience
 
 NUM_RANKS, RANKS_PER_NODE = 4, 2

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from rltrain.config.schema import Config
 from rltrain.runtime.placement import Placement, resolve_placement
+from rltrain.schedule.iterations import build_order
 from rltrain.schedule.order import Order
-from rltrain.schedule.steps import build_order
 
 WORLD_SIZE = 4
 GRPO = {"actor,reference": 0, "rollout": 1, "reward": 2}

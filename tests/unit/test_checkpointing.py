@@ -23,7 +23,7 @@ from rltrain.runtime.job_store import JobStore
 from rltrain.runtime.placement import resolve_placement
 from rltrain.runtime.stopping import StopRequest
 from rltrain.runtime.world import World
-from rltrain.schedule.steps import build_order
+from rltrain.schedule.iterations import build_order
 from tests.unit.shared_store import Jobs, ShortPatience, open_store
 
 NUM_RANKS = 4

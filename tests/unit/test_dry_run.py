@@ -18,8 +18,8 @@ from rltrain.planning.description import (
 )
 from rltrain.planning.options import DryRunOptions
 from rltrain.runtime.placement import resolve_placement
+from rltrain.schedule.iterations import build_order, fullest_step, steady_order
 from rltrain.schedule.order import Order
-from rltrain.schedule.steps import build_order, fullest_step, steady_order
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIGS, WARMED_UP = REPOSITORY / "configs", REPOSITORY / "tests/warmed_up"

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from rltrain.schedule.iterations import build_order
 from rltrain.schedule.order import Entry, Order
 from rltrain.schedule.replay import check, timetable
-from rltrain.schedule.steps import build_order
 from tests.unit.schedule_configs import GRPO, make_config, order_of, place
 
 TWO_SETS = (

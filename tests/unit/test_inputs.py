@@ -22,7 +22,7 @@ from rltrain.rewards.locating import source_file
 from rltrain.roles.inputs import Inputs, data_changes, identity, other_changes
 from rltrain.roles.resuming import remaining_order, with_present_inputs
 from rltrain.rollout.rollout_state import FixedRows
-from rltrain.schedule.steps import build_order
+from rltrain.schedule.iterations import build_order
 from tests.unit.schedule_configs import make_config, place
 from tests.unit.test_prompts import CHAT_TEMPLATE, byte_tokenizer, jsonl
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
+from rltrain.schedule.iterations import build_order
 from rltrain.schedule.memory_plan import MemoryPlan
 from rltrain.schedule.order import Entry, Order, count_of_each_kind, first_of_each_kind
 from rltrain.schedule.replay import check
-from rltrain.schedule.steps import build_order
 from rltrain.tasks.roles import STATE_PARTS
 from tests.unit.schedule_configs import EVALUATED_APART, GRPO, PPO, evaluations, make_config, order_of, place
 

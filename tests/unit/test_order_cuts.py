@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rltrain.schedule.iterations import build_order
 from rltrain.schedule.order import CHECKPOINT
 from rltrain.schedule.replay import check
 from rltrain.schedule.shape import RunShape
-from rltrain.schedule.steps import build_order
 from tests.unit.schedule_configs import EVALUATED_APART, GRPO, PPO, evaluations, make_config, order_of, place
 
 SCHEDULES = st.one_of(

@@ -26,8 +26,8 @@ from rltrain.roles.resuming import remaining_order
 from rltrain.roles.rollout import RolloutRole
 from rltrain.rollout.rollout_state import Consumed, RolloutState
 from rltrain.runtime.grid import Grid
+from rltrain.schedule.iterations import build_order
 from rltrain.schedule.shape import RunShape
-from rltrain.schedule.steps import build_order
 from tests.unit.schedule_configs import make_config, place
 from tests.unit.scripted_engine import ScriptedEngine
 from tests.unit.shared_store import Jobs, ShortPatience, open_store

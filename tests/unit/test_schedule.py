@@ -4,9 +4,9 @@ from collections.abc import Iterable
 
 import pytest
 
+from rltrain.schedule.iterations import DueEvaluations, build_order
 from rltrain.schedule.order import Entry, Order, program
 from rltrain.schedule.replay import check, overlapping_tasks
-from rltrain.schedule.steps import DueEvaluations, build_order
 from tests.unit.schedule_configs import GRPO, NO_EVALUATION, PPO, make_config, order_of, place
 
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from rltrain.errors import ConfigError
 from rltrain.runtime.placement import Placement
+from rltrain.schedule.iterations import build_order
 from rltrain.schedule.order import Entries, Entry
 from rltrain.schedule.replay import check
-from rltrain.schedule.steps import build_order
 from tests.unit.schedule_configs import WORLD_SIZE, evaluations, make_config, order_of, place
 
 rank_subsets = st.lists(st.integers(0, WORLD_SIZE - 1), min_size=1, max_size=WORLD_SIZE, unique=True)

@@ -52,9 +52,9 @@ from rltrain.runtime.placement import group_lists, placement_of, role_grids
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.runtime.watchdog import Watchdog
 from rltrain.runtime.world import World, join_attempt, start_process_groups
+from rltrain.schedule.iterations import build_order
 from rltrain.schedule.order import WEIGHT_SYNC
 from rltrain.schedule.replay import check
-from rltrain.schedule.steps import build_order
 from rltrain.tasks.roles import TRANSFERS
 from rltrain.trainer import Trainer, listen_for_stop
 

@@ -30,9 +30,9 @@ from rltrain.cli.report_run import (  # noqa: E402
 )
 from rltrain.config.loader import load_config  # noqa: E402
 from rltrain.runtime.placement import resolve_placement  # noqa: E402
+from rltrain.schedule.iterations import build_order  # noqa: E402
 from rltrain.schedule.order import WEIGHT_SYNC, Entry, Order  # noqa: E402
 from rltrain.schedule.replay import timetable  # noqa: E402
-from rltrain.schedule.steps import build_order  # noqa: E402
 
 NUM_RANKS = 3
 WARM_UP_STEPS = 4

@@ -1,4 +1,4 @@
-"""The tasks of a run: the algorithm's step, laid out in the order that the schedule's mode asks for."""
+"""The iterations of a run: its steps laid out as the schedule's mode asks, with evaluations and checkpoints."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
