@@ -1,6 +1,6 @@
 // CUDA kernels of reshard.h: one launch carries out a range of a table's slices.
 //
-// The host cuts slices into tiles of at most 16 KiB (rltrain/reshard/slices.py), once per table. Warps of a persistent
+// The host cuts slices into tiles of at most 16 KiB (reshard/copy_table.py), once per table. Warps of a persistent
 // grid take tiles independently of each other, without barriers or shared memory: while one waits for a descriptor or
 // its loads, the others of its multiprocessor have theirs under way. 16 warps of 32 lanes with 8 vectors of 16 bytes
 // each are 64 KiB per multiprocessor, which is more than the latency of the memory times its bandwidth.

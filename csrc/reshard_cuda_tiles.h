@@ -6,7 +6,7 @@
 
 #include "reshard_cuda_vectors.h"
 
-// A rectangle of a slice, work for one warp. Made on the host (rltrain/reshard/slices.py); one of a slice that quantises
+// A rectangle of a slice, work for one warp. Made on the host (reshard/copy_table.py); one of a slice that quantises
 // lies within one block. Which vectors its addresses allow is seen only at launch, since bases move.
 struct alignas(16) rs_tile {
   int64_t row, col;    // its first element in the slice

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from rltrain.models.table import ElementType
-from rltrain.reshard.slices import SLICE, quantises
+from rltrain.reshard.native import SLICE, quantises
 from tests.slice_examples import Example, make_sources
 
 WIDTHS = (*range(1, 36), 40, 48, 64, 80, 96, 112, 128, 144, 160, 192, 256, 288, 384, 512, 528, 1040)

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from rltrain.reshard.layout import Layout
 from rltrain.rollout.servers.in_sglang import rltrain_weight_loader as loader
-from rltrain.rollout.servers.sglang_staging import fields_of
-from rltrain.rollout.servers.sglang_weights import LOADER
+from rltrain.rollout.servers.sglang_weights import LOADER, fields_of
 from tests.sglang_rules import Refused, ServerRules
 
 NOISE = -5.0

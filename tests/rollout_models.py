@@ -11,7 +11,8 @@ import transformers
 from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.models import Architecture, read_architecture
 from rltrain.planning.memory import kv_bytes, state_bytes
-from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters
+from rltrain.reshard.copy_table import allocate_parameters
+from rltrain.rollout.embedded import EmbeddedEngine
 from rltrain.rollout.embedded.block_tables import GB, KvBudget
 from rltrain.rollout.embedded.decoder import Record
 from rltrain.rollout.layout import engine_layout

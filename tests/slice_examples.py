@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rltrain.models.table import Array, ElementType
-from rltrain.reshard.slices import PAIRS, SLICE, quantises
+from rltrain.reshard.native import PAIRS, SLICE, quantises
 
 DTYPES = {
     ElementType.FLOAT32: torch.float32,

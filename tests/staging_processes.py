@@ -16,8 +16,7 @@ from rltrain.errors import EngineError
 from rltrain.reshard.layout import split
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.servers.in_sglang import rltrain_weight_loader as loader
-from rltrain.rollout.servers.sglang_staging import DEVICE_PAGE_BYTES, DeviceSegment, fields_of
-from rltrain.rollout.servers.sglang_weights import Delivery
+from rltrain.rollout.servers.sglang_weights import DEVICE_PAGE_BYTES, Delivery, DeviceSegment, fields_of
 from rltrain.runtime.grid import Grid
 from tests.cuda_driver import install
 from tests.loading_server import LoadingServer, Model, model_of

@@ -17,7 +17,7 @@ from rltrain.models.table import INDEX_FILE, SINGLE_FILE, Array, CanonicalTensor
 from rltrain.reshard.copy_table import quantize_blocks
 from rltrain.reshard.fp8_blocks import QuantizedLayouts, touched_blocks
 from rltrain.reshard.layout import BOX_FIELDS, Layout
-from rltrain.reshard.slices import BLOCK
+from rltrain.reshard.native import BLOCK
 from rltrain.runtime.json_text import read_json
 
 # Reading weights from a Hugging Face checkpoint folder.

@@ -16,8 +16,7 @@ from rltrain.errors import CheckpointError, listed
 from rltrain.models import Architecture, Row, element_types, layer_of, table_of
 from rltrain.models.table import Array, ElementType
 from rltrain.reshard.layout import BOX_FIELDS, Parameters
-from rltrain.reshard.megatron_layout import TRANSFORMER_ENGINE, megatron_layout
-from rltrain.reshard.model_layout import round_up
+from rltrain.reshard.megatron_layout import TRANSFORMER_ENGINE, megatron_layout, round_up
 from rltrain.runtime.grid import Grid
 
 VOCAB_ROWS_MULTIPLE = 128

@@ -15,8 +15,7 @@ from rltrain.checkpoint.hf_reader import Box
 from rltrain.checkpoint.run_files import AnyFile, Contents, SavedFile, TensorRows, saved_file
 from rltrain.errors import CheckpointError, named_by
 from rltrain.models.table import Array, CanonicalTensors, IntArray
-from rltrain.reshard.layout import BOX_FIELDS, PIECE
-from rltrain.reshard.match import Overlaps, boxes_of, describe, elements, offsets, overlaps
+from rltrain.reshard.layout import BOX_FIELDS, PIECE, Overlaps, boxes_of, describe, elements, offsets, overlaps
 
 FORMAT = "rltrain training state 1"
 CONFIG_KEY = "checkpoint.resume"

@@ -15,9 +15,10 @@ from rltrain.config import schema
 from rltrain.errors import DataError
 from rltrain.models import read_architecture
 from rltrain.models.table import EMBEDDING, FINAL_NORM, LOGITS, LOGPROBS, stages_of_layer
+from rltrain.reshard.copy_table import allocate_parameters
 from rltrain.rollout.embedded.kv_cache import CacheShape
 from rltrain.rollout.embedded.model import EngineModel
-from rltrain.rollout.embedded.parameters import TensorParallel, allocate_parameters
+from rltrain.rollout.embedded.parameters import TensorParallel
 from rltrain.rollout.embedded.slot_cache import SlotCache
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid

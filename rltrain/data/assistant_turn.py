@@ -3,20 +3,17 @@
 import hashlib
 import itertools
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rltrain.data.chat_template import as_text
 from rltrain.environments.interface import ToolCall
+from rltrain.errors import ConfigError, one_of
+from rltrain.runtime.json_text import is_finite, parse_json, parse_json_at, with_escapes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
-
-from rltrain.errors import ConfigError, one_of
-from rltrain.runtime.json_text import is_finite, parse_json, parse_json_at, with_escapes
 
 # What a turn of the model says: its text, its reasoning and the tools that it calls.
 

@@ -1,8 +1,10 @@
 """A checkpoint's chat template, and where the model's turn ends in it."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from rltrain.environments.interface import Message
@@ -11,10 +13,6 @@ from rltrain.runtime.json_text import parse_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-from collections.abc import Collection
-from dataclasses import dataclass
-from itertools import takewhile
-from typing import TYPE_CHECKING
 
 # A checkpoint's chat template: messages in, text out. It is rendered nowhere else.
 

@@ -16,7 +16,7 @@ from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
 from threading import Lock
-from typing import Any, Literal, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +42,9 @@ from rltrain.data.rows import (
 )
 from rltrain.errors import DataError, cannot_write
 from rltrain.runtime.whole_files import written_whole
+
+if TYPE_CHECKING:
+    from rltrain.runtime.job_store import JobStore
 
 # A file that says where the usable rows of a source stand, so that they need not be held: records and a summary.
 
@@ -291,44 +294,6 @@ def _indexed(file: RowFile, num_rows: int, copies: _Copies) -> IndexedFile:
     return found
 
 
-# How the processes of a job divide work that has to be done once.
-
-
-class SharedWork(Protocol):
-    def claim(self, key: str) -> int:
-        """0, 1, 2, ...: each number once, to whichever process asks."""
-
-    def tell(self, key: str, text: str) -> None:
-        """To all processes."""
-
-    def hear(self, key: str, what: str) -> str:
-        """What one has told, once it has; StallError, naming `what`, where none will."""
-
-    def advance(self) -> None:
-        """This process gets on."""
-
-
-class WorkAlone:
-    """Of a process that has no others."""
-
-    def __init__(self) -> None:
-        self._claimed = Counter[str]()
-        self._told: dict[str, str] = {}
-
-    def claim(self, key: str) -> int:
-        self._claimed[key] += 1
-        return self._claimed[key] - 1
-
-    def tell(self, key: str, text: str) -> None:
-        self._told[key] = text
-
-    def hear(self, key: str, what: str) -> str:  # noqa: ARG002 - as SharedWork has it
-        return self._told[key]
-
-    def advance(self) -> None:
-        """Nobody looks."""
-
-
 # The index of a source, made once by all processes of a job that need it, or found as an earlier one left it.
 
 logger = logging.getLogger(__name__)
@@ -340,10 +305,26 @@ APPEARS_WITHIN_S, LOOK_S = 60.0, 0.5
 
 @dataclass(frozen=True)
 class IndexFolder:
-    """Where indexes are kept, by whom they are made."""
+    """Where indexes are kept, and the job whose processes divide the work of making them."""
 
     path: Path
-    work: SharedWork
+    job_store: "JobStore"
+
+    def claim(self, key: str) -> int:
+        """0, 1, 2, ...: each number once, to whichever process asks."""
+        return int(self.job_store.store.add(f"claimed/{key}", 1)) - 1
+
+    def tell(self, key: str, text: str) -> None:
+        """To all processes."""
+        self.job_store.put(f"told/{key}", text)
+
+    def hear(self, key: str, what: str) -> str:
+        """What one has told, once it has; StallError, naming `what`, where none will."""
+        return str(self.job_store.get(f"told/{key}", what))
+
+    def advance(self) -> None:
+        """This process gets on."""
+        self.job_store.heartbeat.advance()
 
 
 def shared_index(
@@ -355,16 +336,16 @@ def shared_index(
     and where no row is usable; ConfigError where the folder cannot be written.
     """
     name = fingerprint(parser, data, slices)
-    path, work = folder.path / f"{name}.index", folder.work
-    if work.claim(f"{name}/looked") == 0:
-        work.tell(f"{name}/is_there", "yes" if _is_there(path) else "no")
-    if work.hear(f"{name}/is_there", f"the index of {key}") == "no":
+    path = folder.path / f"{name}.index"
+    if folder.claim(f"{name}/looked") == 0:
+        folder.tell(f"{name}/is_there", "yes" if _is_there(path) else "no")
+    if folder.hear(f"{name}/is_there", f"the index of {key}") == "no":
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _make(path, parser, data, key, slices, work)
+            _make(path, parser, data, key, slices, folder)
         except OSError as error:
             raise cannot_write(path, error) from error
-        work.hear(f"{name}/made", f"the index of {key}, whose rows are checked for it")
+        folder.hear(f"{name}/made", f"the index of {key}, whose rows are checked for it")
     return _opened(path)
 
 
@@ -409,23 +390,23 @@ def _opened(path: Path) -> RowIndex:
 
 
 def _make(
-    path: Path, parser: RowParser, data: schema.Data, key: str, slices: Sequence[FileSlice], work: SharedWork
+    path: Path, parser: RowParser, data: schema.Data, key: str, slices: Sequence[FileSlice], folder: IndexFolder
 ) -> None:
     """Check parts until there are none left; whoever finishes the last one puts them together."""
     name, parts = path.stem, parts_of(parser.source, slices)
     files = [path.with_name(f"{name}.part{number}") for number in range(len(parts))]
     began = time.monotonic()
-    while (number := work.claim(f"{name}/part")) < len(parts):
-        index_part(parts[number], RowChecker(parser, data, key), files[number], work.advance)
-        if work.claim(f"{name}/checked") == len(parts) - 1:
-            summary = _join(parts, files, path, RowChecker(parser, data, key), work)
+    while (number := folder.claim(f"{name}/part")) < len(parts):
+        index_part(parts[number], RowChecker(parser, data, key), files[number], folder.advance)
+        if folder.claim(f"{name}/checked") == len(parts) - 1:
+            summary = _join(parts, files, path, RowChecker(parser, data, key), folder)
             seconds = time.monotonic() - began
             logger.warning("%s: %s rows are indexed in %s (%.0f s)", key, f"{summary.num_rows:,}", path, seconds)
-            work.tell(f"{name}/made", "yes")
+            folder.tell(f"{name}/made", "yes")
 
 
 def _join(
-    parts: Sequence[SourcePart], files: Sequence[Path], path: Path, checker: RowChecker, work: SharedWork
+    parts: Sequence[SourcePart], files: Sequence[Path], path: Path, checker: RowChecker, folder: IndexFolder
 ) -> Summary:
     """Write the index whose parts are in `files`, and remove these."""
     whole = Summary()
@@ -443,7 +424,7 @@ def _join(
             _append(writer, of_part, num_lines)
             num_lines += summary.num_lines
             whole.add_files(summary.files)
-            work.advance()
+            folder.advance()
         writer.finish(whole)
     for of_part in files:
         of_part.unlink()
@@ -464,23 +445,6 @@ def _append(writer: IndexWriter, path: Path, num_lines: int) -> None:
 READ_BYTES = 4096
 KEPT_BYTES = 256 * 2**20
 """Of row groups that were read last, of one file."""
-
-
-class RowAccess(Protocol):
-    """Of a file that stays as it was when its rows were checked."""
-
-    def at(self, place: int, keys: Keys) -> Row | BadRow:
-        """What stands there, at least the columns that have `keys`. OSError and pyarrow's errors."""
-
-
-def open_rows(file: IndexedFile, folder: Path) -> RowAccess:
-    """`folder` is the index's. DataError where the file is not the one that was checked."""
-    if file.copies is not None:
-        return LineAccess(folder / file.copies)
-    try:
-        return LineAccess(Path(file.path), file) if file.reads == "lines" else TableAccess(file)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{file.path} cannot be read any more: {error}") from error
 
 
 def _refuse_changed(found: os.stat_result, file: IndexedFile) -> None:
@@ -542,6 +506,16 @@ class TableAccess:
         names = self._parquet.schema_arrow.names
         chosen = [name for name in names if keys is None or any(is_column_of(name, key) for key in keys)]
         return self._parquet.read_row_group(number, columns=chosen)
+
+
+def open_rows(file: IndexedFile, folder: Path) -> LineAccess | TableAccess:
+    """`folder` is the index's. DataError where the file is not the one that was checked."""
+    if file.copies is not None:
+        return LineAccess(folder / file.copies)
+    try:
+        return LineAccess(Path(file.path), file) if file.reads == "lines" else TableAccess(file)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{file.path} cannot be read any more: {error}") from error
 
 
 def _arrow_batches(path: Path) -> list[Any]:
@@ -626,7 +600,7 @@ class IndexedRows(ComputedSequence[PromptRow]):
         except (DataError, OSError, pyarrow.ArrowException) as error:
             raise DataError(f"{file.prefix}{number}: {error}") from error
 
-    def _open(self, number: int) -> RowAccess:
+    def _open(self, number: int) -> LineAccess | TableAccess:
         return open_rows(self.row_index.summary.files[number], self.row_index.path.parent)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from starlette.responses import StreamingResponse
 
-from rltrain.endpoint.engine_feed import EngineBusy, EngineGone, Turns
+from rltrain.endpoint.engine_feed import EngineBusy, EngineGone, EngineMailbox
 from rltrain.endpoint.opening import Opening, PlaceOfTurn, Reply, TokenText
 from rltrain.endpoint.requests import RequestRefused
 from rltrain.rollout.groups import PendingTurn
@@ -108,7 +108,7 @@ class Answer:
         """Nobody is there to take it, and nobody has had it."""
         return self._num_clients == 0 and not self.is_settled
 
-    def start(self, turns: Turns) -> None:
+    def start(self, turns: EngineMailbox) -> None:
         """Have it drawn."""
         self._tasks = [asyncio.ensure_future(self._draw(turns, choice)) for choice in self.choices]
         self._give_up_after(max(FIRST_CLIENT_S, self._repeat_within_s))
@@ -153,7 +153,7 @@ class Answer:
             self._settle(self, False)
         self._change()
 
-    async def _draw(self, turns: Turns, choice: Choice) -> None:
+    async def _draw(self, turns: EngineMailbox, choice: Choice) -> None:
         try:
             choice.sample = await turns.draw(choice.turn, partial(self._progress, choice))
         except EngineGone as gone:

@@ -23,7 +23,7 @@ from starlette.routing import Route
 from rltrain.config.section import TokenCount, TokenId
 from rltrain.endpoint.answer import Answer, Choice
 from rltrain.endpoint.anthropic_messages import anthropic_error, count_tokens, messages
-from rltrain.endpoint.engine_feed import Turns
+from rltrain.endpoint.engine_feed import EngineMailbox
 from rltrain.endpoint.openai import (
     MAX_STOP_TOKENS,
     chat_completions,
@@ -35,11 +35,11 @@ from rltrain.endpoint.openai import (
 )
 from rltrain.endpoint.opening import RecordedSession
 from rltrain.endpoint.requests import AskedSampling, RequestLimits, RequestRefused, SamplingRules, invalid, unsupported
+from rltrain.endpoint.served_engine import Reloads
 from rltrain.endpoint.service import (
     Body,
     ClientGone,
     DrawingBody,
-    EngineControl,
     SamplingFields,
     Service,
     answer_to,
@@ -335,11 +335,11 @@ class EndpointServer:
 
     def __init__(
         self,
-        turns: Turns,
+        turns: EngineMailbox,
         tokenizer: "PreTrainedTokenizerBase",
         settings: EndpointSettings,
         on_end: Callable[[RecordedSession], None] = lambda _: None,
-        control: EngineControl | None = None,
+        control: Reloads | None = None,
     ) -> None:
         self._sessions = Sessions(
             turns,

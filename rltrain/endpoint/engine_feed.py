@@ -6,13 +6,11 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
 
 from rltrain.errors import DataError
-from rltrain.rollout.engine import Engine, SamplingParams
+from rltrain.rollout.engine import Engine, SamplingParams, StopStrings, Tokenizer
 from rltrain.rollout.groups import Mail, PendingTurn
 from rltrain.rollout.sample import Sample, Status
-from rltrain.rollout.stop_strings import StopStrings, Tokenizer
 
 # What a server of requests asks of whoever holds an engine: to draw turns of conversations.
 
@@ -28,21 +26,6 @@ class EngineBusy(Exception):  # noqa: N818
     """As many turns are under way as there may be."""
 
 
-class Turns(Protocol):
-    """Draws turns. All that a server of requests knows of engines."""
-
-    async def draw(self, turn: PendingTurn, progress: Progress | None = None) -> Sample:
-        """The turn's sample when the turn has ended. Cancelling gives the turn up.
-
-        Raises EngineGone and EngineBusy.
-        """
-        ...
-
-    def forget(self, ids: Collection[int]) -> None:
-        """The samples with these ids have no further turn: nothing need be kept for one."""
-        ...
-
-
 # Turns on their way from a server's thread to the thread that steps an engine, and back.
 
 
@@ -56,8 +39,9 @@ class _Waiter:
 
 
 class EngineMailbox:
-    """Implements `Turns` for coroutines of any thread. `take`, `deliver`, `report`, `fail` and `wait` are for the one
-    that steps the engine. At most `max_turns` are under way; a turn is, until it is delivered or given up.
+    """Draws turns for coroutines of any thread: all that a server of requests knows of engines. `take`, `deliver`,
+    `report`, `fail` and `wait` are for the one that steps the engine. At most `max_turns` are under way; a turn is,
+    until it is delivered or given up.
     """
 
     def __init__(self, max_turns: int) -> None:
@@ -76,7 +60,10 @@ class EngineMailbox:
         return len(self._waiters)
 
     async def draw(self, turn: PendingTurn, progress: Progress | None = None) -> Sample:
-        """As `Turns` says. ValueError where a turn of the same sample is under way."""
+        """The turn's sample when the turn has ended. Cancelling gives the turn up.
+
+        Raises EngineGone, EngineBusy, and ValueError where a turn of the same sample is under way.
+        """
         number, loop = turn.sample.id, asyncio.get_running_loop()
         waiter = _Waiter(loop, loop.create_future(), progress)
         with self._changed:
@@ -95,7 +82,7 @@ class EngineMailbox:
             raise
 
     def forget(self, ids: Collection[int]) -> None:
-        """As `Turns` says."""
+        """The samples with these ids have no further turn: nothing need be kept for one."""
         with self._changed:
             self._forgotten.update(ids)
 

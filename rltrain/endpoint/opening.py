@@ -1,28 +1,25 @@
 """What a request goes on from: a turn in a session's trajectories, or the beginning of one."""
 
-from collections.abc import Sequence
-from functools import cached_property
-from typing import TYPE_CHECKING
-
-from rltrain.data.assistant_turn import UNFINISHED_CHARACTER, settled, special_tokens
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 import hashlib
 import json
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import count
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from rltrain.data.assistant_turn import before_marks
+from rltrain.data.assistant_turn import UNFINISHED_CHARACTER, before_marks, settled, special_tokens
 from rltrain.data.chat_format import ChatFormat
 from rltrain.data.chat_template import arguments_of, text_of
 from rltrain.endpoint.requests import invalid
 from rltrain.environments.interface import Message, ToolCall
 from rltrain.errors import DataError
 from rltrain.rollout.sample import Sample, Status
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # Texts of tokens and tokens of texts, outside of chats.
 
@@ -248,28 +245,28 @@ class Reply:
     """The request's own stop string that ended it; the text ends before it."""
 
 
-class Opening(Protocol):
+class Opening(ABC):
     """A prompt in the form of one kind of request."""
 
+    @abstractmethod
     def begin(self, history: History) -> tuple[PlaceOfTurn | None, tuple[int, ...]]:
         """(the turn that it goes on from, the tokens that follow its end); (None, all tokens) where it is a new one."""
-        ...
 
+    @abstractmethod
     def read(self, tokens: Sequence[int], stop: Sequence[str], mark: str) -> Reply:
         """What the turn's tokens say so far. No two turns have one `mark`."""
-        ...
 
+    @abstractmethod
     def standing(self, tokens: Sequence[int], stop: Sequence[str]) -> str:
         """Returns the beginning of an unfinished turn's text that `read` will begin with, whatever is drawn next."""
-        ...
 
+    @abstractmethod
     def remember(self, history: History, end: PlaceOfTurn, reply: Reply) -> None:
         """The turn that ended at `end` answered it with `reply`."""
-        ...
 
 
 @dataclass(frozen=True)
-class ChatOpening:
+class ChatOpening(Opening):
     """Chat messages, with the format of the tools that the request offers."""
 
     messages: tuple[Message, ...]
@@ -311,15 +308,10 @@ class ChatOpening:
 
 
 @dataclass(frozen=True)
-class TextOpening:
-    """A text as it is."""
+class PlainOpening(Opening):
+    """A prompt that no chat template is applied to: what is drawn is text as it is."""
 
-    text: str
     tokens: TokenText
-
-    def begin(self, history: History) -> tuple[PlaceOfTurn | None, tuple[int, ...]]:
-        end, length = history.after_text(self.text)
-        return end, self.tokens.encode(self.text[length:], begins=end is None)
 
     def read(self, tokens: Sequence[int], stop: Sequence[str], mark: str) -> Reply:
         text, found = cut_at(self.tokens.decode(tokens), stop)
@@ -327,28 +319,31 @@ class TextOpening:
 
     def standing(self, tokens: Sequence[int], stop: Sequence[str]) -> str:
         return before_marks(self.tokens.standing(tokens), stop).rstrip()
+
+
+@dataclass(frozen=True)
+class TextOpening(PlainOpening):
+    """A text as it is."""
+
+    text: str
+
+    def begin(self, history: History) -> tuple[PlaceOfTurn | None, tuple[int, ...]]:
+        end, length = history.after_text(self.text)
+        return end, self.tokens.encode(self.text[length:], begins=end is None)
 
     def remember(self, history: History, end: PlaceOfTurn, reply: Reply) -> None:
         history.add(end, text=self.text + reply.text)
 
 
 @dataclass(frozen=True)
-class IdsOpening:
+class IdsOpening(PlainOpening):
     """Token ids."""
 
     ids: tuple[int, ...]
-    tokens: TokenText
 
     def begin(self, history: History) -> tuple[PlaceOfTurn | None, tuple[int, ...]]:
         end, length = history.after_ids(self.ids)
         return end, self.ids[length:]
-
-    def read(self, tokens: Sequence[int], stop: Sequence[str], mark: str) -> Reply:
-        text, found = cut_at(self.tokens.decode(tokens), stop)
-        return Reply(text, stop=found)
-
-    def standing(self, tokens: Sequence[int], stop: Sequence[str]) -> str:
-        return before_marks(self.tokens.standing(tokens), stop).rstrip()
 
     def remember(self, history: History, end: PlaceOfTurn, reply: Reply) -> None:
         history.add(end)

@@ -1,19 +1,29 @@
 """The embedded engine on a checkpoint, and how it loads another one or what changed."""
 
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from rltrain.checkpoint.hf_reader import load_parameters
+from rltrain.checkpoint.hf_reader import held_piece, load_parameters, within
 from rltrain.data.tokenizer import TextDecoder
-from rltrain.errors import ConfigError
+from rltrain.errors import CheckpointError, ConfigError
 from rltrain.models import read_architecture
 from rltrain.models.checkpoint_model import positions_of
 from rltrain.models.config_file import ConfigReader
-from rltrain.models.table import item_bytes
-from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters
+from rltrain.models.table import Array, item_bytes
+from rltrain.reshard.checksums import checksum_of
+from rltrain.reshard.copy_table import allocate_parameters
+from rltrain.reshard.layout import Layout
+from rltrain.rollout.delta_form import form
+from rltrain.rollout.embedded import EmbeddedEngine
 from rltrain.rollout.embedded.block_tables import budget_of
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.workspace import PASS_TOKENS, workspace
@@ -21,20 +31,6 @@ from rltrain.runtime.grid import Grid
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-import asyncio
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
-from contextlib import contextmanager
-
-from torch import Tensor
-
-from rltrain.checkpoint.hf_reader import held_piece, within
-from rltrain.errors import CheckpointError
-from rltrain.models.table import Array
-from rltrain.reshard.checksums import checksum_of
-from rltrain.reshard.layout import Layout
-from rltrain.rollout.delta_form import form
 
 # The embedded engine on a Hugging Face checkpoint, in a process that trains nothing.
 
@@ -177,10 +173,12 @@ class _Reload:
 
 
 class Reloads:
-    """Implements `EngineControl`. `carry_out` is for the thread that steps `engine`, which `wake` has look at it."""
+    """What a server's owner may do with an engine that is stepped in another thread. `carry_out` is for that thread,
+    which `wake` has look at it."""
 
     def __init__(self, engine: EmbeddedEngine, checkpoint: Path, dtype: str, wake: Callable[[], None]) -> None:
         self.checkpoint = checkpoint
+        """That it has loaded last."""
         self._engine, self._wake = engine, wake
         self._architecture = read_architecture(checkpoint, "--checkpoint")
         self._layout = engine_layout(self._architecture, Grid((0,)), dtype=dtype)
@@ -190,9 +188,15 @@ class Reloads:
         self._lock = threading.Lock()
 
     def label(self, version: int | None = None) -> str:
+        """What the weights of a policy version are called, by default those that it has now."""
         return self._labels[self._version if version is None else version]
 
     async def reload(self, checkpoint: Path, label: str | None) -> None:
+        """Have it serve the weights of a checkpoint between two decode steps; what is under way goes on by them. The
+        folder may hold what changed since the version that is served.
+
+        UserError where they cannot be loaded: it keeps those that it has.
+        """
         asked = _Reload(checkpoint, label, Future())
         with self._lock:
             self._asked.append(asked)

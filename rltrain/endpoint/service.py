@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from starlette.requests import ClientDisconnect, Request
@@ -20,6 +20,7 @@ from rltrain.data.chat_template import text_of
 from rltrain.endpoint.answer import Answer
 from rltrain.endpoint.opening import ChatOpening, IdsOpening, Opening, TextOpening, TokenText
 from rltrain.endpoint.requests import RequestLimits, RequestRefused, SamplingRules, invalid, unsupported
+from rltrain.endpoint.served_engine import Reloads
 from rltrain.endpoint.session import Asked, Repetition, Session, Sessions
 from rltrain.environments.interface import Message
 from rltrain.errors import ConfigError, DataError, UserError
@@ -150,7 +151,7 @@ class Service:
     tokenizer: "PreTrainedTokenizerBase"
     model: str
     answers_passers_by: bool
-    control: "EngineControl | None" = None
+    control: Reloads | None = None
     """None: nobody may change what the engine serves."""
     end_tokens: Collection[int] = ()
     """What ends a turn in chats, beside what the tokenizer and its template say."""
@@ -195,8 +196,8 @@ class Service:
 
     def prompt(self, given: str | Sequence[int]) -> TextOpening | IdsOpening:
         if isinstance(given, str):
-            return TextOpening(given, self.tokens)
-        return IdsOpening(tuple(given), self.tokens)
+            return TextOpening(self.tokens, given)
+        return IdsOpening(self.tokens, tuple(given))
 
 
 # From an HTTP request to what it asks for, and its client while it waits.
@@ -346,38 +347,17 @@ async def _disconnected(request: Request) -> None:
 # those of SGLang's server.
 
 
-class EngineControl(Protocol):
-    """Of an engine that is stepped in another thread."""
-
-    def label(self, version: int | None = None) -> str:
-        """What the weights of a policy version are called, by default those that it has now."""
-        ...
-
-    @property
-    def checkpoint(self) -> Path:
-        """That it has loaded last."""
-        ...
-
-    async def reload(self, checkpoint: Path, label: str | None) -> None:
-        """Have it serve the weights of a checkpoint between two decode steps; what is under way goes on by them. The
-        folder may hold what changed since the version that is served.
-
-        UserError where they cannot be loaded: it keeps those that it has.
-        """
-        ...
-
-
 class DiskUpdate(Body):
     model_path: str = Field(min_length=1)
     weight_version: str | None = None
 
 
-async def model_info(service: Service, control: EngineControl, request: Request) -> Response:
+async def model_info(service: Service, control: Reloads, request: Request) -> Response:
     require_owner(service, request)
     return JSONResponse(_info(control))
 
 
-async def update_weights_from_disk(service: Service, control: EngineControl, request: Request) -> Response:
+async def update_weights_from_disk(service: Service, control: Reloads, request: Request) -> Response:
     require_owner(service, request)
     asked, _ = await read_json(request, DiskUpdate, service.limits.max_body_bytes)
     try:
@@ -387,7 +367,7 @@ async def update_weights_from_disk(service: Service, control: EngineControl, req
     return JSONResponse({"success": True, "message": f"serves {asked.model_path}", **_info(control)})
 
 
-def _info(control: EngineControl) -> dict[str, Any]:
+def _info(control: Reloads) -> dict[str, Any]:
     return {
         "model_path": str(control.checkpoint),
         "weight_version": control.label(),

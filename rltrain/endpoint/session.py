@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from http import HTTPStatus
 
 from rltrain.endpoint.answer import Answer
-from rltrain.endpoint.engine_feed import Turns
+from rltrain.endpoint.engine_feed import EngineMailbox
 from rltrain.endpoint.opening import History, Opening, PlaceOfTurn, RecordedSession, SampleIds, SessionTrajectory
 from rltrain.endpoint.requests import RequestLimits, RequestRefused, invalid
 from rltrain.errors import one_of
@@ -57,7 +57,7 @@ class Session:
     def __init__(
         self,
         number: str,
-        turns: Turns,
+        turns: EngineMailbox,
         limits: RequestLimits,
         ids: SampleIds,
         *,
@@ -334,7 +334,7 @@ class Sessions:
 
     def __init__(
         self,
-        turns: Turns,
+        turns: EngineMailbox,
         limits: RequestLimits,
         *,
         token: str | None,

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -17,39 +17,29 @@ SizedStorages = list[tuple[UntypedStorage, int]]
 """Storages and the bytes that each has when it is on the device."""
 
 
-class StorageMemory(Protocol):
-    keeps_addresses: bool
-    """Whether memory that is taken again lies where it did; the first time it may not."""
-
-    def free(self, storages: SizedStorages) -> None:
-        """Give up the memory, contents lost."""
-
-    def allocate(self, storages: SizedStorages) -> None:
-        """Take as much again, contents undefined."""
-
-    def allocated_bytes(self, storages: SizedStorages) -> int:
-        """Bytes of memory behind them now."""
-
-
 class ResizedStorages:
     """Storages that are made empty and large again; addresses change."""
 
     keeps_addresses = False
+    """Whether memory that is taken again lies where it did; the first time it may not."""
 
     def free(self, storages: SizedStorages) -> None:
+        """Give up the memory, contents lost."""
         for storage, _ in storages:
             storage.resize_(0)
 
     def allocate(self, storages: SizedStorages) -> None:
+        """Take as much again, contents undefined."""
         for storage, size in storages:
             storage.resize_(size)
 
     def allocated_bytes(self, storages: SizedStorages) -> int:
+        """Bytes of memory behind them now."""
         return sum(storage.nbytes() for storage, _ in storages)
 
 
 class PausedRegion:
-    """Storages in a region of torch_memory_saver, whose pages go and come under unchanged addresses.
+    """As ResizedStorages, in a region of torch_memory_saver, whose pages go and come under unchanged addresses.
 
     A storage comes to the region when its memory is taken for the first time after it was given up. All storages of a
     part are freed and allocated together.
@@ -119,7 +109,7 @@ class MemoryPart:
         self._forget = forget
         self._region: HostRegion | None = None
         self._away: SizedStorages = []
-        self.memory: StorageMemory = ResizedStorages()
+        self.memory: ResizedStorages | PausedRegion = ResizedStorages()
         """May be replaced while the part is on the device and has never left it."""
         self.place: Literal["device", "host", "dropped"] = "device"
         self.host_is_current = False

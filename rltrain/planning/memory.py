@@ -27,7 +27,7 @@ from rltrain.planning.planned import (
     trained_elements,
 )
 from rltrain.reshard.layout import MADE_BYTES
-from rltrain.reshard.slices import DELTA_BLOCK
+from rltrain.reshard.native import DELTA_BLOCK
 from rltrain.rollout.layout import ARRIVING_BYTES
 from rltrain.rollout.workspace import (
     PASS_TOKENS,

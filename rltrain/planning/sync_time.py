@@ -13,8 +13,7 @@ from rltrain.planning.planned import PlannedJob
 from rltrain.reshard.fsdp_layout import fsdp_layout
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.reshard.plan import Planner
-from rltrain.reshard.senders import Block
+from rltrain.reshard.plan import Block, Planner
 from rltrain.rollout.layout import adapters_of_engine, whole_engine
 from rltrain.tasks.roles import drawing_roles, trained_roles
 

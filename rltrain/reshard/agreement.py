@@ -21,13 +21,13 @@ from rltrain.reshard.rounds import (
     choose_rounds,
     stream_numbers,
 )
+from rltrain.runtime.group_messages import broadcast_bytes
 from rltrain.runtime.heartbeat import Waiting, unnoted
 
 # Sums and maxima of a few numbers over all ranks of a gloo group, in as many rounds as the number of ranks has bits.
 #
 # Gloo's own all-reduce is a ring: its last rank is reached after twice as many messages as there are ranks, one after
-# the
-# other, which thousands of ranks wait for. In recursive doubling (Thakur, Rabenseifner and Gropp 2005) every rank
+# the other, which thousands of ranks wait for. In recursive doubling (Thakur, Rabenseifner and Gropp 2005) every rank
 # exchanges what it knows with the one whose number differs in one bit, bit by bit.
 
 Round = tuple[Literal["exchange", "give", "take"], int]
@@ -211,11 +211,8 @@ class Agreement:
             ) from error
 
     def _told(self, speaker: int, text: str) -> str:
-        buffer = np.zeros(MAX_MESSAGE_BYTES, dtype=np.uint8)
-        encoded = text.encode()[:MAX_MESSAGE_BYTES]
-        buffer[: len(encoded)] = np.frombuffer(encoded, dtype=np.uint8)
-        dist.broadcast(torch.from_numpy(buffer), src=speaker, group=self._group)
-        return bytes(buffer).rstrip(b"\0").decode(errors="replace")
+        told = broadcast_bytes(text.encode()[:MAX_MESSAGE_BYTES], self._group, source=self.ranks.index(speaker))
+        return told.decode(errors="replace")
 
     def _check_peers(self, exchanged: tuple[StageStreams, ...]) -> None:
         peers = {int(peer) for stage in exchanged for made in (stage.sends, stage.receives) for peer in made.peers}

@@ -1,10 +1,8 @@
 """Finds, encodes and applies what changed of packed bytes, on CPUs, GPUs or by torch (csrc/reshard_delta.h)."""
 
 import ctypes
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -12,11 +10,8 @@ from torch import Tensor
 
 from rltrain.models.table import ITEM_BYTES, Array, ElementType
 from rltrain.reshard import native
-from rltrain.reshard.copy_table import CopyTable
-from rltrain.reshard.slices import DELTA_BLOCK, DELTA_WHOLE, SLICE
-
-if TYPE_CHECKING:
-    pass
+from rltrain.reshard.copy_table import CopyTable, CudaKernels
+from rltrain.reshard.native import DELTA_BLOCK, DELTA_WHOLE, SLICE
 
 # Changes of packed bytes by torch operations: where no native library was built, and what the native ones equal.
 
@@ -24,13 +19,19 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class TorchChanges:
-    """A `Changes` (changes.py)."""
+    """Of all ways the plain one. Tensors are contiguous bytes on one device; sections begin at multiples of their
+    items."""
 
-    keeps_as_it_marks = packs = False
+    keeps_as_it_marks = False
+    """Whether `mark` has `kept` equal `packed` already."""
+    packs = False
+    """Whether `mark` takes a `packing`."""
 
     def mark(
         self, packed: Tensor, kept: Tensor, item: int, packing: "Packing | None" = None
     ) -> tuple[Tensor, Tensor, list[int]]:
+        """(lengths, bits, [places, values, changes]) of what differs, in elements of `item` bytes. `packing` makes
+        `packed` on the way; without it is made already."""
         differing = packed.view(BITS[item]) != kept.view(BITS[item])
         sizes = block_sizes(len(differing), packed.device)
         padded = torch.nn.functional.pad(differing, (0, len(sizes) * DELTA_BLOCK - len(differing)))
@@ -40,6 +41,7 @@ class TorchChanges:
         return lengths, differing, totals_of(counts, whole, sizes)
 
     def write(self, packed: Tensor, kept: Tensor, marks: "Marks", parts: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Encode what was marked into `parts`, and have `kept` equal `packed`, neither of which was written since."""
         lengths, places, values = parts
         differing, bits = marks.bits, BITS[marks.extent.item]
         lengths.copy_(marks.lengths)
@@ -51,6 +53,8 @@ class TorchChanges:
     def apply(
         self, slices: Array, begin: int, extent: "Extent", parts: tuple[Tensor, Tensor, Tensor], bases: list[Tensor]
     ) -> bool:
+        """Put values where `slices` [SLICE] have their elements go, whose sources lie one after another; element
+        `begin` of their source is the section's first. False where they do not fit."""
         lengths, places, values = parts
         elements = _elements(lengths, places, extent)
         if elements is None or len(elements) != extent.values:
@@ -183,48 +187,21 @@ class Packing:
     begin: int
 
 
-class Changes(Protocol):
-    """An implementation. All tensors are contiguous bytes on one device; sections begin at multiples of their items."""
-
-    keeps_as_it_marks: bool
-    """Whether `mark` has `kept` equal `packed` already."""
-    packs: bool
-    """Whether `mark` takes a `packing`."""
-
-    def mark(
-        self, packed: Tensor, kept: Tensor, item: int, packing: Packing | None = None
-    ) -> tuple[Tensor, Tensor, list[int]]:
-        """(lengths, bits, [places, values, changes]) of what differs, in elements of `item` bytes. `packing` makes
-        `packed` on the way; without it is made already."""
-
-    def write(self, packed: Tensor, kept: Tensor, marks: Marks, parts: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Encode what was marked into `parts`, and have `kept` equal `packed`, neither of which was written since."""
-
-    def apply(
-        self, slices: Array, begin: int, extent: Extent, parts: tuple[Tensor, Tensor, Tensor], bases: list[Tensor]
-    ) -> bool:
-        """Put values where `slices` [SLICE] have their elements go, whose sources lie one after another; element
-        `begin` of their source is the section's first. False where they do not fit."""
-
-
 class NativeChanges:
-    """By csrc/reshard_cpu_delta.h, with as many threads as torch has. Marks of one item size are those made last."""
+    """As `TorchChanges`, by csrc/reshard_cpu_delta.h, with as many threads as torch has. Marks of one item size are
+    those made last."""
 
     keeps_as_it_marks = packs = True
 
     def __init__(self) -> None:
         library = native.cpu_library()
         address, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-        self._counts = library.rs_cpu_delta_counts
+        self._counts, self._gather = library.rs_cpu_delta_counts, library.rs_cpu_delta_gather
         self._counts.argtypes, self._counts.restype = (size,), size
-        self._mark, self._gather, self._apply = (
-            library.rs_cpu_delta_mark,
-            library.rs_cpu_delta_gather,
-            library.rs_cpu_delta_apply,
-        )
-        self._mark.argtypes = (address, size, address, size, *(address,) * 2, size, number, *(address,) * 3, number)
         self._gather.argtypes, self._gather.restype = (address, address, size, number, *(address,) * 3), None
-        self._apply.argtypes = (address, size, address, size, size, number, *(address,) * 4, number)
+        of_slices, of_packed = (address, size, address, size), (*(address,) * 2, size, number)
+        self._mark = native.typed(library.rs_cpu_delta_mark, *of_slices, *of_packed, *(address,) * 3, number)
+        self._apply = native.typed(library.rs_cpu_delta_apply, *of_slices, size, number, *(address,) * 4, number)
         self._found: dict[int, Tensor] = {}
 
     def mark(
@@ -282,50 +259,22 @@ def _expect_memory(error: int) -> None:
         raise RuntimeError("the native library could not compare what was packed: out of memory")
 
 
-def changes_on(device: torch.device) -> Changes:
-    """What finds changes on `device`: all implementations give the same bytes. UserError as `native.backend`."""
-    match native.backend(device.type):
-        case "cuda":
-            pass  # only where there is a device to use it
-
-            return CudaChanges(device)
-        case "native":
-            return NativeChanges()
-    return TorchChanges()
-
-
-def mark(changes: Changes, packed: Tensor, kept: Tensor, item: int, packing: Packing | None = None) -> Marks:
-    """What of `packed` differs from `kept`, by elements of `item` bytes."""
-    lengths, bits, (places, values, changed) = changes.mark(packed, kept, item, packing)
-    return Marks(Extent(packed.numel() // item, item, places, values), changed, lengths, bits)
-
-
-if TYPE_CHECKING:
-    pass
-
 # Changes of packed bytes on NVIDIA GPUs by csrc/reshard_cuda_delta.h.
 
-_ADDRESS, _SIZE, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-_WHERE = (_NUMBER, _NUMBER, _ADDRESS)  # blocks, device, stream
 LANES = 32
 
 
-class CudaChanges:
-    """A `Changes` (changes.py), by launches on the current stream of `device`. The host waits for what it must know."""
+class CudaChanges(CudaKernels):
+    """As `TorchChanges`. The host waits for what it must know."""
 
     keeps_as_it_marks = packs = False
 
     def __init__(self, device: torch.device) -> None:
-        library = native.cuda_library()
-        self._mark = _typed(library.rs_cuda_delta_mark, _ADDRESS, _ADDRESS, _SIZE, _NUMBER, _ADDRESS, _ADDRESS)
-        self._write = _typed(library.rs_cuda_delta_write, _ADDRESS, _ADDRESS, _SIZE, _NUMBER, *(_ADDRESS,) * 6)
-        self._apply = _typed(
-            library.rs_cuda_delta_apply, _ADDRESS, _SIZE, _ADDRESS, _SIZE, _SIZE, _NUMBER, *(_ADDRESS,) * 6
-        )
-        self._error_string = library.rs_cuda_error_string
-        self._error_string.restype = ctypes.c_char_p
-        self._ordinal = self._ordinal_of(device)
-        self._num_blocks = int(library.rs_cuda_num_blocks(self._ordinal))
+        super().__init__(device)
+        address, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+        self._mark = self._kernel("rs_cuda_delta_mark", address, address, size, number, address, address)
+        self._write = self._kernel("rs_cuda_delta_write", address, address, size, number, *(address,) * 6)
+        self._apply = self._kernel("rs_cuda_delta_apply", address, size, address, size, size, number, *(address,) * 6)
 
     def mark(
         self, packed: Tensor, kept: Tensor, item: int, packing: "Packing | None" = None
@@ -367,19 +316,7 @@ class CudaChanges:
         return not bool(wrong.item())
 
     def _launch(self, kernel: Callable[..., int], *arguments: int) -> None:
-        with self._current_stream() as stream:
-            error = kernel(*arguments, self._num_blocks, self._ordinal, stream)
-        if error:
-            reason = f"{self._error_string(error).decode()} (CUDA error {error})"
-            raise RuntimeError(f"what was packed cannot be compared on device {self._ordinal}: {reason}")
-
-    def _ordinal_of(self, device: torch.device) -> int:
-        return torch.cuda.current_device() if device.index is None else device.index
-
-    @contextmanager
-    def _current_stream(self) -> Iterator[int]:
-        with torch.cuda.device(self._ordinal):
-            yield torch.cuda.current_stream().cuda_stream
+        self._start(kernel, *arguments, told="what was packed cannot be compared")
 
 
 def _totals(lengths: Tensor, elements: int) -> tuple[Tensor, Tensor]:
@@ -395,10 +332,25 @@ def _starts(lengths: Tensor, elements: int) -> list[Tensor]:
     return [torch.nn.functional.pad(ends, (1, -1)) for ends in _totals(lengths, elements)]
 
 
-def _typed(function: Callable[..., int], *arguments: type) -> Callable[..., int]:
-    function.argtypes = (*arguments, *_WHERE)  # type: ignore[attr-defined]
-    function.restype = ctypes.c_int  # type: ignore[attr-defined]
-    return function
-
-
 assert DELTA_BLOCK == LANES * 8, "a lane marks its elements in a byte"
+
+
+# Which of them is taken.
+
+Changes = TorchChanges | NativeChanges | CudaChanges
+
+
+def changes_on(device: torch.device) -> Changes:
+    """What finds changes on `device`: all implementations give the same bytes. UserError as `native.backend`."""
+    match native.backend(device.type):
+        case "cuda":
+            return CudaChanges(device)
+        case "native":
+            return NativeChanges()
+    return TorchChanges()
+
+
+def mark(changes: Changes, packed: Tensor, kept: Tensor, item: int, packing: Packing | None = None) -> Marks:
+    """What of `packed` differs from `kept`, by elements of `item` bytes."""
+    lengths, bits, (places, values, changed) = changes.mark(packed, kept, item, packing)
+    return Marks(Extent(packed.numel() // item, item, places, values), changed, lengths, bits)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from rltrain.models.table import ITEM_BYTES, Array, ElementType, IntArray
 from rltrain.reshard import copy_table
-from rltrain.reshard.copy_table import DTYPES, TorchCopies
-from rltrain.reshard.slices import SLICE, Bases, check_side
+from rltrain.reshard.copy_table import DTYPES
+from rltrain.reshard.native import SLICE, Bases, check_side
 
 _TYPES = {dtype: kind for kind, dtype in DTYPES.items()}
 _TYPE_OF_SIZE = {
@@ -48,10 +48,7 @@ def checksums(boxes: Array, tensors: Sequence[Tensor], num_entries: int) -> IntA
     check_side(slices, "src", slices["src_type"], slices["rows"], slices["cols"], bases)
     sums = torch.zeros(num_entries, dtype=torch.int64, device=device)
     copies = copy_table.backend_class(device)(slices, device)
-    if isinstance(copies, TorchCopies):
-        copies.bind_tensors([*flats, sums])
-    else:
-        copies.bind([tensor.data_ptr() for tensor in (*flats, sums)])
+    copies.bind([*flats, sums])
     copies.checksum(0, len(slices))
     found: IntArray = sums.cpu().numpy()
     return found

@@ -1,11 +1,13 @@
 """The copies of a reshard on one rank, as slices of one table: local ones, and per stage and round pack and unpack."""
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from rltrain.models.table import Array, IntArray, TypeArray
+from rltrain.reshard.fp8_scales import BlockTable
+from rltrain.reshard.native import SLICE, quantises
 from rltrain.reshard.plan import RankPlan
 from rltrain.reshard.rounds import (
     NO_HEADERS,
@@ -21,14 +23,6 @@ from rltrain.reshard.rounds import (
     cut,
     fixed_places,
 )
-from rltrain.reshard.slices import SLICE, quantises
-
-
-class BlockPlaces(Protocol):
-    """Where the blocks of a rank's quantised tensors are in its table of magnitudes (block_scales.BlockTable)."""
-
-    def places(self, boxes: Array) -> Array:
-        """The fields amax_offset, amax_stride, row_phase and col_phase of slices that copy `boxes`."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +126,7 @@ def make_steps(
     rounds: tuple[Rounds, ...],
     *,
     read: ReadPlaces = NOBODY,
-    blocks: BlockPlaces | None = None,
+    blocks: BlockTable | None = None,
     large_bytes: int | None = None,
     headers: Headers = NO_HEADERS,
 ) -> Steps:
@@ -206,7 +200,7 @@ def _to_all_readers(rounds: list[list[Message]], stage: StageStreams) -> list[li
 class _Builder:
     """Puts a table together."""
 
-    def __init__(self, bases: BaseNumbers, blocks: BlockPlaces | None) -> None:
+    def __init__(self, bases: BaseNumbers, blocks: BlockTable | None) -> None:
         self.bases = bases
         self.tables: list[Array] = []
         self._blocks, self._length = blocks, 0
@@ -281,7 +275,7 @@ def _at_staging(slices: Array, side: str, made: Cut, base: int | IntArray) -> No
     slices[f"{side}_type"] = made.types
 
 
-def _place_blocks(slices: Array, boxes: Array, blocks: BlockPlaces | None, base: int) -> None:
+def _place_blocks(slices: Array, boxes: Array, blocks: BlockTable | None, base: int) -> None:
     rows = np.flatnonzero(quantises(slices))
     if not len(rows):
         return

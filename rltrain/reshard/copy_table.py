@@ -8,37 +8,35 @@ operations where neither was built. All give the same bits, as csrc/reshard.h sa
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from rltrain.models.table import Array, ElementType
+from rltrain.models.table import ITEM_BYTES, Array, ElementType
 from rltrain.reshard import native
-from rltrain.reshard.slices import (
+from rltrain.reshard.layout import Layout, parameter_types
+from rltrain.reshard.native import (
     ANY_TYPE,
     BLOCK,
     SLICE,
-    TILE,
     Bases,
     alignment,
     blocks_spanned,
     check_bounds,
     check_slices,
-    cut,
     is_empty,
     quantises,
 )
 
 # Copies of slices on the CPU by csrc/reshard_cpu.cpp.
 
-_CPU_ARGUMENTS = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int)
-
 
 class CpuCopies:
-    """A `NativeCopies` (copy_table.py). It uses as many threads as torch does at the time of a launch."""
+    """As `TorchCopies`, with as many threads as torch has at the time of a launch."""
 
     def __init__(self, slices: Array, device: torch.device) -> None:
         self._slices = slices
@@ -46,12 +44,13 @@ class CpuCopies:
         self._bases = np.zeros(0, dtype=np.uint64)
         self._pointers = 0
         library = native.cpu_library()
-        self._copy = _cpu_typed(library.rs_cpu_copy)
-        self._amax = _cpu_typed(library.rs_cpu_amax)
-        self._checksum = _cpu_typed(library.rs_cpu_checksum)
+        arguments = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int)
+        self._copy, self._amax, self._checksum = (
+            native.typed(library[f"rs_cpu_{name}"], *arguments) for name in ("copy", "amax", "checksum")
+        )
 
-    def bind(self, pointers: list[int]) -> None:
-        self._bases = np.array(pointers, dtype=np.uint64)
+    def bind(self, tensors: Sequence[Tensor]) -> None:
+        self._bases = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.uint64)
         self._pointers = self._bases.ctypes.data
 
     def launch(self, first: int, last: int) -> None:
@@ -67,52 +66,156 @@ class CpuCopies:
         """See `CopyTable.addresses`."""
         return self._table + first * SLICE.itemsize, last - first, self._pointers
 
-    def _run(self, function: Callable[[int, int, int, int], int], first: int, last: int) -> None:
+    def _run(self, function: Callable[..., int], first: int, last: int) -> None:
         if function(*self.addresses(first, last), torch.get_num_threads()):
             raise RuntimeError(f"the native library could not go through slices {first}:{last}: out of memory")
 
 
-def _cpu_typed(function: Callable[..., int]) -> Callable[[int, int, int, int], int]:
-    function.argtypes = _CPU_ARGUMENTS  # type: ignore[attr-defined]
-    function.restype = ctypes.c_int  # type: ignore[attr-defined]
-    return function
+# Cutting slices into the tiles that warps of the CUDA kernels take.
+
+TILE = np.dtype(
+    [
+        ("row", np.int64),
+        ("col", np.int64),
+        ("rows", np.int32),
+        ("cols", np.int32),
+        ("slice", np.int32),
+        ("unused", np.int32),
+    ]
+)
+"""rs_tile of csrc/reshard_cuda_tiles.h, field by field."""
+
+TILE_BYTES = 16384
+"""Most bytes of a tile in the wider of its two types: four rounds of a warp's loads."""
+
+_ALIGNMENT = 16
+"""Columns between tiles are a multiple of it, so that vectors fit in all of a row's tiles if they fit in the row."""
+
+
+@dataclass(frozen=True, eq=False)
+class Tiles:
+    """Slices cut into tiles: those of slices[first:last] are tiles[first_tile[first]:first_tile[last]]."""
+
+    slices: Array
+    """As given, but that slices without gaps between their rows are one row."""
+    tiles: Array
+    first_tile: NDArray[np.int64]
+    """[slices + 1]"""
+
+
+def cut(slices: Array) -> Tiles:
+    """Tiles of `slices` [SLICE], which they cover exactly: in the order of the slices, then by rows, then by columns.
+
+    Tiles of slices that quantise lie within one block.
+    """
+    joined = _joined(slices)
+    tile_rows, tile_cols, above, left = _shapes(joined)
+    rows, cols = joined["rows"], joined["cols"]
+    filled = (rows > 0) & (cols > 0)
+    down = np.where(filled, -(-(above + rows) // tile_rows), 0)
+    across = np.where(filled, -(-(left + cols) // tile_cols), 0)
+
+    first_tile = np.zeros(len(joined) + 1, dtype=np.int64)
+    np.cumsum(down * across, out=first_tile[1:])
+    number = np.repeat(np.arange(len(joined)), np.diff(first_tile))
+    i, j = np.divmod(np.arange(first_tile[-1]) - first_tile[number], across[number])
+
+    tiles = np.zeros(len(number), dtype=TILE)
+    tiles["slice"] = number
+    tiles["row"], tiles["rows"] = _pieces(i, tile_rows[number], above[number], rows[number])
+    tiles["col"], tiles["cols"] = _pieces(j, tile_cols[number], left[number], cols[number])
+    return Tiles(joined, tiles, first_tile)
+
+
+def _joined(slices: Array) -> Array:
+    """Slices whose rows follow each other without gaps on both sides, as one row."""
+    joined = slices.copy()
+    without_gaps = (slices["src_stride"] == slices["cols"]) & (slices["dst_stride"] == slices["cols"])
+    chosen = (without_gaps | (slices["rows"] == 1)) & ~quantises(slices)
+    joined["cols"][chosen] *= joined["rows"][chosen]
+    joined["rows"][chosen] = np.minimum(joined["rows"][chosen], 1)
+    return joined
+
+
+def _shapes(slices: Array) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Rows and columns of the tiles of each slice, and those of its first tile that lie above and left of the slice."""
+    quantised = quantises(slices)
+    most = TILE_BYTES // np.maximum(ITEM_BYTES[slices["src_type"]], ITEM_BYTES[slices["dst_type"]])
+    # About equal parts of a row.
+    across = np.maximum(-(-slices["cols"] // most), 1)
+    aligned = -(-slices["cols"] // (across * _ALIGNMENT)) * _ALIGNMENT
+    tile_cols = np.where(quantised, BLOCK, np.maximum(aligned, 1))
+    tile_rows = np.maximum(most // np.maximum(np.minimum(tile_cols, slices["cols"]), 1), 1)
+    # A power of two, so that blocks are whole tiles.
+    within_block = np.minimum(2 ** np.log2(tile_rows).astype(np.int64), BLOCK)
+    tile_rows = np.where(quantised, within_block, tile_rows)
+    above = np.where(quantised, slices["row_phase"] % tile_rows, 0)
+    left = np.where(quantised, slices["col_phase"], 0)
+    return tile_rows, tile_cols, above, left
+
+
+def _pieces(
+    number: NDArray[np.int64], size: NDArray[np.int64], before: NDArray[np.int64], length: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Start and length of the number-th piece of `length`, cut every `size` from `before` ahead of its start."""
+    start = np.maximum(number * size - before, 0)
+    end = np.minimum((number + 1) * size - before, length)
+    return start, end - start
 
 
 # Copies of slices on NVIDIA GPUs by csrc/reshard_cuda.cu.
 
-_CUDA_ARGUMENTS = (
-    ctypes.c_void_p,  # tiles
-    ctypes.c_void_p,  # slices
-    ctypes.c_void_p,  # bases
-    ctypes.c_int64,  # first tile
-    ctypes.c_int64,  # last tile
-    ctypes.c_int,  # blocks
-    ctypes.c_int,  # device
-    ctypes.c_void_p,  # stream
-)
-_Kernel = Callable[[int, int, int, int, int, int, int, int], int]
-
 assert TILE.itemsize == native.CUDA_TILE_BYTES
 
 
-class CudaCopies:
-    """A `NativeCopies` (copy_table.py). Launches are asynchronous, on the current stream of the device.
+class CudaKernels:
+    """Launches functions of the CUDA library, which is asynchronous, on the current stream of `device`.
 
     Set `num_blocks` lower to leave multiprocessors, of which two blocks fill one, to what runs beside a launch.
     """
 
-    def __init__(self, slices: Array, device: torch.device) -> None:
-        library = native.cuda_library()
-        self._copy = _cuda_typed(library.rs_cuda_copy)
-        self._amax = _cuda_typed(library.rs_cuda_amax)
-        self._checksum = _cuda_typed(library.rs_cuda_checksum)
-        self._error_string = library.rs_cuda_error_string
-        self._error_string.restype = ctypes.c_char_p
-        self._device = device
-        self._ordinal = self._ordinal_of(device)
-        self.num_blocks = int(library.rs_cuda_num_blocks(self._ordinal))
+    def __init__(self, device: torch.device) -> None:
+        self._library = native.cuda_library()
+        self._library.rs_cuda_error_string.restype = ctypes.c_char_p
+        self._device, self._ordinal = device, self._ordinal_of(device)
+        self.num_blocks = int(self._library.rs_cuda_num_blocks(self._ordinal))
         if self.num_blocks < 0:
             raise RuntimeError(f"no multiprocessors of {device} can be counted: {self._reason(-self.num_blocks)}")
+
+    def _kernel(self, name: str, *arguments: type) -> Callable[..., int]:
+        """The function of this name, which takes blocks, device and stream behind its `arguments`."""
+        return native.typed(self._library[name], *arguments, ctypes.c_int, ctypes.c_int, ctypes.c_void_p)
+
+    def _start(self, kernel: Callable[..., int], *arguments: int, told: str) -> None:
+        """`told` is what an error says cannot be done."""
+        with self._current_stream() as stream:
+            error = kernel(*arguments, self.num_blocks, self._ordinal, stream)
+        if error:
+            raise RuntimeError(f"{told} on {self._device}: {self._reason(error)}")
+
+    def _reason(self, error: int) -> str:
+        return f"{self._library.rs_cuda_error_string(error).decode()} (CUDA error {error})"
+
+    def _ordinal_of(self, device: torch.device) -> int:
+        return torch.cuda.current_device() if device.index is None else device.index
+
+    @contextmanager
+    def _current_stream(self) -> Iterator[int]:
+        """The current stream of the device, which becomes the current device within."""
+        with torch.cuda.device(self._ordinal):
+            yield torch.cuda.current_stream().cuda_stream
+
+
+class CudaCopies(CudaKernels):
+    """As `TorchCopies`."""
+
+    def __init__(self, slices: Array, device: torch.device) -> None:
+        super().__init__(device)
+        # tiles, slices, bases, first tile, last tile
+        arguments = (ctypes.c_void_p,) * 3 + (ctypes.c_int64,) * 2
+        self._copy, self._amax, self._checksum = (
+            self._kernel(f"rs_cuda_{name}", *arguments) for name in ("copy", "amax", "checksum")
+        )
         tiles = cut(slices)
         self._first_tile = tiles.first_tile
         self._slices = self._upload(tiles.slices)
@@ -121,13 +224,14 @@ class CudaCopies:
         self._bases = self._upload(np.zeros(0, dtype=np.uint64))
         self._streams: set[int] = set()
 
-    def bind(self, pointers: list[int]) -> None:
+    def bind(self, tensors: Sequence[Tensor]) -> None:
+        pointers = [tensor.data_ptr() for tensor in tensors]
         if pointers == self._pointers:
             return
         # A new table: launches under way read the former one, whose memory is not reused before they have ended.
         self._bases = self._upload(np.array(pointers, dtype=np.uint64))
         self._streams.clear()
-        self._pointers = list(pointers)
+        self._pointers = pointers
 
     def launch(self, first: int, last: int) -> None:
         self._run(self._copy, first, last)
@@ -138,21 +242,11 @@ class CudaCopies:
     def checksum(self, first: int, last: int) -> None:
         self._run(self._checksum, first, last)
 
-    def _run(self, kernel: _Kernel, first: int, last: int) -> None:
+    def _run(self, kernel: Callable[..., int], first: int, last: int) -> None:
         tiles = int(self._first_tile[first]), int(self._first_tile[last])
-        if tiles[0] == tiles[1]:
-            return
-        tables = self._tiles.data_ptr(), self._slices.data_ptr(), self._bases.data_ptr()
-        with self._current_stream() as stream:
-            error = kernel(*tables, *tiles, self.num_blocks, self._ordinal, stream)
-        if error:
-            raise RuntimeError(f"slices {first}:{last} cannot be gone through on {self._device}: {self._reason(error)}")
-
-    def _reason(self, error: int) -> str:
-        return f"{self._error_string(error).decode()} (CUDA error {error})"
-
-    def _ordinal_of(self, device: torch.device) -> int:
-        return torch.cuda.current_device() if device.index is None else device.index
+        if tiles[0] < tiles[1]:
+            tables = self._tiles.data_ptr(), self._slices.data_ptr(), self._bases.data_ptr()
+            self._start(kernel, *tables, *tiles, told=f"slices {first}:{last} cannot be gone through")
 
     def _upload(self, table: Array) -> Tensor:
         """The bytes of `table` on the device, there for all streams once this returns.
@@ -164,17 +258,14 @@ class CudaCopies:
 
     @contextmanager
     def _current_stream(self) -> Iterator[int]:
-        """The current stream of the device, which becomes the current device within.
-
-        The allocator learns once per stream that it reads the tables, and keeps their memory until it has done so.
-        """
-        with torch.cuda.device(self._ordinal):
-            stream = torch.cuda.current_stream()
-            if stream.cuda_stream not in self._streams:
+        """Besides, the allocator learns once per stream that it reads the tables, and keeps their memory until it has
+        done so."""
+        with super()._current_stream() as stream:
+            if stream not in self._streams:
                 for tensor in (self._tiles, self._slices, self._bases):
-                    tensor.record_stream(stream)
-                self._streams.add(stream.cuda_stream)
-            yield stream.cuda_stream
+                    tensor.record_stream(torch.cuda.current_stream())
+                self._streams.add(stream)
+            yield stream
 
 
 @cache
@@ -182,13 +273,7 @@ def _upload_stream(ordinal: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(ordinal)  # type: ignore[no-untyped-call]
 
 
-def _cuda_typed(function: Callable[..., int]) -> _Kernel:
-    function.argtypes = _CUDA_ARGUMENTS  # type: ignore[attr-defined]
-    function.restype = ctypes.c_int  # type: ignore[attr-defined]
-    return function
-
-
-# Torch's dtype of every element type. Apart from element_types because it loads torch.
+# Torch's dtype of every element type, and tensors of it for a layout's parameters.
 
 DTYPES = {
     ElementType.FLOAT32: torch.float32,
@@ -196,6 +281,15 @@ DTYPES = {
     ElementType.FLOAT16: torch.float16,
     ElementType.FLOAT8_E4M3: torch.float8_e4m3fn,
 }
+
+
+def allocate_parameters(layout: Layout, rank: int, *, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    """Zeroed tensors of every parameter that `rank` holds in `layout`, by name."""
+    kinds = parameter_types(layout, layout.parts[layout.ranks.index(rank)]).tolist()
+    return {
+        name: torch.zeros(shape, dtype=DTYPES[ElementType(kind)], device=device)
+        for (name, shape), kind in zip(layout.on(rank).parameters, kinds, strict=True)
+    }
 
 
 # FP8 in blocks, as torch operations: the reference that the kernels equal bit for bit.
@@ -213,8 +307,7 @@ DTYPES = {
 # every q is the NaN 0x7f.
 #
 # Both quotients are rounded from the exact ones: divisor and dividend are tensors, because torch replaces the division
-# of
-# a tensor by a Python number, and of a Python number by a tensor, by a multiplication with a rounded reciprocal.
+# of a tensor by a Python number, and of a Python number by a tensor, by a multiplication with a rounded reciprocal.
 
 MAX_FLOAT8 = 448.0
 SMALLEST_AMAX = 2.0**-100
@@ -328,29 +421,35 @@ _NANS = {ElementType.FLOAT32: 0x7FFFFFFF, ElementType.BFLOAT16: 0x7FFF, ElementT
 
 
 class TorchCopies:
-    """As `NativeCopies` (copy_table.py), on tensors instead of addresses."""
+    """What goes through slices, of all ways the plain one. What it is given was checked."""
 
     def __init__(self, slices: Array, device: torch.device) -> None:
+        """`slices` [SLICE] is contiguous and belongs to this object, `device` is where all memory is."""
         self._slices = slices
         self._quantises = quantises(slices)
         self._empty = is_empty(slices)
         self._tensors: Sequence[Tensor] = ()
 
-    def bind_tensors(self, tensors: Sequence[Tensor]) -> None:
+    def bind(self, tensors: Sequence[Tensor]) -> None:
+        """Number i becomes base i."""
         self._tensors = [tensor.detach().view(-1).view(torch.uint8) for tensor in tensors]
 
     @torch.no_grad()
     def launch(self, first: int, last: int) -> None:
+        """Copy slices[first:last], 0 <= first < last <= len(slices)."""
         for number in first + np.flatnonzero(~self._empty[first:last]):
             self._copy(self._slices[number], quantised=bool(self._quantises[number]))
 
     @torch.no_grad()
     def amax(self, first: int, last: int) -> None:
+        """Raise the amax entries of those of slices[first:last] that quantise to the magnitudes of their elements; the
+        other slices are skipped."""
         for number in first + np.flatnonzero(self._quantises[first:last] & ~self._empty[first:last]):
             self._raise_amax(self._slices[number])
 
     @torch.no_grad()
     def checksum(self, first: int, last: int) -> None:
+        """Add the checksums of slices[first:last], which have no destination, to their sums: see checksums.py."""
         for number in first + np.flatnonzero(~self._empty[first:last]):
             self._add_checksum(self._slices[number])
 
@@ -402,29 +501,7 @@ class TorchCopies:
         return tensor[: tensor.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
 
 
-__all__ = ["BLOCK", "SLICE", "CopyTable", "NativeCopies"]
-
 _TYPES: dict[torch.dtype, int] = {dtype: kind for kind, dtype in DTYPES.items()} | {torch.uint8: ANY_TYPE}
-
-
-class NativeCopies(Protocol):
-    """A backend that works on addresses, `CpuCopies` or `CudaCopies` (cuda.py). What it is given was checked."""
-
-    def __init__(self, slices: Array, device: torch.device) -> None:
-        """`slices` [SLICE] is contiguous and belongs to the backend. CUDA: uploads the table to `device`."""
-
-    def bind(self, pointers: list[int]) -> None:
-        """Number i is the address of base i on the device; bases without elements have address 0."""
-
-    def launch(self, first: int, last: int) -> None:
-        """Copy slices[first:last], 0 <= first < last <= len(slices), in one call. CUDA: on the current stream."""
-
-    def amax(self, first: int, last: int) -> None:
-        """Raise the amax entries of those of slices[first:last] that quantise to the magnitudes of their elements; the
-        other slices are skipped."""
-
-    def checksum(self, first: int, last: int) -> None:
-        """Add the checksums of slices[first:last], which have no destination, to their sums: see checksums.py."""
 
 
 class CopyTable:
@@ -455,19 +532,15 @@ class CopyTable:
         sizes = [(tensor.dtype, tensor.numel()) for tensor in tensors]
         if sizes != self._checked:
             self._check(sizes)
-        pointers = [tensor.data_ptr() for tensor in tensors]
         for number, tensor in enumerate(tensors):
             if not tensor.is_contiguous() or not self._reaches(tensor):
                 raise ValueError(
                     f"base {number} is on {tensor.device} with strides {tensor.stride()}: expected a contiguous tensor "
                     f"on {self._device}"
                 )
-            if pointers[number] % self._alignment[number]:
+            if tensor.data_ptr() % self._alignment[number]:
                 raise ValueError(f"base {number} begins between two elements of {self._alignment[number]} bytes")
-        if isinstance(self._copies, TorchCopies):
-            self._copies.bind_tensors(tensors)
-        else:
-            self._copies.bind(pointers)
+        self._copies.bind(tensors)
         self._bound = list(tensors)
 
     def _reaches(self, tensor: Tensor) -> bool:
@@ -479,7 +552,7 @@ class CopyTable:
         """Forget the tensors, so that their memory can be freed; nothing can be launched until the next `bind`."""
         self._bound = None
         if isinstance(self._copies, TorchCopies):
-            self._copies.bind_tensors(())
+            self._copies.bind(())
 
     def launch(self, first: int, last: int) -> None:
         """Copy slices[first:last] in one call: on CUDA on the device's current stream, on the CPU before it returns."""
@@ -524,12 +597,10 @@ class CopyTable:
         self._checked = sizes
 
 
-def backend_class(device: torch.device) -> type[NativeCopies] | type[TorchCopies]:
+def backend_class(device: torch.device) -> type[CpuCopies] | type[CudaCopies] | type[TorchCopies]:
     """What goes through slices on `device`. UserError as `native.backend`."""
     match native.backend(device.type):
         case "cuda":
-            pass  # only where there is a device to use it
-
             return CudaCopies
         case "native":
             return CpuCopies

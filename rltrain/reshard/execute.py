@@ -4,7 +4,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,15 +13,27 @@ from torch import Tensor
 from rltrain.errors import SyncError
 from rltrain.models.table import ElementType, IntArray, TypeArray, wire_types
 from rltrain.reshard.agreement import Agreement
-from rltrain.reshard.copies import BlockPlaces, StageSteps, Steps, make_steps
+from rltrain.reshard.copies import StageSteps, Steps, make_steps
 from rltrain.reshard.copy_table import DTYPES, CopyTable
 from rltrain.reshard.delta import Coder, DeltaSettings, headers_of
 from rltrain.reshard.fp8_blocks import SCALES_PARAMETER
-from rltrain.reshard.match import num_bytes
-from rltrain.reshard.plan import Parameters, RankPlan
+from rltrain.reshard.fp8_scales import BlockScales
+from rltrain.reshard.layout import Parameters, num_bytes
+from rltrain.reshard.plan import RankPlan
 from rltrain.reshard.rounds import NO_HEADERS, shared_places, stage_streams
-from rltrain.reshard.streams import DeviceStream, DeviceStreams, Event, Memory, StagingBuffers, allocate
-from rltrain.reshard.wires import GlooWire, NcclWire, Neighbours, SharedWire, Wire
+from rltrain.reshard.wires import (
+    DeviceStream,
+    DeviceStreams,
+    Event,
+    GlooWire,
+    Memory,
+    NcclWire,
+    Neighbours,
+    SharedWire,
+    StagingBuffers,
+    Wire,
+    allocate,
+)
 from rltrain.runtime.heartbeat import Waiting, unnoted
 from rltrain.runtime.process_groups import plain_group
 
@@ -203,16 +214,6 @@ class Times:
     wire: list[Span] = field(default_factory=list)
 
 
-class Coding(Protocol):
-    """What packs and unpacks messages with headers (delta.coder.Coder)."""
-
-    def encode(self, steps: StageSteps, number: int) -> None:
-        """Round `number` is to leave: write its messages."""
-
-    def decode(self, steps: StageSteps, number: int) -> None:
-        """It has arrived: write the destinations."""
-
-
 def total_seconds(spans: list[Span]) -> float:
     return sum(end.seconds_since(begin) for begin, end in spans)
 
@@ -230,7 +231,7 @@ def covered_seconds(spans: list[Span], origin: Event) -> float:
 class Pipeline:
     """Issues the copies and transfers of one run; on CUDA nothing here waits, unless messages go over gloo."""
 
-    def __init__(self, table: CopyTable, steps: Steps, streams: DeviceStreams, coding: Coding | None = None) -> None:
+    def __init__(self, table: CopyTable, steps: Steps, streams: DeviceStreams, coding: Coder | None = None) -> None:
         self._table, self._steps, self._streams, self._coding = table, steps, streams, coding
         self.times = Times(streams.begin())
         self._settled: Event | None = None
@@ -301,23 +302,6 @@ LARGE_BYTES = 2**18
 than a message."""
 
 
-class Magnitudes(Protocol):
-    """What a reshard that quantises knows of this rank's blocks (block_scales.BlockScales)."""
-
-    amax: Tensor
-
-    @property
-    def table(self) -> BlockPlaces: ...
-
-    @property
-    def num_launches(self) -> int: ...
-
-    def prepare(
-        self, source_tensors: Mapping[str, Tensor] | None, group: dist.ProcessGroup | None
-    ) -> Mapping[str, Tensor] | None:
-        """Bring `amax` up to date; the source tensors with what it adds to them. Collective over: `group`."""
-
-
 class Resharding:
     """A plan that is ready to be carried out any number of times: its rounds, and its copies as a table on the device.
 
@@ -342,7 +326,7 @@ class Resharding:
         bucket_bytes: int,
         device: torch.device,
         ranks_per_node: int | None = None,
-        magnitudes: Magnitudes | None = None,
+        magnitudes: BlockScales | None = None,
         timeout_s: float | None = None,
         share_memory: bool = True,
         delta: DeltaSettings | None = None,

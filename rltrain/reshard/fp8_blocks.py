@@ -18,9 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rltrain.models.table import Array, CanonicalTensors, ElementType, IntArray
-from rltrain.reshard.layout import BOX_FIELDS, PIECE, Layout, Parameters, RankLayout
-from rltrain.reshard.match import boxes_of
-from rltrain.reshard.slices import BLOCK
+from rltrain.reshard.layout import BOX_FIELDS, PIECE, Layout, Parameters, RankLayout, boxes_of
+from rltrain.reshard.native import BLOCK
 
 BoolArray = NDArray[np.bool_]
 

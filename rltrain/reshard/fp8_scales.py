@@ -11,9 +11,8 @@ from torch import Tensor
 from rltrain.models.table import Array, ElementType, IntArray
 from rltrain.reshard.copy_table import CopyTable, scales_of
 from rltrain.reshard.fp8_blocks import SCALES_PARAMETER, QuantizedLayouts, entries_of, touched_blocks
-from rltrain.reshard.layout import PIECE, Parameters
-from rltrain.reshard.match import boxes_of, distinct, elements, overlaps
-from rltrain.reshard.slices import BLOCK, SLICE
+from rltrain.reshard.layout import PIECE, Parameters, boxes_of, distinct, elements, overlaps
+from rltrain.reshard.native import BLOCK, SLICE
 
 PLACE_IN_BLOCKS = np.dtype([(name, SLICE[name]) for name in ("amax_offset", "amax_stride", "row_phase", "col_phase")])
 """Fields of SLICE that say which entry of the amax table each element of a slice is quantised with."""

@@ -1,12 +1,393 @@
-"""Says where Megatron's modules keep a checkpoint's tensors, for every rank of a grid."""
+"""Cuts a family's table for one part of a layout, and says where Megatron's modules keep a checkpoint's tensors."""
 
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, groupby
+from math import prod
+from typing import Literal
 
-from rltrain.models import Architecture, Row, Split, canonical_tensors, element_types
-from rltrain.reshard.layout import Layout, RankLayout, Segment, window
-from rltrain.reshard.model_layout import Chunk, ModelCutter, Side, TensorShare, even_share, expert_share, round_up
+import numpy as np
+
+from rltrain.models import (
+    Architecture,
+    Layer,
+    LayerKind,
+    Row,
+    Split,
+    canonical_tensors,
+    element_types,
+    first_tensors,
+    layer_of,
+    prediction_layer,
+    sizes,
+    table_of,
+    tensors_in,
+)
+from rltrain.models.lora import ADAPTER_A, ADAPTER_B, A, B
+from rltrain.models.table import Array, IntArray
+from rltrain.reshard.layout import (
+    PIECE,
+    Layout,
+    Parameters,
+    RankLayout,
+    Segment,
+    Shard,
+    below,
+    column_slice,
+    stacked,
+    window,
+)
 from rltrain.runtime.grid import Grid
+
+# What both sides have in common: cutting a family's table for one part of a layout.
+
+NO_PIECES = np.zeros(0, dtype=PIECE)
+
+
+@dataclass(frozen=True)
+class TensorShare:
+    """Share `index` of `size` equal ones. `qkv` are the rows of the fused attention projection that it holds, in its
+    order; the `padded_vocab_size` rows of the vocabulary are dealt out evenly."""
+
+    index: int
+    size: int
+    qkv: Sequence[Segment] = ()
+    padded_vocab_size: int = 0
+
+
+@dataclass(frozen=True)
+class ExpertShare:
+    """The experts of every layer from `first`, `count` of them, and of each one share `index` of `size` equal ones."""
+
+    first: int
+    count: int
+    index: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive layers and the ends of the model that one pipeline stage holds as one module.
+
+    Its parameters' names begin with `prefix` and number layers from 0.
+    """
+
+    layers: range
+    embedding: bool
+    head: bool
+    prefix: str = ""
+    prediction: bool = False
+    """Whether it has, where it has the head, the layer that predicts a further token, and for that the embedding."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """What training or an engine calls the parameter of a row, and how it splits it."""
+
+    name: Callable[[Row], str]
+    split: Callable[[Row], Split]
+
+
+@dataclass(frozen=True, eq=False)
+class Template:
+    """Parameters of one layer, their names with "{layer}", and pieces that count tensors and parameters from 0."""
+
+    parameters: Parameters
+    pieces: Array
+
+
+def even_share(count: int, index: int, size: int, what: str) -> tuple[int, int]:
+    """(first, count) of part `index` of `size` equal parts of `count`."""
+    if count % size:
+        raise ValueError(f"{what} ({count}) cannot be split into {size} equal parts")
+    return index * (count // size), count // size
+
+
+def expert_share(architecture: Architecture, ep: tuple[int, int], tp: tuple[int, int]) -> ExpertShare:
+    """Share of the experts of expert-parallel rank (index, size) `ep` and, within each expert, `tp`."""
+    first, count = even_share(architecture.num_experts, *ep, "experts")
+    return ExpertShare(first, count, *tp)
+
+
+def round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+class ModelCutter:
+    """Makes the parts of one layout. Each kind of layer is cut once per share and repeated, so that the cost of a part
+    grows neither with the depth of the model nor with the number of its experts."""
+
+    def __init__(self, architecture: Architecture, side: Side) -> None:
+        self.architecture = architecture
+        self.side = side
+        self._sizes = sizes(architecture)
+        self._layers: dict[tuple[LayerKind, int, ExpertShare | None], Template] = {}
+
+    def cut(self, chunks: Sequence[Chunk], share: TensorShare, experts: ExpertShare | None) -> RankLayout:
+        """The part that holds `share` of all matrices of `chunks` but the experts', of which it holds `experts`."""
+        table, first = table_of(self.architecture), first_tensors(self.architecture)
+        tied = self.architecture.tied_embeddings
+        contents = _Contents()
+        for chunk in chunks:
+            if chunk.embedding:
+                contents.add(chunk.prefix, self._template((table.embedding,), share), np.array([0]))
+            for kind, layers in _runs(self.architecture.layer_kinds, chunk.layers):
+                template = self._layer(kind, share, experts)
+                contents.add(
+                    chunk.prefix, template, first[layers.start : layers.stop], layers.start - chunk.layers.start
+                )
+            if chunk.head:
+                contents.add(chunk.prefix, self._template(table.final_norm, share), first[-1:])
+                if not (tied and any(chunk.embedding for chunk in chunks)):
+                    after_norm = first[-1:] + tensors_in(table.final_norm)
+                    head = after_norm if not tied else np.array([0])  # tied: the embedding, on another stage
+                    contents.add(chunk.prefix, self._template((table.head,), share), head)
+            if chunk.prediction:
+                self._add_prediction(contents, chunk, share, experts)
+        return contents.finished()
+
+    def _add_prediction(
+        self, contents: "_Contents", chunk: Chunk, share: TensorShare, experts: ExpertShare | None
+    ) -> None:
+        if not chunk.embedding:
+            contents.add(chunk.prefix, self._template((table_of(self.architecture).embedding,), share), np.array([0]))
+        layer = prediction_layer(self.architecture)
+        template, num_tensors = self._template(layer.rows, share), tensors_in(layer.rows)
+        if layer.experts:
+            assert experts is not None
+            template = _beside(template, self._experts(layer, experts), num_tensors)
+            num_tensors += tensors_in(layer.experts) * layer.expert_copies(self.architecture.num_experts)
+        first = len(canonical_tensors(self.architecture).names) - num_tensors
+        contents.add(chunk.prefix, template, np.array([first]))
+
+    def _layer(self, kind: LayerKind, share: TensorShare, experts: ExpertShare | None) -> Template:
+        key = (kind, share.index, experts if kind.sparse else None)
+        if key not in self._layers:
+            layer = layer_of(self.architecture, kind)
+            template = self._template(layer.rows, share)
+            if kind.sparse:
+                assert experts is not None
+                template = _beside(template, self._experts(layer, experts), tensors_in(layer.rows))
+            self._layers[key] = template
+        return self._layers[key]
+
+    def _template(self, rows: Sequence[Row], share: TensorShare) -> Template:
+        shards = self._shards(rows, share)
+        pieces = np.concatenate([NO_PIECES, *(shard.pieces for shard in shards)])
+        pieces["parameter"] = np.repeat(np.arange(len(shards)), [len(shard.pieces) for shard in shards])
+        return Template(tuple((shard.name, shard.shape) for shard in shards), pieces)
+
+    def _experts(self, layer: Layer, share: ExpertShare) -> Template:
+        """All experts of the share: one is cut and repeated, as parameters of its own or stacked in one parameter."""
+        rows = layer.experts
+        if not rows:
+            return Template((), NO_PIECES)
+        one = self._shards(rows, TensorShare(share.index, share.size))
+        own = np.array(["{expert}" in shard.name for shard in one])
+        parameter = np.repeat(np.arange(len(one)), [len(shard.pieces) for shard in one])
+        first_parameter = np.cumsum([0, *np.where(own, share.count, 1)])
+        elements = np.array([int(np.prod(shard.shape)) for shard in one])
+        expert = np.arange(share.count)[:, None]
+        pieces = np.empty((share.count, len(parameter)), dtype=PIECE)
+        pieces[:] = np.concatenate([shard.pieces for shard in one])
+        if layer.stacked:
+            shapes = [part.shape(self._sizes) for row in rows for part in row.parts]
+            heights = np.array([shape[0] if len(shape) > 1 else 1 for shape in shapes])
+            pieces["row"] += (share.first + expert) * heights[pieces["tensor"]]
+        else:
+            pieces["tensor"] += (share.first + expert) * tensors_in(rows)
+        pieces["parameter"] = first_parameter[parameter] + expert * own[parameter]
+        pieces["offset"] += expert * np.where(own, 0, elements)[parameter]
+        named: list[tuple[str, tuple[int, ...]]] = []
+        for shard in one:
+            if "{expert}" in shard.name:
+                named += [(shard.name.replace("{expert}", str(i)), shard.shape) for i in range(share.count)]
+            else:
+                named.append((shard.name, (share.count, *shard.shape)))
+        return Template(tuple(named), pieces.reshape(-1))
+
+    def _shards(self, rows: Sequence[Row], share: TensorShare) -> list[Shard]:
+        """The share's parameters of `rows`, whose tensors are numbered through."""
+        shards: list[Shard] = []
+        num_tensors = 0
+        for row in (row for row in rows if row.parts):
+            shard = _cut(row, self.side.name(row), self.side.split(row), self._sizes, share)
+            shard.pieces["tensor"] += num_tensors
+            num_tensors += len(row.parts)
+            if shards and shards[-1].name == shard.name:
+                shards[-1] = below(shards[-1], shard)
+            else:
+                shards.append(shard)
+        return shards
+
+
+class _Contents:
+    """Collects the templates that make up a part."""
+
+    def __init__(self) -> None:
+        self._added: list[tuple[str, Template, IntArray, int]] = []
+
+    def add(self, prefix: str, template: Template, tensors: IntArray, first_layer: int = 0) -> None:
+        """`template` once for each of `tensors`, the numbers that its first tensors have."""
+        self._added.append((prefix, template, tensors, first_layer))
+
+    def finished(self) -> RankLayout:
+        pieces = np.empty(sum(len(tensors) * len(template.pieces) for _, template, tensors, _ in self._added), PIECE)
+        num_pieces = num_parameters = 0
+        for _, template, tensors, _ in self._added:
+            count = len(tensors) * len(template.pieces)
+            copies = pieces[num_pieces : num_pieces + count].reshape(len(tensors), len(template.pieces))
+            # As bytes: numpy copies records field by field, which takes ten times as long.
+            copies.view(np.uint8)[:] = template.pieces.view(np.uint8)
+            copies["tensor"] += tensors[:, None]
+            copies["parameter"] += num_parameters + np.arange(len(tensors))[:, None] * len(template.parameters)
+            num_pieces += count
+            num_parameters += len(tensors) * len(template.parameters)
+        return RankLayout(self._named, pieces)
+
+    def _named(self) -> Parameters:
+        return tuple(
+            (prefix + name.format(layer=first_layer + i), shape)
+            for prefix, template, tensors, first_layer in self._added
+            for i in range(len(tensors))
+            for name, shape in template.parameters
+        )
+
+
+def _runs(kinds: Sequence[LayerKind], layers: range) -> list[tuple[LayerKind, range]]:
+    """`layers` as runs of consecutive ones of one kind."""
+    runs: list[tuple[LayerKind, range]] = []
+    for layer in layers:
+        if runs and runs[-1][0] == kinds[layer]:
+            runs[-1] = (kinds[layer], range(runs[-1][1].start, layer + 1))
+        else:
+            runs.append((kinds[layer], range(layer, layer + 1)))
+    return runs
+
+
+def _beside(first: Template, second: Template, num_tensors: int) -> Template:
+    """Both together, where the tensors of `second` follow the `num_tensors` of `first`."""
+    pieces = np.concatenate([first.pieces, second.pieces])
+    pieces["tensor"][len(first.pieces) :] += num_tensors
+    pieces["parameter"][len(first.pieces) :] += len(first.parameters)
+    return Template(first.parameters + second.parameters, pieces)
+
+
+def _cut(row: Row, name: str, split: Split, size: dict[str, int], share: TensorShare) -> Shard:
+    """The share's parameter for `row`; tensors are numbered within the row."""
+    shapes = [part.shape(size) for part in row.parts]
+    width = shapes[0][-1] if len(shapes[0]) > 1 else None
+    if split == "columns":
+        assert width is not None, f"{name}: a vector has no columns to split"
+        return column_slice(name, shapes[0][0], *even_share(width, share.index, share.size, f"columns of {name}"))
+    if split == "vocab":
+        first, length = even_share(share.padded_vocab_size, share.index, share.size, "padded vocabulary")
+        segments = window([Segment(0, 0, shapes[0][0])], first, first + length)
+        return stacked(name, segments, length, width)
+    sections = _sections(row, size)
+    if split == "qkv":
+        segments = [piece for of in share.qkv for piece in window(sections[of.tensor], of.first, of.first + of.count)]
+    elif split == "rows":
+        segments = []
+        for section in sections:
+            num_rows = sum(segment.count for segment in section)
+            first, count = even_share(num_rows, share.index, share.size, f"rows of {name}")
+            segments += window(section, first, first + count)
+    else:
+        segments = [segment for section in sections for segment in section]
+    return stacked(name, segments, sum(segment.count for segment in segments), width)
+
+
+def _sections(row: Row, size: dict[str, int]) -> list[list[Segment]]:
+    """What a split cuts one by one: the tensors of a row, or sections of their rows."""
+    return [
+        [Segment(number, first, count) for first, count in section]
+        for number, part in enumerate(row.parts)
+        for section in part.sections(size)
+    ]
+
+
+# Which rows of B go with which part of A, where a layout keeps the low-rank adapters of several matrices in one
+# parameter.
+
+_A_NAME = re.compile(rf"(?P<adapted>.+){re.escape(ADAPTER_A)}(?P<expert>\d*)")
+
+
+@dataclass(frozen=True)
+class AdapterPair:
+    """`a` [parts * rank, inputs] and `b` [outputs, rank], with a first dimension more where experts are stacked."""
+
+    adapted: str
+    """The layer or the parameter that it is added to."""
+    expert: str
+    """The number of the expert in a layer of several, where each has parameters of its own; else nothing."""
+    a: tuple[int, ...]
+    b: tuple[int, ...]
+    segments: tuple[Segment, ...]
+    """Rows of `b`, in order, with the part of `a` that they go with as their tensor."""
+    cut: Literal["rows", "columns", None]
+    """How the matrices are cut: by rows, as `b` then is, or by columns, as `a` is."""
+
+    @property
+    def names(self) -> tuple[str, str]:
+        return self.adapted + ADAPTER_A + self.expert, self.adapted + ADAPTER_B + self.expert
+
+    @property
+    def num_parts(self) -> int:
+        return self.a[-2] // self.b[-1]
+
+    @property
+    def rows_of_parts(self) -> list[int]:
+        """Rows of `b` that go with each part, where those of a part lie together and in the parts' order. ValueError
+        elsewhere."""
+        runs = [(part, [*run]) for part, run in groupby(self.segments, key=lambda segment: segment.tensor)]
+        if [part for part, _ in runs] != [*range(self.num_parts)]:
+            raise ValueError(f"{self.adapted}: the rows of its adapters do not lie part by part")
+        return [sum(segment.count for segment in run) for _, run in runs]
+
+
+def adapter_pairs(layout: Layout, rank: int) -> list[AdapterPair]:
+    """Those of `rank`, in the order of its parameters."""
+    mine, tensors = layout.on(rank), layout.tensors.names
+    shapes: Mapping[str, tuple[int, ...]] = dict(mine.parameters)
+    boxes: dict[str, list[tuple[int, int, int]]] = {name: [] for name in shapes}
+    names, ones = [*shapes], [prod(shape[-2:]) for shape in shapes.values()]
+    for parameter, offset, tensor, rows in zip(
+        *(mine.pieces[field].tolist() for field in ("parameter", "offset", "tensor", "rows")), strict=True
+    ):
+        if offset < ones[parameter]:  # of stacked experts the first tells of all
+            boxes[names[parameter]].append((offset, tensor, rows))
+    found = []
+    for name in names:
+        if (matched := _A_NAME.fullmatch(name)) is None:
+            continue
+        adapted, expert = matched["adapted"], matched["expert"]
+        other = adapted + ADAPTER_B + expert
+        part = {tensors[tensor]: number for number, (_, tensor, _) in enumerate(sorted(boxes[name]))}
+        width = shapes[other][-1]
+        segments = tuple(
+            Segment(part[tensors[tensor].removesuffix(B) + A], offset // width, rows)
+            for offset, tensor, rows in sorted(boxes[other])
+        )
+        cut = _cut_of_adapters(layout, part, shapes[name], shapes[other])
+        found.append(AdapterPair(adapted, expert, shapes[name], shapes[other], segments, cut))
+    return found
+
+
+def _cut_of_adapters(
+    layout: Layout, parts: Iterable[str], a: tuple[int, ...], b: tuple[int, ...]
+) -> Literal["rows", "columns", None]:
+    """Of adapters whose A are the tensors `parts`, from what one rank has of them."""
+    whole = [layout.tensors.shapes[layout.tensors.numbers[name]] for name in parts]
+    if a[-1] < whole[0][1]:
+        return "columns"
+    others = [layout.tensors.numbers[name.removesuffix(A) + B] for name in parts]
+    return "rows" if b[-2] < sum(layout.tensors.shapes[number][0] for number in others) else None
+
+
+# What Megatron's modules hold of a checkpoint's tensors, for every rank of a grid.
 
 VOCAB_ROWS_MULTIPLE = 16
 """A rank's rows of the vocabulary are a multiple of this: what tensor cores want for any dtype."""

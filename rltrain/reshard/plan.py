@@ -1,19 +1,367 @@
 """Plans a reshard: every rank works out its own part from the two layouts, without communication."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
 from rltrain.models.table import Array, IntArray, TypeArray, wire_types
-from rltrain.reshard.layout import BOX_FIELDS, Layout
-from rltrain.reshard.match import fragments_of, num_bytes, offsets
-from rltrain.reshard.senders import Dealt, Lines, Node, NodeNeeds, deal, needs_of, pieces_for
+from rltrain.reshard.layout import (
+    BOX_FIELDS,
+    Fragments,
+    Layout,
+    Parameters,
+    fragments_of,
+    match,
+    num_bytes,
+    offsets,
+    set_numbers,
+)
+
+# How senders share out what nodes need: every demand upon the same ranks stands in one line, which is cut among them.
+#
+# A line is measured in bytes. Its blocks are, node by node, what that node needs of one holder set; every candidate
+# sends one run of the line. A rank works out any block on its own, so sender and receiver agree without a word.
+
+# Sharing demands out among those who can meet them, so that the busiest carries as little as possible.
+#
+# Integer arithmetic throughout: every rank must come to the same result, whatever processor it runs on.
+
+MAX_SWEEPS = 300
+TOLERANCE = 2000
+"""Sweeps end when no quota moves by more than the total demand divided by this and by the number of ranks."""
+
+
+def share_out(candidates: Sequence[IntArray], demands: Sequence[int]) -> list[IntArray]:
+    """For every demand its split over its candidates (distinct rank numbers): quotas that sum to the demand.
+
+    Each demand in turn is poured over its candidates like water over uneven ground, given what the others have put on
+    them, until nothing moves. This is block coordinate descent on the sum of squared loads, which is convex, so it
+    approaches the split whose largest load is the smallest possible.
+    """
+    num_ranks = 1 + max((int(ranks.max()) for ranks in candidates), default=-1)
+    load = np.zeros(num_ranks, dtype=np.int64)
+    quotas = [np.zeros(len(ranks), dtype=np.int64) for ranks in candidates]
+    for number, (ranks, demand) in enumerate(zip(candidates, demands, strict=True)):
+        if len(ranks) == 1:
+            quotas[number][0] = demand
+            load[ranks] += demand
+    shared = [number for number, ranks in enumerate(candidates) if len(ranks) > 1]
+    tolerance = sum(demands) // (TOLERANCE * max(num_ranks, 1))
+    for _ in range(MAX_SWEEPS):
+        moved = 0
+        for number in shared:
+            ranks = candidates[number]
+            load[ranks] -= quotas[number]
+            quota = pour(load[ranks], demands[number])
+            moved = max(moved, int(np.abs(quota - quotas[number]).max()))
+            quotas[number] = quota
+            load[ranks] += quota
+        if moved <= tolerance:
+            break
+    return quotas
+
+
+def pour(load: IntArray, amount: int) -> IntArray:
+    """What each of the vessels that hold `load` gets when `amount` fills them to one level as far as possible."""
+    ascending = np.sort(load)
+    held = np.cumsum(ascending)
+    # With the k lowest vessels filled to one level, the next one up must not be below that level.
+    levels = (held + amount) // np.arange(1, len(load) + 1)
+    above = np.append(ascending[1:], np.iinfo(np.int64).max)
+    level = levels[np.argmax(levels <= above)]
+    quota: IntArray = np.maximum(level - load, 0)
+    left_over = amount - int(quota.sum())
+    lowest = np.argsort(load + quota, kind="stable")[:left_over]
+    quota[lowest] += 1
+    return quota
+
+
+# What the destination ranks of one node need, as distinct boxes: each enters the node once, whoever needs it there.
+
+
+@dataclass(frozen=True, eq=False)
+class NodeNeeds:
+    """The boxes that some destination parts need, in classes: boxes with the same holders, needed by the same parts.
+
+    Class c is `boxes[starts[c]:starts[c + 1]]`, in the order of places in the source's fragments (`fragment`). Its
+    boxes are held by `holder_set[c]` of the fragments, needed by the parts `part_sets[part_set[c]]`, and are
+    `weights` bytes each on the wire. Classes are sorted by holder set.
+    """
+
+    boxes: Array
+    fragment: IntArray
+    weights: IntArray
+    starts: IntArray
+    holder_set: IntArray
+    part_set: IntArray
+    part_sets: list[tuple[int, ...]]
+
+    def classes_held_by(self, holder_set: int) -> range:
+        first, last = np.searchsorted(self.holder_set, [holder_set, holder_set + 1])
+        return range(int(first), int(last))
+
+    @cached_property
+    def class_weights(self) -> IntArray:
+        """[classes] bytes."""
+        ends: IntArray = np.concatenate([[0], np.cumsum(self.weights)])
+        totals: IntArray = np.diff(ends[self.starts])
+        return totals
+
+
+def needs_of(layout: Layout, parts: Sequence[int], fragments: Fragments, wire: TypeArray) -> NodeNeeds:
+    """What the destination `parts` (distinct) need. `wire` [tensors] is the element type that each travels in."""
+    found = [match(layout.part(part).pieces, fragments, layout.tensors) for part in parts]
+    boxes = np.concatenate([overlap.boxes for overlap in found])
+    fragment = np.concatenate([overlap.fragment for overlap in found])
+    part = np.repeat(np.array(parts, dtype=np.int64), [len(overlap.boxes) for overlap in found])
+    place = places(boxes, fragment, fragments)
+    order, group = _group_equal(boxes, place, part)
+    part_set, part_sets = set_numbers(part[order], group, int(group[-1]) + 1 if len(group) else 0)
+    first = order[np.flatnonzero(np.diff(group, prepend=-1))]
+    boxes, fragment = boxes[first], fragment[first]
+    key = fragments.holders[fragment] * len(part_sets) + part_set
+    order = np.argsort(key, kind="stable")
+    boxes, fragment, key = boxes[order], fragment[order], key[order]
+    classes, starts = np.unique(key, return_index=True)
+    return NodeNeeds(
+        boxes=boxes,
+        fragment=fragment,
+        weights=num_bytes(boxes, wire),
+        starts=np.append(starts, len(boxes)),
+        holder_set=classes // max(len(part_sets), 1),
+        part_set=classes % max(len(part_sets), 1),
+        part_sets=part_sets,
+    )
+
+
+def places(boxes: Array, fragment: IntArray, fragments: Fragments) -> IntArray:
+    """Where each box's first element lies when the elements of all fragments are numbered through."""
+    whole = fragments.boxes[fragment]
+    inside = (boxes["row"] - whole["row"]) * whole["cols"] + boxes["col"] - whole["col"]
+    begin: IntArray = fragments.starts[fragment] + inside
+    return begin
+
+
+def pieces_for(needs: NodeNeeds, layout: Layout, part: int, fragments: Fragments) -> IntArray:
+    """[boxes of `needs`]: the piece of `part` in which it keeps each box, or -1 where it does not need it."""
+    found = match(layout.part(part).pieces, fragments, layout.tensors)
+    involved = np.array([part in members for members in needs.part_sets], dtype=bool)
+    rows = np.flatnonzero(np.repeat(involved[needs.part_set], np.diff(needs.starts)))
+    pieces = np.full(len(needs.boxes), -1, dtype=np.int64)
+    pieces[rows[_by_place(needs.boxes[rows], needs.fragment[rows], fragments)]] = found.piece[
+        _by_place(found.boxes, found.fragment, fragments)
+    ]
+    return pieces
+
+
+def _by_place(boxes: Array, fragment: IntArray, fragments: Fragments) -> IntArray:
+    return np.lexsort((boxes["cols"], boxes["rows"], places(boxes, fragment, fragments)))
+
+
+def _group_equal(boxes: Array, place: IntArray, part: IntArray) -> tuple[IntArray, IntArray]:
+    """(order, group): boxes in an order where equal ones are neighbours, and the number of each one's group there.
+
+    A part that needs a box twice, for two of its pieces, has it in two groups.
+    """
+    order = np.argsort(place, kind="stable")
+    ordered = place[order]
+    same = ordered[1:] == ordered[:-1]
+    extents = [boxes[name][order] for name in ("rows", "cols")]
+    regular = all(np.array_equal(extent[1:][same], extent[:-1][same]) for extent in extents)
+    twice = same & (part[order][1:] == part[order][:-1])
+    if regular and not twice.any():
+        return order, np.concatenate([[0], np.cumsum(~same)])[: len(order)]
+    return _group_unusual(boxes, place, part)
+
+
+def _group_unusual(boxes: Array, place: IntArray, part: IntArray) -> tuple[IntArray, IntArray]:
+    """As `_group_equal`, where boxes of different extent begin at one place or a part needs a box more than once."""
+    fields = [place, boxes["rows"], boxes["cols"], part]
+    order = np.lexsort(fields[::-1])
+    changes = [np.diff(field[order], prepend=-1) != 0 for field in fields]
+    begins = np.flatnonzero(changes[0] | changes[1] | changes[2] | changes[3])
+    counts = np.diff(np.append(begins, len(order)))
+    repeat = np.empty(len(order), dtype=np.int64)
+    repeat[order] = np.arange(len(order)) - np.repeat(begins, counts)
+    fields = [place, boxes["rows"], boxes["cols"], repeat, part]
+    order = np.lexsort(fields[::-1])
+    changed = np.any([np.diff(field[order], prepend=-1) != 0 for field in fields[:-1]], axis=0)
+    return order, np.cumsum(changed) - 1
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """A node that hosts destination ranks: `ranks_of[part]` are those with that part, ascending."""
+
+    number: int
+    needs: NodeNeeds
+    ranks_of: Mapping[int, tuple[int, ...]]
+
+    @cached_property
+    def _receivers(self) -> list[IntArray]:
+        sets = [sorted(rank for part in parts for rank in self.ranks_of[part]) for parts in self.needs.part_sets]
+        return [np.array(ranks, dtype=np.int64) for ranks in sets]
+
+    def receivers(self, needs_class: int) -> IntArray:
+        """The ranks that need the boxes of a class, ascending."""
+        return self._receivers[int(self.needs.part_set[needs_class])]
+
+
+@dataclass(eq=False)
+class Line:
+    """`candidates` share the blocks; candidate i sends the bytes from `bounds[i]` to `bounds[i + 1]` of the line."""
+
+    candidates: IntArray
+    length: int = 0
+    blocks: list["Block"] = field(default_factory=list)
+    bounds: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+
+    def add(self, block: "Block") -> None:
+        self.blocks.append(block)
+        self.length += block.length
+
+    def blocks_sent_by(self, rank: int) -> list["Block"]:
+        place = int(np.searchsorted(self.candidates, rank))
+        if place == len(self.candidates) or self.candidates[place] != rank:
+            return []
+        start, stop = self.bounds[place], self.bounds[place + 1]
+        return [block for block in self.blocks if block.start < stop and start < block.start + block.length]
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """What `node` needs of the boxes with one holder set, `length` bytes from `start` of `line`.
+
+    `receivers[i]` are the ranks of the node that need class `classes[i]` and do not hold it. With `enters_once` no rank
+    of the node holds the boxes: each enters the node at one of its receivers and fans out from there. Otherwise each
+    receiver gets them from a holder on the node.
+    """
+
+    line: Line
+    start: int
+    length: int
+    node: Node
+    classes: tuple[int, ...]
+    receivers: tuple[IntArray, ...]
+    enters_once: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Dealt:
+    """The boxes of a block, cut where senders or entries change.
+
+    `need` is the number of each one's box in the node's needs; `receiver` the rank it is sent to; `needs_class` its
+    place in the block's classes.
+    """
+
+    boxes: Array
+    need: IntArray
+    sender: IntArray
+    receiver: IntArray
+    needs_class: IntArray
+
+
+class Lines:
+    """All lines of a reshard."""
+
+    def __init__(self, nodes: list[Node], fragments: Fragments, ranks_per_node: int) -> None:
+        self.all: dict[tuple[int, ...], Line] = {}
+        self.of_node: dict[int, list[Block]] = {node.number: [] for node in nodes}
+        self._ranks_per_node = ranks_per_node
+        for node in nodes:
+            for number in np.unique(node.needs.holder_set):
+                self._demand(node, int(number), fragments.holder_sets[number])
+        lines = list(self.all.values())
+        for line, quotas in zip(
+            lines, share_out([line.candidates for line in lines], [line.length for line in lines]), strict=True
+        ):
+            line.bounds = np.concatenate([[0], np.cumsum(quotas)])
+
+    def blocks_sent_by(self, rank: int) -> list[Block]:
+        return [block for line in self.all.values() for block in line.blocks_sent_by(rank)]
+
+    def _demand(self, node: Node, number: int, holders: IntArray) -> None:
+        first = node.number * self._ranks_per_node
+        here = holders[np.searchsorted(holders, first) : np.searchsorted(holders, first + self._ranks_per_node)]
+        classes, receivers = [], []
+        for needs_class in node.needs.classes_held_by(number):
+            ranks = node.receivers(needs_class)
+            ranks = ranks[~np.isin(ranks, here)] if len(here) else ranks
+            if len(ranks):
+                classes.append(needs_class)
+                receivers.append(ranks)
+        if not classes:
+            return
+        enters_once = len(here) == 0
+        copies = [1 if enters_once else len(ranks) for ranks in receivers]
+        length = int((node.needs.class_weights[classes] * copies).sum())
+        candidates = holders if enters_once else here
+        line = self.all.setdefault(tuple(candidates.tolist()), Line(candidates))
+        block = Block(line, line.length, length, node, tuple(classes), tuple(receivers), enters_once)
+        line.add(block)
+        self.of_node[node.number].append(block)
+
+
+def deal(block: Block) -> Dealt:
+    """Who sends every box of a block to whom."""
+    needs = block.node.needs
+    rows, place, target, entries, entry_bounds = [], [], [], [], []
+    start = block.start
+    for i, (number, receivers) in enumerate(zip(block.classes, block.receivers, strict=True)):
+        class_rows = np.arange(needs.starts[number], needs.starts[number + 1])
+        weight = int(needs.class_weights[number])
+        if block.enters_once:
+            rows.append(class_rows)
+            shares = np.arange(1, len(receivers) + 1)
+            entries.append(receivers)
+            entry_bounds.append(start + weight * shares // len(receivers))
+            start += weight
+        else:
+            rows.append(np.tile(class_rows, len(receivers)))
+            target.append(np.repeat(receivers, len(class_rows)))
+            start += weight * len(receivers)
+        place.append(np.full(len(rows[-1]), i))
+    need = np.concatenate(rows)
+    bounds = np.concatenate([block.line.bounds[1:-1], *entry_bounds])
+    index, boxes, middle = _cut(needs.boxes[need], needs.weights[need], block.start, bounds)
+    sender = block.line.candidates[np.searchsorted(block.line.bounds[1:-1], middle, side="right")]
+    if block.enters_once:
+        receiver = np.concatenate(entries)[np.searchsorted(np.concatenate(entry_bounds)[:-1], middle, side="right")]
+    else:
+        receiver = np.concatenate(target)[index]
+    return Dealt(boxes, need[index], sender, receiver, np.concatenate(place)[index])
+
+
+def _cut(boxes: Array, weights: IntArray, start: int, bounds: IntArray) -> tuple[IntArray, Array, IntArray]:
+    """(index, boxes, middle): `boxes`, which follow each other from byte `start`, cut at about `bounds`.
+
+    Cuts fall between rows, in a box of one row between elements. `index` is the number of the box that each comes of,
+    `middle` the byte in its middle.
+    """
+    ends = start + np.cumsum(weights)
+    begins = ends - weights
+    bounds = np.unique(bounds[(bounds > start) & (bounds < ends[-1])])
+    unit = np.where(boxes["rows"] > 1, weights // boxes["rows"], weights // boxes["cols"])
+    hit = np.searchsorted(begins, bounds, side="right") - 1
+    cuts = begins[hit] + (bounds - begins[hit]) // unit[hit] * unit[hit]
+    inside = (cuts > begins[hit]) & (cuts < ends[hit])
+    cuts, first = np.unique(cuts[inside], return_index=True)
+    after = hit[inside][first] + 1
+    index = np.insert(np.arange(len(boxes)), after, after - 1)
+    low, high = np.insert(begins, after, cuts), np.insert(ends, after - 1, cuts)
+    parts = boxes[index]
+    skip, count = (low - begins[index]) // unit[index], (high - low) // unit[index]
+    by_rows = parts["rows"] > 1
+    parts["row"] += np.where(by_rows, skip, 0)
+    parts["col"] += np.where(by_rows, 0, skip)
+    parts["rows"] = np.where(by_rows, count, parts["rows"])
+    parts["cols"] = np.where(by_rows, parts["cols"], count)
+    return index, parts, (low + high) // 2
+
 
 # Who sends which box to whom: every rank works it out for itself from the two layouts, without communication.
-
-Parameters = tuple[tuple[str, tuple[int, ...]], ...]
 
 _BOX = [(name, np.int64) for name in BOX_FIELDS]
 _PLACE = ("parameter", "offset", "stride")

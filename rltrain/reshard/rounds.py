@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rltrain.models.table import ITEM_BYTES, Array, IntArray, TypeArray, wire_types
-from rltrain.reshard.layout import BOX_FIELDS
-from rltrain.reshard.match import elements, num_bytes
+from rltrain.reshard.layout import BOX_FIELDS, elements, num_bytes
 from rltrain.reshard.plan import RankPlan
 
 ALIGNMENT = 16

@@ -30,10 +30,9 @@ from rltrain.reshard.copy_table import (
 )
 from rltrain.reshard.fp8_blocks import SCALE_SUFFIX, SCALES_PARAMETER
 from rltrain.reshard.fp8_scales import PLACE_IN_BLOCKS, BlockTable, SplitBlocks
-from rltrain.reshard.layout import BOX_FIELDS, PIECE, Layout
-from rltrain.reshard.match import boxes_of, distinct, elements
+from rltrain.reshard.layout import BOX_FIELDS, PIECE, Layout, boxes_of, distinct, elements
+from rltrain.reshard.native import BLOCK
 from rltrain.reshard.plan import RankPlan
-from rltrain.reshard.slices import BLOCK
 
 RECORD = np.dtype([("peer", np.int64), ("tensor", np.int64), ("checksum", np.int64)])
 """The checksum of what is between this rank and `peer` of one tensor."""

@@ -49,6 +49,7 @@ from rltrain.reshard.layout import MADE_BYTES
 from rltrain.roles.role import Job, Metrics, SampleLog
 from rltrain.roles.trained import StepBatch, TrainedRole, summarize
 from rltrain.runtime.grid import Grid
+from rltrain.runtime.group_messages import gather_rows
 from rltrain.tasks.roles import informing
 
 # How far the trainer is from the engine that drew a step's tokens, where both had the same weights.
@@ -245,14 +246,8 @@ def adapters_folder(export: Path) -> Path:
 def gathered(values: Tensor, grid: Grid, group: dist.ProcessGroup) -> Tensor:
     """[n] of all replicas in their order, of which each has `values`, as many as it likes, equal on its ranks and in
     host memory. Collective over: `group`, the ranks of `grid`."""
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in grid.ranks]
-    dist.all_gather(sizes, torch.tensor([len(values)]), group=group)
-    padded = values.new_zeros(max(map(int, sizes)))
-    padded[: len(values)] = values
-    of_ranks = [torch.empty_like(padded) for _ in grid.ranks]
-    dist.all_gather(of_ranks, padded, group=group)
-    owners = [dist.get_group_rank(group, owner) for owner in grid.owners()]
-    return torch.cat([of_ranks[owner][: int(sizes[owner])] for owner in owners])
+    of_ranks = gather_rows(values, group)
+    return torch.cat([of_ranks[dist.get_group_rank(group, owner)] for owner in grid.owners()])
 
 
 # The actor: the policy being trained.

@@ -22,7 +22,6 @@ from rltrain.rollout.episodes import (
     ChatTurns,
     EnvironmentEpisodes,
     Episodes,
-    FollowedEpisodes,
     Observed,
     PlainText,
     TurnLimits,
@@ -106,7 +105,7 @@ class EpisodeSessions:
             return Conversations()
         if not self.is_leader:
             going_on = frozenset(number for place in self._places.values() for number in place["episodes"])
-            return Conversations(FollowedEpisodes(going_on), self._feed(engine))
+            return Conversations(Episodes(going_on), self._feed(engine))
         connections = [RemoteEnvironments(rank, place) for rank, place in self._places.items()]
         self._connections += connections
         turn_format = ChatTurns(self._chat, dataset.encoder.system_prompt) if self._chat else PlainText(dataset.encoder)

@@ -23,28 +23,6 @@ from rltrain.rewards.locating import source_file
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.job_store import JobStore
 
-# Work that the ranks of a job divide, by the job's store.
-
-
-class JobWork:
-    """data/row_index.py's SharedWork."""
-
-    def __init__(self, job_store: JobStore) -> None:
-        self.job_store = job_store
-
-    def claim(self, key: str) -> int:
-        return int(self.job_store.store.add(f"claimed/{key}", 1)) - 1
-
-    def tell(self, key: str, text: str) -> None:
-        self.job_store.put(f"told/{key}", text)
-
-    def hear(self, key: str, what: str) -> str:
-        return str(self.job_store.get(f"told/{key}", what))
-
-    def advance(self) -> None:
-        self.job_store.heartbeat.advance()
-
-
 # The prompt files of a run, read once per process however many roles of it use them.
 
 logger = logging.getLogger(__name__)
@@ -144,7 +122,7 @@ class JobRows:
     @cached_property
     def indexes(self) -> IndexFolder:
         """Rows that are not held are found by these indexes. All nodes see output_dir, and a later job finds them."""
-        return IndexFolder(Path(self.config.output_dir, INDEX_FOLDER), JobWork(self.job_store))
+        return IndexFolder(Path(self.config.output_dir, INDEX_FOLDER), self.job_store)
 
     @property
     def training_rows(self) -> PromptDataset:

@@ -23,7 +23,7 @@ def weight_syncs(job: Job, order: Order, roles: Mapping[str, Role]) -> dict[str,
 def _weight_sync(job: Job, task: str, roles: Mapping[str, Role]) -> JointTask:
     actor, follower = roles.get("actor"), roles.get(SYNCED[task])
     if task == WEIGHT_SYNC:
-        return WeightSyncTask(job, actor, follower)  # type: ignore[arg-type]
+        return WeightSyncTask(job, actor, follower)
     if task == SYNC_EVALUATION:
         return EvaluationSync(job, actor, follower)
     return ModelSync(job, SYNCED[task], actor, follower)

@@ -2,11 +2,12 @@
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cached_property
 from itertools import chain
-from typing import NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import numpy as np
 import torch.distributed as dist
@@ -18,8 +19,8 @@ from rltrain.models import canonical_tensors
 from rltrain.models.families import ROUTER_BIAS
 from rltrain.models.lora import matrix_of
 from rltrain.reshard.agreement import Agreement
-from rltrain.reshard.delta import DeltaSettings
-from rltrain.reshard.delta_turns import DeltaTurn, DeltaTurns
+from rltrain.reshard.copy_table import allocate_parameters
+from rltrain.reshard.delta import DeltaSettings, DeltaTurn, DeltaTurns
 from rltrain.reshard.execute import Resharding, SyncReport, total
 from rltrain.reshard.fp8_blocks import QuantizedLayouts
 from rltrain.reshard.fp8_scales import BlockScales, BlockTable
@@ -31,7 +32,6 @@ from rltrain.roles.evaluation import EvaluationRole
 from rltrain.roles.reference import InferenceRole, ReferenceRole, uses_actor_modules
 from rltrain.roles.role import Job, Metrics, Role
 from rltrain.roles.rollout import RolloutRole
-from rltrain.rollout.embedded.parameters import allocate_parameters
 from rltrain.rollout.layout import ARRIVING_BYTES, EnginePart, engine_parts, in_parts, whole_engine
 from rltrain.runtime.world import TRANSPORT_TIMEOUT_S
 from rltrain.training.trainable import RoleModel
@@ -41,14 +41,17 @@ from rltrain.training.trainable import RoleModel
 Tensors = Mapping[str, Tensor] | None
 
 
+def both_roles(job: Job, role: str) -> tuple[int, ...]:
+    """Returns the ranks of the actor and of `role`, ascending."""
+    return tuple(sorted({*job.grids["actor"].ranks, *job.grids[role].ranks}))
+
+
 class RoleResharding:
-    """From `source`, the actor's layout, to `destination`, that of `role`, as the config section weight_sync says.
+    """From `source`, of the actor's layout, to `destination`, of that of `role`, as config section weight_sync says.
 
-    Built on every rank that hosts either. Building and running it are collective over: the union of both roles' ranks.
+    Training changes nothing of what `is_frozen`. Built on every rank that hosts either. Building and running it are
+    collective over: the union of both roles' ranks.
     """
-
-    is_frozen = False
-    """Whether nothing of `destination` ever changes."""
 
     def __init__(
         self,
@@ -58,18 +61,20 @@ class RoleResharding:
         destination: Layout,
         blocks: QuantizedLayouts | None = None,
         delta: WeightDelta | None = None,
+        *,
+        is_frozen: bool = False,
     ) -> None:
-        world = job.world
-        union = tuple(sorted({*job.grids["actor"].ranks, *job.grids[role].ranks}))
+        world, union = job.world, both_roles(job, role)
         self.config, self.world = job.config.weight_sync, world
-        self.source, self.destination = source, destination
+        self.source, self.destination, self.is_frozen = source, destination, is_frozen
         self.blocks = BlockTable(blocks, world.rank) if blocks else None
         self.magnitudes = BlockScales(self.blocks, world.device) if self.blocks else None
         self.group, self.cpu_group = job.groups[union], job.groups.cpu[union]
         self.waiting = job.heartbeat.task_clock.waiting
         self.plan = plan(source, destination, world.rank, world.ranks_per_node)
-        self.remembering = self._resharding(DeltaSettings(delta.keep_on, delta.in_shared_memory)) if delta else None
-        if delta is None:
+        remembers = None if delta is None or is_frozen else DeltaSettings(delta.keep_on, delta.in_shared_memory)
+        self.remembering = self._resharding(remembers) if remembers else None
+        if self.remembering is None:
             self.plain  # noqa: B018 - made here, where ranks that disagree say so before the first step
 
     @cached_property
@@ -82,17 +87,20 @@ class RoleResharding:
     ) -> tuple[SyncReport | None, float]:
         """Fill `destination`; what the planned way has to report, and seconds that it took to compare both sides.
 
-        `turn` is the same on all ranks; in one of CHANGES `destination` has what the last run left there. Raises
-        SyncMismatchError where a comparison, which weight_sync.verify or `compares` asks for, finds a difference.
+        `turn` is the same on all ranks; in one of CHANGES `destination` has what the last run left there, and what is
+        frozen is neither sent nor read, unless to be compared. Of `source` only this layout's is read, and forgotten
+        afterwards. Raises SyncMismatchError where a comparison, which weight_sync.verify or `compares` asks for, finds
+        a difference.
         """
-        report = None
-        if self.config.transport != "planned":
-            self._gather_fully(source, destination)
-        elif turn is DeltaTurn.PLAIN or self.remembering is None:
-            report = self.plain.run(source, destination)
-        else:
-            report = self.remembering.run(source, destination, whole=turn is DeltaTurn.WHOLE)
-        return report, self.verify(source, destination) if compares or self.config.verify else 0.0
+        compares, is_there = compares or self.config.verify, self.is_frozen and turn is DeltaTurn.CHANGES
+        if is_there and not compares:
+            return None, 0.0
+        if source is not None:
+            # The rest is what a reshard that quantises computes itself.
+            names = [name for name, _ in self.source.on(self.world.rank).parameters]
+            source = {name: source[name] for name in names if name in source}
+        report = None if is_there else self._send(source, destination, turn)
+        return report, self.verify(source, destination) if compares else 0.0
 
     def verify(self, source: Tensors, destination: Tensors) -> float:
         """Seconds that it took to compare both sides. SyncMismatchError where they differ."""
@@ -100,6 +108,14 @@ class RoleResharding:
         layouts = self.source, self.destination
         verify(self.plan, *layouts, source, destination, group=self.cpu_group, blocks=self.blocks)
         return time.perf_counter() - start
+
+    def _send(self, source: Tensors, destination: Tensors, turn: DeltaTurn) -> SyncReport | None:
+        if self.config.transport != "planned":
+            self._gather_fully(source, destination)
+            return None
+        if turn is DeltaTurn.PLAIN or self.remembering is None:
+            return self.plain.run(source, destination)
+        return self.remembering.run(source, destination, whole=turn is DeltaTurn.WHOLE)
 
     def _resharding(self, delta: DeltaSettings | None) -> Resharding:
         return Resharding(
@@ -125,103 +141,55 @@ class RoleResharding:
         dist.monitored_barrier(self.cpu_group, timeout=timeout)
 
 
-# The weights of an actor that are made when they are asked for, merged with low-rank adapters or brought from the
-# host, resharded into another role's: some layers at a time, so that never more of them are there than those.
-
-Group = tuple[Layout, Layout, QuantizedLayouts | None]
-"""Source, destination, and of those that quantise the blocks."""
+# Which tensors are sent together, where the actor's weights are made when they are asked for, merged with low-rank
+# adapters or brought from the host: some layers at a time, so that never more of them are there than those.
 
 
-class MergedResharding:
-    """As RoleResharding, of `groups` one after the other, and of `frozen` ones, to which adapters add nothing; all
-    together have each tensor of `destination` once.
-
-    Building and running it are collective over: the union of both roles' ranks.
-    """
-
-    def __init__(
-        self,
-        job: Job,
-        role: str,
-        destination: Layout,
-        groups: Sequence[Group],
-        frozen: Sequence[Group],
-        delta: WeightDelta | None = None,
-    ) -> None:
-        self.destination, self._rank = destination, job.world.rank
-        self._groups = [RoleResharding(job, role, *group, delta) for group in groups]
-        self._frozen = [RoleResharding(job, role, *group) for group in frozen]
-        self.is_frozen = not groups
-        """Whether nothing of `destination` ever changes."""
-
-    def run(
-        self, source: Tensors, destination: Tensors, turn: DeltaTurn = DeltaTurn.PLAIN, *, compares: bool = False
-    ) -> tuple[SyncReport | None, float]:
-        """Fill `destination`. What is read of `source` is read group by group, and forgotten after its group. In a turn
-        of CHANGES what is frozen is neither sent nor read, unless to be compared."""
-        reports, verify_s = [], 0.0
-        for group in self._groups:
-            report, seconds = group.run(self._held(group.source, source), destination, turn, compares=compares)
-            reports += [report] if report else []
-            verify_s += seconds
-        for group in self._frozen:
-            held = self._held(group.source, source)
-            if turn is not DeltaTurn.CHANGES:
-                report, seconds = group.run(held, destination, compares=compares)
-                reports += [report] if report else []
-                verify_s += seconds
-            elif compares or group.config.verify:
-                verify_s += group.verify(held, destination)
-        return total(reports) if reports else None, verify_s
-
-    def _held(self, layout: Layout, source: Tensors) -> Mapping[str, Tensor] | None:
-        if source is None:
-            return None
-        # The rest is what a reshard that quantises computes itself.
-        return {name: source[name] for name, _ in layout.on(self._rank).parameters if name in source}
-
-
-def merged_into_part(
-    job: Job, role: str, part: EnginePart, delta: WeightDelta | None = None, max_bytes: int = MADE_BYTES
-) -> MergedResharding:
-    """From the actor's layout to a part of what engines of `role` hold."""
+def reshardings_into(job: Job, role: str, part: EnginePart, delta: WeightDelta | None = None) -> list[RoleResharding]:
+    """Returns what brings the actor's weights to a part of what engines of `role` hold, each tensor once."""
+    if part.content == "adapters":
+        return [RoleResharding(job, role, job.adapters_layout(), part.layout)]
     source = job.training_layout("actor")
+    found = [(source, part, False)]
+    if job.config.makes_served_weights and part.content == "weights":
+        found = [
+            (holding(source, held), EnginePart(holding(part.plain, held), part.quantized & held), is_frozen)
+            for group, is_frozen in groups_of(job, source)
+            if (held := _held_by_any(part.plain, group)).any()
+        ]
+    made = []
+    for of_actor, some, is_frozen in found:
+        layouts = some.filled_from(of_actor)
+        blocks = layouts if some.quantized.any() else None
+        made.append(RoleResharding(job, role, layouts.source, layouts.destination, blocks, delta, is_frozen=is_frozen))
+    return made
 
-    def held_of(groups: Iterable[BoolArray]) -> list[Group]:
-        found: list[Group] = []
-        for held in (_held_by_any(part.plain, tensors) for tensors in groups):
-            if held.any():
-                some = EnginePart(holding(part.plain, held), part.quantized & held)
-                layouts = some.filled_from(holding(source, held))
-                found.append((layouts.source, layouts.destination, layouts if some.quantized.any() else None))
-        return found
 
-    groups, frozen = (held_of(found) for found in _groups_of(job, source, max_bytes))
-    return MergedResharding(job, role, part.filled_from(source).destination, groups, frozen, delta)
-
-
-def merged_into_model(job: Job, role: str, max_bytes: int = MADE_BYTES) -> MergedResharding:
-    """From the actor's layout to that of `role`, whose model is the training backend's."""
+def reshardings_into_model(job: Job, role: str) -> list[RoleResharding]:
+    """Returns what brings the actor's weights to the model of `role`, which is the training backend's."""
     source, destination = job.training_layout("actor"), job.training_layout(role)
-    groups, frozen = (
-        [(holding(source, tensors), holding(destination, tensors), None) for tensors in found]
-        for found in _groups_of(job, source, max_bytes)
-    )
-    return MergedResharding(job, role, destination, groups, frozen)
+    if not job.config.makes_actor_weights:
+        return [RoleResharding(job, role, source, destination)]
+    return [
+        RoleResharding(job, role, holding(source, group), holding(destination, group), is_frozen=is_frozen)
+        for group, is_frozen in groups_of(job, source)
+    ]
 
 
-def _groups_of(job: Job, source: Layout, max_bytes: int) -> tuple[list[BoolArray], list[BoolArray]]:
-    """[tensors] of some layers each that training changes, and those that it leaves as they are: without adapters
-    none. Biases of routers follow loads, and are with the former."""
+def groups_of(job: Job, source: Layout, max_bytes: int = MADE_BYTES) -> list[tuple[BoolArray, bool]]:
+    """[tensors] of some layers each that training changes, and last, as frozen, those that it leaves as they are.
+
+    Without adapters it changes all. Biases of routers follow loads, and change.
+    """
     lora, groups = job.config.model.lora, [*tensor_groups(source.tensors, source.types, max_bytes)]
     if lora is None:
-        return groups, []
+        return [(group, False) for group in groups]
     adapters = canonical_tensors(job.architecture.adapted(lora.rank, lora.targets)).names
     bias = ROUTER_BIAS.parts[0].name.rpartition(".")[2]
     changing = {*map(matrix_of, adapters), *(name for name in source.tensors.names if name.endswith(bias))}
     adapted = np.isin(source.tensors.names, sorted(changing))
-    groups = [group & adapted for group in groups]
-    return [group for group in groups if group.any()], [~adapted] if not adapted.all() else []
+    found = [(group & adapted, False) for group in groups] + [(~adapted, True)]
+    return [(group, is_frozen) for group, is_frozen in found if group.any()]
 
 
 def _held_by_any(layout: Layout, tensors: np.ndarray) -> np.ndarray:
@@ -231,39 +199,90 @@ def _held_by_any(layout: Layout, tensors: np.ndarray) -> np.ndarray:
     return held & tensors
 
 
-# Weight sync: the actor's parameters, resharded into the rollout's. A task that both roles' ranks join.
+# The tasks in which another role gets the actor's weights: both roles' ranks join them.
 
 logger = logging.getLogger(__name__)
 
 
 class SyncedPart(NamedTuple):
-    resharding: RoleResharding | MergedResharding
-    content: str
-    """As EnginePart says."""
+    """What arrives at a time, and which of the actor's weights it is: as EnginePart says, or, for other models in
+    training, what it has published."""
+
+    reshardings: Sequence[RoleResharding]
+    content: Literal["weights", "base", "adapters", "published"]
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether nothing of it ever changes."""
+        return all(resharding.is_frozen for resharding in self.reshardings)
 
 
-class WeightSyncTask:
-    """Built on every rank that hosts either role. Collective over: the union of both roles' ranks."""
+class ActorSync:
+    """Brings the actor's weights to another role, part by part.
 
-    def __init__(self, job: Job, actor: ActorRole | None, rollout: RolloutRole | None) -> None:
-        self.actor, self.engine = actor, rollout.engine if rollout else None
+    Built on every rank that hosts either; `actor` is None where this rank has it not. Building and calling it are
+    collective over: the union of both roles' ranks.
+    """
+
+    parts: Sequence[SyncedPart]
+
+    def __init__(self, actor: Role | None) -> None:
+        self.actor = cast(ActorRole | None, actor)
+
+    def receiving(self, number: int, *, is_kept: bool) -> AbstractContextManager[Tensors]:
+        """Returns a context with the tensors that a part is written to, None on a rank that gets none of it.
+
+        It ends once the part has arrived. Where `is_kept` they have what the last sync left there.
+        """
+        raise NotImplementedError
+
+    def send(
+        self, numbers: Iterable[int] | None = None, turn: DeltaTurn = DeltaTurn.PLAIN, *, compares: bool = False
+    ) -> tuple[SyncReport | None, float]:
+        """Send these parts, or all; returns what there is to report, and seconds that it took to compare both sides."""
+        reports, verify_s = [], 0.0
+        for number in range(len(self.parts)) if numbers is None else numbers:
+            part = self.parts[number]
+            source = _held_by(self.actor.model, part.content) if self.actor else None
+            with self.receiving(number, is_kept=turn is DeltaTurn.CHANGES) as destination:
+                for resharding in part.reshardings:
+                    report, seconds = resharding.run(source, destination, turn, compares=compares)
+                    reports += [report] if report else []
+                    verify_s += seconds
+        return total(reports) if reports else None, verify_s
+
+
+def _held_by(model: RoleModel, content: str) -> Mapping[str, Tensor]:
+    """Returns what is sent of a trained model for a part of this content."""
+    if content == "adapters":
+        assert model.adapted, "only a model with adapters has any to send"
+        return model.adapted.parameters
+    return {"weights": model.served, "base": model.parameters, "published": model.published}[content]
+
+
+class WeightSyncTask(ActorSync):
+    """The weights of a step, or what changed of them, for the engines of the rollout."""
+
+    def __init__(self, job: Job, actor: Role | None, rollout: Role | None) -> None:
+        super().__init__(actor)
+        follower = cast(RolloutRole | None, rollout)
+        self.engine = follower.engine if follower else None
         self.config, delta = job.config.weight_sync, job.config.synced_delta
         self.compared_every = job.config.checks.replicas
-        self.weights = rollout.parts["weights"] if rollout and delta else None
+        self.weights = follower.parts["weights"] if follower and delta else None
         self.left: tuple[int, int, int] | None = None
         """The version that the last sync gave this rank's engine, how often its memory had been emptied by then, and
         its process been started anew."""
-        self.base = rollout.parts["base"] if rollout else None
+        self.base = follower.parts["base"] if follower else None
         self.parts = [
-            SyncedPart(resharding_into(job, "rollout", part, delta), part.content)
+            SyncedPart(reshardings_into(job, "rollout", part, delta), part.content)
             for part in engine_parts(job.config, job.architecture, job.grids["rollout"])
         ]
         self.has_base = False
         """Whether engines have what an earlier sync of this process brought once: nothing takes it from them."""
         self.turns = DeltaTurns(delta.full_every, delta.check_every) if delta else None
-        union = tuple(sorted({*job.grids["actor"].ranks, *job.grids["rollout"].ranks}))
-        waiting = job.heartbeat.task_clock.waiting
-        self.agreement = Agreement(job.groups.cpu[union], job.world.rank, TRANSPORT_TIMEOUT_S, waiting)
+        cpu_group, waiting = job.groups.cpu[both_roles(job, "rollout")], job.heartbeat.task_clock.waiting
+        self.agreement = Agreement(cpu_group, job.world.rank, TRANSPORT_TIMEOUT_S, waiting)
 
     def __call__(self, step: int, chunk: int) -> Metrics:
         """The rollout has the weights of version `step` afterwards, or no version at all where this raises SyncError.
@@ -276,12 +295,12 @@ class WeightSyncTask:
         turn = self._turn(lost)
         is_due = self.compared_every > 0 and step % self.compared_every == 0
         try:
-            report, verify_s = self._send(turn, is_due=is_due)
+            report, verify_s = self._send_due(turn, is_due=is_due)
         except SyncMismatchError as drifted:
             if turn is not DeltaTurn.CHANGES or self.turns is None:
                 raise
             turn = self._begin_anew(drifted)
-            report, verify_s = self._send(turn, is_due=is_due)
+            report, verify_s = self._send_due(turn, is_due=is_due)
         if self.engine:
             self.engine.end_update(step)
             self.left = step, self.weights.times_emptied if self.weights else 0, restarts
@@ -316,48 +335,26 @@ class WeightSyncTask:
         self.turns.differed()
         return DeltaTurn.WHOLE
 
-    def _send(self, turn: DeltaTurn, *, is_due: bool) -> tuple[SyncReport | None, float]:
-        """All parts, and seconds that it took to compare both sides, as is done where it `is_due`."""
-        is_kept, compares = turn is DeltaTurn.CHANGES, is_due or (self.turns is not None and self.turns.compares)
-        reports, verify_s = [], 0.0
-        for number, part in enumerate(self.parts):
-            is_known = part.resharding.is_frozen and is_kept and not (compares or self.config.verify)
-            if is_known or (part.content == "base" and self.has_base):
-                continue
-            source = _held_by(self.actor.model, part.content) if self.actor else None
-            destination = self.engine.incoming(number, is_kept=is_kept) if self.engine else None
-            report, seconds = part.resharding.run(source, destination, turn, compares=compares)
-            reports += [report] if report else []
-            verify_s += seconds
-            if self.engine:
-                self.engine.arrived(number)
-            if part.content == "base" and self.base:
-                self.base.changed()
+    def _send_due(self, turn: DeltaTurn, *, is_due: bool) -> tuple[SyncReport | None, float]:
+        """Send what engines lack, and compare both sides of it where that `is_due`."""
+        compares = is_due or (self.turns is not None and self.turns.compares)
+        knows_frozen = turn is DeltaTurn.CHANGES and not (compares or self.config.verify)
+        lacking = [
+            number
+            for number, part in enumerate(self.parts)
+            if not ((part.is_frozen and knows_frozen) or (part.content == "base" and self.has_base))
+        ]
+        sent = self.send(lacking, turn, compares=compares)
         self.has_base = True
-        return total(reports) if reports else None, verify_s
+        return sent
 
-
-def resharding_into(
-    job: Job, role: str, part: EnginePart, delta: WeightDelta | None = None
-) -> RoleResharding | MergedResharding:
-    """From the actor's layout to a part of what engines of `role` hold."""
-    if part.content == "adapters":
-        return RoleResharding(job, role, job.adapters_layout(), part.layout)
-    if job.config.makes_served_weights and part.content == "weights":
-        return merged_into_part(job, role, part, delta)
-    layouts = part.filled_from(job.training_layout("actor"))
-    blocks = layouts if part.quantized.any() else None
-    return RoleResharding(job, role, layouts.source, layouts.destination, blocks, delta)
-
-
-def _held_by(model: RoleModel, content: str) -> Mapping[str, Tensor]:
-    """What is sent of a trained model for a part of this content."""
-    if content == "weights":
-        return model.served
-    if content == "base":
-        return model.parameters
-    assert model.adapted, "only a model with adapters has any to send"
-    return model.adapted.parameters
+    @contextmanager
+    def receiving(self, number: int, *, is_kept: bool) -> Iterator[Tensors]:
+        yield self.engine.incoming(number, is_kept=is_kept) if self.engine else None
+        if self.engine:
+            self.engine.arrived(number)
+        if self.parts[number].content == "base" and self.base:
+            self.base.changed()
 
 
 def sent_share_of(report: SyncReport) -> float:
@@ -390,60 +387,54 @@ def metrics_of(report: SyncReport) -> Metrics:
     }
 
 
-# The actor's weights for an evaluation by engines of its own. A task that both roles' ranks join.
-
-
-class EvaluationSync:
-    """Built on every rank that hosts either role; None where this rank has it not.
-
-    Engines keep the weights on the host until their turn, so they join while they draw an evaluation before this one.
-    Building and calling it are collective over: the union of both roles' ranks.
-    """
+class EvaluationSync(ActorSync):
+    """For an evaluation by engines of its own, which keep the weights on the host until their turn: so they join while
+    they draw an evaluation before this one."""
 
     def __init__(self, job: Job, actor: Role | None, evaluation: Role | None) -> None:
-        self.job = job
-        self.actor = actor if isinstance(actor, ActorRole) else None
-        self.evaluation = evaluation if isinstance(evaluation, EvaluationRole) else None
+        super().__init__(actor)
+        self.world, self.evaluation = job.world, cast(EvaluationRole | None, evaluation)
         whole = whole_engine(job.config, job.architecture, job.grids["evaluation"], "evaluation")
-        self.parts = [resharding_into(job, "evaluation", part) for part in in_parts(whole, ARRIVING_BYTES)]
+        arriving = in_parts(whole, ARRIVING_BYTES)
+        self.layouts = [part.layout for part in arriving]
+        self.parts = [SyncedPart(reshardings_into(job, "evaluation", part), "weights") for part in arriving]
+        self.received: dict[str, Tensor] = {}
 
     def __call__(self, step: int, chunk: int) -> None:
         """The evaluation of the step has its weights afterwards."""
-        source = self.actor.model.served if self.actor else None
-        received: dict[str, Tensor] = {}
-        for part in self.parts:
-            incoming = None
-            if self.evaluation:
-                incoming = allocate_parameters(part.destination, self.job.world.rank, device=self.job.world.device)
-            part.run(source, incoming)
-            received |= {name: tensor.cpu() for name, tensor in (incoming or {}).items()}
+        self.received = {}
+        self.send()
         if self.evaluation:
-            self.evaluation.weights[step] = received
+            self.evaluation.weights[step] = self.received
+
+    @contextmanager
+    def receiving(self, number: int, *, is_kept: bool) -> Iterator[Tensors]:
+        if self.evaluation is None:
+            yield None
+            return
+        arriving = allocate_parameters(self.layouts[number], self.world.rank, device=self.world.device)
+        yield arriving
+        self.received |= {name: tensor.cpu() for name, tensor in arriving.items()}
 
 
-# The actor's weights for another role whose model is the training backend's. A task that both roles' ranks join.
-
-
-class ModelSync:
-    """Built on every rank that hosts the actor or `follower`'s role; None where this rank has it not.
-
-    Building and calling it are collective over: the union of both roles' ranks.
-    """
+class ModelSync(ActorSync):
+    """For the model of `follower`, of this `role`, which is the training backend's."""
 
     def __init__(self, job: Job, role: str, actor: Role | None, follower: Role | None) -> None:
-        self.actor = actor if isinstance(actor, ActorRole) else None
-        self.follower = follower if isinstance(follower, InferenceRole | ReferenceRole) else None
-        self.resharding: RoleResharding | MergedResharding | None = None
-        if job.config.makes_actor_weights:
-            self.resharding = merged_into_model(job, role)
-        elif not (role == ReferenceRole.name and uses_actor_modules(job)):
-            self.resharding = RoleResharding(job, role, job.training_layout("actor"), job.training_layout(role))
+        super().__init__(actor)
+        self.follower = cast(InferenceRole | ReferenceRole | None, follower)
+        makes, is_reference = job.config.makes_actor_weights, role == ReferenceRole.name
+        self.copies_actor = is_reference and not makes and uses_actor_modules(job)
+        """Whether the follower has the actor's modules, and keeps what they hold."""
+        self.parts = [] if self.copies_actor else [SyncedPart(reshardings_into_model(job, role), "published")]
 
     def __call__(self, step: int, chunk: int) -> None:
         """The follower has the actor's weights afterwards."""
-        if self.resharding is None:
+        if self.copies_actor:
             assert isinstance(self.follower, ReferenceRole), "it has the actor's ranks"
             self.follower.keep_actor_weights()
-            return
-        source = self.actor.model.published if self.actor else None
-        self.resharding.run(source, self.follower.model.parameters if self.follower else None)
+        self.send()
+
+    @contextmanager
+    def receiving(self, number: int, *, is_kept: bool) -> Iterator[Tensors]:
+        yield self.follower.model.parameters if self.follower else None

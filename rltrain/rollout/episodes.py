@@ -10,6 +10,7 @@ from rltrain.data.chat_format import ChatFormat
 from rltrain.data.experience import SIBLINGS_APART
 from rltrain.data.tokenizer import PromptEncoder
 from rltrain.environments.batch import EpisodeEvent, EpisodeFailure
+from rltrain.environments.engine_service import RemoteEnvironments
 from rltrain.environments.interface import Action, Message, Row, TokenIds, Trajectory
 from rltrain.environments.statistics import EpisodeStatistics, metrics
 from rltrain.errors import EpisodeError
@@ -107,78 +108,42 @@ def _worth(sample: Sample, total: float) -> Sample:
     return replace(sample, turn_rewards=tuple(rewards))
 
 
-class Episodes(Protocol):
-    """Episodes of one engine's samples, on its first rank, which tells the others what was answered."""
-
-    def begin(self, group: SampleGroup, samples: Sequence[Sample]) -> None:
-        """These of its samples wait for the beginning of an episode each."""
-        ...
-
-    def goes_on(self, sample: Sample) -> bool:
-        """Whether the episode of a sample that crossed a checkpoint has done so too. All ranks know."""
-        ...
-
-    def resume(self, sample: Sample) -> None:
-        """It goes on here."""
-        ...
-
-    def act(self, sample: Sample, *, truncated: bool) -> None:
-        """A sample has ended a turn, at a limit of tokens where it is `truncated`, and waits for what follows."""
-        ...
-
-    def fail(self, sample: Sample) -> None:
-        """The engine could not draw a sample's turn: its episode is over."""
-        ...
-
-    def answers(self, *, engine_is_idle: bool) -> list[Observed]:
-        """What has been answered since the last call; never blocks."""
-        ...
-
-    def begin_anew(self, count: int) -> None:
-        """So many episodes could not go on from a checkpoint."""
-        ...
-
-    def settle(self) -> list[Observed]:
-        """What can be answered before a checkpoint is; until then it waits. All engines do."""
-        ...
-
-    def metrics(self) -> dict[str, float]:
-        """Of the episodes that have ended since the last call."""
-        ...
-
-
-class FollowedEpisodes:
-    """On the other ranks of an engine: implements `Episodes`, and knows nothing by itself but which episodes are
-    `going_on` from a checkpoint."""
+class Episodes:
+    """Episodes of one engine's samples. On its first rank they are `EnvironmentEpisodes`. Others do as that tells them,
+    and know nothing by themselves but which episodes are `going_on` from a checkpoint."""
 
     def __init__(self, going_on: Collection[int]) -> None:
         self.going_on = going_on
 
     def begin(self, group: SampleGroup, samples: Sequence[Sample]) -> None:
-        """The first rank does."""
+        """These of its samples wait for the beginning of an episode each."""
 
     def goes_on(self, sample: Sample) -> bool:
+        """Whether the episode of a sample that crossed a checkpoint has done so too. All ranks know."""
         return sample.id in self.going_on
 
     def resume(self, sample: Sample) -> None:
-        """The first rank does."""
+        """It goes on here."""
 
     def act(self, sample: Sample, *, truncated: bool) -> None:
-        """The first rank does."""
+        """A sample has ended a turn, at a limit of tokens where it is `truncated`, and waits for what follows."""
 
     def fail(self, sample: Sample) -> None:
-        """The first rank does."""
+        """The engine could not draw a sample's turn: its episode is over."""
 
     def answers(self, *, engine_is_idle: bool) -> list[Observed]:
+        """What has been answered since the last call; never blocks."""
         return []
 
     def begin_anew(self, count: int) -> None:
-        """The first rank counts them."""
+        """So many episodes could not go on from a checkpoint."""
 
     def settle(self) -> list[Observed]:
+        """What can be answered before a checkpoint is; until then it waits. All engines do."""
         return []
 
     def metrics(self) -> dict[str, float]:
+        """Of the episodes that have ended since the last call."""
         return {}
 
 
@@ -322,37 +287,6 @@ def _text_of(observation: Shown) -> str:
 # Episodes of an engine's samples in environments, wherever these run.
 
 
-class Environments(Protocol):
-    """Those of one rank. Episodes are numbered by whoever begins them."""
-
-    def begin(self, episode: int, row: Row, seed: int) -> None: ...
-
-    def act(self, episode: int, action: Action) -> None: ...
-
-    def abandon(self, episode: int) -> None: ...
-
-    @property
-    def going_on(self) -> Collection[int]:
-        """Episodes that have come from a checkpoint."""
-        ...
-
-    def claim(self, episode: int) -> None:
-        """One of them is for this engine."""
-        ...
-
-    def save(self, number: int) -> None:
-        """All that was asked for before is to be in the checkpoint of this number, or answered before `num_saved` is
-        that number."""
-        ...
-
-    @property
-    def num_saved(self) -> int: ...
-
-    def events(self) -> list[EpisodeEvent]:
-        """What has come since the last call; never blocks."""
-        ...
-
-
 @dataclass(frozen=True)
 class TurnLimits:
     max_turns: int
@@ -376,8 +310,8 @@ class Waiting:
     since: float
 
 
-class EnvironmentEpisodes:
-    """Implements `Episodes`. A group's samples have their episodes on one rank, from one seed.
+class EnvironmentEpisodes(Episodes):
+    """In environments. A group's samples have their episodes on one rank, from one seed.
 
     Without `overlaps` everybody takes turns: no environment begins a step before the engine has nothing left to draw,
     and it goes on when all of them have answered.
@@ -385,7 +319,7 @@ class EnvironmentEpisodes:
 
     def __init__(
         self,
-        environments: Sequence[Environments],
+        environments: Sequence[RemoteEnvironments],
         turn_format: TurnFormat,
         limits: TurnLimits,
         row_at: Callable[[int], Row],
@@ -398,6 +332,7 @@ class EnvironmentEpisodes:
         """`row_at` gives the data of a prompt row, `number_of` the number of a sample's episode, and `wait_for` waits
         until something has come, which it names. `own_prompt` gives what a row begins with where its environment shows
         nothing else, for `turn_format` to encode; None: samples have it."""
+        super().__init__([episode for of_rank in environments for episode in of_rank.going_on])
         self.environments, self.turn_format, self.limits = environments, turn_format, limits
         self.row_at, self.number_of, self.overlaps = row_at, number_of, overlaps
         self._wait_for, self._own_prompt = wait_for, own_prompt
@@ -406,7 +341,7 @@ class EnvironmentEpisodes:
         self.statistics = EpisodeStatistics()
         self._waiting: dict[int, Waiting] = {}
         """By episode."""
-        self._places: dict[int, Environments] = {}
+        self._places: dict[int, RemoteEnvironments] = {}
         """Likewise: where it runs."""
         self._held_actions: list[tuple[int, Action]] = []
         self._held_events: list[EpisodeEvent] = []
@@ -434,7 +369,7 @@ class EnvironmentEpisodes:
         return self.row_at(row)
 
     def goes_on(self, sample: Sample) -> bool:
-        return any(self.number_of(sample.id) in environments.going_on for environments in self.environments)
+        return self.number_of(sample.id) in self.going_on
 
     def resume(self, sample: Sample) -> None:
         episode = self.number_of(sample.id)

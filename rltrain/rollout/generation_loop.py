@@ -4,9 +4,8 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from rltrain.rollout.episodes import Observed
@@ -14,6 +13,7 @@ from rltrain.rollout.groups import Mail, PromptGroups, Selection
 from rltrain.rollout.in_flight_sync import InFlightSync, NoInFlightSync
 from rltrain.rollout.rollout_state import Consumed, RolloutState
 from rltrain.rollout.sample import SampleGroup
+from rltrain.runtime.group_messages import broadcast_bytes
 from rltrain.runtime.heartbeat import Heartbeat
 from rltrain.runtime.job_store import Waiter, poll, poll_s
 
@@ -41,12 +41,24 @@ class LeaderDecision:
         positions = any((self.claims, self.answers, self.kept, self.dropped))
         return self.sync or self.done or positions or self.mail is not None
 
-    def text(self) -> bytes:
-        """Of answers and mail, as JSON; nothing where there are none."""
-        if not self.answers and not self.mail:
-            return b""
+    def record(self) -> list[Any]:
+        """For JSON."""
         mail = None if self.mail is None else self.mail.record()
-        return json.dumps([[answer.record() for answer in self.answers], mail]).encode()
+        answers = [answer.record() for answer in self.answers]
+        return [self.sync, self.done, self.claims, answers, self.kept, self.dropped, mail]
+
+    @classmethod
+    def of_record(cls, record: list[Any]) -> "LeaderDecision":
+        sync, done, claims, answers, kept, dropped, mail = record
+        return cls(
+            sync,
+            done,
+            tuple(claims),
+            tuple(map(Observed.of_record, answers)),
+            tuple(kept),
+            tuple(dropped),
+            None if mail is None else Mail.of_record(mail),
+        )
 
 
 class LeaderDecisions:
@@ -60,31 +72,8 @@ class LeaderDecisions:
         """The leader's decision, on every rank. Collective over: the engine's ranks."""
         if self.group is None:
             return decision
-        text = decision.text()
-        positions = (decision.claims, decision.kept, decision.dropped)
-        words = torch.tensor([decision.sync, decision.done, len(text), *map(len, positions)])
-        dist.broadcast(words, group=self.group, group_src=0)
-        sync, done, num_bytes, *counts = words.tolist()
-        flat = [position for part in positions for position in part]
-        claims, kept, dropped = self._share(torch.tensor(flat, dtype=torch.int64), sum(counts)).split(counts)
-        told = self._share(torch.tensor(bytearray(text), dtype=torch.uint8), num_bytes)
-        answers, mail = json.loads(told.numpy().tobytes()) if num_bytes else ([], None)
-        return LeaderDecision(
-            bool(sync),
-            bool(done),
-            tuple(claims.tolist()),
-            tuple(Observed.of_record(record) for record in answers),
-            tuple(kept.tolist()),
-            tuple(dropped.tolist()),
-            None if mail is None else Mail.of_record(mail),
-        )
-
-    def _share(self, values: torch.Tensor, count: int) -> torch.Tensor:
-        """The leader's `values`, of which there are `count`."""
-        values = values.resize_(count)
-        if count:
-            dist.broadcast(values, group=self.group, group_src=0)
-        return values
+        told = broadcast_bytes(json.dumps(decision.record()).encode() if decision else b"", self.group)
+        return LeaderDecision.of_record(json.loads(told)) if told else LeaderDecision()
 
 
 # Which groups of a stream of prompts make up a step, and which of them may be begun for it.
@@ -154,14 +143,6 @@ class StreamRules:
 # Which engine draws which prompt group. A group is named by its position in the stream of all prompts of the run.
 
 
-class PromptAssignment(Protocol):
-    """One engine's share."""
-
-    def claim(self, room: int, max_position: int) -> list[int]:
-        """Positions below `max_position` for this engine alone, which has room for so many more groups."""
-        ...
-
-
 class StaticAssignment:
     """Position p goes to engine p mod num_engines, whatever the engines' speed: all of them at once, to be queued.
 
@@ -174,6 +155,7 @@ class StaticAssignment:
         self.returned = [*returned]
 
     def claim(self, room: int, max_position: int) -> list[int]:
+        """Positions below `max_position` for this engine alone, which has room for so many more groups."""
         dealt = range(self.next, max_position, self.num_engines)
         self.next += len(dealt) * self.num_engines
         claimed = [position for position in self.returned if position < max_position]
@@ -194,6 +176,7 @@ class SharedAssignment:
         """For this engine alone, and yet to be claimed: the last one lay beyond the max_position when it was taken."""
 
     def claim(self, room: int, max_position: int) -> list[int]:
+        """As `StaticAssignment`, no more than there is room for."""
         claimed: list[int] = []
         while len(claimed) < room:
             if not self.held:
@@ -205,6 +188,10 @@ class SharedAssignment:
 
     def _take(self) -> int:
         return self.start + int(self.store.add("next", 1)) - 1
+
+
+PromptAssignment = StaticAssignment | SharedAssignment
+"""One engine's share."""
 
 
 # The order in which prompt groups get done, over all engines: numbers drawn from a counter in the shared store.

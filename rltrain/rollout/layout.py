@@ -12,7 +12,7 @@ from rltrain.models import Architecture, canonical_tensors, element_types, quant
 from rltrain.models.table import ITEM_BYTES, ElementType
 from rltrain.reshard.fp8_blocks import BoolArray, QuantizedLayouts, quantized
 from rltrain.reshard.layout import Layout, RankLayout, Segment, hf_layout, parameter_types, split
-from rltrain.reshard.model_layout import Chunk, ModelCutter, Side, TensorShare, even_share, expert_share, round_up
+from rltrain.reshard.megatron_layout import Chunk, ModelCutter, Side, TensorShare, even_share, expert_share, round_up
 from rltrain.runtime.grid import Grid
 
 VOCAB_MULTIPLE = 64

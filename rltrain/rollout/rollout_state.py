@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, islice
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -296,31 +296,15 @@ class OutcomeLog:
 Serve = Callable[[], None] | None
 
 
-class RowStream(Protocol):
-    """All ranks have the same row at a position, whenever they ask."""
-
-    def begin(self, step: int, consumed: Consumed, done: Consumed, serve: Serve) -> None:
-        """The step's generate task begins, when all engines together have `consumed` this of the stream. Nobody will
-        ask for the rows at positions that are `done`."""
-        ...
-
-    def row(self, position: int) -> int: ...
-
-    def metrics(self) -> dict[str, float]: ...
-
-    def state(self) -> Contents | None:
-        """For `resume` on all ranks."""
-        ...
-
-
 class FixedRows:
-    """A function of the position alone, whose first row stands at position `first`."""
+    """A function of the position alone, whose first row stands at position `first`. All ranks have the same row at a
+    position, whenever they ask."""
 
     def __init__(self, order: RowOrder, first: int = 0) -> None:
         self.order, self.first = order, first
 
     def begin(self, step: int, consumed: Consumed, done: Consumed, serve: Serve) -> None:
-        """Nothing changes."""
+        """Nothing changes as tasks begin."""
 
     def row(self, position: int) -> int:
         return self.order.row(position - self.first)
@@ -352,6 +336,8 @@ class SolvedRateRows:
         """Of these, those that no window was drawn from yet."""
 
     def begin(self, step: int, consumed: Consumed, done: Consumed, serve: Serve) -> None:
+        """The step's generate task begins, when all engines together have `consumed` this of the stream. Nobody will
+        ask for the rows at positions that are `done`."""
         self.step = step
         self._read_before(step - self.lead, serve)
         begun = max((consumed.below - 1, *consumed.beyond))
@@ -382,7 +368,7 @@ class SolvedRateRows:
             self.num_read += 1
 
     def state(self) -> Contents | None:
-        """Tensors [rows] of what is known, and [windows, per_window] of what is drawn."""
+        """For `resume` on all ranks: tensors [rows] of what is known, and [windows, per_window] of what is drawn."""
         order = self.order
         windows = np.array([*order.windows.values()], np.int64).reshape(-1, order.per_window)
         unheeded = {step: [[row, *counts] for row, counts in of.items()] for step, of in self.unheeded.items()}
@@ -418,3 +404,6 @@ class SolvedRateRows:
         numbers, windows = tensors["window_numbers"].tolist(), tensors["windows"].numpy()
         order.windows = dict(zip(numbers, windows, strict=True))
         order.next_window = next_window
+
+
+RowStream = FixedRows | SolvedRateRows

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rltrain.models.table import Array
 from rltrain.reshard.layout import BOX_FIELDS, PIECE
+from rltrain.runtime.group_messages import gather_bytes
 
 ROUND_ELEMENTS = 1 << 25
 """Of matrices that a rank has whole at a time, on average."""
@@ -104,24 +105,8 @@ class MatrixExchange:
 
 def _gathered(boxes: Array, group: dist.ProcessGroup, device: torch.device) -> list[Array]:
     """The tables of all ranks, sorted by tensor, row and column."""
-    fields = PIECE.names or ()
-    counts = torch.zeros(group.size(), dtype=torch.int64, device=device)
-    counts[group.rank()] = len(boxes)
-    dist.all_reduce(counts, group=group)
-    longest = int(counts.max())
-    mine = np.zeros((longest, len(fields)), dtype=np.int64)
-    for column, name in enumerate(fields):
-        mine[: len(boxes), column] = boxes[name]
-    tables = [torch.empty(mine.shape, dtype=torch.int64, device=device) for _ in range(group.size())]
-    if longest:
-        dist.all_gather(tables, torch.from_numpy(mine).to(device), group=group)
-    found = []
-    for rows, count in zip(tables, counts.tolist(), strict=True):
-        table = np.empty(count, dtype=PIECE)
-        for column, name in enumerate(fields):
-            table[name] = rows[:count, column].cpu().numpy()
-        found.append(table[np.lexsort([table[name] for name in reversed(BOX_FIELDS)])])
-    return found
+    tables = [np.frombuffer(of_rank, dtype=PIECE) for of_rank in gather_bytes(boxes.tobytes(), group, device)]
+    return [table[np.lexsort([table[name] for name in reversed(BOX_FIELDS)])] for table in tables]
 
 
 def _owners(tables: Sequence[Array], shapes: Sequence[Sequence[int]]) -> dict[int, int]:

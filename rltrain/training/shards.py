@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rltrain.models.table import Array, IntArray
-from rltrain.reshard.layout import Layout
-from rltrain.reshard.match import elements, fragments_of
+from rltrain.reshard.layout import Layout, elements, fragments_of
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import RankList, model_group_lists
 

@@ -18,7 +18,8 @@ from rltrain.config.models import Lora
 from rltrain.errors import ConfigError
 from rltrain.models import Architecture, read_architecture
 from rltrain.models.registry import PREDICTIONS
-from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters
+from rltrain.reshard.copy_table import allocate_parameters
+from rltrain.rollout.embedded import EmbeddedEngine
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import group_lists

@@ -12,7 +12,7 @@ from rltrain.config.schema import SGLang
 from rltrain.errors import DivergenceError, EngineError
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample
-from rltrain.rollout.servers.sglang_client import Client
+from rltrain.rollout.servers.calls import Client
 from rltrain.rollout.servers.sglang_engine import SGLangEngine
 from rltrain.rollout.servers.sglang_session import EngineBroadcast
 from tests.rollout_models import ragged_requests

@@ -18,13 +18,14 @@ from torch import Tensor
 from rltrain.config.schema import Checks, Rollout
 from rltrain.config.schema import WeightSync as Settings
 from rltrain.errors import SyncError
+from rltrain.reshard.copy_table import allocate_parameters
 from rltrain.reshard.execute import Resharding
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan import plan
 from rltrain.reshard.wires import GlooWire, SharedWire, Wire
 from rltrain.roles.weight_sync import WeightSyncTask
-from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters
+from rltrain.rollout.embedded import EmbeddedEngine
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sample import Sample

@@ -17,16 +17,16 @@ from torch import Tensor
 from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.config.schema import SGLang
 from rltrain.models import read_architecture
+from rltrain.reshard.copy_table import allocate_parameters
 from rltrain.reshard.execute import Resharding
 from rltrain.reshard.fp8_blocks import quantized
 from rltrain.reshard.fp8_scales import BlockScales, BlockTable
 from rltrain.reshard.layout import Layout, split
 from rltrain.reshard.plan import plan
-from rltrain.rollout.embedded import allocate_parameters
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sample import Sample
-from rltrain.rollout.servers.sglang_client import Client
+from rltrain.rollout.servers.calls import Client
 from rltrain.rollout.servers.sglang_engine import SGLangEngine
 from rltrain.rollout.servers.sglang_process import Server
 from rltrain.rollout.servers.sglang_weights import Delivery

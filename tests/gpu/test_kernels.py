@@ -10,8 +10,8 @@ from torch import Tensor
 from rltrain.models.table import Array, ElementType
 from rltrain.reshard import native
 from rltrain.reshard.checksums import BOX, checksums
-from rltrain.reshard.copy_table import BLOCK, SLICE, CopyTable, quantize_blocks, scales_of
-from rltrain.reshard.slices import PAIRS, quantises
+from rltrain.reshard.copy_table import CopyTable, quantize_blocks, scales_of
+from rltrain.reshard.native import BLOCK, PAIRS, SLICE, quantises
 from tests.aligned_examples import aligned, windows
 from tests.slice_examples import DTYPES, Example, assert_same_bits, examples
 

@@ -12,8 +12,7 @@ import torch
 from rltrain.reshard.layout import split
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.servers.in_sglang import rltrain_weight_loader as loader
-from rltrain.rollout.servers.sglang_staging import Staging
-from rltrain.rollout.servers.sglang_weights import HostCopy, checksum_of
+from rltrain.rollout.servers.sglang_weights import HostCopy, Staging, checksum_of
 from rltrain.runtime.grid import Grid
 from tests.model_shards import tiny_architecture
 

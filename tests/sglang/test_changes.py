@@ -12,7 +12,7 @@ from rltrain.errors import EngineLost
 from rltrain.models import read_architecture
 from rltrain.reshard.layout import Layout, split
 from rltrain.rollout.layout import engine_layout
-from rltrain.rollout.servers.sglang_client import Client
+from rltrain.rollout.servers.calls import Client
 from rltrain.rollout.servers.sglang_process import Server
 from rltrain.rollout.servers.sglang_weights import Delivery
 from rltrain.runtime.grid import Grid

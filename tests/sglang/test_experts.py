@@ -9,7 +9,7 @@ import transformers
 from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.config.schema import SGLang
 from rltrain.rollout.engine import SamplingParams
-from rltrain.rollout.servers.sglang_client import Client
+from rltrain.rollout.servers.calls import Client
 from rltrain.rollout.servers.sglang_engine import SGLangEngine
 from rltrain.rollout.servers.sglang_process import Server
 from rltrain.rollout.servers.sglang_weights import Delivery

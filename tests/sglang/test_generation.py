@@ -17,7 +17,7 @@ from rltrain.config.schema import SGLang
 from rltrain.errors import DivergenceError, EngineError
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample, Status
-from rltrain.rollout.servers.sglang_client import Client
+from rltrain.rollout.servers.calls import Client
 from rltrain.rollout.servers.sglang_engine import SGLangEngine
 from rltrain.rollout.servers.sglang_process import Server
 from rltrain.rollout.servers.sglang_weights import Delivery

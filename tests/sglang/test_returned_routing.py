@@ -10,7 +10,7 @@ import torch
 from rltrain.config.schema import SGLang
 from rltrain.models import read_architecture
 from rltrain.rollout.engine import SamplingParams
-from rltrain.rollout.servers.sglang_client import Client
+from rltrain.rollout.servers.calls import Client
 from rltrain.rollout.servers.sglang_engine import SGLangEngine
 from rltrain.rollout.servers.sglang_process import Server
 from rltrain.rollout.servers.sglang_session import ServerRouting

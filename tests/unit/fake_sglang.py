@@ -17,7 +17,7 @@ import numpy as np
 from rltrain.errors import EngineLost
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample
-from rltrain.rollout.servers.sglang_client import Client
+from rltrain.rollout.servers.calls import Client
 from tests.sglang_rules import Refused, SchedulerDied, ServerRules
 
 VOCAB_SIZE = 50

@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 
 from rltrain.models import Architecture
-from rltrain.reshard.layout import BOX_FIELDS, Layout, hf_layout
-from rltrain.reshard.match import elements
+from rltrain.reshard.layout import BOX_FIELDS, Layout, elements, hf_layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan import Planner, RankPlan, traffic
 from rltrain.rollout.layout import engine_layout

@@ -12,10 +12,11 @@ from rltrain.checkpoint.peft_files import load_adapters
 from rltrain.config.models import Lora
 from rltrain.models import canonical_tensors, read_architecture
 from rltrain.models.lora import A, B
+from rltrain.reshard.copy_table import allocate_parameters
 from rltrain.reshard.execute import Resharding
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan import plan
-from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters
+from rltrain.rollout.embedded import EmbeddedEngine
 from rltrain.rollout.embedded.parameters import adapted_matrices
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.layout import engine_layout

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.reshard.senders import pour, share_out
+from rltrain.reshard.plan import pour, share_out
 
 NUM_RANKS = 7
 

@@ -17,7 +17,7 @@ from rltrain.reshard import changes as changes_cuda
 from rltrain.reshard import native
 from rltrain.reshard.changes import CudaChanges, Extent, Marks, Packing, TorchChanges, changes_on, mark
 from rltrain.reshard.copy_table import CopyTable, TorchCopies
-from rltrain.reshard.slices import DELTA_BLOCK, PAIRS, SLICE, quantises
+from rltrain.reshard.native import DELTA_BLOCK, PAIRS, SLICE, quantises
 from tests.slice_examples import DTYPES, SOURCE_ELEMENTS, make_sources
 from tests.unit.test_cuda_tiles import emulation
 from tests.unit.test_kernels import IMPLEMENTATIONS, runs_here, using
@@ -72,7 +72,7 @@ class Case:
         destination = torch.full((self.destination_bytes,), 0x55, dtype=torch.uint8)
         before = torch.zeros(self.begin * self.item, dtype=torch.uint8)
         copies = TorchCopies(self.slices, CPU)
-        copies.bind_tensors([torch.cat([before, section]), destination])
+        copies.bind([torch.cat([before, section]), destination])
         copies.launch(0, len(self.slices))
         return destination
 

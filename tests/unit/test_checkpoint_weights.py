@@ -15,8 +15,8 @@ from rltrain.errors import CheckpointError
 from rltrain.models import read_architecture
 from rltrain.models.experts import is_expert
 from rltrain.models.products import int4_rounded
+from rltrain.reshard.copy_table import allocate_parameters
 from rltrain.rollout.build import serve_checkpoint
-from rltrain.rollout.embedded import allocate_parameters
 from rltrain.rollout.layout import engine_of, engine_parts, whole_engine
 from rltrain.runtime.grid import Grid
 from tests.distributed.cases_quantized import ARCHITECTURES, model, quantised_shard

@@ -11,7 +11,8 @@ import pytest
 import setuptools
 
 from rltrain.reshard import native
-from rltrain.reshard.slices import SLICE, TILE
+from rltrain.reshard.copy_table import TILE
+from rltrain.reshard.native import SLICE
 
 pytestmark = pytest.mark.slow  # nvcc compiles for three kinds of GPUs
 

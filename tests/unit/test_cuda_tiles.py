@@ -16,8 +16,8 @@ from torch import Tensor
 
 from rltrain.models.table import ITEM_BYTES, Array, ElementType
 from rltrain.reshard import copy_table, native
-from rltrain.reshard.copy_table import CudaCopies
-from rltrain.reshard.slices import PAIRS, SLICE, TILE_BYTES, cut, quantises
+from rltrain.reshard.copy_table import TILE_BYTES, CudaCopies, cut
+from rltrain.reshard.native import PAIRS, SLICE, quantises
 from tests.aligned_examples import aligned, windows
 from tests.slice_examples import Example, assert_same_bits, examples, expected_bases
 
@@ -85,7 +85,7 @@ def test_threads_copy_as_torch_does_bit_for_bit_and_touch_nothing_else(
 def test_the_number_of_blocks_changes_nothing(emulated: ctypes.CDLL, example: Example, data: st.DataObject) -> None:
     bases = example.bases()
     copies = EmulatedCopies(example.slices, CPU)
-    copies.bind([base.data_ptr() for base in bases])
+    copies.bind(bases)
     copies.num_blocks = data.draw(st.integers(1, 20))
     copies.amax(0, len(example.slices))
     copies.launch(0, len(example.slices))

@@ -14,7 +14,7 @@ from rltrain.reshard.delta import CHANGES, HEADER_BYTES, WHOLE, Coder, DeltaSett
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan import plan
 from rltrain.reshard.rounds import STAGES, choose_rounds, stage_streams
-from rltrain.reshard.streams import Memory
+from rltrain.reshard.wires import Memory
 from rltrain.roles.weight_sync import WeightSyncTask
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid

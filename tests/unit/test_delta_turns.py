@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rltrain.reshard.delta_turns import DENSE_SHARE, FIRST_REST, LONGEST_REST, DeltaTurn, DeltaTurns
+from rltrain.reshard.delta import DENSE_SHARE, FIRST_REST, LONGEST_REST, DeltaTurn, DeltaTurns
 
 PLAIN, WHOLE, CHANGES = DeltaTurn.PLAIN, DeltaTurn.WHOLE, DeltaTurn.CHANGES
 

@@ -154,9 +154,9 @@ def test_the_chat_template_frames_the_prompt_only(tmp_path: Path) -> None:
     demonstrations = Demonstrations(config(tmp_path, prompts_per_step=1))
     experience = demonstrations.for_step(0)
     prompt, response = ROWS[int(experience.prompt_ids)]
-    text = texts(demonstrations.dataset, experience.tokens)
+    text = texts(demonstrations.train, experience.tokens)
     assert text == f"[user]{prompt}\n[bot]{response.removesuffix('<eos>')}<eos>"
-    assert texts(demonstrations.dataset, experience.tokens[~experience.response_mask]) == f"[user]{prompt}\n[bot]"
+    assert texts(demonstrations.train, experience.tokens[~experience.response_mask]) == f"[user]{prompt}\n[bot]"
 
 
 def test_a_tokenizer_without_end_of_sequence_is_refused(tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ def test_a_stream_gives_what_the_whole_has(
 ) -> None:
     chat = chat_of(kind)
     for check in CHECKS:
-        opening = TextOpening("hi", TokenText(chat.tokenizer)) if check is check_completions else None
+        opening = TextOpening(TokenText(chat.tokenizer), "hi") if check is check_completions else None
         tokens = ids_of(chat, parts)
         status = Status.TRUNCATED
         if ends:

@@ -11,7 +11,7 @@ from rltrain.offload.memory_parts import MemoryPart
 from rltrain.offload.offload import Offloader
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample
-from rltrain.rollout.servers.sglang_client import Client
+from rltrain.rollout.servers.calls import Client
 from rltrain.rollout.servers.sglang_engine import SGLangEngine, parts_of_server
 from rltrain.schedule.order import Order
 from tests.unit.fake_sglang import FakeDelivery, FakeServer

@@ -10,10 +10,10 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.models import read_architecture
 from rltrain.models.products import LIMIT, clamped_swiglu
+from rltrain.reshard.copy_table import allocate_parameters
 from rltrain.reshard.execute import Resharding
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan import plan
-from rltrain.rollout.embedded import allocate_parameters
 from rltrain.rollout.embedded.model import route
 from rltrain.rollout.embedded.parameters import grouped_product
 from rltrain.rollout.engine import SamplingParams

@@ -9,13 +9,13 @@ import torch
 from rltrain.config.schema import Config
 from rltrain.models import Architecture, read_architecture
 from rltrain.models.table import ElementType
-from rltrain.reshard.copy_table import dequantize, quantize_blocks
+from rltrain.reshard.copy_table import allocate_parameters, dequantize, quantize_blocks
 from rltrain.reshard.execute import Resharding
 from rltrain.reshard.fp8_blocks import SCALE_SUFFIX
 from rltrain.reshard.fp8_scales import BlockScales, BlockTable
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan import plan
-from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters
+from rltrain.rollout.embedded import EmbeddedEngine
 from rltrain.rollout.embedded.parameters import quantized_matrices
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.layout import engine_parts, whole_engine

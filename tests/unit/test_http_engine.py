@@ -17,11 +17,12 @@ from rltrain.config.rollout import Http
 from rltrain.errors import EngineError
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample, Status
-from rltrain.rollout.servers.calls import Access, Calls, Drawing
+from rltrain.rollout.servers.calls import Access, Calls
 from rltrain.rollout.servers.fleet import Addresses, Fleet, dealt_out
 from rltrain.rollout.servers.http_engine import HttpEngine
-from rltrain.rollout.servers.http_weights import Weights, WholeUpdates
+from rltrain.rollout.servers.http_weights import Weights
 from rltrain.rollout.servers.protocols import ServerProtocol
+from rltrain.rollout.servers.remote_engine import Drawing
 from tests.unit.fake_sglang import expected_tokens, logprob_of, next_token
 from tests.unit.http_servers import LIMIT_S, TOKEN, StandInServer
 
@@ -30,7 +31,7 @@ KINDS = ("sglang", "vllm", "rltrain")
 SHORT, LONG = SamplingParams(1.0, 1.0, 0, 12, (3,)), SamplingParams(1.0, 1.0, 0, 60, ())
 
 
-class Folders(WholeUpdates):
+class Folders(Weights):
     """Stands in for `DiskWeights`: versions without files."""
 
     way = "folder"

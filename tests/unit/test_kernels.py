@@ -13,8 +13,8 @@ from torch import Tensor
 
 from rltrain.models.table import Array, ElementType
 from rltrain.reshard import native
-from rltrain.reshard.copy_table import SLICE, CopyTable
-from rltrain.reshard.slices import PAIRS
+from rltrain.reshard.copy_table import CopyTable
+from rltrain.reshard.native import PAIRS, SLICE
 from tests.slice_examples import BITS, DTYPES, Example, assert_same_bits, examples, expected_bases
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rltrain.errors import ConfigError
 from rltrain.models import read_architecture
 from rltrain.offload.device_memory import DeviceMemory
-from rltrain.offload.memory_parts import MemoryPart, PausedRegion, ResizedStorages, StorageMemory
+from rltrain.offload.memory_parts import MemoryPart, PausedRegion, ResizedStorages
 from rltrain.offload.offload import Offloader
 from rltrain.rollout.embedded import EmbeddedEngine
 from rltrain.rollout.embedded.block_tables import KvBudget, num_blocks
@@ -259,7 +259,7 @@ def test_auto_is_refused_where_others_will_need_what_is_free_now(device: str, le
 
 @pytest.mark.parametrize(("memory", "stays"), [(PausedRegion(FakeSaver(), "kv"), True), (ResizedStorages(), False)])
 def test_memory_that_returns_to_its_place_is_left_to_who_takes_it(
-    qwen3: Path, memory: StorageMemory, stays: bool
+    qwen3: Path, memory: ResizedStorages | PausedRegion, stays: bool
 ) -> None:
     limits = {"max_context_tokens": CONTEXT, "kv_cache_gb": 0.001}
     config = make_config(model={"path": "m", "dtype": "float32"}, rollout=limits)

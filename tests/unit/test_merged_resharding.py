@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from rltrain.config.models import Lora
-from rltrain.reshard.delta_turns import DeltaTurn
+from rltrain.reshard.delta import DeltaTurn
 from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.roles.weight_sync import MergedResharding, _groups_of
+from rltrain.roles.weight_sync import RoleResharding, groups_of
 from rltrain.runtime.grid import Grid
 from tests.model_shards import tiny_architecture
 
@@ -22,7 +22,8 @@ def test_what_adapters_touch_is_apart_from_what_never_changes(family: str, targe
     architecture = tiny_architecture(family)
     config = SimpleNamespace(model=SimpleNamespace(lora=Lora(rank=2, targets=targets)))
     source = megatron_layout(architecture, Grid((0,)))
-    groups, frozen = _groups_of(SimpleNamespace(config=config, architecture=architecture), source, 2000)  # type: ignore[arg-type]
+    found = groups_of(SimpleNamespace(config=config, architecture=architecture), source, 2000)  # type: ignore[arg-type]
+    groups, frozen = ([group for group, is_frozen in found if is_frozen is wanted] for wanted in (False, True))
     names = np.array(source.tensors.names)
     assert len(groups) > 1 and (np.sum([*groups, *frozen], axis=0) == 1).all(), "each tensor is in one of them"
     adapted = {".".join(name.split(".")[-2:]) for name in names[np.any(groups, axis=0)]}
@@ -39,24 +40,27 @@ def test_what_adapters_touch_is_apart_from_what_never_changes(family: str, targe
 def test_what_never_changes_is_sent_with_everything_alone_and_compared_with_the_rest() -> None:
     asked: list[Any] = []
 
-    def resharding(name: str) -> SimpleNamespace:
-        return SimpleNamespace(
-            source=None,
-            config=SimpleNamespace(verify=False),
-            run=lambda source, destination, turn=DeltaTurn.PLAIN, *, compares: (
-                asked.append((name, turn)),
-                (None, 0.5),
-            )[1],
-            verify=lambda source, destination: (asked.append((name, "compared")), 0.25)[1],
-        )
+    class Noting(RoleResharding):
+        """Notes what it is to send, and whether both sides are compared."""
 
-    made = MergedResharding.__new__(MergedResharding)
-    made._groups, made._frozen = [resharding("adapted")], [resharding("frozen")]  # type: ignore[list-item]
+        def __init__(self, *, is_frozen: bool) -> None:
+            self.config = SimpleNamespace(verify=False)  # type: ignore[assignment]
+            self.is_frozen = is_frozen
+
+        def _send(self, source: object, destination: object, turn: DeltaTurn) -> None:
+            asked.append(("frozen" if self.is_frozen else "adapted", turn))
+
+        def verify(self, source: object, destination: object) -> float:
+            asked.append(("frozen" if self.is_frozen else "adapted", "compared"))
+            return 0.25
+
+    adapted, frozen, compared = (("adapted", DeltaTurn.WHOLE), ("frozen", DeltaTurn.WHOLE), "compared")
+    changes = ("adapted", DeltaTurn.CHANGES)
     for turn, compares, expected in (
-        (DeltaTurn.WHOLE, False, [("adapted", DeltaTurn.WHOLE), ("frozen", DeltaTurn.PLAIN)]),
-        (DeltaTurn.CHANGES, False, [("adapted", DeltaTurn.CHANGES)]),
-        (DeltaTurn.CHANGES, True, [("adapted", DeltaTurn.CHANGES), ("frozen", "compared")]),
+        (DeltaTurn.WHOLE, False, [adapted, frozen]),
+        (DeltaTurn.CHANGES, False, [changes]),
+        (DeltaTurn.CHANGES, True, [changes, ("adapted", compared), ("frozen", compared)]),
     ):
         asked.clear()
-        _, seconds = made.run(None, {}, turn, compares=compares)
-        assert asked == expected and seconds == (0.5 if len(expected) == 1 else 0.75 if compares else 1.0)
+        seconds = [Noting(is_frozen=is_frozen).run(None, {}, turn, compares=compares)[1] for is_frozen in (False, True)]
+        assert asked == expected and sum(seconds) == (0.5 if compares else 0)

@@ -14,7 +14,7 @@ import pytest
 
 from rltrain.errors import UserError
 from rltrain.reshard import native
-from rltrain.reshard.slices import SLICE
+from rltrain.reshard.native import SLICE
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

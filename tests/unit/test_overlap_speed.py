@@ -87,7 +87,7 @@ class SteppingEngine:
 
 @dataclass
 class SleepingEnvironments:
-    """Implements `Environments`: all sleep beside each other."""
+    """In the place of RemoteEnvironments: all sleep beside each other."""
 
     engine: SteppingEngine
     turns: dict[int, int] = field(default_factory=dict)

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from rltrain.models import Architecture
 from rltrain.models.table import CanonicalTensors, uniform
-from rltrain.reshard.layout import PIECE, Layout, RankLayout
-from rltrain.reshard.match import elements
+from rltrain.reshard.layout import PIECE, Layout, RankLayout, elements
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan import Traffic, plan, traffic
 from rltrain.rollout.layout import engine_layout

@@ -6,7 +6,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from rltrain.reshard.match import elements
+from rltrain.reshard.layout import elements
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan import Planner, Traffic, traffic
 from rltrain.rollout.layout import engine_layout

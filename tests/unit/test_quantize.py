@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rltrain.models.table import ElementType
-from rltrain.reshard.copy_table import BLOCK, SLICE, CopyTable, block_amax, dequantize, quantize_blocks, scales_of
+from rltrain.reshard.copy_table import CopyTable, block_amax, dequantize, quantize_blocks, scales_of
+from rltrain.reshard.native import BLOCK, SLICE
 
 DTYPES = {
     torch.float32: ElementType.FLOAT32,

@@ -15,13 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rltrain.models.table import ITEM_BYTES, Array, IntArray
-from rltrain.reshard import execute
-from rltrain.reshard import streams as staging
+from rltrain.reshard import execute, wires
 from rltrain.reshard.execute import Resharding
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan import RankPlan, plan
 from rltrain.reshard.rounds import Rounds, choose_rounds, stage_streams
-from rltrain.reshard.streams import DeviceStreams, _CudaEvent, _CudaStream
+from rltrain.reshard.wires import DeviceStreams, _CudaEvent, _CudaStream
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
 from tests.model_shards import tiny_architecture
@@ -180,8 +179,8 @@ def run_rank(case: Case, device: Device, monkeypatch: pytest.MonkeyPatch) -> int
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: list(plans))
     on_host, allocated = case.transport == "gloo", list[Tensor]()
 
-    def allocate(*arguments: Any, **named: Any) -> staging.StagingBuffers:
-        made = staging.allocate(*arguments, **named)
+    def allocate(*arguments: Any, **named: Any) -> wires.StagingBuffers:
+        made = wires.allocate(*arguments, **named)
         for buffer in {id(buffer): buffer for buffer in made.buffers}.values():
             allocated.append(buffer)
             if not on_host:

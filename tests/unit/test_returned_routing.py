@@ -16,7 +16,7 @@ from rltrain.models import Architecture
 from rltrain.models.routing_shape import NOT_RECORDED
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample, Status
-from rltrain.rollout.servers.sglang_client import Client
+from rltrain.rollout.servers.calls import Client
 from rltrain.rollout.servers.sglang_engine import SGLangEngine
 from rltrain.rollout.servers.sglang_session import RequestedRouting, ServerRouting
 from tests.model_shards import tiny_architecture

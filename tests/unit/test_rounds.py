@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from rltrain.models.table import ITEM_BYTES, ElementType
 from rltrain.reshard.copies import Steps, make_steps
-from rltrain.reshard.match import elements
+from rltrain.reshard.layout import elements
 from rltrain.reshard.megatron_layout import megatron_layout
+from rltrain.reshard.native import SLICE
 from rltrain.reshard.plan import TRANSFER, plan
 from rltrain.reshard.rounds import (
     ALIGNMENT,
@@ -26,7 +27,6 @@ from rltrain.reshard.rounds import (
     stage_streams,
     streams,
 )
-from rltrain.reshard.slices import SLICE
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
 from tests.model_shards import tiny_architecture

@@ -22,11 +22,10 @@ from rltrain.data import prompts, row_index
 from rltrain.data.columns import read_columns
 from rltrain.data.prompt_order import prompt_order
 from rltrain.data.prompts import Needs, PromptDataset, load_prompts
-from rltrain.data.row_index import IndexedRows, IndexFolder, SharedWork, WorkAlone
+from rltrain.data.row_index import IndexedRows, IndexFolder
 from rltrain.data.rows import count_lines
 from rltrain.data.tokenizer import PromptEncoder
 from rltrain.errors import DataError
-from rltrain.roles.inputs import JobWork
 from rltrain.runtime.job_store import JobStore
 from rltrain.runtime.world import World
 from tests.unit.shared_store import on_ranks, open_store
@@ -46,17 +45,21 @@ def small_parts() -> Any:
 tokenizer = cache(byte_tokenizer)
 
 
+def alone() -> JobStore:
+    """Of a job of one process."""
+    return JobStore(World(0, 1, 0, 1, torch.device("cpu"), dist.HashStore(), timeout_s=10))
+
+
 def load(
     file: schema.PromptFile,
-    folder: Path | None,
-    work: SharedWork | None = None,
+    folder: Path | IndexFolder | None,
     template: Any = None,
     needs: Needs = "label",
     **data: Any,
 ) -> PromptDataset:
     section = schema.Data(train=file, **data)
     encoder = PromptEncoder(tokenizer(template), section)
-    indexes = None if folder is None else IndexFolder(folder, work or WorkAlone())
+    indexes = IndexFolder(folder, alone()) if isinstance(folder, Path) else folder
     return load_prompts(file, section, encoder, needs=needs, config_key="data.train", indexes=indexes)
 
 
@@ -248,14 +251,14 @@ def test_ranks_make_an_index_together(tmp_path: Path) -> None:
     file, folder, num_ranks = large_file(tmp_path, 200), tmp_path / "indexes", 3
     checked = [0] * num_ranks
 
-    class Counted(JobWork):
+    class Counted(IndexFolder):
         def claim(self, key: str) -> int:
             checked[self.job_store.world.rank] += key.endswith("/checked")
             return super().claim(key)
 
     def of_rank(rank: int, store: dist.Store) -> Any:
         world = World(rank, num_ranks, rank, num_ranks, torch.device("cpu"), store, timeout_s=10)
-        dataset = load(file, folder, Counted(JobStore(world)))
+        dataset = load(file, Counted(folder, JobStore(world)))
         return [*dataset.rows]
 
     with open_store() as store:

@@ -9,8 +9,7 @@ import torch
 from rltrain.errors import ConfigError
 from rltrain.planning.memory import kv_bytes, state_bytes
 from rltrain.rollout.embedded.block_tables import KvBudget, num_blocks
-from rltrain.rollout.embedded.kv_cache import KvCache
-from rltrain.rollout.embedded.sample_states import SampleStates, StateShape
+from rltrain.rollout.embedded.kv_cache import KvCache, SampleStates, StateShape
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample
 from tests.model_shards import tiny_architecture

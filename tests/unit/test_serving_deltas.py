@@ -13,7 +13,7 @@ from rltrain.endpoint import served_engine
 from rltrain.endpoint.served_engine import NO_VERSION, Reloads
 from rltrain.errors import CheckpointError
 from rltrain.models import read_architecture
-from rltrain.rollout.embedded import allocate_parameters
+from rltrain.reshard.copy_table import allocate_parameters
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
 from tests.delta_folders import changed_somewhat, damage, tensors_of, write_delta, write_version

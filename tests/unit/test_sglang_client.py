@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rltrain.errors import EngineError, EngineLost
-from rltrain.rollout.servers.sglang_client import Client, StreamFailure
+from rltrain.rollout.servers.calls import Client, StreamFailure
 from tests.unit.fake_sglang import FakeServer
 
 LIMIT_S = 0.5
@@ -53,7 +53,7 @@ def test_an_error_that_nobody_expects_ends_the_wait_for_a_stream(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """asyncio would keep it to itself until the task is collected."""
-    monkeypatch.setattr("rltrain.rollout.servers.sglang_client._events", lambda response: 1 / 0)
+    monkeypatch.setattr("rltrain.rollout.servers.calls._lines", lambda response, limit_s: 1 / 0)
     client.generate(body("a"))
     (failure,) = items(client, 1)
     assert isinstance(failure, StreamFailure) and type(failure.error) is ZeroDivisionError

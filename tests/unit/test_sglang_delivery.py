@@ -18,8 +18,7 @@ from rltrain.errors import EngineError, EngineLost
 from rltrain.reshard.layout import split
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.servers.in_sglang import rltrain_weight_loader as loader
-from rltrain.rollout.servers.sglang_staging import Staging, fields_of
-from rltrain.rollout.servers.sglang_weights import Delivery, checksum_of, payload
+from rltrain.rollout.servers.sglang_weights import Delivery, Staging, checksum_of, fields_of, payload
 from rltrain.runtime.grid import Grid
 from tests.loading_server import NOISE, LoadingServer, Model, model_of, unpickled
 from tests.model_shards import tiny_architecture

@@ -12,9 +12,9 @@ from rltrain.data.experience import SIBLINGS_APART
 from rltrain.errors import ConfigError, DataError, DivergenceError, EngineError, SyncError
 from rltrain.rollout.engine import GreedyPlaces, SamplingParams
 from rltrain.rollout.sample import Sample, Status
-from rltrain.rollout.servers.sglang_client import Client
+from rltrain.rollout.servers.calls import Client
+from rltrain.rollout.servers.remote_engine import DivergenceWatch
 from rltrain.rollout.servers.sglang_engine import SGLangEngine
-from rltrain.rollout.servers.sglang_session import DivergenceWatch
 from tests.unit.fake_sglang import UNSEEN_EOS, FakeDelivery, FakeServer, expected_tokens, logprob_of, next_token
 
 GREEDY = SamplingParams(0.0, 1.0, 0, 16, ())

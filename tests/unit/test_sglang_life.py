@@ -12,10 +12,9 @@ from rltrain.reshard.layout import split
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sample import Sample
-from rltrain.rollout.servers.sglang_client import Client
+from rltrain.rollout.servers.calls import Client
 from rltrain.rollout.servers.sglang_engine import SGLangEngine
-from rltrain.rollout.servers.sglang_staging import fields_of
-from rltrain.rollout.servers.sglang_weights import Delivery
+from rltrain.rollout.servers.sglang_weights import Delivery, fields_of
 from rltrain.runtime.grid import Grid
 from tests.loading_server import NOISE, LoadingServer, model_of
 from tests.model_shards import tiny_architecture

@@ -16,8 +16,7 @@ from rltrain.checkpoint.saved_state import MASTER, Counts, Destination, SavedSta
 from rltrain.errors import CheckpointError
 from rltrain.models import canonical_tensors
 from rltrain.models.table import Array
-from rltrain.reshard.layout import PIECE, Layout
-from rltrain.reshard.match import elements
+from rltrain.reshard.layout import PIECE, Layout, elements
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.runtime.grid import Grid
 from rltrain.training.shards import answered_for, sharing_groups, within

@@ -9,7 +9,7 @@ import pytest
 from rltrain.config.schema import WeightSync as WeightSyncConfig
 from rltrain.errors import SyncMismatchError
 from rltrain.reshard.agreement import Agreement
-from rltrain.reshard.delta_turns import DeltaTurn, DeltaTurns
+from rltrain.reshard.delta import DeltaTurn, DeltaTurns
 from rltrain.reshard.execute import SyncReport
 from rltrain.roles.weight_sync import SyncedPart, WeightSyncTask
 
@@ -62,7 +62,7 @@ def sync_of(*parts: Part, full_every: int | None = 50, compared_every: int = 0) 
     sync.weights = SimpleNamespace(times_emptied=0)  # type: ignore[assignment]
     sync.config, sync.turns = WeightSyncConfig(), DeltaTurns(full_every) if full_every else None
     sync.compared_every = compared_every
-    sync.parts = [SyncedPart(part, "weights") for part in parts]  # type: ignore[arg-type]
+    sync.parts = [SyncedPart([part], "weights") for part in parts]  # type: ignore[list-item]
     sync.base, sync.has_base = None, False
     sync.agreement = Agreement(None, 0, None)
     return sync

@@ -33,7 +33,8 @@ from torch import Tensor
 from rltrain.models.table import Array, ElementType
 from rltrain.reshard import native
 from rltrain.reshard.checksums import BOX, checksums
-from rltrain.reshard.copy_table import BLOCK, SLICE, CopyTable
+from rltrain.reshard.copy_table import CopyTable
+from rltrain.reshard.native import BLOCK, SLICE
 
 RANKS = 8
 

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.models import Architecture, read_architecture
-from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters
+from rltrain.reshard.copy_table import allocate_parameters
+from rltrain.rollout.embedded import EmbeddedEngine
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sample import Sample

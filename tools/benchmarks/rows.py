@@ -22,7 +22,6 @@ from rltrain.data.prompt_order import PromptOrder
 from rltrain.data.prompts import load_prompts
 from rltrain.data.row_index import IndexFolder
 from rltrain.data.tokenizer import PromptEncoder, load_tokenizer
-from rltrain.roles.inputs import JobWork
 from rltrain.runtime.job_store import JobStore
 from rltrain.runtime.world import World
 
@@ -66,7 +65,7 @@ def measure(rank: int, port: int, asked: argparse.Namespace, barrier: Barrier, r
         world = World(rank, asked.processes, rank, asked.processes, torch.device("cpu"), store, timeout_s=60)
         job_store = JobStore(world)
         job_store.heartbeat.start()
-        indexes = IndexFolder(Path(asked.folder, "row_index"), JobWork(job_store))
+        indexes = IndexFolder(Path(asked.folder, "row_index"), job_store)
     barrier.wait()
     before, began, worked = memory_mb(), time.monotonic(), time.process_time()
     dataset = load_prompts(file, data, encoder, needs="label", config_key="data.train", indexes=indexes)

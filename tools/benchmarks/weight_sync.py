@@ -57,8 +57,7 @@ from weight_sync_case import (
 )
 
 from rltrain.models.table import ITEM_BYTES, wire_types
-from rltrain.reshard.layout import Layout
-from rltrain.reshard.match import elements
+from rltrain.reshard.layout import Layout, elements
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan import RankPlan, plan
 from rltrain.runtime.grid import Grid

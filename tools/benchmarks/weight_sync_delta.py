@@ -37,8 +37,7 @@ from weight_sync_case import (
 )
 
 from rltrain.reshard.changes import changes_on, mark
-from rltrain.reshard.delta import DeltaSettings
-from rltrain.reshard.delta_turns import DENSE_SHARE, LONGEST_REST
+from rltrain.reshard.delta import DENSE_SHARE, LONGEST_REST, DeltaSettings
 from rltrain.reshard.execute import Resharding, SyncReport
 from rltrain.reshard.plan import plan
 from rltrain.reshard.verify import verify

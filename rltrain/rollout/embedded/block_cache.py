@@ -16,16 +16,17 @@ from rltrain.rollout.embedded.kv_cache import (
     DecodeAttention,
     Entered,
     Keeper,
+    KvCache,
     ParkedSamples,
     PrefillAttention,
+    SampleStates,
+    StepStates,
     Suffix,
     SuffixAttention,
     rounded,
-    slots_of,
     unseen_bias,
     window_biases,
 )
-from rltrain.rollout.embedded.sample_states import SampleStates, StepStates
 from rltrain.rollout.sample import Sample
 
 # Attention of decode steps over keys and values that lie in blocks.
@@ -258,8 +259,8 @@ def _why_not(kind: type[BlockAttention], shape: AttentionShape, like: Tensor) ->
 # Keys and values of samples in blocks, within a budget.
 
 
-class BlockCache:
-    """Implements `KvCache`: [layers, blocks, block_tokens, kv_heads, head_dim] of a size that the budget gives, once
+class BlockCache(KvCache):
+    """[layers, blocks, block_tokens, kv_heads, head_dim] of a size that the budget gives, once
     for keys and once for values, or once for latents.
 
     Memory is taken once, by whoever needs it first, and stays until `release`; it grows and is copied no more. Every
@@ -301,13 +302,6 @@ class BlockCache:
     def states_bytes(self) -> int:
         """Of the states of samples in all slots."""
         return self._max_slots * self.states.shape.sample_bytes(self._keys.dtype) if self.states else 0
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return *self._by_position(), *(self.states.tensors() if self.states else ())
-
-    def _by_position(self) -> tuple[Tensor, ...]:
-        """What has something of every token."""
-        return *self.kept, *self.routing
 
     def addresses(self) -> tuple[int, ...]:
         return tuple(cache.data_ptr() for cache in self.tensors())
@@ -375,7 +369,7 @@ class BlockCache:
     def parked(self) -> ParkedSamples[Any]:
         return self._tables.parked if self._tables else self._none_parked
 
-    def prefill_attention(
+    def _prefill_attention(
         self, keepers: Sequence[Sequence[Keeper]], lengths: Sequence[int], width: int
     ) -> PrefillAttention:
         spans = [
@@ -383,27 +377,17 @@ class BlockCache:
             for row, (kept, length) in enumerate(zip(keepers, lengths, strict=True))
             for slot, first in kept
         ]
-        attention = _PrefillAttention(self, self._moved(spans), width)
-        if self.states:
-            attention.states = self.states.of_pass(slots_of(keepers), lengths, width, follows=False)
-        return attention
+        return _PrefillAttention(self, self._moved(spans), width)
 
-    def suffix_attention(self, suffixes: Sequence[Suffix], width: int) -> PrefillAttention:
+    def _suffix_attention(self, suffixes: Sequence[Suffix], width: int) -> PrefillAttention:
         spans = [(row * width, suffix.slot, suffix.first, suffix.end) for row, suffix in enumerate(suffixes)]
         num_read = blocks_of(max(suffix.end for suffix in suffixes), self.block_tokens)
         rows = self._taken().rows[[suffix.slot for suffix in suffixes], :num_read]
         blocks = torch.from_numpy(rows).to(self.table.device)
-        attention = _SuffixAttention(self, self._moved(spans), blocks, suffixes, width)
-        if self.states:
-            lengths = [len(suffix.tokens) for suffix in suffixes]
-            attention.states = self.states.of_pass([[s.slot] for s in suffixes], lengths, width, follows=True)
-        return attention
+        return _SuffixAttention(self, self._moved(spans), blocks, suffixes, width)
 
-    def decode_attention(self, positions: Tensor, num_positions: int) -> DecodeAttention:
-        attention = self._attention(self, positions, num_positions)
-        if self.states:
-            attention.states = self.states.of_step(len(positions))
-        return attention
+    def _decode_attention(self, positions: Tensor, num_positions: int) -> DecodeAttention:
+        return self._attention(self, positions, num_positions)
 
     def recorded_length(self, num_positions: int) -> int:
         return self._attention.recorded_length(self, num_positions)

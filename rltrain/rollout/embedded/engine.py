@@ -13,39 +13,36 @@ from rltrain.errors import ConfigError, DivergenceError
 from rltrain.models import Architecture
 from rltrain.offload.device_memory import check_device
 from rltrain.offload.memory_parts import MemoryPart
+from rltrain.reshard.copy_table import allocate_parameters
 from rltrain.rollout.embedded.block_cache import BlockCache, choose_attention
 from rltrain.rollout.embedded.block_tables import KvBudget, budget_of
 from rltrain.rollout.embedded.decoder import Decoder, Record, Slots, choose_draw, recorder
 from rltrain.rollout.embedded.generation import Generation
 from rltrain.rollout.embedded.kv_cache import CacheShape, KvCache
 from rltrain.rollout.embedded.model import EngineModel
-from rltrain.rollout.embedded.parameters import (
-    Matrix,
-    TensorParallel,
-    adapted_matrices,
-    allocate_parameters,
-    quantized_matrices,
-)
+from rltrain.rollout.embedded.parameters import Matrix, TensorParallel, adapted_matrices, quantized_matrices
 from rltrain.rollout.embedded.slot_cache import SlotCache
 from rltrain.rollout.engine import (
     START_FRACTION,
+    Engine,
     EngineSite,
     HostedEngine,
     SamplingParams,
+    Tokenizer,
     check_samples,
     expect_idle,
     served_version,
+    stop_strings,
 )
 from rltrain.rollout.layout import adapters_of_engine, whole_engine
 from rltrain.rollout.sample import Sample
-from rltrain.rollout.stop_strings import Tokenizer, stop_strings
 from rltrain.rollout.workspace import workspace_beside_cache
 
 # The embedded engine: in-process generation on weights that a weight sync updates in place.
 
 
-class EmbeddedEngine:
-    """Implements `Engine`. `parameters` (SGLang names and local shapes) stay the caller's and may be rewritten in
+class EmbeddedEngine(Engine):
+    """`parameters` (SGLang names and local shapes) stay the caller's and may be rewritten in
     place between two steps; nothing derived from them is kept but the cached keys and values of running responses.
     The KV cache's memory is kept until released; with `kv_budget` it is blocks within that, else a slot per sample, as
     long as the longest. `cache_returns` tells whether whoever takes that memory away brings it back to its addresses:
@@ -57,8 +54,6 @@ class EmbeddedEngine:
 
     `max_context_tokens` bounds prompt and response together: a response that reaches it ends truncated.
     """
-
-    num_restarts = 0
 
     def __init__(
         self,
@@ -116,7 +111,6 @@ class EmbeddedEngine:
 
     @property
     def num_unfinished(self) -> int:
-        """Samples submitted that no step has returned yet."""
         return self._generation.num_unfinished if self._generation else 0
 
     @property
@@ -126,7 +120,6 @@ class EmbeddedEngine:
 
     @property
     def num_usable(self) -> int:
-        """Those, and as many as start together."""
         slots = self._max_running_requests
         return self._room(slots + max(1, slots // START_FRACTION))
 
@@ -152,7 +145,6 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def submit(self, samples: Sequence[Sample], sampling: SamplingParams) -> None:
-        """Queue `samples` behind what is unfinished, which must have equal `sampling` and other ids (ValueError)."""
         if not samples:
             return
         generation = self._generation if self.num_unfinished else None
@@ -195,7 +187,6 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def progress(self, ids: Collection[int]) -> list[Sample]:
-        """Those of the running samples, each with what it has drawn so far; they go on."""
         if self._generation is None:
             return []
         with self._forgetting_on_divergence():
@@ -203,7 +194,6 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def withdraw(self, ids: Collection[int]) -> list[Sample]:
-        """Take back those of the unfinished samples, each with what it has drawn so far; the others go on."""
         if self._generation is None:
             return []
         with self._forgetting_on_divergence():

@@ -13,9 +13,8 @@ from rltrain.errors import DivergenceError
 from rltrain.rollout.embedded.decoder import NO_STREAM, POSITION, TOKEN, Decoder, Slots, random_streams
 from rltrain.rollout.embedded.kv_cache import Entered, Head, KvCache, Suffix
 from rltrain.rollout.embedded.model import EngineModel
-from rltrain.rollout.engine import START_FRACTION, SamplingParams, response_limit
+from rltrain.rollout.engine import START_FRACTION, SamplingParams, StopStrings, response_limit
 from rltrain.rollout.sample import Sample, Status
-from rltrain.rollout.stop_strings import StopStrings
 from rltrain.rollout.workspace import PASS_TOKENS
 
 # Caching the contexts of samples that start, all but their last tokens.

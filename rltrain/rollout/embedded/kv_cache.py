@@ -1,5 +1,6 @@
-"""Keys and values as the engine knows them, and those that wait between two turns."""
+"""What an engine keeps of samples: keys and values, as all caches have them, and states of whole samples."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -7,11 +8,139 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from rltrain.models import Windows
+from rltrain.models import Architecture, Windows
 from rltrain.models.attention import attend, sees
+from rltrain.models.delta_rule import PackedStates, packed_states
 from rltrain.models.routing_shape import RoutingShape
-from rltrain.rollout.embedded.sample_states import PassStates, StateShape, StepStates
 from rltrain.rollout.sample import Sample
+
+# What layers keep of a sample as a whole, rather than of its tokens: the states of gated delta nets.
+
+STATE_DTYPE = torch.float32
+"""Of states, which every token of a sample adds to; the convolution's inputs have the model's type."""
+
+
+class StateShape(NamedTuple):
+    """On a rank, of each sample: in each of `num_layers` layers a state [key_dim, value_dim] for each of `num_heads`,
+    and the last `kernel` - 1 inputs of the convolution of `channels`."""
+
+    num_layers: int
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    channels: int
+    kernel: int
+
+    @classmethod
+    def of(cls, architecture: Architecture, num_ranks: int) -> "StateShape | None":
+        """On each of `num_ranks`; None where the model has no such layers."""
+        if architecture.delta is None or not architecture.delta.num_layers:
+            return None
+        own = architecture.delta.shared_by(num_ranks)
+        return cls(own.num_layers, own.num_heads, own.key_dim, own.value_dim, own.channels, own.kernel)
+
+    def sample_bytes(self, dtype: torch.dtype) -> int:
+        """Of one sample, in a model of `dtype`."""
+        states = self.num_heads * self.key_dim * self.value_dim * STATE_DTYPE.itemsize
+        return self.num_layers * (states + self.channels * (self.kernel - 1) * dtype.itemsize)
+
+
+class DeltaHeads(Protocol):
+    """The heads of a layer: what they make of what is projected for them [tokens, ...], [tokens, values]."""
+
+    def whole(
+        self, projected: Tensor, packed: PackedStates, before: Tensor | None, initial: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(that, the last inputs of the convolution, the states behind the samples) for tokens of whole samples, or
+        such as follow `before` and `initial`."""
+        ...
+
+    def step(self, projected: Tensor, before: Tensor, states: Tensor) -> Tensor:
+        """That, for a token of each sample; `before` and `states` take it in, in place."""
+        ...
+
+
+class SampleStates:
+    """Of the samples in slots: `inputs` [layers, slots, kernel - 1, channels] and `states` [layers, slots, heads,
+    key_dim, value_dim]. Every slot's are finite, whoever used it last."""
+
+    def __init__(self, shape: StateShape, dtype: torch.dtype, device: torch.device) -> None:
+        self.shape = shape
+        self.inputs = torch.zeros(shape.num_layers, 0, shape.kernel - 1, shape.channels, dtype=dtype, device=device)
+        sizes = (shape.num_layers, 0, shape.num_heads, shape.key_dim, shape.value_dim)
+        self.states = torch.zeros(sizes, dtype=STATE_DTYPE, device=device)
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        return self.inputs, self.states
+
+    def hold(self, num_slots: int, num_used: int = 0) -> None:
+        """Have memory for `num_slots`, of which the first `num_used` keep what they hold."""
+        self.inputs, self.states = (_resized(tensor, num_slots, num_used) for tensor in self.tensors())
+
+    def begin(self, first: int, end: int) -> None:
+        """Samples enter these slots of which nothing is known yet."""
+        for tensor in self.tensors():
+            tensor[:, first:end] = 0
+
+    def move(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """What slots `sources` hold, in the place of what `destinations` do."""
+        to, by = torch.tensor([destinations, sources], device=self.states.device)
+        for tensor in self.tensors():
+            tensor[:, to] = tensor[:, by]
+
+    def parked(self, slot: int) -> tuple[Tensor, Tensor]:
+        """A copy of what a slot holds, on the host: device memory is for samples that run."""
+        inputs, states = (torch.empty_like(x[:, slot], device="cpu").copy_(x[:, slot]) for x in self.tensors())
+        return inputs, states
+
+    def resume(self, slot: int, parked: tuple[Tensor, Tensor]) -> None:
+        """What was parked, in a slot."""
+        for tensor, kept in zip(self.tensors(), parked, strict=True):
+            tensor[:, slot] = kept.to(tensor.device)
+
+
+class PassStates:
+    """States before and behind tokens that are computed in one pass: samples of `lengths` tokens in rows of `width`,
+    each of which is for some `slots`; those that `follow` what stands in their slot are for one each."""
+
+    def __init__(
+        self, kept: SampleStates, slots: Sequence[Sequence[int]], lengths: Sequence[int], width: int, *, follows: bool
+    ) -> None:
+        device = kept.states.device
+        self._kept, self._num_tokens = kept, len(lengths) * width
+        self._packed = packed_states(lengths, kept.shape.kernel, device)
+        places = torch.arange(width) < torch.tensor(lengths)[:, None]
+        self._rows = places.flatten().nonzero().squeeze(1).to(device)
+        copies = [(slot, number) for number, of_sample in enumerate(slots) for slot in of_sample]
+        self._slots, self._samples = torch.tensor(copies, device=device).unbind(1)
+        self._follows = follows
+
+    def run(self, layer: int, heads: DeltaHeads, projected: Tensor) -> Tensor:
+        """What the heads of a layer make of the tokens [tokens, values], zeros for padding; states are kept."""
+        inputs, states = (tensor[layer] for tensor in self._kept.tensors())
+        before, initial = (inputs[self._slots], states[self._slots]) if self._follows else (None, None)
+        made, last, final = heads.whole(projected.index_select(0, self._rows), self._packed, before, initial)
+        inputs[self._slots] = last[self._samples].to(inputs.dtype)
+        states[self._slots] = final[self._samples].to(states.dtype)
+        return made.new_zeros(self._num_tokens, made.size(1)).index_copy_(0, self._rows, made)
+
+
+class StepStates:
+    """States of the first slots, which one token of each changes in place."""
+
+    def __init__(self, kept: SampleStates, num_slots: int) -> None:
+        self._inputs, self._states = (tensor[:, :num_slots] for tensor in kept.tensors())
+
+    def run(self, layer: int, heads: DeltaHeads, projected: Tensor) -> Tensor:
+        """As PassStates."""
+        return heads.step(projected, self._inputs[layer], self._states[layer])
+
+
+def _resized(tensor: Tensor, num_slots: int, num_used: int) -> Tensor:
+    resized = tensor.new_zeros(tensor.size(0), num_slots, *tensor.shape[2:])
+    resized[:, :num_used] = tensor[:, :num_used]
+    return resized
+
 
 # Keys and values of samples that wait between two turns, and which of them give way first.
 
@@ -286,89 +415,119 @@ class DecodeAttention(Protocol):
         ...
 
 
-class KvCache(Protocol):
+class KvCache(ABC):
     """Running samples fill slots 0, 1, ... of it; on every rank of an engine the same ones."""
 
-    @property
-    def capacity(self) -> int:
-        """Positions that a slot may have now."""
-        ...
+    capacity: int
+    """Positions that a slot may have now."""
+    kept: tuple[Tensor, ...]
+    """Keys and values, or latents alone."""
+    routing: tuple[Tensor, ...]
+    """Experts of tokens, where they are recorded."""
+    states: SampleStates | None
+    """Of samples, where the model has any."""
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The memory that is held for keys and values now."""
-        ...
+        return *self._by_position(), *(self.states.tensors() if self.states else ())
 
+    def _by_position(self) -> tuple[Tensor, ...]:
+        """What has something of every token."""
+        return *self.kept, *self.routing
+
+    @abstractmethod
     def addresses(self) -> tuple[int, ...]:
         """Where it lies, and how: equal as long as a recorded step is valid."""
-        ...
 
+    @abstractmethod
     def reserve(self, num_slots: int, num_positions: int, *, num_used: int) -> None:
         """Before a step of so many slots and positions; what the first `num_used` slots hold stays."""
-        ...
 
+    @abstractmethod
     def release(self) -> None:
         """Give the memory back."""
-        ...
 
+    @abstractmethod
     def num_admissible(self, waiting: Sequence[Sample], num_wanted: int, num_running: int, version: int) -> int:
         """How many of the first of `waiting` may start beside those that run; where it has to decide and few fit, none,
         so that one prefill serves `num_wanted`. At least one where nothing runs."""
-        ...
 
+    @abstractmethod
     def enter(self, first_slot: int, samples: Sequence[Sample], version: int) -> Entered:
         """Samples that `num_admissible` has let pass take slots from `first_slot` on; those that are parked get what
         they left. The rest is to be computed under the weights of `version`."""
-        ...
 
+    @abstractmethod
     def extend(self, slot: int, position: int) -> int:
         """Make room for one more position: how many the slot has room for then, `position` or fewer where there is
         none."""
-        ...
 
+    @abstractmethod
     def move(self, sources: Sequence[int], destinations: Sequence[int], num_positions: int) -> None:
         """Put what slots `sources` hold, up to `num_positions`, in the place of what `destinations` do."""
-        ...
 
+    @abstractmethod
     def free(self, first: int, end: int) -> None:
         """Slots from `first` up to `end` hold nothing any more."""
-        ...
 
+    @abstractmethod
     def park(self, slot: int, sample: Sample) -> None:
         """Keep what the slot holds of `sample`, all but the last token, for when it comes back; the slot holds nothing
         any more."""
-        ...
 
+    @abstractmethod
     def routed(self, slot: int, first: int, end: int) -> Tensor:
         """The experts that are kept of positions `first` up to `end`: a copy [positions, layers, top_k]."""
-        ...
 
     @property
+    @abstractmethod
     def parked(self) -> ParkedSamples[Any]:
         """Samples that have left and may come back. Who needs room gets it from them."""
-        ...
 
     def prefill_attention(
         self, keepers: Sequence[Sequence[Keeper]], lengths: Sequence[int], width: int
     ) -> PrefillAttention:
         """Over heads of these lengths, padded to `width`."""
-        ...
+        attention = self._prefill_attention(keepers, lengths, width)
+        if self.states:
+            slots = [[slot for slot, _ in of_head] for of_head in keepers]
+            attention.states = PassStates(self.states, slots, lengths, width, follows=False)
+        return attention
+
+    @abstractmethod
+    def _prefill_attention(
+        self, keepers: Sequence[Sequence[Keeper]], lengths: Sequence[int], width: int
+    ) -> PrefillAttention: ...
 
     def suffix_attention(self, suffixes: Sequence[Suffix], width: int) -> PrefillAttention:
         """Over what follows in different slots, padded to `width`."""
-        ...
+        attention = self._suffix_attention(suffixes, width)
+        if self.states:
+            lengths = [len(suffix.tokens) for suffix in suffixes]
+            attention.states = PassStates(self.states, [[s.slot] for s in suffixes], lengths, width, follows=True)
+        return attention
+
+    @abstractmethod
+    def _suffix_attention(self, suffixes: Sequence[Suffix], width: int) -> PrefillAttention: ...
 
     def decode_attention(self, positions: Tensor, num_positions: int) -> DecodeAttention:
         """`positions` [slots] is where each slot's token stands, below `num_positions`."""
-        ...
+        attention = self._decode_attention(positions, num_positions)
+        if self.states:
+            attention.states = StepStates(self.states, len(positions))
+        return attention
 
+    @abstractmethod
+    def _decode_attention(self, positions: Tensor, num_positions: int) -> DecodeAttention: ...
+
+    @abstractmethod
     def recorded_length(self, num_positions: int) -> int:
         """The `num_positions` for which a step is recorded that is to serve this one."""
-        ...
 
+    @abstractmethod
     def metrics(self) -> dict[str, float]:
         """Since the last call: how full it was, where it has a limit, and what parked samples saved, where there were
         any."""
-        ...
 
 
 def _by_row(sinks: Tensor | None) -> Tensor | None:
@@ -381,8 +540,3 @@ def rounded(count: int, sizes: int) -> int:
     below = 1 << max(0, (count - 1).bit_length() - 1)
     granule = max(1, below // sizes)
     return -(-count // granule) * granule
-
-
-def slots_of(keepers: Sequence[Sequence[Keeper]]) -> list[list[int]]:
-    """Of each head the slots that keep it."""
-    return [[slot for slot, _ in of_head] for of_head in keepers]

@@ -14,7 +14,7 @@ from rltrain.models.attention import inverse_frequencies, soft_capped
 from rltrain.models.products import clamped_swiglu, wide_product
 from rltrain.models.routing_shape import RoutingShape
 from rltrain.models.table import EMBEDDING, FINAL_NORM, stages_of_layer
-from rltrain.rollout.embedded.kv_cache import DecodeAttention, PrefillAttention
+from rltrain.rollout.embedded.kv_cache import DecodeAttention, PrefillAttention, StateShape
 from rltrain.rollout.embedded.layers import (
     Attention,
     AttentionLayer,
@@ -34,7 +34,6 @@ from rltrain.rollout.embedded.parameters import (
     is_grouped_on_device,
     local_token_ids,
 )
-from rltrain.rollout.embedded.sample_states import StateShape
 
 # What a layer does after its attention: one MLP for all tokens, or experts.
 

@@ -9,11 +9,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from rltrain.models.table import ElementType
-from rltrain.reshard.copy_table import DTYPES
 from rltrain.reshard.fp8_blocks import SCALE_SUFFIX, ScalePlaces, scale_places
-from rltrain.reshard.layout import Layout, parameter_types
-from rltrain.reshard.model_layout import adapter_pairs
+from rltrain.reshard.layout import Layout
+from rltrain.reshard.megatron_layout import adapter_pairs
 
 # Tensor parallelism of the embedded engine over an explicit group.
 
@@ -238,15 +236,6 @@ class QuantizedMatrix(Matrix):
         else:
             values.view(*scales.shape, self._width).mul_(scales[:, :, None])
         return values.to(self._dtype)
-
-
-def allocate_parameters(layout: Layout, rank: int, *, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """Zeroed tensors of every parameter that `rank` holds in `layout`, by name."""
-    kinds = parameter_types(layout, layout.parts[layout.ranks.index(rank)]).tolist()
-    return {
-        name: torch.zeros(shape, dtype=DTYPES[ElementType(kind)], device=device)
-        for (name, shape), kind in zip(layout.on(rank).parameters, kinds, strict=True)
-    }
 
 
 def quantized_matrices(

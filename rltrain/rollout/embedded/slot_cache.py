@@ -13,15 +13,16 @@ from rltrain.rollout.embedded.kv_cache import (
     DecodeAttention,
     Entered,
     Keeper,
+    KvCache,
     ParkedSamples,
     PrefillAttention,
+    SampleStates,
+    StepStates,
     Suffix,
     SuffixAttention,
     rounded,
-    slots_of,
     window_biases,
 )
-from rltrain.rollout.embedded.sample_states import SampleStates, StepStates
 from rltrain.rollout.sample import Sample
 
 _LENGTH_MULTIPLE = 8
@@ -31,8 +32,8 @@ _RECORDED_SIZES = 4
 """Of lengths, from each power of two up to the next."""
 
 
-class SlotCache:
-    """Implements `KvCache`: [layers, slots, kv_heads, capacity, head_dim] of keys and as much of values, or of latents
+class SlotCache(KvCache):
+    """[layers, slots, kv_heads, capacity, head_dim] of keys and as much of values, or of latents
     alone: `values` are a view of them then.
 
     Memory follows what was needed: `reserve` makes slots that fall short twice as many or more, and positions half as
@@ -57,17 +58,6 @@ class SlotCache:
     @property
     def num_slots(self) -> int:
         return self.keys.shape[1]
-
-    @property
-    def capacity(self) -> int:
-        return self.keys.shape[3]
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return *self._by_position(), *(self.states.tensors() if self.states else ())
-
-    def _by_position(self) -> tuple[Tensor, ...]:
-        """What has something of every token."""
-        return *self.kept, *self.routing
 
     def addresses(self) -> tuple[int, ...]:
         return *(cache.data_ptr() for cache in self.tensors()), *self.mask.shape
@@ -155,27 +145,17 @@ class SlotCache:
     def parked(self) -> "ParkedSamples[_Kept]":
         return self._parked
 
-    def prefill_attention(
+    def _prefill_attention(
         self, keepers: Sequence[Sequence[Keeper]], lengths: Sequence[int], width: int
     ) -> PrefillAttention:
         slots = [(slot, row) for row, kept in enumerate(keepers) for slot, _ in kept]
-        attention = _SlotPrefillAttention(self, torch.tensor(slots, device=self.keys.device), width)
-        if self.states:
-            attention.states = self.states.of_pass(slots_of(keepers), lengths, width, follows=False)
-        return attention
+        return _SlotPrefillAttention(self, torch.tensor(slots, device=self.keys.device), width)
 
-    def suffix_attention(self, suffixes: Sequence[Suffix], width: int) -> PrefillAttention:
-        attention = _SlotSuffixAttention(self, suffixes, width)
-        if self.states:
-            lengths = [len(suffix.tokens) for suffix in suffixes]
-            attention.states = self.states.of_pass([[s.slot] for s in suffixes], lengths, width, follows=True)
-        return attention
+    def _suffix_attention(self, suffixes: Sequence[Suffix], width: int) -> PrefillAttention:
+        return _SlotSuffixAttention(self, suffixes, width)
 
-    def decode_attention(self, positions: Tensor, num_positions: int) -> DecodeAttention:
-        attention = _DecodeAttention(self, positions, num_positions)
-        if self.states:
-            attention.states = self.states.of_step(len(positions))
-        return attention
+    def _decode_attention(self, positions: Tensor, num_positions: int) -> DecodeAttention:
+        return _DecodeAttention(self, positions, num_positions)
 
     def recorded_length(self, num_positions: int) -> int:
         return rounded(num_positions, _RECORDED_SIZES)
@@ -190,6 +170,7 @@ class SlotCache:
         self.values = (
             self.keys[..., : shape.value_dim] if shape.latent else self.keys.new_zeros(*sizes, shape.value_dim)
         )
+        self.capacity = capacity
         self.mask = self.keys.new_full((num_slots, num_kv_heads, capacity), -torch.inf)
         self.kept = (self.keys,) if shape.latent else (self.keys, self.values)
         self.routing: tuple[Tensor, ...] = ()

@@ -17,11 +17,11 @@ from rltrain.config.schema import WeightDelta
 from rltrain.errors import ConfigError, cannot_write
 from rltrain.reshard.changes import Changes, Extent, changes_on, mark
 from rltrain.reshard.checksums import checksum_of
-from rltrain.reshard.delta_turns import DeltaTurn, DeltaTurns
+from rltrain.reshard.delta import DeltaTurn, DeltaTurns
 from rltrain.reshard.layout import Layout
 from rltrain.rollout.delta_form import form
 from rltrain.rollout.servers.calls import Calls, ServerRefuses
-from rltrain.rollout.servers.http_weights import WholeUpdates, empty_tensors, shared_run
+from rltrain.rollout.servers.http_weights import Weights, empty_tensors, shared_run
 from rltrain.rollout.servers.protocols import ServerProtocol
 from rltrain.runtime.job_store import JobStore
 from rltrain.runtime.whole_files import make_empty, put_in_place
@@ -197,10 +197,10 @@ class SharedFolders:
 FOLDER, DELTA_FOLDER = "version_{}", "delta_{}"
 
 
-class DiskWeights(WholeUpdates):
-    """Implements `Weights`. `whole` is what hf_layout makes for the ranks of the role, `parts` the same in parts of
-    `max_bytes`: a file each. `like` is the checkpoint folder whose config and tokenizer go with them, `config_key` the
-    one that says where `folder` is.
+class DiskWeights(Weights):
+    """By checkpoints in a folder. `whole` is what hf_layout makes for the ranks of the role, `parts` the same in parts
+    of `max_bytes`: a file each. `like` is the checkpoint folder whose config and tokenizer go with them, `config_key`
+    the one that says where `folder` is.
 
     While the next version is written the present one stays: a server that joins is given it. What an earlier run of the
     job left in `folder` is removed.
@@ -223,7 +223,6 @@ class DiskWeights(WholeUpdates):
         config_key: str,
         update_timeout_s: float,
     ) -> None:
-        self.label: str | None = None
         self.path: Path | None = None
         """Of the checkpoint that was written last."""
         self.partial = Path()
@@ -311,8 +310,8 @@ FILE = "changes-{:05d}-{:05d}.delta"
 """By rank and part. No server takes such a file for one of a checkpoint."""
 
 
-class DeltaWeights(WholeUpdates):
-    """Implements `Weights`: `whole` writes checkpoints, and in between what changed alone is written, element by
+class DeltaWeights(Weights):
+    """By what changed: `whole` writes checkpoints, and in between what changed alone is written, element by
     element. A rank remembers its share of the last version for that.
 
     The checkpoint that was written last and the deltas since then are a chain, of which all stays until the next
@@ -324,7 +323,6 @@ class DeltaWeights(WholeUpdates):
     way = "delta"
 
     def __init__(self, whole: DiskWeights, delta: WeightDelta) -> None:
-        self.label: str | None = None
         self._whole, self._folders = whole, whole.folders
         self._turns, self._turn = DeltaTurns(delta.full_every), DeltaTurn.PLAIN
         self._keeps_on_host = delta.keep_on == "host"

@@ -14,9 +14,9 @@ from queue import SimpleQueue
 
 from rltrain.config.rollout import Http
 from rltrain.errors import ConfigError, EngineError
-from rltrain.rollout.engine import SamplingParams, response_limit
+from rltrain.rollout.engine import SamplingParams, StopCut, response_limit
 from rltrain.rollout.sample import Sample
-from rltrain.rollout.servers.calls import Access, Calls, Drawing, ServerBusy, ServerGone, ServerRefuses, words
+from rltrain.rollout.servers.calls import Access, Calls, ServerBusy, ServerGone, ServerRefuses, StreamCut, words
 from rltrain.rollout.servers.http_weights import Weights, WeightsLater
 from rltrain.rollout.servers.protocols import (
     MODELS,
@@ -27,8 +27,7 @@ from rltrain.rollout.servers.protocols import (
     SGLangProtocol,
     VLLMProtocol,
 )
-from rltrain.rollout.servers.sglang_session import DivergenceWatch
-from rltrain.rollout.stop_strings import StopCut
+from rltrain.rollout.servers.remote_engine import DivergenceWatch, Drawing
 from rltrain.runtime.job_store import JobStore
 
 # Which servers there are, and which rank asks which: from the config, or from a file that is read again.
@@ -235,13 +234,14 @@ class FleetServer:
     async def draw(self, drawing: Drawing, sampling: SamplingParams, hang_timeout_s: float) -> None:
         """Until it has ended it. What was drawn by other weights than the present ones never gets certain."""
         path, body = self.protocol.request(drawing, sampling, self._described)
-        async with aclosing(self.calls.stream(path, body, hang_timeout_s)) as events:
-            async for event in events:
-                label = self.protocol.take(drawing, event)
-                if label is not None and self.expected is not None:
-                    self._check(label)
-                if label is not None or self.expected is None:
-                    drawing.num_certain = len(drawing.tokens)
+        with suppress(StreamCut):  # after the end of what it draws there may be nothing to say
+            async with aclosing(self.calls.stream(path, body, hang_timeout_s)) as events:
+                async for event in events:
+                    label = self.protocol.take(drawing, event)
+                    if label is not None and self.expected is not None:
+                        self._check(label)
+                    if label is not None or self.expected is None:
+                        drawing.num_certain = len(drawing.tokens)
         if drawing.end is None:
             raise ServerGone(f"{path} of {self.url}: its answer ended in the middle")
         if drawing.num_certain < len(drawing.tokens):

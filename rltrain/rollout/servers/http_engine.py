@@ -18,39 +18,36 @@ from rltrain.rollout.engine import (
     EngineSite,
     HostedEngine,
     SamplingParams,
+    Tokenizer,
     expect_idle,
     served_version,
+    stop_cut,
 )
 from rltrain.rollout.layout import engine_parts, staging_bytes, whole_engine
 from rltrain.rollout.sample import Sample
 from rltrain.rollout.servers.calls import Access, Calls
 from rltrain.rollout.servers.disk_weights import DeltaWeights, DiskWeights
 from rltrain.rollout.servers.fleet import Addresses, Fleet
-from rltrain.rollout.servers.http_weights import GroupWeights, Weights, WholeUpdates, shared_run
+from rltrain.rollout.servers.http_weights import GroupWeights, Weights, shared_run
 from rltrain.rollout.servers.protocols import ServerProtocol
 from rltrain.rollout.servers.remote_engine import RemoteEngine
-from rltrain.rollout.stop_strings import Tokenizer, stop_cut
 from rltrain.runtime.machine import JobThread
 
 # Weights that nobody changes: a checkpoint that servers load where they can.
 
 
-class CheckpointWeights(WholeUpdates):
-    """Implements `Weights`, of engines that draw by a checkpoint as it is: `name` it once, or another one later."""
+class CheckpointWeights(Weights):
+    """Of engines that draw by a checkpoint as it is: `name` it once, or another one later."""
 
     way = "folder"
 
     def __init__(self, update_timeout_s: float) -> None:
-        self.label: str | None = None
         self._update_timeout_s = update_timeout_s
         self._run = secrets.token_hex(4)
         self._path = ""
 
     def name(self, path: Path, version: int) -> None:
         self._path, self.label = str(path.absolute()), f"{self._run}.{version}"
-
-    def begin(self) -> None:
-        """Nothing is to be written."""
 
     def tensors(self, part: int) -> Mapping[str, Tensor]:
         raise AssertionError("no part of these weights ever arrives")
@@ -65,9 +62,6 @@ class CheckpointWeights(WholeUpdates):
         assert self.label is not None, "a checkpoint has been named"
         await protocol.load_from_disk(calls, self._path, self.label, self._update_timeout_s)
 
-    def close(self) -> None:
-        """The checkpoint is somebody else's."""
-
 
 # Servers that somebody else runs as one engine of a rank: samples out to them, new weights into them.
 
@@ -81,15 +75,12 @@ CLOSE_S = 30.0
 
 
 class HttpEngine(RemoteEngine):
-    """Implements `Engine`, of one rank. `max_running_requests` is for each server.
+    """Of one rank. `max_running_requests` is for each server.
 
     Servers draw tokens whether or not anybody calls `step`, which returns what has finished meanwhile. A sync takes
     back what is under way, and it goes on under the new weights: what a request draws is of one version. `advance` is
     called while this rank waits for servers.
     """
-
-    num_restarts = 0
-    """Of processes of its own, of which it has none."""
 
     def __init__(
         self,
@@ -128,11 +119,9 @@ class HttpEngine(RemoteEngine):
         self._wait(self._weights.open(receivers))
 
     def incoming(self, part: int, *, is_kept: bool = False) -> Mapping[str, Tensor]:
-        """Where a part of the new weights is to be written, by name in the checkpoint."""
         return self._weights.tensors(part)
 
     def arrived(self, part: int) -> None:
-        """This rank's share of the part has been written."""
         self._weights.arrived(part)
         self._wait(self._weights.pass_on())
 
@@ -153,7 +142,6 @@ class HttpEngine(RemoteEngine):
         self._serve(version)
 
     def submit(self, samples: Sequence[Sample], sampling: SamplingParams) -> None:
-        """Queue `samples` behind what is unfinished, which must have equal `sampling` and other ids (ValueError)."""
         if not samples:
             return
         self._accept(samples, sampling)
@@ -177,15 +165,12 @@ class HttpEngine(RemoteEngine):
         return done
 
     def suspend(self) -> list[Sample]:
-        """Take back all that is unfinished, in the order of submission, each with what it has drawn so far."""
         return self._take_back(self._unfinished)
 
     def progress(self, ids: Collection[int]) -> list[Sample]:
-        """Those of the samples at servers, each with what it is known to have drawn so far."""
         return self._wait(self._fleet.progress(ids))
 
     def withdraw(self, ids: Collection[int]) -> list[Sample]:
-        """As `suspend`, for these samples alone."""
         return self._take_back({number: sample for number, sample in self._unfinished.items() if number in ids})
 
     def release_cache(self) -> None:

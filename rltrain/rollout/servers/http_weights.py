@@ -2,11 +2,12 @@
 
 import asyncio
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import torch
@@ -17,82 +18,70 @@ from rltrain.models.table import ElementType
 from rltrain.reshard.copy_table import DTYPES
 from rltrain.reshard.layout import Layout, parameter_types
 from rltrain.rollout.servers.calls import Calls, ServerBusy, ServerGone, ServerRefuses, words
-from rltrain.rollout.servers.protocols import BroadcastProtocol, Receiver, ServerProtocol, UpdateGroup
+from rltrain.rollout.servers.protocols import Receiver, ServerProtocol, SGLangBroadcasts, UpdateGroup
 from rltrain.runtime.job_store import JobStore
 from rltrain.runtime.machine import JobThread
 
 # How new weights reach servers that somebody else runs: what all ways have in common.
 
 
-class Weights(Protocol):
+class Weights(ABC):
     """What this rank has of the weights, on their way to its servers. An update is `begin`, for every part in order
     `tensors` and `arrived`, then `complete`; after that any server can be given them, as often as need be.
 
     `open` follows `begin`, and `pass_on` every `arrived`: those two, `give` and `forget` are called in the event loop,
-    the others by the rank's main thread.
+    the others by the rank's main thread. Servers are sent nothing before all has arrived, unless `pass_on` does.
     """
 
     way: str
     """Of a protocol's ways."""
-    label: str | None
+    label: str | None = None
     """Of the weights that `give` gives; None before the first update. No other job has the same."""
 
-    def begin(self) -> None: ...
+    def begin(self) -> None:
+        """Nothing is held yet."""
+        return
 
+    @abstractmethod
     def tensors(self, part: int) -> Mapping[str, Tensor]:
         """Where to write the part's parameters, by name."""
-        ...
 
+    @abstractmethod
     def arrived(self, part: int) -> None:
         """`tensors(part)` are written."""
-        ...
 
+    @abstractmethod
     def complete(self, version: int) -> None:
         """All parts have arrived, on all ranks of the role. Collective over: these."""
-        ...
 
     async def open(self, receivers: Sequence[Receiver]) -> None:
         """These servers will be given the update. What fails for one is raised by its `give`."""
-        ...
+        return
 
     async def pass_on(self) -> None:
-        """Send on what has arrived, where servers are sent anything before all has."""
-        ...
+        """Send on what has arrived."""
+        return
 
+    @abstractmethod
     async def give(self, protocol: ServerProtocol, calls: Calls) -> None:
         """Returns when the server has taken them; raises as `Calls` does, WeightsLater where it can take no others than
         the next ones."""
-        ...
 
     async def forget(self, calls: Calls) -> None:
         """The server is gone, or has left: what was made for it alone is of no use any more."""
-        ...
+        return
 
     def metrics(self) -> dict[str, float]:
         """Of the last update."""
-        ...
+        return {}
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Once no server is given any more."""
+        return
 
 
 class WeightsLater(Exception):  # noqa: N818 - names what happens
     """A server has to wait for the next update: nothing is kept of the last one."""
-
-
-class WholeUpdates:
-    """Of ways by which servers are sent nothing before all has arrived."""
-
-    async def open(self, receivers: Sequence[Receiver]) -> None:
-        """Nothing."""
-
-    async def pass_on(self) -> None:
-        """Nothing."""
-
-    async def forget(self, calls: Calls) -> None:
-        """Nothing was made for it."""
-
-    def metrics(self) -> dict[str, float]:
-        return {}
 
 
 def shared_run(job_store: JobStore, role: str, *, leads: bool) -> str:
@@ -135,11 +124,11 @@ class _Part:
 @dataclass(frozen=True)
 class _Joined:
     group: UpdateGroup
-    way: BroadcastProtocol
+    way: SGLangBroadcasts
 
 
-class GroupWeights:
-    """Implements `Weights`. Every rank of the role gets all tensors, whole, in `parts`, of which it holds two at a
+class GroupWeights(Weights):
+    """By broadcasts. Every rank of the role gets all tensors, whole, in `parts`, of which it holds two at a
     time: one is written while the other is broadcast. `run` begins the labels, the same on all ranks of the role.
 
     Nothing of an update is kept. So a server that comes between two updates waits for the next one, and one that is
@@ -152,7 +141,6 @@ class GroupWeights:
     def __init__(
         self, parts: Sequence[Layout], rank: int, *, device: torch.device, run: str, update_timeout_s: float
     ) -> None:
-        self.label: str | None = None
         self._parts, self._rank, self._device, self._run = parts, rank, device, run
         self._limit_s = update_timeout_s
         self._written: _Part | None = None
@@ -162,9 +150,6 @@ class GroupWeights:
         self._receivers: dict[str, Receiver] = {}
         """Of the update that is under way, those that have failed left out."""
         self._problems: dict[str, Problem] = {}
-
-    def begin(self) -> None:
-        """Nothing is held yet."""
 
     def tensors(self, part: int) -> Mapping[str, Tensor]:
         # Wide elements come first, so that all are aligned.
@@ -208,9 +193,6 @@ class GroupWeights:
             with suppress(ServerGone, ServerRefuses, ServerBusy):  # one that is gone has left it
                 await joined.way.leave(calls, joined.group.address.name)
             self._drop(calls.url)
-
-    def metrics(self) -> dict[str, float]:
-        return {}
 
     def close(self) -> None:
         for url in [*self._groups]:
@@ -270,7 +252,7 @@ class GroupWeights:
             raise ServerGone(f"{calls.url}: {what}: {words(error)}") from error
 
 
-def _way(receiver: Receiver) -> BroadcastProtocol:
+def _way(receiver: Receiver) -> SGLangBroadcasts:
     assert receiver.protocol.broadcasts is not None, "other servers are refused"
     return receiver.protocol.broadcasts
 

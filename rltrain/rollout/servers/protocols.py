@@ -15,7 +15,8 @@ from torch import Tensor
 from rltrain.checkpoint.safetensors_file import TensorEntry
 from rltrain.rollout.delta_form import form
 from rltrain.rollout.engine import SamplingParams
-from rltrain.rollout.servers.calls import Calls, Drawing, ServerBusy, ServerGone, ServerRefuses
+from rltrain.rollout.servers.calls import Calls, ServerBusy, ServerGone, ServerRefuses
+from rltrain.rollout.servers.remote_engine import Drawing
 from rltrain.rollout.servers.sglang_session import sampling_fields
 from rltrain.runtime.messages import family_of
 from rltrain.runtime.world import own_address
@@ -98,6 +99,77 @@ class UpdateGroup:
             return dist.ProcessGroupNCCL(dist.PrefixStore("cuda/", store), 0, self.address.size, options)
 
 
+# SGLang's update groups: weights by broadcasts, within a session that it opens and closes for an update.
+
+JOIN = "/init_weights_update_group"
+BEGIN, END = "/begin_weight_update", "/end_weight_update"
+FLUSH_S = 30
+"""For requests to be over that were ended."""
+
+
+class SGLangBroadcasts:
+    """How a server takes weights over a process group. Raises as `Calls` does.
+
+    Between `begin` and `end` it is not paused: it has no requests, and each call waits for those that others may have
+    sent it.
+    """
+
+    async def join(self, calls: Calls, group: GroupAddress, limit_s: float) -> None:
+        """Answers once the group is there."""
+        body = {
+            "master_address": group.host,
+            "master_port": group.port,
+            "rank_offset": 1,
+            "world_size": group.size,
+            "group_name": group.name,
+            "backend": group.backend,
+        }
+        await calls.post(JOIN, body, limit_s)
+
+    async def begin(self, calls: Calls) -> None:
+        """An update; one that somebody left open ends."""
+        try:
+            await calls.post(BEGIN, {"selector": "target"})
+        except ServerRefuses:
+            await calls.post(END, {})
+            await calls.post(BEGIN, {"selector": "target"})
+
+    async def receive(self, calls: Calls, group: str, entries: Sequence[TensorEntry], limit_s: float) -> None:
+        """Take one broadcast of bytes, of which `entries` lie one behind the other; answers once they are in use."""
+        body = {
+            "names": [entry.name for entry in entries],
+            "dtypes": [str(entry.dtype).removeprefix("torch.") for entry in entries],
+            "shapes": [entry.shape for entry in entries],
+            "group_name": group,
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+            "selector": "target",
+        }
+        await calls.post("/update_weights_from_distributed", body, limit_s)
+
+    async def end(self, calls: Calls, label: str, limit_s: float) -> None:
+        """It serves what it has received under `label`, with nothing kept of older weights."""
+        await calls.post(END, {}, limit_s)
+        await flush_and_label(calls, label, limit_s)
+
+    async def leave(self, calls: Calls, group: str) -> None:
+        """Its part of the group is over."""
+        await calls.post("/destroy_weights_update_group", {"group_name": group})
+
+
+async def flush_and_label(calls: Calls, label: str, limit_s: float) -> None:
+    """Empties the prefix cache of a server that has taken new weights, and gives these their label.
+
+    The scheduler may still hold the last batch of requests that have ended, so the server waits for it. Raises
+    ServerBusy where it takes longer than FLUSH_S: the server has no label of ours then, and is given the weights anew.
+    """
+    try:
+        await calls.post(f"/flush_cache?timeout={FLUSH_S}", {}, limit_s)
+    except ServerRefuses as refused:
+        raise ServerBusy(str(refused)) from None
+    await calls.post("/update_weight_version", {"new_version": label, "abort_all_requests": False}, limit_s)
+
+
 # What servers of a kind understand: samples to draw, and new weights.
 
 
@@ -112,30 +184,6 @@ class ServerDescription:
     """That would join an update group; None: it can have none."""
 
 
-class BroadcastProtocol(Protocol):
-    """How servers of a kind take weights over a process group. Raises as `Calls` does."""
-
-    async def join(self, calls: Calls, group: GroupAddress, limit_s: float) -> None:
-        """Answers once the group is there."""
-        ...
-
-    async def begin(self, calls: Calls) -> None:
-        """An update; one that somebody left open ends."""
-        ...
-
-    async def receive(self, calls: Calls, group: str, entries: Sequence[TensorEntry], limit_s: float) -> None:
-        """Take one broadcast of bytes, of which `entries` lie one behind the other; answers once they are in use."""
-        ...
-
-    async def end(self, calls: Calls, label: str, limit_s: float) -> None:
-        """It serves what it has received under `label`, with nothing kept of older weights."""
-        ...
-
-    async def leave(self, calls: Calls, group: str) -> None:
-        """Its part of the group is over."""
-        ...
-
-
 class ServerProtocol(Protocol):
     """Of servers of one kind; it has no state. Raises as `Calls` does."""
 
@@ -143,7 +191,7 @@ class ServerProtocol(Protocol):
     ways: Sequence[str]
     """By which its weights can be changed: those of http.weights (folder, group), and delta, by folders of what changed
     since a version, as server/rltrain_delta_files.py has them."""
-    broadcasts: BroadcastProtocol | None
+    broadcasts: SGLangBroadcasts | None
     """For way group; None: it has no such."""
 
     async def describe(self, calls: Calls) -> ServerDescription: ...
@@ -187,69 +235,6 @@ class Receiver:
     calls: Calls
 
 
-# SGLang's update groups: weights by broadcasts, within a session that it opens and closes for an update.
-
-JOIN = "/init_weights_update_group"
-BEGIN, END = "/begin_weight_update", "/end_weight_update"
-FLUSH_S = 30
-"""For requests to be over that were ended."""
-
-
-class SGLangBroadcasts:
-    """Implements `BroadcastProtocol`. Between `begin` and `end` the server is not paused: it has no requests, and each
-    call waits for those that others may have sent it."""
-
-    async def join(self, calls: Calls, group: GroupAddress, limit_s: float) -> None:
-        body = {
-            "master_address": group.host,
-            "master_port": group.port,
-            "rank_offset": 1,
-            "world_size": group.size,
-            "group_name": group.name,
-            "backend": group.backend,
-        }
-        await calls.post(JOIN, body, limit_s)
-
-    async def begin(self, calls: Calls) -> None:
-        try:
-            await calls.post(BEGIN, {"selector": "target"})
-        except ServerRefuses:
-            await calls.post(END, {})
-            await calls.post(BEGIN, {"selector": "target"})
-
-    async def receive(self, calls: Calls, group: str, entries: Sequence[TensorEntry], limit_s: float) -> None:
-        body = {
-            "names": [entry.name for entry in entries],
-            "dtypes": [str(entry.dtype).removeprefix("torch.") for entry in entries],
-            "shapes": [entry.shape for entry in entries],
-            "group_name": group,
-            "load_format": "flattened_bucket",
-            "flush_cache": False,
-            "selector": "target",
-        }
-        await calls.post("/update_weights_from_distributed", body, limit_s)
-
-    async def end(self, calls: Calls, label: str, limit_s: float) -> None:
-        await calls.post(END, {}, limit_s)
-        await flush_and_label(calls, label, limit_s)
-
-    async def leave(self, calls: Calls, group: str) -> None:
-        await calls.post("/destroy_weights_update_group", {"group_name": group})
-
-
-async def flush_and_label(calls: Calls, label: str, limit_s: float) -> None:
-    """Empties the prefix cache of a server that has taken new weights, and gives these their label.
-
-    The scheduler may still hold the last batch of requests that have ended, so the server waits for it. Raises
-    ServerBusy where it takes longer than FLUSH_S: the server has no label of ours then, and is given the weights anew.
-    """
-    try:
-        await calls.post(f"/flush_cache?timeout={FLUSH_S}", {}, limit_s)
-    except ServerRefuses as refused:
-        raise ServerBusy(str(refused)) from None
-    await calls.post("/update_weight_version", {"new_version": label, "abort_all_requests": False}, limit_s)
-
-
 # SGLang's own protocol: token ids in, token ids and log-probs out, each response with the version of its weights.
 
 FROM_DISK = "/update_weights_from_disk"
@@ -265,7 +250,7 @@ class SGLangProtocol:
 
     name = "sglang"
     ways: Sequence[str] = ("folder", "group", "delta")
-    broadcasts: BroadcastProtocol | None = SGLangBroadcasts()
+    broadcasts: SGLangBroadcasts | None = SGLangBroadcasts()
 
     async def describe(self, calls: Calls) -> ServerDescription:
         info = await calls.get("/server_info")
@@ -352,7 +337,7 @@ class OpenAIProtocol:
     tells_version = "/model_info"
     """Where a server says which weights it has."""
     ways: Sequence[str] = ("folder", "delta")
-    broadcasts: BroadcastProtocol | None = None
+    broadcasts: SGLangBroadcasts | None = None
 
     async def describe(self, calls: Calls) -> ServerDescription:
         model = (await calls.get(MODELS))["data"][0]

@@ -22,17 +22,17 @@ from rltrain.rollout.engine import (
     EngineSite,
     HostedEngine,
     SamplingParams,
+    Tokenizer,
     expect_idle,
     served_version,
 )
 from rltrain.rollout.layout import engine_parts
 from rltrain.rollout.sample import Sample
+from rltrain.rollout.servers.calls import Client
 from rltrain.rollout.servers.remote_engine import RemoteEngine
-from rltrain.rollout.servers.sglang_client import Client
 from rltrain.rollout.servers.sglang_process import AdapterSpec, Server, ServerSpec, check_arguments
 from rltrain.rollout.servers.sglang_session import EngineBroadcast, ServerRouting, ServerSession
 from rltrain.rollout.servers.sglang_weights import ADAPTER, Delivery, first_load
-from rltrain.rollout.stop_strings import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ FLUSH = "/flush_cache?timeout=10"
 
 
 class SGLangEngine(RemoteEngine):
-    """Implements `Engine`. All ranks of the engine make equal calls. `server` is given on the first rank of each node,
+    """All ranks of the engine make equal calls. `server` is given on the first rank of each node,
     `client` on the engine's first rank.
 
     A server draws tokens whether or not anybody calls `step`, which returns what has finished meanwhile. One that dies,
@@ -77,7 +77,6 @@ class SGLangEngine(RemoteEngine):
     ) -> None:
         super().__init__(max_running_requests, max_context_tokens, tokenizer)
         self.delivery = delivery
-        self.num_restarts = 0
         self._server, self._client = server, client
         self._settings, self._role = settings, role
         self._advance, self._verify = advance, verify
@@ -122,14 +121,9 @@ class SGLangEngine(RemoteEngine):
         self.delivery.begin()
 
     def incoming(self, part: int, *, is_kept: bool = False) -> Mapping[str, Tensor]:
-        """Where a part of the new weights is to be written, by parameter; where `is_kept` with what the server has.
-
-        Collective over: the engine's ranks.
-        """
         return self.delivery.tensors(part, is_kept=is_kept)
 
     def arrived(self, part: int) -> None:
-        """This rank's share of the part has been written. Collective over: the engine's ranks."""
         self.delivery.arrived(part, self._verify)
 
     def end_update(self, version: int) -> None:
@@ -153,7 +147,6 @@ class SGLangEngine(RemoteEngine):
         self._serve(version)
 
     def submit(self, samples: Sequence[Sample], sampling: SamplingParams) -> None:
-        """Queue `samples` behind what is unfinished, which must have equal `sampling` and other ids (ValueError)."""
         if not samples:
             return
         self._accept(samples, sampling)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rltrain.errors import ConfigError, EngineError, cannot_write, nearest
-from rltrain.reshard.slices import BLOCK
+from rltrain.reshard.native import BLOCK
 from rltrain.runtime.messages import family_of
 
 # What a server is started from, and the environment that it runs in.

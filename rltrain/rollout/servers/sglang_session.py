@@ -2,7 +2,6 @@
 
 import base64
 import binascii
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -12,23 +11,22 @@ from queue import Empty
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from rltrain.errors import DivergenceError, EngineError, EngineLost
 from rltrain.models import Architecture
 from rltrain.models.routing_shape import RoutingShape
-from rltrain.rollout.engine import SamplingParams, response_limit
+from rltrain.rollout.engine import SamplingParams, StopCut, Tokenizer, response_limit, stop_cut
 from rltrain.rollout.sample import Sample, Status
-from rltrain.rollout.servers.sglang_client import Client, StreamFailure
-from rltrain.rollout.stop_strings import StopCut, Tokenizer, stop_cut
+from rltrain.rollout.servers.calls import SEE_LOG, Client, StreamFailure
+from rltrain.rollout.servers.remote_engine import DivergenceWatch, Drawing, count_finite
+from rltrain.runtime.group_messages import broadcast_json
 
 # What the first rank of an engine tells the others: they have no server to talk to, but make the same calls.
 
 T = TypeVar("T")
 
-ERRORS = (EngineLost, EngineError, DivergenceError)
+ERRORS = {error.__name__: error for error in (EngineLost, EngineError, DivergenceError)}
 """Raised on the first rank, these are raised on all."""
 
 
@@ -46,11 +44,7 @@ class EngineBroadcast:
         One of ERRORS that it raises is raised on every rank. Collective over: the engine's ranks.
         """
         samples, error = self._attempt(action)
-        if self.group is None:
-            if error is not None:
-                raise error
-            return [*(samples or ())]
-        return self._broadcast(samples or (), error, known)
+        return self._shared(samples or (), error, known)
 
     def together(self, action: Callable[[], object]) -> None:
         """As `samples`, for an `action` that returns nothing of interest. Collective over: the engine's ranks."""
@@ -60,92 +54,41 @@ class EngineBroadcast:
         """As `together`, for an `action` that takes long: whenever it calls what it is given, `advance` is called on
         every rank. Collective over: the engine's ranks.
         """
-        going_on = torch.ones(1, dtype=torch.int64)
 
         def advance_all() -> None:
             advance()
-            if self.group is not None:
-                dist.broadcast(going_on, group=self.group, group_src=0)
+            broadcast_json(True, self.group)
 
         _, error = self._attempt(lambda: action(advance_all))
-        if self.group is not None:
-            if self.is_first:
-                dist.broadcast(torch.zeros_like(going_on), group=self.group, group_src=0)
-            else:
-                self._follow(going_on, advance)
-        self._raise(error)
-
-    def _follow(self, going_on: Tensor, advance: Callable[[], None]) -> None:
-        while True:
-            dist.broadcast(going_on, group=self.group, group_src=0)
-            if not going_on:
-                return
+        while broadcast_json(False, self.group):
             advance()
-
-    def _raise(self, error: Exception | None) -> None:
-        if self.group is not None:
-            self._broadcast((), error, {})
-        elif error is not None:
-            raise error
+        self._shared((), error, {})
 
     def _attempt(self, action: Callable[[], T]) -> tuple[T | None, Exception | None]:
         if not self.is_first:
             return None, None
         try:
             return action(), None
-        except ERRORS as error:
+        except (*ERRORS.values(),) as error:
             return None, error
 
-    def _broadcast(
-        self, samples: Sequence[Sample], error: Exception | None, known: Mapping[int, Sample]
-    ) -> list[Sample]:
-        kind = 1 + next(i for i, one in enumerate(ERRORS) if isinstance(error, one)) if error else 0
-        text = str(error).encode() if error else b""
-        num_new = sum(len(sample.tokens) - len(known[sample.id].tokens) for sample in samples)
-        header = torch.tensor([kind, len(text), len(samples), num_new])
-        self._share(header)
-        kind, num_bytes, num_samples, num_tokens = header.tolist()
-        if kind:
-            message = torch.tensor([*text], dtype=torch.uint8).resize_(num_bytes)
-            self._share(message)
-            raise error or ERRORS[kind - 1](bytes(message.tolist()).decode())
-        if not num_samples or self.group is None:
-            return [*samples]
-        table = torch.zeros(num_samples, 3, dtype=torch.int64)
-        tokens = torch.zeros(2, num_tokens, dtype=torch.int64)
-        logprobs = torch.zeros(num_tokens, dtype=torch.float64)
-        if self.is_first:
-            _fill(table, tokens, logprobs, samples, known)
-        for tensor in (table, tokens, logprobs):
-            self._share(tensor)
-        return [*samples] if self.is_first else _read(table, tokens, logprobs, known)
-
-    def _share(self, tensor: Tensor) -> None:
-        if tensor.numel():
-            dist.broadcast(tensor, group=self.group, group_src=0)
+    def _shared(self, samples: Sequence[Sample], error: Exception | None, known: Mapping[int, Sample]) -> list[Sample]:
+        """The first rank's `samples`, or its `error`, on every rank."""
+        if self.group is not None:
+            kind = next((name for name, one in ERRORS.items() if isinstance(error, one)), None)
+            kind, text, news = broadcast_json([kind, str(error), [_news(s, known[s.id]) for s in samples]], self.group)
+            if not self.is_first:
+                error = ERRORS[kind](text) if kind else None
+                samples = [known[n].drawn(new, logprobs, of, Status(status)) for n, status, new, logprobs, of in news]
+        if error is not None:
+            raise error
+        return [*samples]
 
 
-def _fill(
-    table: Tensor, tokens: Tensor, logprobs: Tensor, samples: Sequence[Sample], known: Mapping[int, Sample]
-) -> None:
-    """Write what `samples` have beyond what is `known` of them to `table` [samples, (id, status, tokens)], `tokens`
-    [(token, version), tokens] and `logprobs`."""
-    news = [(sample, slice(len(known[sample.id].tokens), None)) for sample in samples]
-    table.copy_(torch.tensor([(sample.id, sample.status, len(sample.tokens[new])) for sample, new in news]))
-    for row, name in zip(tokens, ("tokens", "policy_versions"), strict=True):
-        row.copy_(torch.tensor([value for sample, new in news for value in getattr(sample, name)[new]]))
-    logprobs.copy_(torch.tensor([value for sample, new in news for value in sample.logprobs[new]], dtype=torch.float64))
-
-
-def _read(table: Tensor, tokens: Tensor, logprobs: Tensor, known: Mapping[int, Sample]) -> list[Sample]:
-    """The inverse of `_fill`."""
-    (drawn, versions), values = tokens.tolist(), logprobs.tolist()
-    samples, start = [], 0
-    for number, status, length in table.tolist():
-        span = slice(start, start + length)
-        samples.append(known[number].drawn(drawn[span], values[span], versions[span], Status(status)))
-        start += length
-    return samples
+def _news(sample: Sample, known: Sample) -> list[Any]:
+    """What a sample has beyond what is `known` of it, for JSON."""
+    new = slice(len(known.tokens), None)
+    return [sample.id, sample.status, sample.tokens[new], sample.logprobs[new], sample.policy_versions[new]]
 
 
 # The experts that an SGLang server says it routed the tokens of a request to.
@@ -228,25 +171,16 @@ class RequestedRouting:
 
 PROGRESS_TOKENS = 64
 """The server tells after how many tokens how far a response has come."""
-_LOWEST_LOGPROB = -1e30
-"""SGLang reports minus infinity as the lowest number of its type."""
 
 
 @dataclass
-class InflightRequest:
-    """A sample at the server, as it was sent. `tokens` and `logprobs` are what it is known to have drawn there."""
+class InflightRequest(Drawing):
+    """A sample at the server, as it was sent. Its weights may change while it is drawn."""
 
-    sample: Sample
-    limit: int
-    """How many tokens the response may have, those of `sample` included."""
-    version: int
-    """Of the weights when it was sent."""
     routing: RequestedRouting | None = None
     """None: it was not asked for."""
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float | None] = field(default_factory=list)
-    num_certain: int = 0
-    """So many of them were drawn by the weights that it was sent to."""
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    """What the server says of it at its end."""
 
     def take(self, event: Mapping[str, Any], version: int) -> None:
         """Add what an event brings: the last tokens and log-probs of as many as `completion_tokens` says.
@@ -260,73 +194,58 @@ class InflightRequest:
             known[total - len(new) : total] = new
         if version == self.version:
             self.num_certain = min(len(self.tokens), len(self.logprobs))
+        if meta["finish_reason"] is not None:
+            self.meta, self.end = meta, meta["finish_reason"]["type"]
 
-    def known(self) -> Sample:
-        """The sample with all that is known of it, though the server has not ended it: so not the routing of what it
-        has fed for this request."""
-        certain = self.logprobs[: self.num_certain]
-        count = count_finite(certain)
-        return self._drawn(count, [self.version] * count)
-
-    def end(self, meta: Mapping[str, Any], sampling: SamplingParams, cut: StopCut | None) -> Sample:
-        """The sample as the server has ended it; pending where it has more to draw.
-
-        It has failed, and ends before the first log-prob that is not finite, if there is one. Raises EngineError for an
-        answer that makes no sense.
-        """
-        if not len(self.tokens) == len(self.logprobs) == meta["completion_tokens"]:
+    def ended(self, sampling: SamplingParams, cut: StopCut | None) -> Sample:
+        """As Drawing. Raises EngineError for an answer that makes no sense."""
+        if not len(self.tokens) == len(self.logprobs) == self.meta["completion_tokens"]:
             raise EngineError(
                 f"SGLang returned {len(self.tokens)} tokens and {len(self.logprobs)} log-probs for sample "
-                f"{self.sample.id}; expected {meta['completion_tokens']} of both. Leave out sglang.args that change "
-                "what it returns."
+                f"{self.sample.id}; expected {self.meta['completion_tokens']} of both. Leave out sglang.args that "
+                "change what it returns."
             )
-        versions = self._versions(meta)
-        reason = meta["finish_reason"]
-        num_finite = count_finite(self.logprobs)
-        if num_finite < len(self.logprobs) or reason.get("matched") == "NaN happened":
-            return self._drawn(num_finite, versions, Status.FAILED, self._routing_sent(meta))
-        count = cut(self.sample.turn_tokens, self.tokens) if cut else None
-        status = self._status(reason, sampling) if count is None else Status.STOPPED
-        return self._drawn(len(self.tokens) if count is None else count, versions, status, self._routing_sent(meta))
+        if self.meta["finish_reason"].get("matched") == "NaN happened":
+            return self._drawn(count_finite(self.logprobs), Status.FAILED)
+        return super().ended(sampling, cut)
 
-    def _drawn(
-        self, count: int, versions: Sequence[int], status: Status = Status.PENDING, routing: str | None = None
-    ) -> Sample:
-        """With the first `count` tokens drawn here, and the `routing` of what was fed for them as the server sent it.
+    def _drawn(self, count: int, status: Status) -> Sample:
+        """With the routing of what was fed for the first `count` tokens drawn here.
 
-        Without it none is recorded: of what another request feeds anew, perhaps by other weights, none is taken.
+        Without an end none is recorded: of what another request feeds anew, perhaps by other weights, none is taken.
         """
-        logprobs = [math.nan if value is None else value for value in self.logprobs[:count]]
-        drawn = self.sample.drawn(self.tokens[:count], logprobs, versions[:count], status)
+        sent = self._routing_sent() if self.meta else None
+        drawn = super()._drawn(count, status)
         begin, end = len(self.sample.routing or ()), len(drawn.context) - 1
         if self.routing is None or not count or begin >= end:
             return drawn
         num_fed = len(self.sample.context) + len(self.tokens) - 1
-        return drawn.routed(self.routing.rows(routing, begin, end, num_fed))
+        return drawn.routed(self.routing.rows(sent, begin, end, num_fed))
 
-    def _routing_sent(self, meta: Mapping[str, Any]) -> str | None:
+    def _routing_sent(self) -> str | None:
         """None where it was not asked for, and of a request that was aborted while nothing of it ran."""
-        sent: str | None = meta.get("routed_experts")
-        if self.routing is not None and sent is None and meta["finish_reason"]["type"] != "abort":
+        sent: str | None = self.meta.get("routed_experts")
+        if self.routing is not None and sent is None and self.meta["finish_reason"]["type"] != "abort":
             raise EngineError(
-                f"SGLang returned sample {self.sample.id} without routed_experts, which it was asked for. Its log is "
-                "in the run folder."
+                f"SGLang returned sample {self.sample.id} without routed_experts, which it was asked for. {SEE_LOG}"
             )
         return sent
 
-    def _versions(self, meta: Mapping[str, Any]) -> list[int]:
-        """Policy version of every token drawn here."""
-        count = len(self.tokens)
-        spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": count}]
+    def _versions(self, count: int) -> list[int]:
+        """What is known before the end is of the version that it was sent to."""
+        if not self.meta:
+            return super()._versions(count)
+        num_drawn = len(self.tokens)
+        spans = self.meta.get("weight_versions")
         versions: list[int] = []
-        for span in spans:
+        for span in spans or [{"version": self.meta["weight_version"], "start": 0, "end": num_drawn}]:
             if span["end"] > len(versions):
-                versions += [int(span["version"])] * (min(span["end"], count) - len(versions))
-        return versions
+                versions += [int(span["version"])] * (min(span["end"], num_drawn) - len(versions))
+        return versions[:count]
 
-    def _status(self, reason: Mapping[str, Any], sampling: SamplingParams) -> Status:
+    def _status(self, sampling: SamplingParams) -> Status:
         """Pending: the server has ended it for a reason of its own, such as an end-of-text token that is none here."""
-        num_before = len(self.sample.tokens)
+        reason, num_before = self.meta["finish_reason"], len(self.sample.tokens)
         matched = reason.get("matched")
         if reason["type"] == "stop" and (matched in sampling.stop_token_ids or matched in sampling.stop):
             return Status.STOPPED
@@ -380,52 +299,6 @@ def generate_body(
         **(routing.fields if routing else {}),
         **({"lora_path": adapter} if adapter else {}),
     }
-
-
-def count_finite(logprobs: Sequence[float | None]) -> int:
-    """Returns how many log-probs there are before the first one that is not finite."""
-    return next((place for place, value in enumerate(logprobs) if not _is_finite(value)), len(logprobs))
-
-
-def _is_finite(logprob: float | None) -> bool:
-    return logprob is not None and math.isfinite(logprob) and logprob > _LOWEST_LOGPROB
-
-
-class DivergenceWatch:
-    """Tells weights that have diverged from single samples that fail: with such weights all samples fail.
-
-    A server does not say what its other requests draw in a step. So as many have to fail in a row as ran beside the
-    first of them. If a sample has ended well on the same weights, at least ON_SOUND_WEIGHTS have to.
-    """
-
-    ON_SOUND_WEIGHTS = 16
-
-    def __init__(self) -> None:
-        self._num_failed, self._num_enough = 0, 0
-        self._sound_version: int | None = None
-        """Version of the weights on which a sample has ended well most recently."""
-
-    def ended(self, sample: Sample, version: int, num_beside: int) -> None:
-        """Takes in a sample that has ended while `num_beside` others ran, on weights of `version`.
-
-        A sample that is still pending shows nothing. Raises DivergenceError for the last of the samples that have to
-        fail.
-        """
-        if sample.status == Status.PENDING:
-            return
-        if sample.status != Status.FAILED:
-            self._num_failed, self._sound_version = 0, version
-            return
-        if self._num_failed == 0:
-            least = self.ON_SOUND_WEIGHTS if version == self._sound_version else 1
-            self._num_enough = max(num_beside + 1, least)
-        self._num_failed += 1
-        if self._num_failed >= self._num_enough:
-            self._num_failed = 0
-            raise DivergenceError(
-                f"The rollout policy (version {version}) gives log-probs that are not finite, in every response that "
-                "runs: its weights have diverged or were never loaded. Lower actor.optimizer.lr, or check model.path."
-            )
 
 
 # What the first rank of an engine has at its server: a queue, samples in flight, and those that have ended.
@@ -579,7 +452,7 @@ class ServerSession:
     def _flight(self, sample: Sample, routing: RequestedRouting | None) -> InflightRequest:
         assert self._sampling is not None
         limit = response_limit(sample, self._sampling, self._max_context_tokens)
-        return InflightRequest(sample, limit, self._version, routing)
+        return InflightRequest(sample, limit, self._version, routing=routing)
 
     def _requested_routing(self, samples: Sequence[Sample]) -> RequestedRouting | None:
         """From the first token whose routing one of them lacks: a stream has one start for all."""
@@ -596,29 +469,28 @@ class ServerSession:
         if isinstance(item, StreamFailure):
             raise item.error
         if "error" in item:
-            raise EngineError(f"SGLang refused a request: {item['error']}. Its log is in the run folder.")
+            raise EngineError(f"SGLang refused a request: {item['error']}. {SEE_LOG}")
         meta = item["meta_info"]
         flight = self._flights.get(meta["id"])
         if flight is not None:
             flight.take(item, self._version)
             if meta["finish_reason"] is not None:
                 del self._flights[meta["id"]]
-                self._end(flight, meta)
+                self._end(flight)
         return True
 
-    def _end(self, flight: InflightRequest, meta: Mapping[str, Any]) -> None:
+    def _end(self, flight: InflightRequest) -> None:
         assert self._sampling is not None
-        sample = flight.end(meta, self._sampling, self._cut)
+        sample = flight.ended(self._sampling, self._cut)
         version = sample.policy_versions[-1] if len(sample.tokens) > len(flight.sample.tokens) else flight.version
         self._divergence.ended(sample, version, len(self._flights))
         if sample.is_finished:
             self._done.append(sample)
             return
-        reason = meta["finish_reason"]
-        if reason["type"] == "abort" and not self._is_aborting:
+        if flight.end == "abort" and not self._is_aborting:
+            message = flight.meta["finish_reason"].get("message")
             raise EngineError(
-                f"SGLang gave up sample {sample.id} after {len(sample.tokens)} tokens: {reason.get('message')}. "
-                "Its log is in the run folder."
+                f"SGLang gave up sample {sample.id} after {len(sample.tokens)} tokens: {message}. {SEE_LOG}"
             )
         self._queue.appendleft(sample)
 

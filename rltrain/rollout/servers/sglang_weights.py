@@ -1,6 +1,7 @@
 """The last hop of a weight sync: from this rank's staging memory into the server's parameters."""
 
 import base64
+import ctypes
 import json
 import os
 import queue
@@ -10,41 +11,177 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.errors import EngineError, EngineLost
+from rltrain.models.table import ElementType
 from rltrain.offload.host_memory import HostTensors, NodeCopy
 from rltrain.reshard.checksums import checksum_of
-from rltrain.reshard.layout import Layout
+from rltrain.reshard.copy_table import DTYPES
+from rltrain.reshard.layout import Layout, parameter_types
 from rltrain.rollout.servers.sglang_process import AdapterSpec
-from rltrain.rollout.servers.sglang_staging import NUM_SLOTS, Staging
+from rltrain.runtime.group_messages import broadcast_json, gather_bytes
 from rltrain.runtime.machine import JobThread
+from rltrain.runtime.shared_memory import SharedMemory
 
-# What the ranks of an engine tell each other while they deliver weights, as tensors over gloo.
+# Memory of this rank that the process of an SGLang server can map: weights lie here between reshard and engine.
+#
+# It comes from the operating system or the CUDA driver and not from torch's allocator, so that what the server is told
+# depends on no version of torch and on no setting of its allocator. It is gone with the last process that has it open,
+# however that ends.
 
+ALIGNMENT_BYTES = 256
+NUM_SLOTS = 2
+"""One is filled while the engine reads the other."""
 
-def gather_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
-    """Every rank's `data`, by rank of `group` (gloo; None: this rank alone). Collective over: `group`."""
-    if group is None:
-        return [data]
-    size = torch.tensor([len(data)])
-    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, size, group=group)
-    longest = max(int(other) for other in sizes)
-    mine = torch.zeros(longest, dtype=torch.uint8)
-    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
-    everyone = [torch.empty_like(mine) for _ in sizes]
-    dist.all_gather(everyone, mine, group=group)
-    return [bytes(other[: int(length)].numpy()) for other, length in zip(everyone, sizes, strict=True)]
+IPC_HANDLE_BYTES = 64
+DEVICE_PAGE_BYTES = 2**21
+"""The driver shares memory by pages of this size: a segment has its own, so that nothing else is shared with it."""
 
 
-def from_first(value: bytes, group: dist.ProcessGroup | None) -> bytes:
-    """`value` as the first rank of `group` has it; the others' is ignored. Collective over: `group`."""
-    if group is None:
-        return value
-    return gather_bytes(value if dist.get_rank(group) == 0 else b"", group)[0]
+class HostSegment:
+    """Shared memory of the host, which another process of this node can map as `handle` says. `bytes` is all of it,
+    uint8."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._memory = SharedMemory.create()
+        self._memory.resize(num_bytes)
+        self.bytes = self._memory.map()
+        self.handle = {"kind": "file", "id": secrets.token_hex(16), "path": self._memory.path, "bytes": num_bytes}
+
+    def close(self) -> None:
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+        self._memory.close()
+
+
+class DeviceSegment:
+    """As `HostSegment`, memory of the CUDA driver, exported by an inter-process handle."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        num_bytes = -(-num_bytes // DEVICE_PAGE_BYTES) * DEVICE_PAGE_BYTES
+        self._device = device
+        self._pointer = ctypes.c_uint64()
+        with torch.cuda.device(device):
+            torch.cuda.synchronize()  # makes the device's context this thread's
+            driver("cuMemAlloc_v2", ctypes.byref(self._pointer), ctypes.c_size_t(num_bytes))
+            exported = (ctypes.c_char * IPC_HANDLE_BYTES)()
+            driver("cuIpcGetMemHandle", ctypes.byref(exported), self._pointer)
+            self.bytes = torch.as_tensor(_CudaArray(int(self._pointer.value), num_bytes), device=device)
+        self.handle = {
+            "kind": "cuda",
+            "id": secrets.token_hex(16),
+            "handle": bytes(exported).hex(),
+            "device": str(torch.cuda.get_device_properties(device).uuid),
+            "bytes": num_bytes,
+        }
+
+    def close(self) -> None:
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+        with torch.cuda.device(self._device):
+            torch.cuda.synchronize()
+            driver("cuMemFree_v2", self._pointer)
+
+
+class _CudaArray:
+    def __init__(self, pointer: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+def driver(function: str, *arguments: Any) -> None:
+    """Call a function of the CUDA driver; EngineError where it fails."""
+    status = getattr(ctypes.CDLL("libcuda.so.1"), function)(*arguments)
+    if status:
+        raise EngineError(
+            f"{function} of the CUDA driver returned error {status} while staging memory for an SGLang engine was set "
+            "up; expected 0. Is the device out of memory (rollout.sglang.staging_mb), or does this container forbid "
+            "CUDA's inter-process memory?"
+        )
+
+
+@dataclass(frozen=True)
+class Field:
+    """A parameter in a slot: from byte `offset`. `padded`: some of its elements are padding, in no piece."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+    padded: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return int(np.prod(self.shape)) * self.dtype.itemsize
+
+
+def fields_of(layout: Layout, rank: int) -> tuple[Field, ...]:
+    """The parameters of `rank`, one after another."""
+    share = layout.parts[layout.ranks.index(rank)]
+    on = layout.part(share)
+    covered = np.zeros(len(on.parameters), dtype=np.int64)
+    np.add.at(covered, on.pieces["parameter"], on.pieces["rows"] * on.pieces["cols"])
+    fields, offset = [], 0
+    types = parameter_types(layout, share).tolist()
+    for (name, shape), kind, held in zip(on.parameters, types, covered.tolist(), strict=True):
+        field = Field(name, shape, DTYPES[ElementType(kind)], offset, padded=held < int(np.prod(shape)))
+        fields.append(field)
+        offset += -(-field.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return tuple(fields)
+
+
+class Staging:
+    """Two slots; part i of the weights passes through slot i % 2. `parts` are layouts of some parameters each."""
+
+    def __init__(self, parts: Sequence[Layout], rank: int, device: torch.device) -> None:
+        self.fields = tuple(fields_of(part, rank) for part in parts)
+        num_bytes = max([1, *(self.num_bytes(part) for part in range(len(parts)))])
+        self._slots: list[HostSegment | DeviceSegment] = [
+            DeviceSegment(num_bytes, device) if device.type == "cuda" else HostSegment(num_bytes)
+            for _ in range(min(NUM_SLOTS, len(parts)))
+        ]
+
+    def num_bytes(self, part: int) -> int:
+        fields = self.fields[part]
+        return fields[-1].offset + fields[-1].num_bytes if fields else 0
+
+    def slot(self, part: int) -> int:
+        return part % len(self._slots)
+
+    def bytes(self, part: int) -> Tensor:
+        """uint8 [num_bytes(part)]: the slot as far as the part fills it."""
+        return self._slots[self.slot(part)].bytes[: self.num_bytes(part)]
+
+    def views(self, part: int) -> Mapping[str, Tensor]:
+        """The part's parameters, by name, in its slot."""
+        memory = self.bytes(part)
+        return {
+            field.name: memory[field.offset : field.offset + field.num_bytes].view(field.dtype).view(field.shape)
+            for field in self.fields[part]
+        }
+
+    def clear_padding(self, part: int) -> None:
+        """Zero every parameter of the part that pieces do not fill: the slot has other weights in these places."""
+        memory = self.bytes(part)
+        for field in self.fields[part]:
+            if field.padded:
+                memory[field.offset : field.offset + field.num_bytes].zero_()
+
+    def handle(self, part: int) -> dict[str, Any]:
+        """How the engine's process maps the part's slot: values that JSON has."""
+        return self._slots[self.slot(part)].handle
+
+    def close(self) -> None:
+        for slot in self._slots:
+            slot.close()
+        self._slots = []
 
 
 # Calls to a server that are made while this rank goes on with something else.
@@ -428,7 +565,7 @@ class Delivery:
                 result = {"answer": answer.result()}
             except (EngineError, EngineLost, OSError) as error:
                 result = {"failure": str(error) or type(error).__name__, "refused": isinstance(error, EngineError)}
-        result = json.loads(from_first(json.dumps(result).encode(), self._group))
+        result = broadcast_json(result, self._group)
         if "failure" in result:
             self._lost, self._refused = True, bool(result["refused"])
             self._failure = self._failure or result["failure"]

@@ -1,6 +1,5 @@
 """Megatron as a training backend: micro-batches through its schedules, gradients, optimizer, memory and state."""
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,6 +33,7 @@ from rltrain.models.table import Array
 from rltrain.offload.memory_parts import MemoryPart, PartOnHost
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import chunks_of
+from rltrain.runtime.group_messages import broadcast_json
 from rltrain.runtime.process_groups import plain_group
 from rltrain.training.backend import ModelSite, TrainingBackend
 from rltrain.training.megatron.experts import Choices, Loads, Routers, routed_samples
@@ -481,7 +481,7 @@ class TrainableModel(EvaluableModel, TrainedModel):
 
     def reduced(self, pending: Pending) -> dict[str, float]:
         metrics = super().reduced(pending) if pending.outputs else {}  # on the last pipeline stage
-        metrics = _from_last_stage(metrics, self.groups.pp, self.device)
+        metrics = broadcast_json(metrics, self.groups.pp, source=self.groups.pp.size() - 1, device=self.device)
         if self.routers:
             self._loads = self.routers.take(metrics[DIVISOR], self.device)
             metrics |= self._loads.metrics
@@ -564,23 +564,6 @@ def _share(one: Optimized, index: int, replicas: int) -> Range:
     """What rank number `index` of as many that share a parameter saves of it."""
     count = one.master.numel()
     return one.range if one.is_shard else (count * index // replicas, count * (index + 1) // replicas)
-
-
-def _from_last_stage(metrics: dict[str, float], pipeline: dist.ProcessGroup, device: torch.device) -> dict[str, float]:
-    """The last pipeline stage's metrics, on every stage. Collective over: the pipeline-parallel group."""
-    if pipeline.size() == 1:
-        return metrics
-    source = pipeline.size() - 1
-    names = torch.tensor(list(json.dumps(list(metrics)).encode()), dtype=torch.uint8, device=device)
-    size = torch.tensor([len(names)], device=device)
-    dist.broadcast(size, group=pipeline, group_src=source)
-    if pipeline.rank() != source:
-        names = torch.empty(int(size), dtype=torch.uint8, device=device)
-    dist.broadcast(names, group=pipeline, group_src=source)
-    keys = json.loads(bytes(names.tolist()))
-    values = torch.tensor([metrics.get(key, 0.0) for key in keys], dtype=torch.float64, device=device)
-    dist.broadcast(values, group=pipeline, group_src=source)
-    return dict(zip(keys, values.tolist(), strict=True))
 
 
 class MegatronBackend(TrainingBackend):

@@ -19,8 +19,7 @@ from rltrain.config import schema
 from rltrain.models import Architecture
 from rltrain.models.attention import inverse_frequencies
 from rltrain.models.registry import PREDICTIONS
-from rltrain.reshard.megatron_layout import padded_vocab_size
-from rltrain.reshard.model_layout import Chunk
+from rltrain.reshard.megatron_layout import Chunk, padded_vocab_size
 from rltrain.training.megatron.attention import PositionRotaryEmbedding, rotate_by_position
 from rltrain.training.megatron.experts import round_experts
 from rltrain.training.megatron.layers import (

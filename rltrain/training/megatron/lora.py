@@ -28,7 +28,7 @@ from rltrain.config.models import Lora
 from rltrain.models.experts import is_expert
 from rltrain.models.lora import WEIGHT
 from rltrain.reshard.layout import Layout, Segment
-from rltrain.reshard.model_layout import AdapterPair, adapter_pairs
+from rltrain.reshard.megatron_layout import AdapterPair, adapter_pairs
 from rltrain.training.adapters import AdapterMode
 
 NAME = "lora"

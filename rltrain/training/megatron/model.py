@@ -29,8 +29,7 @@ from rltrain.models.checkpoint_model import local_mechanisms
 from rltrain.offload.activations import ActivationOffload
 from rltrain.offload.device_memory import check_device, move_to_device
 from rltrain.reshard.layout import Layout
-from rltrain.reshard.megatron_layout import chunks_of, megatron_layout
-from rltrain.reshard.model_layout import Chunk
+from rltrain.reshard.megatron_layout import Chunk, chunks_of, megatron_layout
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.logprobs import Logits, PackedModel, groups_of_rank
