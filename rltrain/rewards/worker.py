@@ -95,44 +95,35 @@ class Reply:
     """That the calls took; None where the process is gone."""
 
 
-class Longest:
-    """The request that took longest of those that got a number, from whichever worker, and its seconds."""
+class SharedState:
+    """What the worker processes of one function have in common."""
 
-    def __init__(self) -> None:
-        self.request: Request | None = None
-        self.seconds = -1.0
+    def __init__(self, function: RewardFunction, start_message: dict[str, Any]) -> None:
+        self.function, self.start_message = function, start_message
+        self.longest: Request | None = None
+        """The request that took longest of those that got a number."""
+        self.longest_s = -1.0
+        self.silence_is_told = False
 
     def consider(self, request: Request, reply: Reply) -> None:
         scored = any(answer.score is not None for answer in reply.answers)
-        if scored and reply.seconds is not None and reply.seconds > self.seconds:
-            self.request, self.seconds = request, reply.seconds
+        if scored and reply.seconds is not None and reply.seconds > self.longest_s:
+            self.longest, self.longest_s = request, reply.seconds
 
     def forget(self, request: Request) -> None:
-        if self.request is request:
-            self.request, self.seconds = None, -1.0
+        if self.longest is request:
+            self.longest, self.longest_s = None, -1.0
 
-
-class Silence:
-    """Reports that a reward function does not answer, once until `end`, whichever process waits for it."""
-
-    def __init__(self, function: RewardFunction) -> None:
-        self.function = function
-        self._is_told = False
-
-    def tell(self, what: str, limit_s: float, why: str) -> None:
+    def tell_silence(self, what: str, limit_s: float, why: str) -> None:
         """Called after SAY_AFTER_S of a wait for `what`, which ends after `limit_s` in all; `why` names that limit."""
-        if self._is_told:
+        if self.silence_is_told:
             return
-        self._is_told = True
+        self.silence_is_told = True
         logger.warning(
             "reward %s has not answered for %g s: waiting for %s, at most %g s (%s). Further waits of this scoring are "
             "not reported",
             *(self.function.name, SAY_AFTER_S, what, limit_s, why),
         )
-
-    def end(self) -> None:
-        """Lets the next wait be reported."""
-        self._is_told = False
 
 
 class WorkerProcess:
@@ -144,13 +135,8 @@ class WorkerProcess:
     more where it took longer than it may. So no sample has more or less than its time.
     """
 
-    def __init__(
-        self, function: RewardFunction, start_message: dict[str, Any], longest: Longest, silence: Silence
-    ) -> None:
-        self.function = function
-        self.silence = silence
-        self.start_message = start_message
-        self.longest = longest
+    def __init__(self, shared: SharedState) -> None:
+        self.shared, self.function = shared, shared.function
         self.num_hung_starts = 0
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -158,7 +144,7 @@ class WorkerProcess:
         """What the process replied to `request`."""
         while not self._is_running():
             self._start()
-            first = self.longest.request or request
+            first = self.shared.longest or request
             reply = self._first_call(first)
             if first is request and (reply.seconds or 0.0) <= request.limit_s:
                 return reply
@@ -180,16 +166,16 @@ class WorkerProcess:
         """The reply of the process, which is gone where there is none: it took longer than `limit`, or ended."""
         assert self.process is not None
         try:
-            tell = partial(self.silence.tell, request.described, limit_s, why)
+            tell = partial(self.shared.tell_silence, request.described, limit_s, why)
             message = _ask(self.process, request.message(limit_s), limit_s, tell)
         except (EOFError, OSError) as error:
             self.kill()
-            self.longest.forget(request)
+            self.shared.forget(request)
             is_late = isinstance(error, TimeoutError)
             return request.not_replied(TookTooLongError(limit) if is_late else PlainError("ended its process"))
         answers = [Answer(**answer) for of_call in message["answers"] for answer in of_call]
         reply = Reply(answers, message["seconds"])
-        self.longest.consider(request, reply)
+        self.shared.consider(request, reply)
         return reply
 
     def _is_running(self) -> bool:
@@ -197,15 +183,14 @@ class WorkerProcess:
 
     def kill(self) -> None:
         process, self.process = self.process, None
-        if process is None:
-            return
-        kill_worker(process)
+        if process is not None:
+            kill_worker(process)
 
     def _start(self) -> None:
         self.process = process = start_worker("rltrain.rewards.worker")
         try:
-            tell = partial(self.silence.tell, "its process to start", START_TIMEOUT_S, "it imports its file")
-            _ask(process, self.start_message, START_TIMEOUT_S, tell)
+            tell = partial(self.shared.tell_silence, "its process to start", START_TIMEOUT_S, "it imports its file")
+            _ask(process, self.shared.start_message, START_TIMEOUT_S, tell)
         except (EOFError, OSError) as error:
             self.kill()
             raise ConfigError(
@@ -273,8 +258,8 @@ class FunctionWorkers:
             "timeout_s": settings.timeout_s,
             "retries": settings.retries,
         }
-        longest, self._silence = Longest(), Silence(function)
-        self.processes = [WorkerProcess(function, start, longest, self._silence) for _ in range(num_workers)]
+        self._shared = SharedState(function, start)
+        self.processes = [WorkerProcess(self._shared) for _ in range(num_workers)]
         self._idle: queue.SimpleQueue[WorkerProcess] = queue.SimpleQueue()
         for process in self.processes:
             self._idle.put(process)
@@ -290,7 +275,7 @@ class FunctionWorkers:
             there.set_result([call(self.function, [sample])[0] for sample in samples])
             return [there]
         if all(future.done() for future in self._begun):
-            self._silence.end()
+            self._shared.silence_is_told = False
         self._begun = [self._threads.submit(self._ask, request) for request in self._requests(samples)]
         return self._begun
 

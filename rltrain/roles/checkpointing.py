@@ -203,12 +203,10 @@ class MemoryCheckpointing:
 
     def _verdict(self, step: int) -> str | None:
         """Once there is one; None where the run has come to its end."""
-        while not self._closing.is_set():
-            if self._is_decided(step):
-                key = f"{step}/verdict"
-                return self.store.get(key).decode() if self.store.check([key]) else GIVEN_UP
-            self._closing.wait(self._every_s)
-        return None
+        key = f"{step}/verdict"
+        if self._await(step, key):
+            return self.store.get(key).decode()
+        return None if self._closing.is_set() else GIVEN_UP
 
     def _await(self, step: int, key: str) -> bool:
         """Whether it has come: it does not where the step was decided, or the run has come to its end, before."""
@@ -437,11 +435,7 @@ class Checkpointing:
 
     def _report(self, step: int) -> Callable[[Written], None]:
         key = self._reports(step)[self.job.world.rank]
-
-        def report(written: Written) -> None:
-            self.store.set(key, json.dumps(asdict(written)))
-
-        return report
+        return lambda written: self.store.set(key, json.dumps(asdict(written)))
 
     def _reports(self, step: int) -> dict[int, str]:
         """The key of each rank that has something to save."""
