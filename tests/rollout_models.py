@@ -24,6 +24,13 @@ VOCAB_SIZE = 50
 MAX_POSITIONS = 256
 
 
+class LetterTokenizer:
+    """Token n is one letter."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(chr(ord("A") + token) for token in token_ids)
+
+
 def hf_config(family: str, *, tied: bool, **overrides: object) -> transformers.PretrainedConfig:
     """Eight heads over two KV heads; hidden 32; heads as wide as the hidden size gives, or wider where a family may;
     what `overrides` say comes first."""

@@ -35,6 +35,11 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return _Checkpoints(tmp_path_factory.mktemp("families"))
 
 
+@pytest.fixture(scope="session")
+def qwen3(checkpoints: dict[str, Path]) -> Path:
+    return checkpoints["qwen3"]
+
+
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that tiny samples have several blocks of keys and values."""

@@ -10,30 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rltrain.rollout.embedded import EmbeddedEngine, generation
-from rltrain.rollout.embedded.block_cache import GatheredBlocks
 from rltrain.rollout.embedded.generation import suffix_passes
 from rltrain.rollout.embedded.kv_cache import Suffix
 from rltrain.rollout.embedded.model import EngineModel
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample, Status
-from tests.rollout_models import VOCAB_SIZE, load_engine, write_checkpoint
+from tests.rollout_models import VOCAB_SIZE, LetterTokenizer, load_engine
 from tests.unit.recorded_steps import Recorder
 
+pytestmark = pytest.mark.usefixtures("small_blocks")
 GREEDY = SamplingParams(0.0, 1.0, 0, 200, (3,))
 SAMPLED = SamplingParams(1.0, 1.0, 0, 200, (3,))
 CONTEXT = 60
 """Tokens of the longest conversation in these tests: 15 blocks of 4."""
 REUSED, EVICTED = "rollout/kv_reused_tokens", "rollout/kv_evictions"
-
-
-@pytest.fixture(scope="module")
-def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3")
-
-
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GatheredBlocks, "block_tokens", 4)
 
 
 @pytest.fixture
@@ -247,11 +237,6 @@ def test_what_was_kept_is_free_afterwards(qwen3: Path, kv_tokens: int | None, en
     if kv_tokens and end != "release_cache":
         pool = engine._slots.cache._taken().pool
         assert (pool.num_used, pool.num_kept, pool.num_free) == (0, 0, pool.num_blocks - 1)
-
-
-class LetterTokenizer:
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return "".join(chr(ord("A") + token) for token in token_ids)
 
 
 def test_a_stop_string_that_was_observed_ends_no_turn(qwen3: Path) -> None:

@@ -23,13 +23,3 @@ def test_pieces_give_what_zlib_gives_of_the_whole(first: int, lengths: list[int]
         found = native.crc32(memoryview(BYTES)[at : at + length], found)
         at += length
     assert found == zlib.crc32(BYTES[first:at])
-
-
-def test_native_code_is_used_where_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    native._native.cache_clear()
-    expected = native.backend("cpu") == "native" and native.cpu_library().rs_cpu_crc32_is_fast()
-    assert (native._native() is not None) == bool(expected)
-    native._native.cache_clear()
-    monkeypatch.setenv("RLTRAIN_NATIVE", "off")
-    assert native._native() is None and native.crc32(memoryview(BYTES)) == zlib.crc32(BYTES)
-    native._native.cache_clear()

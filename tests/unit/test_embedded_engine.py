@@ -11,7 +11,7 @@ from rltrain.errors import ConfigError, DataError, DivergenceError
 from rltrain.rollout.embedded import generation
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample, Status
-from tests.rollout_models import VOCAB_SIZE, load_engine, ragged_requests, write_checkpoint
+from tests.rollout_models import VOCAB_SIZE, LetterTokenizer, load_engine, ragged_requests, write_checkpoint
 
 LOGPROB_TOLERANCE = 4e-5
 VARIANTS = [(family, tied) for family in ("llama", "qwen2", "qwen3") for tied in (False, True)]
@@ -73,11 +73,6 @@ def assert_logprobs_match(
     pairs = zip(requests, completions, strict=True)
     expected = torch.cat([hf_logprobs(model, request, done, temperature) for request, done in pairs])
     torch.testing.assert_close(logprobs_of(completions), expected, atol=LOGPROB_TOLERANCE, rtol=0)
-
-
-@pytest.fixture(scope="module")
-def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3")
 
 
 @pytest.mark.parametrize(("family", "tied"), VARIANTS)
@@ -226,13 +221,6 @@ def test_prompts_that_leave_no_room_are_refused(qwen3: Path, num_tokens: int) ->
     engine, _ = load_engine(qwen3, max_context_tokens=20)
     with pytest.raises(DataError, match=rf"sample 4 has {num_tokens} tokens.*rollout\.max_context_tokens = 20"):
         engine.generate([Sample(4, (1,) * num_tokens, 0)], greedy())
-
-
-class LetterTokenizer:
-    """Token n is one letter."""
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return "".join(chr(ord("A") + token) for token in token_ids)
 
 
 def test_stop_strings_end_a_response_where_the_text_first_contains_one(qwen3: Path) -> None:

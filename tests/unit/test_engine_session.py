@@ -15,16 +15,11 @@ from rltrain.rollout.embedded import EmbeddedEngine
 from rltrain.rollout.embedded.model import EngineModel
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample, Status
-from tests.rollout_models import load_engine, ragged_requests, write_checkpoint
+from tests.rollout_models import LetterTokenizer, load_engine, ragged_requests, write_checkpoint
 
 GREEDY = SamplingParams(0.0, 1.0, 0, 16, ())
 SAMPLED = SamplingParams(1.0, 1.0, 0, 16, (3, 4, 5))
 LOGPROB_TOLERANCE = 4e-5
-
-
-@pytest.fixture(scope="module")
-def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3")
 
 
 @pytest.fixture(scope="module")
@@ -231,13 +226,6 @@ def test_limits_count_tokens_drawn_before(qwen3: Path) -> None:
     steps(engine, 4)
     for done, expected in zip(engine.generate(engine.suspend(), GREEDY), whole, strict=True):
         assert_same(done, expected)
-
-
-class LetterTokenizer:
-    """Token n is one letter."""
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return "".join(chr(ord("A") + token) for token in token_ids)
 
 
 @pytest.mark.parametrize("num_steps", [3, 4, 5])

@@ -17,7 +17,6 @@ from rltrain.offload.device_memory import DeviceMemory
 from rltrain.offload.memory_parts import MemoryPart, PausedRegion, ResizedStorages
 from rltrain.offload.offload import Offloader
 from rltrain.rollout.embedded import EmbeddedEngine
-from rltrain.rollout.embedded.block_cache import GatheredBlocks
 from rltrain.rollout.embedded.block_tables import KvBudget, num_blocks
 from rltrain.rollout.embedded.engine import budget_within, build_embedded
 from rltrain.rollout.embedded.model import EngineModel
@@ -27,11 +26,12 @@ from rltrain.runtime.grid import Grid
 from rltrain.schedule.order import Order
 from rltrain.tasks.roles import TRAINED_PARTS
 from tests.model_shards import tiny_architecture
-from tests.rollout_models import load_engine, ragged_requests, write_checkpoint
+from tests.rollout_models import LetterTokenizer, load_engine, ragged_requests
 from tests.unit.recorded_steps import Recorder
 from tests.unit.schedule_configs import make_config
 from tests.unit.test_residency import FakeSaver, order_of
 
+pytestmark = pytest.mark.usefixtures("small_blocks")
 SAMPLED = SamplingParams(1.0, 1.0, 0, 30, (3,))
 GREEDY = SamplingParams(0.0, 1.0, 0, 30, ())
 CONTEXT = 60
@@ -39,19 +39,9 @@ CONTEXT = 60
 
 
 @pytest.fixture(scope="module")
-def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3")
-
-
-@pytest.fixture(scope="module")
 def unlimited(qwen3: Path) -> list[Sample]:
     """What samples of three groups give without a budget."""
     return load_engine(qwen3)[0].generate(groups(3, 3), SAMPLED)
-
-
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GatheredBlocks, "block_tokens", 4)
 
 
 def groups(num_groups: int = 3, num_samples: int = 4) -> list[Sample]:
@@ -161,11 +151,6 @@ def test_preempted_samples_keep_their_tokens_and_versions_and_their_turn(qwen3: 
         before = seen.get(one.id, one)
         assert one.policy_versions[: len(before.tokens)] == before.policy_versions
         assert one.logprobs[: len(before.tokens)] == before.logprobs
-
-
-class LetterTokenizer:
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return "".join(chr(ord("A") + token) for token in token_ids)
 
 
 def test_no_slot_is_free_for_more_while_samples_wait_for_room(qwen3: Path) -> None:

@@ -202,7 +202,9 @@ REFUSED = {
 
 
 def test_groups_are_not_selected_by_what_a_model_says_later(monkeypatch):
-    monkeypatch.setattr("rltrain.planning.validation_schedule.informing", lambda role, transfer: [("critic", None)])
+    monkeypatch.setattr(
+        "rltrain.planning.validation_schedule.informing", lambda role, transfer, placed: [("critic", None)]
+    )
     placement = {"actor,critic": 0, "rollout,reward": 1}
     message = refusal(algorithm="ppo", placement=placement, batch={"dynamic_sampling": {}})
     assert message.startswith("placement.critic: placed with batch.dynamic_sampling, which selects groups before")

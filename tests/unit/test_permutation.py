@@ -50,7 +50,6 @@ def test_many_rows_are_not_ordered_by_an_array(monkeypatch: pytest.MonkeyPatch) 
     positions = [large.row(position) for position in range(200)]
     of_steps = [row for step in range(20) for row in large.rows_for_step(step, 10)]
     assert positions == large.rows(0, 200).tolist() == of_steps
-    assert not large._epochs
     epochs = [positions[first : first + 60] for first in (0, 60, 120)]
     assert all(sorted(epoch) == list(range(60)) for epoch in epochs) and epochs[0] != epochs[1] != epochs[2]
     assert positions[90:] == [PromptOrder(60, seed=3, shuffle=True, stream=(2,)).row(p) for p in range(90, 200)]

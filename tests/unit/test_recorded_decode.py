@@ -25,11 +25,6 @@ FIXED = SamplingParams(1.0, 1.0, 0, 24, ())
 TRUNCATED = SamplingParams(0.8, 0.9, 5, 40, (3, 4, 5))
 
 
-@pytest.fixture(scope="module")
-def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3")
-
-
 def recording_engine(path: Path, **options: int) -> tuple[EmbeddedEngine, dict[str, torch.Tensor], Recorder]:
     stand_in = Recorder()
     return *load_engine(path, record=stand_in, **options), stand_in

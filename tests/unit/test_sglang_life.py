@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from rltrain.config.schema import SGLang
-from rltrain.errors import EngineLost
 from rltrain.reshard.layout import split
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.layout import engine_layout
@@ -19,7 +18,7 @@ from rltrain.rollout.servers.sglang_weights import Delivery, fields_of
 from rltrain.runtime.grid import Grid
 from tests.loading_server import NOISE, LoadingServer, model_of
 from tests.model_shards import tiny_architecture
-from tests.sglang_rules import TAGS, Refused, SchedulerDied, ServerRules
+from tests.sglang_rules import TAGS
 from tests.unit.fake_sglang import FakeServer, logprob_of, next_token
 from tests.unit.test_engine_residency import residency_of
 
@@ -188,61 +187,3 @@ def test_steps_that_overlap_would_count_tokens_to_weights_that_did_not_draw_them
     one.wait_until_running(4)
     one.sync(1)
     assert miscounted(one.finish()) > 0
-
-
-WRONG: dict[str, tuple[type[Exception], str, Callable[[ServerRules], object]]] = {
-    "released while it draws": (SchedulerDied, "only when server is idle", lambda r: r.release([*TAGS], is_idle=False)),
-    "a tag that is none": (SchedulerDied, "not known", lambda r: r.release(["graphs"], is_idle=True)),
-    "no tag": (SchedulerDied, "name them", lambda r: r.release([], is_idle=True)),
-    "resumed without having been released": (SchedulerDied, "KeyError", lambda r: r.resume(["weights"])),
-    "released twice": (
-        SchedulerDied,
-        "paused already",
-        lambda r: [r.release(["weights"], is_idle=True) for _ in range(2)],
-    ),
-    "updated while it draws": (SchedulerDied, "pause first", lambda r: r.begin_update("target", is_idle=False)),
-    "updated without memory": (
-        SchedulerDied,
-        "without the weights' memory",
-        lambda r: [r.release(["weights"], is_idle=True), r.begin_update("target", is_idle=True)],
-    ),
-    "begun twice": (Refused, "already open", lambda r: [r.begin_update("target", is_idle=True) for _ in range(2)]),
-    "weights before a session": (Refused, "must run between", lambda r: r.update("1", is_idle=True)),
-    "ended before it began": (Refused, "no weight-update session", lambda r: r.end_update(is_idle=True)),
-    "drawn in a session": (
-        SchedulerDied,
-        "replaced",
-        lambda r: [r.begin_update("all", is_idle=True), r.check_drawing()],
-    ),
-    "drawn without memory": (
-        SchedulerDied,
-        "without the memory of .'kv_cache'",
-        lambda r: [r.release(["kv_cache"], is_idle=True), r.check_drawing()],
-    ),
-    "paused in no known way": (SchedulerDied, "mode now", lambda r: r.pause("now")),
-}
-
-
-@pytest.mark.parametrize("what", WRONG)
-def test_the_stand_in_keeps_the_rules(what: str) -> None:
-    error, message, act = WRONG[what]
-    with pytest.raises(error, match=message):
-        act(ServerRules())
-
-
-def test_memory_is_given_back_only_by_a_server_that_was_started_for_it() -> None:
-    with pytest.raises(SchedulerDied, match="enable_memory_saver"):
-        ServerRules(saves_memory=False).release(["weights"], is_idle=True)
-
-
-def test_an_engine_that_broke_a_rule_would_fail_its_test(life: Callable[..., Life]) -> None:
-    one = life(leaves=True)
-    one.sync(0)
-    one.engine.submit(samples(), LONG)
-    one.wait_until_running(4)
-    one.engine._call("/pause_generation", mode="in_place")
-    with pytest.raises(EngineLost):
-        one.engine._call("/release_memory_occupation", tags=["kv_cache"])
-    [broken] = one.server.broken
-    assert "only when server is idle" in broken
-    one.server.broken.clear()
