@@ -261,7 +261,9 @@ def _held_by(model: RoleModel, content: str) -> Mapping[str, Tensor]:
     if content == "adapters":
         assert model.adapted, "only a model with adapters has any to send"
         return model.adapted.parameters
-    return {"weights": model.served, "base": model.parameters, "published": model.published}[content]
+    if content == "published":
+        return model.published
+    return model.served if content == "weights" else model.parameters
 
 
 class WeightSyncTask(ActorSync):

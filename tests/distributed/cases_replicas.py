@@ -24,7 +24,7 @@ def compared(dp: int) -> dict[str, str]:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     layout = megatron_layout(tiny_architecture("qwen3"), Grid(tuple(range(num_ranks)), tp=num_ranks // dp))
     parameters = {name: torch.arange(prod(shape)).view(shape).float() for name, shape in layout.on(rank).parameters}
-    model = SimpleNamespace(layout=layout, parameters=parameters)
+    model = SimpleNamespace(layout=layout, parameters=parameters, adapted=None)
     check = ReplicaCheck(EVERY, "actor", rank, dist.group.WORLD)
     said = {"equal": _said(check, EVERY - 1, model)}
     if rank == num_ranks - 1:

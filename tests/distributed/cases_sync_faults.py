@@ -75,7 +75,7 @@ class Rank:
         for name, tensor in self.parameters.items():
             tensor.fill_(len(name) / 1000)
         if self.number in GRIDS["actor"].ranks:
-            actor = SimpleNamespace(model=SimpleNamespace(parameters=self.parameters))
+            actor = SimpleNamespace(model=SimpleNamespace(parameters=self.parameters, served=self.parameters))
         self.destination = self._allocate(destination)
         if self.number in GRIDS["rollout"].ranks:
             rollout = SimpleNamespace(parameters=self.destination, engine=self._engine(), parts={"base": None})

@@ -441,7 +441,7 @@ def _checkpointing(job: JobAtSize, job_store: JobStore, rank: int) -> Checkpoint
         resumed=None,
         architectures={},
         job_store=job_store,
-        data_from=0,
+        rows=SimpleNamespace(first_step=0),
     )
     reporter = SimpleNamespace(collect=lambda: None)
     control = RunControl({}, cast(Any, None), memory=None)
