@@ -23,7 +23,7 @@ LONGEST = (
     "test_training.py",
     "test_reshard.py",
     "test_benchmarks.py",
-    "test_recorded_decode.py",
+    "test_embedded_decoder.py",
 )
 """First in their folders. An entry that is missing or too much costs time and nothing else."""
 

@@ -31,8 +31,8 @@ from tests.distributed.cases_training import (
     negative_log_likelihood,
     share_of,
 )
-from tests.tolerances import ADAM_EPS
-from tests.uneven_products import uneven_products
+from tests.support.tolerances import ADAM_EPS
+from tests.support.uneven_products import uneven_products
 
 LAYOUTS = (("tp1", "tp2_sp", "pp2_dp2"), ("tp1", "pp2", "dp2"))
 """Quick ones, slow ones."""

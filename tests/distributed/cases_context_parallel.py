@@ -23,9 +23,9 @@ from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.megatron.backend import TrainableModel
 from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
-from tests.model_shards import tiny_architecture
-from tests.tolerances import ADAM_EPS
-from tests.unit.packed_experience import packed_experience
+from tests.support.model_shards import tiny_architecture
+from tests.support.packed_experience import packed_experience
+from tests.support.tolerances import ADAM_EPS
 
 ALL = (0, 1, 2, 3)
 GRIDS = {

@@ -10,8 +10,8 @@ from rltrain.reshard.layout import split
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.servers.sglang_weights import Delivery
 from rltrain.runtime.grid import Grid
-from tests.loading_server import LoadingServer, Model, model_of
-from tests.model_shards import PADDING, Place, engine_shard, full_tensors, tiny_architecture
+from tests.support.loading_server import LoadingServer, Model, model_of
+from tests.support.model_shards import PADDING, Place, engine_shard, full_tensors, tiny_architecture
 
 ARCHITECTURE = tiny_architecture("qwen2")
 

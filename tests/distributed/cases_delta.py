@@ -19,7 +19,7 @@ from rltrain.reshard.verify import converted, verify
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
 from tests.distributed.cases_reshard import ARCHITECTURES, PLACEMENTS, Settings, groups_of_unions, shards, union_of
-from tests.model_shards import PADDING, Tensors, full_tensors
+from tests.support.model_shards import PADDING, Tensors, full_tensors
 
 CHECKS = {
     "wire": Settings(bucket_bytes=4096),

@@ -27,7 +27,7 @@ from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.fsdp_model import ShardedModel
 from rltrain.training.megatron import model as megatron
 from rltrain.training.megatron.platform import adapt_to_platform
-from tests.distributed.family_checkpoints import SHAPE, tiny_config
+from tests.support.family_checkpoints import SHAPE, tiny_config
 
 META = torch.device("meta")
 GRIDS = {"megatron": Grid((0,)), "fsdp": Grid((0,), copies=1)}

@@ -15,7 +15,7 @@ from rltrain.rollout.groups import Mail, PendingTurn
 from rltrain.rollout.sample import Sample
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.machine import JobThread
-from tests.rollout_models import load_engine
+from tests.support.rollout_models import load_engine
 from tests.through_json import written
 
 SAMPLINGS = (SamplingParams(1.0, 1.0, 0, 60, (3,)), SamplingParams(0.7, 0.9, 10, 60, (3,)))

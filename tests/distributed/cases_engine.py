@@ -13,7 +13,7 @@ from rltrain.rollout.embedded.block_cache import GatheredBlocks
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample
 from rltrain.runtime.grid import Grid
-from tests.rollout_models import load_engine, ragged_requests
+from tests.support.rollout_models import load_engine, ragged_requests
 
 SAMPLINGS = (
     SamplingParams(0.0, 1.0, 0, 8, (3,)),

@@ -13,7 +13,7 @@ from rltrain.exchange.transport import Transport
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.job_store import JobStore, Waiter
 from rltrain.runtime.world import LOOPBACK, join_world
-from tests.unit.test_experience import make_experience
+from tests.unit.test_exchange import make_experience
 
 FIELDS = ("group_ids", "prompt_ids", "lengths", "tokens", "response_mask", "rollout_logprobs", "reward_parts")
 SAMPLES_PER_GROUP = 2

@@ -23,8 +23,8 @@ from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.megatron.backend import TrainableModel
 from rltrain.training.megatron.model import ROUTER_BIAS, LanguageModel, build_model, local_parameters
-from tests.distributed.family_checkpoints import LENGTHS
-from tests.tolerances import ADAM_EPS
+from tests.support.family_checkpoints import LENGTHS
+from tests.support.tolerances import ADAM_EPS
 
 ALL = (0, 1, 2, 3)
 NUM_STEPS = 2

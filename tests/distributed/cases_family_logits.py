@@ -17,7 +17,7 @@ from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.megatron.backend import run_schedule
 from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
-from tests.distributed.family_checkpoints import LENGTHS
+from tests.support.family_checkpoints import LENGTHS
 
 CPU = torch.device("cpu")
 ALL = (0, 1, 2, 3)

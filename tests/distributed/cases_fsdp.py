@@ -26,8 +26,8 @@ from rltrain.runtime.world import World
 from rltrain.training.backend import BACKENDS, ModelSite
 from rltrain.training.trainable import TrainedModel
 from tests.distributed.cases_training import load_experience, negative_log_likelihood
-from tests.distributed.tiny_checkpoints import TEMPERATURE
-from tests.tolerances import ADAM_EPS
+from tests.support.tiny_checkpoints import TEMPERATURE
+from tests.support.tolerances import ADAM_EPS
 
 NUM_STEPS = 3
 SEVERAL_MICRO_BATCHES = 110

@@ -20,8 +20,8 @@ from rltrain.runtime.grid import Grid
 from rltrain.runtime.job_store import JobStore, Waiter
 from rltrain.runtime.world import GLOO_INTERFACE, join_world, own_address
 from tests.distributed.cases_reshard import shards
-from tests.hosts import NETWORK
-from tests.model_shards import full_tensors, tiny_architecture
+from tests.support.hosts import NETWORK
+from tests.support.model_shards import full_tensors, tiny_architecture
 
 INTERFACE, CLONE_NEWNET = "eth0", 0x40000000
 RANKS_PER_NODE = 2

@@ -25,8 +25,8 @@ from rltrain.training.megatron.backend import TrainableModel
 from rltrain.training.megatron.model import LanguageModel, add_adapters
 from tests.distributed import cases_experts, cases_fsdp
 from tests.distributed.cases_training import GRIDS, load_experience, load_model, negative_log_likelihood, share_of
-from tests.distributed.tiny_checkpoints import VOCAB_SIZE
-from tests.tolerances import ADAM_EPS
+from tests.support.tiny_checkpoints import VOCAB_SIZE
+from tests.support.tolerances import ADAM_EPS
 
 TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
 LORA = Lora(rank=4, alpha=8, targets=TARGETS)

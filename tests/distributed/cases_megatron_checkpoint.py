@@ -23,7 +23,7 @@ from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
-from tests.megatron_checkpoints import ARCHITECTURES, ITERATION
+from tests.support.checkpoint_files import ARCHITECTURES, ITERATION
 
 ALL = (0, 1, 2, 3)
 GRIDS = {

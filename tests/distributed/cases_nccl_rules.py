@@ -16,8 +16,8 @@ from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups, plain_group
 from tests.distributed import cases_communicators, cases_delta, cases_training
 from tests.distributed.cases_reshard import ARCHITECTURES, PLACEMENTS, Settings, pairs_of, reshard_twice, union_of
-from tests.stand_ins import nccl_rules
-from tests.stand_ins.cuda_graphs import RuleBrokenError
+from tests.support import nccl_rules
+from tests.support.cuda_graphs import RuleBrokenError
 
 WORLD = (0, 1, 2, 3)
 PIPELINES = {"pp4": Grid(WORLD, pp=4), "pp2_cp2": Grid(WORLD, pp=2, cp=2), "pp2_vpp2": Grid((1, 2), pp=2, vpp=2)}

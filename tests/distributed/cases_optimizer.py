@@ -40,7 +40,7 @@ from tests.distributed.cases_training_state import (
     layout_of,
     saved_and_continued,
 )
-from tests.tolerances import ADAM_EPS
+from tests.support.tolerances import ADAM_EPS
 
 UPDATES = BEFORE + AFTER
 OFFLOAD, HALF = (("cpu_offload", True),), (("cpu_offload", 0.5),)

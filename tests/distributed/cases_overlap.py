@@ -22,8 +22,8 @@ from rltrain.training.trainable import SKIPPED
 from tests.distributed import cases_training
 from tests.distributed.cases_accumulation import _spoiled, _weights
 from tests.distributed.cases_training import load_experience, load_model, negative_log_likelihood, share_of
-from tests.tolerances import ADAM_EPS
-from tests.uneven_products import uneven_products
+from tests.support.tolerances import ADAM_EPS
+from tests.support.uneven_products import uneven_products
 
 GRIDS = {
     "dp2": Grid((0, 1)),

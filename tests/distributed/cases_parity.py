@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from rltrain.cli.parity import Checked, logprob_difference, random_samples, run_engine, run_trainer
 from rltrain.config import schema
-from tests.distributed import family_checkpoints
-from tests.distributed.tiny_checkpoints import VOCAB_SIZE
+from tests.support import family_checkpoints
+from tests.support.tiny_checkpoints import VOCAB_SIZE
 from tools.parity import compare, parser
 
 

@@ -23,8 +23,8 @@ from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.megatron.backend import TrainableModel
 from rltrain.training.megatron.model import build_model, local_parameters
-from tests.distributed.prediction_checkpoints import COEF, experience
-from tests.tolerances import ADAM_EPS
+from tests.support.prediction_checkpoints import COEF, experience
+from tests.support.tolerances import ADAM_EPS
 
 ALL = (0, 1, 2, 3)
 NUM_STEPS, MAX_TOKENS = 2, 40

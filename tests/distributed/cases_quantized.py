@@ -19,7 +19,15 @@ from rltrain.reshard.plan import RankPlan, plan
 from rltrain.reshard.verify import full_gather_sync, verify
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
-from tests.model_shards import PADDING, Place, Tensors, engine_shard, full_tensors, megatron_shard, tiny_architecture
+from tests.support.model_shards import (
+    PADDING,
+    Place,
+    Tensors,
+    engine_shard,
+    full_tensors,
+    megatron_shard,
+    tiny_architecture,
+)
 
 # name -> actor (ranks, tp, pp), rollout (ranks, tp), ranks per node
 PLACEMENTS: dict[str, tuple[tuple[tuple[int, ...], int, int], tuple[tuple[int, ...], int], int]] = {

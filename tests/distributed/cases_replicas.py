@@ -13,7 +13,7 @@ from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.roles.actor import gathered
 from rltrain.roles.trained import ReplicaCheck
 from rltrain.runtime.grid import Grid
-from tests.model_shards import tiny_architecture
+from tests.support.model_shards import tiny_architecture
 
 EVERY = 3
 KINDS = {"numbers": torch.int64, "truths": torch.bool}

@@ -31,8 +31,16 @@ from rltrain.reshard.plan import plan, traffic
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.shared_memory import SharedMemory
-from tests.converted_checkpoints import loads_alike
-from tests.model_shards import PADDING, Place, Tensors, engine_shard, full_tensors, megatron_shard, tiny_architecture
+from tests.support.checkpoint_files import loads_alike
+from tests.support.model_shards import (
+    PADDING,
+    Place,
+    Tensors,
+    engine_shard,
+    full_tensors,
+    megatron_shard,
+    tiny_architecture,
+)
 
 # name -> actor (ranks, tp, pp), rollout (ranks, tp)
 PLACEMENTS: dict[str, tuple[tuple[tuple[int, ...], int, int], tuple[tuple[int, ...], int]]] = {

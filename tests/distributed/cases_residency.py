@@ -27,7 +27,7 @@ from rltrain.schedule.order import Order
 from rltrain.tasks.roles import needs_of
 from rltrain.training.megatron.backend import EvaluableModel, TrainableModel
 from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
-from tests.uneven_products import uneven_products
+from tests.support.uneven_products import uneven_products
 
 CPU = torch.device("cpu")
 NUM_STEPS = 2

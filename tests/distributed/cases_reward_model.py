@@ -18,7 +18,7 @@ from rltrain.roles.role import Job
 from rltrain.roles.scoring_models import RewardModelRole
 from rltrain.runtime.placement import group_lists, resolve_placement, role_grids
 from rltrain.runtime.process_groups import ProcessGroups
-from tests.end_to_end.jobs import REPOSITORY
+from tests.support.jobs import REPOSITORY
 
 POLICY = REPOSITORY / "tests/warmed_up"
 PROMPTS = ("1+1=", "20+301=")

@@ -25,7 +25,7 @@ from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.megatron.backend import TrainableModel
 from rltrain.training.megatron.model import build_model, local_parameters
 from tests.distributed.cases_experts import ALL, MAX_TOKENS, Layout, make_trained, relative_differences, share_of
-from tests.rollout_models import load_engine, ragged_requests
+from tests.support.rollout_models import load_engine, ragged_requests
 
 SELECTIVE = {"granularity": "selective", "modules": ["moe"]}
 LAYOUTS = {

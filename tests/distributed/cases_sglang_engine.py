@@ -15,8 +15,8 @@ from rltrain.rollout.sample import Sample
 from rltrain.rollout.servers.calls import Client
 from rltrain.rollout.servers.sglang_engine import SGLangEngine
 from rltrain.rollout.servers.sglang_session import EngineBroadcast
-from tests.rollout_models import ragged_requests
-from tests.unit.fake_sglang import FakeDelivery, FakeServer
+from tests.support.rollout_models import ragged_requests
+from tests.support.sglang_server import FakeDelivery, FakeServer
 
 LONG = SamplingParams(1.0, 1.0, 0, 150, (3,))
 

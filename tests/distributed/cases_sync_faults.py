@@ -33,7 +33,7 @@ from rltrain.runtime.grid import Grid
 from rltrain.runtime.heartbeat import TaskClock
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
-from tests.model_shards import tiny_architecture
+from tests.support.model_shards import tiny_architecture
 
 NUM_RANKS = 4
 CPU = torch.device("cpu")

@@ -28,8 +28,8 @@ from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.megatron import attention, fused, norms
 from rltrain.training.megatron.backend import EvaluableModel, TrainableModel, run_schedule
 from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
-from tests.distributed.tiny_checkpoints import ENTROPY_COEF, TEMPERATURE
-from tests.tolerances import ADAM_EPS
+from tests.support.tiny_checkpoints import ENTROPY_COEF, TEMPERATURE
+from tests.support.tolerances import ADAM_EPS
 
 CPU = torch.device("cpu")
 SEQUENCE_PARALLEL = {"tp2_sp", "tp2_dp2_sp", "tp4_sp"}

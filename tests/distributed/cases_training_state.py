@@ -27,8 +27,8 @@ from rltrain.training.megatron.backend import TrainableModel, step_count
 from rltrain.training.megatron.model import ROUTER_BIAS, build_model, local_parameters
 from rltrain.training.optimizers import ADAM_STATES
 from rltrain.training.trainable import MOMENTS
-from tests.tolerances import ADAM_EPS
-from tests.uneven_products import uneven_products
+from tests.support.tolerances import ADAM_EPS
+from tests.support.uneven_products import uneven_products
 
 WORLD_SIZE = 4
 BEFORE, AFTER = 2, 1

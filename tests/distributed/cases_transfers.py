@@ -20,7 +20,7 @@ from rltrain.runtime.world import LOOPBACK, join_world
 from rltrain.schedule.iterations import build_order
 from rltrain.schedule.order import Order
 from rltrain.schedule.shape import RunShape
-from tests.unit.test_experience import make_experience
+from tests.unit.test_exchange import make_experience
 
 NUM_RANKS, RANKS_PER_NODE = 4, 2
 NUM_STEPS, PER_STEP, NUM_SAMPLES = 6, 8, 2

@@ -25,7 +25,7 @@ from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.megatron.backend import EvaluableModel, run_schedule
 from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
 from rltrain.training.packing import MicroBatch
-from tests.distributed.tiny_checkpoints import CHECKPOINTS, SHAPE, VOCAB_SIZE
+from tests.support.tiny_checkpoints import CHECKPOINTS, SHAPE, VOCAB_SIZE
 
 CPU = torch.device("cpu")
 NAMES = {"qwen3": 2, "qwen2_tied": 4, "llama3": 2}

@@ -10,10 +10,10 @@ import pytest
 
 from rltrain.training.trainable import SKIPPED
 from tests.distributed.cases_accumulation import LAYOUTS
-from tests.distributed.tiny_checkpoints import make_checkpoints
-from tests.distributed.torchrun import run_distributed
-from tests.marks import slow_but
-from tests.tolerances import near
+from tests.support.marks import slow_but
+from tests.support.tiny_checkpoints import make_checkpoints
+from tests.support.tolerances import near
+from tests.support.torchrun import run_distributed
 
 pytestmark = pytest.mark.slow  # test_training.py trains in parts, too
 

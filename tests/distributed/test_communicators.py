@@ -3,7 +3,7 @@
 import pytest
 
 from tests.distributed.cases_communicators import WORLD_SIZE
-from tests.distributed.torchrun import run_distributed
+from tests.support.torchrun import run_distributed
 
 
 @pytest.fixture(scope="module")

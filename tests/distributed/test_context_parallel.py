@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tests.distributed.cases_context_parallel import FEW, OTHERS, SHAPE, Layouts
-from tests.distributed.torchrun import run_distributed
-from tests.tolerances import near
+from tests.support.tolerances import near
+from tests.support.torchrun import run_distributed
 
 RELATIVE, ABSOLUTE = 1e-5, 2e-6
 TOLD = 3e-5

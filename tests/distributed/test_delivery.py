@@ -1,6 +1,6 @@
 """The ranks of one engine deliver together, and are of one mind about what became of it."""
 
-from tests.distributed.torchrun import run_distributed
+from tests.support.torchrun import run_distributed
 
 
 def test_ranks_of_an_engine_deliver_their_shares_and_fail_together() -> None:

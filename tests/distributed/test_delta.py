@@ -6,7 +6,7 @@ import pytest
 
 from tests.distributed.cases_delta import CHECKS, LOSES_BEFORE, SHARES, pairs
 from tests.distributed.cases_reshard import union_of
-from tests.distributed.torchrun import run_distributed
+from tests.support.torchrun import run_distributed
 
 
 @pytest.fixture(scope="module")

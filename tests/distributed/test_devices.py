@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from tests.distributed.cases_devices import UNTRAINABLE
-from tests.distributed.family_checkpoints import CHECKPOINTS, VARIANTS
-from tests.distributed.torchrun import run_distributed
-from tests.marks import slow_but
+from tests.support.family_checkpoints import CHECKPOINTS, VARIANTS
+from tests.support.marks import slow_but
+from tests.support.torchrun import run_distributed
 
 QUICK = ("qwen3_tied", "gemma3", "qwen3_moe", "deepseek_v3", "qwen3_5_moe", "gpt_oss")
 """Among them: windows, experts, biases of experts, shared experts with gates, latent attention, delta nets, sinks."""

@@ -3,7 +3,7 @@
 import socket
 from pathlib import Path
 
-from tests.distributed.two_agents import run_on_two_nodes
+from tests.support.torchrun import run_on_two_nodes
 
 
 def test_one_report_of_two_nodes_names_what_differs(tmp_path: Path) -> None:

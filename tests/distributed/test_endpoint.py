@@ -6,8 +6,8 @@ import pytest
 
 from rltrain.rollout.sample import Sample
 from tests.distributed.cases_endpoint import NUM_CONVERSATIONS, NUM_TURNS, TURN_TOKENS, drawn_alone
-from tests.distributed.torchrun import run_distributed
-from tests.rollout_models import write_checkpoint
+from tests.support.rollout_models import write_checkpoint
+from tests.support.torchrun import run_distributed
 from tests.through_json import read
 
 TIMEOUT_S = 120

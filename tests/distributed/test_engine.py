@@ -7,9 +7,9 @@ import pytest
 
 from rltrain.runtime.grid import Grid
 from tests.distributed.cases_engine import engine_completions
-from tests.distributed.family_checkpoints import OTHER_DENSE
-from tests.distributed.torchrun import run_distributed
-from tests.rollout_models import write_checkpoint
+from tests.support.family_checkpoints import OTHER_DENSE
+from tests.support.rollout_models import write_checkpoint
+from tests.support.torchrun import run_distributed
 
 TIED = {"llama": True, "mixtral": True}
 ENGINES = [(4, 2, "qwen3_moe")]

@@ -1,6 +1,6 @@
 """The exchange between roles on real gloo ranks."""
 
-from tests.distributed.torchrun import run_distributed
+from tests.support.torchrun import run_distributed
 
 CASES = "tests.distributed.cases_exchange"
 

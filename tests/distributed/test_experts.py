@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.distributed.cases_experts import EXPORTED, LAYOUTS, TOO_LARGE, response_mask
-from tests.distributed.family_checkpoints import (
+from tests.support.family_checkpoints import (
     LENGTHS,
     OTHER_DENSE,
     SPARSE,
@@ -19,7 +19,7 @@ from tests.distributed.family_checkpoints import (
     model_logprobs,
     write_gradients,
 )
-from tests.distributed.torchrun import run_distributed
+from tests.support.torchrun import run_distributed
 
 BALANCED = {"aux_loss_coef": 0.05, "z_loss_coef": 0.01, "bias_update_rate": 0.01}
 MODEL = "deepseek_v3"

@@ -17,13 +17,13 @@ from rltrain.planning.activation_memory import Activations
 from tests.distributed.cases_experts import response_mask
 from tests.distributed.cases_fake_quantization import GROUP_SIZE, LAYOUTS, MEASURED, WAYS
 from tests.distributed.cases_lora import KEPT_ROWS
-from tests.distributed.family_checkpoints import LENGTHS, make_family_checkpoint, model_logprobs, write_gradients
-from tests.distributed.tiny_checkpoints import make_checkpoints
-from tests.distributed.torchrun import run_distributed
+from tests.support.family_checkpoints import LENGTHS, make_family_checkpoint, model_logprobs, write_gradients
+from tests.support.tiny_checkpoints import make_checkpoints
+from tests.support.torchrun import run_distributed
 from tests.unit.test_estimated_memory import job_of
 
 RELATIVE, IN_LAYOUTS, CLOSE = 1e-4, 1e-5, 1e-4
-pytestmark = pytest.mark.slow  # tests/unit/test_int4.py has a quick part
+pytestmark = pytest.mark.slow  # tests/unit/test_megatron_layers.py has a quick part
 OF_WAYS = [name for name in WAYS if not name.startswith("megatron")]
 Report = dict[str, Any]
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.family_checkpoints import (
+from tests.support.family_checkpoints import (
     DENSE,
     DENSE_VARIANTS,
     QUICK_DENSE,
@@ -14,7 +14,7 @@ from tests.distributed.family_checkpoints import (
     SPARSE_VARIANTS,
     make_family_checkpoint,
 )
-from tests.distributed.torchrun import run_distributed
+from tests.support.torchrun import run_distributed
 
 FIRST_DENSE, FIRST_SPARSE = "tp2_pp2", "tp2_ep2"
 OTHER_DENSE = ["tp2_sequence_parallel", "tp4"]

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from tests.distributed.cases_fsdp import OTHERS, QUICK, STATES, TIED, WAYS
-from tests.distributed.tiny_checkpoints import OF_TRANSFORMERS, make_checkpoints
-from tests.distributed.torchrun import run_distributed
-from tests.marks import slow_but
-from tests.tolerances import near
+from tests.support.marks import slow_but
+from tests.support.tiny_checkpoints import OF_TRANSFORMERS, make_checkpoints
+from tests.support.tolerances import near
+from tests.support.torchrun import run_distributed
 
 FAMILY = "llama3"
 RELATIVE, ABSOLUTE = 1e-5, 2e-6

@@ -1,7 +1,7 @@
 """Ranks of a group tell each other bytes and JSON of any size."""
 
 from rltrain.runtime.group_messages import FIRST_BYTES, broadcast_bytes, broadcast_json, gather_bytes
-from tests.distributed.torchrun import run_distributed
+from tests.support.torchrun import run_distributed
 
 SIZES = [0, 1, FIRST_BYTES, FIRST_BYTES + 1, 5 * FIRST_BYTES]
 VALUES = [None, 0.1 + 0.2, {"text": "é" * FIRST_BYTES, "positions": [1, 2**60]}]

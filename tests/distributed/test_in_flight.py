@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.cases_in_flight import CONFIG, ENGINES, NUM_RANKS, ORDER, PER_STEP
-from tests.distributed.torchrun import run_distributed
+from tests.support.torchrun import run_distributed
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from tests.distributed.cases_interface_bytes import RANKS_PER_NODE
-from tests.distributed.torchrun import run_distributed
-from tests.hosts import Hosts, obstacle
+from tests.support.hosts import Hosts, obstacle
+from tests.support.torchrun import run_distributed
 
 pytestmark = pytest.mark.slow
 

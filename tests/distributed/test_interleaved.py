@@ -8,8 +8,8 @@ from rltrain.config import schema
 from rltrain.models import read_architecture
 from rltrain.planning.planned import layers_of_chunks
 from tests.distributed.cases_interleaved import GRIDS, MICRO_BATCH_TOKENS
-from tests.distributed.tiny_checkpoints import make_checkpoints
-from tests.distributed.torchrun import run_distributed
+from tests.support.tiny_checkpoints import make_checkpoints
+from tests.support.torchrun import run_distributed
 
 RELATIVE = 1e-5
 UNEVEN = "vpp2_uneven"

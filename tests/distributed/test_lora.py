@@ -25,10 +25,10 @@ from tests.distributed.cases_lora import (
     SLOW_TRAINED,
     TARGETS,
 )
-from tests.distributed.family_checkpoints import make_family_checkpoint
-from tests.distributed.tiny_checkpoints import ENTROPY_COEF, make_checkpoints
-from tests.distributed.torchrun import run_distributed
-from tests.marks import slow_but
+from tests.support.family_checkpoints import make_family_checkpoint
+from tests.support.marks import slow_but
+from tests.support.tiny_checkpoints import ENTROPY_COEF, make_checkpoints
+from tests.support.torchrun import run_distributed
 from tests.unit.test_estimated_memory import job_of
 
 TRAINED = slow_but(dict.fromkeys([*QUICK_TRAINED, *SLOW_TRAINED]), *QUICK_TRAINED)

@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 
 from rltrain.checkpoint.megatron_keys import GlobalTensors, extra_state_keys
 from rltrain.reshard.megatron_layout import padded_vocab_size
-from tests.distributed.torchrun import run_distributed
-from tests.megatron_checkpoints import ARCHITECTURES, canonical_values, read_megatron, write_megatron
+from tests.support.checkpoint_files import ARCHITECTURES, canonical_values, read_megatron, write_megatron
+from tests.support.torchrun import run_distributed
 
 pytestmark = pytest.mark.slow  # the default suite converts without megatron-core
 

@@ -1,4 +1,4 @@
-"""What moves over NCCL on GPUs, under its rules on the CPU: tests/stand_ins/nccl_rules.py."""
+"""What moves over NCCL on GPUs, under its rules on the CPU: tests/support/nccl_rules.py."""
 
 import re
 from pathlib import Path
@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.distributed.cases_nccl_rules import NUM_STEPS, PIPELINES
-from tests.distributed.tiny_checkpoints import make_checkpoints
-from tests.distributed.torchrun import run_distributed
+from tests.support.tiny_checkpoints import make_checkpoints
+from tests.support.torchrun import run_distributed
 
 pytestmark = pytest.mark.slow  # tests/unit has stand-ins of communicators
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.distributed.cases_optimizer import EQUAL, EXPERT_LAYOUTS, LAYOUTS, OFFLOADED, QUICK, SAVED
-from tests.distributed.tiny_checkpoints import make_checkpoints
-from tests.distributed.torchrun import run_distributed
-from tests.marks import slow_but
+from tests.support.marks import slow_but
+from tests.support.tiny_checkpoints import make_checkpoints
+from tests.support.torchrun import run_distributed
 
 pytestmark = pytest.mark.slow  # test_training_state.py has a quick part
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.distributed.cases_overlap import WAYS
-from tests.distributed.tiny_checkpoints import make_checkpoints
-from tests.distributed.torchrun import run_distributed
+from tests.support.tiny_checkpoints import make_checkpoints
+from tests.support.torchrun import run_distributed
 
 pytestmark = pytest.mark.slow  # test_training.py has steps in every layout
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.family_checkpoints import make_family_checkpoint
-from tests.distributed.tiny_checkpoints import make_checkpoints
-from tests.distributed.torchrun import run_distributed
+from tests.support.family_checkpoints import make_family_checkpoint
+from tests.support.tiny_checkpoints import make_checkpoints
+from tests.support.torchrun import run_distributed
 
 pytestmark = pytest.mark.slow  # test_training.py and test_engine.py compare the same
 

@@ -11,11 +11,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.distributed.cases_prediction import LAYOUTS, WAYS
-from tests.distributed.prediction_checkpoints import make_mimo, write_reference
-from tests.distributed.prediction_families import make_with_further
-from tests.distributed.torchrun import run_distributed
+from tests.support.prediction_checkpoints import make_mimo, make_with_further, write_reference
+from tests.support.torchrun import run_distributed
 
-pytestmark = pytest.mark.slow  # tests/unit/test_prediction.py has a quick part
+pytestmark = pytest.mark.slow  # tests/unit/test_legal_models.py has a quick part
 CLOSE = 2e-5
 OF_FAMILY = {
     "deepseek_v3": ["one_rank", "tp2_ep2", "pp2_ep2"],

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.two_agents import run_on_two_nodes
 from tests.forked.popen import REPOSITORY
+from tests.support.torchrun import run_on_two_nodes
 
 HOST = socket.gethostname()
 SECOND, FIRST = f"on node 1 ({HOST})", f"on node 0 ({HOST})"

@@ -4,7 +4,7 @@ import pytest
 
 from rltrain.runtime.placement import group_lists
 from tests.distributed.cases_process_groups import GRIDS, WORLD_SIZE
-from tests.distributed.torchrun import run_distributed
+from tests.support.torchrun import run_distributed
 
 # To torch "cpu:gloo" is another backend than "gloo": it takes the path of a device backend, with gloo groups beside it.
 BACKENDS = {"gloo": 1, "cpu:gloo": 2}

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from tests.distributed.cases_quantized import KINDS, PLACEMENTS, QUICK, SLOW
-from tests.distributed.torchrun import run_distributed
+from tests.support.torchrun import run_distributed
 
-pytestmark = pytest.mark.slow  # tests/unit/test_fp8_engine.py has a quick part
+pytestmark = pytest.mark.slow  # tests/unit/test_embedded_families.py has a quick part
 
 WAYS = ["full_gather", "wired", "shared", "wired again", "shared again"]
 

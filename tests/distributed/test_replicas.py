@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.distributed.torchrun import run_distributed
+from tests.support.torchrun import run_distributed
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.cases_reshard import ARCHITECTURES, CHECKS, PLACEMENTS, pairs_of, union_of
-from tests.distributed.torchrun import run_distributed
+from tests.support.torchrun import run_distributed
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tests.distributed.cases_residency import LEAVES, MODES, NUM_STEPS, STEP, SWAPPED, WAYS
-from tests.distributed.tiny_checkpoints import make_checkpoints
-from tests.distributed.torchrun import run_distributed
+from tests.support.tiny_checkpoints import make_checkpoints
+from tests.support.torchrun import run_distributed
 
 MOVED = [(way, mode) for way in WAYS for mode in MODES[way] if mode != "stays"]
 EMPTIED = [(way, mode) for way, mode in MOVED if mode in (LEAVES, SWAPPED)]

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.distributed.cases_reward_model import PROMPTS, RESPONSES
-from tests.distributed.torchrun import run_distributed
-from tests.reward_models import LETTERS, TEMPLATE, make_random
+from tests.support.reward_models import LETTERS, TEMPLATE, make_random
+from tests.support.torchrun import run_distributed
 
 FAMILIES = {"Llama": {}, "Qwen3": {"head_dim": 16, "pad_token_id": LETTERS["+"]}}
 LONGEST = 64

@@ -14,11 +14,11 @@ from rltrain.models import read_architecture
 from rltrain.models.routing_shape import NOT_RECORDED, RoutingShape
 from tests.distributed.cases_experts import response_mask
 from tests.distributed.cases_router_replay import LAYOUTS, given_experts
-from tests.distributed.family_checkpoints import LENGTHS, make_family_checkpoint, write_gradients
-from tests.distributed.torchrun import run_distributed
-from tests.rollout_models import write_checkpoint
+from tests.support.family_checkpoints import LENGTHS, make_family_checkpoint, write_gradients
+from tests.support.rollout_models import write_checkpoint
+from tests.support.torchrun import run_distributed
 
-pytestmark = pytest.mark.slow  # tests/unit/test_recorded_routing.py has a quick part
+pytestmark = pytest.mark.slow  # tests/unit/test_embedded_families.py has a quick part
 
 RELATIVE = 1e-4
 FEW = ("tp2_ep2", "pp4_moe_recomputed")

@@ -1,8 +1,8 @@
 """An SGLang engine over several ranks: all see the same, though the first alone has the server."""
 
-from tests.distributed.torchrun import run_distributed
-from tests.rollout_models import ragged_requests
-from tests.unit.fake_sglang import next_token
+from tests.support.rollout_models import ragged_requests
+from tests.support.sglang_server import next_token
+from tests.support.torchrun import run_distributed
 
 
 def test_the_second_rank_sees_what_the_first_sees() -> None:

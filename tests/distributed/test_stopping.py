@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.cases_stopping import FAULT_FILE, NUM_RANKS
-from tests.distributed.torchrun import run_distributed
+from tests.support.torchrun import run_distributed
 
 CASES = "tests.distributed.cases_stopping"
 AT_ONCE_S = 4.0

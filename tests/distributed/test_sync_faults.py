@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.cases_sync_faults import NUM_RANKS, VICTIM
-from tests.distributed.torchrun import run_distributed
+from tests.support.torchrun import run_distributed
 
 ACTOR, ROLLOUT = (0, 1), (2, 3)
 SOON_S = 20.0

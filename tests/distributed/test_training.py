@@ -17,9 +17,9 @@ from tests.distributed.cases_training import (
     SEVERAL_MICRO_BATCHES,
     SLOW_LAYOUTS,
 )
-from tests.distributed.tiny_checkpoints import CHECKPOINTS, make_checkpoints
-from tests.distributed.torchrun import run_distributed
-from tests.marks import slow_but
+from tests.support.marks import slow_but
+from tests.support.tiny_checkpoints import CHECKPOINTS, make_checkpoints
+from tests.support.torchrun import run_distributed
 
 TRAINED_MOST, TIED = "qwen3", "qwen2_tied"
 """The first has two layers; the others have four, of which stages of pipelines hold two."""

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from tests.distributed.cases_training_state import AFTER, BEFORE, CASES, QUICK, WITH_EXPERTS, WORLD_SIZE
-from tests.distributed.tiny_checkpoints import make_checkpoints
-from tests.distributed.torchrun import run_distributed
-from tests.marks import slow_but
-from tests.tolerances import near
+from tests.support.marks import slow_but
+from tests.support.tiny_checkpoints import make_checkpoints
+from tests.support.tolerances import near
+from tests.support.torchrun import run_distributed
 
 SAME = [name for name, case in CASES.items() if case.other is None]
 OTHER = [name for name, case in CASES.items() if case.other is not None]

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.cases_transfers import NUM_RANKS, NUM_SAMPLES, NUM_STEPS, PER_STEP
-from tests.distributed.torchrun import run_distributed
+from tests.support.torchrun import run_distributed
 
 SAMPLES_CROSS = {"actor,reward": "0", "reference": "1"}
 """A reward that shares ranks with training scores behind the cut; elsewhere before it."""

@@ -6,8 +6,8 @@ import pytest
 
 from rltrain.reshard.megatron_layout import padded_vocab_size
 from tests.distributed.cases_values import COMBINATIONS, make_critics
-from tests.distributed.tiny_checkpoints import SHAPE, VOCAB_SIZE
-from tests.distributed.torchrun import run_distributed
+from tests.support.tiny_checkpoints import SHAPE, VOCAB_SIZE
+from tests.support.torchrun import run_distributed
 
 CASES = [f"{name}/{layout}" for name, layouts in COMBINATIONS.items() for layout in layouts]
 

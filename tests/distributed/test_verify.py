@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tests.distributed.cases_verify import CASES
-from tests.distributed.torchrun import run_distributed
+from tests.support.torchrun import run_distributed
 
 
 @pytest.fixture(scope="module")

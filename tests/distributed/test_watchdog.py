@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.cases_watchdog import FAULT_FILE, FAULTY_STEP, NO_PROGRESS_S, NUM_RANKS, TASKS, VICTIMS
-from tests.distributed.torchrun import run_distributed
+from tests.support.torchrun import run_distributed
 
 CASES = "tests.distributed.cases_watchdog"
 SOON_S = 40.0

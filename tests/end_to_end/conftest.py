@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.end_to_end.jobs import REPOSITORY, run
+from tests.support.jobs import REPOSITORY, run
 
 NUM_EXPERTS = 4
 

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.end_to_end.host_job import Fault, HostJob, small_job
-from tests.end_to_end.jobs import read_records, sample_ids
-from tests.hosts import Hosts
+from tests.support.host_job import Fault, HostJob, small_job
+from tests.support.hosts import Hosts
+from tests.support.jobs import read_records, sample_ids
 
 Outcome = dict[str, Any]
 

@@ -23,7 +23,7 @@ from typing import Any, TextIO
 
 from torch.distributed import TCPStore
 
-from tests.end_to_end.jobs import REPOSITORY, read_records, sample_ids
+from tests.support.jobs import REPOSITORY, read_records, sample_ids
 
 APART = "placement={actor: '0', 'rollout, reward': '1'}"
 TOGETHER = "placement={'actor, rollout, reward': '0-1'}"

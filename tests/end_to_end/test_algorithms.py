@@ -9,7 +9,7 @@ import pytest
 
 from rltrain.algorithms.registry import ALGORITHMS
 from rltrain.observability.names import documented
-from tests.end_to_end.jobs import REPOSITORY, column, sample_ids, train_in_turn
+from tests.support.jobs import REPOSITORY, column, sample_ids, train_in_turn
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +31,7 @@ SHAPED = (
 )
 IN_ENVIRONMENT = (
     "placement={'actor, reference, rollout, reward, env': 0}",
-    "env={function: 'tests.end_to_end.sums_environment:TwoSums', num_workers: 1, max_turn_tokens: 40}",
+    "env={function: 'tests.support.sums_environment:TwoSums', num_workers: 1, max_turn_tokens: 40}",
     "rollout.sampling.max_response_tokens=96",
     "rollout.max_context_tokens=112",
     "reward={function: environment}",
@@ -52,7 +52,7 @@ MORE = {
         "loss.old_logprobs=actor",
         "loss.correction={high: 2.0, normalize: step}",
     ),
-    "own": (*SHAPED, f"advantages.function={REPOSITORY}/tests/unit/user_learning.py:centred_over_step"),
+    "own": (*SHAPED, f"advantages.function={REPOSITORY}/tests/support/user_learning.py:centred_over_step"),
     "ppo": (*SHAPED, "placement={'actor, critic, reference, rollout, reward': 0}"),
 }
 SECOND_FUNCTION = """\

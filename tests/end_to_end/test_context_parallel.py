@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from tests.end_to_end.jobs import REPOSITORY, run
-from tests.tolerances import EPS_OF_ACTOR, near
+from tests.support.jobs import REPOSITORY, run
+from tests.support.tolerances import EPS_OF_ACTOR, near
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +29,7 @@ def test_a_run_reports_what_one_without_context_parallelism_does(warmed_up, data
     jobs = [[*paths, *SAME, layout, f"output_dir={tmp_path / name}"] for name, layout in LAYOUTS.items()]
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-    script = ["tests/end_to_end/consecutive_jobs.py", str(REPOSITORY / "configs/quickstart.yaml")]
+    script = ["tests/support/consecutive_jobs.py", str(REPOSITORY / "configs/quickstart.yaml")]
     done = run([*torchrun, *script, str(tmp_path / "jobs.json")], timeout_s=300)
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
     (first,), (others,) = (

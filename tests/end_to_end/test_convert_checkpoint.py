@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from rltrain.cli.convert import main
-from tests.converted_checkpoints import make_checkpoint, stored_tensors
 from tests.forked.popen import FORKED_ENVIRONMENT, REPOSITORY, SETTING, Popen, run
+from tests.support.checkpoint_files import make_checkpoint, stored_tensors
 
 ALONE = [sys.executable]
 TWO = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

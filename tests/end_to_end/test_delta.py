@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.jobs import REPOSITORY, column, train
 from tests.end_to_end.test_fp8_rollouts import FP8
+from tests.support.jobs import REPOSITORY, column, train
 
 pytestmark = pytest.mark.slow
 

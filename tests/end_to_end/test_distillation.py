@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.end_to_end.jobs import REPOSITORY, column, train
+from tests.support.jobs import REPOSITORY, column, train
 
 CONFIG = REPOSITORY / "configs/quickstart_distillation.yaml"
 pytestmark = pytest.mark.slow

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from rltrain.checkpoint.run_folder import name_of
-from tests.end_to_end.jobs import REPOSITORY, train
 from tests.end_to_end.test_resume import PARTIAL, Run, reported
 from tests.forked.popen import FORKED_ENVIRONMENT, Popen, ranks_of
-from tests.tolerances import EPS_OF_ACTOR, near
+from tests.support.jobs import REPOSITORY, train
+from tests.support.tolerances import EPS_OF_ACTOR, near
 
 pytestmark = pytest.mark.slow
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.end_to_end.jobs import REPOSITORY, column, run, sample_ids, train
-from tests.end_to_end.sums_agent import RECORDS
-from tests.marks import slow_but
+from tests.support.jobs import REPOSITORY, column, run, sample_ids, train
+from tests.support.marks import slow_but
+from tests.support.sums_agent import RECORDS
 
-ENVIRONMENT = ["env={function: 'tests.end_to_end.sums_environment:TwoSums', num_workers: 1, max_turn_tokens: 40}"]
+ENVIRONMENT = ["env={function: 'tests.support.sums_environment:TwoSums', num_workers: 1, max_turn_tokens: 40}"]
 SETTINGS = [
     *ENVIRONMENT,
     "rollout.sampling.max_response_tokens=96",
@@ -108,7 +108,7 @@ def test_every_sample_is_trained_on_once_in_every_order_and_across_a_restart(
 
 
 AGENTS = {
-    "function": "{function: 'tests.end_to_end.sums_agent:two_sums'}",
+    "function": "{function: 'tests.support.sums_agent:two_sums'}",
     "program": "{command: [python3, TESTS/sum_program.py], sandbox: none, environment: {ANSWER_TOKENS: '40'}}",
 }
 
@@ -117,7 +117,7 @@ AGENTS = {
 def test_an_agent_draws_its_turns_at_the_endpoint(
     kind: str, tmp_path: Path, warmed_up: Path, data_overrides: list[str]
 ) -> None:
-    agent = AGENTS[kind].replace("TESTS", str(Path(__file__).parent))
+    agent = AGENTS[kind].replace("TESTS", str(REPOSITORY / "tests/support"))
     records = train(
         "configs/quickstart.yaml",
         *data_overrides,
@@ -153,7 +153,7 @@ def test_weights_change_between_the_turns_of_an_agent_and_inside_them(
         *data_overrides,
         *SETTINGS[1:],
         *ORDERS["one step ahead, weights in flight"],
-        "env={agent: {function: 'tests.end_to_end.sums_agent:counts_on'}, num_workers: 1, max_turns: 4}",
+        "env={agent: {function: 'tests.support.sums_agent:counts_on'}, num_workers: 1, max_turns: 4}",
         "rollout.parallel.tp=2",
         "rollout.max_running_requests=8",
         "data.eval=null",

@@ -9,7 +9,7 @@ from rltrain.models.of_roles import role_architectures
 from rltrain.planning.memory import resident_bytes
 from rltrain.planning.planned import plan_job
 from rltrain.runtime.placement import resolve_placement
-from tests.end_to_end.jobs import REPOSITORY, train
+from tests.support.jobs import REPOSITORY, train
 
 GRPO, PPO = REPOSITORY / "configs/quickstart.yaml", REPOSITORY / "configs/quickstart_ppo.yaml"
 COMMON = [

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.jobs import REPOSITORY, column, run, train
+from tests.support.jobs import REPOSITORY, column, run, train
 
 CONFIG = REPOSITORY / "configs/quickstart.yaml"
 STEPS = 4

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.jobs import REPOSITORY, column, train
+from tests.support.jobs import REPOSITORY, column, train
 
 STEPS = 4
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from tests.end_to_end.jobs import REPOSITORY, column, run
+from tests.support.jobs import REPOSITORY, column, run
 
 STEPS, SAVED, ROWS = 16, 8, 32
 SMALL = (
@@ -49,7 +49,7 @@ def test_it_learns_goes_on_bit_for_bit_and_loads_in_transformers(start: Path, tm
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     config = str(REPOSITORY / "configs/quickstart_moe_sft.yaml")
-    script = ["tests/end_to_end/consecutive_jobs.py", config, str(tmp_path / "jobs.json")]
+    script = ["tests/support/consecutive_jobs.py", config, str(tmp_path / "jobs.json")]
     done = run([*torchrun, *script], timeout_s=300)
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
 

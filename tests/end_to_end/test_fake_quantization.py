@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from rltrain.models.experts import is_expert
 from rltrain.models.products import int4_rounded
-from tests.end_to_end.jobs import column, read_records, train_in_turn
+from tests.support.jobs import column, read_records, train_in_turn
 
 GROUP_SIZE, STEPS, SAVED = 16, 3, 2
 SMALL = (
@@ -40,7 +40,7 @@ ROUNDED = (
     "weight_sync={verify: true, delta: {in_shared_memory: true}}",
 )
 
-pytestmark = pytest.mark.slow  # tests/unit/test_int4.py has a quick part
+pytestmark = pytest.mark.slow  # tests/unit/test_megatron_layers.py has a quick part
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from rltrain.checkpoint.run_folder import name_of
-from tests.end_to_end.jobs import sample_ids
 from tests.forked.popen import FORKED_ENVIRONMENT, REPOSITORY, SETTING, Popen, ranks_of
+from tests.support.jobs import sample_ids
 
 STEPS = 6
 COMPARED = ("train", "rollout", "critic")
@@ -58,7 +58,7 @@ class Stand:
 
     def run(self, *overrides: str, kills: Sequence[Kill] = (), timeout_s: float = 120) -> str:
         """What a job printed, which must end well."""
-        script = ["tests/end_to_end/killed_train.py", json.dumps(kills), str(self.folder)]
+        script = ["tests/support/killed_train.py", json.dumps(kills), str(self.folder)]
         job = self.start(*overrides, script=script, torchrun=(f"--max-restarts={len(kills)}",))
         status, output = job.end(timeout_s)
         assert status == 0, output
@@ -304,7 +304,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_ends(
 
 @pytest.mark.slow
 def test_a_step_that_does_not_end_in_time_ends_the_run(stand: Stand) -> None:
-    asleep = ["tests/end_to_end/faulty_train.py", "generate", "3", "1", "sleep", str(stand.folder)]
+    asleep = ["tests/support/faulty_train.py", "generate", "3", "1", "sleep", str(stand.folder)]
     job = stand.start("checkpoint.stop_within_s=2", script=asleep)
     job.wait_until((stand.folder / "fault").exists)
     to_the_agent(job, signal.SIGTERM)

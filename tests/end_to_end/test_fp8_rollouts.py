@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.jobs import REPOSITORY, column, train
+from tests.support.jobs import REPOSITORY, column, train
 
 FP8 = ("rollout.dtype=fp8", "loss.old_logprobs=actor", "loss.correction.high=2.0")
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 import transformers
 
-from tests.end_to_end.jobs import REPOSITORY, column, train, train_in_turn
 from tests.end_to_end.test_resume import (
     PROMPTS,
     SAMPLES,
@@ -20,7 +19,8 @@ from tests.end_to_end.test_resume import (
     assert_close_in_the_next_step,
     reported,
 )
-from tests.tolerances import ADAM_EPS
+from tests.support.jobs import REPOSITORY, column, train, train_in_turn
+from tests.support.tolerances import ADAM_EPS
 
 APART = "placement={'actor, reference': 0-2, 'rollout, reward': 3}"
 """Three ranks, of which no matrix of the model is a multiple."""

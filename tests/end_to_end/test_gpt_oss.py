@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.end_to_end.jobs import REPOSITORY, column, train
 from tests.end_to_end.test_experts import loss_of_transformers
+from tests.support.jobs import REPOSITORY, column, train
 
 SUPERVISED, BY_GRPO, ROWS = 12, 3, 32
 TEXTS = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.jobs import REPOSITORY, column, run, train
+from tests.support.jobs import REPOSITORY, column, run, train
 
 NUM_ROWS, NUM_STEPS = 256, 2
 GSM8K = REPOSITORY.parent / "shared/data/gsm8k/train.jsonl"

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.jobs import REPOSITORY, column, read_records, train_in_turn
-from tests.tolerances import ADAM_EPS
+from tests.support.jobs import REPOSITORY, column, read_records, train_in_turn
+from tests.support.tolerances import ADAM_EPS
 
 NUM_ROWS = 21
 """That neither two nor four ranks share evenly."""

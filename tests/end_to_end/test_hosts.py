@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.host_job import Fault, HostJob, small_job
-from tests.end_to_end.jobs import read_records, sample_ids, train
-from tests.hosts import Hosts, obstacle
+from tests.support.host_job import Fault, HostJob, small_job
+from tests.support.hosts import Hosts, obstacle
+from tests.support.jobs import read_records, sample_ids, train
 
 pytestmark = pytest.mark.slow
 

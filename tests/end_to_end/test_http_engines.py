@@ -10,10 +10,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.end_to_end.jobs import column, read_records, sample_ids
-from tests.end_to_end.served import CHECKPOINT, served
 from tests.forked.popen import FORKED_ENVIRONMENT, REPOSITORY, Popen
-from tests.reward_models import make_judge_who_loves
+from tests.support.jobs import column, read_records, sample_ids
+from tests.support.reward_models import make_judge_who_loves
+from tests.support.served import CHECKPOINT, served
 
 TOKEN = "of-the-engines"
 LIMIT_S = 300.0
@@ -105,13 +105,14 @@ def test_weights_come_while_conversations_are_under_way(data_overrides: list[str
         judges, _, _ = servers.enter_context(served(*options, checkpoint=judge))
         asked = f"engine: http, urls: ['{judges}'], http: {{token_env: ENGINES_TOKEN}}, max_context_tokens: 128"
         told = (
-            "prompt: '{prompt} {response}', verdict: 'tests.reward_models:points', sampling: {max_response_tokens: 4}"
+            "prompt: '{prompt} {response}', verdict: 'tests.support.reward_models:points', "
+            "sampling: {max_response_tokens: 4}"
         )
         with start_job(
             *(urls, output, *data_overrides, f"steps={steps}", "evaluation.interval=2", "data.eval.max_rows=8"),
             "placement={'actor, reference, judge': 0, 'rollout, reward, env': 1}",
             "schedule={mode: asynchronous, max_staleness: 1, partial_rollouts: true, on_stale: mask}",
-            "env={function: 'tests.end_to_end.sums_environment:TwoSums', num_workers: 1, max_turn_tokens: 40}",
+            "env={function: 'tests.support.sums_environment:TwoSums', num_workers: 1, max_turn_tokens: 40}",
             *("rollout.sampling.max_response_tokens=96", "rollout.max_context_tokens=112", "logging.samples=8"),
             *("reward={function: environment}", f"judge={{path: {judge}, weight: 0.25, {asked}, {told}}}"),
             *("model.lora={rank: 8, alpha: 16}", "actor.optimizer.lr=3e-3"),

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from rltrain.checkpoint.run_folder import name_of
-from tests.end_to_end.jobs import REPOSITORY, run
+from tests.support.jobs import REPOSITORY, run
 
 IDLE_FIRST = "placement={'actor, reference': 1, 'rollout, reward': 2}"
 IDLE_LAST = "placement={'actor, reference': 1, 'rollout, reward': 0}"
@@ -30,7 +30,7 @@ def test_a_run_with_idle_ranks_saves_and_goes_on(quickstart_files: Path, data_ov
         json.dumps([[*common, IDLE_FIRST, "steps=2"], [*common, IDLE_LAST, "steps=3", "logging.trace=true"]])
     )
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
-    script = ["tests/end_to_end/consecutive_jobs.py", str(REPOSITORY / "configs/quickstart.yaml")]
+    script = ["tests/support/consecutive_jobs.py", str(REPOSITORY / "configs/quickstart.yaml")]
     done = run([*torchrun, *script, str(tmp_path / "jobs.json")], timeout_s=200)
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
     for rank in (0, 2):

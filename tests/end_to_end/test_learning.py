@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rltrain.observability.names import documented
-from tests.end_to_end.jobs import REPOSITORY, column, train
+from tests.support.jobs import REPOSITORY, column, train
 
 pytestmark = pytest.mark.slow
 

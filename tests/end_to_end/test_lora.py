@@ -17,9 +17,9 @@ from rltrain.planning.planned import plan_job
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import resolve_placement
-from tests.converted_checkpoints import stored_tensors
-from tests.end_to_end.jobs import REPOSITORY, column, run, train
-from tests.tolerances import EPS_OF_ACTOR, near
+from tests.support.checkpoint_files import stored_tensors
+from tests.support.jobs import REPOSITORY, column, run, train
+from tests.support.tolerances import EPS_OF_ACTOR, near
 
 QUICKSTART = "configs/quickstart.yaml"
 LORA = ("model.lora={rank: 8, alpha: 16}", "actor.optimizer.lr=3e-3")
@@ -42,7 +42,7 @@ def train_each(jobs: dict[str, list[str]], folder: Path, num_ranks: int) -> dict
     overrides = [[*of_job, f"output_dir={folder / name}"] for name, of_job in jobs.items()]
     (folder / "jobs.json").write_text(json.dumps(overrides))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    script = ["tests/end_to_end/consecutive_jobs.py", str(REPOSITORY / QUICKSTART), str(folder / "jobs.json")]
+    script = ["tests/support/consecutive_jobs.py", str(REPOSITORY / QUICKSTART), str(folder / "jobs.json")]
     done = run([*torchrun, *script], timeout_s=300)
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
     return {

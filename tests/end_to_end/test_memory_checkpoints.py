@@ -46,7 +46,7 @@ class TwoNodes(Stand):
         for node, memory in enumerate(self.memories):
             self.monkeypatch.setenv("NODE_MEMORY", str(memory))
             torchrun = ("--nnodes=2", f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}")
-            script = ["tests/end_to_end/killed_train.py", json.dumps([HELD]), str(self.folder)]
+            script = ["tests/support/killed_train.py", json.dumps([HELD]), str(self.folder)]
             jobs.append(self.start(IN_MEMORY, script=script, torchrun=torchrun))
         return jobs
 

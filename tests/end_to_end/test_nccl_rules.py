@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.jobs import run
+from tests.support.jobs import run
 
 LAYOUTS = {
     "colocated": (2, "placement={'actor, reference, rollout, reward': 0-1}", "actor.parallel={tp: 1, pp: 2}"),
@@ -46,7 +46,7 @@ def test_a_run_keeps_to_them(
 ) -> None:
     num_ranks, *places = LAYOUTS[layout]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    command = [*torchrun, "tests/end_to_end/nccl_rules_train.py", "--config", "configs/quickstart.yaml"]
+    command = [*torchrun, "tests/support/nccl_rules_train.py", "--config", "configs/quickstart.yaml"]
     settings = [*SMALL, *places, *data_overrides, "data.eval=null", f"residency.communicators={communicators}"]
     done = run([*command, *settings, f"model.path={quickstart_files}/model", f"output_dir={tmp_path}"], 240)
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"

@@ -4,7 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-from tests.end_to_end.jobs import run
+from tests.support.jobs import run
 
 PLACEMENT = "placement={'actor': 0, 'rollout, reward': 1, 'adviser': '0-1'}"
 
@@ -19,7 +19,7 @@ def advise(output: Path, warmed_up: Path, data_overrides: list[str], *overrides:
         "data.train.max_rows=1024",
     ]
     settings += [f"model.path={warmed_up}", f"output_dir={output}", "loss.kl.coef=0", *data_overrides]
-    command = [*torchrun, "tests/end_to_end/new_role_train.py", "--config", "configs/quickstart.yaml", *settings]
+    command = [*torchrun, "tests/support/new_role_train.py", "--config", "configs/quickstart.yaml", *settings]
     done = run([*command, PLACEMENT, "checkpoint.save_interval=1", *overrides], 200)
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]

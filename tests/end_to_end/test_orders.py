@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rltrain.cli.report_run import read_run
-from tests.end_to_end.jobs import REPOSITORY, column, run, sample_ids, train
+from tests.support.jobs import REPOSITORY, column, run, sample_ids, train
 
 APART = "placement={'actor, reference': 0, rollout: 1-2, reward: 3}"
 SMALL = (

@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.end_to_end.jobs import REPOSITORY, train, try_to_train
 from tests.end_to_end.test_resume import SAVED, STEPS, Run, saved_and_resumed  # noqa: F401
-from tests.end_to_end.waiting_reward import RUN, STEP
+from tests.support.jobs import REPOSITORY, train, try_to_train
+from tests.support.waiting_reward import RUN, STEP
 
 CONFIG = REPOSITORY / "configs/quickstart.yaml"
-WAITING = f"{{function: '{REPOSITORY}/tests/end_to_end/waiting_reward.py:once_trained', num_workers: 1}}"
+WAITING = f"{{function: '{REPOSITORY}/tests/support/waiting_reward.py:once_trained', num_workers: 1}}"
 HELD_UP_UNTIL = 4
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.end_to_end.jobs import REPOSITORY, column, train, try_to_train
+from tests.support.jobs import REPOSITORY, column, train, try_to_train
 
 pytestmark = pytest.mark.slow
 

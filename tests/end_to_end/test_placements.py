@@ -5,8 +5,8 @@ Weights that were trained in other layouts differ in their last bits: now and th
 
 import pytest
 
-from tests.end_to_end.jobs import REPOSITORY, column, train
-from tests.tolerances import EPS_OF_ACTOR
+from tests.support.jobs import REPOSITORY, column, train
+from tests.support.tolerances import EPS_OF_ACTOR
 
 pytestmark = pytest.mark.slow  # tests/distributed/test_training.py has a quick part
 

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.jobs import REPOSITORY, column, read_records, train_in_turn
+from tests.support.jobs import REPOSITORY, column, read_records, train_in_turn
 
 pytestmark = pytest.mark.slow
 
 ONE_RANK = ("placement={'actor, reference, rollout, reward': 0}", "actor.parallel.tp=1", "data.eval=null", "steps=2")
 SMALL = "batch={prompts_per_step: 8, samples_per_prompt: 8, mini_batches: 2}"
 OF_SEQUENCES = "normalization: sequence_mean"
-OWN = f"{REPOSITORY}/tests/unit/user_learning.py:"
+OWN = f"{REPOSITORY}/tests/support/user_learning.py:"
 LOSSES = {
     "clip": "dual_clip: 3.0, correction: {level: geometric, high: 2.0}",
     "gspo": f"{OF_SEQUENCES}, correction: {{method: mis, level: sequence, low: 0.5, high: 2.0, normalize: step}}",

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from tests.end_to_end.jobs import REPOSITORY, column, train
-from tests.tolerances import EPS_OF_ACTOR, EPS_OF_CRITIC
+from tests.support.jobs import REPOSITORY, column, train
+from tests.support.tolerances import EPS_OF_ACTOR, EPS_OF_CRITIC
 
 pytestmark = pytest.mark.slow
 

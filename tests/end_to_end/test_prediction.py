@@ -12,8 +12,8 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.distributed.prediction_checkpoints import LAYER, make_mimo
-from tests.end_to_end.jobs import column, read_records, run, train_in_turn
+from tests.support.jobs import column, read_records, run, train_in_turn
+from tests.support.prediction_checkpoints import LAYER, make_mimo
 
 STEPS, SAVED = 6, 3
 SMALL = (
@@ -45,7 +45,7 @@ APART = (
 )
 """Other models of the policy, on other ranks than the actor, which get its layer or are without it."""
 
-pytestmark = pytest.mark.slow  # tests/unit/test_prediction.py has a quick part
+pytestmark = pytest.mark.slow  # tests/unit/test_legal_models.py has a quick part
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.jobs import REPOSITORY, column, run, train
-from tests.tolerances import ADAM_EPS, EPS_OF_ACTOR
+from tests.support.jobs import REPOSITORY, column, run, train
+from tests.support.tolerances import ADAM_EPS, EPS_OF_ACTOR
 
 REWARD_MODEL, DPO = REPOSITORY / "configs/quickstart_reward_model.yaml", REPOSITORY / "configs/quickstart_dpo.yaml"
 
@@ -144,7 +144,7 @@ def train_each(config: Path, jobs: list[list[str]], folder: Path, num_ranks: int
     overrides = [[*job, f"output_dir={folder}/{number}"] for number, job in enumerate(jobs)]
     (folder / "jobs.json").write_text(json.dumps(overrides))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    done = run([*torchrun, "tests/end_to_end/consecutive_jobs.py", str(config), str(folder / "jobs.json")], 200)
+    done = run([*torchrun, "tests/support/consecutive_jobs.py", str(config), str(folder / "jobs.json")], 200)
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
     return [reported(folder / str(number)) for number in range(len(jobs))]
 

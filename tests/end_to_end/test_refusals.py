@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.end_to_end.jobs import REPOSITORY, dry_run, run, try_to_train
+from tests.support.jobs import REPOSITORY, dry_run, run, try_to_train
 
 CONFIG = REPOSITORY / "configs/quickstart.yaml"
 
@@ -76,7 +76,7 @@ def test_the_job_refuses_with_one_message(wrong, words, num_ranks, overrides):
 
 def test_a_reward_that_always_fails_ends_the_job_with_its_first_traceback(overrides):
     """Of samples that two ranks score, before the first update."""
-    reward = "reward={function: 'tests.unit.user_rewards:without_answer', num_workers: 1}"
+    reward = "reward={function: 'tests.support.user_rewards:without_answer', num_workers: 1}"
     small = ["batch={prompts_per_step: 4, samples_per_prompt: 2, mini_batches: 1}", "data.eval=null"]
     placement = ["placement={'actor, rollout, reward': 0-1}", "actor.parallel.tp=1", "loss.kl.coef=0"]
     done = try_to_train(CONFIG, *overrides, reward, *small, *placement, num_ranks=2)
@@ -84,7 +84,7 @@ def test_a_reward_that_always_fails_ends_the_job_with_its_first_traceback(overri
     assert done.stderr.count("rltrain: ") == 1, done.stderr
     message = done.stderr.split("rltrain: ")[1]
     assert "failed on 8 of 8 samples of score[0]" in message and "reward.max_failures" in message, done.stderr
-    file = re.escape(str(REPOSITORY / "tests/unit/user_rewards.py"))
+    file = re.escape(str(REPOSITORY / "tests/support/user_rewards.py"))
     first = rf'Traceback \(most recent call last\):\n  File "{file}", line \d+, in without_answer\n'
     assert re.search(first, message) and "\nKeyError: 'answer'\n" in message, done.stderr
     assert str(REPOSITORY / "rltrain") not in done.stderr

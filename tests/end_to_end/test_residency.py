@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.end_to_end.jobs import run
+from tests.support.jobs import run
 
 SMALL = (
     "batch={prompts_per_step: 4, samples_per_prompt: 4, mini_batches: 2}",
@@ -96,7 +96,7 @@ def train_each(jobs: dict[str, list[str]], folder: Path, num_ranks: int) -> dict
     overrides = [[*of_job, f"output_dir={folder / name}"] for name, of_job in jobs.items()]
     (folder / "jobs.json").write_text(json.dumps(overrides))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    arguments = ["tests/end_to_end/consecutive_jobs.py", "configs/quickstart.yaml", str(folder / "jobs.json")]
+    arguments = ["tests/support/consecutive_jobs.py", "configs/quickstart.yaml", str(folder / "jobs.json")]
     done = run([*torchrun, *arguments], timeout_s=240)
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
     assert "cannot share" not in done.stderr, "ranks with equal weights keep one copy of the reference's"

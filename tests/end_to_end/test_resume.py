@@ -12,9 +12,9 @@ import pytest
 from rltrain.checkpoint.run_files import read_manifest
 from rltrain.checkpoint.run_folder import RUN_FILE
 from rltrain.cli.convert import main as convert
-from tests.end_to_end.jobs import REPOSITORY, column, run, sample_ids, train
 from tests.end_to_end.test_fp8_rollouts import FP8
-from tests.tolerances import EPS_OF_ACTOR, EPS_OF_CRITIC, near
+from tests.support.jobs import REPOSITORY, column, run, sample_ids, train
+from tests.support.tolerances import EPS_OF_ACTOR, EPS_OF_CRITIC, near
 
 STEPS, SAVED = 5, 3
 PARTIAL = "schedule={mode: asynchronous, max_staleness: 2, partial_rollouts: true, on_stale: mask}"
@@ -47,7 +47,7 @@ def saved_and_resumed(warmed_up, data_overrides, tmp_path) -> Callable[..., list
             jobs.append([*paths, *SMALL, *common, f"output_dir={tmp_path}/{number}", resume, *change])
         (tmp_path / "jobs.json").write_text(json.dumps(jobs))
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-        script = ["tests/end_to_end/consecutive_jobs.py", str(REPOSITORY / config), str(tmp_path / "jobs.json")]
+        script = ["tests/support/consecutive_jobs.py", str(REPOSITORY / config), str(tmp_path / "jobs.json")]
         done = run([*torchrun, *script], timeout_s=300)
         assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
         return [reported(first), *(reported(tmp_path / str(number)) for number in range(len(changes)))]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rltrain.observability.names import documented
-from tests.end_to_end.jobs import REPOSITORY, column, train, try_to_train
+from tests.support.jobs import REPOSITORY, column, train, try_to_train
 
 FUNCTIONS = """\
 async def compute_score(data_source, solution_str, ground_truth, extra_info=None):

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.jobs import REPOSITORY, column, train
-from tests.reward_models import make_judge_who_loves, make_lover_of
+from tests.support.jobs import REPOSITORY, column, train
+from tests.support.reward_models import make_judge_who_loves, make_lover_of
 
 PLACEMENT = "placement={actor: 0, 'rollout, reward': 1, reward_model: '0-1', judge: '0-1'}"
 
@@ -26,7 +26,7 @@ def test_a_policy_learns_to_end_its_answers_as_models_like_it(
         PLACEMENT,
         f"reward_model={{path: {classifier}, {backend}, offload: true}}",
         f"judge={{path: {judge}, weight: 0.25, parallel: {{tp: 1}}, offload: true, prompt: '{{prompt}} {{response}}', "
-        "verdict: 'tests.reward_models:points', max_context_tokens: 128, sampling: {max_response_tokens: 4}}",
+        "verdict: 'tests.support.reward_models:points', max_context_tokens: 128, sampling: {max_response_tokens: 4}}",
         "reward={functions: []}",
         "steps=8",
         "batch={prompts_per_step: 16, samples_per_prompt: 8, mini_batches: 1}",

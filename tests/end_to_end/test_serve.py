@@ -12,8 +12,8 @@ from rltrain.data.tokenizer import load_tokenizer
 from rltrain.endpoint.served_engine import EngineSettings, load_engine
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample
-from tests.end_to_end.served import CHECKPOINT, served
 from tests.forked.popen import run
+from tests.support.served import CHECKPOINT, served
 
 PROMPTS = ["347+285=", "123+456=", "999+1=", "20+22="]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.jobs import REPOSITORY, run
+from tests.support.jobs import REPOSITORY, run
 
 NUM_RANKS, STEP = 4, 1
 NO_PROGRESS_S = 10.0
@@ -45,7 +45,7 @@ def fail(task: str, how: str, folder: Path, arguments: list[str]) -> str:
     """What the job printed, which must have ended soon after the fault, with an error."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_RANKS}"]
     fault = [task, str(STEP), str(VICTIMS[task][0]), how, str(folder)]
-    done = run([*torchrun, "tests/end_to_end/faulty_train.py", *fault, *arguments], timeout_s=240)
+    done = run([*torchrun, "tests/support/faulty_train.py", *fault, *arguments], timeout_s=240)
     assert done.returncode != 0
     assert (folder / "fault").exists(), done.stderr
     assert time.time() - (folder / "fault").stat().st_mtime < SOON_S

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.end_to_end.jobs import REPOSITORY, column, train
 from tests.end_to_end.test_resume import Run, saved_and_resumed  # noqa: F401
-from tests.tolerances import ADAM_EPS
+from tests.support.jobs import REPOSITORY, column, train
+from tests.support.tolerances import ADAM_EPS
 
 OPTIMIZER = f"actor.optimizer={{lr: 1e-3, warmup_steps: 0, eps: {ADAM_EPS}}}"
 SMALL = (

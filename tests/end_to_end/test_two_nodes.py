@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.distributed.two_agents import run_on_two_nodes
+from tests.support.torchrun import run_on_two_nodes
 
 
 def test_a_job_over_two_nodes_finishes(quickstart_files: Path, data_overrides: list[str], tmp_path: Path):

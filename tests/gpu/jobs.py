@@ -1,11 +1,11 @@
-"""Whole jobs of one rank as data: test_one_gpu runs them, and tests/unit/test_gpu_jobs.py checks them without a GPU."""
+"""Whole jobs of one rank as data: test_one_gpu runs them, and tests/unit/test_gpu_check.py checks them here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.forked.popen import REPOSITORY
-from tests.tolerances import EPS_OF_ACTOR, EPS_OF_CRITIC
+from tests.support.tolerances import EPS_OF_ACTOR, EPS_OF_CRITIC
 
 WARMED_UP = REPOSITORY / "tests/warmed_up"
 COMMON = ("steps=3", "data.eval=null", "checkpoint.save_hf=false", "checkpoint.save_every_s=0", EPS_OF_ACTOR)

@@ -11,7 +11,7 @@ from rltrain.reshard.plan import plan
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
 from tests.distributed.cases_reshard import tensors
-from tests.model_shards import PADDING, Place, engine_shard, full_tensors, megatron_shard, tiny_architecture
+from tests.support.model_shards import PADDING, Place, engine_shard, full_tensors, megatron_shard, tiny_architecture
 
 NUM_SYNCS = 3
 

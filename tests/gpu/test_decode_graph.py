@@ -10,7 +10,7 @@ from rltrain.rollout.embedded import EmbeddedEngine
 from rltrain.rollout.embedded.decoder import CudaGraphs
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample
-from tests.rollout_models import load_engine, ragged_requests, write_checkpoint
+from tests.support.rollout_models import load_engine, ragged_requests, write_checkpoint
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,7 @@ import torch
 from rltrain.rollout.embedded.decoder import CudaGraphs
 from rltrain.rollout.embedded.parameters import grouped_product, is_grouped_on_device
 from rltrain.rollout.engine import SamplingParams
-from tests.rollout_models import load_engine, ragged_requests, write_checkpoint
+from tests.support.rollout_models import load_engine, ragged_requests, write_checkpoint
 
 pytestmark = pytest.mark.gpu
 

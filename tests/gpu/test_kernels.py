@@ -12,8 +12,7 @@ from rltrain.reshard import native
 from rltrain.reshard.checksums import BOX, checksums
 from rltrain.reshard.copy_table import CopyTable, quantize_blocks, scales_of
 from rltrain.reshard.native import BLOCK, PAIRS, SLICE, quantises
-from tests.aligned_examples import aligned, windows
-from tests.slice_examples import DTYPES, Example, assert_same_bits, examples
+from tests.support.slice_examples import DTYPES, Example, aligned, assert_same_bits, examples, windows
 
 pytestmark = pytest.mark.gpu
 

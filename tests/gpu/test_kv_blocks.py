@@ -11,7 +11,7 @@ from rltrain.rollout.embedded.decoder import CudaGraphs
 from rltrain.rollout.embedded.kv_cache import AttentionShape
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample
-from tests.rollout_models import assert_same_but_for_ties, load_engine, ragged_requests, write_checkpoint
+from tests.support.rollout_models import assert_same_but_for_ties, load_engine, ragged_requests, write_checkpoint
 
 pytestmark = pytest.mark.gpu
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.jobs import read_records, try_to_train
 from tests.forked.popen import run
 from tests.gpu.jobs import JOBS
+from tests.support.jobs import read_records, try_to_train
 from tools.gpu_prepared import START, STARTS
 
 pytestmark = pytest.mark.gpu

@@ -6,7 +6,7 @@ import torch
 from rltrain.algorithms.policy_loss import POLICY_LOSSES, policy_loss
 from rltrain.config import schema
 from rltrain.data.experience import Experience
-from tests.unit.packed_experience import packed_experience
+from tests.support.packed_experience import packed_experience
 
 pytestmark = pytest.mark.gpu
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.end_to_end.jobs import REPOSITORY
+from tests.support.jobs import REPOSITORY
 
 pytestmark = pytest.mark.gpu
 

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rltrain.reshard.copy_table import quantize_blocks
-from tests.distributed.torchrun import run_distributed
 from tests.gpu.sglang_cases import is_quantised
-from tests.rollout_models import write_checkpoint
+from tests.support.rollout_models import write_checkpoint
+from tests.support.torchrun import run_distributed
 
 pytestmark = [
     pytest.mark.gpu,

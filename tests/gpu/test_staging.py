@@ -14,7 +14,7 @@ from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.servers.in_sglang import rltrain_weight_loader as loader
 from rltrain.rollout.servers.sglang_weights import HostCopy, Staging, checksum_of
 from rltrain.runtime.grid import Grid
-from tests.model_shards import tiny_architecture
+from tests.support.model_shards import tiny_architecture
 
 pytestmark = pytest.mark.gpu
 

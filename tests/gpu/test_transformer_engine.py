@@ -27,7 +27,7 @@ from rltrain.training.megatron.backend import TrainableModel
 from rltrain.training.megatron.model import build_model, local_parameters
 from tests.distributed.cases_context_parallel import experience, write_weights
 from tests.forked.popen import PYTHON_PATH, REPOSITORY
-from tests.model_shards import tiny_architecture
+from tests.support.model_shards import tiny_architecture
 
 pytestmark = [
     pytest.mark.gpu,

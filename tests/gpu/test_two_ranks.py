@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.distributed.torchrun import run_distributed
+from tests.support.torchrun import run_distributed
 
 pytestmark = pytest.mark.gpu
 

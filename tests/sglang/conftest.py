@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from rltrain.rollout.servers.sglang_process import Server, server_environment
-from tests.asked_for import is_asked_for
 from tests.end_to_end.conftest import data_overrides, quickstart_files, warmed_up
 from tests.forked.popen import forks
-from tests.rollout_models import write_checkpoint
 from tests.sglang.forked_python import forked_python
 from tests.sglang.servers import FROM_DISK, running, server_spec
+from tests.support.marks import is_asked_for
+from tests.support.rollout_models import write_checkpoint
 
 __all__ = ["data_overrides", "quickstart_files", "warmed_up"]
 

@@ -16,8 +16,8 @@ from rltrain.rollout.servers.calls import Client
 from rltrain.rollout.servers.sglang_process import Server
 from rltrain.rollout.servers.sglang_weights import Delivery
 from rltrain.runtime.grid import Grid
-from tests.rollout_models import write_checkpoint
 from tests.sglang.servers import CALL_TIMEOUT_S, PART_BYTES, call, checksums, running
+from tests.support.rollout_models import write_checkpoint
 
 SHARE = 0.02
 """Of elements that change from one checkpoint to the next."""

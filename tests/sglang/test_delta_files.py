@@ -7,8 +7,8 @@ import pytest
 
 from rltrain.rollout.servers.in_sglang.rltrain_delta_files import FORMAT, FORMAT_KEY
 from rltrain.rollout.servers.sglang_process import Server
-from tests.delta_folders import changed_somewhat, damage, tensors_of, write_delta, write_version
 from tests.sglang.servers import call, checksums, greedy
+from tests.support.checkpoint_files import changed_somewhat, damage, tensors_of, write_delta, write_version
 
 
 def load(server: Server, folder: Path, version: str) -> None:

@@ -13,8 +13,8 @@ from rltrain.rollout.servers.calls import Client
 from rltrain.rollout.servers.sglang_engine import SGLangEngine
 from rltrain.rollout.servers.sglang_process import Server
 from rltrain.rollout.servers.sglang_weights import Delivery
-from tests.rollout_models import ragged_requests, write_checkpoint
 from tests.sglang.servers import START_TIMEOUT_S, parts_of, server_spec
+from tests.support.rollout_models import ragged_requests, write_checkpoint
 
 NUM_SLOTS, MAX_CONTEXT_TOKENS = 8, 256
 GREEDY = SamplingParams(0.0, 1.0, 0, 16, ())

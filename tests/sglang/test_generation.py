@@ -21,8 +21,8 @@ from rltrain.rollout.servers.calls import Client
 from rltrain.rollout.servers.sglang_engine import SGLangEngine
 from rltrain.rollout.servers.sglang_process import Server
 from rltrain.rollout.servers.sglang_weights import Delivery
-from tests.rollout_models import VOCAB_SIZE, ragged_requests, write_checkpoint
 from tests.sglang.servers import START_TIMEOUT_S, parts_of, processes, server_spec
+from tests.support.rollout_models import VOCAB_SIZE, ragged_requests, write_checkpoint
 
 TOLERANCE = 1e-4
 MAX_CONTEXT_TOKENS = 256

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from rltrain.rollout.servers.sglang_process import Server
-from tests.end_to_end.jobs import column, read_records
 from tests.forked.popen import FORKED_ENVIRONMENT, REPOSITORY, Popen
 from tests.sglang.servers import FROM_DISK, call, running
+from tests.support.jobs import column, read_records
 
 LIMIT_S = 900.0
 STEPS = 6

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.jobs import REPOSITORY, column, run, sample_ids, train
-from tests.end_to_end.sums_agent import RECORDS
-from tests.reward_models import make_judge_who_loves
+from tests.support.jobs import REPOSITORY, column, run, sample_ids, train
+from tests.support.reward_models import make_judge_who_loves
+from tests.support.sums_agent import RECORDS
 
 IN_MANY_PARTS = ("weight_sync.verify=true", "rollout.sglang.staging_mb=0.1")
 SMALL = ("actor.parallel.tp=1", "data.eval=null", "batch={prompts_per_step: 8, samples_per_prompt: 4, mini_batches: 2}")
@@ -115,8 +115,8 @@ def test_weights_change_while_responses_run(overrides, tmp_path):
 
 
 CONVERSATIONS = {
-    "environments": "{function: 'tests.end_to_end.sums_environment:TwoSums', num_workers: 1, max_turn_tokens: 40}",
-    "an agent": "{agent: {function: 'tests.end_to_end.sums_agent:counts_on'}, num_workers: 1, max_turns: 4}",
+    "environments": "{function: 'tests.support.sums_environment:TwoSums', num_workers: 1, max_turn_tokens: 40}",
+    "an agent": "{agent: {function: 'tests.support.sums_agent:counts_on'}, num_workers: 1, max_turns: 4}",
 }
 
 
@@ -175,7 +175,7 @@ def test_a_checkpoint_is_evaluated_by_one_server_and_judged_by_another(
             f"rollout.sglang.python={sglang_python}",
             "rollout.sglang.staging_mb=0.1",
             f"judge={{path: {judge}, engine: sglang, weight: 0.5, prompt: '{{prompt}} {{response}}', verdict: "
-            "'tests.reward_models:points', max_context_tokens: 128, sampling: {max_response_tokens: 4}}",
+            "'tests.support.reward_models:points', max_context_tokens: 128, sampling: {max_response_tokens: 4}}",
             "reward={functions: [{function: exact_match, options: {after: ','}}]}",
         ],
         timeout_s=TIMEOUT_S,

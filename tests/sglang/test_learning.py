@@ -4,9 +4,9 @@ import threading
 
 import pytest
 
-from tests.end_to_end.jobs import REPOSITORY, column, train
 from tests.sglang.kills import kill_a_server, ports
 from tests.sglang.test_jobs import IN_MANY_PARTS
+from tests.support.jobs import REPOSITORY, column, train
 
 TIMEOUT_S = 2400
 KILLED_AFTER = 2

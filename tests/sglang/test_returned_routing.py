@@ -15,10 +15,9 @@ from rltrain.rollout.servers.sglang_engine import SGLangEngine
 from rltrain.rollout.servers.sglang_process import Server
 from rltrain.rollout.servers.sglang_session import ServerRouting
 from rltrain.rollout.servers.sglang_weights import Delivery
-from tests.expected_routing import check
-from tests.rollout_models import ragged_requests, write_checkpoint
 from tests.sglang.servers import START_TIMEOUT_S, parts_of, server_spec
 from tests.sglang.test_experts import sync
+from tests.support.rollout_models import check, ragged_requests, write_checkpoint
 
 LIMITS = {"max_running_requests": 4, "max_context_tokens": 256}
 SAMPLED = SamplingParams(1.0, 1.0, 0, 12, (3,))

@@ -10,7 +10,7 @@ import pytest
 from rltrain.rollout.servers.sglang_process import Server
 from rltrain.rollout.servers.sglang_weights import LOADER, TARGET, payload
 from tests.sglang.servers import call
-from tests.sglang_rules import Refused, SchedulerDied, ServerRules
+from tests.support.sglang_server import Refused, SchedulerDied, ServerRules
 
 pytestmark = pytest.mark.slow
 

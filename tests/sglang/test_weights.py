@@ -18,8 +18,8 @@ from rltrain.rollout.servers.calls import Client
 from rltrain.rollout.servers.sglang_process import Server
 from rltrain.rollout.servers.sglang_weights import Delivery
 from rltrain.runtime.grid import Grid
-from tests.rollout_models import write_checkpoint
 from tests.sglang.servers import CALL_TIMEOUT_S, PART_BYTES, call, greedy, parts_of, running
+from tests.support.rollout_models import write_checkpoint
 
 PROMPT = [5, 9, 2, 14, 7, 1]
 NUM_TOKENS = 24

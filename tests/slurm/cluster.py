@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests import hosts
-from tests.hosts import Hosts
+from tests.support import hosts
+from tests.support.hosts import Hosts
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NODE_PROGRAM = Path(__file__).with_name("node.sh")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.asked_for import is_asked_for
 from tests.end_to_end.conftest import data_overrides, quickstart_files, warmed_up
 from tests.slurm.cluster import Cluster, obstacle
+from tests.support.marks import is_asked_for
 
 __all__ = ["data_overrides", "quickstart_files", "warmed_up"]
 

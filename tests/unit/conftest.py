@@ -23,7 +23,7 @@ class _Checkpoints(dict[str, Path]):
         self.folder = folder
 
     def __missing__(self, family: str) -> Path:
-        from tests.rollout_models import write_checkpoint
+        from tests.support.rollout_models import write_checkpoint
 
         self[family] = write_checkpoint(self.folder / family, family)
         return self[family]

@@ -1,17 +1,19 @@
-"""The benchmarks run, check results and end with JSON."""
+"""The benchmarks run, and their page says what their results say."""
 
 import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+from rltrain.runtime.job_store import GATHERED_FROM
 from tests.forked import popen as forked
-from tests.run_folders import RankLog
+from tests.support.run_folders import RankLog
 from tools.benchmarks import orders
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -152,3 +154,60 @@ def test_orders_take_a_sync_for_its_work_and_tell_the_wait_for_engines_apart(tmp
     assert [span.own_s for span in spans["generate", 5, 0].values()] == pytest.approx([1.0, 1.0])
     assert [span.own_s for span in spans["weight_sync", 5, 0].values()] == pytest.approx([0.125, 0.125])
     assert orders.sync_waits(spans) == pytest.approx({"sync_wait_s": 0.75, "sync_wait_max_s": 0.75})
+
+
+BENCHMARK_FOLDER = Path(__file__).resolve().parents[2] / "tools/benchmarks"
+SIZES = (64, 256)
+CALLS = {"meet in the store": 6, "agree": 8, "heartbeats": 4, "join in flight": 3, "save": 4}
+"""Of a rank, in the mean, at most; those of heartbeats per second."""
+MOST_CONNECTIONS = 4
+
+
+@pytest.fixture
+def control_plane(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARK_FOLDER))
+    import control_plane
+
+    return control_plane
+
+
+def test_nothing_grows_as_ranks_squared(control_plane: ModuleType, tmp_path: Path) -> None:
+    jobs = [control_plane.JobAtSize(size, tmp_path / str(size)) for size in SIZES]
+    growth = SIZES[1] / SIZES[0]
+    for phase, most_calls in CALLS.items():
+        small, large = (control_plane.PHASES[phase](job) for job in jobs)
+        assert large.store_calls <= most_calls, (phase, large)
+        assert large.all_store_bytes <= 1.3 * growth * small.all_store_bytes or phase == "meet in the store", phase
+    exchanged, met = ([control_plane.PHASES[phase](job) for job in jobs] for phase in ("exchange", "meet for a sync"))
+    for small, large in (exchanged, met):
+        assert large.message_bytes <= growth * small.message_bytes, "of the rank that sends most"
+    for job, cost in zip(jobs, exchanged, strict=True):
+        owners, replicas = job.grids["rollout"].dp, job.grids["actor"].dp
+        num_groups = job.config.batch.prompts_per_step
+        assert cost.messages <= num_groups // owners + 1, "to one rank of each replica that a group goes to, or is told"
+        assert cost.passed_on == control_plane.RANKS_PER_NODE - 1
+        assert cost.received <= 2 * num_groups // replicas and cost.least_received == 1
+    assert all(control_plane.connect(job).communicators <= MOST_CONNECTIONS for job in jobs)
+
+
+def test_a_first_rank_that_does_not_run_is_missed_by_few(control_plane: ModuleType, tmp_path: Path) -> None:
+    """Those that look for the next one to judge are the lowest, and read as many beats as there are of these."""
+    job = control_plane.JobAtSize(SIZES[1], tmp_path)
+    for store in job.job_stores[1:]:
+        store.heartbeat.publish()
+    second = 0
+    for watchdog in job.watchdogs:
+        watchdog.observer.clock = lambda: float(second)
+    judging = []
+    for second in range(40):  # noqa: B007 - the clock reads it
+        for rank in (1, 2, 65):
+            job.job_stores[rank].heartbeat.publish()
+        judging = [rank for rank in (1, 2, 65) if job.watchdogs[rank]._judges()]
+    assert judging == [1]
+    job.shared.take()
+    job.watchdogs[-1]._judges()
+    assert sum(traffic.num_operations for traffic in job.shared.take().values()) <= 4
+
+
+def test_in_a_large_job_the_first_rank_of_a_node_speaks_for_all(control_plane: ModuleType, tmp_path: Path) -> None:
+    assert control_plane.PHASES["heartbeats"](control_plane.JobAtSize(GATHERED_FROM, tmp_path)).store_calls < 1

@@ -23,8 +23,8 @@ from rltrain.rollout.embedded.block_cache import (
 from rltrain.rollout.embedded.kv_cache import AttentionShape
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample
-from tests.rollout_models import load_engine, ragged_requests, write_checkpoint
-from tests.unit.recorded_steps import Recorder
+from tests.support.cuda_graphs import Recorder
+from tests.support.rollout_models import load_engine, ragged_requests, write_checkpoint
 
 varlen = pytest.importorskip("torch.nn.attention.varlen")
 

@@ -18,7 +18,7 @@ from rltrain.reshard.layout import PIECE, Layout, RankLayout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
-from tests.model_shards import tiny_architecture
+from tests.support.model_shards import tiny_architecture
 
 CPU = torch.device("cpu")
 Box = tuple[int, ...]

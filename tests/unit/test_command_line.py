@@ -1,21 +1,44 @@
-"""The command `rltrain`: subcommands, ranks, completion, and the schema that editors read."""
+"""The commands of rltrain, what ranks print of them, and the same from Python."""
 
+import functools
 import json
+import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+import rltrain
 import rltrain.cli.train
+from rltrain import Config as PublicConfig
+from rltrain import Placement, UserError, dry_run, run
+from rltrain.checkpoint.run_folder import way_on
 from rltrain.cli.completion import script
+from rltrain.cli.evaluate import main as evaluate
 from rltrain.cli.main import SUBCOMMANDS, main
-from rltrain.cli.ranks import possible_worlds, torchrun_command, torchrun_options, wants_ranks
+from rltrain.cli.python_interface import read_config
+from rltrain.cli.ranks import RANK_MODULE, possible_worlds, torchrun_command, torchrun_options, wants_ranks
+from rltrain.cli.ranks import main as ranks_main
+from rltrain.cli.train import main as train_main
 from rltrain.config import json_schema
 from rltrain.config.explain import all_keys
+from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
+from rltrain.errors import USER_ERROR, ConfigError, PlacementError
+from rltrain.planning import description
+from rltrain.planning.options import DryRunOptions
+from rltrain.rewards.locating import locate
+from tests.support import user_rewards
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((REPOSITORY / "configs").glob("*.yaml"))
@@ -257,3 +280,296 @@ def test_the_schema_has_every_key_with_its_words() -> None:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_shipped_configs_name_the_schema(path: Path) -> None:
     assert "# yaml-language-server: $schema=schema.json\n" in path.read_text()
+
+
+CALL = ["--config", "c.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (["--gpu", "h100"], "--gpu"),
+        (["--search", "--ranks"], "--ranks, --search"),
+        (["--world-size", "8", "--calibrate", "runs/default"], "--world-size, --calibrate"),
+    ],
+)
+def test_options_of_the_dry_run_are_refused_without_it(
+    given: list[str], named: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    assert train_main([*CALL, *given, "steps=2"]) == USER_ERROR
+    assert set(named.split(", ")) == set(capsys.readouterr().err.split(": ")[2].split(", "))
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "told"),
+    [
+        (train_main, [], "arguments are required: --config"),
+        (train_main, [*CALL, "--steps=5"], "config keys are given without dashes"),
+        (train_main, [*CALL, "--gpu", "h100"], "--gpu: for --dry-run alone"),
+        (evaluate, [], "arguments are required: --checkpoint, --config"),
+        (evaluate, ["--checkpoint", ".", "--config", "nope.yaml"], "nope.yaml: the config file does not exist"),
+    ],
+)
+def test_a_rank_that_refuses_its_call_leaves_the_reason_for_torchrun(
+    call: Callable[[list[str]], int],
+    arguments: list[str],
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """One of a node's ranks says it on the screen."""
+    monkeypatch.setattr("rltrain.cli.evaluate.begin_as_rank", lambda: None)
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"{rank}.json"))
+        try:
+            status: object = call(arguments)
+        except SystemExit as ended:
+            status = ended.code
+        assert status == USER_ERROR
+        left = json.loads((tmp_path / f"{rank}.json").read_text())["message"]["message"]
+        assert told in left and capsys.readouterr().err == ("" if rank else f"{left}\n")
+
+
+def test_what_is_not_asked_of_a_dry_run_is_as_its_options_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[DryRunOptions] = []
+    monkeypatch.setattr(description, "describe_job", lambda config, overrides, options: asked.append(options))
+    assert train_main([*CALL, "--dry-run"]) == 0
+    assert train_main([*CALL, "--dry-run", "--ranks", "--world-size", "8", "--prompt-tokens", "100", "steps=2"]) == 0
+    assert asked == [DryRunOptions(), DryRunOptions(world_size=8, every_rank=True, prompt_tokens=100.0)]
+
+
+QUICKSTART_CONFIG = REPOSITORY / "configs/quickstart.yaml"
+
+
+def test_importing_it_loads_nothing_heavy(tmp_path: Path) -> None:
+    """A dry run loads transformers, and with it torch, only to encode rows: here are neither rows nor a checkpoint."""
+    program = "import sys, rltrain; assert not {'torch', 'pydantic', 'yaml', 'numpy'} & sys.modules.keys()\n"
+    program += "from rltrain import Config, Placement, UserError, dry_run, run\n"
+    program += "assert not {'torch', 'transformers', 'megatron'} & sys.modules.keys()\n"
+    program += f"told = dry_run(Config.from_file({str(QUICKSTART_CONFIG)!r}), world_size=4)\n"
+    program += "assert 'torch' not in sys.modules and 'no deadlock' in told"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_its_names_are_those_of_the_page() -> None:
+    page = (REPOSITORY / "docs/python.md").read_text()
+    assert {line.split("`")[1].split("(")[0] for line in page.splitlines() if line.startswith("| `")} == {
+        *rltrain.__all__,
+        *(f"Config.{name}" for name in ("from_file",)),
+        *(f"Placement.{name}" for name in ("of", "roles", "ranks", "hosts", "idle", "mode")),
+    }
+    assert all(getattr(rltrain, name) is not None for name in rltrain.__all__)
+    assert (REPOSITORY / "examples/own_functions.py").read_text() in page
+
+
+def test_a_config_made_in_python_is_that_of_the_file() -> None:
+    steps, made = load_config(QUICKSTART_CONFIG, ["steps=3", "placement.actor=0"]), {"steps": 3, "placement.actor": 0}
+    assert PublicConfig.from_file(QUICKSTART_CONFIG, made).model_dump() == steps.model_dump()
+    assert (
+        PublicConfig.from_file(str(QUICKSTART_CONFIG), "steps=3", {"placement.actor": 0}).model_dump()
+        == steps.model_dump()
+    )
+    assert (
+        PublicConfig(**PublicConfig.from_file(QUICKSTART_CONFIG, made).model_dump()).model_dump() == steps.model_dump()
+    )
+
+
+def test_a_mistake_is_a_user_error_that_names_the_key() -> None:
+    with pytest.raises(ConfigError, match="Config: .*stps: unknown key"):
+        PublicConfig(**{**PublicConfig.from_file(QUICKSTART_CONFIG).model_dump(), "stps": 3})
+    with pytest.raises(ConfigError, match='override of actor.parallel.tp: actor.parallel.tp: got "two"'):
+        PublicConfig.from_file(QUICKSTART_CONFIG, {"actor.parallel.tp": "two"})
+
+
+def test_functions_and_classes_are_found_again_by_the_names_that_they_get() -> None:
+    function = user_rewards.__dict__[next(name for name in vars(user_rewards) if callable(vars(user_rewards)[name]))]
+    config = PublicConfig.from_file(
+        QUICKSTART_CONFIG, {"reward": {"function": math.sqrt}, "output_dir": Path("runs/x")}
+    )
+    assert (config.reward.function, config.output_dir) == ("math:sqrt", "runs/x")
+    parts = PublicConfig.from_file(
+        QUICKSTART_CONFIG, {"reward": {"functions": [{"function": function}]}}
+    ).reward.functions
+    assert parts and locate(parts[0].function, "reward") is function
+
+
+def test_a_function_of_a_script_has_the_file_in_its_name(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import beside\nfrom rltrain.cli.python_interface import name_of\n"
+        "def mine(prompt, response, label): return 1.0\n"
+        "print(name_of(mine, 'reward'), name_of(beside.other, 'reward'))\n"
+    )
+    (tmp_path / "beside.py").write_text("def other(): ...\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.split() == [f"{script}:mine", f"{tmp_path}/beside.py:other"]
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda prompt: 1.0, "a lambda has no name"),
+        (functools.partial(math.pow, 2), "without a name"),
+        ([].append, "without a name|not this object"),
+        (json.JSONEncoder.encode, "has not this object under the name JSONEncoder.encode"),
+    ],
+)
+def test_what_other_processes_could_not_find_is_refused(function: Callable[..., Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"reward.function: got .*({reason}).*; expected a function"):
+        PublicConfig.from_file(QUICKSTART_CONFIG, {"reward": {"function": function}})
+
+
+def test_a_function_inside_another_is_refused() -> None:
+    def inner() -> None: ...
+
+    with pytest.raises(ConfigError, match="env.function: got .*inside another function"):
+        PublicConfig.from_file(QUICKSTART_CONFIG, {"env.function": inner})
+
+
+def test_the_placement_is_asked_by_role() -> None:
+    placement = Placement.of(PublicConfig.from_file(QUICKSTART_CONFIG), world_size=5)
+    assert placement.ranks("actor") == (0, 1) and placement.hosts(2) == ("rollout", "reward")
+    assert (placement.mode("actor", "rollout"), placement.idle) == ("disaggregated", (4,))
+    with pytest.raises(PlacementError, match="critic: the role is not placed"):
+        placement.ranks("critic")
+
+
+def test_a_dry_run_refuses_what_the_job_would() -> None:
+    with pytest.raises(UserError, match="rank 3 does not exist"):
+        dry_run(PublicConfig.from_file(QUICKSTART_CONFIG), world_size=3)
+
+
+ONE_RANK = {
+    "placement": {"actor, reference, rollout, reward": 0},
+    "model.path": REPOSITORY / "tests/warmed_up",
+    "actor.parallel.tp": 1,
+}
+
+
+@pytest.mark.parametrize("status", [0, 2, 130])
+def test_run_without_torchrun_starts_one_rank_and_ends_with_its_status(
+    status: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = PublicConfig.from_file(QUICKSTART_CONFIG, ONE_RANK)
+    started: list[PublicConfig] = []
+
+    class Started:
+        """A job that gets Ctrl-C, and ends after that."""
+
+        def __init__(self, command: list[str], env: dict[str, str]) -> None:
+            assert command[1:3] == ["-m", "rltrain.cli.ranks"] and "--nproc-per-node=1" in command
+            assert env["PYTHONPATH"].split(os.pathsep)[0] == str(tmp_path)
+            started.append(read_config(command[-1]))
+            self.waits = iter((KeyboardInterrupt, status))
+
+        def wait(self) -> int:
+            if (found := next(self.waits)) is KeyboardInterrupt:
+                raise KeyboardInterrupt
+            return found  # type: ignore[return-value]
+
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    if status:
+        with pytest.raises(SystemExit) as ended:
+            run(config)
+        assert ended.value.code == status
+    else:
+        run(lambda: config)
+    assert started == [config] and started[0].model_fields_set == config.model_fields_set
+
+
+def test_run_without_torchrun_says_how_to_start_more_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(UserError, match=r"rank 1 does not exist.*more are started by torchrun --nproc-per-node N"):
+        run(PublicConfig.from_file(QUICKSTART_CONFIG))
+
+
+def test_run_is_refused_inside_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLTRAIN_RUN", "1")
+    with pytest.raises(UserError, match="if __name__ == "):
+        run(PublicConfig.from_file(QUICKSTART_CONFIG))
+
+
+CONFIG = """\
+steps: 10
+placement: {'actor, reference, rollout, reward': 0}
+model: {path: models/tiny}
+data: {train: {path: train.jsonl}}
+"""
+
+
+@pytest.fixture
+def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs a job whose torchrun ends by an error. Returns the exit status and the last line."""
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
+
+    def run(error: Exception, name: str = "train") -> tuple[int, str]:
+        def end(arguments: Any) -> None:
+            raise error
+
+        monkeypatch.setattr(torchrun, "run", end)
+        of_rank = ["--config", f"{tmp_path}/config.yaml", f"output_dir={tmp_path}/run"]
+        status = ranks_main(["--standalone", "-m", RANK_MODULE, name, *of_rank])
+        return status, capsys.readouterr().err.splitlines()[-1]
+
+    return run
+
+
+def failure(status: int, message: str = "", folder: Path | None = None, time_s: int = 1) -> ProcessFailure:
+    """Of a rank that has left `message`."""
+    if folder is None:
+        return ProcessFailure(0, 1234, status, "nowhere")
+    content = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(time_s)}}
+    (folder / "error.json").write_text(json.dumps({"message": content}))
+    return ProcessFailure(0, 1234, status, str(folder / "error.json"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_with_its_status_and_the_way_on(ends: Any, tmp_path: Path, number: signal.Signals) -> None:
+    stopped = SignalException("Process 1 got signal", number)
+    way = "the same command begins anew, as no checkpoint was saved"
+    assert ends(stopped) == (128 + number, f"rltrain train: stopped by {number.name}; {way}")
+    (tmp_path / "run/checkpoints/step_0000004").mkdir(parents=True)
+    way = "the same command goes on from step 4"
+    assert ends(stopped) == (128 + number, f"rltrain train: stopped by {number.name}; {way}")
+    assert ends(stopped, "evaluate") == (128 + number, f"rltrain evaluate: stopped by {number.name}")
+
+
+def test_the_way_on_is_that_of_the_config(tmp_path: Path) -> None:
+    def way(**checkpoint: object) -> str:
+        made = yaml.safe_load(CONFIG) | {"output_dir": str(tmp_path), "checkpoint": checkpoint}
+        return way_on(Config.model_validate(made))
+
+    assert way(memory={}).startswith("the same command goes on from the nodes' memory where that holds a later")
+    assert way(memory={}).endswith("and else begins anew, as no checkpoint was saved")
+    assert way(resume="none") == "the same command begins anew, as no checkpoint was saved"
+    (tmp_path / "checkpoints/step_0000012").mkdir(parents=True)
+    assert way(resume="none") == "the same command with checkpoint.resume=auto goes on from step 12"
+
+
+def test_the_last_line_is_the_message_of_the_rank_that_failed(ends: Any, tmp_path: Path) -> None:
+    failures = {0: failure(-signal.SIGKILL), 1: failure(2, "steps: got many\n  on rank 1", tmp_path, time_s=2**32)}
+    assert ends(ChildFailedError("train", failures)) == (2, "rltrain train: steps: got many on rank 1")
+    assert ends(ChildFailedError("train", {1: failure(1, "rank 1 failed", tmp_path)}))[0] == 1
+
+
+def test_a_rank_that_was_killed_or_left_no_message_is_named(ends: Any) -> None:
+    status, told = ends(ChildFailedError("train", {3: failure(-signal.SIGKILL)}))
+    assert status == 1 and told.startswith("rltrain train: rank 3 was killed by SIGKILL")
+    assert told.endswith("the same command begins anew, as no checkpoint was saved")
+    status, told = ends(ChildFailedError("train", {3: failure(7)}))
+    assert (status, told) == (
+        1,
+        "rltrain train: rank 3 ended with exit status 7 without a message; its output is above",
+    )

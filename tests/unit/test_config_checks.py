@@ -10,7 +10,7 @@ from rltrain.errors import ConfigError, PlacementError
 from rltrain.planning.validation import check_config
 from rltrain.planning.validation_models import check_against_architecture
 from rltrain.runtime.placement import resolve_placement, role_grids
-from tests.model_shards import MOE, tiny_architecture
+from tests.support.model_shards import MOE, tiny_architecture
 
 TAUGHT = {"algorithm": "distillation", "placement": {"actor": 0, "teacher": 1, "rollout,reward": "2-3"}}
 GRPO = {"actor,reference": "0-1", "rollout,reward": "2-3"}

@@ -1,4 +1,4 @@
-"""Conversations on the embedded engine: what is drawn does not depend on which keys and values were kept meanwhile."""
+"""Samples that go on after a turn keep what was computed of them."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -15,10 +15,12 @@ from rltrain.rollout.embedded.kv_cache import Suffix
 from rltrain.rollout.embedded.model import EngineModel
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample, Status
-from tests.rollout_models import VOCAB_SIZE, LetterTokenizer, load_engine
-from tests.unit.recorded_steps import Recorder
+from tests.support.cuda_graphs import Recorder
+from tests.support.rollout_models import VOCAB_SIZE, LetterTokenizer, load_engine, ragged_requests, write_checkpoint
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
+
+
 GREEDY = SamplingParams(0.0, 1.0, 0, 200, (3,))
 SAMPLED = SamplingParams(1.0, 1.0, 0, 200, (3,))
 CONTEXT = 60
@@ -297,3 +299,47 @@ def test_passes_compute_every_token_after_those_before_it(
             assert suffix.first == there[suffix.slot] and suffix.tokens == tuple(range(suffix.first, suffix.end))
             there[suffix.slot] = suffix.end
     assert there == [first + count for first, count in lengths]
+
+
+SAMPLING = SamplingParams(1.0, 1.0, 0, 16, (3,))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3")
+
+
+@pytest.mark.parametrize("kv_tokens", [None, 2048])
+def test_others_draw_on_and_what_was_taken_back_goes_on_later(checkpoint: Path, kv_tokens: int | None) -> None:
+    requests = ragged_requests()
+    alone = {done.id: done for done in load_engine(checkpoint)[0].generate(requests, SAMPLING)}
+    engine, _ = load_engine(checkpoint, max_running_requests=6, kv_tokens=kv_tokens)
+    engine.submit(requests, SAMPLING)
+    finished: dict[int, Sample] = {}
+    for _ in range(4):
+        finished |= {sample.id: sample for sample in engine.step()}
+    wanted = {request.id for request in requests[1::2]}
+    looked_at = engine.progress(wanted)
+    assert looked_at and all(sample.id in wanted and sample.tokens for sample in looked_at)
+    before = engine.num_unfinished
+    taken = engine.withdraw(wanted)
+    assert [sample.id for sample in taken] == sorted(wanted - finished.keys())
+    assert engine.num_unfinished == before - len(taken)
+    assert {sample.id: sample for sample in looked_at}.items() <= {sample.id: sample for sample in taken}.items()
+    assert engine.withdraw(wanted) == engine.progress(wanted) == []
+    while engine.num_unfinished:
+        finished |= {sample.id: sample for sample in engine.step()}
+    finished |= {sample.id: sample for sample in engine.generate(taken, SAMPLING)}
+    assert {number: done.tokens for number, done in finished.items()} == {n: done.tokens for n, done in alone.items()}
+    assert {n: done.status for n, done in finished.items()} == {n: done.status for n, done in alone.items()}
+
+
+def test_all_may_be_taken_back_and_others_come(checkpoint: Path) -> None:
+    engine, _ = load_engine(checkpoint)
+    assert engine.withdraw([1]) == engine.progress([1]) == []
+    requests = ragged_requests(3)
+    engine.submit(requests, SAMPLING)
+    engine.step()
+    assert len(engine.withdraw([request.id for request in requests])) == 3 and engine.num_unfinished == 0
+    other = SamplingParams(0.0, 1.0, 0, 4, ())
+    assert [len(done.tokens) for done in engine.generate(ragged_requests(2, seed=1), other)] == [4, 4]

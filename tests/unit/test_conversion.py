@@ -1,21 +1,29 @@
-"""Whole conversions of every family: nothing changes on the way to Megatron's format and back."""
+"""Conversion between the files of Hugging Face, of Megatron and of runs."""
 
+import io
 import json
-from collections.abc import Mapping
+import signal
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from types import FrameType
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
-from safetensors.torch import save_file
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from rltrain.checkpoint import conversion, durable_file
 from rltrain.checkpoint import conversion as hf_writer
 from rltrain.checkpoint import conversion as megatron_writer
-from rltrain.checkpoint import durable_file
 from rltrain.checkpoint.conversion import (
+    ConversionProgress,
     convert_to_hf,
     convert_to_megatron,
     describe,
@@ -23,15 +31,31 @@ from rltrain.checkpoint.conversion import (
     open_source,
     writers_grid,
 )
-from rltrain.checkpoint.conversion_sources import Processes
+from rltrain.checkpoint.conversion_sources import HfSource, Processes
 from rltrain.checkpoint.durable_file import BEHIND_BYTES
 from rltrain.checkpoint.hf_reader import Box, load_parameters
 from rltrain.checkpoint.hf_writer import save_checkpoint
-from rltrain.models import read_architecture, table_of
-from rltrain.reshard.layout import hf_layout
-from tests.converted_checkpoints import SIZES, TOKENIZER_FILES, loads_alike, make_checkpoint, stored_tensors
-from tests.distributed.family_checkpoints import CHECKPOINTS, QUICK_DENSE, QUICK_SPARSE
-from tests.marks import slow_but
+from rltrain.checkpoint.run_files import checksum
+from rltrain.checkpoint.run_folder import CheckpointFolder, name_of
+from rltrain.cli.convert import main
+from rltrain.config.loader import load_config
+from rltrain.models import canonical_tensors, read_architecture, table_of
+from rltrain.models.lora import PEFT_PREFIX, WEIGHT, A, B
+from rltrain.reshard.layout import Layout, hf_layout
+from rltrain.reshard.megatron_layout import megatron_layout
+from rltrain.rollout.layout import engine_layout
+from rltrain.runtime.grid import Grid
+from tests.support.checkpoint_files import (
+    SIZES,
+    TOKENIZER_FILES,
+    loads_alike,
+    make_checkpoint,
+    save,
+    stored_tensors,
+    whole_tensors,
+)
+from tests.support.family_checkpoints import CHECKPOINTS, QUICK_DENSE, QUICK_SPARSE
+from tests.support.marks import slow_but
 
 ALONE = Processes()
 WRITERS = {"qwen2_tied": {}, "qwen3": {"tp": 3}, "mixtral": {"ep": 2}, "moonlight": {"tp": 2, "ep": 2}}
@@ -217,3 +241,347 @@ def test_describe_names_format_architecture_and_tensors(tmp_path: Path) -> None:
     assert "Megatron" in megatron[0]
     own = [line for line in megatron[1:] if line not in hf]
     assert [line.split()[0] for line in own] == ["iteration", "vocabulary", "global", "layers"]
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    """Two equal checkpoints."""
+    make_checkpoint(tmp_path / "a")
+    make_checkpoint(tmp_path / "b")
+    return tmp_path / "a", tmp_path / "b"
+
+
+def change(folder: Path, name: str, index: tuple[int, ...], value: float) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name][index] = value
+    save_file(tensors, folder / "model.safetensors")
+
+
+def difference_of_files(a: Path, b: Path) -> str | None:
+    return first_difference(HfSource(a, "A"), HfSource(b, "B"), Processes())
+
+
+@pytest.mark.parametrize("block_bytes", [1, 300, 10**9])
+def test_the_first_of_several_differences_is_named(
+    block_bytes: int, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversion, "BLOCK_BYTES", block_bytes)
+    a, b = pair
+    assert difference_of_files(a, b) is None
+    change(b, "lm_head.weight", (0, 0), 1.0)
+    change(a, "model.layers.1.mlp.up_proj.weight", (40, 31), 7.0)
+    change(b, "model.layers.1.mlp.up_proj.weight", (40, 31), 0.5)
+    change(b, "model.layers.1.mlp.up_proj.weight", (47, 0), 0.5)
+    expected = f"model.layers.1.mlp.up_proj.weight[40, 31] is 7.0 in {a} and 0.5 in {b}"
+    assert difference_of_files(a, b) == expected
+    change(a, "model.layers.0.self_attn.q_norm.weight", (3,), -2.0)
+    found = difference_of_files(a, b)
+    assert found is not None
+    assert found.startswith("model.layers.0.self_attn.q_norm.weight[3] is -2.0")
+
+
+def test_values_are_compared_by_their_bits(pair: tuple[Path, Path]) -> None:
+    for folder in pair:
+        change(folder, "model.norm.weight", (4,), float("nan"))
+    assert difference_of_files(*pair) is None
+    change(pair[0], "model.norm.weight", (5,), 0.0)
+    change(pair[1], "model.norm.weight", (5,), -0.0)
+    found = difference_of_files(*pair)
+    assert found is not None
+    assert "model.norm.weight[5] is 0.0" in found and "-0.0" in found
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("qwen3", {"rope_theta": 5e5}, "rope_theta is 10000.0 in"),
+        ("qwen3", {"vocab_size": 130}, "vocab_size is 131 in"),
+        ("qwen3_tied", {}, "head_dim is 32 in"),
+        ("llama", {}, "family is qwen3 in"),
+    ],
+)
+def test_architectures_are_compared_first(name: str, changes: dict[str, object], words: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "a")
+    make_checkpoint(tmp_path / "b", name, **changes)
+    found = difference_of_files(tmp_path / "a", tmp_path / "b")
+    assert found is not None
+    assert words in found
+
+
+def test_types_are_compared(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "a")
+    make_checkpoint(tmp_path / "b", dtype=torch.bfloat16)
+    found = difference_of_files(tmp_path / "a", tmp_path / "b")
+    assert found is not None
+    assert "model.embed_tokens.weight is float32 in" in found and "--dtype" in found
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_every_process_gets_what_all_gave(count: int) -> None:
+    store = dist.HashStore()
+
+    def work(rank: int) -> list[list[bytes]]:
+        processes = Processes(rank, count, store)
+        processes.meet()
+        return [processes.gather(bytes([rank, step])) for step in range(3)]
+
+    with ThreadPoolExecutor(count) as threads:
+        found = list(threads.map(work, range(count)))
+    assert found == [[[bytes([rank, step]) for rank in range(count)] for step in range(3)]] * count
+
+
+def test_waiting_hears_signals() -> None:
+    """torchrun ends the others with SIGTERM when one has failed, and kills them 30 s later."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise InterruptedError
+
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        with pytest.raises(InterruptedError):
+            Processes(0, 2, dist.HashStore()).meet()
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+
+
+def test_three_write_what_one_writes(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "original", "qwen3")
+    store = dist.HashStore()
+
+    def work(rank: int) -> None:
+        convert_to_hf(HfSource(tmp_path / "original", "--input"), tmp_path / "output", Processes(rank, 3, store))
+
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(work, range(3)))
+    assert len(list((tmp_path / "output").glob("*.safetensors"))) == 3
+    sources = [HfSource(tmp_path / name, name) for name in ("original", "output")]
+    assert first_difference(*sources, Processes()) is None
+
+
+def test_the_first_of_all_processes_differences_is_named(tmp_path: Path) -> None:
+    tensors = make_checkpoint(tmp_path / "a")
+    make_checkpoint(tmp_path / "b")
+    for name in list(tensors)[5:]:
+        tensors[name] += 1
+    save_file(tensors, tmp_path / "b/model.safetensors")
+    first = min(list(tensors)[5:], key=HfSource(tmp_path / "a", "A").tensors.numbers.__getitem__)
+    store = dist.HashStore()
+
+    def work(rank: int) -> str | None:
+        sources = [HfSource(tmp_path / name, name) for name in ("a", "b")]
+        return first_difference(*sources, Processes(rank, 3, store))
+
+    with ThreadPoolExecutor(3) as threads:
+        found = set(threads.map(work, range(3)))
+    assert len(found) == 1
+    assert str(found.pop()).startswith(f"{first}[0")
+
+
+def shown(rank: int, *, terminal: bool) -> str:
+    """What one of two processes shows while each does half of 2 MB."""
+    store, screen = dist.HashStore(), io.StringIO()
+    other = ConversionProgress(Processes(1 - rank, 2, store), "to_hf", 2 * 10**6, console=Console(file=io.StringIO()))
+    console = Console(file=screen, force_terminal=terminal, width=120)
+    with ConversionProgress(Processes(rank, 2, store), "to_hf", 2 * 10**6, console=console) as bar:
+        other.advance(10**6)
+        bar.advance(10**6)
+    return screen.getvalue()
+
+
+def test_the_first_process_shows_what_all_have_done() -> None:
+    assert "to_hf" in (screen := shown(0, terminal=True))
+    assert "2.0/2.0 MB" in screen
+    assert shown(1, terminal=True) == ""
+    assert shown(0, terminal=False) == ""
+
+
+NUM_EXPERTS = 4
+TEXT = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "full_attention_interval": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 4,
+    "num_experts": NUM_EXPERTS,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 6,
+    "shared_expert_intermediate_size": 8,
+}
+PICTURES = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "num_position_embeddings": 4}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(a checkpoint with a tensor of each expert, the same with their stacks)."""
+    apart, stacked = tmp_path_factory.mktemp("apart"), tmp_path_factory.mktemp("stacked")
+    config = transformers.Qwen3_5MoeConfig(text_config=TEXT, vision_config={**PICTURES, "out_hidden_size": 32})
+    torch.manual_seed(0)
+    model = transformers.Qwen3_5MoeForConditionalGeneration(config)
+    for folder in (apart, stacked):
+        model.save_pretrained(folder)
+    tensors = stored_tensors(apart)
+    for layer in range(TEXT["num_hidden_layers"]):
+        experts = f"model.language_model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            torch.stack([tensors.pop(f"{experts}.{number}.{name}_proj.weight") for number in range(NUM_EXPERTS)])
+            for name in ("gate", "up", "down")
+        )
+        tensors |= {f"{experts}.gate_up_proj": torch.cat([gate, up], dim=1), f"{experts}.down_proj": down}
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, stacked / "model.safetensors")
+    return apart, stacked
+
+
+def loaded(path: Path, layout: Layout, rank: int) -> dict[str, torch.Tensor]:
+    parameters = {name: torch.full(shape, torch.nan) for name, shape in layout.on(rank).parameters}
+    load_parameters(path, layout, rank, parameters)
+    return parameters
+
+
+def test_the_tensors_are_those_of_the_file(folders: tuple[Path, Path]) -> None:
+    tensors = canonical_tensors(read_architecture(folders[1]))
+    stored = {name: tuple(tensor.shape) for name, tensor in stored_tensors(folders[1]).items()}
+    assert dict(zip(tensors.names, tensors.shapes, strict=True)) == {
+        name: shape for name, shape in stored.items() if not name.startswith("model.visual.")
+    }
+
+
+@pytest.mark.parametrize("layout_of", [megatron_layout, engine_layout])
+@pytest.mark.parametrize("sizes", [{}, {"tp": 2}, {"tp": 2, "ep": 2}], ids=str)
+def test_ranks_hold_the_same(folders: tuple[Path, Path], layout_of: object, sizes: dict[str, int]) -> None:
+    assert callable(layout_of)
+    grid = Grid((0, 1, 2, 3), **sizes)
+    if layout_of is megatron_layout and sizes.get("ep"):
+        grid = Grid((0, 1, 2, 3), **sizes, etp=1)
+    apart, stacked = (layout_of(read_architecture(folder), grid) for folder in folders)
+    for rank in grid.ranks:
+        one, other = (loaded(path, of, rank) for path, of in zip(folders, (apart, stacked), strict=True))
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_stacked_experts_there_and_back_are_bit_exact(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    to_megatron(folders[1], tmp_path / "megatron", tp=2, ep=2)
+    to_hf(tmp_path / "megatron", tmp_path / "back", max_file_bytes=20_000)
+    written, tensors = stored_tensors(tmp_path / "back"), stored_tensors(folders[1])
+    assert written.keys() == tensors.keys()
+    assert all(torch.equal(written[name], tensors[name]) for name in tensors)
+    assert difference(folders[1], tmp_path / "back") is None
+
+
+RANK, ALPHA = 2, 6
+CONFIG = """\
+steps: 10
+placement: {'actor, reference, rollout, reward': 0-3}
+data: {train: {path: train.jsonl}}
+checkpoint: {save_interval: 2}
+"""
+MADE_OF_ADAPTERS = ("model.layers.1.mlp.up_proj", "model.layers.0.self_attn.k_proj")
+
+SaveRun = Callable[..., dict[str, Tensor]]
+
+
+@pytest.fixture
+def save_run(tmp_path: Path) -> SaveRun:
+    """Four ranks' files of step 4, of a run that began with `model`; the canonical tensors that they hold."""
+
+    def of(model: Path, *overrides: str) -> dict[str, Tensor]:
+        (tmp_path / "config.yaml").write_text(CONFIG)
+        config = load_config(tmp_path / "config.yaml", [f"model.path={model}", *overrides])
+        architecture = read_architecture(model, "model.path")
+        if config.model.lora:
+            architecture = architecture.adapted(config.model.lora.rank, config.model.lora.targets)
+        layout = megatron_layout(architecture, Grid((0, 1, 2, 3), tp=2, pp=2))
+        folder = CheckpointFolder(tmp_path / "checkpoints")
+        files = save(layout, folder.begin(4) / "actor")
+        records = {f"actor/{file.name}": checksum(file) for file in files}
+        folder.complete(4, records, {"config": config.model_dump(mode="json")}, keep=0)
+        shapes = layout.tensors.shapes
+        values = (tensor.view(shape) for tensor, shape in zip(whole_tensors(layout), shapes, strict=True))
+        return dict(zip(layout.tensors.names, values, strict=True))
+
+    return of
+
+
+def export(tmp_path: Path, *options: object) -> int:
+    arguments = ["run-to-hf", "--input", tmp_path / "checkpoints", "--output", tmp_path / "hf", *options]
+    return main([str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_master_weights_are_exported_rounded_once(save_run: SaveRun, tmp_path: Path, dtype: str) -> None:
+    make_checkpoint(tmp_path / "model", "qwen3", tie_word_embeddings=False)
+    trained = save_run(tmp_path / "model", f"model.dtype={dtype}")
+    assert export(tmp_path) == 0
+    exported = stored_tensors(tmp_path / "hf")
+    assert exported.keys() == trained.keys()
+    assert all(torch.equal(exported[name], trained[name].to(getattr(torch, dtype))) for name in trained)
+    assert (tmp_path / "hf/tiktoken.model").exists(), "the tokenizer comes along"
+    assert main(["verify", str(tmp_path / "checkpoints" / name_of(4)), str(tmp_path / "hf")]) == 0
+
+
+def test_adapters_are_merged_into_the_model_that_the_run_began_with(save_run: SaveRun, tmp_path: Path) -> None:
+    base = make_checkpoint(tmp_path / "model", "qwen3", tie_word_embeddings=False)
+    lora = f"model.lora={{rank: {RANK}, alpha: {ALPHA}, targets: [up_proj, k_proj]}}"
+    adapters = save_run(tmp_path / "model", lora, "model.dtype=float32")
+    assert export(tmp_path) == 0
+    exported = stored_tensors(tmp_path / "hf")
+    for module in MADE_OF_ADAPTERS:
+        a, b = (adapters[PEFT_PREFIX + module + half].double() for half in (A, B))
+        expected = base[module + WEIGHT].double() + ALPHA / RANK * (b @ a)
+        torch.testing.assert_close(exported[module + WEIGHT].double(), expected, rtol=1e-6, atol=0)
+    changed = {name for name in exported if not torch.equal(exported[name], base[name])}
+    assert changed == {name.removeprefix(PEFT_PREFIX).removesuffix(A) + WEIGHT for name in adapters if A in name}
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda actor: (actor / "rank_00001.safetensors").unlink(), r"rank_00001.safetensors cannot be read"),
+        (
+            lambda actor: flip_a_bit(actor / "rank_00002.safetensors"),
+            r"rank_00002.safetensors is damaged: its checksum",
+        ),
+    ],
+    ids=["missing", "damaged"],
+)
+def test_damage_is_named(
+    save_run: SaveRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], harm: Callable[[Path], None], message: str
+) -> None:
+    make_checkpoint(tmp_path / "model", "qwen3")
+    save_run(tmp_path / "model")
+    harm(tmp_path / "checkpoints" / name_of(4) / "actor")
+    assert export(tmp_path) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "hf").exists()
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_model_that_is_gone_is_asked_for(
+    save_run: SaveRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_checkpoint(tmp_path / "model", "qwen3")
+    save_run(tmp_path / "model")
+    (tmp_path / "model").rename(tmp_path / "moved")
+    assert export(tmp_path) == 2
+    assert (
+        f"the run began with the model {tmp_path / 'model'}, which has no config.json here" in capsys.readouterr().err
+    )
+    assert export(tmp_path, "--hf-config", tmp_path / "moved") == 0
+
+
+def test_what_is_no_checkpoint_of_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_checkpoint(tmp_path / "checkpoints", "qwen3")
+    assert export(tmp_path) == 2
+    assert "expected a run of rltrain" in capsys.readouterr().err

@@ -1,20 +1,153 @@
-"""The pages in docs/: what they quote exists, what is made from the code is as the code has it, and the site builds."""
+"""Pages say what is so: their commands run, their examples work, their links lead somewhere."""
 
+import argparse
 import ast
+import asyncio
+import contextlib
+import copy
 import functools
+import importlib
+import importlib.util
+import inspect
+import json
 import re
+import runpy
+import shlex
 import subprocess
 import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from rltrain.cli.main import SUBCOMMANDS
+from rltrain.cli.ranks import torchrun_command
+from rltrain.cli.train import OF_EVERY_CALL
 from rltrain.config.explain import all_keys
 from rltrain.config.key_reference import COMMAND, docstrings, document
-from rltrain.config.schema import Schedule
+from rltrain.config.loader import Source, load_config, read_source, validated
+from rltrain.config.schema import Config, Schedule
+from rltrain.environments.agent import SESSION, AgentEnvironment
+from rltrain.environments.interface import StepResult
+from rltrain.errors import UserError
+from rltrain.planning.description import describe, describe_job
+from rltrain.planning.hardware import gpu_named
+from rltrain.planning.options import DryRunOptions
+from rltrain.sandbox.means import means
+from tests.forked.popen import run
+from tests.support.documented_commands import PAGES, REPOSITORY, Command, blocks, commands, first_commands, program_of
+from tests.support.talking_engine import byte_tokenizer, endpoint
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+BLOCK = re.compile(r"^```(\S*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+NAMED = re.compile(r"`([\w/.]+\.(?:py|jsonl|json|yaml|sh))`")
+SPAN = re.compile(r"`([^`]+)`")
+SETTING = re.compile(r"(\w+)(?:(?:\.\w+)+(?:: |=)|: \{)(?!\.\.\.)")
+Values = dict[str, Any]
+
+BASE: Values = {"steps": 10, "model": {"path": "model"}, "data": {"train": {"path": "rows.jsonl"}}}
+PLACEMENTS: tuple[Values, ...] = (
+    {"actor, reference": "0-3", "rollout, reward": "4-7"},
+    {"actor, reference, rollout, reward": "all"},
+    {"actor": "all"},
+)
+"""What a page's config leaves to its reader, who places roles in one of these ways where the page places none."""
+WHOLE = ("placement", "train")
+"""Sections that are not merged."""
+
+
+@dataclass(frozen=True)
+class Example:
+    page: str
+    line: int
+    language: str
+    text: str
+    before: str
+    """The last lines that stand before it."""
+
+    @property
+    def title(self) -> str:
+        return f"{self.page}:{self.line}"
+
+    @property
+    def file(self) -> str | None:
+        """Returns the name of the file that it is, as the paragraph before it says."""
+        names = NAMED.findall(self.before)
+        return names[-1] if names and names[-1].endswith(SUFFIXES[self.language]) else None
+
+
+SUFFIXES = {"python": (".py",), "json": (".json", ".jsonl"), "yaml": (".yaml",)}
+
+
+def examples_of(page: Path) -> list[Example]:
+    """Returns every block of a page."""
+    text, name = page.read_text(), page.relative_to(REPOSITORY).as_posix()
+    found = []
+    for match in BLOCK.finditer(text):
+        before = text[: match.start()].rstrip("\n").rpartition("\n\n")[2]
+        line = text.count("\n", 0, match.start()) + 1
+        found.append(Example(name, line, match[1], match[2], before))
+    return found
+
+
+EXAMPLES = [example for page in PAGES for example in examples_of(page)]
+
+
+def settings_of(page: Path) -> list[tuple[str, str]]:
+    """Returns the settings that a page's sentences quote, each with the page: `a.b: value`, `a.b=value`, `a: {...}`."""
+    spans = [span.replace("\n", " ") for span in SPAN.findall(BLOCK.sub("", page.read_text()))]
+    sections = Config.model_fields.keys()
+    name = page.relative_to(REPOSITORY).as_posix()
+    return [(name, span) for span in spans if (found := SETTING.match(span)) and found[1] in sections]
+
+
+def overrides_of(setting: str) -> list[str]:
+    """Returns the setting as a command takes it."""
+    key, separator, value = setting.partition(": ")
+    return [f"{key}={value}"] if separator and "=" not in key else shlex.split(setting)
+
+
+def of_language(language: str) -> list[Example]:
+    return [example for example in EXAMPLES if example.language == language]
+
+
+def before_on_its_page(example: Example) -> list[Example]:
+    """Returns the earlier blocks of its page."""
+    return [other for other in EXAMPLES if other.page == example.page and other.line < example.line]
+
+
+def merged(base: Values, own: Values) -> Values:
+    """Returns `base` with the keys of `own`."""
+    made = dict(base)
+    for key, value in own.items():
+        nested = isinstance(value, dict) and isinstance(base.get(key), dict) and key not in WHOLE
+        made[key] = merged(base[key], value) if nested else value
+    return made
+
+
+def configs_of(example: Example, read: Callable[[str], Values]) -> Iterator[Values]:
+    """Yields what readers make of a config: the block alone, with one block of those before it, and with all of them,
+    beside what pages leave out. `read` reads YAML."""
+    earlier = [read(other.text) for other in before_on_its_page(example) if other.language == "yaml"]
+    together = functools.reduce(merged, earlier, Values())
+    for before in ({}, *earlier, together):
+        own = merged(merged({"data": {"train": {}}}, before), read(example.text))
+        own["data"]["train"] = own["data"]["train"] or BASE["data"]["train"]
+        for placement in [own["placement"]] if "placement" in own else PLACEMENTS:
+            yield merged({**BASE, "placement": placement}, own)
+
+
+def write_files(page: str, folder: Path) -> None:
+    """Writes the files that the page shows."""
+    for other in EXAMPLES:
+        if other.page == page and other.language in SUFFIXES and other.file is not None:
+            path = folder / other.file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(other.text)
+
+
 DOCS = REPOSITORY / "docs"
 
 
@@ -103,3 +236,415 @@ def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(tmp_
     loaded = re.compile(r"<(?:script|img|iframe|source)[^>]*\ssrc=\"?(https?:)?//|<link[^>]*rel=\"?stylesheet[^>]*//")
     for page in (tmp_path / "site").rglob("*.html"):
         assert not loaded.search(page.read_text()), page
+
+
+COMMANDS = [command for page in PAGES for command in commands(page)]
+
+RUN_ELSEWHERE = {
+    "pip install -e .": "tests/run.sh installs so before any test runs",
+    ".venv/bin/pre-commit install": "changes the clone's hooks; .pre-commit-config.yaml calls what --lint calls",
+    "python3 -m venv ENV && ENV/bin/pip install -r launch/constraints-sglang.txt": "what launch/environment.sh does",
+    "mkdocs serve": "test_documentation.py builds the site",
+}
+"""Commands without a parser of ours, and what shows that they are right."""
+
+NEEDS_GPUS = {"configs/gsm8k_qwen3_0.6b.yaml": "Qwen3-0.6B at full batch; test_gsm8k.py runs gsm8k_tiny.yaml"}
+"""Configs that commands name and that nothing here runs whole: their commands are checked as all others are."""
+
+RUN = (
+    "rltrain doctor",
+    "python -m rltrain.sandbox.means",
+    "python examples/",
+    "python tools/make_",
+    *(
+        f"python tools/convert_checkpoint.py {what}"
+        for what in ("hf-to-megatron", "megatron-to-hf", "inspect", "verify")
+    ),
+)
+"""How commands begin that need neither a GPU nor minutes; `run-to-hf` needs a run, as in test_convert_checkpoint.py."""
+
+QUICKSTART = "configs/quickstart.yaml"
+NO_COMMANDS = ("    ", " ", "ranks 0-7: peak", "launch/  ", "sequential ", "ids  ", "{")
+"""How blocks begin that show something else."""
+
+MADE = ("runs/", "DIR", "HF_DIR", "FILE", "CHECKPOINT", "SCRIPT", "RUN")
+"""Outputs of commands, and what stands for the reader's own."""
+
+
+class Parsed(Exception):  # noqa: N818 - the end of what is wanted of a command
+    def __init__(self, values: argparse.Namespace) -> None:
+        self.values = values
+
+
+@pytest.fixture
+def parse(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any], list[str]], argparse.Namespace]:
+    """What a main function's own parser makes of arguments; the function goes no further."""
+    for name in ("parse_args", "parse_intermixed_args"):
+        original = getattr(argparse.ArgumentParser, name)
+
+        def stop(self: Any, *given: Any, of: Any = original, **named: Any) -> None:
+            raise Parsed(of(self, *given, **named))
+
+        monkeypatch.setattr(argparse.ArgumentParser, name, stop)
+
+    def of(main: Callable[..., Any], arguments: list[str]) -> argparse.Namespace:
+        monkeypatch.setattr(sys, "argv", ["command", *arguments])
+        try:
+            main(arguments) if inspect.signature(main).parameters else main()
+        except Parsed as parsed:
+            return parsed.values
+        except SystemExit as error:
+            raise AssertionError(f"{arguments}: refused by its parser") from error
+        raise AssertionError(f"{arguments}: parsed nothing")
+
+    return of
+
+
+def is_placeholder(path: str) -> bool:
+    return re.search(r"\b[A-Z]{2,}(_[A-Z]+)*\b", path) is not None
+
+
+def with_numbers(words: list[str]) -> list[str]:
+    """N, R and PORT stand for numbers."""
+    return ["1" if word in ("N", "R", "PORT") else word for word in words if word != "key=value"]
+
+
+def alternatives(words: list[str]) -> list[list[str]]:
+    """One command for each of "a|b|c"."""
+    [varied] = [i for i, word in enumerate(words) if re.fullmatch(r"\w+(\|\w+)+", word)] or [None]
+    if varied is None:
+        return [words]
+    return [[*words[:varied], choice, *words[varied + 1 :]] for choice in words[varied].split("|")]
+
+
+def main_of(path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """The main function of a script, which finds its neighbours as when it is started."""
+    monkeypatch.syspath_prepend(str(path.parent))
+    spec = importlib.util.spec_from_file_location(f"documented_{path.stem}", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    main: Callable[..., Any] = module.main
+    return main
+
+
+def world_of(text: str) -> tuple[int, int]:
+    """Returns the ranks that a command starts, and those of a node: of a range of nodes the largest."""
+    per_node = re.search(r"--nproc-per-node[ =](\d+)", text)
+    nodes = re.search(r"--(?:nnodes|nodes)[ =](?:\d+:)?(\d+)", text)
+    ranks = int(per_node[1]) if per_node else 8 if nodes else 1
+    return ranks * int(nodes[1] if nodes else 1), ranks
+
+
+def check_config(values: argparse.Namespace, command: Command, folder: Path) -> None:
+    """Makes the dry run in `folder`, which is empty. A reader's own config is the quickstart's.
+
+    Raises the UserError that the job is refused with.
+    """
+    config, overrides = getattr(values, "config", None), getattr(values, "overrides", [])
+    if config is None:
+        return
+    world = world_of(command.text)
+    if is_placeholder(str(config)) or str(config) in made_before(command):
+        config, world = QUICKSTART, (4, 4)
+    options: dict[str, Any] = {"world_size": world[0], "ranks_per_node": world[1]}
+    if getattr(values, "dry_run", False):
+        options = {name: value for name, value in vars(values).items() if name not in OF_EVERY_CALL}
+    if config == QUICKSTART:
+        options["world_size"] = max(options.get("world_size", 0), 4)
+    with contextlib.chdir(folder):
+        describe_job(REPOSITORY / config, overrides, DryRunOptions(**options))
+
+
+def script_and_rest(words: list[str]) -> tuple[Path, list[str]]:
+    at = next(i for i, word in enumerate(words) if word.endswith((".py", ".sbatch", ".sh")))
+    assert (REPOSITORY / words[at]).is_file(), words[at]
+    return REPOSITORY / words[at], words[at + 1 :]
+
+
+def check_shell_script(script: Path, arguments: list[str], parse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    if script.name == "gpu_check.sh":  # starts the program of that name
+        parse(main_of(script.with_suffix(".py"), monkeypatch), arguments)
+        return
+    options = {argument for argument in arguments if argument.startswith("--")}
+    assert all(f"{option})" in script.read_text() for option in options), f"{script.name} has not all of {options}"
+    if script.name == "quickstart.sh":
+        overrides = [argument.replace("$PWD", str(REPOSITORY)) for argument in arguments if "=" in argument]
+        load_config(REPOSITORY / "configs/quickstart.yaml", overrides)
+    paths = [argument for argument in arguments if "/" in argument and "=" not in argument]
+    assert all((REPOSITORY / path).exists() for path in paths), paths
+
+
+def torchrun_options(words: list[str]) -> None:
+    from torch.distributed.run import get_args_parser
+
+    _, unknown = get_args_parser().parse_known_args(words)
+    assert not unknown, unknown
+
+
+def made_before(command: Command) -> set[str]:
+    """The files that commands of the same page make."""
+    return {other.makes for other in COMMANDS if other.page == command.page and other.makes}
+
+
+def test_the_readme_begins_with_the_main_job_and_the_tests_and_ci_runs_both() -> None:
+    assert first_commands(REPOSITORY / "README.md") == ["bash launch/quickstart.sh", "bash tests/run.sh"]
+    assert "tests.support.documented_commands" in (REPOSITORY / ".ci/run").read_text()
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{command.page}:{command.text[:60]}")
+def test_a_command_is_one(command: Command, parse: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    check(command, parse, monkeypatch, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "rltrain dry-run --config configs/quickstart.yaml --world-sizes 4",
+        "rltrain train --config configs/quickstart.yaml stepps=2",
+        "rltrain train --config configs/none.yaml",
+        "rltrain train --nproc-per-node 3 --config configs/quickstart.yaml",
+        "torchrun --nproc-per-node 4 launch/train.py --config configs/quickstart.yaml env.function=calculator",
+        "rltrain dry-run --config FILE --world-size 4 reward.function=missing.py:score",
+        "torchrun --standalone --nprocs 2 launch/train.py --config configs/quickstart.yaml",
+        "torchrun --nproc-per-node 2 launch/trian.py --config configs/quickstart.yaml",
+        "bash tests/run.sh --fast",
+        "bash launch/quickstart.sh stepps=2",
+        "python -m rltrain.sandbox.meens",
+    ],
+)
+def test_a_command_that_is_none_is_found(
+    wrong: str, parse: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises((AssertionError, UserError, SystemExit)):
+        check(Command("README.md", wrong), parse, monkeypatch, tmp_path)
+
+
+def pages_that_run() -> list[str]:
+    return list(dict.fromkeys(command.page for command in COMMANDS if command.text.startswith(RUN)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", pages_that_run())
+def test_the_commands_of_a_page_run_one_after_the_other(page: str, tmp_path: Path) -> None:
+    for name in ("configs", "examples", "launch", "tools"):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    programs = {"rltrain": [sys.executable, "-m", "rltrain"], "python": [sys.executable]}
+    for command in COMMANDS:
+        if command.page == page and command.text.startswith(RUN):
+            program, *rest = with_numbers(command.words())
+            done = run([*programs[program], *with_folders(rest)], 600, folder=tmp_path)
+            assert done.returncode == 0, f"{command.text}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+def with_folders(words: list[str]) -> list[str]:
+    """Returns the words with a checkpoint for HF_DIR, and a folder for what a command makes."""
+    given = {"HF_DIR": str(REPOSITORY / "tests/warmed_up"), "DIR": "made"}
+    made = {"HF_DIR": "made_hf", "DIR": "made"}
+    pairs = zip(["", *words], words, strict=False)
+    return [(made if before == "--output" else given).get(word, word) for before, word in pairs]
+
+
+def of_module(program: str, rest: list[str]) -> tuple[str, list[str]]:
+    """What `python -m rltrain` and `torchrun ... -m rltrain` are short for."""
+    if program in ("python", "torchrun") and "-m" in rest and rest[rest.index("-m") + 1] == "rltrain":
+        return "rltrain", rest[rest.index("-m") + 2 :]
+    return program, rest
+
+
+def check(command: Command, parse: Any, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """AssertionError, or the error of what reads it, where the command is wrong."""
+    words = command.words()
+    if " ".join(words) in RUN_ELSEWHERE:
+        return
+    for program, *rest in alternatives(words):
+        rest = with_numbers(rest)
+        program, rest = of_module(program, rest)
+        if program == "rltrain":
+            subcommand = SUBCOMMANDS[rest[0]]
+            arguments = rest[1:]
+            if subcommand.starts_ranks != "never":
+                started = torchrun_command(rest[0], arguments)
+                arguments = started[started.index(rest[0]) + 1 :]
+            main = importlib.import_module(subcommand.module).main
+            check_config(parse(main, [*subcommand.before, *arguments]), command, folder)
+        elif program == "python" and rest[0] == "-m":
+            assert importlib.util.find_spec(rest[1]), rest[1]
+        elif program == "sbatch":
+            main = importlib.import_module("rltrain.cli.train").main
+            check_config(parse(main, script_and_rest(rest)[1]), command, folder)
+        elif program == "bash":
+            check_shell_script(*script_and_rest(rest), parse, monkeypatch)
+        else:
+            script, arguments = script_and_rest(rest)
+            if program == "torchrun":
+                torchrun_options(rest[: rest.index(script.relative_to(REPOSITORY).as_posix()) + 1])
+            if script.parent.name == "examples":
+                load_config(REPOSITORY / "configs/quickstart.yaml", arguments)
+                continue
+            check_config(parse(main_of(script, monkeypatch), arguments), command, folder)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_block_for_a_shell_is_overlooked(page: Path) -> None:
+    """All of its lines are commands, or none, or it begins with one behind "$ " and shows what that prints."""
+    for block in blocks(page):
+        lines = [line for line in re.sub(r"\\\n\s*", " ", block).splitlines() if line.strip()]
+        known = [bool(program_of(line)) for line in lines]
+        shown = lines[0].startswith("$ ") and known[0]
+        assert all(known) or shown or (not any(known) and block.startswith(NO_COMMANDS)), block
+
+
+def test_what_needs_gpus_is_named_by_a_command() -> None:
+    assert COMMANDS
+    for config in NEEDS_GPUS:
+        assert (REPOSITORY / config).is_file() and any(config in command.text for command in COMMANDS)
+
+
+WORLDS = (8, 16)
+GPU_KEYS = ("memory_gb", "tflops")
+ROW = {
+    **{
+        "prompt": "1+1=",
+        "label": "2",
+        "response": "2",
+        "question": "Why?",
+        "answer": "So.",
+        "level": 1,
+        "teacher": "math",
+    },
+    "messages": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}],
+    "tools": [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}],
+}
+READERS_FILES = ("my_reward.py", "rewards/form.py")
+"""Functions that pages leave to their reader."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with what a reader has: a tokenizer, rows and functions."""
+    monkeypatch.chdir(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    for name in ("rows.jsonl", "gsm8k/train.jsonl", "train.jsonl", "eval.jsonl", "aime.jsonl", "talks.jsonl"):
+        rows = tmp_path / name
+        rows.parent.mkdir(exist_ok=True)
+        rows.write_text(f"{json.dumps(ROW)}\n" * 8)
+    for name in READERS_FILES:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("def score(prompt, response, label):\n    return 0.0\n")
+    (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
+    return tmp_path
+
+
+def read(text: str) -> dict[str, Any]:
+    """Returns YAML as configs are read."""
+    path = Path("block.yaml")
+    path.write_text(text)
+    return read_source(path).data
+
+
+def refusals(example: Example, values: Mapping[str, Any]) -> Iterator[str]:
+    """Yields why the config is refused, in each of WORLDS."""
+    for world in WORLDS:
+        try:
+            describe(validated(Source(dict(values), example.title)), DryRunOptions(world, 8))
+        except UserError as error:
+            yield f"{world} ranks: {error}"
+
+
+def check_example(example: Example) -> None:
+    """AssertionError where no reader can use the config."""
+    own = read(example.text)
+    if own.keys() >= {*GPU_KEYS}:
+        gpu_named("block.yaml")
+        return
+    said = []
+    for values in configs_of(example, read):
+        found = [*refusals(example, values)]
+        if len(found) < len(WORLDS):
+            return
+        said += found
+    raise AssertionError("\n".join([f"{example.title} is refused:", *dict.fromkeys(said)]))
+
+
+@pytest.mark.parametrize("example", of_language("yaml"), ids=lambda example: example.title)
+def test_a_config_is_accepted(example: Example, folder: Path) -> None:
+    write_files(example.page, folder)
+    check_example(example)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("rollout: {engin: sglang}", "engin: unknown key"),
+        ("actor: {optimizer: {name: adamw, muon: {momentum: 0.9}}}", "optimizer.muon"),
+        ("reward: {function: 'missing.py:score'}", "there is no file 'missing.py'"),
+        ("data: {train: {path: rows.jsonl, label_key: labels}}", "no key 'labels'"),
+        ("data: {train: {path: rows.jsonl, prompt_key: empty}}", "no key 'empty'"),
+    ],
+)
+def test_a_config_that_is_refused_is_found(text: str, expected: str, folder: Path) -> None:
+    with pytest.raises(AssertionError, match=expected):
+        check_example(Example("README.md", 0, "yaml", text, ""))
+
+
+SETTINGS = [one for page in PAGES if page.parent.name != "coming_from" for one in settings_of(page)]
+"""The pages of coming_from/ quote settings of other trainers beside ours."""
+STANDS_FOR_VALUES = {
+    "checks: {max_logprob_diff: ..., max_kl: ...}": "leaves out numbers",
+    "advantages.overlong_penalty: {buffer_tokens: B, factor: f}": "letters for numbers",
+    "preference.center_coef: c": "a letter for a number",
+    "loss.kl.adaptive: {target, horizon}": "names of keys",
+    "reward.functions: [{function, weight, name}]": "names of keys",
+}
+
+
+@pytest.mark.parametrize(("page", "setting"), [one for one in SETTINGS if one[1] not in STANDS_FOR_VALUES])
+def test_a_setting_in_a_sentence_is_one(page: str, setting: str) -> None:
+    source = Source(copy.deepcopy({**BASE, "placement": {"actor": 0}}), page)
+    for override in overrides_of(setting):
+        source.override(override)
+    validated(source)
+
+
+@pytest.mark.parametrize("example", of_language("json"), ids=lambda example: example.title)
+def test_rows_are_json(example: Example) -> None:
+    assert all(isinstance(json.loads(line), dict) for line in example.text.splitlines())
+
+
+PROGRAMS = [example for example in of_language("python") if example.file is None]
+"""Of the others a page's configs and programs make use."""
+
+
+@pytest.mark.parametrize("example", PROGRAMS, ids=lambda example: example.title)
+def test_a_program_runs(example: Example, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if example.page == "docs/sandbox.md" and not any(finding.works for finding in means().values()):
+        pytest.skip("this machine has no sandbox")
+    write_files(example.page, folder)
+    (folder / "program.py").write_text(example.text)
+    monkeypatch.setattr(sys, "argv", ["program.py"])
+    runpy.run_path("program.py", run_name="__main__")
+
+
+@pytest.mark.slow
+def test_the_agent_of_the_page_is_an_episode(folder: Path) -> None:
+    write_files("docs/endpoint.md", folder)
+    config = yaml.safe_load(next(one.text for one in of_language("yaml") if one.page == "docs/endpoint.md"))
+    with endpoint(lambda context: f"I say: {ROW['answer']}") as served:
+        opened = served.server.open_session(None, seed=3)
+        session = {"url": f"{served.url}/sessions/{opened.id}", "token": opened.token}
+        agent = AgentEnvironment(**config["env"]["agent"], sandbox="none", limits={"wall_s": 300})
+        (result,) = asyncio.run(agent.reset([{**ROW, SESSION: session}], [0]))
+        assert isinstance(result, StepResult) and (result.reward, result.info["rewarded"]) == (1.0, 1.0)
+        assert len(served.record(opened.id).trajectories) == 1
+
+
+def test_what_stands_for_values_is_on_a_page() -> None:
+    assert STANDS_FOR_VALUES.keys() <= {setting for _, setting in SETTINGS} and len(SETTINGS) > 50
+
+
+def test_every_block_is_of_a_known_kind() -> None:
+    """Those without a language are commands, or show what is printed: see test_documentation.py."""
+    unknown = [example.title for example in EXAMPLES if example.language not in ("", "text", "yaml", "python", "json")]
+    assert not unknown

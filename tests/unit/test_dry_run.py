@@ -1,13 +1,16 @@
-"""What --dry-run says of the order of tasks, of what overlaps, and of what is on whose device when."""
+"""What a dry run prints and tries, and what it doubts."""
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
-from rltrain.errors import DataError
+from rltrain.errors import ConfigError, DataError
 from rltrain.planning.description import (
     by_task,
     describe_job,
@@ -15,11 +18,16 @@ from rltrain.planning.description import (
     describe_mode,
     describe_order,
     describe_overlaps,
+    describe_repeating,
 )
+from rltrain.planning.doubts import VARIABLES, doubts, doubts_about_variables, obstacle_to_repeating
 from rltrain.planning.options import DryRunOptions
-from rltrain.runtime.placement import resolve_placement
+from rltrain.planning.rows_and_rewards import describe_environment, describe_reward
+from rltrain.planning.validation_schedule import check_schedule
+from rltrain.runtime.placement import resolve_placement, role_grids
 from rltrain.schedule.iterations import build_order, fullest_step, steady_order
 from rltrain.schedule.order import Order
+from tests.support.schedule_configs import make_config, place
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIGS, WARMED_UP = REPOSITORY / "configs", REPOSITORY / "tests/warmed_up"
@@ -270,3 +278,256 @@ def test_every_shipped_run_can_be_described(name):
         "Memory", "Weight sync", "Rows", *scored,
     ]  # fmt: skip
     assert max(map(len, text.splitlines())) <= 130
+
+
+SHIPPED = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
+
+
+def config(*overrides: str) -> Config:
+    return load_config(SHIPPED, overrides)
+
+
+def test_a_reward_that_is_built_in() -> None:
+    assert describe_reward(config()) == ["reward.function: exact_match, built in"]
+
+
+def test_a_function_is_found_in_its_file_which_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(
+        "raise SystemExit('run')\n"
+        "from elsewhere import given\n"
+        "if True:\n"
+        "    def score(prompt, response, label):\n"
+        "        within = 1\n"
+        "also = score\n"
+    )
+    for name, line in (("score", 4), ("given", 2), ("also", 6)):
+        assert describe_reward(config(f"reward.function=mine.py:{name}")) == [
+            f"reward.function: mine.py:{name}, line {line}"
+        ]
+    with pytest.raises(ConfigError, match=r"reward\.function: 'mine.py:within': mine.py has no function 'within'"):
+        describe_reward(config("reward.function=mine.py:within"))
+    several = "reward={functions: [{function: math}, {function: 'mine.py:scor', weight: 2}]}"
+    with pytest.raises(ConfigError, match=r"reward\.functions\.1\.function: 'mine.py:scor': mine.py has no function"):
+        describe_reward(config(several))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("none.py:score", "'none.py:score': there is no file 'none.py'"),
+        ("mine.py", "'mine.py' names no function of the file; expected mine.py:FUNCTION"),
+        ("exact_mach", "'exact_mach' is unknown; expected exact_match, math, code, environment, an URL, "),
+    ],
+)
+def test_what_the_job_would_refuse_is_refused(
+    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("def score(response): return 0\n")
+    with pytest.raises(ConfigError, match=re.escape(f"reward.function: {message}")):
+        describe_reward(config(f"reward.function={name}"))
+
+
+def test_a_file_that_is_no_python_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("def score(:\n")
+    with pytest.raises(ConfigError, match=r"mine\.py is no Python that can be read"):
+        describe_reward(config("reward.function=mine.py:score"))
+
+
+@pytest.mark.parametrize(
+    "name, where",
+    [("http://127.0.0.1:1/score", "asked over HTTP"), ("my.module:score", "imported when the job starts")],
+)
+def test_what_only_the_job_reaches(name: str, where: str) -> None:
+    assert describe_reward(config(f"reward.function={name}")) == [f"reward.function: {name}, {where}"]
+
+
+def test_what_answers_the_model_is_found_in_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("class Task:\n    pass\n")
+    script = tmp_path / "mine.py"
+    for written, said in (
+        ("{function: 'mine.py:Task'}", "env.function: mine.py:Task, line 1"),
+        ("{function: calculator}", "env.function: calculator"),
+        ("{agent: {function: 'mine.py:Task'}}", "env.agent.function: mine.py:Task, line 1"),
+        ("{agent: {command: [python3, mine.py]}}", f"env.agent.command: python3 {script}"),
+    ):
+        assert describe_environment(config(f"env={written}")) == [said]
+    for written, said in (
+        ("{function: 'mine.py:Tusk'}", "env.function: 'mine.py:Tusk': mine.py has no function 'Tusk'"),
+        ("{agent: {function: 'no.py:Task'}}", "env.agent.function: 'no.py:Task': there is no file 'no.py'"),
+        ("{agent: {command: [python3, no.py]}}", "env.agent.command: got ['python3', 'no.py']: there is no file"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            describe_environment(config(f"env={written}"))
+
+
+SOURCES = (".py", ".sh", ".sbatch", ".cpp", ".cu", ".h")
+BOTH_ON = ["placement={'actor, reference': 1, 'rollout, reward': 3}", "actor.parallel.tp=1"]
+
+
+def doubts_about(*overrides: str, world_size: int = 4) -> list[str]:
+    config: Config = load_config(SHIPPED, overrides)
+    return [*doubts(config, resolve_placement(config.placement, world_size, world_size))]
+
+
+def test_the_shipped_config_is_beyond_doubt() -> None:
+    assert doubts_about() == []
+
+
+@pytest.mark.parametrize("world_size, who", [(5, "ranks 0,2,4 host"), (4, "ranks 0,2 host")])
+def test_ranks_without_a_role_are_named(world_size: int, who: str) -> None:
+    (doubt,) = doubts_about(*BOTH_ON, world_size=world_size)
+    assert doubt.startswith(f"placement: {who} no role and will do nothing; expected a role on every rank")
+    assert doubt.endswith("or start 2 ranks")
+    assert "placement: rank 4 hosts no role" in doubts_about(world_size=5)[0]
+
+
+def test_variables_that_nobody_reads_are_doubted() -> None:
+    (doubt,) = doubts_about_variables(["PATH", "RLTRAIN_NATVE", "RLTRAIN_NATIVE", "RLTRAIN_TEST_ANYTHING"])
+    assert doubt == (
+        f"the environment variable RLTRAIN_NATVE is read by nobody; expected one of {', '.join(VARIABLES)} "
+        "(the nearest is RLTRAIN_NATIVE)"
+    )
+
+
+def test_all_variables_that_the_project_names_are_known() -> None:
+    repository = CONFIGS.parent
+    folders = ("launch", "tools", "csrc", ".ci", "rltrain")
+    files = [file for folder in folders for file in (repository / folder).rglob("*") if file.suffix in SOURCES]
+    files = [repository / ".ci" / "run", *(file for file in files if file.name != "doubts.py")]
+    named = {name for file in files for name in re.findall(r"RLTRAIN_[A-Z_]*[A-Z]", file.read_text())}
+    assert named - {"RLTRAIN_TEST"} == {*VARIABLES}
+
+
+def test_evaluations_without_prompts_are_doubted() -> None:
+    assert doubts_about("data.eval=null", "evaluation.interval=0") == []
+    (doubt,) = doubts_about("data.eval=null", "evaluation.interval=5")
+    assert doubt.startswith("evaluation.interval: got 5 without data.eval")
+
+
+def test_changes_for_engines_that_have_left_their_gpus_are_doubted() -> None:
+    delta, together = "weight_sync.delta={}", "placement={'actor, reference, rollout, reward': all}"
+    assert doubts_about(delta) == [], "engines on ranks of their own"
+    (doubt,) = doubts_about(delta, together)
+    assert doubt.startswith("weight_sync.delta: got a section with rollout.offload auto on ranks 0-3")
+    assert doubts_about(delta, together, "rollout.offload=false") == []
+    config = load_config(SHIPPED, [delta, together])
+    assert [*doubts(config, resolve_placement(config.placement, 4, 4), on_gpus=False)] == []
+
+
+def test_rollouts_in_fp8_without_a_correction_are_doubted() -> None:
+    (doubt,) = doubts_about("rollout.dtype=fp8", "loss.old_logprobs=actor")
+    assert doubt.startswith("rollout.dtype: got fp8 with loss.correction.high null")
+    assert doubts_about("rollout.dtype=fp8", "loss={old_logprobs: actor, correction: {high: 2.0}}") == []
+    assert doubts_about("rollout.dtype=fp8", "loss.old_logprobs=rollout") == []
+
+
+def test_a_residual_stream_that_sglang_rounds_is_doubted() -> None:
+    wide = ("model.dtype=bfloat16", "model.residual_dtype=float32")
+    assert doubts_about(*wide) == []
+    (doubt,) = doubts_about(*wide, "rollout.engine=sglang")
+    assert doubt.startswith("model.residual_dtype: got float32 with rollout.engine sglang, which rounds")
+
+
+def test_keys_of_a_rollout_that_is_not_placed_raise_no_doubt() -> None:
+    keys = ("model.dtype=bfloat16", "model.residual_dtype=float32", "rollout={engine: sglang, dtype: fp8}")
+    loss, supervised = "loss.old_logprobs=actor", ("algorithm=sft", "placement={actor: 0-3}", "data.eval=null")
+    assert len(doubts_about(*keys, loss)) == 2
+    assert doubts_about(*supervised, *keys, loss) == []
+
+
+def test_checks_that_find_no_token_are_doubted() -> None:
+    asynchronous = ("schedule.mode=asynchronous", "schedule.max_staleness=1", "checks.max_kl=0.1")
+    assert doubts_about(*asynchronous) == []
+    (doubt,) = doubts_about(*asynchronous, "schedule.in_flight_sync=false")
+    assert doubt.startswith("checks.max_kl: got 0.1 with schedule.mode asynchronous and schedule.in_flight_sync false")
+
+
+def test_the_dry_run_ends_with_them() -> None:
+    overrides = ["model.path=nowhere", *BOTH_ON, "data.eval=null", "evaluation.interval=5"]
+    text = describe_job(SHIPPED, overrides, DryRunOptions(4, 4))
+    warnings = text.split("\n\n")[-1].splitlines()
+    assert warnings[0] == "Warnings" and len(warnings) == 3
+    assert "Warnings" not in describe_job(SHIPPED, ["model.path=nowhere"], DryRunOptions(4, 4))
+
+
+ONE_ENGINE = {"actor": 0, "rollout": 1, "reward": 2}
+TWO_ENGINES = {"actor": 0, "rollout": "1-2", "reward": 3}
+PARTIAL = {"partial_rollouts": True, "on_stale": "mask"}
+AHEAD = {"mode": "asynchronous", "max_staleness": 1, "in_flight_sync": False}
+SGLANG = {"engine": "sglang"}
+SEEDED = SGLANG | {"sglang": {"args": {"enable_deterministic_inference": True}}}
+
+
+def obstacle(
+    placement: dict[str, Any], schedule: dict[str, Any], rollout: dict[str, Any] | None = None, **sections: Any
+) -> str | None:
+    sections = {"batch": {"mini_batches": 1}, **sections}
+    config = make_config(placement=placement, schedule=schedule, rollout=rollout or {}, **sections)
+    grids = role_grids(config, place(placement))
+    check_schedule(config, place(placement), grids)
+    return obstacle_to_repeating(config, grids)
+
+
+@pytest.mark.parametrize(
+    "schedule", [{}, PARTIAL, {"mode": "pipelined"}, AHEAD, AHEAD | PARTIAL, AHEAD | {"chunks": 2}]
+)
+def test_a_run_with_one_engine_of_our_own_repeats_unless_weights_come_in_flight(schedule):
+    assert obstacle(ONE_ENGINE, schedule) is None
+
+
+@pytest.mark.parametrize("schedule", [{}, AHEAD, {"mode": "asynchronous"}])
+def test_so_does_one_with_several_engines_that_settle_nothing_between_them(schedule):
+    assert obstacle(TWO_ENGINES, schedule) is None
+    assert obstacle(TWO_ENGINES, schedule, SEEDED) is None
+
+
+@pytest.mark.parametrize(
+    ("placement", "schedule", "rollout", "reason"),
+    [
+        (TWO_ENGINES, PARTIAL, {}, "schedule.partial_rollouts) depends on how fast each of the 2 engines"),
+        (TWO_ENGINES, AHEAD | PARTIAL, {}, "schedule.partial_rollouts"),
+        (TWO_ENGINES, AHEAD | {"chunks": 2}, {}, "schedule.chunks) depends on how fast each of the 2 engines"),
+        (TWO_ENGINES, {"mode": "pipelined"}, {}, "schedule.chunks"),
+        (TWO_ENGINES, {"mode": "pipelined", "chunks": 1}, {}, "schedule.mode"),
+        (ONE_ENGINE, {"mode": "asynchronous", "max_staleness": 1}, {}, "schedule.in_flight_sync"),
+        (ONE_ENGINE, {}, SGLANG, "enable_deterministic_inference"),
+        (ONE_ENGINE, PARTIAL, SEEDED, "schedule.partial_rollouts) depends on how fast the SGLang server is"),
+    ],
+)
+def test_what_keeps_a_run_from_repeating_is_named_with_its_key(placement, schedule, rollout, reason):
+    assert reason in (obstacle(placement, schedule, rollout) or "")
+
+
+SELECTING = {"batch": {"dynamic_sampling": {}}, "data": {"train": {"path": "t", "label_key": "answer"}}}
+
+
+@pytest.mark.parametrize("schedule", [{}, PARTIAL, AHEAD])
+def test_selecting_groups_repeats_where_rewards_are_known_at_once(schedule):
+    placement = {"actor": 0, "rollout,reward": 1}
+    assert obstacle(placement, schedule, **SELECTING, reward={"function": "exact_match"}) is None
+    of_a_process = obstacle(placement, schedule, **SELECTING, reward={"function": "math"})
+    assert of_a_process is not None and of_a_process.startswith("when a reward function answers")
+    several = obstacle({"actor": 0, "rollout,reward": "1-2"}, {}, **SELECTING, reward={"function": "exact_match"})
+    assert several is not None and "batch.dynamic_sampling) depends on how fast each of the 2 engines" in several
+
+
+def test_the_dry_run_says_it():
+    config = make_config(placement=TWO_ENGINES, schedule=PARTIAL)
+    grids = role_grids(config, place(TWO_ENGINES))
+    assert describe_repeating(config, grids).startswith("no: which responses a generate task leaves to the next")
+    alike = config.model_copy(update={"schedule": config.schedule.model_copy(update={"partial_rollouts": False})})
+    assert describe_repeating(alike, grids).startswith("yes, on CPUs bit for bit")
+
+
+def test_a_run_without_a_rollout_repeats():
+    assert obstacle_to_repeating(make_config(), {}) is None
+
+
+@pytest.mark.parametrize(("judge", "reason"), [({}, None), (SGLANG, "(judge.sglang.args"), (SEEDED, None)])
+def test_a_judge_s_server_answers_as_it_likes(judge, reason):
+    judged = obstacle({**ONE_ENGINE, "judge": 3}, {}, judge={"path": "j", "prompt": "{response}?", **judge})
+    assert (judged is None) if reason is None else reason in str(judged)

@@ -1,23 +1,37 @@
-"""One message for the job, last on the screen: who prints it, what the others do, and what torchrun makes of it."""
+"""How a job ends: failures, signals, the boundary at which it stops, who leaves last."""
 
 import json
+import os
 import platform
+import queue
+import signal
 import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from rltrain.errors import FAILED, USER_ERROR, ConfigError
-from rltrain.runtime import ending, whole_files
+from rltrain.runtime import ending, stopping, whole_files
 from rltrain.runtime.ending import Ending
 from rltrain.runtime.heartbeat import Beat, Board
-from rltrain.runtime.machine import process_here, this_process
-from tests.unit.shared_store import open_store
+from rltrain.runtime.job_store import JobStore
+from rltrain.runtime.machine import has_ended, has_lost_launcher, process_here, this_machine, this_process
+from rltrain.runtime.stopping import PAUSE, SAVES_KEPT, SIGNALS, StopRequest, await_signal_of_launcher, leave_store
+from rltrain.runtime.world import World
+from tests.forked.popen import PYTHON_PATH
+from tests.support.shared_store import Jobs, open_store
 
 NUM_RANKS = 3
 LIMIT_S = 20.0
@@ -201,3 +215,264 @@ def test_without_the_store_one_rank_of_a_machine_says_so(
         "torchrun, which has it, was ended on the first node"
     )
     assert (message in capsys.readouterr().err) == (local_rank == 0)
+
+
+NUM_STOPPING = 2
+
+
+def request_of(rank: int, store: dist.Store, saves: bool = True) -> StopRequest:
+    """Of a rank that has published a beat."""
+    own = store.clone()  # type: ignore[attr-defined]
+    job_store = JobStore(World(rank, NUM_STOPPING, rank, NUM_STOPPING, torch.device("cpu"), own, timeout_s=10))
+    job_store.heartbeat.publish()
+    return StopRequest(rank, own, job_store.observer, saves=saves, within_s=60, last_resort=lambda: "nothing is left")
+
+
+@pytest.fixture
+def requests(store: dist.Store) -> Iterator[list[StopRequest]]:
+    """Of two ranks in this process, whose signals the first one listens to."""
+    ranks = [request_of(rank, store) for rank in range(NUM_STOPPING)]
+    ranks[0].listen()
+    yield ranks
+    ranks[0].close()
+
+
+def test_nobody_stops_without_a_signal(requests: list[StopRequest]) -> None:
+    assert [request.verdict(step) for step in range(3) for request in requests] == [None] * 6
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_the_first_rank_at_a_boundary_decides_for_all(requests: list[StopRequest], number: signal.Signals) -> None:
+    first, second = requests
+    assert first.verdict(0) is None
+    os.kill(os.getpid(), number)
+    boundary = next(b for b in range(1, 1000) if second.verdict(b) or time.sleep(0.01))
+    assert boundary > 0, "it is not there at once"
+    assert [second.verdict(step) for step in range(boundary)] == [None] * boundary
+    assert first.verdict(boundary) == second.verdict(boundary) == first.verdict(boundary + 1) == number.name
+
+
+@given(moves=st.lists(st.tuples(st.sampled_from(("first", "second", "third")), st.booleans()), max_size=60))
+def test_the_first_rank_at_a_boundary_decides_whether_all_save_as_it_is_time(moves: list[tuple[str, bool]]) -> None:
+    """No rank is more than SAVES_KEPT saves behind."""
+    store = dist.HashStore()
+    ranks = {name: request_of(rank, store) for rank, name in enumerate(("first", "second", "third"))}
+    come_to = dict.fromkeys(ranks, 0)
+    expected: list[bool] = []
+    for name, is_time in moves:
+        boundary = come_to[name]
+        if boundary == len(expected):
+            is_time &= sum(expected[min(come_to.values()) :]) < SAVES_KEPT
+            expected.append(is_time)
+        assert ranks[name].verdict(boundary, is_time=is_time) is None
+        assert ranks[name].saves_at(boundary) == expected[boundary]
+        come_to[name] += 1
+        saved = [number for number, saves in enumerate(expected) if saves]
+        assert [*ranks["third"].saved_by_time()] == saved[-SAVES_KEPT:]
+
+
+@given(moves=st.lists(st.sampled_from(("first", "second", "third", "stop")), max_size=60))
+def test_ranks_that_are_far_apart_end_at_one_boundary_and_the_store_does_not_grow(moves: list[str]) -> None:
+    store = dist.HashStore()
+    ranks = {name: request_of(rank, store) for rank, name in enumerate(("first", "second", "third"))}
+    verdicts: dict[str, list[str | None]] = {name: [] for name in ranks}
+    ahead, expected, keys_before = 0, None, store.num_keys()
+    for name in moves:
+        if name == "stop":
+            ranks["first"].pause("a reason")
+            expected = ahead if expected is None else expected
+        elif not verdicts[name][-1:] or verdicts[name][-1] is None:
+            verdicts[name].append(ranks[name].verdict(len(verdicts[name])))
+            ahead = max(ahead, len(verdicts[name]))
+    for of_rank in verdicts.values():
+        assert of_rank == [PAUSE + "a reason" if boundary == expected else None for boundary in range(len(of_rank))]
+    assert store.num_keys() <= keys_before + 2, "the last boundary, and the request"
+
+
+@pytest.fixture
+def messages(monkeypatch: pytest.MonkeyPatch) -> queue.SimpleQueue[tuple[str, int]]:
+    """With which the process would have ended, and the exit statuses."""
+    found: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+
+    def end(_: Ending, message: str, status: int) -> None:
+        found.put((message, status))
+        sys.exit()
+
+    monkeypatch.setattr(Ending, "with_message", end)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_ctrl_c_comes_twice_and_a_second_one_ends_the_job(
+    requests: list[StopRequest], messages: queue.SimpleQueue[tuple[str, int]]
+) -> None:
+    """From the terminal and from torchrun, which sends SIGTERM at the second one."""
+    first, second = requests
+    assert first.verdict(0) is None
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGINT)
+    assert any(second.verdict(boundary) or time.sleep(0.01) for boundary in range(1, 1000))
+    with pytest.raises(queue.Empty):
+        messages.get(timeout=0.2)
+    os.kill(os.getpid(), signal.SIGTERM)
+    message = "SIGINT: asked again, the job ends at once without a checkpoint; nothing is left"
+    assert messages.get(timeout=20) == (message, 128 + signal.SIGINT)
+    assert first.verdict(0) is None, "where it had been decided that the job goes on it does"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_ctrl_c_ends_a_job_that_saves_nothing_with_one_line(
+    store: dist.Store, messages: queue.SimpleQueue[tuple[str, int]]
+) -> None:
+    stop = request_of(0, store, saves=False)
+    stop.listen()
+    try:
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        os.kill(os.getpid(), signal.SIGINT)
+        message = (
+            "SIGINT: the job ends and saves nothing, as checkpoint.save_interval and checkpoint.save_every_s are 0"
+        )
+        assert messages.get(timeout=20) == (message, 128 + signal.SIGINT)
+    finally:
+        stop.close()
+
+
+def test_signals_are_given_back(requests: list[StopRequest]) -> None:
+    os.kill(os.getpid(), signal.SIGUSR1)
+    requests[0].close()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.set_wakeup_fd(-1) == -1
+    deadline = time.monotonic() + 20
+    while any(thread.name == "stop request" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline, "its thread ends as well, though a signal had come"
+
+
+def test_it_is_seen_when_a_process_of_this_machine_has_ended() -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    name = f"{this_machine()} {process.pid}"
+    assert not has_ended(name) and not has_ended(this_process())
+    process.kill()
+    time.sleep(0.1)
+    assert has_ended(name), "nobody has waited for it yet"
+    process.wait()
+    assert has_ended(name)
+
+
+def test_nothing_is_said_of_processes_of_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not has_ended("node9 pid:[1] 999999") and not has_ended("")
+    monkeypatch.setattr("rltrain.runtime.machine.this_machine", lambda: "")
+    assert not has_ended(" 999999")
+
+
+LATE_S = 0.3
+
+
+@pytest.fixture
+def jobs() -> Iterator[Jobs]:
+    with open_store() as store:
+        yield Jobs(store, NUM_RANKS)
+
+
+def job_store_of(rank: int, store: dist.Store) -> JobStore:
+    world = World(rank, NUM_RANKS, rank, NUM_RANKS, torch.device("cpu"), store, 10, has_store_in_rank_0=True)
+    return JobStore(world)
+
+
+def ends(jobs: Jobs, *, never: int | None = None) -> list[float]:
+    """When rank 0 has left, and each of the others comes to its end, the last one late; `never` does not leave."""
+
+    def body(rank: int, store: dist.Store) -> float:
+        job_store = job_store_of(rank, store)
+        time.sleep(LATE_S if rank == NUM_RANKS - 1 else 0)
+        job_store.heartbeat.finish()
+        at_its_end = time.monotonic()
+        if rank != never:
+            leave_store(job_store, Ending(job_store.world.background, rank, NUM_RANKS))
+        return at_its_end if rank else time.monotonic()
+
+    return jobs.run(body, NUM_RANKS)
+
+
+def test_rank_0_leaves_after_all_others_where_it_has_the_store(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However late they come to their end."""
+    monkeypatch.setattr(stopping, "LEAVES_WITHIN_S", LATE_S / 10)
+    first, early, late = ends(jobs)
+    assert first > late > early
+
+
+def test_it_does_not_wait_for_ever_for_one_that_is_done(jobs: Jobs, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    monkeypatch.setattr(stopping, "LEAVES_WITHIN_S", 0.2)
+    ends(jobs, never=1)
+    assert "1 ranks that are done have not left" in caplog.text
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_it_ends_with_a_job_that_fails(jobs: Jobs, monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
+    """Because another rank says so, or is lost without a word, as its node is."""
+
+    def end(ending: Ending, error: object = None) -> None:
+        raise SystemExit(str(error))
+
+    monkeypatch.setattr(Ending, "by", end)
+    monkeypatch.setattr(Ending, "follow", end)
+    first, other = map(job_store_of, range(2), jobs.start(2))
+    if lost:
+        with subprocess.Popen(["true"]) as process:
+            process.wait()
+        other.heartbeat.board.put(Beat(1, task="update", process=process_here(process.pid)))
+    else:
+        other.world.background.set("failure", "{}")
+    with pytest.raises(SystemExit, match=r"ranks \[1\] were lost" if lost else "None"):
+        leave_store(first, Ending(first.world.background, 0, NUM_RANKS))
+
+
+def test_a_rank_of_several_nodes_stays_until_it_gets_the_signal_that_has_stopped_the_job(jobs: Jobs) -> None:
+    (store,) = jobs.start(1)
+    job_store = job_store_of(0, store)
+    job_store.heartbeat.publish()
+    stop = StopRequest(0, store, job_store.observer, saves=True, within_s=60, last_resort=lambda: "", looks_at=[])
+    stop.listen()
+    begin = time.monotonic()
+    await_signal_of_launcher(stop, job_store.world, "SIGTERM")  # on one node
+    await_signal_of_launcher(stop, replace(job_store.world, num_nodes=2), "SIGINT")  # which agents do not send
+    assert not stop.heard.is_set()
+    noticed: Any = SimpleNamespace(num_nodes=2)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await_signal_of_launcher(stop, noticed, "SIGTERM")
+    stop.close()
+    assert stop.heard.is_set() and time.monotonic() - begin < stopping.NOTICED_WITHIN_S
+
+
+CHILD = """
+import os, sys, time
+from rltrain.runtime.machine import has_lost_launcher, launcher
+launcher()
+first = os.getppid()
+print("has begun", has_lost_launcher(), flush=True)
+deadline = time.monotonic() + 30
+while os.getppid() == first and time.monotonic() < deadline:
+    time.sleep(0.01)
+print("is an orphan", has_lost_launcher(), flush=True)
+"""
+
+
+@pytest.mark.parametrize(("by_torchrun", "learns"), [(True, True), (False, False)])
+def test_a_process_whose_launcher_is_killed_learns_it(by_torchrun: bool, learns: bool, tmp_path: Path) -> None:
+    """But for one that a shell has started, as by `nohup`, and left behind."""
+    (tmp_path / "child.py").write_text(CHILD)
+    launcher = subprocess.Popen(
+        ["sh", "-c", '"$@"; true', "sh", sys.executable, str(tmp_path / "child.py")],
+        env={**os.environ, "PYTHONPATH": PYTHON_PATH, **({"TORCHELASTIC_RUN_ID": "job"} if by_torchrun else {})},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert launcher.stdout is not None
+    with launcher.stdout as told:
+        assert told.readline() == "has begun False\n"
+        launcher.send_signal(signal.SIGKILL)
+        launcher.wait()
+        assert told.readline() == f"is an orphan {learns}\n"
+
+
+def test_one_whose_launcher_runs_has_not_lost_it() -> None:
+    assert not has_lost_launcher()

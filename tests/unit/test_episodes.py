@@ -1,4 +1,4 @@
-"""Conversations on one engine: what the engine drew and was given is what is trained on, whoever answers when."""
+"""Samples from the prompt to experience, and episodes of several turns."""
 
 import math
 import random
@@ -11,17 +11,213 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rltrain.algorithms.advantages import with_gae
+from rltrain.data.experience import FIELDS, SIBLINGS_APART, mini_batch_of
 from rltrain.environments.batch import EpisodeEvent, EpisodeFailure
-from rltrain.environments.interface import Action, Row, TokenIds
+from rltrain.environments.interface import Action, Row, TokenIds, Trajectory
 from rltrain.errors import EpisodeError
-from rltrain.rollout.engine import SamplingParams
-from rltrain.rollout.episodes import EnvironmentEpisodes, Observed, TurnLimits
+from rltrain.rollout.engine import SamplingParams, check_samples, response_limit
+from rltrain.rollout.episodes import (
+    CURRENT_VERSION,
+    EnvironmentEpisodes,
+    Observed,
+    TurnLimits,
+    Unusable,
+    told_trajectories,
+    with_shared_reward,
+)
 from rltrain.rollout.generation_loop import LeaderDecision
 from rltrain.rollout.groups import PromptGroups
 from rltrain.rollout.rollout_state import RolloutState
 from rltrain.rollout.sample import Sample, SampleGroup, Status, pack_groups
+from tests.support.packed_experience import packed_experience
+from tests.through_json import through_json
 
-SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_response_tokens=60, stop_token_ids=())
+SAMPLING = SamplingParams(1.0, 1.0, 0, 20, ())
+
+
+def drawn(sample: Sample, count: int, status: Status = Status.PENDING) -> Sample:
+    return sample.drawn((1,) * count, (-1.0,) * count, (5,) * count, status)
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3)), max_size=5), st.integers(0, 3), st.data())
+@settings(max_examples=25)
+def test_turns_end_where_the_model_stopped(turns: list[tuple[int, int]], count: int, data: st.DataObject) -> None:
+    sample, ends, whose = Sample(0, (9,), 0), [], []
+    for num_drawn, num_observed in turns:
+        sample = drawn(drawn(sample, num_drawn - 1), 1, Status.STOPPED)
+        whose += [True] * num_drawn + [False] * num_observed
+        ends.append(len(whose) - num_observed)
+        assert sample.is_finished and sample.turns[-1] == len(sample.tokens)
+        sample = sample.observed((2,) * num_observed)
+    sample = drawn(sample, count)
+    assert not sample.is_finished
+    assert (sample.turns, sample.loss_mask) == (tuple(ends), (*whose, *[True] * count))
+    assert sample.tokens == tuple(1 if mine else 2 for mine in sample.loss_mask)
+    assert sample.policy_versions == tuple(5 * mine for mine in sample.loss_mask)
+    assert sample.logprobs == tuple(-1.0 * mine for mine in sample.loss_mask)
+    assert sample.turn_tokens == (1,) * count
+    length = data.draw(st.integers(0, len(sample.tokens)))
+    cut = sample.first(length)
+    assert (cut.tokens, cut.turns) == (sample.tokens[:length], tuple(end for end in ends if end < length))
+
+
+def test_a_turn_may_have_a_limit_of_its_own() -> None:
+    sample = Sample(0, (9, 9), 0, turn_limit=4)
+    assert response_limit(sample, SAMPLING, 100) == 4
+    answered = drawn(sample, 4, Status.TRUNCATED).observed((2, 2), turn_limit=30)
+    assert response_limit(answered, SAMPLING, 100) == 20
+    assert response_limit(answered.observed(()), SAMPLING, 10) == 8, "the limit was that turn's alone"
+    with pytest.raises(ValueError, match="fewer than the 4"):
+        check_samples([drawn(sample, 4)], SAMPLING, unfinished=(), running=None, max_context_tokens=100)
+
+
+def test_rewards_belong_to_turns_that_have_ended() -> None:
+    with pytest.raises(ValueError, match="1 turn_rewards for 0 turns"):
+        Sample(0, (9,), 0, turn_rewards=(1.0,))
+
+
+LONG = Sample(8, (1, 2), 0).drawn((5, 6, 7), (-0.5, -0.25, -1.0), (2, 2, 3), Status.TRUNCATED)
+SHORT = Sample(9, (1, 2), 0).drawn((6,), (-2.0,), (3,), Status.STOPPED)
+OTHER = Sample(2, (3,), 0).drawn((4, 4), (-3.0, -4.0), (1, 1), Status.STOPPED)
+GROUPS = [SampleGroup(4, 17, (LONG, SHORT)), SampleGroup(1, 30, (OTHER,))]
+
+
+def test_samples_follow_each_other_with_their_prompts():
+    experience = pack_groups(GROUPS, [1, 2, 4])
+    assert experience.tokens.tolist() == [1, 2, 5, 6, 7, 1, 2, 6, 3, 4, 4]
+    assert experience.response_mask.int().tolist() == [0, 0, 1, 1, 1, 0, 0, 1, 0, 1, 1]
+    assert experience.rollout_logprobs.tolist() == [0, 0, -0.5, -0.25, -1.0, 0, 0, -2.0, 0, -3.0, -4.0]
+    assert experience.policy_version.tolist() == [0, 0, 2, 2, 3, 0, 0, 3, 0, 1, 1], "of each token"
+    assert experience.lengths.tolist() == [5, 3, 3]
+
+
+def test_only_what_the_model_drew_is_trained_on():
+    """Tokens of a tool, say, stand between those of the model."""
+    mixed = replace(LONG, loss_mask=(True, False, True))
+    experience = pack_groups([SampleGroup(4, 17, (mixed, SHORT))], [4])
+    assert experience.tokens.tolist() == [1, 2, 5, 6, 7, 1, 2, 6]
+    assert experience.response_mask.int().tolist() == [0, 0, 1, 0, 1, 0, 0, 1]
+
+
+def test_samples_are_known_by_id_group_row_and_end():
+    experience = pack_groups(GROUPS, [1, 2, 4])
+    assert experience.sample_ids.tolist() == [8, 9, 2]
+    assert experience.group_ids.tolist() == [2, 2, 0]
+    assert experience.prompt_ids.tolist() == [17, 17, 30]
+    assert experience.truncated.tolist() == [True, False, False]
+
+
+def test_no_groups_are_experience_too():
+    """An engine that finished nothing of a chunk has the same fields to send as the others."""
+    nothing, something = pack_groups([], []), pack_groups(GROUPS, [1, 4])
+    assert (nothing.num_samples, nothing.num_tokens) == (0, 0)
+    assert nothing.present() == something.present()
+    for experience in (nothing, something):
+        for name, values in experience.columns().items():
+            assert values.dtype is FIELDS[name][0], name
+            assert values.shape == torch.Size(
+                [experience.num_samples if FIELDS[name][1] == "sample" else len(experience.tokens)]
+            )
+
+
+@given(st.lists(st.integers(1, 7), min_size=1, max_size=6), st.sampled_from([(4, 1), (4, 2), (4, 4), (4, 8), (1, 2)]))
+def test_every_sample_is_in_one_mini_batch_and_each_takes_some_of_every_large_group(sizes, shape):
+    samples_per_group, num_mini_batches = shape
+    num_groups = len(sizes)
+    if num_groups * samples_per_group % num_mini_batches:
+        return
+    groups = torch.repeat_interleave(torch.arange(num_groups), torch.tensor(sizes))
+    num_blocks = max(num_mini_batches // samples_per_group, 1)
+    found = mini_batch_of(groups, num_groups, samples_per_group, num_mini_batches, num_blocks)
+    assert len(found) == sum(sizes)
+    assert int(found.min()) >= 0 and int(found.max()) < num_mini_batches
+    if num_mini_batches <= samples_per_group:
+        for group, size in enumerate(sizes):
+            if size >= samples_per_group:
+                assert set(found[groups == group].tolist()) == set(range(num_mini_batches))
+
+
+def test_equal_groups_are_cut_as_ever():
+    groups = torch.repeat_interleave(torch.arange(3), 4)
+    assert mini_batch_of(groups, 3, 4, 2, 1).tolist() == [0, 0, 1, 1] * 3
+
+
+def test_rewards_of_turns_stand_at_their_ends_in_gae():
+    """By the recursion of the paper, backwards over the tokens that the model drew."""
+    experience = packed_experience([(2, 6), (1, 3)], seed=1)
+    mask = experience.response_mask.clone()
+    mask[4] = False  # the environment's, between two turns
+    turn_rewards = torch.zeros(experience.num_tokens)
+    turn_rewards[3], turn_rewards[7] = 0.5, -0.25
+    rewards = torch.tensor([0.25 + 1.0, 2.0])  # another 1.0 that came with no turn
+    gamma, lam = 0.9, 0.8
+    experience = experience.with_fields(response_mask=mask, turn_rewards=turn_rewards, rewards=rewards)
+    found = with_gae(experience, gamma=gamma, lam=lam)
+    expected = torch.zeros(experience.num_tokens, dtype=torch.float64)
+    for first, end, rest in ((0, 8, 1.0), (8, 12, 2.0)):
+        advantage = next_value = 0.0
+        drawn = [token for token in range(first, end) if mask[token]]
+        for token in reversed(drawn):
+            reward = float(turn_rewards[token]) + (rest if token == drawn[-1] else 0.0)
+            value = float(experience.values[token])
+            advantage = reward + gamma * next_value - value + gamma * lam * advantage
+            expected[token], next_value = advantage, value
+    torch.testing.assert_close(found.advantages.double(), expected, atol=1e-6, rtol=1e-6)
+
+
+def drawn_by_turns(number: int, prompt: tuple[int, ...], turns: list[tuple[int, ...]]) -> Sample:
+    sample = Sample(number, prompt, seed=5)
+    for turn in turns:
+        count = len(turn)
+        sample = sample.observed((90,)) if sample.tokens else sample
+        sample = sample.drawn(turn, [-1.0] * count, [3] * count, Status.STOPPED)
+    return sample
+
+
+def test_a_context_that_does_not_go_on_begins_another_trajectory():
+    sample = drawn_by_turns(7, (1, 2), [(5, 6)])
+    new, closed = Observed(7, tokens=(1, 2, 5, 9), reward=0.5, branches=True).applied_to(sample, max_turn_tokens=4)
+    assert (closed.id, closed.turn_rewards, closed.status) == (7 + SIBLINGS_APART, (0.5,), Status.STOPPED)
+    assert (new.id, new.prompt, new.tokens, new.parent) == (7, (1, 2, 5, 9), (), closed.id)
+    assert new.seed != sample.seed and new.episode == closed.episode == 7
+    again, second = Observed(7, tokens=(4,), branches=True).applied_to(drawn_from(new), max_turn_tokens=None)
+    assert second.id == 7 + 2 * SIBLINGS_APART and again.parent == second.id
+
+
+def drawn_from(sample: Sample) -> Sample:
+    return sample.drawn((8,), (-0.5,), (3,), Status.STOPPED)
+
+
+def test_all_trajectories_of_an_episode_are_worth_what_it_was():
+    first = Observed(1, Status.STOPPED, reward=0.25).applied_to(drawn_by_turns(1, (1,), [(5,)]), None)[0]
+    second = Observed(1, Status.STOPPED, reward=1.0).applied_to(drawn_by_turns(1, (1, 2), [(6,)]), None)[0]
+    shared = with_shared_reward([first, second])
+    assert [sum(sample.turn_rewards) for sample in shared] == [1.25, 1.25]
+
+
+def test_told_trajectories_take_what_the_engine_recorded():
+    known = drawn_by_turns(3, (1, 2), [(5, 6), (7,)])
+    told = Trajectory(known.context, num_response_tokens=4, reward=2.0)
+    answer = told_trajectories(known, [known], [told])
+    (sample,) = answer.trajectories
+    assert (sample.prompt, sample.tokens, sample.loss_mask) == (known.prompt, known.tokens, known.loss_mask)
+    assert (sample.logprobs, sample.turn_rewards) == (known.logprobs, (2.0,))
+    other = Trajectory((1, 8, 9), num_response_tokens=2, reward=1.0, logprobs=(-0.1, -0.2), trained_on=False)
+    first, second = told_trajectories(known, [known], [told, other]).trajectories
+    assert (second.id, second.tokens, second.loss_mask) == (3 + SIBLINGS_APART, (8, 9), (False, False))
+    assert set(second.policy_versions) == {CURRENT_VERSION}
+    unknown = Trajectory((1, 8, 9), num_response_tokens=2, reward=1.0)
+    with pytest.raises(Unusable, match="trajectory 0"):
+        told_trajectories(known, [known], [unknown])
+
+
+@pytest.mark.parametrize("answer", [Observed(3, tokens=(1,), reward=0.1), Observed(4, Status.FAILED)])
+def test_answers_are_the_same_on_all_ranks(answer):
+    assert through_json(answer) == answer
+
+
+EPISODE_SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_response_tokens=60, stop_token_ids=())
 NUM_SAMPLES = 3
 END = 7
 """The token that ends a turn."""
@@ -78,7 +274,7 @@ class TurnEngine:
     def _draw(self, sample: Sample) -> Sample:
         token = self.random.choice([1, 2, 3, END])
         self.log[sample.id].append(token)
-        limit = min(SAMPLING.max_response_tokens, sample.turn_limit or SAMPLING.max_response_tokens)
+        limit = min(EPISODE_SAMPLING.max_response_tokens, sample.turn_limit or EPISODE_SAMPLING.max_response_tokens)
         status = Status.STOPPED if token == END else Status.PENDING
         if status == Status.PENDING and len(sample.tokens) + 1 >= limit:
             status = Status.TRUNCATED
@@ -168,7 +364,7 @@ def conversations(
         ids = range(position * NUM_SAMPLES, (position + 1) * NUM_SAMPLES)
         return SampleGroup(position, position, tuple(Sample(number, (99,), seed=number) for number in ids))
 
-    return PromptGroups(engine, SAMPLING, group_at, NUM_SAMPLES, episodes, max_turn_tokens=9)
+    return PromptGroups(engine, EPISODE_SAMPLING, group_at, NUM_SAMPLES, episodes, max_turn_tokens=9)
 
 
 def run(groups: PromptGroups, positions: deque[int], num_rounds: int = 5000) -> list[SampleGroup]:

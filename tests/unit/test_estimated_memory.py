@@ -1,22 +1,54 @@
-"""Bytes of roles by formula, where the parts come and go, and what is said where they are too many."""
+"""Bytes that a job is said to need, before it starts."""
 
 import itertools
 import math
+import weakref
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from rltrain.config.schema import Config
-from rltrain.errors import ConfigError
-from rltrain.models import canonical_tensors, quantizable_tensors
+from rltrain.errors import ConfigError, PlacementError
+from rltrain.models import ExpertLayers, canonical_tensors, quantizable_tensors, read_architecture
+from rltrain.models.architecture import Unlisted
+from rltrain.models.flops import forward_flops
+from rltrain.models.of_roles import reference_uses_actor_modules
+from rltrain.models.table import CanonicalTensors
 from rltrain.planning.activation_memory import Activations
 from rltrain.planning.hardware import GB, GPUS, gpu_named
-from rltrain.planning.memory import kv_bytes, largest, memory_checkpoint_bytes, rank_memories, resident_bytes
-from rltrain.planning.planned import plan_job, served_bytes
+from rltrain.planning.memory import (
+    cache_on_gpu,
+    host_bytes,
+    kv_bytes,
+    largest,
+    memory_checkpoint_bytes,
+    rank_memories,
+    resident_bytes,
+    working_bytes,
+)
+from rltrain.planning.optimizer_memory import STAGING_BYTES, orthogonalizing_s
+from rltrain.planning.planned import PlannedJob, Workload, plan_job, served_bytes
 from rltrain.planning.search import best_changes
-from rltrain.runtime.placement import resolve_placement
+from rltrain.planning.task_time import TrainingTime
+from rltrain.planning.validation import check_config
+from rltrain.planning.validation_models import check_against_architecture
+from rltrain.rollout.embedded.engine import budget_within
+from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.sample import Sample
+from rltrain.rollout.workspace import workspace
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.placement import resolve_placement, role_grids
 from rltrain.tasks.roles import DECLARED
-from tests.model_shards import tiny_architecture
+from tests.support.model_shards import tiny_architecture
+from tests.support.rollout_models import load_engine, write_checkpoint
+from tests.support.schedule_configs import make_config, place
 from tools.benchmarks.model_shapes import deepseek_v3, qwen3_8b, qwen3_30b_a3b
 
 H100 = GPUS["h100"]
@@ -327,3 +359,295 @@ def test_scores_that_no_kernel_has_count_by_the_block():
         assert found.training(8192) - plain.training(8192) == 6 * 4 * 2**25
         assert found.evaluating(8192) - plain.evaluating(8192) == 6 * 4 * 2**25
         assert found.training(100) - plain.training(100) == 6 * 4 * 32 * 100**2
+
+
+APART = {"actor": "0-7", "rollout, reward": "8-15"}
+
+
+def eight_b(**optimizer: Any) -> PlannedJob:
+    return job_of(qwen3_8b(), APART, 16, actor={"optimizer": optimizer})
+
+
+def held(job: PlannedJob) -> tuple[dict[str, int], int]:
+    """On the device by part, and on the host for good."""
+    return resident_bytes(job, "actor", 0), host_bytes(job, {"actor": 0}, frozenset()).get("optimizer", 0)
+
+
+def test_moments_in_bf16_take_half() -> None:
+    (plain, _), (small, on_host) = held(eight_b()), held(eight_b(moments_dtype="bfloat16"))
+    assert small["optimizer"] == plain["optimizer"] // 2
+    assert {k: v for k, v in small.items() if k != "optimizer"} == {k: v for k, v in plain.items() if k != "optimizer"}
+    assert on_host == 0
+
+
+@pytest.mark.parametrize(("given", "share"), [(True, 1.0), (0.25, 0.25)])
+def test_what_is_offloaded_is_on_the_host(given: float, share: float) -> None:
+    (plain, _), (left, on_host) = held(eight_b()), held(eight_b(cpu_offload=given))
+    moved = sum(plain[part] - left[part] for part in ("master_weights", "optimizer"))
+    assert moved == pytest.approx(share * (plain["master_weights"] + plain["optimizer"]))
+    assert on_host == pytest.approx(moved + STAGING_BYTES)
+    assert left["weights"] == plain["weights"] and left["gradients"] == plain["gradients"]
+
+
+def test_muon_keeps_one_momentum_of_every_matrix() -> None:
+    (plain, _), (muon, _) = held(eight_b()), held(eight_b(name="muon"))
+    vocabulary = 2 * 151936 * 4096
+    matrices = 8.19e9 - vocabulary
+    assert muon["optimizer"] == pytest.approx((matrices + 2 * vocabulary) * 4 / 8, rel=0.01)
+    assert muon["master_weights"] == plain["master_weights"]
+    assert working_bytes(eight_b(name="muon"), "update", {"actor": 0})["orthogonalizing"] > 0
+    assert "orthogonalizing" not in working_bytes(eight_b(), "update", {"actor": 0})
+
+
+def test_matrices_are_made_orthogonal_once_for_all_ranks() -> None:
+    cut = job_of(qwen3_8b(), APART, 16, actor={"optimizer": {"name": "muon"}, "parallel": {"tp": 4}})
+    whole = orthogonalizing_s(eight_b(name="muon"), "actor", 0, H100)
+    assert orthogonalizing_s(cut, "actor", 0, H100) == pytest.approx(whole, rel=1e-3) and whole > 0
+    experts = {"optimizer": {"name": "muon"}, "parallel": {"ep": 8}}
+    alone, spread = (
+        orthogonalizing_s(job_of(qwen3_30b_a3b(), APART, 16, actor={**experts, **parallel}), "actor", 0, H100)
+        for parallel in ({"parallel": {"ep": 1}}, {"parallel": {"ep": 8}})
+    )
+    assert alone == pytest.approx(spread, rel=1e-3)
+
+
+def test_steps_take_longer_on_the_host_and_with_muon() -> None:
+    plain, offloaded, muon = (
+        TrainingTime(eight_b(**settings), "actor", H100, Workload(500, 1000, 2000)).optimizer_steps()
+        for settings in ({}, {"cpu_offload": True}, {"name": "muon"})
+    )
+    assert offloaded > 3 * plain and muon > plain
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_activations_on_the_host_leave_some_layers_of_them(recompute: str) -> None:
+    def of(**model: Any) -> tuple[int, int]:
+        job = job_of(qwen3_8b(), APART, 16, model={"path": "m", "recompute": recompute, **model})
+        on_device = working_bytes(job, "update", {"actor": 0})["activations"]
+        return on_device, host_bytes(job, {"actor": 0}, frozenset()).get("activations", 0)
+
+    (plain, nothing), (left, moved) = of(), of(activation_offload=True)
+    assert nothing == 0
+    assert left < plain / 2 and moved > plain - left
+
+
+NUM_RUNNING, PROMPT_TOKENS = 32, 128
+LONG = {"max_running_requests": 1024, "max_context_tokens": 16384, "sampling": {"max_response_tokens": 8192}}
+
+
+class LiveBytes(TorchDispatchMode):
+    """Of the storages that operators within it made and something still has: the most at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = self._now = 0
+        self._tensors: dict[int, int] = {}
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        result = operator(*args, **kwargs or {})
+        for made in tree_leaves(result):
+            if isinstance(made, Tensor) and (_storage(made) in self._tensors or _storage(made) not in given):
+                self._hold(made)
+        return result
+
+    def _hold(self, tensor: Tensor) -> None:
+        storage, size = _storage(tensor), tensor.untyped_storage().nbytes()
+        self._tensors[storage] = self._tensors.get(storage, 0) + 1
+        if self._tensors[storage] == 1:
+            self._now += size
+            self.most = max(self.most, self._now)
+        weakref.finalize(tensor, self._drop, storage, size)
+
+    def _drop(self, storage: int, size: int) -> None:
+        self._tensors[storage] -= 1
+        if not self._tensors[storage]:
+            del self._tensors[storage]
+            self._now -= size
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+@pytest.mark.parametrize("family", ["qwen3", "glm4", "qwen3_moe", "deepseek_v3"])
+def test_no_more_is_live_in_an_engine_than_its_workspace(tmp_path: Path, family: str) -> None:
+    """Prompts that fill half a pass, then all of them draw; and most of it is."""
+    checkpoint = write_checkpoint(tmp_path, family)
+    engine, _ = load_engine(checkpoint, max_running_requests=NUM_RUNNING)
+    samples = [
+        Sample(number, tuple(1 + (number + place) % 40 for place in range(PROMPT_TOKENS)), seed=number)
+        for number in range(NUM_RUNNING)
+    ]
+    sampling = SamplingParams(1.0, 1.0, 0, 2, ())
+    engine.generate(samples, sampling)  # its cache is there from here on
+    with LiveBytes() as live:
+        engine.generate([Sample(9 + one.id, one.prompt, seed=7) for one in samples], sampling)
+    needed = workspace(
+        read_architecture(checkpoint),
+        Grid((0,)),
+        num_running=NUM_RUNNING,
+        prefill_tokens=NUM_RUNNING * PROMPT_TOKENS,
+        item_bytes=4,
+    )
+    assert 0.75 * needed.generating < live.most < needed.generating
+
+
+@pytest.mark.parametrize("role", ["rollout", "evaluation"])
+def test_engine_and_estimate_leave_the_same_to_it(monkeypatch: pytest.MonkeyPatch, role: str) -> None:
+    free, total = 50 * GB, H100.memory_gb * GB
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free), int(total)))
+    placement = {"actor": 0, "rollout, reward": 1, "evaluation": 2}
+    evaluated = {"data": {"train": {"path": "t"}, "eval": {"path": "e"}}}
+    job = job_of(qwen3_8b(), placement, 3, rollout=LONG, **evaluated)
+    site = SimpleNamespace(
+        config=job.config,
+        architecture=qwen3_8b(),
+        grid=job.grids[role],
+        others=(),
+        leaves=False,
+        world=SimpleNamespace(device=torch.device("cuda")),
+    )
+    budget = budget_within(site, "auto", role)  # type: ignore[arg-type]
+    assert budget is not None
+    assert budget.num_bytes() == cache_on_gpu(job, role, H100, int(total - free))
+    assert budget.num_bytes() < 0.95 * free - working_bytes(job, "generate", {"rollout": 0})["activations"]
+
+
+@pytest.mark.parametrize(("model", "tp"), [(qwen3_8b, 1), (qwen3_30b_a3b, 2), (deepseek_v3, 32)])
+def test_whatever_engines_take_by_themselves_fits(model: Any, tp: int) -> None:
+    """With more responses than there is room for, the device is full at the most, and not much less."""
+    placement = {"actor": f"0-{2 * tp - 1}", "rollout, reward": f"{2 * tp}-{3 * tp - 1}"}
+    rollout = {**LONG, "parallel": {"tp": tp, "ep": tp if model is deepseek_v3 else 1}}
+    batch = {"prompts_per_step": 4096, "samples_per_prompt": 8}
+    job = job_of(model(), placement, 3 * tp, rollout=rollout, batch=batch)
+    engine = largest([memory for memory in rank_memories(job, H100) if "rollout" in memory.kind.roles])
+    assert engine.fits(H100)
+    assert engine.peak.total > 0.9 * H100.usable_bytes
+
+
+FSDP: dict[str, Any] = {"backend": "fsdp"}
+
+
+def refusal(**sections: Any) -> str:
+    with pytest.raises(ConfigError) as refused:
+        check_config(make_config(**sections))
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"actor": {**FSDP, "parallel": {"tp": 2}}}, ["actor.parallel.tp: got 2", "expected 1", "gathered whole"]),
+        ({"actor": {**FSDP, "parallel": {"pp": 2}}}, ["actor.parallel.pp: got 2", "all layers"]),
+        ({"actor": {**FSDP, "parallel": {"ep": 2}}}, ["actor.parallel.ep: got 2", "sharded as all parameters"]),
+        ({"actor": {**FSDP, "parallel": {"etp": 1}}}, ["actor.parallel.etp: got 1", "expected null"]),
+        ({"reference": {**FSDP, "parallel": {"tp": 2}}}, ["reference.parallel.tp", "for role reference"]),
+        ({"reference": FSDP, "actor": {"parallel": {"tp": 2}}}, ["actor.parallel.tp: got 2", "for role reference"]),
+        ({"actor": {**FSDP, "distributed_optimizer": False}}, ["actor.distributed_optimizer: got false", "true"]),
+        ({"actor": {**FSDP, "overlap": False}}, ["actor.overlap: got false", "expected auto"]),
+        ({"actor": {**FSDP, "gradient_bucket_mb": 2}}, ["actor.gradient_bucket_mb", "expected null"]),
+        ({"actor": FSDP, "model": {"path": "m", "dtype": "float16"}}, ["model.dtype: got float16", "bfloat16"]),
+        ({"actor": FSDP, "model": {"path": "m", "head_dtype": "float32"}}, ["model.head_dtype", "expected null"]),
+        ({"actor": FSDP, "model": {"path": "m", "logits_chunk_tokens": 9}}, ["model.logits_chunk_tokens", "at once"]),
+        ({"actor": FSDP, "model": {"path": "m", "recompute": "selective"}}, ["model.recompute", "none or full"]),
+        ({"actor": FSDP, "model": {"path": "m", "moe": {"z_loss_coef": 0.1}}}, ["model.moe.z_loss_coef: got 0.1"]),
+        ({"actor": {**FSDP, "optimizer": {"cpu_offload": 0.5}}}, ["actor.optimizer.cpu_offload: got 0.5", "or false"]),
+        (
+            {"actor": {**FSDP, "optimizer": {"cpu_offload": True}}, "model": {"path": "m", "lora": {}}},
+            ["actor.optimizer.cpu_offload: got true", "model.lora", "expected false"],
+        ),
+        ({"actor": FSDP, "residency": {"communicators": "release"}}, ["residency.communicators", "expected keep"]),
+        ({"actor": {"fsdp": {"replicas": 2}}}, ["actor.fsdp", "actor.backend: fsdp"]),
+    ],
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else None,
+)
+def test_what_cannot_be_is_refused(sections: dict[str, Any], words: list[str]) -> None:
+    message = refusal(**sections)
+    assert all(word in message for word in words), message
+
+
+def test_what_can_be_is_accepted() -> None:
+    model = {"path": "m", "dtype": "float32", "recompute": "full", "head_dtype": "float32"}
+    check_config(make_config(actor={**FSDP, "fsdp": {"replicas": 2}, "parallel": {"cp": 2}}, model=model))
+    check_config(make_config(actor={"parallel": {"tp": 2}}, reference={**FSDP, "parallel": {}}))
+
+
+def planned(architecture: Any = None, **sections: Any) -> PlannedJob:
+    config = make_config(placement={"actor,reference": "0-2", "rollout,reward": 3}, **sections)
+    placement = place(config.placement)
+    found = architecture or tiny_architecture("qwen3")
+    roles = dict.fromkeys(("actor", "reference", "rollout"), found)
+    return PlannedJob(config, placement, role_grids(config, placement), roles, 4)
+
+
+def check_planned(job: PlannedJob) -> None:
+    check_against_architecture(job.config, job.grids, job.architectures)
+
+
+LENGTHS = {
+    "data": {"train": {"path": "t"}, "max_prompt_tokens": 8},
+    "rollout": {"sampling": {"max_response_tokens": 8}},
+}
+
+
+def test_copies_divide_the_ranks() -> None:
+    with pytest.raises(PlacementError, match=r"actor has 3 ranks, which 2 copies .* multiple of 2"):
+        planned(actor={**FSDP, "fsdp": {"replicas": 2}})
+    grid = planned(actor={**FSDP, "fsdp": {"replicas": 3}}).grids["actor"]
+    assert grid.sharded_array.tolist() == [[0], [1], [2]] and grid.dp == 3
+
+
+def test_heads_are_dealt_out_by_context_parallelism() -> None:
+    with pytest.raises(ConfigError, match=r"actor.parallel.cp: got 3 with backend fsdp.*4 attention heads"):
+        check_planned(planned(actor={**FSDP, "parallel": {"cp": 3}}, **LENGTHS))
+
+
+def test_ranks_that_have_whole_heads_know_windows_and_bent_scores() -> None:
+    heads: dict[str, Any] = {"num_heads": 6, "num_kv_heads": 3, "max_positions": 64}
+    bent = tiny_architecture("gemma2", attention_softcap=50.0, **heads)
+    for architecture in (tiny_architecture("gemma3_text", num_layers=4, **heads), bent):
+        check_planned(planned(architecture, actor={**FSDP, "parallel": {"cp": 3}}, **LENGTHS))
+
+
+def test_a_router_with_a_bias_needs_megatron() -> None:
+    architecture = tiny_architecture("qwen3_moe")
+    assert architecture.moe
+    sigmoid = replace(architecture, moe=replace(architecture.moe, score="sigmoid"))
+    with pytest.raises(ConfigError, match="actor.backend: got fsdp, but the model .* expected megatron"):
+        check_planned(planned(sigmoid, actor=FSDP, **LENGTHS))
+    check_planned(planned(architecture, actor=FSDP, **LENGTHS))
+    assert isinstance(architecture.moe, ExpertLayers)
+
+
+def test_a_family_that_no_engine_knows_is_refused_for_serving_alone() -> None:
+    tensors = CanonicalTensors(("b.wte", "b.h.0.w", "b.h.1.w", "head"), ((7, 4), (4, 6), (4, 6), (7, 4)))
+    unlisted = replace(tiny_architecture(), family="olmo2", unlisted=Unlisted(tensors, "b", ""))
+    with pytest.raises(ConfigError, match="of family olmo2, which backend fsdp trains and no engine"):
+        check_planned(planned(unlisted, actor=FSDP, **LENGTHS))
+    flops = forward_flops(unlisted)
+    assert (flops.layers, flops.head) == (2 * 48, 2 * unlisted.hidden_size * unlisted.vocab_size)
+
+
+def test_a_reference_takes_the_actors_place_only_under_its_backend() -> None:
+    for reference, expected in ((FSDP, True), ({"backend": "megatron"}, False)):
+        job = planned(actor=FSDP, reference=reference)
+        assert reference_uses_actor_modules(job.config, job.grids, job.architectures) == expected
+    on_host = planned(actor={**FSDP, "optimizer": {"cpu_offload": True}}, reference=FSDP)
+    assert not reference_uses_actor_modules(on_host.config, on_host.grids, on_host.architectures)
+
+
+def test_the_dry_run_counts_shards() -> None:
+    """Of which the first rank has the largest, and layers that are whole for a while."""
+    one, shared = (planned(actor={**FSDP, "fsdp": {"replicas": n}}) for n in (3, 1))
+    whole, shard = (resident_bytes(job, "actor", 0) for job in (one, shared))
+    assert whole["weights"] / 3 <= shard["weights"] < whole["weights"] / 2
+    assert shard["optimizer"] == 2 * shard["gradients"] == 2 * shard["weights"] and not shard["master_weights"]
+    assert resident_bytes(shared, "reference", 0)["weights"] == shard["weights"] // 2, "bfloat16"
+    on_host = planned(actor={**FSDP, "optimizer": {"cpu_offload": True}})
+    assert not any(resident_bytes(on_host, "actor", 0).values())
+    assert host_bytes(on_host, {"actor": 0}, frozenset())["optimizer"] == sum(shard.values())
+    assert working_bytes(on_host, "weight_sync", {"actor": 0})["merged"] == shard["weights"]
+    found = [working_bytes(job, "update", {"actor": 0})["gathered weights"] for job in (one, shared)]
+    assert found[0] == found[1] > working_bytes(shared, "reference_logprobs", {"reference": 0})["gathered weights"] > 0

@@ -1,12 +1,17 @@
-"""An evaluation set on its way: drawn by an engine, scored by the reward's ranks, and the best policy kept."""
+"""Held-out evaluation by the roles of a job, with and without ranks of its own."""
 
 import json
+import re
+from itertools import combinations
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.checkpoint.run_files import write_files
@@ -20,23 +25,40 @@ from rltrain.observability.evaluations import (
     BEST_STATE_FILE,
     Best,
     BestSoFar,
+    best_at_k,
     best_verdict_of,
     end_verdict_of,
+    pass_at_k,
+    sizes_up_to,
 )
+from rltrain.planning.description import describe_evaluation, estimator_of_sets
+from rltrain.planning.doubts import obstacle_to_repeating
+from rltrain.planning.hardware import GPUS
+from rltrain.planning.memory import rank_memories
+from rltrain.planning.options import DryRunOptions
+from rltrain.planning.planned import Workload
+from rltrain.planning.search import best_changes
+from rltrain.planning.step_time import Clock
+from rltrain.planning.validation import check_config
+from rltrain.planning.validation_schedule import check_schedule
 from rltrain.roles import actor as actor_module
 from rltrain.roles import drawing
+from rltrain.roles import evaluation as evaluation_module
 from rltrain.roles.actor import ActorRole
-from rltrain.roles.evaluation import metrics_of, record_of
+from rltrain.roles.evaluation import EvaluationRole, metrics_of, record_of
 from rltrain.roles.reward import RewardRole
 from rltrain.roles.rollout import RolloutRole
 from rltrain.rollout.engine import SamplingParams
 from rltrain.runtime.grid import Grid
+from rltrain.runtime.placement import role_grids
 from rltrain.schedule.shape import RunShape
-from tests.unit.packed_experience import packed_experience
-from tests.unit.schedule_configs import make_config
-from tests.unit.scripted_engine import ScriptedEngine
-from tests.unit.shared_store import ShortPatience, open_store
-from tests.unit.test_reporter import FakeBulletin
+from tests.support.packed_experience import packed_experience
+from tests.support.schedule_configs import make_config, place
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.shared_store import ShortPatience, open_store
+from tests.unit.test_estimated_memory import anything, job_of
+from tests.unit.test_metrics import FakeBulletin
+from tools.benchmarks.model_shapes import qwen3_8b
 
 HARD = {
     "name": "hard",
@@ -81,7 +103,7 @@ def config_of(**evaluation: Any) -> Config:
     return make_config(evaluation={"sets": [HARD], **evaluation}, placement={"actor": 0, "rollout,reward": "1-2"})
 
 
-def job_of(config: Config, rank: int, shared: dict[str, str], **more: Any) -> Any:
+def evaluating_job(config: Config, rank: int, shared: dict[str, str], **more: Any) -> Any:
     rows, encoder = (Rows(3), Rows(5)), SimpleNamespace(end_tokens=frozenset({1}))
     prompts = SimpleNamespace(
         training=None, order=None, train=rows[0], evaluations=rows, decoder=LastToken(), encoder=encoder
@@ -125,7 +147,7 @@ def test_an_engine_draws_a_set_as_it_says_and_alike_at_every_step(monkeypatch: p
     monkeypatch.setattr(drawing, "build_engine", lambda *_: hosted)
     monkeypatch.setattr(RolloutRole, "site", lambda self: None)
     with open_store() as store:
-        job = job_of(config_of(), 0, {})
+        job = evaluating_job(config_of(), 0, {})
         job.world.store = store
         job.grids["rollout"] = Grid((0,))
         rollout = RolloutRole(job)
@@ -160,7 +182,7 @@ def score(config: Config, parts: dict[int, Experience], step: int, resumed: Resu
     """
     shared: dict[str, str] = {}
     for rank in sorted(parts, reverse=True):
-        job = job_of(config, rank, shared)
+        job = evaluating_job(config, rank, shared)
         job.resumed = resumed
         reward = RewardRole(job)
         samples = Shipment(parts[rank], torch.ones(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
@@ -236,7 +258,7 @@ def test_a_metric_that_no_evaluation_reports_ends_the_run_with_its_key():
 
 def actor_of(config: Config, rank: int, shared: dict[str, str], saved: list[str]) -> ActorRole:
     actor = ActorRole.__new__(ActorRole)
-    actor.job, actor.config, actor.grid = job_of(config, rank, shared), config, Grid((0, 3))
+    actor.job, actor.config, actor.grid = evaluating_job(config, rank, shared), config, Grid((0, 3))
     actor.held_out_best = None
     actor._save = lambda folder, notes={}: saved.append(folder)  # type: ignore[method-assign]
     return actor
@@ -295,3 +317,236 @@ def test_a_candidate_is_kept_or_removed_by_one_rank(tmp_path: Path, monkeypatch:
     assert (tmp_path / "hf_candidate").exists(), "it is the first rank's to remove"
     actor_of(config, 0, shared, []).keep_candidate(4, 0)
     assert not (tmp_path / "hf_candidate").exists()
+
+
+PLACED = {"actor": 0, "rollout, reward": 1, "evaluation": "2-3"}
+OWN = {"name": "own", "data": {"path": "o"}, "samples_per_prompt": 4, "sampling": {"temperature": 1.0}}
+
+
+def check_sections(**sections: Any) -> Config:
+    config = make_config(**{"placement": PLACED, **sections})
+    check_config(config)
+    placement = place(config.placement)
+    check_schedule(config, placement, role_grids(config, placement))
+    return config
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"evaluation": {"parallel": {"tp": 2}, "max_context_tokens": 8192, "sets": [OWN]}},
+        {"schedule": {"mode": "asynchronous", "max_staleness": 1}, "evaluation": {"stop_at": 0.5}},
+        {"algorithm": "sft", "placement": {"actor": 0, "evaluation": 1}},
+    ],
+)
+def test_it_may_be_placed_on_ranks_of_its_own_in_any_mode(sections: dict[str, Any]):
+    check_sections(**sections)
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        (
+            {"placement": {**PLACED, "evaluation": "1-2"}},
+            "placement.evaluation: shares ranks 1 with reward, rollout, which could not go on while it draws; expected "
+            "ranks of its own. Or leave the role out",
+        ),
+        ({"data": {"train": {"path": "t"}}}, "placement.evaluation: the role is placed, and nothing is evaluated"),
+        (
+            {"placement": {**PLACED, "env": 1}, "env": {"function": "calculator"}},
+            "placement.evaluation: got the role with role env",
+        ),
+        (
+            {"placement": {**PLACED, "evaluation": 2, "reward_model": 3}, "reward_model": {"path": "rm"}},
+            "data.eval: is scored by the run's reward, of which reward_model is part",
+        ),
+        (
+            {"rollout": {"dtype": "fp8"}, "evaluation": {"keep_best": {"metric": "eval/score"}}},
+            "evaluation.keep_best: got one with engines of role evaluation in fp8, which have no other weights to "
+            "keep; expected evaluation.dtype: auto",
+        ),
+        (
+            {"evaluation": {"engine": "sglang", "kv_cache_gb": 4.0}},
+            "evaluation.kv_cache_gb: got 4.0 with evaluation.engine sglang, whose server decides; expected auto: set "
+            "mem_fraction_static in rollout.sglang.args",
+        ),
+        (
+            {"rollout": {"kv_cache_gb": 4.0}, "evaluation": {"engine": "sglang"}},
+            "rollout.kv_cache_gb: got 4.0 with evaluation.engine sglang",
+        ),
+        (
+            {"placement": {"actor": 0, "rollout, reward": 1}, "evaluation": {"max_running_requests": 8}},
+            "evaluation.max_running_requests: got 8, of engines of role evaluation, which is not placed; expected "
+            "evaluation: ranks in placement, or rollout.max_running_requests",
+        ),
+        (
+            {"evaluation": {"max_context_tokens": 1000}},
+            "evaluation.max_context_tokens: got 1000; expected at least data.max_prompt_tokens 1024 + "
+            "rollout.sampling.max_response_tokens 1024 = 2048",
+        ),
+        ({"evaluation": {"parallel": {"pp": 2}}}, "evaluation.parallel.pp: got 2; expected 1"),
+        ({"algorithm": "dpo"}, "role evaluation has nothing to do in algorithm dpo"),
+        ({"algorithm": "evaluate"}, "role evaluation has nothing to do in algorithm evaluate"),
+    ],
+)
+def test_what_it_cannot_have_is_refused_with_the_key(sections: dict[str, Any], expected: str):
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        check_sections(**sections)
+
+
+def test_its_engines_are_the_rollouts_but_for_what_it_says():
+    config = make_config(
+        placement=PLACED, rollout={"dtype": "fp8", "parallel": {"tp": 2}}, evaluation={"dtype": "auto"}
+    )
+    assert config.served("evaluation") == config.rollout.model_copy(update={"dtype": "auto", "offload": False})
+    assert config.parallel_of("evaluation") == (config.rollout.parallel, "rollout.parallel")
+    assert config.served("rollout") is config.rollout
+
+
+def test_where_it_may_end_a_run_that_run_does_not_repeat():
+    placement = place(PLACED)
+    ends, goes_on = (check_sections(evaluation={"stop_at": goal}) for goal in (0.5, None))
+    assert "evaluation.stop_at" in (obstacle_to_repeating(ends, role_grids(ends, placement)) or "")
+    assert obstacle_to_repeating(goes_on, role_grids(goes_on, placement)) is None
+
+
+def test_its_bytes_and_seconds_are_foretold_and_are_no_part_of_a_step():
+    apart = {"actor": "0-3", "rollout, reward": "4-5", "evaluation": "6-7"}
+    data = {"train": {"path": "t"}, "eval": {"path": "e"}}
+    gpu, sections = GPUS["h100"], {"data": data, "evaluation": {"interval": 2}, "actor": {"parallel": {"tp": 4}}}
+    job = job_of(qwen3_8b(), apart, 8, **{**sections, "evaluation": {"interval": 2, "max_running_requests": 64}})
+    crowd = {"interval": 2, "max_running_requests": 32768}
+    more_at_once = job_of(qwen3_8b(), apart, 8, **{**sections, "evaluation": crowd})
+    (memory,) = (memory for memory in rank_memories(job, gpu) if "evaluation" in memory.kind.roles)
+    assert memory.parts["evaluation", "weights"] == pytest.approx(16.4e9, rel=0.05)
+    assert memory.peak.task == "run_evaluation" and memory.fits(gpu), memory.peak
+    (crowded,) = (more for more in rank_memories(more_at_once, gpu) if "evaluation" in more.kind.roles)
+    assert not crowded.fits(gpu)
+    assert any(change.text.startswith("evaluation.") for change in best_changes(more_at_once, gpu, anything))
+    assert sum(memory.host.values()) == (1 + 4) * memory.parts["evaluation", "weights"]
+    without = job_of(qwen3_8b(), {"actor": "0-3", "rollout, reward": "4-5"}, 8, **sections)
+    workload = Workload.of(job.config)
+    steps = [Clock(each, gpu, workload).step() for each in (job, without)]
+    assert steps[0].step_s == pytest.approx(steps[1].step_s) and "evaluation" not in steps[0].busy
+    lines = describe_evaluation(job.config, job.grids, estimator_of_sets(job, DryRunOptions(8, 8)))
+    assert lines[0].startswith("by role evaluation, 2 engines of tp 1 on ranks 6-7, beside training")
+    assert "32.8 GB of weights" in lines[1] and lines[-1].endswith(" s")
+
+
+class FakeEngine:
+    """Of one parameter."""
+
+    def __init__(self) -> None:
+        self.policy_version: int | None = None
+        self.parameters = {"w": torch.zeros(2)}
+        self.num_updates = 0
+
+    def begin_update(self) -> None:
+        self.policy_version = None
+
+    def incoming(self, part: int) -> dict[str, torch.Tensor]:
+        return self.parameters
+
+    def arrived(self, part: int) -> None:
+        self.num_updates += 1
+
+    def end_update(self, version: int) -> None:
+        self.policy_version = version
+
+
+def role_of(monkeypatch: pytest.MonkeyPatch, **attributes: Any) -> EvaluationRole:
+    role = EvaluationRole.__new__(EvaluationRole)
+    monkeypatch.setattr(evaluation_module, "engine_parts", lambda *_: [None])
+    role.engine = FakeEngine()  # type: ignore[assignment]
+    role.config, role.grid, role.weights = make_config(placement=PLACED), Grid((2, 3)), {}
+    role.job = SimpleNamespace(architecture=None, **attributes)  # type: ignore[assignment]
+    return role
+
+
+def test_weights_wait_for_the_turn_of_their_evaluation(monkeypatch: pytest.MonkeyPatch):
+    role = role_of(monkeypatch)
+    engine: Any = role.engine
+    for step in (2, 4, 6):
+        role.weights[step] = {"w": torch.full((2,), float(step))}
+    seen = []
+    for step in (2, 2, 4):  # of the first two sets, then of the next evaluation's
+        role._take_weights(step)
+        seen.append((engine.policy_version, engine.parameters["w"].tolist(), sorted(role.weights)))
+    assert seen == [(2, [2.0, 2.0], [2, 4, 6]), (2, [2.0, 2.0], [2, 4, 6]), (4, [4.0, 4.0], [4, 6])]
+    assert engine.num_updates == 2
+
+
+@pytest.mark.parametrize(("kept", "version", "has_room"), [((), None, True), ((2, 4), 2, True), ((2, 4, 6), 2, False)])
+def test_no_more_weights_come_early_than_the_host_is_to_keep(
+    monkeypatch: pytest.MonkeyPatch, kept: tuple[int, ...], version: int | None, has_room: bool
+):
+    role = role_of(monkeypatch)
+    role.config = make_config(placement=PLACED, evaluation={"max_waiting": 2})
+    role.weights, role.engine.policy_version = {step: {} for step in kept}, version
+    assert role.has_room() == has_room
+
+
+@pytest.mark.parametrize(("verdict", "kept"), [(None, []), ({"step": 4, "metric": "m", "value": 0.5}, [4])])
+def test_the_first_engine_keeps_the_best(monkeypatch: pytest.MonkeyPatch, verdict: Any, kept: list[int]):
+    shared: dict[str, str] = {}
+    board = FakeBulletin(shared, 2)
+    saved: list[int] = []
+    monkeypatch.setattr(EvaluationRole, "_save", lambda self, step, best: saved.append(best.step))
+    for rank in (2, 3):
+        role = role_of(
+            monkeypatch,
+            job_store=board,
+            waiter=ShortPatience(),
+            world=SimpleNamespace(rank=rank),
+            leader_of=lambda role: 2,
+        )
+        joined: list[int] = []
+        role.serve = lambda joined=joined: (joined.append(1), board.put(best_verdict_of(4), verdict))[0]  # type: ignore[misc]
+        role.keep_evaluated(4, 0)
+        assert bool(joined) == (rank == 2), "weight syncs are joined meanwhile"
+        shared.clear()
+    assert saved == kept
+
+
+rewards = st.lists(st.floats(-5, 5, width=32), min_size=1, max_size=7)
+
+
+@settings(max_examples=30)
+@given(st.lists(st.booleans(), min_size=1, max_size=7), st.data())
+def test_pass_at_k_is_the_share_of_subsets_with_a_sample_that_passed(passed: list[bool], data: st.DataObject):
+    k = data.draw(st.integers(1, len(passed)))
+    of_subsets = [any(subset) for subset in combinations(passed, k)]
+    assert pass_at_k(len(passed), sum(passed), k) == pytest.approx(fmean(of_subsets))
+
+
+@settings(max_examples=30)
+@given(rewards, st.data())
+def test_best_at_k_is_the_mean_over_subsets_of_their_largest_reward(drawn: list[float], data: st.DataObject):
+    k = data.draw(st.integers(1, len(drawn)))
+    assert best_at_k(drawn, k) == pytest.approx(fmean(max(subset) for subset in combinations(drawn, k)), abs=1e-9)
+
+
+@settings(max_examples=30)
+@given(st.lists(st.booleans(), min_size=1, max_size=40), st.data())
+def test_of_passes_both_are_the_same_and_one_sample_is_the_mean(passed: list[bool], data: st.DataObject):
+    k = data.draw(st.integers(1, len(passed)))
+    assert pass_at_k(len(passed), sum(passed), k) == pytest.approx(best_at_k([float(one) for one in passed], k))
+    assert best_at_k([float(one) for one in passed], 1) == pytest.approx(fmean(passed))
+
+
+def test_many_samples_are_no_matter():
+    assert pass_at_k(1024, 1, 512) == pytest.approx(0.5)
+    assert pass_at_k(4096, 0, 64) == 0.0
+    assert best_at_k([0.0] * 1023 + [1.0], 512) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("num_samples", "sizes"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
+def test_powers_of_two_are_reported_and_all_samples(num_samples: int, sizes: list[int]):
+    assert sizes_up_to(num_samples) == sizes
+
+
+@pytest.mark.parametrize("impossible", [(4, 5, 1), (4, -1, 1), (4, 2, 0), (4, 2, 5)])
+def test_what_cannot_be_is_an_error(impossible: tuple[int, int, int]):
+    with pytest.raises(ValueError, match="samples"):
+        pass_at_k(*impossible)

@@ -27,7 +27,7 @@ from rltrain.models import (
     read_architecture,
     table_of,
 )
-from tests.model_shards import tiny_architecture
+from tests.support.model_shards import tiny_architecture
 
 MODELS = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),

@@ -21,8 +21,8 @@ from rltrain.errors import UserError
 from rltrain.exchange.exchange import Shipment, body_bytes, decode, encode
 from rltrain.rollout.servers.in_sglang import rltrain_weight_loader
 from rltrain.runtime.messages import Connection, MessageServer, PeerLost
-from tests.mutations import mutated_bytes, mutated_json
-from tests.talking_engine import OWNER, Endpoint, endpoint
+from tests.support.mutations import mutated_bytes, mutated_json
+from tests.support.talking_engine import OWNER, Endpoint, endpoint
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs/quickstart.yaml"
 FEW = 200

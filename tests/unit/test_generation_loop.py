@@ -1,4 +1,4 @@
-"""The loop of a generate task: engines, here threads over one real store, draw the chunks of a stream of groups."""
+"""Which prompts an engine draws, and which finished groups make up a chunk."""
 
 import random
 import threading
@@ -10,7 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
+from rltrain.rollout import generation_loop as tickets_module
 from rltrain.rollout.generation_loop import (
     CompletionLog,
     Finished,
@@ -21,9 +24,10 @@ from rltrain.rollout.generation_loop import (
     StaticAssignment,
     StreamRules,
 )
-from rltrain.rollout.rollout_state import EngineStart
+from rltrain.rollout.rollout_state import Consumed, EngineStart
 from rltrain.rollout.sample import SampleGroup
-from tests.unit.shared_store import LIMIT_S, ShortPatience, on_ranks, open_store
+from rltrain.runtime.job_store import POLL_S, poll
+from tests.support.shared_store import LIMIT_S, ShortPatience, on_ranks, open_store
 from tests.unit.test_groups import prompt_groups
 
 NUM_SAMPLES = 2
@@ -317,3 +321,203 @@ def test_a_sync_that_is_due_at_the_end_of_a_task_comes_first(store):
     loop.heartbeat.advance = lambda: setting.versions.append(1) if loop.groups.engine.policy_version == 0 else None
     loop.run(0, 0)
     assert loop.groups.engine.policy_version == 1
+
+
+def group(position: int) -> Finished:
+    return Finished(position, num_tokens=10 + position, num_response_tokens=position, engine=position % 3)
+
+
+def test_a_chunk_is_full_with_its_last_ticket(store):
+    completion_log = CompletionLog(store, per_chunk=2, num_readers=1, chunks_per_log=99)
+    completion_log.add("step 0", group(5))
+    assert not completion_log.is_full("step 0", 0) and completion_log.read("step 0", 0) is None
+    completion_log.add("step 0", group(3))
+    assert completion_log.is_full("step 0", 0) and not completion_log.is_full("step 0", 1)
+    assert completion_log.read("step 0", 0) == [group(3), group(5)], "by position, not by when they got done"
+
+
+def test_logs_do_not_mix(store):
+    completion_log = CompletionLog(store, per_chunk=1, num_readers=1, chunks_per_log=99)
+    completion_log.add("step 1", group(9))
+    assert not completion_log.is_full("step 0", 0)
+    completion_log.add("step 0", group(4))
+    assert completion_log.read("step 0", 0) == [group(4)]
+    assert completion_log.read("step 1", 0) == [group(9)]
+
+
+def test_a_drawn_ticket_may_still_have_to_be_written(store):
+    """The counter comes first: who sees it full waits for the entry."""
+    completion_log = CompletionLog(store, per_chunk=2, num_readers=1, chunks_per_log=99)
+    completion_log.add("step 0", group(0))
+    completion_log.store.add("step 0/count", 1)
+    assert completion_log.is_full("step 0", 0)
+    assert completion_log.read("step 0", 0) is None
+    completion_log.store.append("step 0/0", "1:11:1:1;")
+    assert completion_log.read("step 0", 0) == [group(0), group(1)]
+
+
+def test_a_rank_knows_of_its_own_tickets_without_looking(store, monkeypatch):
+    """The store, in which others enter theirs, is looked into every few milliseconds at most."""
+    now_s = 100.0
+    monkeypatch.setattr(tickets_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    mine, others = (CompletionLog(store, per_chunk=1, num_readers=2, chunks_per_log=99) for _ in range(2))
+    assert not mine.is_full("run", 0), "just looked"
+    mine.add("run", group(0))
+    assert mine.is_full("run", 0) and not mine.is_full("run", 1)
+    others.add("run", group(1))
+    assert not mine.is_full("run", 1), "seen with the next look"
+    now_s += 2 * POLL_S
+    assert mine.is_full("run", 1)
+
+
+def test_engines_that_finish_at_the_same_time_agree_on_every_chunk(store):
+    num_ranks, per_chunk, num_chunks = 4, 3, 8
+
+    def engine(rank: int, own: dist.Store) -> list[list[Finished]]:
+        completion_log = CompletionLog(own, per_chunk, num_readers=num_ranks, chunks_per_log=99)
+        rng = random.Random(rank)
+        for position in range(rank, per_chunk * num_chunks, num_ranks):
+            completion_log.add("run", group(position))
+            time.sleep(rng.random() * 1e-3)
+        return [
+            poll(ShortPatience(), lambda chunk=chunk: completion_log.read("run", chunk), "a chunk", [])
+            for chunk in range(num_chunks)
+        ]
+
+    seen = on_ranks(store, engine, num_ranks)
+    assert all(chunks == seen[0] for chunks in seen)
+    assert all(len(chunk) == per_chunk for chunk in seen[0])
+    assert Counter(entry for chunk in seen[0] for entry in chunk) == Counter(map(group, range(per_chunk * num_chunks)))
+
+
+def test_a_chunk_is_deleted_once_all_have_read_it(store):
+    first, second = (CompletionLog(store, per_chunk=1, num_readers=2, chunks_per_log=99) for _ in range(2))
+    first.add("step 0", group(0))
+    before = store.num_keys()
+    assert first.read("step 0", 0) == [group(0)]
+    assert store.num_keys() > before - 1, "the other has yet to read it"
+    assert second.read("step 0", 0) == [group(0)]
+    assert not first.store.check(["step 0/0"]) and not first.store.check(["step 0/0/read"])
+
+
+def test_nothing_is_left_of_a_log_that_is_complete_and_read(store):
+    completion_log = CompletionLog(store, per_chunk=2, num_readers=1, chunks_per_log=2)
+    before = store.num_keys()
+    for position in range(4):
+        completion_log.add("step 0", group(position))
+    assert completion_log.read("step 0", 0) and completion_log.is_full("step 0", 1), "counted on until the last chunk"
+    completion_log.read("step 0", 1)
+    assert store.num_keys() == before
+
+
+@given(st.integers(1, 5), st.integers(0, 20), st.lists(st.integers(0, 7), max_size=6))
+def test_a_fixed_deal_gives_every_position_to_one_engine_whatever_its_speed(num_engines, start, growth):
+    max_position = start
+    assignments = [StaticAssignment(engine, num_engines, start) for engine in range(num_engines)]
+    dealt: list[int] = []
+    for more in growth:
+        max_position += more
+        for engine, assignment in enumerate(assignments):
+            claimed = assignment.claim(room=0, max_position=max_position)
+            assert all(position % num_engines == engine for position in claimed)
+            dealt += claimed
+    assert sorted(dealt) == list(range(start, max_position))
+
+
+def test_a_shared_deal_goes_to_who_has_room(store):
+    fast, slow = SharedAssignment(store), SharedAssignment(store)
+    assert slow.claim(room=1, max_position=10) == [0]
+    assert fast.claim(room=3, max_position=10) == [1, 2, 3]
+    assert slow.claim(room=0, max_position=10) == []
+    assert fast.claim(room=2, max_position=10) == [4, 5]
+
+
+def test_a_position_beyond_the_horizon_is_held_until_the_horizon_has_moved(store):
+    assignment, other = SharedAssignment(store), SharedAssignment(store)
+    assert assignment.claim(room=5, max_position=2) == [0, 1]
+    assert assignment.held == [2]
+    assert assignment.claim(room=5, max_position=2) == []
+    assert other.claim(room=5, max_position=2) == []
+    assert (assignment.held, other.held) == ([2], [3]), "asking again takes no further one"
+    assert other.claim(room=1, max_position=4) == [3]
+    assert assignment.claim(room=2, max_position=5) == [2, 4]
+
+
+def test_what_is_held_keeps_until_there_is_room(store):
+    assignment = SharedAssignment(store)
+    assert assignment.claim(room=1, max_position=0) == []
+    assert assignment.claim(room=0, max_position=5) == []
+    assert assignment.claim(room=1, max_position=5) == [0]
+
+
+def test_a_resumed_run_goes_on_from_its_first_position(store):
+    assert SharedAssignment(store, start=40).claim(room=2, max_position=42) == [40, 41]
+    assert StaticAssignment(1, 2, start=40).claim(room=0, max_position=44) == [41, 43]
+
+
+def test_engines_of_unequal_speed_share_all_positions_out(store):
+    """Over several horizons, with room of one group at a time; while the slow engine has one the others do three."""
+    num_engines, per_step, num_steps = 3, 12, 4
+
+    def engine(rank: int, own: dist.Store) -> list[list[int]]:
+        assignment, claimed = SharedAssignment(own), []
+        done = dist.PrefixStore("done", own)
+        for step in range(num_steps):
+            claimed.append([])
+            while done.add(f"step {step}", 0) < per_step:
+                positions = assignment.claim(1, max_position=(step + 1) * per_step)
+                claimed[-1] += positions
+                others_did = done.add(f"step {step}", len(positions)) + 3
+                while rank == 0 and done.add(f"step {step}", 0) < min(others_did, per_step):
+                    time.sleep(1e-3)
+        return claimed
+
+    by_engine = on_ranks(store, engine, num_engines)
+    for step in range(num_steps):
+        dealt = Counter(position for claimed in by_engine for position in claimed[step])
+        assert dealt == Counter(range(step * per_step, (step + 1) * per_step))
+    slow, *fast = (sum(map(len, claimed)) for claimed in by_engine)
+    assert 3 * slow <= sum(fast), "fast ones take more"
+
+
+OWN_LOGS = StreamRules(num_groups=24, per_step=6, num_chunks=3)
+SHARED = StreamRules(num_groups=24, per_step=6, num_chunks=3, shared_log="run", done=Consumed(6), num_ahead=4)
+
+
+def test_a_step_of_its_own_log_takes_the_groups_at_its_own_positions():
+    assert [OWN_LOGS.log_of(position) for position in (0, 5, 6, 23)] == ["step 0", "step 0", "step 1", "step 3"]
+    assert OWN_LOGS.entries_of(2, 1) == ("step 2", 1)
+    assert (OWN_LOGS.per_chunk, OWN_LOGS.chunks_per_log) == (2, 3)
+
+
+def test_steps_that_share_a_log_take_what_is_done_next():
+    assert {SHARED.log_of(position) for position in range(24)} == {"run"}
+    entries = [SHARED.entries_of(step, chunk) for step in range(1, 4) for chunk in range(3)]
+    assert entries == [("run", number) for number in range(SHARED.chunks_per_log)], "from the first step drawn here"
+
+
+@pytest.mark.parametrize("version", [None, 0, 3])
+def test_nothing_is_begun_beyond_the_stream(version):
+    assert [OWN_LOGS.max_position(step, version) for step in range(4)] == [6, 12, 18, 24]
+    assert [SHARED.max_position(step, version) for step in range(4)] == [10, 16, 22, 24]
+
+
+def test_weights_have_to_be_fresh_enough_for_the_next_step_where_that_is_asked():
+    rules = StreamRules(num_groups=24, per_step=6, num_ahead=6, max_staleness=1)
+    assert [rules.max_position(2, version) for version in (None, 0, 1, 2, 3)] == [18, 18, 18, 24, 24]
+    assert rules.max_position(0, 0) == 12
+    assert rules.max_position(0, None) == 6, "weights that are incomplete are not of version 0"
+
+
+@given(st.sets(st.integers(0, 30), max_size=20), st.data())
+def test_a_run_takes_the_positions_that_are_open_and_the_first_ones_first(taken, data):
+    """Some of those that are not open were dropped."""
+    num_dropped = len(taken) % 4 + 4 * data.draw(st.integers(0, len(taken) // 4))
+    done = Consumed().after(sorted(taken)[num_dropped:], sorted(taken)[:num_dropped])
+    rules = StreamRules(num_groups=40, per_step=4, done=done)
+    still_open = [position for position in range(100) if position not in taken]
+    for step in range(rules.first_step, 10):
+        begun = [position for position in still_open if position < rules.max_position(step, None)]
+        assert begun == still_open[: (step + 1 - rules.first_step) * 4], "whatever was dropped before the run"
+        assert {rules.log_of(position) for position in begun[-4:]} == {f"step {step}"}
+        assert rules.max_position(step, None, num_dropped=2) == still_open[len(begun) + 2]

@@ -1,33 +1,41 @@
-"""Hugging Face checkpoints made by transformers, read through layouts and written back."""
+"""Checkpoints in Hugging Face form: reading, writing by shares, value heads."""
 
 import errno
+import itertools
 import json
 import os
 import re
 import threading
+import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rltrain.checkpoint.durable_file import DurableFile
+from rltrain.checkpoint.hf_files import HfFile, StoredPredictionLayers, planned_files
 from rltrain.checkpoint.hf_reader import load_parameters
-from rltrain.checkpoint.hf_writer import WRITTEN_BYTES, save_checkpoint
+from rltrain.checkpoint.hf_writer import WRITTEN_BYTES, ShareWriter, save_checkpoint, writing_share, written_rows
+from rltrain.checkpoint.safetensors_file import TensorEntry, in_file_order
 from rltrain.errors import CheckpointError
 from rltrain.models import Architecture, read_architecture
+from rltrain.models.table import ITEM_BYTES
 from rltrain.reshard.execute import execute
-from rltrain.reshard.layout import Layout, hf_layout
+from rltrain.reshard.layout import Layout, hf_layout, hf_rows, holding_rows
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan import plan
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
-from tests.converted_checkpoints import loads_alike
-from tests.model_shards import Place, engine_shard, megatron_shard, tiny_architecture
-from tests.unit.test_families import MODELS
+from tests.support.checkpoint_files import loads_alike
+from tests.support.model_shards import MOE, Place, engine_shard, megatron_shard, tiny_architecture
+from tests.unit.test_families import MODELS, SPARSE_MODELS
 
 SIZES = {
     "hidden_size": 32,
@@ -354,3 +362,238 @@ def test_layers_that_predict_further_tokens_are_left_out_where_config_json_tells
     else:
         with pytest.raises(CheckpointError, match=re.escape(further)):
             load_parameters(tmp_path, layout, 0, parameters)
+
+
+ENTRIES = (
+    TensorEntry("first", torch.bfloat16, (3, 2)),
+    TensorEntry("wide", torch.float32, (2,)),
+    TensorEntry("last", torch.bfloat16, (5,)),
+)
+VALUES = {entry.name: torch.arange(1, 1 + np.prod(entry.shape)).to(entry.dtype).view(entry.shape) for entry in ENTRIES}
+
+
+def elements_of(layout: Layout, rank: int) -> set[tuple[str, int, int, int, int]]:
+    """(parameter, its element, tensor, row, column) of all."""
+    mine = layout.on(rank)
+    found = set()
+    for piece in mine.pieces:
+        name = mine.parameters[piece["parameter"]][0]
+        for row in range(piece["rows"]):
+            for col in range(piece["cols"]):
+                place = piece["offset"] + row * piece["stride"] + col
+                found.add((name, int(place), int(piece["tensor"]), int(piece["row"] + row), int(piece["col"] + col)))
+    return found
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    family=st.sampled_from(["qwen3", *MOE]),
+    num_writers=st.sampled_from([1, 2, 4]),
+    max_bytes=st.sampled_from([1, 700, 20_000, 10**9]),
+    max_file_bytes=st.sampled_from([9000, 10**9]),
+)
+def test_every_row_is_written_once_in_the_order_of_the_files(
+    family: str, num_writers: int, max_bytes: int, max_file_bytes: int
+) -> None:
+    layout = hf_layout(tiny_architecture(family), tuple(range(num_writers)), dtype="bfloat16")
+    files = planned_files(layout, max_file_bytes)
+    shapes, item = layout.tensors.matrix_shapes, ITEM_BYTES[layout.types]
+    turns = list(written_rows(layout, files, max_bytes))
+    for writer in layout.ranks:
+        names = [entry.name for file in files if file.writer == writer for entry in in_file_order(file.entries)]
+        of_writer = [layout.tensors.numbers[name] for name in names]
+        found = []
+        for rows in turns:
+            taken = [(number, *rows[number].tolist()) for number in of_writer if rows[number, 1]]
+            sizes = [(end - first) * int(shapes[number, 1] * item[number]) for number, first, end in taken]
+            assert sum(sizes) <= max_bytes or len(taken) == 1 == taken[0][2] - taken[0][1]
+            assert dict(hf_rows(layout, rows).on(writer).parameters) == {
+                layout.tensors.names[number]: (end - first, shapes[number, 1]) for number, first, end in taken
+            }
+            found += taken
+        expected = [(number, row) for number in of_writer for row in range(shapes[number, 0])]
+        assert [(number, row) for number, first, end in found for row in range(first, end)] == expected
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    family=st.sampled_from(["qwen3", *MOE]),
+    grid=st.sampled_from([Grid((0,)), Grid((0, 1), tp=2), Grid((0, 1), pp=2)]),
+    max_bytes=st.sampled_from([2000, 50_000]),
+)
+def test_rows_of_a_layout_are_all_of_it_at_its_places(family: str, grid: Grid, max_bytes: int) -> None:
+    architecture = tiny_architecture(family)
+    layout = megatron_layout(architecture, grid)
+    saved = hf_layout(architecture, grid.ranks)
+    turns = list(written_rows(saved, planned_files(saved, 10**9), max_bytes))
+    for rank in grid.ranks:
+        parts = [elements_of(holding_rows(layout, rows), rank) for rows in turns]
+        assert set.union(*parts) == elements_of(layout, rank)
+        assert sum(map(len, parts)) == len(elements_of(layout, rank))
+
+
+def writer_in(folder: Path) -> AbstractContextManager[ShareWriter]:
+    (folder / "config.json").write_text("{}")
+    files = [HfFile("a.safetensors", 0, ENTRIES[:2]), HfFile("b.safetensors", 0, ENTRIES[2:])]
+    return writing_share(folder, files, StoredPredictionLayers(folder), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("order", [["wide", "first", "last"], ["last", "first", "wide"], ["first", "wide", "last"]])
+def test_what_is_not_due_waits(order: list[str], tmp_path: Path) -> None:
+    with writer_in(tmp_path) as writer:
+        for name in order:
+            memory = writer.memory_for(((name, VALUES[name].shape),))[name]
+            memory.copy_(VALUES[name])
+            writer.write({name: memory})
+    written = load_file(tmp_path / "a.safetensors") | load_file(tmp_path / "b.safetensors")
+    assert written.keys() == VALUES.keys() and all(torch.equal(written[name], VALUES[name]) for name in VALUES)
+
+
+def test_rows_come_one_after_the_other_in_memory_that_is_used_again_once_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slowly(file: DurableFile, block: memoryview) -> None:
+        time.sleep(0.02)
+        write(file, block)
+
+    write, places = DurableFile._write, set()
+    monkeypatch.setattr(DurableFile, "_write", slowly)
+    with writer_in(tmp_path) as writer:
+        writer.write({"wide": VALUES["wide"]})
+        for first, end in ((0, 1), (1, 2), (2, 3)):
+            memory = writer.memory_for((("first", (end - first, 2)),))["first"]
+            memory.copy_(VALUES["first"][first:end])
+            places.add(memory.data_ptr())
+            writer.write({"first": memory})
+        writer.write({"last": VALUES["last"]})
+    assert torch.equal(load_file(tmp_path / "a.safetensors")["first"], VALUES["first"]) and len(places) == 2
+
+
+def test_what_did_not_come_is_an_error(tmp_path: Path) -> None:
+    with (
+        pytest.raises(CheckpointError, match="a.safetensors: 6 elements of first did not come"),
+        writer_in(tmp_path) as w,
+    ):
+        w.write({"wide": VALUES["wide"]})
+
+
+BODY = "decoder.layers.1.mlp.linear_fc2.weight"
+HEAD = "output_layer.weight"
+TOKENS = torch.arange(12).reshape(1, 12)
+
+
+def make_value_checkpoint(folder: Path, family: str, kind: str, *, tied: bool = False, num_labels: int = 1) -> Path:
+    """A random model of `kind` "CausalLM" or "SequenceClassification", with all weights from one seed."""
+    torch.manual_seed(0)
+    config = MODELS[family][0](**SIZES, tie_word_embeddings=tied, num_labels=num_labels)
+    model = getattr(transformers, f"AutoModelFor{kind}").from_config(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    model.save_pretrained(folder)
+    return folder
+
+
+def layout_of(folder: Path, grid: Grid | None = None) -> Layout:
+    return megatron_layout(read_architecture(folder).value_model(), grid or Grid((0,)))
+
+
+def load_critic(folder: Path, layout: Layout, rank: int = 0) -> dict[str, Tensor]:
+    parameters = {name: torch.full(shape, 7.0) for name, shape in layout.on(rank).parameters}
+    load_parameters(folder, layout, rank, parameters, config_key="critic.path")
+    return parameters
+
+
+def critic_refusal(folder: Path) -> str:
+    with pytest.raises(CheckpointError) as refused:
+        load_critic(folder, layout_of(folder))
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_from_a_language_model_the_head_starts_at_zero(tied: bool, tmp_path: Path) -> None:
+    folder = make_value_checkpoint(tmp_path, "qwen2", "CausalLM", tied=tied)
+    layout = layout_of(folder, Grid((0, 1, 2, 3), tp=2, pp=2))
+    for rank, last_stage in ((0, False), (1, False), (2, True), (3, True)):
+        parameters = load_critic(folder, layout, rank)
+        assert (HEAD in parameters) is last_stage
+        assert not last_stage or torch.equal(parameters[HEAD], torch.zeros(1, SIZES["hidden_size"]))
+    expected = load_file(folder / "model.safetensors")["model.layers.1.mlp.down_proj.weight"]
+    assert torch.equal(load_critic(folder, layout_of(folder))[BODY], expected)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_from_a_sequence_classifier_the_head_is_its_score(family: str, tmp_path: Path) -> None:
+    folder = make_value_checkpoint(tmp_path, family, "SequenceClassification")
+    stored = load_file(folder / "model.safetensors")
+    layout = layout_of(folder, Grid((0, 1), tp=2))
+    for rank in (0, 1):
+        assert torch.equal(load_critic(folder, layout, rank)[HEAD], stored["score.weight"])
+
+
+def test_a_head_of_several_scores_is_refused(tmp_path: Path) -> None:
+    message = critic_refusal(make_value_checkpoint(tmp_path, "llama", "SequenceClassification", num_labels=3))
+    for part in ("score.weight", "[3, 32]", "[1, 32]", "num_labels 1", "critic.path", str(tmp_path)):
+        assert part in message
+
+
+def test_other_tensors_too_many_or_too_few_are_refused(tmp_path: Path) -> None:
+    folder = make_value_checkpoint(tmp_path, "qwen3", "CausalLM")
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "v_head.weight": torch.zeros(1)}, folder / "model.safetensors")
+    message = critic_refusal(folder)
+    assert "v_head.weight" in message and "lm_head" not in message and "critic.path" in message
+    save_file({n: t for n, t in tensors.items() if n != "model.norm.weight"}, folder / "model.safetensors")
+    assert "lacks tensor model.norm.weight" in critic_refusal(folder)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_actor_takes_no_sequence_classifier(tied: bool, tmp_path: Path) -> None:
+    folder = make_value_checkpoint(tmp_path, "qwen3", "SequenceClassification", tied=tied)
+    layout = megatron_layout(read_architecture(folder), Grid((0,)))
+    with pytest.raises(CheckpointError, match=r"does not have: score\.weight"):
+        load_parameters(folder, layout, 0, {name: torch.empty(shape) for name, shape in layout.on(0).parameters})
+
+
+KINDS = itertools.cycle([("CausalLM", False), ("SequenceClassification", True), ("CausalLM", True)])
+SAVED = [(family, "SequenceClassification", False) for family in MODELS]
+SAVED += [(family, *kind) for family, kind in zip(MODELS, KINDS, strict=False)]
+
+
+@pytest.mark.parametrize(("family", "kind", "tied"), SAVED)
+def test_transformers_scores_alike_with_what_was_saved(family: str, kind: str, tied: bool, tmp_path: Path) -> None:
+    original, saved = make_value_checkpoint(tmp_path / "original", family, kind, tied=tied), tmp_path / "saved"
+    layout = layout_of(original)
+    parameters = load_critic(original, layout)
+    if kind == "CausalLM":
+        parameters[HEAD].normal_()
+    architecture = read_architecture(original).value_model()
+    save_checkpoint(saved, parameters, layout, architecture, group=None, rank=0, like=original)
+
+    config = json.loads((saved / "config.json").read_text())
+    of_transformers = transformers.AutoModelForSequenceClassification.from_pretrained(saved)
+    assert config["architectures"] == [type(of_transformers).__name__]
+    assert "lm_head.weight" not in load_file(saved / "model.safetensors")
+    scorer = transformers.AutoModelForSequenceClassification.from_pretrained(saved).eval()
+    assert scorer.config.num_labels == 1
+    decoder = transformers.AutoModel.from_pretrained(original).eval()
+    expected = decoder(TOKENS).last_hidden_state[:, -1] @ parameters[HEAD].T
+    assert torch.allclose(scorer(TOKENS).logits, expected, rtol=1e-5, atol=1e-5)
+    reloaded = load_critic(saved, layout_of(saved))
+    assert all(torch.equal(reloaded[name], parameters[name]) for name in parameters)
+
+
+WITHOUT_CLASSIFIER = ("glm4_moe", "glm4_moe_lite", "minimax_m2", "hy_v3", "qwen3_5_moe_text")
+"""Families that transformers has no model for sequence classification of: such a file is rltrain's alone."""
+
+
+@pytest.mark.parametrize("family", [*MODELS, *SPARSE_MODELS])
+def test_every_family_is_saved_under_a_class_that_transformers_has(family: str, tmp_path: Path) -> None:
+    config_class = {**MODELS, **SPARSE_MODELS}[family][0]
+    sizes = SPARSE_MODELS[family][2] if family in SPARSE_MODELS else {}
+    config_class(**{**SIZES, **sizes}).save_pretrained(tmp_path)
+    layout = layout_of(tmp_path)
+    parameters = {name: torch.zeros(shape) for name, shape in layout.on(0).parameters}
+    architecture = read_architecture(tmp_path).value_model()
+    save_checkpoint(tmp_path / "saved", parameters, layout, architecture, group=None, rank=0, like=tmp_path)
+    (name,) = json.loads((tmp_path / "saved" / "config.json").read_text())["architectures"]
+    assert hasattr(transformers, name) == (family not in WITHOUT_CLASSIFIER)

@@ -1,18 +1,30 @@
-"""Configs and commands of other trainers, written after their documentation, become configs with the same meaning."""
+"""Configs of other trainers: commands, shell scripts, sizes, the pages about them."""
 
+import contextlib
+import json
+import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from rltrain.config.explain import all_keys
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
-from rltrain.import_config.command import imported, main, written
-from rltrain.import_config.sources import framework_of
+from rltrain.import_config.command import imported, main, peak_bytes, written
+from rltrain.import_config.pages import FOLDER, PAGES, TEMPLATE, modules_of, page
+from rltrain.import_config.shell_script import read_text
+from rltrain.import_config.shell_values import UNKNOWN
+from rltrain.import_config.sources import FRAMEWORKS, framework_of
 from rltrain.import_config.translation import RowCounts, Translation
 from rltrain.planning.description import describe_job
+from rltrain.planning.hardware import gpu_named
 from rltrain.planning.options import DryRunOptions
 
 SLIME = """
@@ -320,3 +332,182 @@ def test_what_is_said_of_the_trainer_counts(tmp_path: Path, capsys: pytest.Captu
     with pytest.raises(SystemExit):
         main([])
     assert "expected a script, a YAML file or a command" in capsys.readouterr().err
+
+
+BASH = shutil.which("bash")
+
+
+def started(text: str, *arguments: str, **environment: str) -> list[tuple[str, ...]]:
+    return [one.arguments for one in read_text(text, "script", arguments, environment).started]
+
+
+SCRIPTS = [
+    "A=1\nrun $A \"$A b\" '$A' \\$A",
+    'A=(--x 1 "two words" --y)\nA+=(--z)\nrun "${A[@]}" ${A[2]} ${#A[@]} last',
+    "A=(\n  --x 1  # a comment\n  # --y 2\n  --z\n)\nrun ${A[@]} \\\n  --end",
+    'A=()\nrun "${A[@]}" ${NOTHING} "${NOTHING}" end',
+    "run ${A:-fallback} ${B:=set} $B ${B:+there} ${C:+there} end",
+    "P=/a/b/model.tar.gz\nrun ${P##*/} ${P%.gz} ${P#/a} ${P/model/other} ${P//a/A} ${P%%.*} ${P:1:3} ${#P}",
+    "N=$((1024 * 2 + 3))\nrun $N $((N / 2)) $(( N % 10 )) $((N > 5 ? 1 : 2)) $((2 ** 10))",
+    'for i in 1 2 3; do X="$X$i"; done\nrun $X',
+    "for ((i=0; i<4; i++)); do\n  if (( i < 2 )); then a+=(0); else a+=(1); fi\ndone\nrun ${a[@]}",
+    'arr=(0 1 1)\nprintf -v F "[%s]" "$(IFS=\', \'; echo "${arr[*]}")"\nrun "$F"',
+    'if [ "$X" = "" ] && [[ -z $Y || 3 -gt 5 ]]; then run yes; else run no; fi',
+    'case "gpu" in\n  npu) run npu ;;\n  gpu | cuda)\n    run "gpu"\n    ;;\n  *) run other ;;\nesac',
+    'f() { local n=$1; run "$n" "$2"; }\nf a "b c"',
+    'run $(seq 16 8 40) "$(echo one; echo two)" $(basename /a/b.sh .sh)',
+    "run before; { run inside; }; (run sub) ; run a && run b",
+    'T="a b"\nrun $T "$T"x y"$T"',
+    "run a <<EOF\nnot this\nEOF\nrun after 2>&1",
+    'shift\nset -- a "b c"\nrun "$@" $# $2',
+    "A=x\nA+=y\nrun $A ${A^^} ${A,,}",
+    'KEYS=(a b)\nfor k in "${!KEYS[@]}"; do run $k ${KEYS[$k]}; done',
+]
+
+
+@pytest.mark.skipif(BASH is None, reason="there is no bash to compare with")
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_what_is_read_is_what_bash_would_start(script: str) -> None:
+    printing = "run() { printf '%s\\0' \"$@\"; printf '\\1'; }\n"
+    done = subprocess.run(["bash", "-c", printing + script], capture_output=True, text=True, check=False, env={})
+    expected = [tuple(one.split("\0")[:-1]) for one in done.stdout.split("\1")[:-1]]
+    assert [one[1:] for one in started(script) if one[0] == "run"] == expected
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.text(st.characters(codec="ascii", exclude_characters="\0\r\n"), max_size=8), max_size=4))
+def test_quoted_words_stay_as_they_are(words: list[str]) -> None:
+    quoted = " ".join("'" + word.replace("'", "'\\''") + "'" for word in words)
+    assert started(f"run {quoted}") == [("run", *words)]
+
+
+def test_programs_are_not_run_and_their_output_is_marked(tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    ((_, value, known),) = started(f"touch_ $(touch {made}; nvidia-smi | wc -l) $(date +%Y)x")
+    assert UNKNOWN in value and UNKNOWN in known and known.endswith("x")
+    assert not made.exists()
+
+
+def test_hardware_that_is_looked_for_is_not_there() -> None:
+    script = 'D=$(python3 -c "import torch_npu" 2>/dev/null && echo npu || echo gpu)\nrun $D'
+    assert started(script) == [("run", "gpu")]
+    assert started("if nvidia-smi; then run a; else run b; fi")[-1] == ("run", "b")
+
+
+def test_sourced_files_lie_beside_the_script(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "m.sh").write_text("MODEL=(--layers 4)")
+    script = tmp_path / "run.sh"
+    script.write_text('D="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"\nsource "$D/models/m.sh"\n')
+    reading = read_text(script.read_text() + "run ${MODEL[@]}", str(script), (), {})
+    assert [one.arguments for one in reading.started] == [("run", "--layers", "4")]
+
+
+@pytest.mark.parametrize(
+    "script", ["run 'open", 'run "open', "if true; then", "a=(1 2", "done", "while true; do x=1; done"]
+)
+def test_what_is_no_script_is_refused(script: str) -> None:
+    with pytest.raises(ConfigError, match="script"):
+        read_text(script, "script", (), {})
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.text("ab$(){}[]\"'`;&|<>#\\ \n=!", max_size=30))
+def test_nothing_but_a_message_comes_of_nonsense(text: str) -> None:
+    with contextlib.suppress(ConfigError):
+        read_text(text, "script", (), {})
+
+
+COMMAND = """python3 train.py --actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate --rollout-num-gpus-per-engine 2
+ --hf-checkpoint MODEL --prompt-data /data/a.jsonl --input-key prompt --label-key label --rm-type math --num-rollout 9
+ --rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-max-response-len 8192 --rollout-max-prompt-len 1024
+ --attention-dropout 0.0 --hidden-dropout 0.0 --tensor-model-parallel-size 2 --use-dynamic-batch-size
+ --max-tokens-per-gpu 32768 --sglang-mem-fraction-static 0.7"""
+SHAPE = {
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 12288,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "rope_theta": 1e6,
+    "max_position_embeddings": 40960,
+    "eos_token_id": 151645,
+    "tie_word_embeddings": False,
+}
+OF_MEMORY = {
+    "model.recompute",
+    "model.logits_chunk_tokens",
+    "model.activation_offload",
+    "actor.micro_batch_tokens",
+    "actor.optimizer.cpu_offload",
+    "rollout.sglang.args",
+}
+
+
+def found_of(model: Path, gpu: str | None = None) -> Translation:
+    return imported("slime", [COMMAND.replace("MODEL", str(model)).replace("\n", " ")], gpu=gpu)
+
+
+def test_an_import_fits_by_settings_of_memory_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    gpu = gpu_named("h100")
+    plain, fitted = found_of(tmp_path, "none"), found_of(tmp_path, "h100")
+    before, after = peak_bytes(plain, {}, gpu), peak_bytes(fitted, {}, gpu)
+    assert before is not None and after is not None and after <= gpu.usable_bytes < before
+    changed = {path for path in fitted.settings if fitted.settings[path] != plain.settings.get(path)}
+    assert changed and changed <= OF_MEMORY
+    assert all("--gpu h100: of memory alone" in fitted.settings[path].origin for path in changed)
+    roomy = found_of(tmp_path, "b200")
+    assert roomy.settings == plain.settings, "what fits stays as it is"
+    assert found_of(tmp_path).settings == fitted.settings, "where no GPU is named, an H100"
+
+
+def test_without_the_models_shape_nothing_can_be_chosen() -> None:
+    with pytest.raises(ConfigError, match="/models/m has no config.json at hand"):
+        found_of(Path("/models/m"), "h100")
+    assert any("memory is as the source has it" in note for note in found_of(Path("/models/m")).notes)
+
+
+def test_experts_are_dealt_out_over_more_ranks_where_nothing_else_helps(tmp_path: Path) -> None:
+    of_experts = {"model_type": "qwen3_moe", "num_experts": 256, "num_experts_per_tok": 8, "decoder_sparse_step": 1}
+    sizes = {"num_hidden_layers": 4, "moe_intermediate_size": 12288, "norm_topk_prob": True, "mlp_only_layers": []}
+    shape = SHAPE | of_experts | sizes
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    text = COMMAND.replace("--actor-num-nodes 1", "--actor-num-nodes 4").replace("engine 2", "engine 16")
+    text = text.replace("MODEL", f"{tmp_path} --expert-model-parallel-size 4").replace("\n", " ")
+    fitted = imported("slime", [text])
+    assert fitted.get("actor.parallel.ep") > 4
+    held = peak_bytes(fitted, {}, gpu_named("h100"))
+    assert held is not None and held <= gpu_named("h100").usable_bytes
+
+
+KEYS = set(all_keys())
+
+
+def is_key(path: str) -> bool:
+    return path in KEYS or path.startswith("rollout.sglang.args.")  # SGLang's own
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_page_is_what_the_rules_make(framework: str) -> None:
+    found = (FOLDER / f"{framework}.md").read_text()
+    assert found == page(framework), "run: python -m rltrain.import_config.pages"
+    assert found.count("\n| `") > 30, "its tables have the rules"
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_the_keys_that_a_template_names_here_exist(framework: str) -> None:
+    rows = re.findall(r"^\| (.*?) \| (.*) \|$", (FOLDER / f"{framework}{TEMPLATE}").read_text(), re.MULTILINE)
+    named = [key for _, here in rows for key in re.findall(r"`([a-z_]+\.[a-z_0-9.]+)(?=[:`])", here)]
+    assert len(named) >= 2
+    assert [key for key in named if not key.endswith(".py") and not is_key(key)] == []
+
+
+def test_every_framework_that_imports_has_a_page() -> None:
+    assert set(PAGES) == set(FRAMEWORKS)
+    assert all([*modules_of(framework)] for framework in PAGES)

@@ -1,20 +1,30 @@
-"""Layouts against whole tensors cut by formula."""
+"""Layouts say where every element lies, in Megatron, FSDP and engines."""
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from rltrain.errors import SyncMismatchError
 from rltrain.models import Architecture, canonical_tensors
-from rltrain.models.table import ElementType
-from rltrain.reshard.layout import Layout
+from rltrain.models.architecture import Unlisted
+from rltrain.models.table import ITEM_BYTES, CanonicalTensors, ElementType
+from rltrain.reshard.copy_table import MAX_ELEMENTS, bits_of
+from rltrain.reshard.fsdp_layout import fsdp_layout
+from rltrain.reshard.layout import Layout, holding, tensor_groups
 from rltrain.reshard.megatron_layout import megatron_layout
+from rltrain.reshard.plan import plan
+from rltrain.reshard.verify import converted, full_gather_sync, verify
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
-from tests.model_shards import (
+from tests.support.model_shards import (
     MOE,
     PADDING,
     VARIANTS,
@@ -25,7 +35,7 @@ from tests.model_shards import (
     megatron_shard,
     tiny_architecture,
 )
-from tests.unit.plan_simulation import engine_places, megatron_places
+from tests.support.plan_simulation import engine_places, megatron_places
 from tools.benchmarks.model_shapes import deepseek_v3
 
 
@@ -322,3 +332,219 @@ def fastest(make: Callable[[], Any]) -> tuple[Any, float]:
 
 def elements_of(pieces: np.ndarray) -> int:
     return int((pieces["rows"] * pieces["cols"]).sum())
+
+
+def transformers_parameters(full: Tensors) -> Tensors:
+    """What transformers' model has: a layer's experts in two parameters, gate above up."""
+    found: Tensors = {}
+    stacks: dict[str, list[np.ndarray]] = {}
+    for name, values in full.items():
+        block, experts, matrix = name.partition(".experts.")
+        renamed = block.replace("block_sparse_moe", "mlp")
+        if not experts:
+            found[renamed] = values
+            continue
+        if "." not in matrix:  # of all experts already
+            found[name] = values
+            continue
+        kind = matrix.split(".")[1]
+        stack = "down_proj" if kind in ("down_proj", "w2") else "gate_up_proj"
+        stacks.setdefault(f"{renamed}.experts.{stack}", []).append(values)
+    for name, matrices in stacks.items():
+        pairs = (
+            matrices
+            if name.endswith("down_proj")
+            else [np.concatenate([gate, up]) for gate, up in zip(matrices[::2], matrices[1::2], strict=True)]
+        )
+        found[name] = np.stack(pairs)
+    return found
+
+
+def assert_sharded(architecture: Architecture, shards: int, copies: int = 1) -> None:
+    grid = Grid(tuple(range(3, 3 + shards * copies)), copies=copies)
+    layout, full = fsdp_layout(architecture, grid), full_tensors(architecture)
+    for rank in grid.ranks:
+        expected = {}
+        for name, values in transformers_parameters(full).items():
+            cut = torch.from_numpy(values).chunk(shards)
+            if (rank - 3) % shards < len(cut):
+                expected[name] = cut[(rank - 3) % shards].numpy()
+        assert_equal(filled(layout, rank, full), expected)
+    assert layout.parts == tuple(range(shards)) * copies
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "qwen3_5_text", "qwen3_next", "gpt_oss"]
+)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("shards", [1, 2, 3, 5])
+def test_every_rank_holds_what_torch_cuts_for_it(family: str, tied: bool, shards: int) -> None:
+    assert_sharded(tiny_architecture(family, tied_embeddings=tied), shards)
+
+
+@given(st.integers(1, 60), st.integers(1, 3))
+def test_shards_may_be_empty_and_copies_are_alike(shards: int, copies: int) -> None:
+    assert_sharded(tiny_architecture("qwen3"), shards, copies)
+
+
+def test_value_models() -> None:
+    assert_sharded(tiny_architecture("qwen3").value_model(), 3)
+
+
+def test_a_family_without_a_table_has_what_transformers_has() -> None:
+    tensors = CanonicalTensors(
+        ("body.wte.weight", "body.h.0.w", "body.h.0.b", "head.weight"), ((7, 4), (4, 6), (6,), (7, 4))
+    )
+    architecture = replace(tiny_architecture(hidden_size=4), unlisted=Unlisted(tensors, "body", "C"))
+    layout = fsdp_layout(architecture, Grid((0, 1, 2), copies=1), dtype="bfloat16")
+    assert [layout.on(rank).parameters for rank in (0, 2)] == [
+        (("body.wte.weight", (3, 4)), ("body.h.0.w", (2, 6)), ("body.h.0.b", (2,)), ("head.weight", (3, 4))),
+        (("body.wte.weight", (1, 4)), ("body.h.0.b", (2,)), ("head.weight", (1, 4))),
+    ]
+    assert canonical_tensors(architecture.value_model()).names == (
+        "body.wte.weight",
+        "body.h.0.w",
+        "body.h.0.b",
+        "score.weight",
+    )
+
+
+def test_both_backends_have_the_same_tensors() -> None:
+    """So that weights and states go from one to the other."""
+    architecture = tiny_architecture("qwen3_moe")
+    grid = Grid((0, 1))
+    assert fsdp_layout(architecture, replace(grid, copies=1)).tensors is megatron_layout(architecture, grid).tensors
+
+
+GRIDS = (Grid((0,)), Grid((0, 1), tp=2), Grid((0, 1), pp=2), Grid((0, 1, 2, 3), tp=2, pp=2))
+
+
+def pieces_of(layout: Layout, rank: int) -> Counter[tuple[object, ...]]:
+    """Parameter, shape, box and place of each."""
+    mine = layout.on(rank)
+    return Counter(
+        (*mine.parameters[piece["parameter"]], *(int(piece[name]) for name in piece.dtype.names if name != "parameter"))
+        for piece in mine.pieces
+    )
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    family=st.sampled_from(["qwen3", "llama", *MOE]),
+    tied=st.booleans(),
+    grid=st.sampled_from(GRIDS),
+    engine=st.booleans(),
+    max_bytes=st.sampled_from([1, 3000, 20_000, 10**9]),
+)
+def test_the_groups_of_a_layout_have_all_of_it_once(
+    family: str, tied: bool, grid: Grid, engine: bool, max_bytes: int
+) -> None:
+    architecture = tiny_architecture(family, tied_embeddings=tied)
+    grid = Grid(grid.ranks, tp=grid.tp) if engine else grid
+    layout = engine_layout(architecture, grid) if engine else megatron_layout(architecture, grid)
+    groups = list(tensor_groups(layout.tensors, layout.types, max_bytes))
+    assert np.array_equal(np.sum(groups, axis=0), np.ones(len(layout.types)))
+    for rank in grid.ranks:
+        found = sum((pieces_of(holding(layout, group), rank) for group in groups), start=Counter())
+        assert found == pieces_of(layout, rank)
+        for group in groups:
+            held = holding(layout, group).on(rank)
+            assert set(held.pieces["parameter"].tolist()) == set(range(len(held.parameters)))
+
+
+def test_a_group_has_whole_layers_and_no_more_than_it_may_but_for_one() -> None:
+    architecture = tiny_architecture("qwen3", num_layers=6)
+    layout = megatron_layout(architecture, Grid((0,)))
+    sizes = layout.tensors.matrix_shapes.prod(axis=1) * ITEM_BYTES[layout.types]
+    names = np.array(layout.tensors.names)
+    of_layers = [np.char.find(names, f".layers.{number}.") >= 0 for number in range(6)]
+    of_one = int(sizes[of_layers[0]].sum())
+    for count in (1, 2, 4):
+        groups = list(tensor_groups(layout.tensors, layout.types, count * of_one))
+        assert len(groups) == -(-6 // count)
+        assert all(sum(group[layer].all() for group in groups) == 1 for layer in of_layers)
+
+
+ARCHITECTURE = tiny_architecture("qwen2")
+ONE_RANK = Grid((0,))
+
+
+def both_shards() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    full = full_tensors(ARCHITECTURE)
+    cut = megatron_shard(ARCHITECTURE, full, Place()), engine_shard(ARCHITECTURE, full, Place())
+    held, expected = ({name: torch.tensor(values) for name, values in shard.items()} for shard in cut)
+    return held, expected
+
+
+def test_one_rank_needs_no_group() -> None:
+    source, destination = megatron_layout(ARCHITECTURE, ONE_RANK), engine_layout(ARCHITECTURE, ONE_RANK)
+    held, expected = both_shards()
+    wanted = {name: torch.full_like(tensor, PADDING) for name, tensor in expected.items()}
+    full_gather_sync(source, destination, held, wanted, None)
+    assert all(torch.equal(wanted[name], expected[name]) for name in expected)
+    made = plan(source, destination, 0, 1)
+    verify(made, source, destination, held, wanted, group=None)
+    held["decoder.final_layernorm.weight"][5] = wanted["model.norm.weight"][5] = torch.nan
+    verify(made, source, destination, held, wanted, group=None)
+    wanted["model.norm.weight"].view(torch.int32)[5] += 1  # another NaN, where nothing is converted
+    with pytest.raises(
+        SyncMismatchError, match=r"model\.norm\.weight differs on rank\(s\) 0 from what rank\(s\) 0 sent"
+    ):
+        verify(made, source, destination, held, wanted, group=None)
+
+
+def test_a_tensor_that_no_rank_holds_in_full_is_refused_by_name() -> None:
+    source, destination = megatron_layout(ARCHITECTURE, Grid((0, 1), tp=2)), engine_layout(ARCHITECTURE, ONE_RANK)
+    half = Layout(source.ranks[:1], source.parts[:1], source.tensors, source.types, source.build)
+    shard = megatron_shard(ARCHITECTURE, full_tensors(ARCHITECTURE), Place(tp=2))
+    held = {name: torch.tensor(values) for name, values in shard.items()}
+    with pytest.raises(ValueError, match=r"holds 192 of 252 elements of model\.embed_tokens\.weight"):
+        full_gather_sync(half, destination, held, both_shards()[1], None)
+
+
+def test_tensors_that_are_missing_or_of_another_type_are_refused() -> None:
+    source, destination = megatron_layout(ARCHITECTURE, ONE_RANK), engine_layout(ARCHITECTURE, ONE_RANK)
+    held, wanted = both_shards()
+    with pytest.raises(ValueError, match="rank 0 is in the layout of ranks"):
+        full_gather_sync(source, destination, held, None, None)
+    with pytest.raises(ValueError, match=r"torch\.bfloat16.*torch\.float32"):
+        full_gather_sync(source, destination, held, {name: tensor.bfloat16() for name, tensor in wanted.items()}, None)
+
+
+def test_conversions_have_the_prescribed_nans() -> None:
+    values = torch.tensor([1.0, torch.nan, -torch.nan, torch.inf])
+    assert converted(values, torch.bfloat16).view(torch.int16).tolist() == [0x3F80, 0x7FFF, 0x7FFF, 0x7F80]
+    assert converted(values, torch.float16).view(torch.int16).tolist() == [0x3C00, 0x7FFF, 0x7FFF, 0x7C00]
+    assert converted(values.half(), torch.float32).view(torch.int32)[1:3].tolist() == [0x7FFFFFFF] * 2
+    kept = torch.tensor([0x7FC1], dtype=torch.int16).view(torch.bfloat16)
+    assert converted(kept, torch.float32).view(torch.int32).tolist() == [0x7FC10000]
+
+
+def test_bits_of_nan_count_only_where_they_must_be_kept() -> None:
+    for dtype, integers in ((torch.float32, torch.int32), (torch.bfloat16, torch.int16)):
+        nans = torch.tensor([[torch.nan, -torch.nan, torch.inf, -torch.inf, -1.0]]).to(dtype)
+        nans.view(integers)[0, 0] -= 2
+        exact, loose = (bits_of(nans, exact=exact)[0].tolist() for exact in (True, False))
+        assert exact[0] != exact[1] and loose[0] == loose[1]
+        assert exact[2:] == loose[2:] and len(set(loose)) == 4
+    float8 = torch.tensor([[0x7F, 0xFF, 0x7E, 0xFE]], dtype=torch.uint8).view(torch.float8_e4m3fn)
+    loose = bits_of(float8, exact=False)[0].tolist()
+    assert loose[0] == loose[1] and loose[2:] == [0x7E, 0xFE]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_large_boxes_are_read_in_place_and_converted_in_steps(dtype: str) -> None:
+    """A vector longer than a step, and a matrix of several: checked with a plan that copies them."""
+    width = MAX_ELEMENTS // 3
+    architecture = tiny_architecture("llama", num_layers=1, hidden_size=width, num_heads=1, num_kv_heads=1, head_dim=2,
+                                     ffn_hidden_size=5, vocab_size=7)  # fmt: skip
+    source, destination = megatron_layout(architecture, ONE_RANK), engine_layout(architecture, ONE_RANK, dtype=dtype)
+    held = {name: torch.arange(float(np.prod(s))).reshape(s) for name, s in source.on(0).parameters}
+    wanted = {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, shape in destination.on(0).parameters}
+    full_gather_sync(source, destination, held, wanted, None)
+    made = plan(source, destination, 0, 1)
+    verify(made, source, destination, held, wanted, group=None)
+    rows = wanted["model.layers.0.mlp.gate_up_proj.weight"]
+    rows[[0, 3]] = rows[[3, 0]]  # of different steps, at the same place in each
+    with pytest.raises(SyncMismatchError, match=r"gate_proj\.weight differs"):
+        verify(made, source, destination, held, wanted, group=None)

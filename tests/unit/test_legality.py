@@ -1,17 +1,30 @@
-"""Schedules that a placement does not allow are refused with the key, the reason and the nearest one that works."""
+"""What a config may not ask for is refused with the reason."""
 
 import copy
 import functools
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from rltrain.config.rollout import Http
+from rltrain.config.schema import Config, Optimizer
 from rltrain.errors import ConfigError
+from rltrain.planning.doubts import doubts
+from rltrain.planning.hardware import GPUS
+from rltrain.planning.memory import rank_memories, working_bytes
+from rltrain.planning.problems import url_problems
+from rltrain.planning.sync_time import least_sync_s, received_bytes
+from rltrain.planning.validation import check_config
 from rltrain.planning.validation_schedule import check_schedule
-from rltrain.runtime.placement import role_grids
-from tests.unit.schedule_configs import GRPO, PPO, make_config, place
+from rltrain.rollout.servers.fleet import checked, read
+from rltrain.rollout.servers.http_engine import token_of
+from rltrain.runtime.placement import resolve_placement, role_grids
+from tests.support.schedule_configs import GRPO, NO_EVALUATION, PPO, make_config, place
+from tests.unit.test_estimated_memory import job_of
+from tools.benchmarks.model_shapes import qwen3_8b
 
 CAP = {"correction": {"high": 2.0}}
 
@@ -249,3 +262,355 @@ def test_a_single_rank_engine_may_share_its_rank_with_the_reward():
         placement={**GRPO, "rollout": "1-2", "reward": "2-3"},
         schedule={"mode": "asynchronous", "max_staleness": 1},
     )
+
+
+HTTP = {"engine": "http", "urls": ["http://server"]}
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"rollout": {"offload": True}}, r"each would send everything; expected rollout.offload: auto or false"),
+        ({"weight_sync": {"delta": {}, "transport": "full_gather"}}, r"expected weight_sync.transport: planned"),
+        ({"rollout": {**HTTP, "http": {"weights": "group"}}}, r"expected rollout.http.weights: folder"),
+        ({"rollout": {**HTTP, "protocol": "vllm"}}, r"expected weight_sync.delta: null"),
+    ],
+)
+def test_each_refusal_has_its_reason_and_its_cure(sections: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=f"weight_sync.delta: got a section with .*{said}"):
+        check_config(make_config(**({"weight_sync": {"delta": {}}} | sections)))
+
+
+@pytest.mark.parametrize(
+    "rollout",
+    [{}, {"dtype": "fp8"}, {"offload": False}, {"parallel": {"tp": 2}}, {"engine": "sglang"}, HTTP],
+)
+def test_engines_that_keep_their_weights_take_changes(rollout: dict[str, Any]) -> None:
+    check_config(make_config(weight_sync={"delta": {"check_every": 5}}, rollout=rollout))
+
+
+URLS = ("http://a:1", "http://b:1")
+HTTP_ENGINE = {"engine": "http", "urls": URLS}
+GROUP = {"weights": "group"}
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"rollout": {"engine": "http"}}, "rollout.urls: got none with rollout.engine http"),
+        ({"rollout": {"urls": URLS}}, "rollout.urls: got some with rollout.engine embedded"),
+        ({"rollout": HTTP_ENGINE | {"parallel": {"tp": 2}}}, "rollout.parallel: got tp 2"),
+        ({"rollout": HTTP_ENGINE | {"dtype": "fp8"}}, "rollout.dtype: got fp8 with rollout.engine http"),
+        ({"rollout": HTTP_ENGINE | {"kv_cache_gb": 3}}, "rollout.kv_cache_gb: got 3.0 with rollout.engine http"),
+        (
+            {"rollout": HTTP_ENGINE, "model": {"path": "m", "router_replay": "rollout"}},
+            "model.router_replay: got rollout",
+        ),
+        ({"rollout": HTTP_ENGINE | {"protocol": "vllm", "http": GROUP}}, "rollout.http.weights: got group with"),
+        ({"rollout": HTTP_ENGINE | {"http": GROUP | {"weights_dir": "w"}}}, "rollout.http.weights_dir: got w with"),
+        (
+            {"rollout": HTTP_ENGINE, "model": {"path": "m", "lora": {"rank": 4}}, "weight_sync": {"adapters": "apart"}},
+            "weight_sync.adapters: got apart with rollout.engine http",
+        ),
+    ],
+)
+def test_each_refusal_has_its_reason(sections: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        check_config(make_config(**sections))
+
+
+def test_evaluations_apart_need_engines_of_their_own() -> None:
+    placed: dict[str, Any] = {"placement": {"actor": 0, "rollout, reward": 1, "evaluation": 2}, "rollout": HTTP_ENGINE}
+    placed["data"] = {"train": {"path": "t"}, "eval": {"path": "e"}}
+    with pytest.raises(ConfigError, match=r"rollout.engine: got http for role evaluation"):
+        check_config(make_config(**placed))
+    check_config(make_config(**placed, evaluation={"engine": "embedded"}))
+
+
+def test_no_rank_is_without_a_server() -> None:
+    config = make_config(rollout=HTTP_ENGINE)
+    assert not [*url_problems(config, "rollout", 2)]
+    assert "got 3 ranks for 2 rollout.urls" in [*url_problems(config, "rollout", 3)][0]
+
+
+def test_ranks_that_ask_need_no_memory_but_what_weights_pass_through() -> None:
+    job = job_of(qwen3_8b(), {"actor": "0-7", "rollout, reward": 8}, 9, rollout=HTTP_ENGINE)
+    asking = next(memory for memory in rank_memories(job, GPUS["h100"]) if 8 in memory.ranks)
+    assert {name for task in asking.tasks for name in task.bytes_of} <= {
+        *("context", "communicators", "buckets", "staging", "rollout.weights", "rollout.kv_cache")
+    }
+    assert asking.peak.total < 5e9
+    assert working_bytes(job, "weight_sync", {"rollout": 0})["staging"] == 512 * 2**20
+    assert received_bytes(job, "rollout") > 16e9 and least_sync_s(job, "rollout", GPUS["h100"]) > 0
+    grouped = job_of(qwen3_8b(), {"actor": "0-7", "rollout, reward": "8-9"}, 10, rollout=HTTP_ENGINE | {"http": GROUP})
+    assert working_bytes(grouped, "weight_sync", {"rollout": 0})["staging"] == 2 * 512 * 2**20
+    assert received_bytes(grouped, "rollout") == received_bytes(job, "rollout"), "each rank passes on everything"
+
+
+def test_urls_are_read_line_by_line(tmp_path: Path) -> None:
+    file = tmp_path / "urls"
+    file.write_text("# of the first rack\nhttp://a:1/\n\n  https://b  # and of the second\n")
+    assert read(file, "rollout.urls") == ("http://a:1", "https://b")
+    for lines, said in (("a:1", "got 'a:1'"), ("http://a:1\nhttp://a:1/", "stands there 2 times")):
+        with pytest.raises(ConfigError, match=said):
+            checked(lines.splitlines(), "rollout.urls")
+
+
+def test_a_token_comes_from_one_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "token"
+    file.write_text("of-the-file\n")
+    monkeypatch.setenv("ENGINES_TOKEN", "of-the-variable")
+    assert token_of(Http(), "rollout.http") is None
+    assert token_of(Http(token_file=str(file)), "rollout.http") == "of-the-file"
+    assert token_of(Http(token_env="ENGINES_TOKEN"), "rollout.http") == "of-the-variable"
+    for wrong in (Http(token_env="NOBODY"), Http(token_file="nowhere"), Http(token_env="A", token_file="b")):
+        with pytest.raises(ConfigError, match=r"rollout.http"):
+            token_of(wrong, "rollout.http")
+
+
+REFUSED_LEARNING: dict[str, tuple[dict[str, Any], str]] = {
+    "a policy loss of an algorithm without one": (
+        {"algorithm": "sft", "placement": {"actor": 0}, **NO_EVALUATION, "loss": {"policy": "gspo"}},
+        "loss.policy: got gspo with algorithm sft, which learns from no samples of its own",
+    ),
+    "a second clip of what has no first": (
+        {"loss": {"policy": "cispo", "dual_clip": 3.0}},
+        "loss.dual_clip: got 3.0 with loss.policy cispo; expected null",
+    ),
+    "one ratio where every token has an advantage": (
+        {"algorithm": "ppo", "placement": PPO, "loss": {"policy": "geometric_mean"}},
+        "loss.policy: got geometric_mean with algorithm ppo, whose tokens have advantages of their own",
+    ),
+    "one ratio where a token is as good as what comes of it": (
+        {"algorithm": "reinforce_plus_plus", "loss": {"policy": "geometric_mean"}},
+        "loss.policy: got geometric_mean with algorithm reinforce_plus_plus, whose tokens have advantages of their own",
+    ),
+    "covariances between nothing": (
+        {"loss": {"policy": "clip_cov", "clip_cov": {"low": 5.0}}},
+        "loss.clip_cov.low: got 5.0 with loss.clip_cov.high 5.0; expected less",
+    ),
+    "a method without its bound": (
+        {"loss": {"correction": {"method": "icepop"}}},
+        "loss.correction.method: got icepop without loss.correction.high; expected an upper bound of the ratio",
+    ),
+    "a level without a bound": (
+        {"loss": {"correction": {"level": "sequence"}}},
+        "loss.correction.level: got sequence without loss.correction.high",
+    ),
+    "a lower bound alone": (
+        {"loss": {"correction": {"low": 0.5}}},
+        "loss.correction.low: got 0.5 without loss.correction.high",
+    ),
+    "bounds in the wrong order": (
+        {"loss": {"correction": {"method": "mis", "low": 2.0, "high": 0.5}}},
+        "loss.correction.low: got 2.0 with loss.correction.high 0.5; expected less",
+    ),
+    "weights against the engine's log-probs without the actor's": (
+        {"loss": {"old_logprobs": "rollout", "correction": {"high": 2.0}}},
+        "loss.correction.high: got 2.0 with loss.old_logprobs rollout and loss.correction.method tis; expected "
+        "loss.old_logprobs: actor",
+    ),
+    "a policy loss of one's own that is not named": (
+        {"loss": {"policy": "own"}},
+        'loss.function: got None with loss.policy own; expected "file.py:function" or "module:function"',
+    ),
+    "a function that nothing calls": (
+        {"loss": {"function": "a.py:b"}},
+        "loss.function: got a.py:b with loss.policy clip; expected null",
+    ),
+    "a mean of no weights": (
+        {"loss": {"correction": {"normalize": "step"}}},
+        "loss.correction.normalize: got step without loss.correction.high",
+    ),
+    "a mean of weights that are 1": (
+        {"loss": {"correction": {"method": "mask", "high": 2.0, "normalize": "step"}}},
+        "loss.correction.normalize: got step with loss.correction.method mask, whose weights are all 1",
+    ),
+    "a step's mean of weights that its mini-batches change": (
+        {
+            "loss": {
+                "policy": "reinforce",
+                "old_logprobs": "rollout",
+                "correction": {"high": 2.0, "normalize": "step"},
+            }
+        },
+        "loss.correction.normalize: got step with loss.old_logprobs rollout; expected mini_batch",
+    ),
+    "nothing to reject": (
+        {"loss": {"correction": {"high": 2.0, "rejected": "weight_0"}}},
+        "loss.correction.rejected: got weight_0 without loss.correction.masks or reject_above; expected left_out",
+    ),
+    "a mask that leaves nothing in": (
+        {"loss": {"correction": {"masks": [{"level": "geometric", "low": 1.1, "high": 1.01}]}}},
+        "loss.correction.masks.0.low: got 1.1 with high 1.01; expected less",
+    ),
+    "an estimator of nothing": (
+        {"loss": {"correction": {"reject_by": "k1"}}},
+        "loss.correction.reject_by: got k1 without loss.correction.reject_above",
+    ),
+    "an unbiased reward": (
+        {"loss": {"kl": {"coef": 0.1, "where": "reward", "unbiased": True}}},
+        "loss.kl.unbiased: got true with loss.kl.where reward; expected loss.kl.where: loss",
+    ),
+    "an unbiased estimate that is none": (
+        {"loss": {"kl": {"coef": 0.1, "estimator": "k2", "unbiased": True}}},
+        "loss.kl.unbiased: got true with loss.kl.estimator k2, whose mean is not the KL",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_LEARNING)
+def test_what_has_no_meaning_is_refused_with_its_reason(case: str) -> None:
+    sections, reason = REFUSED_LEARNING[case]
+    with pytest.raises(ConfigError) as refused:
+        check_config(make_config(**sections))
+    assert str(refused.value).startswith(reason)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        {"dual_clip": 3.0},
+        {"policy": "gspo", "correction": {"method": "mis", "level": "sequence", "low": 0.5, "high": 2.0}},
+        {"old_logprobs": "rollout", "correction": {"method": "mask", "low": 0.5, "high": 2.0, "reject_above": 0.01}},
+        {"policy": "reinforce", "old_logprobs": "rollout", "correction": {"method": "icepop", "high": 1.2}},
+        {"old_logprobs": "rollout", "correction": {"opsm_delta": 0.1}, "kl": {"coef": 0.1, "unbiased": True}},
+    ],
+    ids=str,
+)
+def test_what_has_a_meaning_is_accepted(loss: dict[str, Any]) -> None:
+    check_config(make_config(loss=loss))
+
+
+def test_sequences_that_count_by_their_length_are_doubted() -> None:
+    def doubted(**loss: Any) -> list[str]:
+        config = make_config(loss=loss)
+        return [doubt for doubt in doubts(config, place(config.placement)) if doubt.startswith("loss.")]
+
+    (doubt,) = doubted(policy="gspo")
+    assert doubt.startswith("loss.normalization: got token_mean with loss.policy gspo")
+    assert doubted(policy="gspo", normalization="sequence_mean") == []
+
+
+ASYNCHRONOUS = {"mode": "asynchronous", "max_staleness": 1}
+
+
+def check(schedule, offload):
+    config = Config.model_validate(
+        {
+            "steps": 3,
+            "placement": {"actor": 0, "rollout, reward": 1},
+            "model": {"path": "m"},
+            "data": {"train": {"path": "t"}},
+            "rollout": {"offload": offload},
+            "schedule": schedule,
+        }
+    )
+    placement = resolve_placement(config.placement, 2, 2)
+    check_schedule(config, placement, role_grids(config, placement))
+
+
+def test_offload_is_refused_where_weights_arrive_in_flight():
+    with pytest.raises(ConfigError, match=r"(?s)rollout\.offload: got true.*rollout\.offload: auto.*in_flight_sync: f"):
+        check(ASYNCHRONOUS, True)
+
+
+@pytest.mark.parametrize("offload", ["auto", False])
+def test_an_engine_that_stays_may_take_them(offload):
+    check(ASYNCHRONOUS, offload)
+
+
+@pytest.mark.parametrize(
+    "schedule", [{}, ASYNCHRONOUS | {"in_flight_sync": False}, ASYNCHRONOUS | {"max_staleness": 0}]
+)
+def test_offload_is_allowed_where_weights_wait_for_the_engine(schedule):
+    check(schedule, True)
+
+
+def check_server(placement, *, role="rollout", num_ranks=4, offload="auto", keep_weights=True, **schedule):
+    config = Config.model_validate(
+        {
+            "steps": 3,
+            "placement": placement,
+            "model": {"path": "m"},
+            "data": {"train": {"path": "t"}},
+            role: {
+                "engine": "sglang",
+                "offload": offload,
+                "parallel": {"tp": 2},
+                "sglang": {"keep_weights": keep_weights},
+            },
+            "schedule": schedule,
+        }
+    )
+    placement = resolve_placement(config.placement, num_ranks, num_ranks)
+    check_schedule(config, placement, role_grids(config, placement))
+
+
+def test_ranks_of_a_server_host_the_same_roles():
+    with pytest.raises(ConfigError, match=r"placement\.rollout: the engine on ranks 2-3 shares.*some of its ranks"):
+        check_server({"actor": "0-2", "rollout": "2-3", "reward": 0})
+    check_server({"actor, rollout": "0-3", "reward": 0})
+    check_server({"actor": "0-1", "rollout, reward": "2-3"})
+
+
+def test_a_server_that_leaves_its_device_needs_the_copy_of_its_weights():
+    colocated, apart = {"actor, rollout": "0-3", "reward": 0}, {"actor": "0-1", "rollout, reward": "2-3"}
+    with pytest.raises(ConfigError, match=r"rollout\.sglang\.keep_weights: got false.*rollout\.offload: false"):
+        check_server(colocated, keep_weights=False)
+    check_server(colocated, keep_weights=False, offload=False)
+    check_server(apart, keep_weights=False)
+
+
+def test_a_judge_s_server_is_bound_by_the_same():
+    around = {"actor": "0-1", "rollout, reward": 0}
+    with pytest.raises(ConfigError, match=r"placement\.judge: the engine on ranks 1-2 shares.*judge\.engine: embedded"):
+        check_server(around | {"judge": "1-2"}, role="judge")
+    with pytest.raises(ConfigError, match=r"judge\.sglang\.keep_weights: got false.*judge\.offload: false"):
+        check_server(around | {"judge": "0-1", "rollout, reward": "0-1"}, role="judge", keep_weights=False)
+    check_server(around | {"judge": "2-3"}, role="judge", keep_weights=False)
+
+
+REFUSED_OPTIMIZERS: dict[str, tuple[dict[str, Any], str]] = {
+    "whole matrices on the host": (
+        {"name": "muon", "cpu_offload": True},
+        "actor.optimizer.cpu_offload: got true with actor.optimizer.name muon, which makes whole matrices orthogonal",
+    ),
+    "keys that nobody looks at": (
+        {"muon": {"momentum": 0.9}},
+        "actor.optimizer.muon: given with actor.optimizer.name adamw, which does not look at it; expected name muon",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_OPTIMIZERS)
+def test_it_is_refused(name: str) -> None:
+    given, message = REFUSED_OPTIMIZERS[name]
+    with pytest.raises(ConfigError, match="^") as caught:
+        check_config(make_config(actor={"optimizer": given}))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"name": "muon", "moments_dtype": "bfloat16", "muon": {"momentum": 0.9}},
+        {"cpu_offload": 0.5, "moments_dtype": "bfloat16"},
+        {"cpu_offload": True},
+    ],
+)
+def test_the_rest_goes_together(given: dict[str, Any]) -> None:
+    check_config(make_config(actor={"optimizer": given}))
+
+
+def test_activations_that_are_filled_where_they_lie_cannot_leave() -> None:
+    recompute = {"granularity": "selective", "modules": ["core_attn", "layernorm"]}
+    with pytest.raises(ConfigError, match=r"model\.activation_offload: got true with layernorm in model\.recompute"):
+        check_config(make_config(model={"path": "m", "activation_offload": True, "recompute": recompute}))
+    check_config(make_config(model={"path": "m", "activation_offload": True, "recompute": "full"}))
+
+
+def test_a_share_is_one() -> None:
+    assert float(Optimizer(cpu_offload=True).cpu_offload) == 1.0
+    with pytest.raises(ValueError, match="less than or equal to 1"):
+        Optimizer(cpu_offload=1.5)

@@ -1,22 +1,36 @@
-"""An order is made as it is looked at, and what holds for an iteration of every kind holds for all of it."""
+"""Orders of long runs, evaluation in them, and what tasks declare."""
 
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rltrain.config.schema import Config
+from rltrain.data.experience import FIELDS
 from rltrain.errors import ConfigError
 from rltrain.schedule.iterations import build_order
 from rltrain.schedule.memory_plan import MemoryPlan
 from rltrain.schedule.order import Entry, Order, count_of_each_kind, first_of_each_kind
-from rltrain.schedule.replay import check
-from rltrain.tasks.roles import STATE_PARTS
-from tests.unit.schedule_configs import EVALUATED_APART, GRPO, PPO, evaluations, make_config, order_of, place
+from rltrain.schedule.replay import check, timetable
+from rltrain.tasks.declaration import Needs, RoleTasks, Task, parts_of
+from rltrain.tasks.roles import (
+    DECLARED,
+    JOINT,
+    OPINIONS,
+    STATE_PARTS,
+    TRANSFERS,
+    all_tasks,
+    model_tasks,
+    needs_of,
+    taken_by,
+)
+from rltrain.trainer import ROLES
+from tests.support.schedule_configs import EVALUATED_APART, GRPO, PPO, evaluations, make_config, order_of, place
 
 LONG = 10**6
 
@@ -205,3 +219,231 @@ def test_generating_further_ahead_than_the_run_is_long_changes_nothing() -> None
 def test_runs_of_other_lengths_and_other_intervals_have_other_digests() -> None:
     orders = [order_of(steps=LONG), order_of(steps=LONG + 1), order_of(steps=LONG, evaluation={"interval": 7})]
     assert len({order.digest() for order in orders}) == 3
+
+
+TWO_SETS = (
+    {"name": "often", "data": {"path": "o"}, "samples_per_prompt": 4, "sampling": {"temperature": 1.0}, "interval": 1},
+    {"name": "seldom", "data": {"path": "s"}, "interval": 2},
+)
+BEST = {"keep_best": {"metric": "eval/often/pass@4"}}
+AHEAD = {"mode": "asynchronous", "max_staleness": 1}
+REWARD_APART = {"actor": 0, "rollout": 1, "reward": 2}
+REWARD_WITH_ACTOR = {"actor,reward": 0, "rollout": 1}
+
+
+def evaluations_of(order: Order) -> list[str]:
+    names = ("evaluation", "save_best", "save_candidate", "keep_candidate", "decide_to_stop", "update", "load_weights")
+    return [
+        f"{entry.name} {entry.step}.{entry.chunk}"
+        for entry in order
+        if entry.kind == "task" and any(name in entry.name for name in names)
+    ]
+
+
+def test_sets_are_drawn_one_after_the_other_where_each_is_due():
+    order = order_of(evaluation={"sets": TWO_SETS}, steps=3)
+    assert [text for text in evaluations_of(order) if "update" not in text] == [
+        *["generate_evaluation 0.0", "generate_evaluation 0.1", "generate_evaluation 0.2"],
+        *["score_evaluation 0.0", "score_evaluation 0.1", "score_evaluation 0.2"],
+        *["generate_evaluation 1.1", "score_evaluation 1.1"],
+        *["generate_evaluation 2.1", "generate_evaluation 2.2", "score_evaluation 2.1", "score_evaluation 2.2"],
+        *["generate_evaluation 3.0", "generate_evaluation 3.1", "generate_evaluation 3.2"],
+        *["score_evaluation 3.0", "score_evaluation 3.1", "score_evaluation 3.2"],
+    ]
+
+
+def test_step_by_step_the_best_policy_is_saved_before_it_is_trained_on():
+    order = order_of(evaluation={"sets": TWO_SETS, **BEST}, steps=2, data={"train": {"path": "t"}})
+    of_step_1 = [text for text in evaluations_of(order) if " 1." in text]
+    assert of_step_1 == ["generate_evaluation 1.0", "score_evaluation 1.0", "save_best 1.0", "update 1.0"]
+
+
+def test_beside_training_a_candidate_is_saved_and_judged_when_the_score_is_there():
+    order = order_of(
+        evaluation={"sets": TWO_SETS[:1], **BEST, "stop_at": 0.5, "stop_metric": "eval/often/score"},
+        data={"train": {"path": "t"}},
+        schedule=AHEAD,
+        placement=REWARD_WITH_ACTOR,
+    )
+    assert [text for text in evaluations_of(order) if " 1." in text] == [
+        *["generate_evaluation 1.0", "save_candidate 1.0", "update 1.0"],
+        *["score_evaluation 1.0", "keep_candidate 1.0", "decide_to_stop 1.0"],
+    ]
+
+
+@pytest.mark.parametrize("placement", [REWARD_APART, REWARD_WITH_ACTOR], ids=["reward apart", "reward with the actor"])
+@pytest.mark.parametrize("judged", [{}, {"stop_at": 0.5, **BEST}], ids=["", "judged"])
+def test_training_on_the_next_step_does_not_wait_for_an_evaluation(placement: dict[str, int], judged: dict[str, Any]):
+    """However long it takes, drawing and scoring the evaluation before step 2 delays no training before step 3's."""
+
+    def start_of_update(evaluation_s: float) -> float:
+        def seconds(entry: Entry, rank: int) -> float:
+            return evaluation_s if "_evaluation" in entry.name and entry.step == 2 else 1.0
+
+        sets = [{**TWO_SETS[0], "interval": 2}]
+        order = order_of(
+            steps=6,
+            schedule=AHEAD,
+            placement=placement,
+            data={"train": {"path": "t"}},
+            evaluation={"sets": sets, **judged},
+        )
+        periods = timetable(order, place(placement), seconds)
+        return next(period.start for entry, period in periods.items() if (entry.name, entry.step) == ("update", 2))
+
+    assert start_of_update(100.0) == start_of_update(1.0)
+
+
+OWN_ENGINES = {"actor": 0, "rollout,reward": 1, "evaluation": 2}
+GOALS = {"stop_at": 0.5, "keep_best": {"metric": "eval/score"}}
+
+
+@pytest.mark.parametrize("schedule", [{}, {"mode": "pipelined"}, AHEAD, {**AHEAD, "in_flight_sync": False}])
+def test_evaluations_by_engines_of_their_own_delay_nobody_else(schedule: dict[str, Any]):
+    """Not the next one that is due either, whose weights are taken meanwhile: it comes when the one before is over."""
+    placement = {**OWN_ENGINES, "reward": 3, "rollout": 1}
+    del placement["rollout,reward"]
+
+    def periods_of(evaluation_s: float) -> tuple[dict[Entry, Any], dict[Entry, Any]]:
+        order = order_of(steps=8, schedule=schedule, placement=placement, evaluation={"interval": 2, **GOALS})
+        periods = timetable(order, place(placement), lambda entry, _: evaluation_s if "run" in entry.name else 1.0)
+        own = {entry: period for entry, period in periods.items() if "evaluation" in entry.roles[-1]}
+        return own, {entry: period for entry, period in periods.items() if entry not in own}
+
+    (_, of_others), (slow, beside_slow) = periods_of(1.0), periods_of(100.0)
+    assert of_others == beside_slow
+    runs = sorted((entry.step, *period) for entry, period in slow.items() if entry.name == "run_evaluation")
+    assert [step for step, *_ in runs] == [0, 2, 4, 6, 8]
+    assert all(start >= end for (_, _, end), (_, start, _) in pairwise(runs))
+
+
+def test_whoever_evaluates_for_itself_follows_from_what_is_due():
+    order = order_of(steps=3, schedule=AHEAD, placement=OWN_ENGINES, evaluation={"interval": 2, **GOALS})
+    own = [str(entry) for entry in order if "evaluation" in entry.roles]
+    of_evaluation = ["sync_evaluation[{}] (actor+evaluation)", "run_evaluation[{}] (evaluation)"]
+    assert own == [
+        *(
+            text.format(0)
+            for text in (*of_evaluation, "keep_evaluated[{}] (evaluation)", "stop_if_reached[{}] (evaluation)")
+        ),
+        "stop_if_reached[1] (evaluation)",
+        *(
+            text.format(2)
+            for text in (*of_evaluation, "keep_evaluated[{}] (evaluation)", "stop_if_reached[{}] (evaluation)")
+        ),
+        *(text.format(3) for text in (*of_evaluation, "keep_evaluated[{}] (evaluation)")),
+    ]
+    assert not {"generate_evaluation", "score_evaluation", "save_candidate", "decide_to_stop"} & {e.name for e in order}
+    assert [position for position, _ in order.syncs()] and {first for _, first in order.syncs("sync_evaluation")} == {0}
+
+
+def test_the_rollout_gets_no_weights_that_only_an_evaluation_would_use():
+    def syncs(placement: dict[str, Any]) -> list[int]:
+        schedule = {"mode": "asynchronous", "max_staleness": 1, "sync_every": 2}
+        order = order_of(steps=6, schedule=schedule, placement=placement, evaluation={"interval": 3})
+        return [entry.step for entry in order if entry.name == "weight_sync"]
+
+    assert syncs({"actor": 0, "rollout,reward": 1}) == [0, 2, 3, 4, 6]
+    assert syncs(OWN_ENGINES) == [0, 2, 4]
+
+
+def test_demonstrations_need_no_rollout_where_engines_of_their_own_evaluate():
+    order = order_of(algorithm="sft", placement={"actor": "0-2", "evaluation": 3}, evaluation={"interval": 2})
+    assert [str(entry).split("[")[0] for entry in order if entry.step == 2 and entry.kind == "task"] == [
+        "sync_evaluation", "run_evaluation", "load_batch", "update",
+    ]  # fmt: skip
+
+
+def test_where_nothing_is_trained_the_checkpoint_is_evaluated_once():
+    config = make_config(algorithm="evaluate", evaluation={"sets": TWO_SETS}, placement={"rollout,reward": "0-3"})
+    order = build_order(config, place(config.placement))
+    check(order, place(config.placement))
+    assert evaluations_of(order) == [
+        "load_weights 0.0",
+        *[f"generate_evaluation 0.{number}" for number in range(3)],
+        *[f"score_evaluation 0.{number}" for number in range(3)],
+    ]
+
+
+def test_a_metric_is_judged_only_where_its_set_was_evaluated():
+    order = order_of(
+        evaluation={"sets": TWO_SETS, "interval": 3, "stop_at": 0.9, "stop_metric": "eval/seldom/score"}, steps=5
+    )
+    assert [entry.step for entry in order if entry.name == "decide_to_stop"] == [0, 2, 4, 5]
+    default = order_of(evaluation={"sets": TWO_SETS, "interval": 3, "stop_at": 0.9}, steps=5, placement=GRPO)
+    assert [entry.step for entry in default if entry.name == "decide_to_stop"] == [0, 3, 5]
+
+
+RUNS = {
+    "grpo": {"checkpoint": {"save_interval": 1, "save_hf_interval": 1}, "loss": {"old_logprobs": "actor"}},
+    "ppo": {"algorithm": "ppo", "placement": PPO},
+    "pipelined": {"placement": GRPO, "schedule": {"mode": "pipelined", "chunks": 2}, "evaluation": {"stop_at": 0.5}},
+    "sft": {"algorithm": "sft"},
+    "dpo": {"algorithm": "dpo", "placement": {"actor": 0, "reference": 1}},
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_whatever_the_order_does_with_a_role_is_declared_of_it(name: str) -> None:
+    for entry in order_of(**RUNS[name]):
+        tasks = DECLARED[entry.actors[0]].tasks
+        if entry.kind == "task" and entry.name != "checkpoint" and entry.name not in JOINT:
+            assert entry.name in {task.name for task in tasks}, entry
+        elif entry.kind == "post":
+            assert any(entry.name in task.leaves for task in tasks), entry
+        elif entry.kind == "wait":
+            role = entry.actors[0]
+            taken = {transfer for task in tasks for transfer in taken_by(role, task, DECLARED)}
+            assert entry.name in taken, entry
+
+
+def test_a_role_has_a_method_for_every_task_declared_of_it() -> None:
+    assert ROLES.keys() == DECLARED.keys()
+    for role in DECLARED.values():
+        assert [task.name for task in role.tasks if not callable(getattr(ROLES[role.name], task.name, None))] == []
+
+
+def test_transfers_carry_fields_of_experience_and_somebody_takes_them() -> None:
+    assert {field for fields in TRANSFERS.values() for field in fields} <= FIELDS.keys()
+    left = {transfer for role in DECLARED.values() for task in role.tasks for transfer in task.leaves}
+    assert left == TRANSFERS.keys()
+
+
+def test_a_task_that_informs_a_role_leaves_what_that_role_takes_with_the_samples() -> None:
+    for task in (task for role in DECLARED.values() for task in role.tasks if task.informs):
+        (samples,), informed = task.takes, task.informs
+        told = [taken_by(informed, other, DECLARED) for other in DECLARED[informed].tasks if OPINIONS in other.takes]
+        assert any({samples, *task.leaves} <= {*taken} for taken in told), task
+
+
+def test_a_task_that_needs_memory_needs_that_of_a_role_which_has_some() -> None:
+    for role in DECLARED.values():
+        for task in role.tasks:
+            owners = {owner for owner, _ in needs_of(task.name).parts}
+            assert owners - {"env"} <= ({role.name} if role.model else set()), "that of env is its environments' own"
+
+
+def test_where_models_compute_follows_from_what_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert model_tasks() == {
+        "actor_logprobs": ("actor", False),
+        "accumulate": ("actor", True),
+        "update": ("actor", True),
+        "values": ("critic", False),
+        "accumulate_critic": ("critic", True),
+        "update_critic": ("critic", True),
+        "reference_logprobs": ("reference", False),
+        "evaluation_logprobs": ("reference", False),
+        "score_held_out": ("actor", False),
+        "teacher_logprobs": ("teacher", False),
+        "inference_logprobs": ("inference", False),
+        "model_scores": ("reward_model", False),
+        "evaluation_model_scores": ("reward_model", False),
+    }
+    teaches = Task("teach", Needs(reads=parts_of("teacher", "weights")), informs="actor")
+    monkeypatch.setitem(DECLARED, "teacher", RoleTasks("teacher", (teaches,), model="evaluated"))
+    assert model_tasks()["teach"] == ("teacher", False), "so what it needs on the device is foretold"
+
+
+def test_a_metric_is_reported_by_one_task() -> None:
+    reported = [metric.name for task in all_tasks() for metric in task.reports]
+    assert len(reported) == len(set(reported)) > 0

@@ -29,7 +29,7 @@ from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import resolve_placement, role_grids
 from rltrain.training.adapters import draw_adapters
-from tests.model_shards import tiny_architecture
+from tests.support.model_shards import tiny_architecture
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 

@@ -1,8 +1,10 @@
-"""Plans of all ranks, simulated in one process and compared with the oracle."""
+"""The plan of a reshard moves every box once, and shares the work out."""
 
 import json
 import subprocess
 import sys
+from collections import Counter
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +14,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rltrain.models import Architecture
-from rltrain.models.table import CanonicalTensors, uniform
-from rltrain.reshard.layout import PIECE, Layout, RankLayout, elements
+from rltrain.models.table import ITEM_BYTES, CanonicalTensors, ElementType, uniform
+from rltrain.reshard.layout import BOX_FIELDS, PIECE, Layout, RankLayout, elements, parameter_types, split
 from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.reshard.plan import Traffic, plan, traffic
+from rltrain.reshard.plan import Planner, Traffic, plan, pour, share_out, traffic
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
-from tests.model_shards import PADDING, Tensors, tiny_architecture
-from tests.unit.plan_simulation import ELEMENT_BYTES, WORLD_SIZE, Side, check_traffic, reshard, side
+from tests.support.model_shards import PADDING, Tensors, tiny_architecture
+from tests.support.plan_simulation import (
+    ELEMENT_BYTES,
+    WORLD_SIZE,
+    Side,
+    check_traffic,
+    execute_all,
+    reshard,
+    side,
+    simulated_rank,
+)
 
 R8, NEXT8 = tuple(range(8)), tuple(range(8, 16))
 
@@ -240,3 +251,252 @@ def test_planning_for_a_large_job_takes_seconds(case: str, most_s: float) -> Non
     assert measured["plan_s"] < most_s, "seconds of one rank"
     assert measured["peak_mb"] < 1024
     assert measured["busiest_sender_gb"] > 1 and measured["predicted_network_s"] < 1.15 * measured["bound_network_s"]
+
+
+def sent_by_rank(moved: dict[tuple[int, int], int]) -> dict[int, int]:
+    totals: dict[int, int] = {}
+    for (source, destination), num_bytes in moved.items():
+        if source != destination:
+            totals[source] = totals.get(source, 0) + num_bytes
+    return totals
+
+
+@pytest.mark.parametrize(("destinations", "tp"), [(1, 1), (2, 1), (3, 1), (4, 2), (4, 4), (8, 1)])
+def test_replicas_share_the_work(destinations: int, tp: int) -> None:
+    architecture = tiny_architecture(num_layers=8, vocab_size=40)
+    source = megatron_layout(architecture, Grid((0, 1, 2, 3)))
+    destination = engine_layout(architecture, Grid(tuple(range(4, 4 + destinations)), tp=tp))
+    sent = sent_by_rank(traffic(source, destination, ranks_per_node=16))
+    largest = int(elements(source.on(0).pieces).max())
+    assert len(sent) == 4
+    assert max(sent.values()) <= sum(sent.values()) / 4 + largest * ELEMENT_BYTES
+
+
+def test_replicas_share_the_work_where_some_groups_leave_less_choice() -> None:
+    architecture = tiny_architecture(num_layers=16, vocab_size=40)
+    source = megatron_layout(architecture, Grid((0, 1, 4)))  # nodes of two ranks: 0, 1 | 4
+    destination = engine_layout(architecture, Grid((5, 6)))  # 5 must draw on 4, 6 may draw on all three
+    sent = sent_by_rank(traffic(source, destination, ranks_per_node=2))
+    assert sent[4] == sent[0] + sent[1]
+    assert abs(sent[0] - sent[1]) <= 2 * int(elements(source.on(0).pieces).max()) * ELEMENT_BYTES
+
+
+def test_a_replica_on_the_same_node_is_preferred() -> None:
+    architecture = tiny_architecture()
+    source = megatron_layout(architecture, Grid((0, 1, 8, 9), tp=2))
+    destination = engine_layout(architecture, Grid((2, 3, 10, 11), tp=2))
+    moved = traffic(source, destination, ranks_per_node=8)
+    assert {source // 8 == destination // 8 for source, destination in moved} == {True}
+
+
+def smallest_largest_load(source: Side, destination: Side, ranks_per_node: int) -> float:
+    """The least bytes that the busiest sender can carry, with holders on the receiver's node preferred.
+
+    From values alone: every element has one of its own, which tells who holds it and who needs it. By Hall's theorem
+    the bound is the largest, over sets of senders, of what only they may send divided by their number.
+    """
+
+    def owners(side_of: Side) -> dict[float, set[int]]:
+        found: dict[float, set[int]] = {}
+        for rank, shards in side_of.shards.items():
+            for value in np.unique(np.concatenate([tensor.reshape(-1) for tensor in shards.values()])).tolist():
+                found.setdefault(value, set()).add(rank)
+        found.pop(PADDING, None)
+        return found
+
+    holders, demands = owners(source), Counter[frozenset[int]]()
+    for value, needed_by in owners(destination).items():
+        by_node: dict[int, set[int]] = {}
+        for rank in needed_by - holders[value]:
+            by_node.setdefault(rank // ranks_per_node, set()).add(rank)
+        for node, ranks in by_node.items():
+            near = {rank for rank in holders[value] if rank // ranks_per_node == node}
+            demands[frozenset(near or holders[value])] += ELEMENT_BYTES * (len(ranks) if near else 1)
+    senders = sorted(set().union(*demands))
+    subsets = [set(subset) for size in range(1, len(senders) + 1) for subset in combinations(senders, size)]
+    return max(
+        sum(demand for candidates, demand in demands.items() if candidates <= subset) / len(subset)
+        for subset in subsets
+    )
+
+
+# name -> source (ranks, tp, pp), destination (ranks, tp), ranks per node
+BALANCED = {
+    "replicas feed fewer engines": ((range(4), 1, 1), (range(4, 7), 1), 16),
+    "tp2 dp3 on two nodes": ((range(6), 2, 1), (range(6, 10), 2), 4),
+    "pp2 dp2 to one node of engines": ((range(4), 1, 2), (range(4, 8), 2), 4),
+    "some destinations hold what they need": ((range(6), 2, 1), (range(4, 10), 1), 2),
+    "colocated": ((range(8), 2, 2), (range(8), 4), 4),
+    "a node with a single holder": (((0, 1, 4), 1, 1), ((5, 6), 1), 2),
+}
+
+
+@pytest.mark.parametrize("case", BALANCED)
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_busiest_sender_carries_at_most_15_percent_more_than_it_must(case: str, tied: bool) -> None:
+    (sources, tp, pp), (destinations, engine_tp), ranks_per_node = BALANCED[case]
+    architecture = tiny_architecture(
+        num_layers=4, hidden_size=32, num_heads=8, num_kv_heads=4, head_dim=8, ffn_hidden_size=48, vocab_size=128,
+        tied_embeddings=tied,
+    )  # fmt: skip
+    source = side("megatron", architecture, Grid(tuple(sources), tp=tp, pp=pp))
+    destination = side("engine", architecture, Grid(tuple(destinations), tp=engine_tp))
+    sent: Counter[int] = Counter()
+    planner = Planner(source.layout, destination.layout, ranks_per_node)
+    for rank in source.layout.ranks:
+        sent[rank] = planner.bytes_of(planner.plan(rank).direct.sends)
+    assert max(sent.values()) <= 1.15 * smallest_largest_load(source, destination, ranks_per_node)
+
+
+def test_a_node_receives_once_and_fans_out_evenly() -> None:
+    architecture = tiny_architecture(num_layers=4, hidden_size=32, num_heads=4, head_dim=8, vocab_size=64)
+    source, destination = Grid((0, 1), tp=2), Grid((4, 5, 6, 7))
+    planner = Planner(megatron_layout(architecture, source), engine_layout(architecture, destination), 4)
+    model_bytes = int(elements(planner.destination.on(4).pieces).sum()) * ELEMENT_BYTES
+    assert planner.traffic == Traffic(local=0, node=3 * model_bytes, network_minimum=model_bytes)
+    plans = [planner.plan(rank) for rank in destination.ranks]
+    entered = [planner.bytes_of(made.direct.receives) for made in plans]
+    assert sum(entered) == model_bytes and max(entered) < 1.05 * model_bytes / 4
+    assert [planner.bytes_of(made.fan_out.sends) for made in plans] == [3 * num_bytes for num_bytes in entered]
+
+
+NUM_RANKS = 7
+
+
+def smallest_load_by_hall(candidates: list[list[int]], demands: list[int]) -> float:
+    """By Hall's theorem: the largest, over sets of ranks, of what only they can carry divided by their number."""
+    ranks = sorted({rank for group in candidates for rank in group})
+    subsets = [set(subset) for size in range(1, len(ranks) + 1) for subset in combinations(ranks, size)]
+    return max(
+        sum(demand for group, demand in zip(candidates, demands, strict=True) if subset.issuperset(group)) / len(subset)
+        for subset in subsets
+    )
+
+
+GROUPS = st.lists(
+    st.tuples(st.sets(st.integers(0, NUM_RANKS - 1), min_size=1).map(sorted), st.integers(0, 10**12)),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=75)
+@given(GROUPS)
+def test_the_busiest_carries_hardly_more_than_it_must(groups: list[tuple[list[int], int]]) -> None:
+    candidates, demands = [group for group, _ in groups], [demand for _, demand in groups]
+    quotas = share_out([np.array(group) for group in candidates], demands)
+    load = np.zeros(NUM_RANKS, dtype=np.int64)
+    for group, demand, quota in zip(candidates, demands, quotas, strict=True):
+        assert (quota >= 0).all() and quota.sum() == demand
+        load[group] += quota
+    assert load.max() <= 1.15 * smallest_load_by_hall(candidates, demands) + NUM_RANKS
+
+
+def test_a_chain_of_choices_is_followed_to_its_end() -> None:
+    """Rank 0 has more than its share, which all others together can relieve it of, each by way of the next one."""
+    size, demand = 12, 10**9
+    chain = [np.array([rank, rank + 1]) for rank in reversed(range(size - 1))]
+    quotas = share_out([*chain, np.array([0])], [*[demand] * (size - 1), demand])
+    load = np.zeros(size)
+    for ranks, quota in zip([*chain, np.array([0])], quotas, strict=True):
+        load[ranks] += quota
+    assert load.max() <= 1.01 * demand
+
+
+@given(st.lists(st.integers(0, 10**15), min_size=1, max_size=20), st.integers(0, 10**16))
+def test_water_finds_its_level(held: list[int], amount: int) -> None:
+    load = np.array(held)
+    quota = pour(load, amount)
+    assert quota.sum() == amount and (quota >= 0).all()
+    filled = (load + quota)[quota > 0]
+    assert len(filled) == 0 or filled.max() - filled.min() <= 1
+    assert len(filled) == 0 or (load[quota == 0] >= filled.max() - 1).all()
+
+
+def held_boxes(layout: Layout, rank: int) -> list[tuple[object, ...]]:
+    """Every piece with the name and shape of the parameter that it lies in."""
+    on = layout.on(rank)
+    fields = [*BOX_FIELDS, "offset", "stride"]
+    return [(*on.parameters[piece["parameter"]], *(int(piece[name]) for name in fields)) for piece in on.pieces]
+
+
+def sizes(layout: Layout, rank: int) -> list[int]:
+    elements = [int(np.prod(shape)) for _, shape in layout.on(rank).parameters]
+    types = parameter_types(layout, layout.parts[layout.ranks.index(rank)])
+    return [count * int(ITEM_BYTES[kind]) for count, kind in zip(elements, types, strict=True)]
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_parts_together_are_the_layout_and_each_can_be_planned_and_executed_alone(data: st.DataObject) -> None:
+    architecture = data.draw(architectures())
+    kinds = data.draw(KINDS)
+    source, destination = (side(kind, architecture, data.draw(grids(architecture, kind))) for kind in kinds)
+    max_bytes = data.draw(st.integers(1, 20_000))
+    ranks_per_node = data.draw(st.sampled_from([1, 4, 14]))
+    parts = split(destination.layout, max_bytes)
+    for rank in destination.layout.ranks:
+        of_parts = [part.on(rank).parameters for part in parts]
+        assert sum(of_parts, ()) == destination.layout.on(rank).parameters
+        boxes = [box for part in parts for box in held_boxes(part, rank)]
+        assert sorted(boxes, key=repr) == sorted(held_boxes(destination.layout, rank), key=repr)
+        for part in parts:
+            assert sum(sizes(part, rank)) <= max_bytes or len(part.on(rank).parameters) == 1
+    whole = reshard(source, destination, ranks_per_node)
+    written: dict[int, Tensors] = {rank: {} for rank in whole}
+    for part in parts:
+        planner = Planner(source.layout, part, ranks_per_node)
+        ranks = {rank: simulated_rank(planner.plan(rank), source.shards.get(rank, {})) for rank in whole}
+        execute_all(ranks)
+        for number, rank in ranks.items():
+            for (name, _), values in zip(rank.plan.destination_parameters, rank.destination, strict=True):
+                assert name not in written[number]
+                written[number][name] = values
+    for number, rank in whole.items():
+        expected = dict(zip([name for name, _ in rank.plan.destination_parameters], rank.destination, strict=True))
+        assert written[number].keys() == expected.keys()
+        assert all(np.array_equal(written[number][name], expected[name]) for name in expected)
+
+
+def test_as_many_parameters_per_part_as_fit() -> None:
+    layout = engine_layout(tiny_architecture(num_layers=2), Grid((0,)))
+    every = sizes(layout, 0)
+    assert len(split(layout, sum(every))) == 1
+    assert [len(part.on(0).parameters) for part in split(layout, 1)] == [1] * len(every)
+    parts = split(layout, max(every))
+    for part, following in zip(parts, parts[1:], strict=False):
+        assert sum(sizes(part, 0)) + sizes(following, 0)[0] > max(every), "the next one would have fitted"
+
+
+def test_a_parameter_of_padding_alone_has_the_type_of_its_namesakes() -> None:
+    """64 rows of vocabulary over four ranks, of which the first alone has any."""
+    architecture = tiny_architecture("qwen2", vocab_size=9, num_heads=4, num_kv_heads=4)
+    layout = engine_layout(architecture, Grid((0, 1, 2, 3), tp=4), dtype="bfloat16")
+    layout.types[layout.tensors.numbers["model.embed_tokens.weight"]] = ElementType.FLOAT32
+    names = [name for name, _ in layout.part(3).parameters]
+    number = names.index("model.embed_tokens.weight")
+    assert number not in layout.part(3).pieces["parameter"], "this share has rows, and the test shows nothing"
+    kinds = parameter_types(layout, 3)
+    assert kinds[number] == ElementType.FLOAT32
+    assert kinds[names.index("lm_head.weight")] == ElementType.BFLOAT16
+    assert np.array_equal(kinds, parameter_types(layout, 0))
+
+
+def test_shares_with_different_parameters() -> None:
+    """Stages of a pipeline: those with fewer parameters have none in the last parts."""
+    architecture = tiny_architecture("qwen3", num_layers=3)
+    grid = Grid((0, 1), pp=2, layers_per_stage=(2, 1))
+    destination = side("megatron", architecture, grid)
+    source = side("engine", architecture, Grid((0,)))
+    parts = split(destination.layout, 1)
+    assert parts[-1].on(0).parameters and not parts[-1].on(1).parameters
+    for part in parts:
+        shards = {
+            rank: {name: destination.shards[rank][name] for name, _ in part.on(rank).parameters} for rank in grid.ranks
+        }
+        reshard(source, Side(part, shards), 2)
+
+
+def test_no_bytes_are_refused() -> None:
+    with pytest.raises(ValueError, match="max_bytes is 0"):
+        split(engine_layout(tiny_architecture(), Grid((0,))), 0)

@@ -10,7 +10,7 @@ from torch import Tensor
 from rltrain.algorithms.policy_loss import POLICY_LOSSES, ResponseTokens, clip, clip_cov, covariances, policy_loss
 from rltrain.config import schema
 from rltrain.data.experience import Experience
-from tests.unit.packed_experience import packed_experience
+from tests.support.packed_experience import packed_experience
 
 SHAPE = [(2, 5), (1, 1), (3, 0), (0, 4), (2, 7)]
 """Prompt and response tokens of the samples; one has no response."""

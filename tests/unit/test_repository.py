@@ -313,7 +313,7 @@ def test_nothing_that_is_read_is_evaluated() -> None:
                 assert keywords.get("Loader") == "PlainLoader", f"{relative(path)}: yaml.load"
 
 
-OWN_PATH = {"tests/unit/test_native_build.py", "tools/compare_commits.py"}
+OWN_PATH = {"tests/unit/test_native.py", "tools/compare_commits.py"}
 """A tree of their own is all that their processes are to find."""
 
 

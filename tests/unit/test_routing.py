@@ -1,9 +1,10 @@
-"""Losses, counts and biases of routers, against formulas written out."""
+"""Routers of experts: their losses, and routing that is replayed."""
 
 import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
-
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,15 +13,26 @@ from torch import Tensor
 
 from rltrain.algorithms.losses import SharedLoss, divisor_shares, num_pairs, pair_shares, sample_shares, token_weights
 from rltrain.config import schema
-from rltrain.data.experience import Experience
+from rltrain.data.experience import Experience, join
 from rltrain.errors import ConfigError
+from rltrain.models.architecture import ExpertLayers
+from rltrain.models.routing_shape import NOT_RECORDED, RoutingShape
+from rltrain.rollout.sample import Sample, SampleGroup, Status, pack_groups
 from rltrain.runtime.grid import Grid
+from rltrain.training.megatron.backend import given_choices
 from rltrain.training.megatron.chunk import ModelOptions
-from rltrain.training.megatron.experts import RoutedSamples, SampleRouter, load_metrics, routed_samples
+from rltrain.training.megatron.experts import (
+    Choices,
+    RoutedSamples,
+    SampleRouter,
+    load_metrics,
+    replay_metrics,
+    routed_samples,
+)
 from rltrain.training.megatron.model import check_dispatcher, transformer_config
 from rltrain.training.megatron.platform import adapt_to_platform
-from rltrain.training.packing import pack, padded_to, padding_alone
-from tests.model_shards import tiny_architecture
+from rltrain.training.packing import ContextShare, pack, padded_to, padding_alone
+from tests.support.model_shards import tiny_architecture
 
 CPU = torch.device("cpu")
 AUX, Z = 0.3, 0.07
@@ -145,3 +157,139 @@ def test_metrics_name_the_worst_layer() -> None:
         "moe_load_min": 0.0,
         "moe_idle_experts": 3.0,
     }
+
+
+def shape_of(num_experts: int, num_layers: int = 3, dense: tuple[int, ...] = ()) -> RoutingShape:
+    moe = ExpertLayers(num_experts=num_experts, top_k=2, ffn_hidden_size=8, dense_layers=dense)
+    architecture = tiny_architecture("qwen3_moe", num_layers=num_layers, moe=moe)
+    shape = RoutingShape.of(architecture)
+    assert shape.token_bytes == architecture.routing_bytes
+    return shape
+
+
+def test_numbers_of_experts_are_as_small_as_they_can_be() -> None:
+    types = [shape_of(count).experts for count in (8, 128, 129, 256)]
+    assert types == [torch.int8, torch.int8, torch.int16, torch.int16]
+    assert shape_of(8, 4, dense=(0, 2)).num_layers == 2
+
+
+@given(st.sampled_from([128, 256]), st.integers(0, 5), st.integers(0, 99))
+def test_they_are_packed_in_bytes_and_cut_by_tokens(num_experts: int, num_tokens: int, seed: int) -> None:
+    shape, random = shape_of(num_experts), torch.Generator().manual_seed(seed)
+    experts = torch.randint(NOT_RECORDED, num_experts, (num_tokens, 3, 2), generator=random)
+    packed = shape.packed(experts)
+    assert packed.dtype == torch.int8 and packed.shape == (num_tokens, shape.token_bytes)
+    some = torch.arange(num_tokens)[::2]
+    assert torch.equal(shape.unpacked(packed[some]).long(), experts[some])
+
+
+@pytest.mark.parametrize("num_experts", [8, 300])
+def test_samples_bring_what_was_recorded_and_nothing_of_other_tokens(num_experts: int) -> None:
+    """The engine has not fed the last token; what an environment said behind the last turn it has not seen either; and
+    it does not record what somebody else drew."""
+    shape = shape_of(num_experts)
+    dtype = np.int8 if num_experts == 8 else np.int16
+
+    def recorded(count: int) -> np.ndarray:
+        return (np.arange(count * 6) % 7).reshape(count, 3, 2).astype(dtype)
+
+    whole = Sample(0, (1, 2), 0).drawn((5, 6), (-0.5, -0.25), (2, 2), Status.STOPPED).routed(recorded(3))
+    turns = whole.observed((7, 8)).drawn((9,), (-1.0,), (3,), Status.STOPPED).routed(recorded(3))
+    answered = turns.observed((4, 4, 4))
+    foreign = Sample(3, (1,), 0).drawn((5,), (-0.5,), (2,), Status.STOPPED)
+    group = SampleGroup(0, 0, (whole, answered, foreign))
+    experience = join([pack_groups([], [0], shape), pack_groups([group], [0], shape)])
+    of_samples = shape.unpacked(experience.routed_experts).split(experience.lengths.tolist())
+    for sample, experts, known in zip(group.samples, of_samples, (3, 6, 0), strict=True):
+        assert len(experts) == len(sample.context)
+        if sample.routing is not None:
+            assert experts[:known].tolist() == sample.routing.experts.tolist()
+        assert (experts[known:] == NOT_RECORDED).all() and (experts[:known] >= 0).all()
+    assert not pack_groups([group], [0]).has("routed_experts")
+
+
+def route(router: SampleRouter, logits: Tensor, experts: Tensor | None, found: dict[int, Tensor] | None = None) -> Any:
+    router.set_layer_number(1)
+    router.replayed.choices = None if experts is None and found is None else Choices({}, found)
+    if experts is not None:
+        router.replayed.choices = Choices({0: experts}, found)
+    return router.routing(logits[:, None])
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@given(st.integers(0, 99))
+def test_weights_and_gradients_are_of_the_routers_own_scores(family: str, seed: int) -> None:
+    router, random = make_router(family), torch.Generator().manual_seed(seed)
+    logits = torch.randn(6, router.num_experts, generator=random).requires_grad_()
+    experts = torch.rand(6, router.num_experts, generator=random).argsort(-1)[:, : router.topk]
+    experts[::3] = NOT_RECORDED
+    own_probs, own = route(router, logits, None)
+    probs, chosen = route(router, logits, experts.to(torch.int8))
+    assert torch.equal(chosen[::3], own[::3]) and torch.equal(probs[::3], own_probs[::3])
+    scores = logits.softmax(-1) if router.score_function == "softmax" else logits.sigmoid()
+    for row in (1, 2, 4, 5):
+        assert chosen[row].nonzero().flatten().tolist() == sorted(experts[row].tolist())
+        of_chosen = scores[row, experts[row]]
+        expected = of_chosen / of_chosen.sum() * (router.config.moe_router_topk_scaling_factor or 1)
+        torch.testing.assert_close(probs[row, experts[row]], expected)
+    probs[1, experts[1, 0]].backward()
+    assert logits.grad is not None and logits.grad[1, experts[1]].abs().min() > 0
+
+    differing = sum(int((~own[row, experts[row]]).sum()) for row in (1, 2, 4, 5))
+    assert router.replayed.counts.tolist() == [4 * router.topk, differing]
+    with torch.no_grad():
+        route(router, logits, experts)
+    assert router.replayed.counts.tolist() == [4 * router.topk, differing], "passes without gradients count nothing"
+
+
+def test_what_is_found_is_what_gives_the_same() -> None:
+    router, logits, found = make_router("deepseek_v3"), torch.randn(5, 1, 8), dict[int, Tensor]()
+    logits = torch.randn(5, router.num_experts)
+    probs, chosen = route(router, logits, None, found)
+    again, chosen_again = route(router, logits, found[0])
+    assert torch.equal(probs, again) and torch.equal(chosen, chosen_again)
+    assert replay_metrics(*router.replayed.counts.tolist(), num_choices=5 * router.topk) == {
+        "replayed_choices": 1.0,
+        "replayed_choices_differing": 0.0,
+    }
+    assert replay_metrics(0, 0, num_choices=3) == {}
+
+
+@given(st.lists(st.integers(1, 7), min_size=1, max_size=4), st.integers(1, 3), st.sampled_from([1, 2]))
+def test_every_rank_is_given_the_choices_of_its_rows_and_layers(lengths: list[int], cp: int, tp: int) -> None:
+    """Numbers tell whose they are: token * 10 + layer, below 128 for these few."""
+    moe = ExpertLayers(num_experts=256, top_k=2, ffn_hidden_size=8, dense_layers=(1,))
+    architecture = tiny_architecture("qwen3_moe", num_layers=3, moe=moe)
+    shape, count = RoutingShape.of(architecture), sum(lengths)
+    numbers = torch.arange(count)[:, None, None] * 10 + torch.tensor([0, 2])[:, None]
+    experience = make_experience(lengths).with_fields(
+        tokens=torch.arange(count), routed_experts=shape.packed(numbers.expand(-1, -1, 2).contiguous())
+    )
+    given_tokens: list[int] = []
+    for rank in range(cp * tp):
+        at = SimpleNamespace(cp=rank // tp, tp=rank % tp)
+        model: Any = SimpleNamespace(
+            architecture=architecture,
+            device=CPU,
+            share=ContextShare(at.cp, cp),
+            grid=Grid((0,)),
+            config=SimpleNamespace(sequence_parallel=tp > 1),
+            pg_collection=SimpleNamespace(
+                pp=SimpleNamespace(rank=lambda: 0), tp=SimpleNamespace(rank=lambda at=at: at.tp, size=lambda: tp)
+            ),
+        )
+        (batch,) = pack(experience, 100, device=CPU, multiple_of=2 * cp * tp, share=model.share)
+        own_tokens = batch.padded_tokens.chunk(tp)[at.tp]
+        of_layers = given_choices(model, batch)
+        assert [*of_layers] == [0, 2]
+        for layer, experts in of_layers.items():
+            assert experts.shape == (len(own_tokens), 2)
+            is_given = experts[:, 0] != NOT_RECORDED
+            rows = torch.arange(at.tp * len(own_tokens), (at.tp + 1) * len(own_tokens))
+            tokens = batch.rows_of(experience.tokens)[rows[is_given]]
+            given_tokens += tokens.tolist() if layer == 0 else []
+            assert torch.equal(experts[is_given, 0].long(), tokens * 10 + layer)
+        nothing = given_choices(model, padding_alone(experience, 2 * tp, CPU))
+        assert all((experts == NOT_RECORDED).all() and len(experts) == 2 for experts in nothing.values())
+    assert sorted(given_tokens) == [*range(count)], "of each token one row, and none of padding"
+    assert given_choices(model, padding_alone(make_experience(lengths), 4, CPU)) == {}

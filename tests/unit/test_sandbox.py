@@ -1,18 +1,32 @@
-"""Running programs by each of the means: what they are given, what comes back, and that nothing of them is left."""
+"""The sandbox runs programs within limits, by the means that the machine has."""
 
+import errno
+import json
 import os
+import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from rltrain.errors import SandboxError
+from rltrain.errors import ConfigError, SandboxError
 from rltrain.runtime.machine import JobThread
+from rltrain.sandbox import means as machine
+from rltrain.sandbox import system_calls
 from rltrain.sandbox.limits import MIB, Limits
+from rltrain.sandbox.means import MeansFinding, require
 from rltrain.sandbox.sandbox import Sandbox
-from tests.unit.sandboxes import PROTECTING, new_mark, processes_with, sandbox_by, wait_for_ends
+from rltrain.sandbox.system_calls import NEW_NAMESPACES
+from tests.support.sandboxes import PROTECTING, new_mark, processes_with, sandbox_by, wait_for_ends
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SLEEP = "import os, time; print(os.getcwd(), flush=True); time.sleep(600)"
@@ -232,3 +246,304 @@ def test_a_program_ends_with_its_keeper(sandbox: Sandbox) -> None:
     wait_for_ends(left)
     if sandbox.means == "none":
         assert not folder.exists()
+
+
+ALLOWED = "allowed"
+OTHER_PROCESSOR = 0x40000003
+
+
+def verdict(machine: str, number: int, *arguments: int, internet: bool = False, processor: int | None = None) -> str:
+    """What the kernel would do with a call: "allowed", "killed" or the name of an error."""
+    words = [*arguments, *[0] * (6 - len(arguments))]
+    processor = system_calls.ARCHITECTURES[machine] if processor is None else processor
+    data = struct.pack("=iIQ6Q", number - 2**32 if number >= 2**31 else number, processor, 0, *words)
+    code = system_calls.as_bytes(system_calls.program(machine, internet))
+    accumulator = place = 0
+    while True:
+        operation, if_held, if_not, operand = struct.unpack_from("=HBBI", code, 8 * place)
+        place += 1
+        if operation == system_calls.LOAD:
+            (accumulator,) = struct.unpack_from("=I", data, operand)
+        elif operation == system_calls.RETURN:
+            if operand == system_calls.ALLOW:
+                return ALLOWED
+            return "killed" if operand == system_calls.KILL_PROCESS else errno.errorcode[operand & 0xFFFF]
+        else:
+            held = {
+                system_calls.JUMP_IF_EQUAL: accumulator == operand,
+                system_calls.JUMP_IF_GREATER_EQUAL: accumulator >= operand,
+                system_calls.JUMP_IF_ANY_BIT: accumulator & operand != 0,
+            }[operation]
+            place += if_held if held else if_not
+
+
+MACHINES = pytest.mark.parametrize(("column", "machine"), list(enumerate(system_calls.ARCHITECTURES)))
+
+
+@MACHINES
+@settings(max_examples=150, derandomize=True, deadline=None)
+@given(number=st.integers(0, 500), argument=st.integers(0, 2**64 - 1))
+def test_what_is_denied_fails_and_all_else_goes_on(column: int, machine: str, number: int, argument: int) -> None:
+    denied = {numbers[column] for numbers in system_calls.DENIED.values()}
+    if number in denied:
+        assert verdict(machine, number, argument) == "EPERM"
+    elif number not in {numbers[column] for numbers in system_calls.LOOKED_AT.values()}:
+        assert verdict(machine, number, argument) == ALLOWED
+
+
+@MACHINES
+def test_every_denied_call_is_denied(column: int, machine: str) -> None:
+    numbers = [numbers[column] for numbers in system_calls.DENIED.values() if numbers[column] != -1]
+    assert len({*numbers}) == len(numbers)
+    assert {verdict(machine, number) for number in numbers} == {"EPERM"}
+
+
+@MACHINES
+@settings(max_examples=100, derandomize=True, deadline=None)
+@given(flags=st.integers(0, 2**32 - 1))
+@example(flags=17)
+@example(flags=0x3D0F00)  # as threads are made
+def test_no_process_is_made_in_new_namespaces(column: int, machine: str, flags: int) -> None:
+    is_new = any(flags & flag for flag in NEW_NAMESPACES.values())
+    assert verdict(machine, system_calls.LOOKED_AT["clone"][column], flags) == ("EPERM" if is_new else ALLOWED)
+
+
+@MACHINES
+@settings(max_examples=100, derandomize=True, deadline=None)
+@given(family=st.integers(0, 50), internet=st.booleans())
+def test_sockets_are_made_for_few_families(column: int, machine: str, family: int, internet: bool) -> None:
+    allowed = {1, 2, 10} if internet else {1}
+    found = verdict(machine, system_calls.LOOKED_AT["socket"][column], family, internet=internet)
+    assert found == (ALLOWED if family in allowed else "EPERM")
+
+
+@MACHINES
+def test_nobody_types_on_a_terminal_for_somebody_else(column: int, machine: str) -> None:
+    ioctl = system_calls.LOOKED_AT["ioctl"][column]
+    assert {verdict(machine, ioctl, 0, request) for request in (0x5412, 0x541C, 0x5412 + 2**32)} == {"EPERM"}
+    assert verdict(machine, ioctl, 0x5412, 0x5401) == ALLOWED
+
+
+def test_calls_by_another_table_are_none() -> None:
+    """32-bit calls on a 64-bit kernel, and x32's: their numbers mean something else."""
+    assert verdict("x86_64", 0, processor=OTHER_PROCESSOR) == "killed"
+    assert verdict("x86_64", 0x40000000 + 101) == "ENOSYS"
+    assert verdict("x86_64", system_calls.LOOKED_AT["clone3"][0]) == "ENOSYS"
+
+
+WORKS, FAILS = MeansFinding(works=True, text=""), MeansFinding(works=False, text="no namespaces")
+
+
+@pytest.mark.parametrize(
+    ("setting", "bubblewrap", "kernel", "expected"),
+    [
+        ("auto", WORKS, WORKS, "bubblewrap"),
+        ("auto", FAILS, WORKS, "kernel"),
+        ("kernel", WORKS, WORKS, "kernel"),
+        ("none", FAILS, FAILS, "none"),
+    ],
+)
+def test_a_setting_takes_what_works(
+    monkeypatch: pytest.MonkeyPatch, setting: str, bubblewrap: MeansFinding, kernel: MeansFinding, expected: str
+) -> None:
+    monkeypatch.setattr(machine, "means", lambda: {"bubblewrap": bubblewrap, "kernel": kernel})
+    assert require(setting) == expected
+
+
+def test_without_means_it_refuses_and_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "means", lambda: {"bubblewrap": FAILS, "kernel": FAILS})
+    with pytest.raises(ConfigError, match="a.b: auto: .*bubblewrap: no namespaces; kernel: .*a.b: none runs them"):
+        require("auto", key="a.b")
+    monkeypatch.setattr(machine, "means", lambda: {"bubblewrap": FAILS, "kernel": WORKS})
+    with pytest.raises(ConfigError, match="or env.sandbox: kernel, which works here"):
+        require("bubblewrap")
+    with pytest.raises(ConfigError, match="'docker' is unknown; expected one of auto, bubblewrap, kernel, none"):
+        require("docker")
+
+
+FINDINGS = """
+import json
+from rltrain.sandbox.means import means
+from rltrain.sandbox.sandbox import Sandbox
+found = means()["kernel"]
+outcome = Sandbox("kernel").run(["ls", "/"]) if found.works else None
+print(json.dumps([found.works, found.text, outcome and outcome.stdout.decode().split()]))
+"""
+
+
+def findings_in(preparation: str) -> Any:
+    """What the kernel's means are found to do in namespaces of a user of its own, after a shell's commands there."""
+    if shutil.which("unshare") is None or subprocess.run(["unshare", "-Urm", "true"], check=False).returncode:
+        pytest.skip("no user namespace to prepare such a machine in")
+    script = f'{preparation} && exec "$@"'
+    command = ["unshare", "-Urm", "sh", "-c", script, "sh", sys.executable, "-c", FINDINGS]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=True)
+    return json.loads(done.stdout)
+
+
+def test_a_machine_without_user_namespaces_is_recognised() -> None:
+    works, text, _ = findings_in("echo 0 > /proc/sys/user/max_user_namespaces")
+    assert not works and "user.max_user_namespaces" in text
+
+
+def test_a_container_whose_proc_is_covered_has_sandboxes_without_one() -> None:
+    sandbox_by("kernel")
+    works, text, there = findings_in("mount -t tmpfs none /proc/fs")
+    assert works and "no /proc" in text
+    assert "proc" not in there and "usr" in there
+
+
+WITHOUT_USER_NAMESPACES = f"""
+import os, socket
+from pathlib import Path
+from rltrain.sandbox.system_calls import clone
+ours, theirs = socket.socketpair()
+pid = clone(["user", "mount"])
+if pid:
+    for kind in ("uid_map", "gid_map"):
+        Path(f"/proc/{{pid}}/{{kind}}").write_text("0 0 65536")
+    ours.send(b"m")
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+theirs.recv(1)
+Path("/proc/sys/user/max_user_namespaces").write_text("0")
+{FINDINGS}
+print(Sandbox("kernel").run(["sh", "-c", "id -u; cat /proc/self/status"]).stdout.decode())
+"""
+
+
+def test_the_superuser_needs_no_user_namespace() -> None:
+    """Its programs are nobody's then."""
+    if os.geteuid() != 0:
+        pytest.skip("this is an ordinary user")
+    sandbox_by("kernel")
+    command = [sys.executable, "-c", WITHOUT_USER_NAMESPACES]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    findings, uid, *status = done.stdout.splitlines()
+    assert json.loads(findings)[0], findings
+    assert uid == "65534" and {"CapEff:\t0000000000000000", "CapBnd:\t0000000000000000", "Seccomp:\t2"} <= {*status}
+
+
+AS_ANOTHER_USER = """
+import json, sys
+from rltrain.sandbox.limits import Limits
+from rltrain.sandbox.sandbox import Sandbox
+sandbox = Sandbox("kernel")
+def run(program, **limits):
+    return sandbox.run_python(program, limits=Limits(**limits))
+bomb = run("import os, time\\nwhile True:\\n  if os.fork() == 0: time.sleep(600)", num_processes=20)
+hog = "m = mmap.mmap(-1, 2**28)\\nwhile m.tell() < 2**28: m.write(bytes(2**20))"
+shared = run(f"import mmap, time\\n{hog}\\ntime.sleep(600)", memory_bytes=10**8)
+secret = run(f"print(open({sys.argv[1]!r}).read())")
+users = run("import os; print(os.getuid(), os.getgid(), os.listdir('.'))")
+print(json.dumps([bomb.stderr.decode(), shared.ended_by, secret.stderr.decode(), users.stdout.decode()]))
+"""
+
+
+def test_an_ordinary_user_has_the_same_sandbox(tmp_path: Path) -> None:
+    """Where the tests run as the superuser another user runs some attempts; else all tests are an ordinary user's."""
+    if os.geteuid() != 0:
+        pytest.skip("this is an ordinary user")
+    python = shutil.which("python3", path="/usr/bin:/usr/local/bin")
+    if python is None:
+        pytest.skip("no Python that every user can run")
+    secret = tmp_path / "secret"
+    secret.write_text("a-secret")
+    os.chown(secret, 12345, 12345)
+    done = subprocess.run(
+        [python, "-c", AS_ANOTHER_USER, str(secret)],
+        cwd=REPOSITORY,
+        user=12345,
+        group=12345,
+        extra_groups=[],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    bomb, shared, secret_error, users = json.loads(done.stdout)
+    assert "BlockingIOError" in bomb
+    assert shared == "memory"
+    assert "FileNotFoundError" in secret_error
+    assert users == "1000 1000 ['program.py']\n"
+
+
+@pytest.fixture
+def echo_port() -> Iterator[int]:
+    """Of a server that answers each connection with all that it was sent, once the other side has sent it."""
+    server = socket.create_server(("127.0.0.1", 0), backlog=100)
+    thread = JobThread(target=echo, args=(server,))
+    thread.start()
+    yield server.getsockname()[1]
+    server.shutdown(socket.SHUT_RDWR)  # which ends its accept
+    server.close()
+    thread.join(timeout=60)
+
+
+def echo(server: socket.socket) -> None:
+    while True:
+        try:
+            connected, _ = server.accept()
+        except OSError:
+            return
+        with connected:
+            connected.sendall(connected.makefile("rb").read())
+
+
+ASK = """
+import socket, sys
+connections = [socket.create_connection(("127.0.0.1", int(sys.argv[1]))) for _ in range(int(sys.argv[2]))]
+for number, connection in enumerate(connections):
+    connection.sendall(bytes([number]) * int(sys.argv[3]))
+    connection.shutdown(socket.SHUT_WR)
+for number, connection in enumerate(connections):
+    received = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert received == bytes([number]) * int(sys.argv[3]), len(received)
+print("equal")
+"""
+
+
+@pytest.mark.parametrize(("num_connections", "num_bytes"), [(1, 2_000_000), (40, 1000)])
+@pytest.mark.parametrize("means", [*PROTECTING, "none"])
+def test_the_port_is_reached(echo_port: int, means: str, num_connections: int, num_bytes: int) -> None:
+    sandbox = sandbox_by(means)
+    command = [sandbox.python, "-c", ASK, str(echo_port), str(num_connections), str(num_bytes)]
+    outcome = sandbox.run(command, host_port=echo_port, limits=Limits(wall_s=60))
+    assert outcome.stdout == b"equal\n", outcome
+
+
+@pytest.mark.parametrize("means", PROTECTING)
+def test_nothing_else_is_reached(echo_port: int, means: str) -> None:
+    program = """
+import socket, sys
+other_port = int(sys.argv[1])
+for address in [("127.0.0.1", other_port), ("127.0.0.2", other_port), ("192.0.2.1", 80)]:
+    try:
+        socket.create_connection(address, timeout=5)
+    except OSError as error:
+        print(error.strerror)
+names = open("/proc/net/dev").read().split("\\n")[2:-1]
+print(*(name.split(":")[0].strip() for name in names))
+"""
+    sandbox = sandbox_by(means)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        command = [sandbox.python, "-c", program, str(other.getsockname()[1])]
+        outcome = sandbox.run(command, host_port=echo_port)
+    refused = ["Connection refused"] * 2 + ["Network is unreachable"]
+    assert outcome.stdout.decode().splitlines() == [*refused, "lo"], outcome
+
+
+def test_where_nobody_listens_the_connection_ends() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        port = server.getsockname()[1]
+    program = """
+import socket, sys
+with socket.create_connection(("127.0.0.1", int(sys.argv[1])), timeout=30) as connection:
+    try:
+        print(connection.recv(1))
+    except ConnectionResetError:
+        print(b"")
+"""
+    sandbox = sandbox_by("kernel")
+    assert sandbox.run([sandbox.python, "-c", program, str(port)], host_port=port).stdout == b"b''\n"

@@ -10,7 +10,7 @@ import pytest
 
 from rltrain.sandbox.limits import MIB, Limits, Outcome
 from rltrain.sandbox.sandbox import Sandbox
-from tests.unit.sandboxes import PROTECTING, new_mark, processes_with, sandbox_by
+from tests.support.sandboxes import PROTECTING, new_mark, processes_with, sandbox_by
 
 
 @pytest.fixture(params=PROTECTING)

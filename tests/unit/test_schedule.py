@@ -1,13 +1,34 @@
-"""The order of tasks in every mode: what it contains and in which order, and when engines may join a weight sync."""
+"""The order of tasks: how it is made, checked, cut and executed."""
 
+import random
 from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock, call
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from rltrain.errors import ConfigError
+from rltrain.roles.joint_tasks import EndOfTraining
+from rltrain.runtime.placement import Placement
 from rltrain.schedule.iterations import DueEvaluations, build_order
-from rltrain.schedule.order import Entry, Order, program
+from rltrain.schedule.order import CHECKPOINT, Entries, Entry, Order, program
 from rltrain.schedule.replay import check, overlapping_tasks
-from tests.unit.schedule_configs import GRPO, NO_EVALUATION, PPO, make_config, order_of, place
+from rltrain.schedule.shape import RunShape
+from rltrain.trainer import Trainer
+from tests.support.schedule_configs import (
+    EVALUATED_APART,
+    GRPO,
+    NO_EVALUATION,
+    PPO,
+    WORLD_SIZE,
+    evaluations,
+    make_config,
+    order_of,
+    place,
+)
 
 
 def tasks(order: Iterable[Entry]) -> list[str]:
@@ -341,3 +362,247 @@ def test_a_reference_is_refreshed_before_anything_of_its_step():
         *("refresh_reference[2]", "weight_sync[2]", "update[2]", "weight_sync[3]", "update[3]"),
         *("refresh_reference[4]", "weight_sync[4]", "update[4]"),
     ]
+
+
+rank_subsets = st.lists(st.integers(0, WORLD_SIZE - 1), min_size=1, max_size=WORLD_SIZE, unique=True)
+
+
+@st.composite
+def placements(draw: st.DrawFn, *roles: str) -> Placement:
+    return place({role: ",".join(map(str, draw(rank_subsets))) for role in roles})
+
+
+GRPO_PLACEMENTS = placements("actor", "reference", "rollout", "reward")
+
+
+@st.composite
+def runs(draw: st.DrawFn):
+    """(config, placement) of any mode, legal on the placement or not."""
+    algorithm = draw(st.sampled_from(["grpo", "ppo"]))
+    roles = ["actor", "rollout", "reward", *(["critic"] if algorithm == "ppo" else [])]
+    roles += [role for role in ("reference", "evaluation") if draw(st.booleans())]
+    mode = draw(st.sampled_from(["sequential", "pipelined", "asynchronous"]))
+    schedule = {"mode": mode, "chunks": 1 if mode == "sequential" else draw(st.sampled_from([1, 2, 4]))}
+    if mode != "pipelined":
+        schedule |= {"max_staleness": (staleness := draw(st.integers(0, 4)))}
+        schedule |= {"sync_every": draw(st.integers(1, staleness + 1))}
+    config = make_config(
+        algorithm=algorithm,
+        steps=draw(st.integers(1, 6)),
+        schedule=schedule,
+        batch={"mini_batches": draw(st.sampled_from([1, 2]))},
+        loss={"old_logprobs": draw(st.sampled_from(["actor", "rollout"]))},
+        advantages={"whiten": draw(st.booleans())},
+        evaluation=draw(evaluations()),
+    )
+    return config, draw(placements(*roles))
+
+
+@settings(max_examples=150)
+@given(runs())
+def test_no_mode_deadlocks_whatever_the_placement(run):
+    config, placement = run
+    order = build_order(config, placement)
+    check(order, placement)
+    posted = set()
+    for entry in order:
+        assert entry.kind != "wait" or entry.transfer in posted, "a wait follows its post"
+        posted |= {entry.transfer} if entry.kind == "post" else set()
+
+
+@settings(max_examples=50)
+@given(GRPO_PLACEMENTS, st.randoms(use_true_random=False))
+def test_any_total_order_with_waits_after_their_posts_finishes(placement: Placement, rng: random.Random):
+    """The proof in words: the first entry in the order that is not done can always be done."""
+    shuffled = list(order_of(steps=2))
+    rng.shuffle(shuffled)
+    order, pending = Entries(), []
+    for entry in shuffled:
+        if entry.kind != "wait":
+            order.append(entry)
+        if entry.kind == "post":
+            pending.append(Entry("wait", entry.name, entry.roles, entry.step, entry.chunk))
+        while pending and rng.random() < 0.5:
+            order.append(pending.pop(rng.randrange(len(pending))))
+    check(order + pending, placement)
+
+
+def test_a_wait_before_its_post_is_refused():
+    order = Entries()
+    order.wait("samples", "rollout", "reward", step=0)
+    order.post("samples", "rollout", "reward", step=0)
+    with pytest.raises(ConfigError, match="waits before the post"):
+        check(order, place({"rollout": 0, "reward": 1}))
+
+
+def test_a_post_without_a_wait_is_refused():
+    order = Entries()
+    order.post("samples", "rollout", "reward", step=0)
+    with pytest.raises(ConfigError, match="never waits"):
+        check(order, place({"rollout": 0, "reward": 1}))
+
+
+def test_chunks_of_a_transfer_are_told_apart():
+    order = Entries()
+    order.post("samples", "rollout", "reward", step=0, chunk=0)
+    order.wait("samples", "rollout", "reward", step=0, chunk=1)
+    with pytest.raises(ConfigError, match="waits before the post"):
+        check(order, place({"rollout": 0, "reward": 1}))
+
+
+def test_the_same_entry_twice_is_refused():
+    order = Entries()
+    order.task("generate", "rollout", step=0)
+    order.task("generate", "rollout", step=0)
+    with pytest.raises(ConfigError, match="twice"):
+        check(order, place({"rollout": 0}))
+
+
+SCHEDULES = st.one_of(
+    st.just({}),
+    st.builds(lambda chunks: {"mode": "pipelined", "chunks": chunks}, st.integers(1, 4)),
+    st.builds(
+        lambda staleness, sync_every, chunks: {
+            "mode": "asynchronous",
+            "max_staleness": staleness + sync_every - 1,
+            "sync_every": sync_every,
+            "chunks": chunks,
+        },
+        st.integers(0, 3),
+        st.integers(1, 2),
+        st.integers(1, 2),
+    ),
+)
+STEPS = 7
+
+
+def saves_of(order, steps):
+    return [step for step in range(1, steps + 1) if order.saves(step)]
+
+
+@st.composite
+def runs_and_cuts(draw):
+    """(config, a step at whose boundary it saves)."""
+    placement = draw(st.sampled_from([GRPO, PPO, EVALUATED_APART]))
+    schedule = draw(SCHEDULES)
+    config = make_config(
+        algorithm="ppo" if placement is PPO else "grpo",
+        placement=placement,
+        steps=STEPS,
+        schedule=schedule,
+        checkpoint={"save_interval": schedule.get("sync_every", 1)},
+        evaluation=draw(evaluations()),
+    )
+    return config, draw(st.sampled_from(saves_of(build_order(config, place(placement)), STEPS)))
+
+
+@given(runs_and_cuts())
+def test_what_is_left_can_finish_and_is_all_that_was_not_done(run):
+    config, step = run
+    placement = place(config.placement)
+    whole = build_order(config, placement)
+    rest = whole.from_step(step)
+    check(rest, placement)
+    cut = whole.boundary(step)
+    crossing = [*whole.crossing(cut).values()]
+    assert [*rest] == [*crossing, *(entry for _, entry in whole.items(cut))]
+    assert all(entry.step >= step for entry in rest if entry.kind == "task")
+    assert {entry.name for entry in crossing} <= {"samples", "scored"}
+    assert len({entry.step for entry in crossing}) <= RunShape.of(config).lead
+
+
+@given(runs_and_cuts())
+def test_without_what_crossed_the_steps_ahead_are_drawn_anew(run):
+    config, step = run
+    placement = place(config.placement)
+    rest = build_order(config, placement, first_step=step)
+    check(rest, placement)
+    for name in ("generate", "update"):
+        steps = {entry.step for entry in rest if entry.name == name}
+        assert steps == {*range(step, STEPS)}
+    syncs = [i for i, entry in enumerate(rest) if entry.name == "weight_sync"]
+    draws = [i for i, entry in enumerate(rest) if entry.name == "generate"]
+    assert not draws or min(syncs) < min(draws), "engines start without weights"
+
+
+@given(runs_and_cuts())
+def test_the_rest_of_the_rest_is_the_rest(run):
+    config, step = run
+    whole = build_order(config, place(config.placement))
+    for later in (save for save in saves_of(whole, STEPS) if save > step):
+        assert [*whole.from_step(step).from_step(later)] == [*whole.from_step(later)]
+
+
+@pytest.mark.parametrize(
+    "checkpoint, saves",
+    [
+        ({"save_interval": 2}, [2, 4, 5]),
+        ({"memory": {"interval": 2}}, [2, 4]),
+        ({"save_interval": 4, "memory": {"interval": 3}}, [3, 4, 5]),
+    ],
+)
+def test_every_role_comes_to_every_boundary(checkpoint, saves):
+    order = order_of(checkpoint=checkpoint, steps=5)
+    assert saves_of(order, 5) == saves
+    for step in range(1, 6):
+        roles = [entry.roles for entry in order if entry.name == CHECKPOINT and entry.step == step]
+        assert roles == [("actor",), ("reference",), ("rollout",), ("reward",)]
+        assert all(entry.step < step for _, entry in order.items(end=order.boundary(step)) if entry.name == "update")
+
+
+def test_no_sync_is_joined_before_a_save_that_stands_before_it():
+    schedule = {"mode": "asynchronous", "max_staleness": 1}
+    saving = order_of(schedule=schedule, steps=5, checkpoint={"save_interval": 3}, data={"train": {"path": "t"}})
+    earliest = {saving[position].step: first for position, first in saving.syncs()}
+    boundary = saving.boundary(3)
+    assert earliest[3] == boundary
+    assert earliest[2] < saving.boundary(2), "one is joined early where nothing is saved"
+
+
+def trainer_of(hosted: set[str], ending: set[int]) -> Any:
+    """A trainer whose order is empty."""
+    trainer: Any = Trainer.__new__(Trainer)
+    trainer.order, trainer.hosted, trainer.roles = Order.of([]), hosted, {}
+    trainer.checkpointing = SimpleNamespace(finish=lambda: None, close=lambda: None, stopped_by=None)
+    trainer.transfers = trainer.trace = trainer.job = trainer.reporter = MagicMock()
+    trainer.end = EndOfTraining(trainer.job, trainer.order, hosted)
+    trainer.end.ranks = ending
+    return trainer
+
+
+@pytest.mark.parametrize("hosted, expected", [(set(), [call.await_end(), call.close()]), ({"reward"}, [call.close()])])
+def test_a_rank_without_a_role_stays_until_the_run_ends(hosted: set[str], expected: list[Any]) -> None:
+    trainer = trainer_of(hosted, ending=set())
+    trainer.reporter = MagicMock()
+    assert trainer.run()
+    assert trainer.reporter.mock_calls == expected
+
+
+def test_ranks_that_end_training_early_leave_together() -> None:
+    """One that is behind them may have experience to send to those that are done."""
+    trainer = trainer_of({"actor"}, ending={0, 2, 3})
+    assert trainer.run()
+    assert trainer.job.job_store.meet.mock_calls == [call("end", 3, waiting_for="the end of the other ranks")]
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["decide_to_stop", "stop_if_reached"])
+def test_all_that_learn_that_training_ends_meet_there(together: bool) -> None:
+    """Whether they have the task together or each role has one of its own."""
+    roles, name = ("actor", "rollout"), "decide_to_stop" if together else "stop_if_reached"
+    entries = [
+        Entry("task", "update", ("actor",), 1),
+        *([Entry("task", name, roles, 1)] if together else [Entry("task", name, (role,), 1) for role in roles]),
+        Entry("task", "generate", ("rollout",), 2),
+        Entry("task", "save_hf", ("actor",), 2, final=True),
+    ]
+    job = MagicMock()
+    job.placement.ranks = {"actor": (0, 1), "rollout": (1, 4)}.__getitem__
+    end = EndOfTraining(job, Order.of(entries), {"actor"})
+    job.job_store.agreed.return_value = job.job_store.get.return_value = False
+    end.tasks[name](1, 0)
+    assert (end.position, end.ranks) == (len(entries), set())
+    job.job_store.agreed.return_value = job.job_store.get.return_value = True
+    end.tasks[name](1, 0)
+    assert (end.position, end.ranks) == (1, {0, 1, 4})
+    skipped = [entry.name for position, entry in enumerate(entries) if end.skips(position, entry)]
+    assert skipped == (["generate"] if together else [name, "generate"])

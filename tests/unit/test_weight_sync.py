@@ -1,17 +1,31 @@
-"""The weight sync on one rank: which parts come in which turn, and what it does where both sides differ."""
+"""Syncs of weights: who is sent what, how engines join in flight, which models ranks host."""
 
 import logging
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
+from rltrain.config.models import Lora
+from rltrain.config.schema import Config
 from rltrain.config.schema import WeightSync as WeightSyncConfig
 from rltrain.errors import SyncMismatchError
 from rltrain.reshard.agreement import Agreement
 from rltrain.reshard.delta import DeltaTurn, DeltaTurns
 from rltrain.reshard.execute import SyncReport
-from rltrain.roles.weight_sync import SyncedPart, WeightSyncTask
+from rltrain.reshard.megatron_layout import megatron_layout
+from rltrain.roles.reference import uses_actor_modules
+from rltrain.roles.role import Job
+from rltrain.roles.weight_sync import RoleResharding, SyncedPart, WeightSyncTask, groups_of
+from rltrain.rollout import in_flight_sync as in_flight
+from rltrain.rollout.in_flight_sync import InFlightSync
+from rltrain.runtime.grid import Grid
+from tests.support.model_shards import tiny_architecture
+from tests.support.shared_store import open_store
 
 NUMBERS = dict.fromkeys(("bytes_local", "bytes_node", "bytes_network", "network_minimum", "bytes_sent"), 0)
 REPORT = SyncReport(**NUMBERS, bytes_received=0, num_rounds=1, num_launches=1, peak_staging_bytes=0, copy_seconds=0,
@@ -126,3 +140,286 @@ def test_an_engine_that_a_sync_did_not_reach_gets_everything_with_the_next() -> 
     engine.policy_version = 7  # it was given other weights meanwhile
     assert sync(2, 0)["perf/weight_sync_is_full"] == 1.0
     assert sync(3, 0)["perf/weight_sync_is_full"] == 0.0
+
+
+ATTENTION = {"q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight"}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("targets", [None, ("q_proj", "o_proj"), ("v_proj",)])
+def test_what_adapters_touch_is_apart_from_what_never_changes(family: str, targets: tuple[str, ...] | None) -> None:
+    architecture = tiny_architecture(family)
+    config = SimpleNamespace(model=SimpleNamespace(lora=Lora(rank=2, targets=targets)))
+    source = megatron_layout(architecture, Grid((0,)))
+    found = groups_of(SimpleNamespace(config=config, architecture=architecture), source, 2000)  # type: ignore[arg-type]
+    groups, frozen = ([group for group, is_frozen in found if is_frozen is wanted] for wanted in (False, True))
+    names = np.array(source.tensors.names)
+    assert len(groups) > 1 and (np.sum([*groups, *frozen], axis=0) == 1).all(), "each tensor is in one of them"
+    adapted = {".".join(name.split(".")[-2:]) for name in names[np.any(groups, axis=0)]}
+    if targets == ("v_proj",):
+        assert adapted == {"q_proj.weight", "k_proj.weight", "v_proj.weight"}, "they are one parameter in training"
+    elif targets is not None:
+        assert adapted == ATTENTION
+    else:
+        assert adapted == {*ATTENTION, "gate_proj.weight", "up_proj.weight", "down_proj.weight"}
+    [rest] = frozen
+    assert "model.embed_tokens.weight" in names[rest] and "model.norm.weight" in names[rest]
+
+
+def test_what_never_changes_is_sent_with_everything_alone_and_compared_with_the_rest() -> None:
+    asked: list[Any] = []
+
+    class Noting(RoleResharding):
+        """Notes what it is to send, and whether both sides are compared."""
+
+        def __init__(self, *, is_frozen: bool) -> None:
+            self.config = SimpleNamespace(verify=False)  # type: ignore[assignment]
+            self.is_frozen = is_frozen
+
+        def _send(self, source: object, destination: object, turn: DeltaTurn) -> None:
+            asked.append(("frozen" if self.is_frozen else "adapted", turn))
+
+        def verify(self, source: object, destination: object) -> float:
+            asked.append(("frozen" if self.is_frozen else "adapted", "compared"))
+            return 0.25
+
+    adapted, frozen, compared = (("adapted", DeltaTurn.WHOLE), ("frozen", DeltaTurn.WHOLE), "compared")
+    changes = ("adapted", DeltaTurn.CHANGES)
+    for turn, compares, expected in (
+        (DeltaTurn.WHOLE, False, [adapted, frozen]),
+        (DeltaTurn.CHANGES, False, [changes]),
+        (DeltaTurn.CHANGES, True, [changes, ("adapted", compared), ("frozen", compared)]),
+    ):
+        asked.clear()
+        seconds = [Noting(is_frozen=is_frozen).run(None, {}, turn, compares=compares)[1] for is_frozen in (False, True)]
+        assert asked == expected and sum(seconds) == (0.5 if compares else 0)
+
+
+SYNCS = [(0, 0), (10, 4), (20, 4), (30, 25)]
+"""Positions, and from where on each may be joined."""
+
+
+@pytest.fixture(autouse=True)
+def poll_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_flight, "poll_s", lambda num_looking: 0.0)
+
+
+@pytest.fixture
+def store() -> Iterator[dist.TCPStore]:
+    with open_store() as store:
+        yield store
+
+
+class Rank:
+    """A rank with the positions at which it has joined syncs."""
+
+    def __init__(self, store: dist.Store, rank: int, leader: int) -> None:
+        self.joined: list[int] = []
+        followers = (2,) if leader == 1 else ()
+        run = self.joined.append
+        self.sync = InFlightSync(SYNCS, store, leader=leader, followers=followers, rank=rank, run=run)
+
+
+@pytest.fixture
+def actor(store: dist.TCPStore) -> InFlightSync:
+    return Rank(store, rank=0, leader=0).sync
+
+
+@pytest.fixture
+def leader(store: dist.TCPStore) -> Rank:
+    return Rank(store, rank=1, leader=1)
+
+
+@pytest.fixture
+def follower(store: dist.TCPStore) -> Rank:
+    return Rank(store, rank=2, leader=1)
+
+
+def test_a_sync_is_due_once_the_actor_has_come_to_it(actor, leader):
+    leader.sync.join_if_due()
+    assert leader.joined == []
+    actor.announce()
+    leader.sync.join_if_due()
+    leader.sync.join_if_due()
+    assert leader.joined == [0]
+
+
+def test_a_sync_that_an_engine_has_no_room_for_waits_until_its_place(actor, leader, follower):
+    leader.sync.has_room = lambda: False
+    follower.sync.has_room = lambda: False
+    actor.announce()
+    leader.sync.join_if_due()
+    assert leader.joined == []
+    leader.sync.reach(0)
+    follower.sync.join_if_due()
+    assert leader.joined == follower.joined == [0], "the others follow the leader"
+
+
+def test_several_syncs_are_joined_one_after_the_other_within_one_task(actor, leader):
+    """The actor goes on with samples that it has, however long the engine takes over the present ones."""
+    leader.sync.position = 5
+    for _ in range(3):
+        actor.announce()
+        leader.sync.join_if_due()
+    assert leader.joined == [0, 10, 20]
+
+
+def test_no_sync_is_joined_before_its_earliest_position(actor, leader):
+    for _ in range(2):
+        actor.announce()
+    for position, joined in [(0, [0]), (3, [0]), (4, [0, 10])]:
+        leader.sync.position = position
+        leader.sync.join_if_due()
+        assert leader.joined == joined
+
+
+def test_a_sync_that_a_rank_may_not_join_yet_waits(actor, leader):
+    saved_at = 3
+    leader.sync.may_join = lambda position, sync: not position < saved_at <= sync
+    for _ in range(2):
+        actor.announce()
+    for position, joined in [(2, [0]), (3, [0]), (4, [0, 10])]:
+        leader.sync.position = position
+        leader.sync.join_if_due()
+        assert leader.joined == joined
+
+
+def test_a_sync_not_joined_before_is_joined_at_its_place(leader):
+    """There the engine waits for the actor, announced or not."""
+    for position in (0, 10, 20):
+        leader.sync.position = position
+        leader.sync.reach(position)
+    assert leader.joined == [0, 10, 20]
+
+
+def test_a_sync_joined_before_is_passed_by_at_its_place(actor, leader):
+    for _ in range(3):
+        actor.announce()
+    leader.sync.position = 4
+    for _ in range(3):
+        leader.sync.join_if_due()
+    for position in (0, 10, 20):
+        leader.sync.reach(position)
+    assert leader.joined == [0, 10, 20]
+    leader.sync.reach(30)
+    assert leader.joined == [0, 10, 20, 30]
+
+
+def test_after_the_last_sync_none_is_due(actor, leader):
+    for position, _ in SYNCS:
+        actor.announce()
+        leader.sync.position = position
+        leader.sync.reach(position)
+    actor.announce()
+    leader.sync.join_if_due()
+    assert leader.joined == [position for position, _ in SYNCS]
+
+
+def test_a_follower_joins_after_its_leader_and_not_by_the_actors_word(actor, leader, follower):
+    actor.announce()
+    follower.sync.join_if_due()
+    assert follower.joined == []
+    leader.sync.join_if_due()
+    follower.sync.join_if_due()
+    follower.sync.join_if_due()
+    assert follower.joined == leader.joined == [0]
+
+
+def test_engines_decide_for_themselves(store, actor, leader):
+    other = Rank(store, rank=3, leader=3)
+    actor.announce()
+    leader.sync.join_if_due()
+    assert (leader.joined, other.joined) == ([0], [])
+    other.sync.join_if_due()
+    assert other.joined == [0]
+
+
+def test_the_store_is_asked_every_few_milliseconds_at_most(monkeypatch, actor, store):
+    monkeypatch.setattr(in_flight, "poll_s", lambda num_looking: 60.0 * num_looking)
+    leader = Rank(store, rank=1, leader=1)
+    assert not leader.sync.is_due()
+    actor.announce()
+    assert not leader.sync.is_due(), "asked a moment ago"
+
+
+class TestEnteringAGenerateTask:
+    """There the leader decides for all ranks of its engine; until it enters, a follower joins what it joins."""
+
+    def test_the_leader_enters_once_all_have_come_and_the_others_after_it(self, leader, follower):
+        leader.sync.come()
+        assert not leader.sync.enter_first()
+        follower.sync.come()
+        assert not follower.sync.leader_has_entered()
+        assert leader.sync.enter_first() and follower.sync.leader_has_entered()
+        follower.sync.come()
+        assert not follower.sync.leader_has_entered(), "that was the task before"
+
+    def test_a_follower_elsewhere_joins_what_its_leader_joins_at_the_door(self, actor, leader, follower):
+        """It may wait there for a rank that has joined that sync: its leader must not wait for it inside the task."""
+        leader.sync.come()
+        actor.announce()
+        assert not leader.sync.enter_first()
+        leader.sync.join_if_due()
+        follower.sync.join_if_due()
+        assert leader.joined == follower.joined == [0]
+        follower.sync.come()
+        assert leader.sync.enter_first()
+        follower.sync.join_before_leader_enters()
+        assert follower.joined == [0]
+
+    def test_a_follower_that_waits_joins_what_its_leader_joins_on_the_way(self, actor, leader, follower):
+        follower.sync.come()
+        actor.announce()
+        leader.sync.join_if_due()
+        follower.sync.join_before_leader_enters()
+        assert follower.joined == [0]
+
+    def test_what_the_leader_joins_inside_the_task_the_follower_is_told_there(self, actor, leader, follower):
+        """It would join twice otherwise: before, and when it gets to hear of it in the task."""
+        follower.sync.come()
+        leader.sync.come()
+        assert leader.sync.enter_first()
+        actor.announce()
+        leader.sync.join_if_due()
+        follower.sync.join_before_leader_enters()
+        assert follower.joined == []
+        assert follower.sync.leader_has_entered()
+
+
+ROLES = ("actor", "reference", "rollout")
+GRID = Grid((0,))
+
+
+def job_on(device, **sections):
+    values = {
+        "steps": 1,
+        "placement": {"actor, reference, rollout, reward": 0},
+        "model": {"path": "m"},
+        "data": {"train": {"path": "t"}},
+    }
+    return Job(
+        config=Config.model_validate(values | sections),
+        world=SimpleNamespace(device=torch.device(device)),
+        placement=None,
+        grids=dict.fromkeys(ROLES, GRID),
+        groups=None,
+        architectures=dict.fromkeys(ROLES, "the same"),
+        job_store=None,
+        waiter=None,
+        rows=None,
+        pause=None,
+    )
+
+
+@pytest.mark.parametrize(("device", "auto"), [("cuda", "auto"), ("cpu", False)])
+def test_auto_is_no_where_the_device_is_the_host(device, auto):
+    job = job_on(device, actor={"offload": "auto"}, reference={"offload": True}, rollout={"offload": False})
+    assert [job.offload_of(role) for role in ROLES] == [auto, True, False]
+
+
+@pytest.mark.parametrize(
+    ("device", "offload", "shares"),
+    [("cuda", "auto", True), ("cuda", False, True), ("cpu", "auto", False), ("cpu", False, False), ("cpu", True, True)],
+)
+def test_a_reference_takes_the_actors_modules_where_that_saves_memory(device, offload, shares):
+    assert uses_actor_modules(job_on(device, reference={"offload": offload})) == shares

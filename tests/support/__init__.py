@@ -1,0 +1,1 @@
+"""What tests share: small models and checkpoints, stand-ins, programs and functions that jobs of tests run."""

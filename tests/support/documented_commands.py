@@ -1,0 +1,80 @@
+"""Reads the shell commands that README.md, CONTRIBUTING.md and docs/ quote.
+
+    python -m tests.support.documented_commands     # prints the first commands of the README, one a line
+
+A command is a line of a block that starts one of PROGRAMS, or is quoted whole in a sentence."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+
+PROGRAMS = {"bash", "mkdocs", "pip", "python", "python3", "rltrain", "sbatch", "torchrun", ".venv/bin/pre-commit"}
+BEFORE = re.compile(r"^(\$ |# or: )?([A-Z_]+=\S+ )*")
+"""What a line may begin with in front of its program."""
+
+FENCE = re.compile(r"^```(\S*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+SPAN = re.compile(r"`([^`]+)`")
+WHOLE = re.compile(r"--config |--checkpoint |=|^(?:python|rltrain) .*\b[A-Z]{3,}$")
+"""What a quoted command has that is to be typed; others are mentioned."""
+INDENTED = re.compile(r"(?<=\n\n)((?: {4}\S.*\n)+)")
+SHELLS = {"", "bash", "sh", "shell", "console"}
+
+
+@dataclass(frozen=True)
+class Command:
+    page: str
+    text: str
+
+    def words(self) -> list[str]:
+        """Without comments, brackets around what may be left out, "...", and what stands behind ">"."""
+        words = shlex.split(re.sub(r"[\[\]]|\.\.\.(?=\s|\]|$)", " ", self.text), comments=True)
+        return words[: words.index(">")] if ">" in words else words
+
+    @property
+    def makes(self) -> str | None:
+        """The file behind ">"."""
+        words = shlex.split(self.text, comments=True)
+        return words[words.index(">") + 1] if ">" in words else None
+
+
+def blocks(page: Path) -> Iterator[str]:
+    """Those that could be for a shell."""
+    text = page.read_text()
+    yield from (block for language, block in FENCE.findall(text) if language in SHELLS)
+    yield from (re.sub(r"^    ", "", block, flags=re.MULTILINE) for block in INDENTED.findall(FENCE.sub("", text)))
+
+
+def program_of(line: str) -> str | None:
+    """The program that a line starts, if it is one of those that pages start."""
+    first = BEFORE.sub("", line).split(" ")[0]
+    return first if first in PROGRAMS else None
+
+
+def commands(page: Path) -> Iterator[Command]:
+    for block in blocks(page):
+        yield from commands_of(block, page)
+    for span in SPAN.findall(FENCE.sub("", page.read_text())):
+        if WHOLE.search(span):
+            yield from commands_of(span.replace("\n", " "), page)
+
+
+def commands_of(block: str, page: Path) -> Iterator[Command]:
+    name = page.relative_to(REPOSITORY).as_posix()
+    for line in re.sub(r"\\\n\s*", " ", block).splitlines():
+        if program_of(line):
+            yield Command(name, BEFORE.sub("", line))
+
+
+def first_commands(page: Path) -> list[str]:
+    """Returns the commands of the page's first block that has any, without their comments."""
+    found = ([" ".join(command.words()) for command in commands_of(block, page)] for block in blocks(page))
+    return next(filter(None, found))
+
+
+if __name__ == "__main__":
+    print(*first_commands(REPOSITORY / "README.md"), sep="\n")

@@ -1,0 +1,384 @@
+"""Servers at URLs that speak SGLang's and vLLM's protocols, with weights from files and broadcasts."""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from torch import Tensor
+from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
+
+from rltrain.rollout.servers.in_sglang.rltrain_delta_files import FORMAT, FORMAT_KEY
+from tests.support.sglang_server import logprob_of, next_token
+
+LIMIT = timedelta(seconds=30)
+
+
+class StandInBroadcasts:
+    """`received` is what the last update brought, or brings. `dies_in`, `hangs_in`: the part, counted from 1, in which
+    the server ends, or takes no broadcast."""
+
+    def __init__(self, server: "StandInServer") -> None:
+        self.server = server
+        self.received: dict[str, Tensor] = {}
+        self.num_parts = 0
+        self.start()
+
+    def start(self) -> None:
+        """As a new process has it."""
+        self.groups: dict[str, dist.ProcessGroup] = {}
+        self.is_open = False
+        self.dies_in = self.hangs_in = 0
+
+    def routes(self) -> Mapping[str, Any]:
+        return {
+            "/init_weights_update_group": self._join,
+            "/destroy_weights_update_group": self._leave,
+            "/begin_weight_update": self._begin,
+            "/update_weights_from_distributed": self._receive,
+            "/end_weight_update": self._end,
+            "/flush_cache": self._flush,
+            "/update_weight_version": self._label,
+        }
+
+    async def _join(self, body: Any, query: Any) -> Response:
+        if not body:
+            return refused("master_address is missing", 422)
+        await asyncio.to_thread(self._make, body)
+        return JSONResponse({"success": True})
+
+    def _make(self, body: Mapping[str, Any]) -> None:
+        size, rank, name = body["world_size"], body["rank_offset"], body["group_name"]
+        address = f"tcp://{body['master_address']}:{body['master_port']}"
+        store, _, _ = next(iter(rendezvous(address, rank, size, timeout=LIMIT)))
+        within = PrefixStore(name, store)
+        how = {"group_name": name, "timeout": LIMIT}
+        group, _ = _new_process_group_helper(size, rank, [], Backend(body["backend"]), within, **how)
+        self.groups[name], _world.pg_group_ranks[group] = group, {number: number for number in range(size)}
+
+    async def _leave(self, body: Any, query: Any) -> Response:
+        if body["group_name"] not in self.groups:
+            return refused("The group to be destroyed does not exist.")
+        dist.destroy_process_group(self.groups.pop(body["group_name"]))
+        return JSONResponse({"success": True})
+
+    async def _begin(self, body: Any, query: Any) -> Response:
+        if self.is_open:
+            return refused("a weight-update session is already open; call end_weight_update() first")
+        self.server.idle("the beginning of an update")
+        self.is_open, self.received, self.num_parts = True, {}, 0
+        return JSONResponse({"success": True})
+
+    async def _receive(self, body: Any, query: Any) -> Response:
+        if not self.is_open or body["group_name"] not in self.groups:
+            return refused("it has no such group, or no session is open")
+        self.num_parts += 1
+        if self.num_parts == self.hangs_in:
+            await asyncio.sleep(LIMIT.total_seconds())
+        if self.num_parts == self.dies_in:
+            dist.destroy_process_group(self.groups.pop(body["group_name"]))
+            self.server.end()
+            return JSONResponse({})
+        kinds = [getattr(torch, name) for name in body["dtypes"]]
+        sizes = [kind.itemsize * torch.Size(shape).numel() for kind, shape in zip(kinds, body["shapes"], strict=True)]
+        flat = torch.empty(sum(sizes), dtype=torch.uint8)
+        options = dist.BroadcastOptions()
+        await asyncio.to_thread(lambda: self.groups[body["group_name"]].broadcast([flat], options).wait())
+        for name, piece, kind, shape in zip(body["names"], flat.split(sizes), kinds, body["shapes"], strict=True):
+            self.received[name] = piece.view(kind).view(shape)
+        return JSONResponse({"success": True})
+
+    async def _end(self, body: Any, query: Any) -> Response:
+        if not self.is_open:
+            return refused("no weight-update session is open; call begin_weight_update() first")
+        self.is_open = False
+        return JSONResponse({"success": True})
+
+    async def _flush(self, body: Any, query: Any) -> Response:
+        self.server.idle("a flush of the cache")
+        return await self.server.flush(float(query.get("timeout", 0)))
+
+    async def _label(self, body: Any, query: Any) -> Response:
+        if self.is_open:
+            self.server.broken.append("a version in the middle of an update")
+        self.server.label = body["new_version"]
+        return JSONResponse({"success": True})
+
+
+def refused(message: str, status: int = 400) -> Response:
+    return JSONResponse({"success": False, "message": message}, status)
+
+
+TOKEN = "secret"
+STARTED_WITH = "default"
+LIMIT_S = 60.0
+SIZES = ("tp_size", "pp_size", "dp_size")
+ASKED = ("/v1/models", "/server_info", "/model_info", "/weight_info")
+"""By GET."""
+
+
+def version_of(label: str) -> int:
+    """Labels end with the policy version; a server that nobody gave weights draws by those of 99."""
+    return 99 if label == STARTED_WITH else int(label.rsplit(".", 1)[1])
+
+
+class StandInServer:
+    """In a thread of this process. `pace_s` is the time of a decode step; `most` bounds what it takes at once, and more
+    is answered with 429. `takes_weights`: whether it has the routes for that, `takes_deltas`: whether it says so. What
+    it broke of the rules of its kind is in `broken`. `certificate`: files of one and its key, for TLS.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        *,
+        pace_s: float = 0.001,
+        most: int = 1000,
+        takes_weights: bool = True,
+        context: int = 500,
+        certificate: tuple[str, str] | None = None,
+        takes_deltas: bool = False,
+        load_s: float = 0.0,
+        holds_batch_s: float = 0.0,
+    ) -> None:
+        self.load_s, self.holds_batch_s = load_s, holds_batch_s
+        """How long vLLM's load of a folder takes, and how long SGLang's scheduler holds the last batch."""
+        self.holds_batch_until = 0.0
+        self.kind, self.pace_s, self.most, self.certificate = kind, pace_s, most, certificate
+        self.takes_weights, self.context, self.takes_deltas = takes_weights, context, takes_deltas
+        self.label = STARTED_WITH
+        self.folders: list[str] = []
+        """That it was given weights from."""
+        self.versions_drawn: list[int] = []
+        """Of every request's first token."""
+        self.num_running = self.num_starts = self.port = 0
+        self.hangs = self.is_paused = self.is_updating = False
+        self.broken: list[str] = []
+        self.broadcasts = StandInBroadcasts(self)
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"http{'s' if self.certificate else ''}://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Anew, at the same address and with the weights that it has on its own."""
+        self.num_starts += 1
+        self.label, self.num_running = STARTED_WITH, 0
+        self.hangs = self.is_paused = self.is_updating = False
+        self._aborted: set[str] = set()
+        self.broadcasts.start()
+        config = uvicorn.Config(self._app(), port=self.port, log_level="critical", lifespan="off", access_log=False)
+        if self.certificate is not None:
+            config.ssl_certfile, config.ssl_keyfile = self.certificate
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+        self._thread.start()
+        deadline = time.monotonic() + LIMIT_S
+        while not self._server.started:
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        self.port = self._server.servers[0].sockets[0].getsockname()[1]
+
+    def die(self) -> None:
+        """Cut all connections."""
+        self.end()
+        self._thread.join(LIMIT_S)
+
+    def end(self) -> None:
+        """As `die`, not waiting for it."""
+        self._server.force_exit = self._server.should_exit = True
+
+    def _app(self) -> Starlette:
+        def route(path: str, answer: Any) -> Route:
+            async def checked(request: Request) -> Response:
+                if request.headers.get("authorization") != f"Bearer {TOKEN}":
+                    return JSONResponse({"error": "wrong token"}, 401)
+                while self.hangs:
+                    await asyncio.sleep(0.01)
+                body = json.loads(await request.body() or b"{}")
+                found: Response = await answer(body, request.query_params)
+                return found
+
+            return Route(path, checked, methods=["GET" if path in ASKED else "POST"])
+
+        own = {"/v1/models": self._models, **self._drawing()}
+        return Starlette(
+            routes=[route(*one) for one in {**own, **(self._control() if self.takes_weights else {})}.items()]
+        )
+
+    def _drawing(self) -> dict[str, Any]:
+        if self.kind != "sglang":
+            return {
+                "/v1/completions": self._completions,
+                **({"/model_info": self._info} if self.kind == "rltrain" else {}),
+            }
+        told = {"/server_info": self._info, "/model_info": self._info}
+        return {"/generate": self._generate, "/abort_request": self._abort, **told}
+
+    def _control(self) -> dict[str, Any]:
+        if self.kind == "rltrain":
+            return {"/update_weights_from_disk": self._from_disk}
+        if self.kind == "sglang":
+            return {"/update_weights_from_disk": self._from_disk, **self.broadcasts.routes()}
+        return {
+            "/weight_info": self._info,
+            "/init_weight_transfer_engine": self._nothing,
+            "/pause": self._pause,
+            "/resume": self._resume,
+            "/start_weight_update": self._start_update,
+            "/update_weights": self._update,
+            "/finish_weight_update": self._finish_update,
+        }
+
+    async def _models(self, body: Any, query: Any) -> Response:
+        return JSONResponse({"data": [{"id": "tiny", "owned_by": self.kind, "max_model_len": self.context}]})
+
+    async def _info(self, body: Any, query: Any) -> Response:
+        told = {"model_path": "tiny", "context_length": self.context, **dict.fromkeys(SIZES, 1)}
+        deltas = {FORMAT_KEY: FORMAT} if self.takes_deltas else {}
+        return JSONResponse({**told, **deltas, "internal_states": [deltas], "weight_version": self.label})
+
+    async def _nothing(self, body: Any, query: Any) -> Response:
+        return JSONResponse({})
+
+    async def _from_disk(self, body: Any, query: Any) -> Response:
+        if "model_path" not in body:
+            return JSONResponse({"message": "model_path is missing"}, 422)
+        self.idle("weights from disk")
+        self._load(body["model_path"])
+        if self.kind == "rltrain":
+            self.label = body["weight_version"]
+        elif body["flush_cache"] and time.monotonic() < self.holds_batch_until:
+            return JSONResponse({"success": False, "message": "Cache flush failed after updating weights"}, 400)
+        else:
+            self.label = body.get("weight_version", STARTED_WITH)
+        return JSONResponse({"success": True})
+
+    async def flush(self, timeout_s: float) -> Response:
+        """As SGLang: waits so long for the scheduler to be idle."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < self.holds_batch_until:
+            if time.monotonic() > deadline:
+                return JSONResponse({"message": "Flush cache failed."}, 400)
+            await asyncio.sleep(0.005)
+        return JSONResponse({"success": True})
+
+    async def _pause(self, body: Any, query: Any) -> Response:
+        assert query["mode"] == "abort"
+        self.is_paused = True
+        return JSONResponse({})
+
+    async def _resume(self, body: Any, query: Any) -> Response:
+        self.is_paused = False
+        return JSONResponse({})
+
+    async def _start_update(self, body: Any, query: Any) -> Response:
+        if not self.is_paused or self.is_updating:
+            self.broken.append("an update was started twice, or while it was not paused")
+        self.idle("the start of an update")
+        self.is_updating = True
+        return JSONResponse({})
+
+    async def _update(self, body: Any, query: Any) -> Response:
+        if not self.is_updating:
+            self.broken.append("weights outside of an update")
+        self._load(body["update_info"]["path"])
+        await asyncio.sleep(self.load_s)
+        return JSONResponse({})
+
+    async def _finish_update(self, body: Any, query: Any) -> Response:
+        self.label, self.is_updating = body["weight_version"], False
+        return JSONResponse({})
+
+    def idle(self, what: str) -> None:
+        if self.num_running:
+            self.broken.append(f"{what} while {self.num_running} requests ran")
+
+    def _load(self, folder: str) -> None:
+        self.folders.append(folder)
+
+    async def _abort(self, body: Any, query: Any) -> Response:
+        self._aborted.add(body["rid"])
+        return JSONResponse({})
+
+    async def _generate(self, body: Any, query: Any) -> Response:
+        if (self.num_running + 1) > self.most:
+            return JSONResponse({"error": "too many"}, 429)
+        params = body["sampling_params"]
+        drawn = self._draw(body["input_ids"], params["stop_token_ids"], params["max_new_tokens"], body["rid"])
+        return StreamingResponse(self._sglang_events(body["rid"], drawn), media_type="text/event-stream")
+
+    async def _sglang_events(self, rid: str, drawn: AsyncIterator[tuple[int, str | None]]) -> AsyncIterator[str]:
+        tokens: list[int] = []
+        labels: list[str] = []
+        async for token, reason in drawn:
+            if token >= 0:
+                tokens.append(token)
+                labels.append(self.label)
+            pairs = [[logprob_of(t, version_of(v)), t, None] for t, v in zip(tokens, labels, strict=True)]
+            meta: dict[str, Any] = {
+                "id": rid,
+                "finish_reason": None if reason is None else {"type": reason},
+                "completion_tokens": len(tokens),
+                "weight_version": self.label,
+                "output_token_logprobs": pairs,
+            }
+            if reason is not None:
+                meta["weight_versions"] = [{"version": label} for label in dict.fromkeys(labels)]
+            yield f"data: {json.dumps({'output_ids': tokens, 'meta_info': meta})}\n\n"
+        yield "data: [DONE]\n\n"
+
+    async def _completions(self, body: Any, query: Any) -> Response:
+        if (self.num_running + 1) > self.most:
+            return JSONResponse({"error": "too many"}, 429)
+        assert body["model"] == "tiny" and body["return_token_ids"] and body["logprobs"] == 1
+        drawn = self._draw(body["prompt"], body["stop_token_ids"], body["max_tokens"], "")
+        return StreamingResponse(self._openai_events(drawn), media_type="text/event-stream")
+
+    async def _openai_events(self, drawn: AsyncIterator[tuple[int, str | None]]) -> AsyncIterator[str]:
+        async for token, reason in drawn:
+            tokens = [] if token < 0 else [token]
+            logprobs = {"token_logprobs": [logprob_of(token, version_of(self.label)) for token in tokens]}
+            choice = {"text": "x", "token_ids": tokens, "logprobs": logprobs, "finish_reason": reason}
+            told = {"weight_version": self.label} if self.kind == "rltrain" else {}
+            yield f"data: {json.dumps({'choices': [choice], **told})}\n\n"
+        yield "data: [DONE]\n\n"
+
+    async def _draw(
+        self, prompt: list[int], ends: list[int], most: int, rid: str
+    ) -> AsyncIterator[tuple[int, str | None]]:
+        """(token, why it is the last one); token -1: none."""
+        context, starts = [*prompt], self.num_starts
+        self.num_running += 1
+        try:
+            for number in range(most):
+                await asyncio.sleep(self.pace_s)
+                while self.hangs:
+                    await asyncio.sleep(0.01)
+                if rid in self._aborted:
+                    yield -1, "abort"
+                    return
+                version = version_of(self.label)
+                context.append(next_token(context, version))
+                if number == 0:
+                    self.versions_drawn.append(version)
+                is_end = context[-1] in ends
+                reason = "stop" if is_end else "length" if number + 1 == most else None
+                yield context[-1], reason
+                if reason is not None:
+                    return
+        finally:
+            if starts == self.num_starts:
+                self.num_running -= 1
+                self.holds_batch_until = time.monotonic() + self.holds_batch_s

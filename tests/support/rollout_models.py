@@ -1,0 +1,177 @@
+"""Tiny models for engines, with what they should draw and how they should route."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+
+from rltrain.checkpoint.hf_reader import load_parameters
+from rltrain.models import Architecture, read_architecture
+from rltrain.planning.memory import kv_bytes, state_bytes
+from rltrain.reshard.copy_table import allocate_parameters
+from rltrain.rollout.embedded import EmbeddedEngine
+from rltrain.rollout.embedded.block_tables import GB, KvBudget
+from rltrain.rollout.embedded.decoder import Record
+from rltrain.rollout.layout import engine_layout
+from rltrain.rollout.sample import Sample
+from rltrain.runtime.grid import Grid
+from tests.support.family_checkpoints import CHECKPOINTS, remember, tiny_config
+
+VOCAB_SIZE = 50
+MAX_POSITIONS = 256
+
+
+class LetterTokenizer:
+    """Token n is one letter."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(chr(ord("A") + token) for token in token_ids)
+
+
+def hf_config(family: str, *, tied: bool, **overrides: object) -> transformers.PretrainedConfig:
+    """Eight heads over two KV heads; hidden 32; heads as wide as the hidden size gives, or wider where a family may;
+    what `overrides` say comes first."""
+    sizes = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": MAX_POSITIONS,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+    latent = "kv_lora_rank" in CHECKPOINTS[family][1]
+    own: dict[str, object] = {"num_key_value_heads": 8} if latent else {}
+    if family in ("llama", "qwen3"):
+        own["head_dim"] = 8
+    return tiny_config(family, sizes, tie_word_embeddings=tied, **own | overrides)
+
+
+def write_checkpoint(folder: Path, family: str, *, tied: bool = False, seed: int = 0, **overrides: object) -> Path:
+    """A checkpoint whose weights are spread widely enough that the best token is never in doubt."""
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(
+        hf_config(family, tied=tied, **overrides), dtype=torch.float32
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            spread = torch.randn_like(parameter)
+            parameter.copy_(spread * 0.3 if parameter.ndim > 1 else parameter + 0.2 * spread)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(0.2 * torch.randn_like(buffer))
+    remember(model)
+    model.save_pretrained(folder)
+    return folder
+
+
+def load_engine(
+    path: Path,
+    *,
+    grid: Grid | None = None,
+    rank: int = 0,
+    tp_group: dist.ProcessGroup | None = None,
+    max_running_requests: int = 64,
+    max_context_tokens: int = MAX_POSITIONS,
+    dtype: torch.dtype = torch.float32,
+    tokenizer: object | None = None,
+    device: str = "cpu",
+    record: Record | None = None,
+    kv_tokens: int | None = None,
+    cache_returns: Callable[[], bool] = lambda: False,
+    record_routing: bool = False,
+) -> tuple[EmbeddedEngine, dict[str, torch.Tensor]]:
+    """An engine on the checkpoint, and the parameters it reads; `kv_tokens` have room in its KV cache."""
+    architecture = read_architecture(path)
+    layout = engine_layout(architecture, grid or Grid((0,)), dtype=str(dtype).removeprefix("torch."))
+    parameters = allocate_parameters(layout, rank, device=device)
+    load_parameters(path, layout, rank, parameters)
+    engine = EmbeddedEngine(
+        architecture,
+        parameters,
+        tp_group=tp_group,
+        max_running_requests=max_running_requests,
+        max_context_tokens=max_context_tokens,
+        dtype=dtype,
+        device=device,
+        tokenizer=tokenizer,
+        record=record,
+        kv_budget=kv_budget(architecture, kv_tokens, dtype, grid, record_routing, max_running_requests)
+        if kv_tokens
+        else None,
+        cache_returns=cache_returns,
+        record_routing=record_routing,
+    )
+    return engine, parameters
+
+
+def kv_budget(
+    architecture: Architecture,
+    num_tokens: int,
+    dtype: torch.dtype,
+    grid: Grid | None = None,
+    routing: bool = False,
+    num_slots: int = 64,
+) -> KvBudget:
+    """Of a rank of an engine, with room for the tokens' routing, and for the states of samples in all slots."""
+    tp = grid.tp if grid else 1
+    token_bytes = kv_bytes(architecture, 1, tp=tp, item_bytes=dtype.itemsize)
+    if routing:
+        token_bytes += architecture.routing_bytes
+    num_bytes = num_tokens * token_bytes + state_bytes(architecture, num_slots, tp=tp, item_bytes=dtype.itemsize)
+    return KvBudget(num_bytes / GB, lambda: num_bytes)
+
+
+def ragged_requests(num_requests: int = 9, seed: int = 0) -> list[Sample]:
+    """Prompts of 1, 3, 5, ... random tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        Sample(
+            id=100 + index,
+            prompt=tuple(torch.randint(VOCAB_SIZE, (1 + 2 * index,), generator=generator).tolist()),
+            seed=seed * 1000 + index,
+        )
+        for index in range(num_requests)
+    ]
+
+
+def assert_same_but_for_ties(
+    found: Sequence[Sample], expected: Sequence[Sample], *, logprob: float, most: int = 1
+) -> None:
+    """The same tokens, and log-probs that are off by at most `logprob`. A near tie may come out otherwise where they
+    are computed otherwise: so in at most `most` samples one token may differ, and what follows it."""
+    num_ties = 0
+    for done, other in zip(found, expected, strict=True):
+        pairs = [*zip(done.tokens, other.tokens, strict=False)]
+        same = next((place for place, (one, another) in enumerate(pairs) if one != another), len(pairs))
+        num_ties += same < max(len(done.tokens), len(other.tokens))
+        assert done.logprobs[:same] == pytest.approx(other.logprobs[:same], abs=logprob), f"sample {done.id}"
+    assert num_ties <= most
+
+
+@torch.no_grad()
+def expected_routing(path: Path, tokens: tuple[int, ...]) -> torch.Tensor:
+    """Experts [tokens, layers, top_k] of transformers' routers."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    routed: list[torch.Tensor] = []
+    for layer in model.model.layers:
+        if hasattr(layer.mlp, "gate"):
+            layer.mlp.gate.register_forward_hook(lambda module, given, found: routed.append(found[2]))
+    model(torch.tensor([tokens]))
+    return torch.stack(routed, 1)
+
+
+def check(path: Path, sample: Sample, first: int = 0) -> None:
+    """All tokens but the last one have been fed; in the order of experts, which is nobody's."""
+    routing = sample.routing
+    assert routing is not None and len(routing) == len(sample.context) - 1
+    assert routing.experts.dtype == np.int8
+    found, expected = torch.from_numpy(routing.experts).long(), expected_routing(path, sample.context[:-1])
+    assert torch.equal(found.sort(-1).values[first:], expected.sort(-1).values[first:])
