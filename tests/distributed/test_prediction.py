@@ -14,7 +14,7 @@ from tests.distributed.cases_prediction import LAYOUTS, WAYS
 from tests.support.prediction_checkpoints import make_mimo, make_with_further, write_reference
 from tests.support.torchrun import run_distributed
 
-pytestmark = pytest.mark.slow  # tests/unit/test_legal_models.py has a quick part
+pytestmark = pytest.mark.slow  # tests/unit/test_validation_models.py has a quick part
 CLOSE = 2e-5
 OF_FAMILY = {
     "deepseek_v3": ["one_rank", "tp2_ep2", "pp2_ep2"],

@@ -45,7 +45,7 @@ APART = (
 )
 """Other models of the policy, on other ranks than the actor, which get its layer or are without it."""
 
-pytestmark = pytest.mark.slow  # tests/unit/test_legal_models.py has a quick part
+pytestmark = pytest.mark.slow  # tests/unit/test_validation_models.py has a quick part
 
 
 @pytest.fixture(scope="module")

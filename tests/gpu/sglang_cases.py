@@ -31,7 +31,7 @@ from rltrain.rollout.servers.sglang_engine import SGLangEngine
 from rltrain.rollout.servers.sglang_process import Server
 from rltrain.rollout.servers.sglang_weights import Delivery
 from rltrain.runtime.grid import Grid
-from tests.gpu.residency_cases import used_bytes
+from tests.gpu.offload_cases import used_bytes
 from tests.sglang.servers import CALL_TIMEOUT_S, FROM_DISK, START_TIMEOUT_S, call, checksums, greedy, server_spec
 
 PROMPT = [3, 14, 15, 92, 65]

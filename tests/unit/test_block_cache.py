@@ -33,7 +33,7 @@ from tests.support.cuda_graphs import Recorder
 from tests.support.model_shards import tiny_architecture
 from tests.support.rollout_models import LetterTokenizer, load_engine, ragged_requests, write_checkpoint
 from tests.support.schedule_configs import make_config
-from tests.unit.test_residency import FakeSaver, order_of
+from tests.unit.test_memory_plan import FakeSaver, order_of
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 

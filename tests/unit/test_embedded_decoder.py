@@ -27,7 +27,7 @@ from tests.support.cuda_graphs import Graph, GraphDevice, Recorder, RuleBrokenEr
 from tests.support.marks import slow_but
 from tests.support.rollout_models import load_engine, ragged_requests, write_checkpoint
 from tests.support.schedule_configs import make_config
-from tests.unit.test_residency import order_of
+from tests.unit.test_memory_plan import order_of
 
 SAMPLED = SamplingParams(1.0, 1.0, 0, 24, (3, 4, 5))
 GREEDY = SamplingParams(0.0, 1.0, 0, 24, (3,))

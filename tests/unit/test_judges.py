@@ -34,8 +34,8 @@ from rltrain.rewards.scorer import (
 )
 from rltrain.roles.scoring_models import OwnText, UnreadableTextError
 from tests.forked.popen import REPOSITORY
+from tests.support.one_function import OneFunction
 from tests.support.schedule_configs import NO_EVALUATION, make_config, order_of
-from tests.unit.one_function import OneFunction
 
 Reply = tuple[int, Any]
 """Status, and what is sent as JSON, or as it is if it is bytes."""

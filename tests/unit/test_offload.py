@@ -39,7 +39,7 @@ from rltrain.schedule.order import Order
 from rltrain.training.trainable import LateCopies, LateTensors
 from tests.support.cuda_streams import Device, Operators, RaceError, Stream
 from tests.support.shared_store import on_ranks, open_store
-from tests.unit.test_residency import NEEDS, PARTS, Entry, order_of
+from tests.unit.test_memory_plan import NEEDS, PARTS, Entry, order_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LIKE = {

@@ -18,8 +18,8 @@ from rltrain.rewards.code import code, label_tests, last_python_block, same_word
 from rltrain.rewards.functions import RewardFunction, await_calls, call, load_reward
 from rltrain.rewards.math import marked_answer, math
 from rltrain.rewards.scorer import Scores
+from tests.support.one_function import OneFunction
 from tests.support.sandboxes import PROTECTING, sandbox_by
-from tests.unit.one_function import OneFunction
 
 MODULE = "tests.support.peer_rewards"
 CHAT = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"})

@@ -25,8 +25,8 @@ from rltrain.rewards.answers import Scorable
 from rltrain.rewards.exact_match import exact_match
 from rltrain.rewards.functions import RewardFunction, load_reward
 from rltrain.rewards.scorer import Scorer, Scores, combined
+from tests.support.one_function import OneFunction
 from tests.support.schedule_configs import make_config
-from tests.unit.one_function import OneFunction
 
 MODULE = "tests.support.user_rewards"
 USER_FILE = Path(__file__).resolve().parents[1] / "support/user_rewards.py"
@@ -222,7 +222,7 @@ def test_a_hanging_worker_ends_when_its_parent_is_killed() -> None:
         "from rltrain.config import schema\n"
         "from rltrain.rewards.functions import load_reward\n"
         "from rltrain.rewards.answers import Scorable\n"
-        "from tests.unit.one_function import OneFunction\n"
+        "from tests.support.one_function import OneFunction\n"
         f"load = lambda name: load_reward(schema.Reward(function='{MODULE}:' + name))\n"
         "scorer = OneFunction(load('misbehave'), timeout_s=600, num_workers=1)\n"
         "scorer.score([Scorable('p', 'half', 'l')])\n"

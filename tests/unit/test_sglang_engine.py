@@ -21,7 +21,7 @@ from rltrain.rollout.servers.remote_engine import DivergenceWatch
 from rltrain.rollout.servers.sglang_engine import SGLangEngine, parts_of_server
 from rltrain.schedule.order import Order
 from tests.support.sglang_server import UNSEEN_EOS, FakeDelivery, FakeServer, expected_tokens, logprob_of, next_token
-from tests.unit.test_residency import order_of
+from tests.unit.test_memory_plan import order_of
 
 GREEDY = SamplingParams(0.0, 1.0, 0, 16, ())
 STOPPING = SamplingParams(1.0, 1.0, 0, 16, (3, 4, 5, 6))

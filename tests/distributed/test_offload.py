@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.cases_residency import LEAVES, MODES, NUM_STEPS, STEP, SWAPPED, WAYS
+from tests.distributed.cases_offload import LEAVES, MODES, NUM_STEPS, STEP, SWAPPED, WAYS
 from tests.support.tiny_checkpoints import make_checkpoints
 from tests.support.torchrun import run_distributed
 
@@ -17,7 +17,7 @@ EMPTIED = [(way, mode) for way, mode in MOVED if mode in (LEAVES, SWAPPED)]
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     path: Path = tmp_path_factory.mktemp("checkpoints")
     return run_distributed(
-        "tests.distributed.cases_residency:train_in_every_way",
+        "tests.distributed.cases_offload:train_in_every_way",
         num_ranks=2,
         arguments={"path": make_checkpoints(path, ["qwen3"], num_hidden_layers=2)["qwen3"]},
         timeout_s=300,

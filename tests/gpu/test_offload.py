@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.forked.popen import PYTHON_PATH, REPOSITORY
-from tests.gpu.residency_cases import GIB, ROLE_BYTES
+from tests.gpu.offload_cases import GIB, ROLE_BYTES
 
 pytestmark = pytest.mark.gpu
 
@@ -21,7 +21,7 @@ MOST_RESIDUE_BYTES = GIB
 def in_a_new_process(case: str, allocator: str = "", **arguments: Any) -> dict[str, Any]:
     """So that the allocator is as its settings say and nobody else's blocks are in it."""
     environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": allocator, "PYTHONPATH": PYTHON_PATH}
-    command = [sys.executable, "-m", "tests.gpu.residency_cases", case, json.dumps(arguments)]
+    command = [sys.executable, "-m", "tests.gpu.offload_cases", case, json.dumps(arguments)]
     done = subprocess.run(
         command, cwd=REPOSITORY, env=environment, timeout=120, capture_output=True, text=True, check=False
     )

@@ -73,7 +73,7 @@ CASES = {
     ),
 }
 
-pytestmark = pytest.mark.slow  # tests/distributed/test_residency.py is quicker
+pytestmark = pytest.mark.slow  # tests/distributed/test_offload.py is quicker
 
 ROLES = ("actor", "critic", "reference", "rollout")
 LEAVING = [f"{role}.offload=true" for role in ROLES]

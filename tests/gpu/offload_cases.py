@@ -1,4 +1,4 @@
-"""What test_residency has done in a process of its own: two roles take turns on a device that holds one at a time."""
+"""What test_offload has done in a process of its own: two roles take turns on a device that holds one at a time."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What ranks do in test_residency: a model is trained, scored and pushed off the device between its tasks."""
+"""What ranks do in test_offload: a model is trained, scored and pushed off the device between its tasks."""
 
 import hashlib
 from collections.abc import Iterable
