@@ -63,7 +63,7 @@ CORES_PER_STEP = 2
 SHOWN_LINES, SHOWN_CHARACTERS = 20, 300
 CRASH = re.compile(r"CUDA error|INTERNAL ASSERT|illegal memory access")
 
-ALONE = ("residency", "two_ranks")
+ALONE = ("offload", "two_ranks")
 """GPU tests that measure the device's memory, or are slow beside others."""
 SPLIT, SGLANG = "one_gpu", "sglang"
 """GPU tests whose jobs are steps of their own; GPU tests that need SGLang."""

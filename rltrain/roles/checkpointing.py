@@ -203,10 +203,12 @@ class MemoryCheckpointing:
 
     def _verdict(self, step: int) -> str | None:
         """Once there is one; None where the run has come to its end."""
-        key = f"{step}/verdict"
-        if self._await(step, key):
-            return self.store.get(key).decode()
-        return None if self._closing.is_set() else GIVEN_UP
+        while not self._closing.is_set():
+            if self._is_decided(step):
+                key = f"{step}/verdict"
+                return self.store.get(key).decode() if self.store.check([key]) else GIVEN_UP
+            self._closing.wait(self._every_s)
+        return None
 
     def _await(self, step: int, key: str) -> bool:
         """Whether it has come: it does not where the step was decided, or the run has come to its end, before."""

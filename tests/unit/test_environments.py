@@ -322,7 +322,7 @@ def test_what_the_host_says_of_its_environments(start: Start) -> None:
 )
 def test_what_cannot_be_played_is_refused(start: Start, name: str, options: dict[str, Any], expected: str) -> None:
     host = start(name, options=options)
-    with pytest.raises(ConfigError, match=r"^env\.function: 'tests\.unit\.user_environments:") as error:
+    with pytest.raises(ConfigError, match=r"^env\.function: 'tests\.support\.user_environments:") as error:
         host.describe()
     assert expected in str(error.value)
 
