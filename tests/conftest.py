@@ -6,9 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.forked.popen import SETTING, forks, start_zygote
 from tests.forked.zygote import RARE_COLLECTIONS
+
+# Property tests have fewer examples than is usual, and no limit of time for one: a shared machine breaks it at random.
+settings.register_profile("shared machine", parent=settings(), deadline=None, max_examples=20)
+settings.load_profile("shared machine")
 
 GLOO_LAZY = "TORCH_GLOO_LAZY_INIT"
 FOLDERS = ("end_to_end", "distributed", "sglang", "unit", "gpu")

@@ -1,13 +1,8 @@
-"""How property tests run: without a limit of time per example, which a shared machine breaks at random, and with fewer
-examples than is usual. And fixtures of several files, which import what they need when they are asked for."""
+"""Fixtures of several files, which import what they need when they are asked for."""
 
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
-
-settings.register_profile("shared machine", parent=settings(), deadline=None, max_examples=20)
-settings.load_profile("shared machine")
 
 SPARSE_FAMILIES = (
     "qwen3_moe", "qwen3_moe_tied", "mixtral", "deepseek_v3", "moonlight", "qwen2_moe", "glm4_moe", "minimax_m2",
