@@ -193,8 +193,8 @@ def test_communicators_go_after_what_is_recorded_of_them(qwen3: Path, device: Gr
     engine, parameters = load_engine(qwen3, record=CudaGraphs())
     order = order_of(2, ("generate", "update"))
     communicators = Released(lambda: expect_unheld("the communicator", device.holders[0]))
-    turns, device = {"actor": "auto", "rollout": "auto"}, DeviceMemory(torch.device("cpu"))
-    residency = Offloader(Order.of(order), turns, device, communicators=communicators)  # type: ignore[arg-type]
+    turns, memory = {"actor": "auto", "rollout": "auto"}, DeviceMemory(torch.device("cpu"))
+    residency = Offloader(Order.of(order), turns, memory, communicators=communicators)  # type: ignore[arg-type]
     ones, actor = torch.ones(3), ("weights", "master_weights", "optimizer", "gradients")
     residency.admit("actor", {name: MemoryPart(lambda: [ones.clone()]) for name in actor})
     cache = MemoryPart(engine.cache_tensors, forget=engine.release_cache)
