@@ -16,6 +16,7 @@ from rltrain.reshard.copy_table import allocate_parameters
 from rltrain.rollout.embedded import EmbeddedEngine
 from rltrain.rollout.embedded.block_tables import GB, KvBudget
 from rltrain.rollout.embedded.decoder import Record
+from rltrain.rollout.embedded.model import EngineModel
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sample import Sample
 from rltrain.runtime.grid import Grid
@@ -127,6 +128,37 @@ def kv_budget(
         token_bytes += architecture.routing_bytes
     num_bytes = num_tokens * token_bytes + state_bytes(architecture, num_slots, tp=tp, item_bytes=dtype.itemsize)
     return KvBudget(num_bytes / GB, lambda: num_bytes)
+
+
+def widths_of_prefills(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Returns a list to which every prefill of an engine adds how many tokens it computes."""
+    widths: list[int] = []
+    fill_cache = EngineModel.fill_cache
+
+    def noted(self: EngineModel, tokens: Sequence[int], *rest: object) -> object:
+        widths.append(len(tokens))
+        return fill_cache(self, tokens, *rest)
+
+    monkeypatch.setattr(EngineModel, "fill_cache", noted)
+    return widths
+
+
+def hf_model(path: Path) -> transformers.PreTrainedModel:
+    """Returns transformers' model, with the attention of which alone Gemma 2 is itself."""
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    return load(path, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@torch.no_grad()
+def hf_logprobs(model: transformers.PreTrainedModel, done: Sample, temperature: float = 1.0) -> torch.Tensor:
+    """Returns the log-probs [response tokens, vocabulary] by one pass over the whole sequence."""
+    logits = model(torch.tensor([done.context])).logits[0, len(done.prompt) - 1 : -1]
+    return torch.log_softmax(logits / temperature, -1)
+
+
+def of_tokens(logprobs: torch.Tensor, done: Sample) -> torch.Tensor:
+    """Returns the log-probs of the response's own tokens."""
+    return logprobs.gather(-1, torch.tensor(done.tokens)[:, None])[:, 0]
 
 
 def ragged_requests(num_requests: int = 9, seed: int = 0) -> list[Sample]:

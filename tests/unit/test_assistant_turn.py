@@ -43,16 +43,15 @@ values = st.recursive(
     max_leaves=4,
 )
 
-
 MARKS = (
     *("<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=p>", "</parameter>", "[TOOL_CALLS]"),
     *(
         "<|python_tag|>",
+        "```",
         "<｜tool▁calls▁begin｜>",
         "<｜tool▁call▁begin｜>",
         "<｜tool▁sep｜>",
         "<｜tool▁call▁end｜>",
-        "```",
     ),
 )
 marked_texts = st.lists(st.sampled_from(MARKS), max_size=4).map(" and ".join)
@@ -92,21 +91,23 @@ def as_openai(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
+CALLS = {
+    "hermes": '<tool_call>\n{"name": "add", "arguments": %s}\n</tool_call>',
+    "llama3_json": '{"name": "add", "parameters": %s}',
+    "mistral": '[TOOL_CALLS][{"name": "add", "arguments": %s}]',
+    "deepseek": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n%s\n```<｜tool▁call▁end｜>"
+        "<｜tool▁calls▁end｜>"
+    ),
+    "qwen3_coder": "<tool_call>\n<function=add>\n<parameter=a>\n%s\n</parameter>\n</function>\n</tool_call>",
+}
+"""As models of a parser write them."""
+
+
 def written(parser: str, query: str) -> str:
-    """A call of search as models of a parser write it."""
-    arguments = json.dumps({"query": query}, ensure_ascii=False)
-    return {
-        "hermes": f'<tool_call>\n{{"name": "search", "arguments": {arguments}}}\n</tool_call>',
-        "llama3_json": f'{{"name": "search", "parameters": {arguments}}}',
-        "mistral": f'[TOOL_CALLS][{{"name": "search", "arguments": {arguments}}}]',
-        "deepseek": (
-            f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>search\n```json\n{arguments}\n```"
-            "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
-        ),
-        "qwen3_coder": (
-            f"<tool_call>\n<function=search>\n<parameter=query>\n{query}\n</parameter>\n</function>\n</tool_call>"
-        ),
-    }[parser]
+    """A call of search."""
+    call = CALLS[parser].replace("add", "search").replace("=a>", "=query>")
+    return call % (query if parser == "qwen3_coder" else json.dumps({"query": query}, ensure_ascii=False))
 
 
 @pytest.mark.parametrize("parser", PARSERS)
@@ -216,18 +217,6 @@ def test_a_malformed_call_beside_a_good_one() -> None:
     said = chat.message_of(chat.template.encode(text))
     assert [call.name for call in said.tool_calls] == ["add"] and said.malformed
     assert said.content == said.text == "So:\n<tool_call>oops</tool_call>"
-
-
-CALLS = {
-    "hermes": '<tool_call>{"name": "add", "arguments": %s}</tool_call>',
-    "llama3_json": '<|python_tag|>{"name": "add", "parameters": %s}',
-    "mistral": '[TOOL_CALLS][{"name": "add", "arguments": %s}]',
-    "deepseek": (
-        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n%s\n```<｜tool▁call▁end｜>"
-        "<｜tool▁calls▁end｜>"
-    ),
-    "qwen3_coder": "<tool_call>\n<function=add>\n<parameter=a>\n%s\n</parameter>\n</function>\n</tool_call>",
-}
 
 
 @pytest.mark.parametrize("parser", CALLS)

@@ -149,14 +149,11 @@ def test_orders_take_a_sync_for_its_work_and_tell_the_wait_for_engines_apart(tmp
         log.event("E", "generate", cat="task")
         log.write()
     spans = orders.task_spans(tmp_path)
-    for by_rank in (spans["generate", 5, 0], spans["weight_sync", 5, 0]):
-        assert by_rank.keys() == {0, 1}
-    assert [span.own_s for span in spans["generate", 5, 0].values()] == pytest.approx([1.0, 1.0])
-    assert [span.own_s for span in spans["weight_sync", 5, 0].values()] == pytest.approx([0.125, 0.125])
+    for task, own_s in (("generate", 1.0), ("weight_sync", 0.125)):
+        assert {rank: span.own_s for rank, span in spans[task, 5, 0].items()} == pytest.approx({0: own_s, 1: own_s})
     assert orders.sync_waits(spans) == pytest.approx({"sync_wait_s": 0.75, "sync_wait_max_s": 0.75})
 
 
-BENCHMARK_FOLDER = Path(__file__).resolve().parents[2] / "tools/benchmarks"
 SIZES = (64, 256)
 CALLS = {"meet in the store": 6, "agree": 8, "heartbeats": 4, "join in flight": 3, "save": 4}
 """Of a rank, in the mean, at most; those of heartbeats per second."""
@@ -165,7 +162,7 @@ MOST_CONNECTIONS = 4
 
 @pytest.fixture
 def control_plane(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARK_FOLDER))
+    monkeypatch.syspath_prepend(BENCHMARKS)
     import control_plane
 
     return control_plane

@@ -55,29 +55,28 @@ def flash_attention(
     assert block_table.shape == (count, max_k // block_tokens) and key.shape == value.shape
     assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
     assert enable_gqa == (query.shape[1] != num_kv_heads)
-    rows = block_table.flatten()
-    query = query.index_select(0, cu_seq_q[:-1])
-    k, v = (stored.index_select(0, rows).view(count, max_k, num_kv_heads, -1) for stored in (key, value))
-    bias = torch.zeros(()).masked_fill(torch.arange(max_k) >= seqused_k[:, None], -torch.inf)[:, None, None]
-    q = query.reshape(count, num_kv_heads, -1, query.shape[-1])
-    return F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), bias, scale=scale).view(query.shape)
+    return attended(query.index_select(0, cu_seq_q[:-1]), key, value, block_table, seqused_k, scale)
+
+
+def attended(queries: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scale: float) -> Tensor:
+    """Returns what one query per sequence attends to among the first `lengths` tokens in its blocks."""
+    count, num_kv_heads, rows = len(queries), keys.shape[2], table.flatten()
+    k, v = (stored.index_select(0, rows).view(count, -1, *stored.shape[2:]) for stored in (keys, values))
+    bias = torch.zeros(()).masked_fill(torch.arange(k.shape[1]) >= lengths[:, None], -torch.inf)[:, None, None]
+    q = queries.reshape(count, num_kv_heads, -1, queries.shape[-1])
+    found = F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), bias, scale=scale)
+    return found.reshape(queries.shape)
 
 
 def attend_blocks(
     queries: Tensor, keys: Tensor, values: Tensor, table: Tensor, positions: Tensor, scale: float
 ) -> Tensor:
     """What the Triton kernel does, which takes memory at these strides alone."""
-    num_slots, num_heads, head_dim = queries.shape
-    _, block_tokens, num_kv_heads, _ = keys.shape
+    num_slots, block_tokens = len(queries), keys.shape[1]
     assert keys.is_contiguous() and values.is_contiguous() and queries.stride(2) == 1
     assert table.dtype == torch.int32 and table.stride(1) == 1 and positions.stride(0) == 1
     assert block_tokens.bit_count() == 1 and positions.shape == (num_slots,) and len(table) == num_slots
-    rows = table.flatten()
-    k, v = (stored.index_select(0, rows).view(num_slots, -1, num_kv_heads, head_dim) for stored in (keys, values))
-    bias = torch.zeros(()).masked_fill(torch.arange(k.shape[1]) > positions[:, None], -torch.inf)[:, None, None]
-    q = queries.reshape(num_slots, num_kv_heads, -1, head_dim)
-    attended = F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), bias, scale=scale)
-    return attended.reshape(queries.shape)
+    return attended(queries, keys, values, table, positions + 1, scale)
 
 
 @pytest.fixture
@@ -124,10 +123,10 @@ def test_gathered_blocks_attend_as_plain_attention_does(num_kv_heads: int) -> No
             torch.cat([stored[rows].flatten(0, 1)[:position], new[slot : slot + 1]])
             for stored, new in ((keys, k), (values, v))
         )
-        attended = F.scaled_dot_product_attention(
+        expected = F.scaled_dot_product_attention(
             q[slot, :, None], own_keys.transpose(0, 1), own_values.transpose(0, 1), enable_gqa=True, scale=0.7
         )
-        torch.testing.assert_close(found[slot], attended.flatten())
+        torch.testing.assert_close(found[slot], expected.flatten())
         assert torch.equal(blocks.layers[0][0][rows[position // 4], position % 4], k[slot])
     changed = (blocks.layers[0][0] != keys).flatten(1).any(1).nonzero().flatten().tolist()
     assert changed == [2, 3, 6], "only the blocks in which the new tokens stand"
@@ -148,9 +147,7 @@ class OnGpu:
 
 
 def chosen(
-    monkeypatch: pytest.MonkeyPatch,
-    attention: Callable[..., Any] | None = None,
-    shape: AttentionShape = GROUPED,
+    monkeypatch: pytest.MonkeyPatch, attention: Callable[..., Any] | None = None, shape: AttentionShape = GROUPED
 ) -> tuple[type, str]:
     if attention:
         monkeypatch.setattr(varlen, "varlen_attn", attention)
@@ -164,10 +161,8 @@ def test_flash_attention_is_chosen_where_it_works(on_gpu: None, monkeypatch: pyt
 
 
 def test_latents_are_gathered(on_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert chosen(monkeypatch, shape=AttentionShape(8, 1, 24, 16, 0.7, latent=True)) == (
-        GatheredBlocks,
-        GatheredBlocks.name,
-    )
+    latents = AttentionShape(8, 1, 24, 16, 0.7, latent=True)
+    assert chosen(monkeypatch, shape=latents) == (GatheredBlocks, GatheredBlocks.name)
 
 
 def test_where_this_torch_has_no_block_tables_the_kernel_is_chosen(

@@ -1,5 +1,6 @@
 """Scales as parts of layouts, and magnitudes of blocks that several ranks hold a part of."""
 
+import math
 import time
 from functools import reduce
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from rltrain.models import Architecture
 from rltrain.models.table import Array, CanonicalTensors, ElementType, uniform
@@ -30,12 +32,8 @@ def matrices(layout: Layout) -> np.ndarray:
 
 def layouts(architecture: Architecture, training: tuple[int, int, int], tp: int) -> QuantizedLayouts:
     """Megatron on (tp, pp, replicas) to engines of `tp`, every matrix quantised."""
-    grid = Grid(tuple(range(training[0] * training[1] * training[2])), tp=training[0], pp=training[1])
-    source, destination = (
-        megatron_layout(architecture, grid),
-        engine_layout(architecture, Grid(tuple(range(tp)), tp=tp)),
-    )
-    return quantized(source, destination, matrices(source))
+    source = megatron_layout(architecture, Grid(tuple(range(math.prod(training))), tp=training[0], pp=training[1]))
+    return quantized(source, engine_layout(architecture, Grid(tuple(range(tp)), tp=tp)), matrices(source))
 
 
 @st.composite
@@ -53,6 +51,7 @@ def architectures(draw: st.DrawFn) -> Architecture:
     )
 
 
+Case = tuple[Architecture, tuple[int, int, int], int]
 CASES = st.tuples(
     architectures(), st.sampled_from([(1, 1, 1), (2, 1, 2), (4, 1, 1), (2, 2, 1)]), st.sampled_from([1, 2, 4])
 )
@@ -83,9 +82,7 @@ def touched(box: Box) -> tuple[slice, slice]:
 
 @settings(max_examples=25)
 @given(CASES)
-def test_scales_of_the_source_tile_and_those_of_the_destination_cover_what_it_holds(
-    case: tuple[Architecture, tuple[int, int, int], int],
-) -> None:
+def test_scales_of_the_source_tile_and_those_of_the_destination_cover_what_it_holds(case: Case) -> None:
     made = layouts(*case)
     names, shapes = made.source.tensors.names, made.source.tensors.shapes
     source = boxes_by_tensor(made.source)
@@ -108,7 +105,7 @@ def test_scales_of_the_source_tile_and_those_of_the_destination_cover_what_it_ho
 
 @settings(max_examples=20)
 @given(CASES)
-def test_scales_fill_parameters_of_their_own(case: tuple[Architecture, tuple[int, int, int], int]) -> None:
+def test_scales_fill_parameters_of_their_own(case: Case) -> None:
     made = layouts(*case)
     for layout in (made.source, made.destination):
         for part in set(layout.parts):
@@ -125,7 +122,7 @@ def test_scales_fill_parameters_of_their_own(case: tuple[Architecture, tuple[int
 
 @settings(max_examples=25)
 @given(CASES)
-def test_split_blocks_are_those_that_several_boxes_touch(case: tuple[Architecture, tuple[int, int, int], int]) -> None:
+def test_split_blocks_are_those_that_several_boxes_touch(case: Case) -> None:
     made = layouts(*case)
     expected, first = [], 0
     boxes = boxes_by_tensor(made.source)
@@ -139,7 +136,7 @@ def test_split_blocks_are_those_that_several_boxes_touch(case: tuple[Architectur
     assert {BlockTable(made, rank).num_split for rank in range(made.source.ranks[-1] + 2)} == {len(expected)}
 
 
-def filled(on: RankLayout, full: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+def filled(on: RankLayout, full: list[Tensor]) -> dict[str, Tensor]:
     """Parameters of a rank of the layout without scales, with its pieces cut from the matrices `full`."""
     parameters = {name: torch.full(shape, torch.inf, dtype=full[0].dtype) for name, shape in on.parameters}
     flats = [parameters[name].view(-1) for name, _ in on.parameters]
@@ -151,7 +148,7 @@ def filled(on: RankLayout, full: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     return parameters
 
 
-def special_values(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+def special_values(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Magnitudes that differ from block to block, some blocks of zeros, some with an infinity or a NaN."""
     x = torch.randn(shape, generator=generator) * 10 ** (6 * torch.rand(shape, generator=generator) - 3)
     for value in (0.0, torch.inf, -torch.inf, torch.nan):
@@ -164,9 +161,7 @@ def special_values(shape: tuple[int, ...], generator: torch.Generator) -> torch.
 
 @settings(max_examples=15)
 @given(CASES, st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 2**31))
-def test_shares_quantise_as_the_whole(
-    case: tuple[Architecture, tuple[int, int, int], int], dtype: torch.dtype, seed: int
-) -> None:
+def test_shares_quantise_as_the_whole(case: Case, dtype: torch.dtype, seed: int) -> None:
     """Every rank quantises its pieces with its own entries, after one maximum over the ranks."""
     made, generator = layouts(*case), torch.Generator().manual_seed(seed)
     shapes = made.source.tensors.matrix_shapes[: made.num_tensors].tolist()
@@ -201,14 +196,7 @@ def parts_of(pieces: Array, random: np.random.Generator) -> Array:
     return parts
 
 
-def check_piece(
-    piece: np.void,
-    place: np.void,
-    flat: torch.Tensor,
-    amax: torch.Tensor,
-    whole_amax: torch.Tensor,
-    whole: torch.Tensor,
-) -> None:
+def check_piece(piece: np.void, place: np.void, flat: Tensor, amax: Tensor, whole_amax: Tensor, whole: Tensor) -> None:
     _, row, col, rows, cols, _, offset, stride = piece.tolist()
     box = slice(row, row + rows), slice(col, col + cols)
     blocks = touched((row, col, rows, cols))
@@ -239,11 +227,8 @@ def stacked_experts(rows: tuple[int, ...], width: int, num_experts: int) -> tupl
 
 
 def destination_parameters(tensors: CanonicalTensors, destination: Layout) -> dict[str, tuple[int, ...]]:
-    source = one_rank(
-        tensors,
-        [(name, shape) for name, shape in zip(tensors.names, tensors.shapes, strict=True)],
-        [(i, 0, 0, *shape, i, 0, shape[1]) for i, shape in enumerate(tensors.shapes)],
-    )
+    pieces = [(i, 0, 0, *shape, i, 0, shape[1]) for i, shape in enumerate(tensors.shapes)]
+    source = one_rank(tensors, [*zip(tensors.names, tensors.shapes, strict=True)], pieces)
     made = quantized(source, destination, np.ones(len(tensors.names), dtype=bool))
     return dict(made.destination.on(0).parameters)
 
@@ -267,9 +252,8 @@ def test_scales_that_do_not_stack_are_flat() -> None:
 
 
 def test_fused_rows_are_stacked_by_the_blocks_that_they_touch() -> None:
-    architecture = tiny_architecture(
-        "llama", hidden_size=192, num_heads=8, num_kv_heads=4, head_dim=48, ffn_hidden_size=200
-    )
+    heads = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 48}
+    architecture = tiny_architecture("llama", hidden_size=192, ffn_hidden_size=200, **heads)
     on = layouts(architecture, (1, 1, 1), tp=2).destination.on(1)
     shapes = dict(on.parameters)
     # Rank 1 of 2 holds rows 192 to 384 of q (blocks 1 and 2), 96 to 192 of k and of v (blocks 0 and 1).

@@ -34,9 +34,10 @@ def continued(chat: ChatFormat, turn: str, *messages: Any) -> str:
 
 
 CLOSING_AND_USER = {
-    "qwen2_5": ("<|im_end|>", "\n<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"),
-    "qwen3": ("<|im_end|>", "\n<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"),
-    "qwen3_coder": ("<|im_end|>", "\n<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"),
+    **dict.fromkeys(
+        ("qwen2_5", "qwen3", "qwen3_coder", "smollm3"),
+        ("<|im_end|>", "\n<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"),
+    ),
     "llama3_1": (
         "<|eot_id|>",
         "<|start_header_id|>user<|end_header_id|>\n\nAnd now?<|eot_id|>"
@@ -46,7 +47,6 @@ CLOSING_AND_USER = {
     "gemma3": ("<end_of_turn>", "\n<start_of_turn>user\nAnd now?<end_of_turn>\n<start_of_turn>model\n"),
     "deepseek_r1": ("<｜end▁of▁sentence｜>", "<｜User｜>And now?<｜Assistant｜><think>\n"),
     "phi4": ("<|im_end|>", "<|im_start|>user<|im_sep|>And now?<|im_end|><|im_start|>assistant<|im_sep|>"),
-    "smollm3": ("<|im_end|>", "\n<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"),
 }
 
 
@@ -60,22 +60,10 @@ def test_a_turn_gets_what_it_lacks_of_its_closing(family: str) -> None:
         assert continued(chat, f"4{other}", *USER) == following, "another end token of the model's stands for it"
 
 
+QWENS = (("qwen2_5", ""), ("qwen3", ""), ("qwen3_coder", "\n"))
+QWENS_RESULTS = "\n<|im_start|>user\n<tool_response>\n3\n</tool_response>\n<tool_response>\n7\n</tool_response>"
 RESULTS = {
-    "qwen2_5": (
-        "<|im_end|>",
-        "\n<|im_start|>user\n<tool_response>\n3\n</tool_response>\n<tool_response>\n7\n</tool_response><|im_end|>\n"
-        "<|im_start|>assistant\n",
-    ),
-    "qwen3": (
-        "<|im_end|>",
-        "\n<|im_start|>user\n<tool_response>\n3\n</tool_response>\n<tool_response>\n7\n</tool_response><|im_end|>\n"
-        "<|im_start|>assistant\n",
-    ),
-    "qwen3_coder": (
-        "<|im_end|>",
-        "\n<|im_start|>user\n<tool_response>\n3\n</tool_response>\n<tool_response>\n7\n</tool_response>\n<|im_end|>\n"
-        "<|im_start|>assistant\n",
-    ),
+    **{family: ("<|im_end|>", f"{QWENS_RESULTS}{end}<|im_end|>\n<|im_start|>assistant\n") for family, end in QWENS},
     "llama3_1": (
         "<|eom_id|>",
         '<|start_header_id|>ipython<|end_header_id|>\n\n"3"<|eot_id|>'
@@ -236,10 +224,6 @@ def test_a_text_that_contains_the_placeholder_is_no_trouble() -> None:
     assert continued(chat, "4<|im_end|>", message) == expected
 
 
-def turn(chat: ChatFormat, text: str) -> tuple[int, ...]:
-    return chat.template.encode(text)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=20, derandomize=True, deadline=None)
 @given(data=st.data())
@@ -256,56 +240,53 @@ def test_whatever_is_drawn_says_something(family: str, data: st.DataObject) -> N
 
 def test_special_tokens_are_no_text_but_what_looks_like_them_is() -> None:
     chat = format_of("qwen2_5", TOOLS)
-    spelled = [token for letter in "<|im_start|>" for token in turn(chat, letter)]
-    call = turn(chat, '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call><|im_end|>')
-    said = chat.message_of([*spelled, *turn(chat, "<|im_start|> so"), *call])
+    spelled = [token for letter in "<|im_start|>" for token in ids(chat, letter)]
+    call = ids(chat, '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call><|im_end|>')
+    said = chat.message_of([*spelled, *ids(chat, "<|im_start|> so"), *call])
     assert said.content == said.text == "<|im_start|> so"
     assert said.tool_calls[0].name == "add"
 
 
 def test_reasoning_stands_apart() -> None:
     chat = format_of("qwen3", TOOLS)
-    said = chat.message_of(turn(chat, "<think>\nOne and one.\n</think>\n\nIt is 2.<|im_end|>"))
+    said = chat.message_of(ids(chat, "<think>\nOne and one.\n</think>\n\nIt is 2.<|im_end|>"))
     assert (said.reasoning, said.content) == ("One and one.", "It is 2.")
     assert said.text == "<think>\nOne and one.\n</think>\n\nIt is 2."
     assert said.message() == {"role": "assistant", "content": "It is 2.", "reasoning_content": "One and one."}
-    assert chat.message_of(turn(chat, "2<|im_end|>")).reasoning is None
-    cut = chat.message_of(turn(chat, "<think>\nOne and"))
+    assert chat.message_of(ids(chat, "2<|im_end|>")).reasoning is None
+    cut = chat.message_of(ids(chat, "<think>\nOne and"))
     assert (cut.reasoning, cut.content, cut.ended) == ("One and", "", False)
 
 
 def test_reasoning_that_the_prompt_began() -> None:
     chat = format_of("deepseek_r1")
-    said = chat.message_of(turn(chat, "One and one.\n</think>\n\nIt is 2.<｜end▁of▁sentence｜>"))
+    said = chat.message_of(ids(chat, "One and one.\n</think>\n\nIt is 2.<｜end▁of▁sentence｜>"))
     assert (said.reasoning, said.content) == ("One and one.", "It is 2.")
-    cut = chat.message_of(turn(chat, "One and"))
+    cut = chat.message_of(ids(chat, "One and"))
     assert (cut.reasoning, cut.content) == ("One and", "")
 
 
 def test_calls_in_thoughts_are_none() -> None:
     chat = format_of("qwen3", TOOLS)
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-    said = chat.message_of(turn(chat, f"<think>\nI might {call}.\n</think>\n\nNo.<|im_end|>"))
+    said = chat.message_of(ids(chat, f"<think>\nI might {call}.\n</think>\n\nNo.<|im_end|>"))
     assert not said.tool_calls and said.content == "No."
-    said = chat.message_of(turn(chat, f"<think>\nHm.\n</think>\n\nSo:\n{call}<|im_end|>"))
+    said = chat.message_of(ids(chat, f"<think>\nHm.\n</think>\n\nSo:\n{call}<|im_end|>"))
     assert said.tool_calls == (ToolCall("add", {"a": 1}, said.tool_calls[0].id),)
     assert said.text == "<think>\nHm.\n</think>\n\nSo:\n" and said.reasoning == "Hm."
 
 
 def test_without_tools_nothing_is_a_call() -> None:
     call = '{"name": "add", "parameters": {"a": 1}}<|eot_id|>'
-    assert format_of("llama3_1", TOOLS).message_of(turn(format_of("llama3_1"), call)).tool_calls
-    assert format_of("llama3_1").message_of(turn(format_of("llama3_1"), call)).text == call.removesuffix("<|eot_id|>")
-    assert (
-        ChatFormat(tokenizer_of("llama3_1"), tool_parser="llama3_json")
-        .message_of(turn(format_of("llama3_1"), call))
-        .tool_calls
-    )
+    chat = format_of("llama3_1")
+    drawn, named = ids(chat, call), ChatFormat(chat.tokenizer, tool_parser="llama3_json")
+    assert format_of("llama3_1", TOOLS).message_of(drawn).tool_calls and named.message_of(drawn).tool_calls
+    assert chat.message_of(drawn).text == call.removesuffix("<|eot_id|>")
 
 
 def test_calls_get_ids_that_every_template_takes() -> None:
     chat = format_of("qwen3", TOOLS)
-    tokens = turn(chat, '<tool_call>{"name": "add", "arguments": {}}</tool_call>' * 2 + "<|im_end|>")
+    tokens = ids(chat, '<tool_call>{"name": "add", "arguments": {}}</tool_call>' * 2 + "<|im_end|>")
     first, second = chat.message_of(tokens, mark=0), chat.message_of(tokens, mark=1)
     made = [call.id for call in (*first.tool_calls, *second.tool_calls)]
     assert len(set(made)) == 4 and all(len(id) == 9 and id.isalnum() for id in made)
@@ -316,10 +297,10 @@ def test_calls_get_ids_that_every_template_takes() -> None:
 
 def test_an_id_that_the_model_wrote_is_kept_where_templates_take_it_and_no_other_call_has_it() -> None:
     chat = format_of("mistral_nemo", TOOLS)
-    ids = ("abcdefgh1", "abcdefgh1", "short", "abcdefgh2")
-    calls = ", ".join(f'{{"name": "add", "arguments": {{}}, "id": "{id}"}}' for id in ids)
-    said = chat.message_of(turn(chat, f"[TOOL_CALLS][{calls}]</s>"), taken_ids=["abcdefgh2"]).tool_calls
-    assert said[0].id == "abcdefgh1" and not {said[1].id, said[2].id, said[3].id} & {*ids}
+    told = ("abcdefgh1", "abcdefgh1", "short", "abcdefgh2")
+    calls = ", ".join(f'{{"name": "add", "arguments": {{}}, "id": "{id}"}}' for id in told)
+    said = chat.message_of(ids(chat, f"[TOOL_CALLS][{calls}]</s>"), taken_ids=["abcdefgh2"]).tool_calls
+    assert said[0].id == "abcdefgh1" and not {said[1].id, said[2].id, said[3].id} & {*told}
     assert len({call.id for call in said}) == 4 and all(len(call.id) == 9 for call in said)
 
 
@@ -327,10 +308,10 @@ def seen(family: str = "qwen3") -> Conversation:
     chat = format_of(family, TOOLS)
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call><|im_end|>'
     asked = [{"role": "system", "content": "Rules."}, {"role": "user", "content": "1 + 2?"}]
-    talk = Conversation.begin(chat, asked).drawn(turn(chat, f"<think>\nAdd.\n</think>\n\n{call}"))
+    talk = Conversation.begin(chat, asked).drawn(ids(chat, f"<think>\nAdd.\n</think>\n\n{call}"))
     id = talk.messages[-1]["tool_calls"][0]["id"]
     talk = talk.observed([{"role": "tool", "tool_call_id": id, "content": "3"}])
-    return talk.drawn(turn(chat, "<think>\nEasy.\n</think>\n\nIt is 3. <|im_end|>"))
+    return talk.drawn(ids(chat, "<think>\nEasy.\n</think>\n\nIt is 3. <|im_end|>"))
 
 
 NEXT = {"role": "user", "content": "Thanks."}
@@ -346,56 +327,54 @@ def test_a_client_that_sends_back_what_it_got_goes_on() -> None:
     assert talk.format.extends(talk, [*sent(talk), NEXT]) == (NEXT, NEXT)
 
 
-def changes() -> dict[str, Any]:
-    return {
-        "no content for an empty one": lambda m: m[2].pop("content"),
-        "empty content for none": lambda m: m[2].update(content=""),
-        "content in parts": lambda m: m[1].update(content=[{"type": "text", "text": "1 + 2?"}]),
-        "reasoning dropped": lambda m: [message.pop("reasoning_content", None) for message in m],
-        "reasoning under another name": lambda m: m[4].update(reasoning=m[4].pop("reasoning_content")),
-        "stripped": lambda m: m[4].update(content=m[4]["content"].strip()),
-        "ids dropped": lambda m: (m[2]["tool_calls"][0].pop("id"), m[3].pop("tool_call_id")),
-        "arguments written anew": lambda m: m[2]["tool_calls"][0]["function"].update(arguments='{"b":2,"a":1}'),
-        "arguments as an object": lambda m: m[2]["tool_calls"][0]["function"].update(arguments={"a": 1, "b": 2}),
-        "keys of other makers": lambda m: m[4].update(refusal=None, audio=None, annotations=[]),
-        "a name of the tool": lambda m: m[3].update(name="add"),
-        "no calls as none": lambda m: m[4].update(tool_calls=None, function_call=None),
-    }
+CHANGES: dict[str, Any] = {
+    "no content for an empty one": lambda m: m[2].pop("content"),
+    "empty content for none": lambda m: m[2].update(content=""),
+    "content in parts": lambda m: m[1].update(content=[{"type": "text", "text": "1 + 2?"}]),
+    "reasoning dropped": lambda m: [message.pop("reasoning_content", None) for message in m],
+    "reasoning under another name": lambda m: m[4].update(reasoning=m[4].pop("reasoning_content")),
+    "stripped": lambda m: m[4].update(content=m[4]["content"].strip()),
+    "ids dropped": lambda m: (m[2]["tool_calls"][0].pop("id"), m[3].pop("tool_call_id")),
+    "arguments written anew": lambda m: m[2]["tool_calls"][0]["function"].update(arguments='{"b":2,"a":1}'),
+    "arguments as an object": lambda m: m[2]["tool_calls"][0]["function"].update(arguments={"a": 1, "b": 2}),
+    "keys of other makers": lambda m: m[4].update(refusal=None, audio=None, annotations=[]),
+    "a name of the tool": lambda m: m[3].update(name="add"),
+    "no calls as none": lambda m: m[4].update(tool_calls=None, function_call=None),
+}
 
 
-@pytest.mark.parametrize("change", changes())
+@pytest.mark.parametrize("change", CHANGES)
 def test_what_clients_drop_or_write_otherwise_goes_on(change: str) -> None:
     talk = seen()
     messages = sent(talk)
-    changes()[change](messages)
+    CHANGES[change](messages)
     assert talk.format.extends(talk, messages) == (NEXT,)
 
 
-def differences() -> dict[str, Any]:
-    return {
-        "another prompt": lambda m: m[1].update(content="2 + 2?"),
-        "another answer": lambda m: m[4].update(content="It is 4."),
-        "other reasoning": lambda m: m[4].update(reasoning_content="Hard."),
-        "another role": lambda m: m[3].update(role="user"),
-        "a call less": lambda m: m[2].pop("tool_calls"),
-        "another argument": lambda m: m[2]["tool_calls"][0]["function"].update(arguments='{"a": 1, "b": 3}'),
-        "another tool": lambda m: m[2]["tool_calls"][0]["function"].update(name="search"),
-        "another result": lambda m: m[3].update(content="4"),
-        "the result of another call": lambda m: m[3].update(tool_call_id="call00009"),
-        "a message less": lambda m: m.pop(3),
-        "a message more": lambda m: m.insert(2, {"role": "user", "content": "Well?"}),
-        "nothing new": lambda m: m.pop(),
-        "a picture": lambda m: m[1].update(content=[{"type": "image_url", "image_url": {"url": "data:,"}}]),
-        "no role": lambda m: m[1].pop("role"),
-        "calls that are none": lambda m: m[2].update(tool_calls=["add"]),
-    }
+DIFFERENCES: dict[str, Any] = {
+    "another prompt": lambda m: m[1].update(content="2 + 2?"),
+    "another answer": lambda m: m[4].update(content="It is 4."),
+    "other reasoning": lambda m: m[4].update(reasoning_content="Hard."),
+    "another role": lambda m: m[3].update(role="user"),
+    "a call less": lambda m: m[2].pop("tool_calls"),
+    "another argument": lambda m: m[2]["tool_calls"][0]["function"].update(arguments='{"a": 1, "b": 3}'),
+    "another tool": lambda m: m[2]["tool_calls"][0]["function"].update(name="search"),
+    "another result": lambda m: m[3].update(content="4"),
+    "the result of another call": lambda m: m[3].update(tool_call_id="call00009"),
+    "a message less": lambda m: m.pop(3),
+    "a message more": lambda m: m.insert(2, {"role": "user", "content": "Well?"}),
+    "nothing new": lambda m: m.pop(),
+    "a picture": lambda m: m[1].update(content=[{"type": "image_url", "image_url": {"url": "data:,"}}]),
+    "no role": lambda m: m[1].pop("role"),
+    "calls that are none": lambda m: m[2].update(tool_calls=["add"]),
+}
 
 
-@pytest.mark.parametrize("difference", differences())
+@pytest.mark.parametrize("difference", DIFFERENCES)
 def test_anything_else_branches(difference: str) -> None:
     talk = seen()
     messages = sent(talk)
-    differences()[difference](messages)
+    DIFFERENCES[difference](messages)
     assert talk.format.extends(talk, messages) is None
 
 
@@ -408,7 +387,7 @@ def test_a_request_that_is_not_answered_yet_is_not_gone_on_from() -> None:
 
 def test_a_message_that_the_template_cannot_append_branches() -> None:
     chat = format_of("deepseek_r1")
-    talk = Conversation.begin(chat, [NEXT]).drawn(turn(chat, "</think>Yes.<｜end▁of▁sentence｜>"))
+    talk = Conversation.begin(chat, [NEXT]).drawn(ids(chat, "</think>Yes.<｜end▁of▁sentence｜>"))
     assert chat.extends(talk, sent(talk)) == (NEXT,)
     rules = {"role": "system", "content": "New rules."}
     assert chat.extends(talk, [*sent(talk)[:-1], rules, NEXT]) is None
@@ -456,7 +435,6 @@ class Script:
     def __init__(self, family: str, seed: int) -> None:
         self.random = random.Random(f"{family} {seed}")
         self.family = FAMILIES[family]
-        self.name = family
         tools = TOOLS if "tool" in self.family.takes and family != "phi4" and self.random.random() < 0.7 else ()
         self.chat = FORMATS[family, bool(tools)]
         self.tools = tools
@@ -537,13 +515,8 @@ WHOLE_IS_EXACT = ("qwen2_5", "qwen3_coder", "llama3_1", "gemma3", "phi4", "smoll
 
 def rendered(script: Script, spoken: Sequence[dict[str, Any]] = ()) -> str:
     """The template's text of the whole conversation, or of what was `spoken` up to the end of a turn of the model."""
-    text = script.chat.tokenizer.apply_chat_template(
-        list(spoken) or script.messages,
-        tools=list(script.tools) or None,
-        add_generation_prompt=not spoken,
-        tokenize=False,
-    )
-    return str(text)
+    messages, options = list(spoken) or script.messages, {"add_generation_prompt": not spoken, "tokenize": False}
+    return str(script.chat.tokenizer.apply_chat_template(messages, tools=list(script.tools) or None, **options))
 
 
 def play(family: str, seed: int) -> bool:

@@ -84,16 +84,8 @@ def jobs() -> Iterator[Jobs]:
 def checkpointing(
     output: Path, rank: int, store: dist.Store, settings: Mapping[str, Any] = EACH_STEP, **roles: int
 ) -> Checkpointing:
-    config = Config.model_validate(
-        {
-            "steps": 9,
-            "output_dir": str(output),
-            "placement": PLACEMENT | roles,
-            "model": {"path": "model"},
-            "data": {"train": {"path": "train.jsonl"}},
-            "checkpoint": settings,
-        }
-    )
+    sections = {"data": {"train": {"path": "train.jsonl"}}, "checkpoint": settings, "placement": PLACEMENT | roles}
+    config = make_config(steps=9, output_dir=str(output), **sections)
     placement = resolve_placement(config.placement, NUM_RANKS, NUM_RANKS)
     job = SimpleNamespace(
         config=config,
@@ -296,11 +288,8 @@ def test_a_rank_gets_its_own_random_states_back(tmp_path: Path, rank: int) -> No
     expected.setdefault(rank, torch.rand(()).item())
     torch.manual_seed(100)
     adopted: list[Any] = []
-    job = SimpleNamespace(
-        resumed=Resumed(tmp_path, 7, continues=False),
-        world=SimpleNamespace(rank=rank, device=CPU),
-        leader=1,
-    )
+    world, resumed = SimpleNamespace(rank=rank, device=CPU), Resumed(tmp_path, 7, continues=False)
+    job = SimpleNamespace(resumed=resumed, world=world, leader=1)
     restore(job, Nothing(), SimpleNamespace(adopt=adopted.append))  # type: ignore[arg-type]
     assert torch.rand(()).item() == expected[rank]
     assert adopted == ([{7: {"of 1": 1.0}}, {7: {"of 3": 1.0}}] if rank == 1 else [])
@@ -443,9 +432,8 @@ def test_a_run_may_refuse_other_inputs(tmp_path: Path, caplog: pytest.LogCapture
     checkpoint = saved(tmp_path, config, inputs_of(config))
     assert with_present_inputs(config, checkpoint, inputs_of(config)) == checkpoint
     other = config_of(numbered(tmp_path, 7, "other"), on_change="refuse", reward="math")
-    with pytest.raises(
-        CheckpointError, match=r"data\.on_change: refuse, and .*other\.jsonl.*; the reward was exact_match"
-    ):
+    message = r"data\.on_change: refuse, and .*other\.jsonl.*; the reward was exact_match"
+    with pytest.raises(CheckpointError, match=message):
         with_present_inputs(other, checkpoint, inputs_of(other))
     assert not caplog.text
     said = with_present_inputs(config_of(tmp_path / "train.jsonl", reward="math"), checkpoint, inputs_of(other))
@@ -469,8 +457,7 @@ def test_other_settings_of_learning_are_said(tmp_path: Path, caplog: pytest.LogC
 def test_a_checkpoint_that_records_no_inputs_goes_on(tmp_path: Path) -> None:
     config = config_of(numbered(tmp_path), on_change="refuse")
     checkpoint = saved(tmp_path, config, inputs_of(config))
-    run = dict(checkpoint.run)
-    del run["inputs"]
+    run = {name: value for name, value in checkpoint.run.items() if name != "inputs"}
     (tmp_path / RUN_FILE).write_text(json.dumps(run))
     assert not with_present_inputs(config, checkpoint, inputs_of(config)).has_new_data
 
@@ -479,12 +466,8 @@ def test_streams_begin_with_the_step_that_takes_the_first_rows(tmp_path: Path, m
     order = PromptOrder(NUM_ROWS, seed=0, shuffle=True)
     assert [FixedRows(order, first=12).row(12 + number) for number in range(3)] == [order.row(n) for n in range(3)]
     rows = [{"prompt": f"p{number}", "response": f"r{number}"} for number in range(9)]
-    config = make_config(
-        algorithm="sft",
-        placement={"actor": 0},
-        data={"train": {"path": str(jsonl(tmp_path, *rows))}},
-        batch={"prompts_per_step": 2},
-    )
+    sections = {"data": {"train": {"path": str(jsonl(tmp_path, *rows))}}, "batch": {"prompts_per_step": 2}}
+    config = make_config(algorithm="sft", placement={"actor": 0}, **sections)
     monkeypatch.setattr("rltrain.data.tokenizer.load_tokenizer", lambda path: byte_tokenizer())
     data = Demonstrations(config)
     first = data.for_step(0).prompt_ids.tolist()

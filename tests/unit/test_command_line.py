@@ -42,6 +42,18 @@ from tests.support import user_rewards
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((REPOSITORY / "configs").glob("*.yaml"))
+QUICKSTART_CONFIG = REPOSITORY / "configs/quickstart.yaml"
+OF_QUICKSTART = ["--config", str(QUICKSTART_CONFIG)]
+QUICKSTART = [*OF_QUICKSTART, f"model.path={REPOSITORY / 'tests/warmed_up'}"]
+AT_4 = ["train", "--nproc-per-node=4", *QUICKSTART]
+
+
+def python(*arguments: str | Path, folder: Path = REPOSITORY, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """Runs another interpreter outside of any job, with this repository's packages."""
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=check)
 
 
 def test_every_subcommand_has_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,10 +74,9 @@ def test_an_unknown_subcommand_is_refused(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_the_dry_run_is_that_of_launch_train(capsys: pytest.CaptureFixture[str]) -> None:
-    config = str(REPOSITORY / "configs" / "quickstart.yaml")
-    assert main(["dry-run", "--config", config, "--world-size", "4"]) == 0
+    assert main(["dry-run", *OF_QUICKSTART, "--world-size", "4"]) == 0
     assert "no deadlock" in capsys.readouterr().out
-    assert main(["train", "--config", config, "--dry-run", "--world-size", "3"]) == 2
+    assert main(["train", *OF_QUICKSTART, "--dry-run", "--world-size", "3"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -81,8 +92,7 @@ def test_the_dry_run_is_that_of_launch_train(capsys: pytest.CaptureFixture[str])
 def test_the_dry_run_takes_the_world_of_torchruns_options(
     ranks: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = str(REPOSITORY / "configs" / "quickstart.yaml")
-    status = main(["train", "--config", config, "--dry-run", *ranks, "steps=2"])
+    status = main(["train", *OF_QUICKSTART, "--dry-run", *ranks, "steps=2"])
     said = capsys.readouterr()
     assert told in said.out + said.err and status == (0 if told in said.out else 2)
     assert not said.err or said.err.startswith("rltrain train: refused: ")
@@ -92,7 +102,7 @@ def test_usage_and_refusals_name_the_script_that_was_typed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["launch/train.py"])
-    arguments = ["--config", str(REPOSITORY / "configs" / "quickstart.yaml"), "--dry-run"]
+    arguments = [*OF_QUICKSTART, "--dry-run"]
     assert rltrain.cli.train.main([*arguments, "--nproc-per-node=4"]) == 2
     assert capsys.readouterr().err.startswith("train.py: refused: --nproc-per-node and --nnodes")
     with pytest.raises(SystemExit):
@@ -122,13 +132,6 @@ def became(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return commands
 
 
-QUICKSTART = [
-    "--config",
-    str(REPOSITORY / "configs" / "quickstart.yaml"),
-    f"model.path={REPOSITORY / 'tests/warmed_up'}",
-]
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -146,19 +149,16 @@ def test_the_ranks_become_torchrun(arguments: list[str], became: list[list[str]]
 
 REFUSED = {
     "a key": (["train", *QUICKSTART, "rollout.sampling.temprature=1"], "nearest valid key is rollout.sampling.temp"),
-    "keys together": (["train", "--nproc-per-node=4", *QUICKSTART, "data.min_prompt_tokens=99"], "data.min_prompt_tok"),
+    "keys together": ([*AT_4, "data.min_prompt_tokens=99"], "data.min_prompt_tok"),
     "one rank": (["train", *QUICKSTART], "rank 1 does not exist; expected ranks in 0-0 (1 in this world). More ranks"),
     "nodes": (["train", "--nproc-per-node=2", "--nnodes=2", *QUICKSTART, "placement.actor=4"], "expected ranks in 0-3"),
     "every world": (["train", "--nnodes=1:3", *QUICKSTART], "rank 3 does not exist; expected ranks in 0-2"),
-    "a layout": (
-        ["train", "--nproc-per-node=4", *QUICKSTART, "actor.parallel.tp=4"],
-        "one copy of its model takes tp 4",
-    ),
-    "a schedule": (["train", "--nproc-per-node=4", *QUICKSTART, "schedule.sync_every=2"], "schedule.sync_every: got 2"),
-    "a model": (["train", "--nproc-per-node=4", *QUICKSTART, "model.path=/none"], "/none/config.json does not exist"),
-    "a reward": (["train", "--nproc-per-node=4", *QUICKSTART, "reward.function=no.py:f"], "there is no file 'no.py'"),
+    "a layout": ([*AT_4, "actor.parallel.tp=4"], "one copy of its model takes tp 4"),
+    "a schedule": ([*AT_4, "schedule.sync_every=2"], "schedule.sync_every: got 2"),
+    "a model": ([*AT_4, "model.path=/none"], "/none/config.json does not exist"),
+    "a reward": ([*AT_4, "reward.function=no.py:f"], "there is no file 'no.py'"),
     "an agent": (
-        ["train", "--nproc-per-node=4", *QUICKSTART, "placement.env=0", "env.agent={command: [python3, no.py]}"],
+        [*AT_4, "placement.env=0", "env.agent={command: [python3, no.py]}"],
         "env.agent.command: got ['python3', 'no.py']: there is no file 'no.py'",
     ),
     "no node": (["train", "--nnodes=0", *QUICKSTART], "--nnodes: got 0; expected a number of at least 1"),
@@ -201,13 +201,9 @@ def test_a_wrong_call_is_one_line_too(
 
 
 def test_what_is_refused_is_refused_without_torch() -> None:
-    arguments = ["train", "--nproc-per-node=4", *QUICKSTART, "schedule.sync_every=2"]
+    arguments = [*AT_4, "schedule.sync_every=2"]
     program = f"import sys; from rltrain.cli.main import main; print(main({arguments}), 'torch' in sys.modules)"
-    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "2 False\n"
+    assert python("-c", program).stdout == "2 False\n"
 
 
 def test_the_worlds_are_those_that_torchrun_may_make() -> None:
@@ -221,22 +217,11 @@ def test_the_worlds_are_those_that_torchrun_may_make() -> None:
     assert worlds("--nproc-per-node=auto") == worlds("--nproc-per-node=gpu", "--nnodes=2") == []
 
 
-WITHOUT_PACKAGES = [sys.executable, "-S", "-E"]
-"""Python with the standard library alone, and what lies in its working directory."""
-
-
 @pytest.mark.parametrize("name", SUBCOMMANDS)
 def test_every_command_says_that_packages_are_missing(name: str) -> None:
+    """Python has its standard library alone, and what lies in its working directory."""
     arguments = ["--config", "c.yaml"] if name in ("train", "dry-run") else []
-    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
-    done = subprocess.run(
-        [*WITHOUT_PACKAGES, "-m", "rltrain", name, *arguments],
-        cwd=REPOSITORY,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python("-S", "-E", "-m", "rltrain", name, *arguments, check=False)
     assert done.returncode in (1, 2) and "Traceback" not in done.stderr
     if name in ("train", "dry-run", "import-config", "convert", "serve", "report", "make-quickstart", "schema"):
         assert done.stderr.count("\n") == 1 and "No module named" in done.stderr
@@ -342,9 +327,6 @@ def test_what_is_not_asked_of_a_dry_run_is_as_its_options_say(monkeypatch: pytes
     assert asked == [DryRunOptions(), DryRunOptions(world_size=8, every_rank=True, prompt_tokens=100.0)]
 
 
-QUICKSTART_CONFIG = REPOSITORY / "configs/quickstart.yaml"
-
-
 def test_importing_it_loads_nothing_heavy(tmp_path: Path) -> None:
     """A dry run loads transformers, and with it torch, only to encode rows: here are neither rows nor a checkpoint."""
     program = "import sys, rltrain; assert not {'torch', 'pydantic', 'yaml', 'numpy'} & sys.modules.keys()\n"
@@ -352,34 +334,25 @@ def test_importing_it_loads_nothing_heavy(tmp_path: Path) -> None:
     program += "assert not {'torch', 'transformers', 'megatron'} & sys.modules.keys()\n"
     program += f"told = dry_run(Config.from_file({str(QUICKSTART_CONFIG)!r}), world_size=4)\n"
     program += "assert 'torch' not in sys.modules and 'no deadlock' in told"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
+    done = python("-c", program, folder=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
 
 
 def test_its_names_are_those_of_the_page() -> None:
     page = (REPOSITORY / "docs/python.md").read_text()
-    assert {line.split("`")[1].split("(")[0] for line in page.splitlines() if line.startswith("| `")} == {
-        *rltrain.__all__,
-        *(f"Config.{name}" for name in ("from_file",)),
-        *(f"Placement.{name}" for name in ("of", "roles", "ranks", "hosts", "idle", "mode")),
-    }
+    names = {line.split("`")[1].split("(")[0] for line in page.splitlines() if line.startswith("| `")}
+    of_placement = (f"Placement.{name}" for name in ("of", "roles", "ranks", "hosts", "idle", "mode"))
+    assert names == {*rltrain.__all__, "Config.from_file", *of_placement}
     assert all(getattr(rltrain, name) is not None for name in rltrain.__all__)
     assert (REPOSITORY / "examples/own_functions.py").read_text() in page
 
 
 def test_a_config_made_in_python_is_that_of_the_file() -> None:
-    steps, made = load_config(QUICKSTART_CONFIG, ["steps=3", "placement.actor=0"]), {"steps": 3, "placement.actor": 0}
-    assert PublicConfig.from_file(QUICKSTART_CONFIG, made).model_dump() == steps.model_dump()
-    assert (
-        PublicConfig.from_file(str(QUICKSTART_CONFIG), "steps=3", {"placement.actor": 0}).model_dump()
-        == steps.model_dump()
-    )
-    assert (
-        PublicConfig(**PublicConfig.from_file(QUICKSTART_CONFIG, made).model_dump()).model_dump() == steps.model_dump()
-    )
+    expected = load_config(QUICKSTART_CONFIG, ["steps=3", "placement.actor=0"]).model_dump()
+    made = PublicConfig.from_file(QUICKSTART_CONFIG, {"steps": 3, "placement.actor": 0})
+    of_both = PublicConfig.from_file(str(QUICKSTART_CONFIG), "steps=3", {"placement.actor": 0})
+    assert made.model_dump() == of_both.model_dump() == expected
+    assert PublicConfig(**made.model_dump()).model_dump() == expected
 
 
 def test_a_mistake_is_a_user_error_that_names_the_key() -> None:
@@ -391,14 +364,11 @@ def test_a_mistake_is_a_user_error_that_names_the_key() -> None:
 
 def test_functions_and_classes_are_found_again_by_the_names_that_they_get() -> None:
     function = user_rewards.__dict__[next(name for name in vars(user_rewards) if callable(vars(user_rewards)[name]))]
-    config = PublicConfig.from_file(
-        QUICKSTART_CONFIG, {"reward": {"function": math.sqrt}, "output_dir": Path("runs/x")}
-    )
+    given = {"reward": {"function": math.sqrt}, "output_dir": Path("runs/x")}
+    config = PublicConfig.from_file(QUICKSTART_CONFIG, given)
     assert (config.reward.function, config.output_dir) == ("math:sqrt", "runs/x")
-    parts = PublicConfig.from_file(
-        QUICKSTART_CONFIG, {"reward": {"functions": [{"function": function}]}}
-    ).reward.functions
-    assert parts and locate(parts[0].function, "reward") is function
+    of_parts = PublicConfig.from_file(QUICKSTART_CONFIG, {"reward": {"functions": [{"function": function}]}})
+    assert locate(of_parts.reward.functions[0].function, "reward") is function
 
 
 def test_a_function_of_a_script_has_the_file_in_its_name(tmp_path: Path) -> None:
@@ -409,9 +379,7 @@ def test_a_function_of_a_script_has_the_file_in_its_name(tmp_path: Path) -> None
         "print(name_of(mine, 'reward'), name_of(beside.other, 'reward'))\n"
     )
     (tmp_path / "beside.py").write_text("def other(): ...\n")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True, env=environment)
-    assert done.stdout.split() == [f"{script}:mine", f"{tmp_path}/beside.py:other"]
+    assert python(script, folder=tmp_path).stdout.split() == [f"{script}:mine", f"{tmp_path}/beside.py:other"]
 
 
 @pytest.mark.parametrize(
@@ -569,7 +537,5 @@ def test_a_rank_that_was_killed_or_left_no_message_is_named(ends: Any) -> None:
     assert status == 1 and told.startswith("rltrain train: rank 3 was killed by SIGKILL")
     assert told.endswith("the same command begins anew, as no checkpoint was saved")
     status, told = ends(ChildFailedError("train", {3: failure(7)}))
-    assert (status, told) == (
-        1,
-        "rltrain train: rank 3 ended with exit status 7 without a message; its output is above",
-    )
+    assert told == "rltrain train: rank 3 ended with exit status 7 without a message; its output is above"
+    assert status == 1

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from rltrain.rollout.embedded import EmbeddedEngine, generation
 from rltrain.rollout.embedded.generation import suffix_passes
 from rltrain.rollout.embedded.kv_cache import Suffix
-from rltrain.rollout.embedded.model import EngineModel
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample, Status
 from tests.support.cuda_graphs import Recorder
-from tests.support.rollout_models import VOCAB_SIZE, LetterTokenizer, load_engine, ragged_requests, write_checkpoint
+from tests.support.rollout_models import VOCAB_SIZE, LetterTokenizer, load_engine, ragged_requests, widths_of_prefills
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
@@ -31,14 +30,7 @@ REUSED, EVICTED = "rollout/kv_reused_tokens", "rollout/kv_evictions"
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tokens each prefill computes."""
-    counts: list[int] = []
-    fill_cache = EngineModel.fill_cache
-    monkeypatch.setattr(
-        EngineModel,
-        "fill_cache",
-        lambda self, tokens, *rest: (counts.append(len(tokens)), fill_cache(self, tokens, *rest)),
-    )
-    return counts
+    return widths_of_prefills(monkeypatch)
 
 
 @dataclass
@@ -102,9 +94,8 @@ def hold(
     engine: EmbeddedEngine, made: Sequence[Talk], sampling: SamplingParams, disturb: Callable[[int], None]
 ) -> list[Sample]:
     """What `engine` draws for all of them at once, while `disturb` is called before every step."""
-    due = {index: talk for index, talk in enumerate(made)}
     by_id = {talk.sample.id: talk for talk in made}
-    waiting: list[tuple[int, Talk]] = [(3 * index, talk) for index, talk in due.items()]
+    waiting: list[tuple[int, Talk]] = [(3 * index, talk) for index, talk in enumerate(made)]
     for step in range(2000):
         for entry in [entry for entry in waiting if entry[0] <= step]:
             engine.submit([entry[1].next_turn(kept=True)], sampling)
@@ -304,16 +295,11 @@ def test_passes_compute_every_token_after_those_before_it(
 SAMPLING = SamplingParams(1.0, 1.0, 0, 16, (3,))
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3")
-
-
 @pytest.mark.parametrize("kv_tokens", [None, 2048])
-def test_others_draw_on_and_what_was_taken_back_goes_on_later(checkpoint: Path, kv_tokens: int | None) -> None:
+def test_others_draw_on_and_what_was_taken_back_goes_on_later(qwen3: Path, kv_tokens: int | None) -> None:
     requests = ragged_requests()
-    alone = {done.id: done for done in load_engine(checkpoint)[0].generate(requests, SAMPLING)}
-    engine, _ = load_engine(checkpoint, max_running_requests=6, kv_tokens=kv_tokens)
+    alone = {done.id: done for done in load_engine(qwen3)[0].generate(requests, SAMPLING)}
+    engine, _ = load_engine(qwen3, max_running_requests=6, kv_tokens=kv_tokens)
     engine.submit(requests, SAMPLING)
     finished: dict[int, Sample] = {}
     for _ in range(4):
@@ -330,12 +316,12 @@ def test_others_draw_on_and_what_was_taken_back_goes_on_later(checkpoint: Path, 
     while engine.num_unfinished:
         finished |= {sample.id: sample for sample in engine.step()}
     finished |= {sample.id: sample for sample in engine.generate(taken, SAMPLING)}
-    assert {number: done.tokens for number, done in finished.items()} == {n: done.tokens for n, done in alone.items()}
-    assert {n: done.status for n, done in finished.items()} == {n: done.status for n, done in alone.items()}
+    ends = [{number: (done.tokens, done.status) for number, done in one.items()} for one in (finished, alone)]
+    assert ends[0] == ends[1]
 
 
-def test_all_may_be_taken_back_and_others_come(checkpoint: Path) -> None:
-    engine, _ = load_engine(checkpoint)
+def test_all_may_be_taken_back_and_others_come(qwen3: Path) -> None:
+    engine, _ = load_engine(qwen3)
     assert engine.withdraw([1]) == engine.progress([1]) == []
     requests = ragged_requests(3)
     engine.submit(requests, SAMPLING)

@@ -122,8 +122,8 @@ def apply(delta: Delta, tensors: dict[str, Tensor]) -> None:
 
 
 def same(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
-    as_bits = [{name: tensor.view(torch.int16) for name, tensor in one.items()} for one in (some, others)]
-    return as_bits[0].keys() == as_bits[1].keys() and all(torch.equal(as_bits[0][n], as_bits[1][n]) for n in as_bits[0])
+    bits, expected = ({name: one.view(torch.int16) for name, one in tensors.items()} for tensors in (some, others))
+    return bits.keys() == expected.keys() and all(torch.equal(bits[name], expected[name]) for name in bits)
 
 
 class Ranks:
@@ -134,17 +134,9 @@ class Ranks:
         whole, parts = layouts()
 
         def made(rank: int) -> DeltaWeights:
-            disk = DiskWeights(
-                *(whole, parts, PART_BYTES, rank),
-                device=CPU,
-                folder=folder,
-                like=CHECKPOINT,
-                job_store=store,  # type: ignore[arg-type]
-                role="rollout",
-                config_key="output_dir",
-                update_timeout_s=LIMIT_S,
-            )
-            return DeltaWeights(disk, delta)
+            options = {"device": CPU, "folder": folder, "like": CHECKPOINT, "job_store": store, "role": "rollout"}
+            options |= {"config_key": "output_dir", "update_timeout_s": LIMIT_S}
+            return DeltaWeights(DiskWeights(whole, parts, PART_BYTES, rank, **options), delta)
 
         self.weights = [*self.pool.map(made, range(NUM_RANKS))]
 
@@ -346,7 +338,8 @@ def test_files_that_nobody_wrote_so_are_refused(damageable: SimpleNamespace, tmp
     original = (folder / name).read_bytes()
     for damaged in mutated_bytes(original, FEW, first=400):
         (folder / name).write_bytes(damaged)
-        fits_checksum(folder, name, damaged)
+        files = {**files_of(folder), name: (len(damaged), zlib.crc32(damaged))}
+        (folder / "rltrain_delta.json").write_text(manifest_text("v0", "v1", files))
         try:
             delta = Delta(folder)
             delta.check("v0")
@@ -355,11 +348,6 @@ def test_files_that_nobody_wrote_so_are_refused(damageable: SimpleNamespace, tmp
                 assert not len(changed.elements) or int(changed.elements[-1]) < changed.numel
         except DeltaRefused:
             continue
-
-
-def fits_checksum(folder: Path, name: str, data: bytes) -> None:
-    files = {**files_of(folder), name: (len(data), zlib.crc32(data))}
-    (folder / "rltrain_delta.json").write_text(manifest_text("v0", "v1", files))
 
 
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -371,12 +359,8 @@ class Server:
     def __init__(self, checkpoint: Path, dtype: str) -> None:
         layout = engine_layout(read_architecture(checkpoint), Grid((0,)), dtype=dtype)
         self.parameters: dict[str, Tensor] = allocate_parameters(layout, 0, device=torch.device("cpu"))
-        engine: Any = SimpleNamespace(
-            policy_version=0,
-            begin_update=lambda: None,
-            incoming=lambda part: self.parameters,
-            end_update=lambda v: None,
-        )
+        engine: Any = SimpleNamespace(policy_version=0, begin_update=lambda: None, end_update=lambda version: None)
+        engine.incoming = lambda part: self.parameters
         self.reloads = Reloads(engine, checkpoint, dtype, lambda: None)
 
     def load(self, folder: Path, label: str | None) -> None:
@@ -437,11 +421,8 @@ def test_what_does_not_fit_is_refused_before_anything_changes(rig: SimpleNamespa
     other = write_delta(rig.folder / "other", rig.old, rig.new, "v7", "v8")
     refuse(rig, other, "changes version v7; expected v0, which is served")
     refuse(rig, rig.delta, "weight_version: got v9 with .*, which makes version v1", label="v9")
-    names = {f"a.{name}": (rig.old[name], rig.new[name]) for name in rig.old}
-    renamed = write_delta(
-        *(rig.folder / "renamed", {n: o for n, (o, _) in names.items()}, {n: m for n, (_, m) in names.items()}),
-        *("v0", "v1"),
-    )
+    old, new = ({f"a.{name}": tensor for name, tensor in tensors.items()} for tensors in (rig.old, rig.new))
+    renamed = write_delta(rig.folder / "renamed", old, new, "v0", "v1")
     refuse(rig, renamed, "has tensor a.* the model that is served has none of that name")
     damage(rig.delta)
     refuse(rig, rig.delta, "is damaged or cut short")
@@ -470,8 +451,7 @@ def test_what_breaks_off_is_of_no_version(rig: SimpleNamespace, monkeypatch: pyt
             path.unlink()
 
     monkeypatch.setattr(served_engine, "_compare", lose)
-    with pytest.raises(
-        CheckpointError, match="cannot be read: No such file or directory, after some of it was applied"
-    ):
+    said = "cannot be read: No such file or directory, after some of it was applied"
+    with pytest.raises(CheckpointError, match=said):
         rig.server.load(rig.delta, "v1")
     assert rig.server.reloads.label() == NO_VERSION

@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import yaml
+from torch.distributed.run import get_args_parser
 
 from rltrain.cli.main import SUBCOMMANDS
 from rltrain.cli.ranks import torchrun_command
@@ -167,10 +168,9 @@ def test_the_config_reference_has_every_key() -> None:
 
 
 def test_docstrings_of_attributes_are_read_with_those_of_the_classes_that_a_section_is_made_from() -> None:
-    assert docstrings(Schedule)["partial_rollouts"].startswith(
-        "A generate task ends when enough prompt groups are done"
-    )
-    assert "mode" in docstrings(Schedule) and "steps" not in docstrings(Schedule)
+    found = docstrings(Schedule)
+    assert found["partial_rollouts"].startswith("A generate task ends when enough prompt groups are done")
+    assert "mode" in found and "steps" not in found
 
 
 ARCHITECTURE = (REPOSITORY / "ARCHITECTURE.md").read_text()
@@ -266,9 +266,6 @@ RUN = (
 QUICKSTART = "configs/quickstart.yaml"
 NO_COMMANDS = ("    ", " ", "ranks 0-7: peak", "launch/  ", "sequential ", "ids  ", "{")
 """How blocks begin that show something else."""
-
-MADE = ("runs/", "DIR", "HF_DIR", "FILE", "CHECKPOINT", "SCRIPT", "RUN")
-"""Outputs of commands, and what stands for the reader's own."""
 
 
 class Parsed(Exception):  # noqa: N818 - the end of what is wanted of a command
@@ -376,13 +373,6 @@ def check_shell_script(script: Path, arguments: list[str], parse: Any, monkeypat
     assert all((REPOSITORY / path).exists() for path in paths), paths
 
 
-def torchrun_options(words: list[str]) -> None:
-    from torch.distributed.run import get_args_parser
-
-    _, unknown = get_args_parser().parse_known_args(words)
-    assert not unknown, unknown
-
-
 def made_before(command: Command) -> set[str]:
     """The files that commands of the same page make."""
     return {other.makes for other in COMMANDS if other.page == command.page and other.makes}
@@ -421,12 +411,8 @@ def test_a_command_that_is_none_is_found(
         check(Command("README.md", wrong), parse, monkeypatch, tmp_path)
 
 
-def pages_that_run() -> list[str]:
-    return list(dict.fromkeys(command.page for command in COMMANDS if command.text.startswith(RUN)))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("page", pages_that_run())
+@pytest.mark.parametrize("page", dict.fromkeys(command.page for command in COMMANDS if command.text.startswith(RUN)))
 def test_the_commands_of_a_page_run_one_after_the_other(page: str, tmp_path: Path) -> None:
     for name in ("configs", "examples", "launch", "tools"):
         (tmp_path / name).symlink_to(REPOSITORY / name)
@@ -479,7 +465,9 @@ def check(command: Command, parse: Any, monkeypatch: pytest.MonkeyPatch, folder:
         else:
             script, arguments = script_and_rest(rest)
             if program == "torchrun":
-                torchrun_options(rest[: rest.index(script.relative_to(REPOSITORY).as_posix()) + 1])
+                words_of_torchrun = rest[: rest.index(script.relative_to(REPOSITORY).as_posix()) + 1]
+                _, unknown = get_args_parser().parse_known_args(words_of_torchrun)
+                assert not unknown, unknown
             if script.parent.name == "examples":
                 load_config(REPOSITORY / "configs/quickstart.yaml", arguments)
                 continue
@@ -505,15 +493,8 @@ def test_what_needs_gpus_is_named_by_a_command() -> None:
 WORLDS = (8, 16)
 GPU_KEYS = ("memory_gb", "tflops")
 ROW = {
-    **{
-        "prompt": "1+1=",
-        "label": "2",
-        "response": "2",
-        "question": "Why?",
-        "answer": "So.",
-        "level": 1,
-        "teacher": "math",
-    },
+    **{"prompt": "1+1=", "label": "2", "response": "2", "question": "Why?", "answer": "So.", "level": 1},
+    "teacher": "math",
     "messages": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}],
     "tools": [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}],
 }

@@ -74,27 +74,22 @@ def test_recordings_outlive_sessions_and_see_weights_that_change_in_place(qwen3:
     assert_same(engine.generate(requests, SAMPLED), other.generate(requests, SAMPLED))
 
 
-def test_recordings_end_with_the_cache(qwen3: Path) -> None:
-    engine, _, stand_in = recording_engine(qwen3)
-    requests = ragged_requests()
-    expected = [engine.generate(requests, FIXED) for _ in range(3)]
-    num_recorded = stand_in.num_recorded
-    engine.release_cache()
-    assert_same(engine.generate(requests, FIXED), expected[0])
-    assert stand_in.num_recorded > num_recorded
-
-
-def test_recordings_end_when_weights_move(qwen3: Path) -> None:
+def test_recordings_end_with_the_cache_and_when_weights_move(qwen3: Path) -> None:
     engine, parameters, stand_in = recording_engine(qwen3)
     requests = ragged_requests()
-    expected = [engine.generate(requests, FIXED) for _ in range(3)]
-    num_recorded = stand_in.num_recorded
-    for tensor in parameters.values():  # as memory that is offloaded comes back
-        left = tensor.data
-        tensor.data = left.clone()
-        left.fill_(torch.nan)
-    assert_same(engine.generate(requests, FIXED), expected[0])
-    assert stand_in.num_recorded > num_recorded
+
+    def move() -> None:  # as memory that is offloaded comes back
+        for tensor in parameters.values():
+            left = tensor.data
+            tensor.data = left.clone()
+            left.fill_(torch.nan)
+
+    for end in (engine.release_cache, move):
+        expected = [engine.generate(requests, FIXED) for _ in range(3)]
+        num_recorded = stand_in.num_recorded
+        end()
+        assert_same(engine.generate(requests, FIXED), expected[0])
+        assert stand_in.num_recorded > num_recorded
 
 
 def test_a_step_runs_then_is_recorded_then_replayed_until_addresses_change() -> None:
@@ -198,12 +193,8 @@ def test_communicators_go_after_what_is_recorded_of_them(qwen3: Path, device: Gr
     engine, parameters = load_engine(qwen3, record=CudaGraphs())
     order = order_of(2, ("generate", "update"))
     communicators = Released(lambda: expect_unheld("the communicator", device.holders[0]))
-    residency = Offloader(
-        Order.of(order),
-        {"actor": "auto", "rollout": "auto"},
-        DeviceMemory(torch.device("cpu")),
-        communicators=communicators,  # type: ignore[arg-type]
-    )
+    turns, memory = {"actor": "auto", "rollout": "auto"}, DeviceMemory(torch.device("cpu"))
+    residency = Offloader(Order.of(order), turns, memory, communicators=communicators)  # type: ignore[arg-type]
     ones, actor = torch.ones(3), ("weights", "master_weights", "optimizer", "gradients")
     residency.admit("actor", {name: MemoryPart(lambda: [ones.clone()]) for name in actor})
     cache = MemoryPart(engine.cache_tensors, forget=engine.release_cache)
@@ -244,21 +235,13 @@ def shape_of(cache: SlotCache) -> tuple[int, int]:
     return cache.num_slots, cache.capacity
 
 
-def test_an_empty_cache_takes_what_is_asked_for() -> None:
-    cache = small_cache()
-    assert shape_of(cache) == (0, 0)
-    cache.reserve(5, 3, num_used=0)
-    assert shape_of(cache) == (5, 16)
-
-
 def test_growth_doubles_up_to_the_limits() -> None:
     cache = small_cache()
-    cache.reserve(5, 8, num_used=0)
-    sizes = []
-    for num_slots, num_positions in ((5, 9), (6, 9), (6, 40), (11, 33), (12, 48)):
-        cache.reserve(num_slots, num_positions, num_used=5)
+    sizes = [shape_of(cache)]
+    for num_slots, num_positions in ((5, 8), (5, 9), (6, 9), (6, 40), (11, 33), (12, 48)):
+        cache.reserve(num_slots, num_positions, num_used=min(sizes[-1][0], 5))
         sizes.append(shape_of(cache))
-    assert sizes == [(5, 16), (10, 16), (10, 40), (12, 40), (12, 48)]
+    assert sizes == [(0, 0), (5, 16), (5, 16), (10, 16), (10, 40), (12, 40), (12, 48)]
 
 
 def test_growth_keeps_the_used_slots_and_everything_finite() -> None:
@@ -318,11 +301,6 @@ def test_half_precision_attends_as_everything_else_does(monkeypatch: pytest.Monk
 PLACES = GreedyPlaces(count=1, of=3)
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("greedy") / "model", "llama")
-
-
 def test_the_last_places_of_each_group_whichever_trajectory() -> None:
     ids = [*range(6), SIBLINGS_APART + 4, SIBLINGS_APART + 5]
     held = [PLACES.hold(Sample(number, (1,), 0)) for number in ids]
@@ -330,12 +308,12 @@ def test_the_last_places_of_each_group_whichever_trajectory() -> None:
     assert not any(SamplingParams(1.0, 1.0, 0, 4, ()).is_greedy(Sample(number, (1,), 0)) for number in ids)
 
 
-def test_they_are_what_a_greedy_engine_draws_and_the_others_what_they_were(checkpoint: Path) -> None:
+def test_they_are_what_a_greedy_engine_draws_and_the_others_what_they_were(qwen3: Path) -> None:
     """With fewer slots than samples, a suspension in the middle, and tokens that end some early."""
     requests, sampled = ragged_requests(), SamplingParams(1.3, 0.9, 0, 24, (3, 4))
-    whole, _ = load_engine(checkpoint)
+    whole, _ = load_engine(qwen3)
     drawn, greedy = (whole.generate(requests, replace(sampled, temperature=heat)) for heat in (1.3, 0.0))
-    engine, _ = load_engine(checkpoint, max_running_requests=4)
+    engine, _ = load_engine(qwen3, max_running_requests=4)
     mixed = replace(sampled, greedy=PLACES)
     engine.submit(requests, mixed)
     done = [sample for _ in range(7) for sample in engine.step()]

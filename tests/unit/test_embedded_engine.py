@@ -7,15 +7,22 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from rltrain.errors import ConfigError, DataError, DivergenceError, SyncError
 from rltrain.rollout.embedded import EmbeddedEngine, generation
-from rltrain.rollout.embedded.model import EngineModel
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample, Status
-from tests.support.rollout_models import VOCAB_SIZE, LetterTokenizer, load_engine, ragged_requests, write_checkpoint
+from tests.support.rollout_models import (
+    VOCAB_SIZE,
+    LetterTokenizer,
+    hf_logprobs,
+    hf_model,
+    load_engine,
+    of_tokens,
+    ragged_requests,
+    widths_of_prefills,
+    write_checkpoint,
+)
 
 LOGPROB_TOLERANCE = 4e-5
 VARIANTS = [(family, tied) for family in ("llama", "qwen2", "qwen3") for tied in (False, True)]
@@ -44,38 +51,14 @@ def assert_same_completions(left: Sequence[Sample], right: Sequence[Sample]) -> 
     torch.testing.assert_close(logprobs_of(left), logprobs_of(right), atol=LOGPROB_TOLERANCE, rtol=0)
 
 
-def hf_model(path: Path) -> transformers.PreTrainedModel:
-    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-
-
-@torch.no_grad()
-def hf_likeliest(model: transformers.PreTrainedModel, done: Sample) -> list[int]:
-    """In each place of the response, after what stands before it: greedy decoding's, where all before are so too."""
-    logits = model(torch.tensor([done.context])).logits[0, len(done.prompt) - 1 : -1]
-    return logits.argmax(-1).tolist()
-
-
 def until(stops: Collection[int], tokens: list[int]) -> list[int]:
     """With the first of `stops`, if there is one, as the last."""
     return tokens[: next((n + 1 for n, token in enumerate(tokens) if token in stops), None)]
 
 
-@torch.no_grad()
-def hf_logprobs(
-    model: transformers.PreTrainedModel, request: Sample, completion: Sample, temperature: float = 1.0
-) -> torch.Tensor:
-    """Log-probs of the completion's tokens by one forward pass over the whole sequence."""
-    tokens = torch.tensor([[*request.prompt, *completion.tokens]])
-    logits = model(tokens).logits[0, len(request.prompt) - 1 : -1] / temperature
-    return torch.log_softmax(logits, -1).gather(-1, tokens[0, len(request.prompt) :, None])[:, 0]
-
-
-def assert_logprobs_match(
-    path: Path, requests: Sequence[Sample], completions: Sequence[Sample], temperature: float = 1.0
-) -> None:
+def assert_logprobs_match(path: Path, completions: Sequence[Sample], temperature: float = 1.0) -> None:
     model = hf_model(path)
-    pairs = zip(requests, completions, strict=True)
-    expected = torch.cat([hf_logprobs(model, request, done, temperature) for request, done in pairs])
+    expected = torch.cat([of_tokens(hf_logprobs(model, done, temperature), done) for done in completions])
     torch.testing.assert_close(logprobs_of(completions), expected, atol=LOGPROB_TOLERANCE, rtol=0)
 
 
@@ -88,37 +71,27 @@ def test_greedy_equals_transformers(tmp_path: Path, family: str, tied: bool) -> 
     drawn = [token for completion in free for token in completion.tokens[2:8]]
     sampling = greedy(stop_token_ids=(max(set(drawn), key=drawn.count), drawn[0]))
     stopped = engine.generate(requests, sampling)
-    expected = [hf_likeliest(model, done) for done in free]
+    expected = [hf_logprobs(model, done).argmax(-1).tolist() for done in free]
     assert tokens_of(free) == expected and {len(tokens) for tokens in expected} == {sampling.max_response_tokens}
     assert tokens_of(stopped) == [until(sampling.stop_token_ids, tokens) for tokens in expected]
     ends = [done.tokens[-1] in sampling.stop_token_ids for done in stopped]
     assert [done.status for done in stopped] == [Status.STOPPED if end else Status.TRUNCATED for end in ends]
     assert any(ends)
-    assert_logprobs_match(path, requests, stopped)
+    assert_logprobs_match(path, stopped)
 
 
 def test_llama3_scaled_rotary_frequencies_equal_transformers(tmp_path: Path) -> None:
-    rope = {
-        "rope_type": "llama3",
-        "rope_theta": 1000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    }
+    rope = {"rope_type": "llama3", "rope_theta": 1000.0, "factor": 8.0, "original_max_position_embeddings": 64}
+    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     path = write_checkpoint(tmp_path, "llama", rope_parameters=rope)
     engine, _ = load_engine(path)
-    requests = ragged_requests(3)
-    completions = engine.generate(requests, sampled(60, stop_token_ids=()))
-    assert_logprobs_match(path, requests, completions)
+    assert_logprobs_match(path, engine.generate(ragged_requests(3), sampled(60, stop_token_ids=())))
 
 
 def test_growing_cache_keeps_long_responses_equal_to_transformers(qwen3: Path) -> None:
     engine, _ = load_engine(qwen3)
-    requests = ragged_requests(4)
-    completions = engine.generate(requests, greedy(100))
-    model = hf_model(qwen3)
-    assert tokens_of(completions) == [hf_likeliest(model, done) for done in completions]
+    completions, model = engine.generate(ragged_requests(4), greedy(100)), hf_model(qwen3)
+    assert tokens_of(completions) == [hf_logprobs(model, done).argmax(-1).tolist() for done in completions]
     assert {len(done.tokens) for done in completions} == {100}
 
 
@@ -128,29 +101,8 @@ def test_sampled_logprobs_are_of_the_untruncated_distribution(
     qwen3: Path, temperature: float, truncation: tuple[float, int]
 ) -> None:
     engine, _ = load_engine(qwen3)
-    requests = ragged_requests(6)
-    completions = engine.generate(requests, SamplingParams(temperature, *truncation, 12, ()))
-    assert_logprobs_match(qwen3, requests, completions, temperature)
-
-
-@pytest.mark.parametrize("num_slots", [1, 3, 8])
-def test_fewer_slots_than_requests_give_the_same_completions(qwen3: Path, num_slots: int) -> None:
-    requests = ragged_requests(12)
-    everything, _ = load_engine(qwen3)
-    few, _ = load_engine(qwen3, max_running_requests=num_slots)
-    for sampling in (greedy(), sampled()):
-        expected = everything.generate(requests, sampling)
-        assert len({len(done.tokens) for done in expected}) > 1 or sampling.temperature == 0
-        assert_same_completions(few.generate(requests, sampling), expected)
-
-
-def test_completions_do_not_depend_on_order_or_company(qwen3: Path) -> None:
-    engine, _ = load_engine(qwen3)
-    requests = ragged_requests(8)
-    expected = engine.generate(requests, sampled())
-    assert_same_completions(engine.generate(requests[::-1], sampled())[::-1], expected)
-    alone = [engine.generate([request], sampled())[0] for request in requests]
-    assert_same_completions(alone, expected)
+    completions = engine.generate(ragged_requests(6), SamplingParams(temperature, *truncation, 12, ()))
+    assert_logprobs_match(qwen3, completions, temperature)
 
 
 def test_prefill_in_small_passes_gives_the_same_completions(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,13 +113,15 @@ def test_prefill_in_small_passes_gives_the_same_completions(qwen3: Path, monkeyp
     assert_same_completions(engine.generate(requests, sampled()), expected)
 
 
-def test_samples_of_one_prompt_differ_by_seed_and_match_single_draws(qwen3: Path) -> None:
+def test_completions_do_not_depend_on_order_or_company(qwen3: Path) -> None:
+    """Samples of one prompt differ by their seeds."""
     engine, _ = load_engine(qwen3, max_running_requests=5)
-    prompts = [request.prompt for request in ragged_requests(3)]
-    requests = [Sample(index, prompts[index // 4], seed=index) for index in range(12)]
-    together = engine.generate(requests, sampled())
-    assert_same_completions([engine.generate([request], sampled())[0] for request in requests], together)
-    assert len({tuple(done.tokens) for done in together[:4]}) > 1
+    of_one_prompt = [Sample(number, ragged_requests(3)[2].prompt, seed=number) for number in range(5)]
+    requests = [*ragged_requests(8), *of_one_prompt]
+    expected = engine.generate(requests, sampled())
+    assert len({tuple(done.tokens) for done in expected[-5:]}) > 1
+    assert_same_completions(engine.generate(requests[::-1], sampled())[::-1], expected)
+    assert_same_completions([engine.generate([request], sampled())[0] for request in requests], expected)
 
 
 def test_first_tokens_follow_the_models_distribution(qwen3: Path) -> None:
@@ -184,21 +138,6 @@ def test_first_tokens_follow_the_models_distribution(qwen3: Path) -> None:
     assert float(((observed - predicted) ** 2 / predicted).sum()) < freedom + 4 * (2 * freedom) ** 0.5 + 8
 
 
-def test_weights_changed_in_place_take_effect(qwen3: Path, tmp_path: Path) -> None:
-    engine, parameters = load_engine(qwen3)
-    other, other_parameters = load_engine(write_checkpoint(tmp_path, "qwen3", seed=1))
-    requests = ragged_requests()
-    before = engine.generate(requests, greedy())
-    assert {version for done in before for version in done.policy_versions} == {0}
-    for name, tensor in parameters.items():
-        tensor.copy_(other_parameters[name])
-    engine.policy_version = 7
-    after = engine.generate(requests, greedy())
-    assert tokens_of(after) != tokens_of(before)
-    assert_same_completions(after, other.generate(requests, greedy()))
-    assert all(list(done.policy_versions) == [7] * len(done.tokens) for done in after)
-
-
 def test_padded_vocabulary_columns_are_never_drawn(qwen3: Path) -> None:
     engine, parameters = load_engine(qwen3)
     requests = ragged_requests(4)
@@ -207,17 +146,6 @@ def test_padded_vocabulary_columns_are_never_drawn(qwen3: Path) -> None:
     assert len(head) > VOCAB_SIZE
     head[VOCAB_SIZE:] = 100.0
     assert_same_completions(engine.generate(requests, sampled()), expected)
-
-
-def test_responses_end_at_the_context_limit(qwen3: Path) -> None:
-    engine, _ = load_engine(qwen3, max_context_tokens=20)
-    requests = ragged_requests(10)
-    limited = engine.generate(requests, greedy(16))
-    free = load_engine(qwen3)[0].generate(requests, greedy(16))
-    for request, short, full in zip(requests, limited, free, strict=True):
-        limit = min(16, 20 - len(request.prompt))
-        assert list(short.tokens) == list(full.tokens)[:limit]
-        assert short.status == Status.TRUNCATED
 
 
 @pytest.mark.parametrize("num_tokens", [0, 20, 21])
@@ -246,21 +174,6 @@ def test_stop_strings_need_a_tokenizer(qwen3: Path) -> None:
         engine.generate(ragged_requests(1), SamplingParams(0.0, 1.0, 0, 4, (), ("end",)))
 
 
-def test_diverged_weights_are_reported_and_leave_no_trace(qwen3: Path) -> None:
-    engine, parameters = load_engine(qwen3)
-    requests = ragged_requests(3)
-    expected = engine.generate(requests, sampled())
-    intact = parameters["model.norm.weight"].clone()
-    broken = parameters["model.layers.0.self_attn.qkv_proj.weight"]
-    whole = broken.clone()
-    broken.fill_(float("nan"))
-    with pytest.raises(DivergenceError, match="version 0"):
-        engine.generate(requests, sampled())
-    broken.copy_(whole)
-    assert torch.equal(parameters["model.norm.weight"], intact)
-    assert_same_completions(engine.generate(requests, sampled()), expected)
-
-
 @pytest.mark.parametrize("kv_tokens", [None, 600])
 def test_logits_that_are_not_finite_end_their_own_sample(qwen3: Path, kv_tokens: int | None) -> None:
     """Whatever takes its place in the cache, what was drawn before counts, and the others draw what they would have."""
@@ -283,13 +196,6 @@ def test_logits_that_are_not_finite_end_their_own_sample(qwen3: Path, kv_tokens:
     assert any(place is None for place in places) and any(place is not None for place in places)
     embedding[odd] = intact
     assert_same_completions(engine.generate(requests, sampled()), expected)
-
-
-def test_released_cache_is_allocated_again(qwen3: Path) -> None:
-    engine, _ = load_engine(qwen3)
-    expected = engine.generate(ragged_requests(), sampled())
-    engine.release_cache()
-    assert_same_completions(engine.generate(ragged_requests(), sampled()), expected)
 
 
 def test_bfloat16_stays_near_float32(qwen3: Path) -> None:
@@ -324,12 +230,6 @@ def uninterrupted(qwen3: Path) -> dict[int, Sample]:
     return {done.id: done for done in load_engine(qwen3)[0].generate(ragged_requests(), SAMPLED)}
 
 
-def assert_same(done: Sample, expected: Sample) -> None:
-    assert list(done.tokens) == list(expected.tokens)
-    assert done.status == expected.status
-    assert done.logprobs == pytest.approx(expected.logprobs, abs=LOGPROB_TOLERANCE)
-
-
 def steps(engine: EmbeddedEngine, count: int) -> list[Sample]:
     return [done for _ in range(count) for done in engine.step()]
 
@@ -347,7 +247,7 @@ def test_a_step_draws_one_token_and_returns_what_it_finished(qwen3: Path, uninte
     for step in range(1, 17):
         for done in engine.step():
             assert len(done.tokens) == step
-            assert_same(done, uninterrupted[done.id])
+            assert_same_completions([done], [uninterrupted[done.id]])
         assert engine.num_unfinished == sum(len(done.tokens) > step for done in uninterrupted.values())
     assert engine.step() == []
 
@@ -359,21 +259,6 @@ def test_requests_start_in_the_order_of_submission(qwen3: Path) -> None:
     engine.step()
     engine.submit(second, GREEDY)
     assert [done.id for done in drain(engine)] == [request.id for request in first + second]
-
-
-@pytest.mark.parametrize("max_running_requests", [3, 64])
-def test_requests_that_come_while_others_run_change_nothing(
-    qwen3: Path, uninterrupted: dict[int, Sample], max_running_requests: int
-) -> None:
-    engine, _ = load_engine(qwen3, max_running_requests=max_running_requests)
-    completions = []
-    for request in ragged_requests()[::-1]:
-        engine.submit([request], SAMPLED)
-        completions += engine.step()
-    completions += drain(engine)
-    assert sorted(done.id for done in completions) == sorted(uninterrupted)
-    for done in completions:
-        assert_same(done, uninterrupted[done.id])
 
 
 def test_free_slots_are_those_that_nothing_will_take(qwen3: Path) -> None:
@@ -407,7 +292,7 @@ def test_suspended_responses_continue_as_if_never_stopped(
     engine.release_cache()
     resumed = engine.generate(suspended, SAMPLED)
     for done in finished + resumed:
-        assert_same(done, uninterrupted[done.id])
+        assert_same_completions([done], [uninterrupted[done.id]])
     for request, done in zip(suspended, resumed, strict=True):
         assert tuple(done.logprobs)[: len(request.logprobs)] == request.logprobs
 
@@ -418,41 +303,7 @@ def test_a_suspended_response_continues_in_another_engine(qwen3: Path, uninterru
     finished = steps(first, 3)
     second, _ = load_engine(qwen3, max_running_requests=2)
     for done in finished + second.generate(first.suspend()[::-1], SAMPLED):
-        assert_same(done, uninterrupted[done.id])
-
-
-ACTIONS = st.sampled_from(["submit", "step", "step", "step", "suspend", "release"])
-
-
-@settings(max_examples=8)
-@given(actions=st.lists(ACTIONS, max_size=25), max_running_requests=st.integers(1, 9))
-def test_no_history_loses_repeats_or_changes_a_response(
-    qwen3: Path, uninterrupted: dict[int, Sample], actions: Sequence[str], max_running_requests: int
-) -> None:
-    engine, _ = load_engine(qwen3, max_running_requests=max_running_requests)
-    waiting, completions = ragged_requests(), []
-    for number, action in enumerate([*actions, *["submit"] * 9]):
-        engine.policy_version = number
-        if action == "submit" and waiting:
-            engine.submit([waiting.pop(0)], SAMPLED)
-        elif action == "step":
-            returned = engine.step()
-            assert all(done.policy_versions[-1] == number for done in returned)
-            completions += returned
-        elif action in ("suspend", "release"):
-            suspended = engine.suspend()
-            if action == "release":
-                engine.release_cache()
-            engine.submit(suspended, SAMPLED)
-    completions += drain(engine)
-    assert sorted(done.id for done in completions) == sorted(uninterrupted)
-    for done in completions:
-        assert_same(done, uninterrupted[done.id])
-        assert len(done.policy_versions) == len(done.tokens)
-        last = len(actions) + 8  # the version while draining: before it each step had a version of its own
-        early = [version for version in done.policy_versions if version < last]
-        assert list(done.policy_versions) == sorted(done.policy_versions)
-        assert len(set(early)) == len(early)
+        assert_same_completions([done], [uninterrupted[done.id]])
 
 
 @torch.no_grad()
@@ -482,7 +333,7 @@ def test_weights_change_between_two_steps_without_losing_or_resampling(qwen3: Pa
     engine.policy_version = 4
     engine.submit(requests[6:], GREEDY)
     mixed = {done.id: done for done in drain(engine)}
-    old, new = (transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (qwen3, other))
+    old, new = map(hf_model, (qwen3, other))
     for request, unchanged in zip(requests[:6], before[:6], strict=True):
         done = mixed[request.id]
         assert list(done.policy_versions) == [3] * 5 + [4] * 11
@@ -507,15 +358,15 @@ def test_a_resumed_response_keeps_the_versions_of_its_tokens(qwen3: Path) -> Non
         assert list(done.policy_versions) == [1] * 4 + [2] + [5] * 11
 
 
-def test_limits_count_tokens_drawn_before(qwen3: Path) -> None:
+def test_responses_end_at_the_context_limit_and_tokens_drawn_before_count(qwen3: Path) -> None:
     engine, _ = load_engine(qwen3, max_context_tokens=14)
     requests = ragged_requests(5)
-    whole = engine.generate(requests, GREEDY)
-    assert [len(done.tokens) for done in whole] == [13, 11, 9, 7, 5]
+    whole, free = engine.generate(requests, GREEDY), load_engine(qwen3)[0].generate(requests, GREEDY)
+    assert tokens_of(whole) == [list(done.tokens)[: 14 - len(done.prompt)] for done in free]
+    assert {done.status for done in whole} == {Status.TRUNCATED} and len(whole[0].tokens) == 13
     engine.submit(requests, GREEDY)
     steps(engine, 4)
-    for done, expected in zip(engine.generate(engine.suspend(), GREEDY), whole, strict=True):
-        assert_same(done, expected)
+    assert_same_completions(engine.generate(engine.suspend(), GREEDY), whole)
 
 
 @pytest.mark.parametrize("num_steps", [3, 4, 5])
@@ -534,13 +385,7 @@ def test_a_stop_string_is_found_across_a_suspension(qwen3: Path, num_steps: int)
 
 def test_equal_contexts_are_computed_once(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _ = load_engine(qwen3)
-    widths: list[int] = []
-    fill_cache = EngineModel.fill_cache
-    monkeypatch.setattr(
-        EngineModel,
-        "fill_cache",
-        lambda self, tokens, *rest: (widths.append(len(tokens)), fill_cache(self, tokens, *rest)),
-    )
+    widths = widths_of_prefills(monkeypatch)
     prompt = ragged_requests(4)[3].prompt
     engine.submit([Sample(number, prompt, seed=number) for number in range(5)], SAMPLED)
     engine.step()
@@ -553,10 +398,7 @@ def test_equal_contexts_are_computed_once(qwen3: Path, monkeypatch: pytest.Monke
         (lambda r: ([replace(r[3], id=r[0].id)], GREEDY), "equal ids"),
         (lambda r: ([r[3], r[3]], GREEDY), "equal ids"),
         (lambda r: ([r[3]], SAMPLED), "unfinished"),
-        (
-            lambda r: ([r[3], r[4].drawn((1,) * 16, (0.0,) * 16, (0,) * 16)], GREEDY),
-            "fewer than the 16",
-        ),
+        (lambda r: ([r[3], r[4].drawn((1,) * 16, (0.0,) * 16, (0,) * 16)], GREEDY), "fewer than the 16"),
     ],
 )
 def test_a_refused_submission_queues_nothing(qwen3: Path, change, message: str) -> None:  # type: ignore[no-untyped-def]
@@ -593,7 +435,7 @@ def test_divergence_leaves_nothing_unfinished(qwen3: Path, uninterrupted: dict[i
     assert engine.num_unfinished == 0
     weight.copy_(intact)
     for done in engine.generate(ragged_requests(), SAMPLED):
-        assert_same(done, uninterrupted[done.id])
+        assert_same_completions([done], [uninterrupted[done.id]])
 
 
 def test_drawn_names_what_does_not_fit_together() -> None:

@@ -1,5 +1,6 @@
 """The embedded engine with experts, adapters, FP8 and recorded routing."""
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,22 +26,31 @@ from rltrain.reshard.copy_table import allocate_parameters, dequantize, quantize
 from rltrain.reshard.execute import Resharding
 from rltrain.reshard.fp8_blocks import SCALE_SUFFIX
 from rltrain.reshard.fp8_scales import BlockScales, BlockTable
+from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan import plan
 from rltrain.rollout.embedded import EmbeddedEngine
 from rltrain.rollout.embedded import parameters as embedded_parameters
 from rltrain.rollout.embedded.model import route
-from rltrain.rollout.embedded.parameters import adapted_matrices, grouped_product, quantized_matrices
+from rltrain.rollout.embedded.parameters import adapted_matrices, quantized_matrices
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.layout import engine_layout, engine_parts, whole_engine
-from rltrain.rollout.sample import RecordedRouting, Sample, SampleGroup, pack_groups
+from rltrain.rollout.sample import Sample, SampleGroup, pack_groups
 from rltrain.runtime.grid import Grid
 from tests.distributed.cases_quantized import ARCHITECTURES, in_layer, model, quantised_shard
 from tests.support.cuda_graphs import Recorder
 from tests.support.family_checkpoints import OTHER_DENSE, QUICK_DENSE, QUICK_SPARSE, VARIANTS
 from tests.support.marks import slow_but
 from tests.support.model_shards import Place, engine_shard
-from tests.support.rollout_models import check, load_engine, ragged_requests, write_checkpoint
+from tests.support.rollout_models import (
+    check,
+    hf_logprobs,
+    hf_model,
+    load_engine,
+    of_tokens,
+    ragged_requests,
+    write_checkpoint,
+)
 from tests.support.schedule_configs import make_config
 from tests.through_json import through_json
 from tests.unit.conftest import SPARSE_FAMILIES
@@ -51,7 +61,7 @@ pytestmark = pytest.mark.usefixtures("small_blocks")
 FAMILIES = ("phi3", "glm4", "gemma3", "qwen3_5", *SPARSE_FAMILIES)
 LORA = Lora(rank=4, alpha=8)
 GREEDY = SamplingParams(0.0, 1.0, 0, 12, ())
-ONE = Grid((0,))
+ONE, CPU = Grid((0,)), torch.device("cpu")
 
 
 def random_adapters(path: Path, folder: Path) -> dict[str, torch.Tensor]:
@@ -65,10 +75,8 @@ def random_adapters(path: Path, folder: Path) -> dict[str, torch.Tensor]:
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
     targets = {name.removesuffix(A).removesuffix(B).rpartition(".")[2] for name in tensors}
-    config = (
-        f'{{"peft_type": "LORA", "r": {LORA.rank}, "lora_alpha": {LORA.alpha}, "target_modules": {sorted(targets)}}}'
-    )
-    (folder / "adapter_config.json").write_text(config.replace("'", '"'))
+    config = {"peft_type": "LORA", "r": LORA.rank, "lora_alpha": LORA.alpha, "target_modules": sorted(targets)}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
     return tensors
 
 
@@ -84,6 +92,18 @@ def merged(path: Path, folder: Path, adapters: dict[str, torch.Tensor]) -> Path:
     return folder
 
 
+def resharding(source: Layout, destination: Layout, **more: object) -> Resharding:
+    """Returns the resharding of a single rank."""
+    planned = plan(source, destination, 0, 1)
+    return Resharding(planned, group=None, cpu_group=None, bucket_bytes=2**16, device=CPU, **more)
+
+
+def engine_on(architecture: Architecture, parameters: dict[str, torch.Tensor], **more: object) -> EmbeddedEngine:
+    """Returns an engine on these parameters."""
+    limits = {"max_running_requests": 64, "max_context_tokens": 64}
+    return EmbeddedEngine(architecture, parameters, tp_group=None, **limits, **more)
+
+
 def engine_with_adapters_apart(path: Path, folder: Path) -> EmbeddedEngine:
     """Its adapters come from PEFT's files by way of training's layout."""
     architecture = read_architecture(path)
@@ -93,19 +113,9 @@ def engine_with_adapters_apart(path: Path, folder: Path) -> EmbeddedEngine:
     weights, trained, adapters = (allocate_parameters(of, 0) for of in (layout, source, beside))
     load_parameters(path, layout, 0, weights)
     load_adapters(folder, source, 0, trained, LORA)
-    resharding = Resharding(
-        plan(source, beside, 0, 1), group=None, cpu_group=None, bucket_bytes=2**16, device=torch.device("cpu")
-    )
-    resharding.run(trained, adapters)
-    return EmbeddedEngine(
-        architecture,
-        weights | adapters,
-        tp_group=None,
-        max_running_requests=8,
-        max_context_tokens=64,
-        dtype=torch.float32,
-        matrices=adapted_matrices(beside, 0, weights | adapters, {}, LORA.scale),
-    )
+    resharding(source, beside).run(trained, adapters)
+    matrices = adapted_matrices(beside, 0, weights | adapters, {}, LORA.scale)
+    return engine_on(architecture, weights | adapters, dtype=torch.float32, matrices=matrices)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -127,19 +137,6 @@ EVERY = slow_but([*SPARSE_NAMES, *DENSE, *VARIANTS], *QUICK_DENSE, *QUICK_SPARSE
 TOLERANCE = 1e-4
 
 
-def hf_model(path: Path) -> transformers.PreTrainedModel:
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    return load(path, dtype=torch.float32, attn_implementation="eager").eval()  # of which alone Gemma 2 is itself
-
-
-@torch.no_grad()
-def hf_logprobs(model: transformers.PreTrainedModel, done: Sample) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the response's tokens; and of the likeliest in each one's place."""
-    tokens = torch.tensor([done.context])
-    logprobs = torch.log_softmax(model(tokens).logits[0, len(done.prompt) - 1 : -1], -1)
-    return logprobs.gather(-1, tokens[0, len(done.prompt) :, None])[:, 0], logprobs.amax(-1)
-
-
 @pytest.mark.parametrize("family", EVERY)
 def test_greedy_equals_transformers_and_so_do_conversations(checkpoints: dict[str, Path], family: str) -> None:
     """In slots, in blocks, in few blocks, where samples wait again and again, and where a second turn goes on from what
@@ -158,7 +155,8 @@ def test_greedy_equals_transformers_and_so_do_conversations(checkpoints: dict[st
         for done in found:
             drawn, sequence = torch.tensor(done.loss_mask), (*done.prompt, *done.tokens)
             if sequence not in expected:
-                expected[sequence] = hf_logprobs(model, done)
+                every = hf_logprobs(model, done)
+                expected[sequence] = of_tokens(every, done), every.amax(-1)
             logprobs, likeliest = expected[sequence]
             assert (likeliest - logprobs)[drawn].max() <= 1e-6, "capped logits may be equal"
             torch.testing.assert_close(torch.tensor(done.logprobs)[drawn], logprobs[drawn], atol=TOLERANCE, rtol=0)
@@ -172,7 +170,6 @@ def test_tokens_visit_the_experts_of_transformers(
     """Scores are computed in float32 from weights of any type; in bfloat16 transformers rounds some of them first."""
     model, architecture = hf_model(checkpoints[family]).to(dtype), read_architecture(checkpoints[family])
     moe = architecture.moe
-    assert moe is not None
     layer = model.model.layers[architecture.sparse_layers.index(True)]
     gate = layer.mlp.router if family == "gpt_oss" else layer.mlp.gate
     hidden = torch.randn(200, architecture.hidden_size, dtype=dtype)
@@ -191,26 +188,16 @@ def test_tokens_visit_the_experts_of_transformers(
 def test_a_sync_from_the_trainer_s_layout_gives_the_bits_of_the_checkpoint(
     checkpoints: dict[str, Path], family: str
 ) -> None:
-    path, rank = checkpoints[family], Grid((0,))
+    path = checkpoints[family]
     architecture = read_architecture(path)
-    source, destination = megatron_layout(architecture, rank), engine_layout(architecture, rank)
+    source, destination = megatron_layout(architecture, ONE), engine_layout(architecture, ONE)
     trained, served = allocate_parameters(source, 0), allocate_parameters(destination, 0)
     load_parameters(path, source, 0, trained)
-    resharding = Resharding(
-        plan(source, destination, 0, 1), group=None, cpu_group=None, bucket_bytes=2**16, device=torch.device("cpu")
-    )
-    resharding.run(trained, served)
+    resharding(source, destination).run(trained, served)
     _, expected = load_engine(path)
     assert served.keys() == expected.keys()
     for name, tensor in expected.items():
         assert tensor.dtype == served[name].dtype and torch.equal(tensor, served[name]), name
-
-
-def test_a_product_per_expert_with_tokens() -> None:
-    rows, matrices, ends = torch.randn(7, 5), torch.randn(4, 3, 5), torch.tensor([0, 2, 2, 6])
-    product = grouped_product(rows, matrices, ends)
-    expected = torch.cat([rows[0:2] @ matrices[1].T, rows[2:6] @ matrices[3].T])
-    torch.testing.assert_close(product[:6], expected)
 
 
 def test_the_clamped_activation_is_that_of_transformers() -> None:
@@ -220,9 +207,6 @@ def test_the_clamped_activation_is_that_of_transformers() -> None:
     gate_up = 10 * torch.randn(200, 12)
     assert (gate_up.abs() > LIMIT).float().mean() > 0.3
     torch.testing.assert_close(clamped_swiglu(gate_up), experts._apply_gate(gate_up))
-
-
-CPU = torch.device("cpu")
 
 
 def config(engine: str = "embedded", *, dtype: str = "fp8", model_dtype: str = "float32", **sglang: float) -> Config:
@@ -257,14 +241,8 @@ def test_products_read_whole_matrices_quantised_and_cut(name: str, tp: int) -> N
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
-        ("qwen3", torch.float32),
-        ("qwen3", torch.bfloat16),
-        ("qwen3_moe", torch.float32),
-        ("deepseek_v3", torch.bfloat16),
-        ("moonlight", torch.float32),
-        ("phi3", torch.float32),
-        ("gemma3", torch.bfloat16),
-        ("qwen3_5", torch.bfloat16),
+        *((family, torch.float32) for family in ("qwen3", "qwen3_moe", "moonlight", "phi3")),
+        *((family, torch.bfloat16) for family in ("qwen3", "deepseek_v3", "gemma3", "qwen3_5")),
     ],
 )
 def test_it_draws_what_an_engine_on_the_rounded_weights_draws(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
@@ -286,25 +264,9 @@ def quantised_engine(architecture: Architecture, weights: dict[str, torch.Tensor
     layouts = part.filled_from(part.plain)
     parameters = allocate_parameters(part.layout, 0)
     matrices = quantized_matrices(part.layout, 0, parameters, dtype)
-    resharding = Resharding(
-        plan(layouts.source, layouts.destination, 0, 1),
-        group=None,
-        cpu_group=None,
-        bucket_bytes=2**20,
-        device=CPU,
-        magnitudes=BlockScales(BlockTable(layouts, 0), CPU),
-    )
-    resharding.run(weights, parameters)
-    engine = EmbeddedEngine(
-        architecture,
-        parameters,
-        tp_group=None,
-        max_running_requests=64,
-        max_context_tokens=64,
-        dtype=dtype,
-        matrices=matrices,
-    )
-    return engine, matrices
+    magnitudes = BlockScales(BlockTable(layouts, 0), CPU)
+    resharding(layouts.source, layouts.destination, magnitudes=magnitudes).run(weights, parameters)
+    return engine_on(architecture, parameters, dtype=dtype, matrices=matrices), matrices
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -405,7 +367,6 @@ def test_what_was_recorded_stays_when_it_is_computed_anew_under_other_weights(
     load_parameters(other, engine_layout(read_architecture(other), Grid((0,))), 0, parameters)
     after = engine.generate(before, SamplingParams(1.0, 1.0, 0, 12, ()))
     for sample, earlier in zip(after, before, strict=True):
-        assert sample.routing is not None and earlier.routing is not None
         assert sample.routing.first(len(earlier.routing)) == earlier.routing
         check(other, sample, first=len(earlier.routing))
 
@@ -423,8 +384,3 @@ def test_it_crosses_json_and_is_cut_with_its_sample(checkpoints: dict[str, Path]
 def test_a_model_without_experts_has_nothing_to_record(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the model has no experts"):
         load_engine(write_checkpoint(tmp_path, "qwen3"), record_routing=True)
-
-
-def test_routings_follow_each_other() -> None:
-    one, two = (RecordedRouting(np.full((n, 2, 1), n, np.int8)) for n in (1, 2))
-    assert one.followed_by(two).experts[:, 0, 0].tolist() == [1, 2, 2]

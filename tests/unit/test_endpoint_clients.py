@@ -1,27 +1,22 @@
 """The endpoint by the clients and agents that people use."""
 
+import asyncio
 import json
 import re
+import sys
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
-
-import httpx
-import pytest
-
-from rltrain.endpoint.opening import RecordedTrajectory
-from tests.support.talking_engine import END, OWNER, Endpoint, byte_tokenizer, endpoint
-
-if TYPE_CHECKING:
-    import anthropic
-    import openai
-import asyncio
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
+from typing import Any
 
-from rltrain.endpoint.opening import RecordedSession
+import anthropic
+import httpx
+import openai
+import pytest
+
+from rltrain.endpoint.opening import RecordedSession, RecordedTrajectory
 from rltrain.environments.agent import SESSION, AgentEnvironment, AgentFailed, printed_reward
 from rltrain.environments.interface import Row, StepResult
 from rltrain.errors import ConfigError
@@ -29,6 +24,7 @@ from rltrain.rewards.locating import found_command
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Status
 from rltrain.sandbox.means import means
+from tests.support.talking_engine import END, OWNER, Endpoint, byte_tokenizer, endpoint
 
 WEATHER = {
     "name": "weather",
@@ -60,16 +56,12 @@ def session(served: Endpoint) -> tuple[str, str]:
 
 
 @pytest.fixture
-def client(served: Endpoint, session: tuple[str, str]) -> "openai.OpenAI":
-    import openai
-
+def client(served: Endpoint, session: tuple[str, str]) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{served.url}/v1", api_key=session[1], max_retries=0)
 
 
 @pytest.fixture
-def claude(served: Endpoint, session: tuple[str, str]) -> "anthropic.Anthropic":
-    import anthropic
-
+def claude(served: Endpoint, session: tuple[str, str]) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=served.url, api_key=session[1], max_retries=0)
 
 
@@ -86,7 +78,7 @@ def assert_as_the_engine_drew_it(served: Endpoint, trajectory: RecordedTrajector
 
 
 def test_turns_of_a_conversation_are_one_trajectory_of_the_ids_that_were_drawn(
-    served: Endpoint, session: tuple[str, str], client: "openai.OpenAI"
+    served: Endpoint, session: tuple[str, str], client: openai.OpenAI
 ) -> None:
     messages: list = [{"role": "system", "content": "Be loud."}, user("one")]
     for text in ("two", "three"):
@@ -106,27 +98,24 @@ def test_turns_of_a_conversation_are_one_trajectory_of_the_ids_that_were_drawn(
     assert recorded.metadata == {"row": 7} and recorded.ended_by == "test"
 
 
-def test_a_stream_says_what_an_answer_says(client: "openai.OpenAI") -> None:
+def test_a_stream_says_what_an_answer_says(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(model="any", messages=[user("hello")]).choices[0].message.content
     stream = client.chat.completions.create(
         model="any", messages=[user("hello")], stream=True, logprobs=True, stream_options={"include_usage": True}
     )
     chunks = [*stream]
     texts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
-    tokens = [item for chunk in chunks if chunk.choices for item in (chunk.choices[0].logprobs or EMPTY).content]
+    told = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices]
+    tokens = [item for logprobs in told if logprobs for item in logprobs.content]
     assert "".join(texts) == whole
     assert len(tokens) == chunks[-1].usage.completion_tokens
     assert bytes(byte for item in tokens for byte in item.bytes).decode(errors="ignore").endswith(END)
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "stop"
 
 
-class EMPTY:
-    content: tuple = ()
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_tools_are_called_and_answered(
-    served: Endpoint, session: tuple[str, str], client: "openai.OpenAI", stream: bool
+    served: Endpoint, session: tuple[str, str], client: openai.OpenAI, stream: bool
 ) -> None:
     messages: list = [user("How is Bonn?")]
     tools = [{"type": "function", "function": WEATHER}]
@@ -148,7 +137,7 @@ def test_tools_are_called_and_answered(
 
 
 def test_several_choices_branch_and_one_goes_on(
-    served: Endpoint, session: tuple[str, str], client: "openai.OpenAI"
+    served: Endpoint, session: tuple[str, str], client: openai.OpenAI
 ) -> None:
     first = client.chat.completions.create(model="any", messages=[user("a")]).choices[0].message
     messages: list = [user("a"), first, user("b")]
@@ -164,18 +153,13 @@ def test_several_choices_branch_and_one_goes_on(
     for branch in branches:
         assert branch.num_shared_tokens == shared and branch.sample.tokens[:shared] == trunk.sample.tokens[:shared]
         assert not any(branch.sample.loss_mask[:shared]) and any(branch.sample.loss_mask[shared:])
-    again = client_of(served).chat.completions.create(model="any", messages=messages[:3], n=3, seed=5)
+    owner = openai.OpenAI(base_url=f"{served.url}/v1", api_key=OWNER, max_retries=0)
+    again = owner.chat.completions.create(model="any", messages=messages[:3], n=3, seed=5)
     assert [sample.seed for sample in served.engine.submitted[-3:]] == seeds and len(again.choices) == 3
 
 
-def client_of(served: Endpoint) -> "openai.OpenAI":
-    import openai
-
-    return openai.OpenAI(base_url=f"{served.url}/v1", api_key=OWNER, max_retries=0)
-
-
 def test_a_request_ends_its_turn_by_its_own_strings_and_length(
-    served: Endpoint, session: tuple[str, str], client: "openai.OpenAI"
+    served: Endpoint, session: tuple[str, str], client: openai.OpenAI
 ) -> None:
     stopped = client.chat.completions.create(model="any", messages=[user("stop here")], stop=[", 世"], logprobs=True)
     assert stopped.choices[0].message.content == "stop here! Grüße"
@@ -189,7 +173,7 @@ def test_a_request_ends_its_turn_by_its_own_strings_and_length(
     assert (one.status.name, two.status.name, len(two.tokens)) == ("STOPPED", "TRUNCATED", 3)
 
 
-def test_completions_of_texts_and_of_ids(served: Endpoint, session: tuple[str, str], client: "openai.OpenAI") -> None:
+def test_completions_of_texts_and_of_ids(served: Endpoint, session: tuple[str, str], client: openai.OpenAI) -> None:
     text = client.completions.create(model="any", prompt="x", max_tokens=60, logprobs=0)
     assert text.choices[0].text == "x! Grüße, 世界."
     assert len(text.choices[0].logprobs.tokens) == text.usage.completion_tokens
@@ -207,7 +191,7 @@ def test_completions_of_texts_and_of_ids(served: Endpoint, session: tuple[str, s
     assert len(first.sample.turns) == 2 and second.sample.context == (*ids, *drawn, 9, *second.sample.tokens[-5:])
 
 
-def test_responses_go_on_by_their_ids(served: Endpoint, session: tuple[str, str], client: "openai.OpenAI") -> None:
+def test_responses_go_on_by_their_ids(served: Endpoint, session: tuple[str, str], client: openai.OpenAI) -> None:
     first = client.responses.create(model="any", input="one", instructions="Be loud.")
     assert first.output_text == "one! Grüße, 世界." and first.status == "completed"
     second = client.responses.create(
@@ -221,7 +205,7 @@ def test_responses_go_on_by_their_ids(served: Endpoint, session: tuple[str, str]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_responses_call_functions(client: "openai.OpenAI", stream: bool) -> None:
+def test_responses_call_functions(client: openai.OpenAI, stream: bool) -> None:
     tools = [{"type": "function", **WEATHER}]
     items: list = [{"role": "user", "content": "How is Bonn?"}]
     if stream:
@@ -235,7 +219,7 @@ def test_responses_call_functions(client: "openai.OpenAI", stream: bool) -> None
     assert "rain" in client.responses.create(model="any", input=items, tools=tools).output_text
 
 
-def test_claudes_messages(served: Endpoint, session: tuple[str, str], claude: "anthropic.Anthropic") -> None:
+def test_claudes_messages(served: Endpoint, session: tuple[str, str], claude: anthropic.Anthropic) -> None:
     messages: list = [user("one")]
     first = claude.messages.create(model="any", max_tokens=99, system="Be loud.", messages=messages)
     assert first.content[0].text == "one! Grüße, 世界." and first.stop_reason == "end_turn"
@@ -254,7 +238,7 @@ def test_claudes_messages(served: Endpoint, session: tuple[str, str], claude: "a
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_claudes_tools(served: Endpoint, session: tuple[str, str], claude: "anthropic.Anthropic", stream: bool) -> None:
+def test_claudes_tools(served: Endpoint, session: tuple[str, str], claude: anthropic.Anthropic, stream: bool) -> None:
     tools = [{"name": "weather", "description": "Of a town.", "input_schema": WEATHER["parameters"]}]
     messages: list = [user("How is Bonn?")]
     if stream:
@@ -273,8 +257,6 @@ def test_claudes_tools(served: Endpoint, session: tuple[str, str], claude: "anth
 
 
 def test_a_library_that_repeats_a_request_has_it_drawn_once() -> None:
-    import openai
-
     opened = threading.Event()
 
     def hold(number: int) -> None:
@@ -290,11 +272,8 @@ def test_a_library_that_repeats_a_request_has_it_drawn_once() -> None:
 
 
 def test_what_is_refused_is_an_error_that_clients_understand(
-    served: Endpoint, client: "openai.OpenAI", claude: "anthropic.Anthropic"
+    served: Endpoint, client: openai.OpenAI, claude: anthropic.Anthropic
 ) -> None:
-    import anthropic
-    import openai
-
     with pytest.raises(openai.BadRequestError, match="logit_bias"):
         client.chat.completions.create(model="any", messages=[user("x")], logit_bias={"5": 1})
     with pytest.raises(openai.BadRequestError, match="top_logprobs"):
@@ -437,24 +416,17 @@ elif row["how"] == "hangs":
 AVAILABLE = [name for name, finding in means().items() if finding.works]
 
 
-def count_users(context: str) -> str:
-    return f"I heard {len(re.findall('user', context))}"
-
-
 @pytest.fixture(scope="module")
 def counting_endpoint() -> Iterator[Endpoint]:
-    with endpoint(count_users) as running:
+    with endpoint(lambda context: f"I heard {len(re.findall('user', context))}") as running:
         yield running
 
 
 def run(served: Endpoint, how: str, **settings: Any) -> tuple[StepResult | AgentFailed, RecordedSession]:
     """What an agent's episode came to, and what was recorded of it."""
     opened = served.server.open_session({"row": how}, seed=3)
-    row = {
-        "question": "Why?",
-        "how": how,
-        SESSION: {"url": f"{served.url}/sessions/{opened.id}", "token": opened.token},
-    }
+    session = {"url": f"{served.url}/sessions/{opened.id}", "token": opened.token}
+    row = {"question": "Why?", "how": how, SESSION: session}
     try:
         result: Any = asyncio.run(AgentEnvironment(**settings).reset([row], [0]))[0]
     except AgentFailed as failed:
@@ -492,12 +464,8 @@ def test_a_program_that_fails_or_hangs_costs_its_episode(counting_endpoint: Endp
 
 
 async def asks_once(row: Row, base_url: str, api_key: str) -> float:
-    import openai
-
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
-        answer = await client.chat.completions.create(
-            model="any", messages=[{"role": "user", "content": row["question"]}]
-        )
+        answer = await client.chat.completions.create(model="any", messages=[user(row["question"])])
     return float(answer.choices[0].message.content == "I heard 1")
 
 

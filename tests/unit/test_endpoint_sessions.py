@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import anthropic
@@ -29,6 +30,7 @@ from rltrain.rollout.sample import Status
 from tests.support.talking_engine import CONTEXT_TOKENS, OTHER_END, OWNER, Endpoint, byte_tokenizer, endpoint
 
 CHAT = "/v1/chat/completions"
+OF_OWNER = {"Authorization": f"Bearer {OWNER}"}
 
 
 def say(context: str) -> str:
@@ -60,6 +62,13 @@ class Client:
         return self.served.record(self.opened.id)
 
 
+@contextmanager
+def talk(*, say: Callable[[str], str] = say, **options: Any) -> Iterator[tuple[Endpoint, Client]]:
+    """Opens an endpoint, and a session at it with its client."""
+    with endpoint(say, **options) as served:
+        yield served, Client(served)
+
+
 def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
     while not condition():
@@ -73,8 +82,7 @@ def test_a_turn_may_end_with_any_of_the_models_end_tokens(policy: Any) -> None:
     call = '<tool_call>{"name": "look", "arguments": {"at": "x"}}</tool_call>'
     ends = byte_tokenizer().convert_tokens_to_ids([OTHER_END])
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
-    with endpoint(lambda context: call + OTHER_END, policy=policy, end_tokens=ends) as served:
-        client = Client(served)
+    with talk(say=lambda context: call + OTHER_END, policy=policy, end_tokens=ends) as (served, client):
         said = client.said(user("a"), tools=[tool])
         assert said["tool_calls"][0]["function"] == {"name": "look", "arguments": '{"at": "x"}'}
         result = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "found"}
@@ -101,20 +109,14 @@ def test_64_sessions_at_once_record_what_the_engine_drew() -> None:
 
     async def episode(served: Endpoint, client: httpx.AsyncClient, number: int) -> str:
         opened = await asyncio.to_thread(served.server.open_session, {"number": number})
+        headers = {"Authorization": f"Bearer {opened.token}"}
         messages: list[Any] = [user(f"episode {number}")]
         for turn in range(num_turns):
-            answer = await client.post(
-                f"/sessions/{opened.id}{CHAT}",
-                json={"messages": messages, "max_tokens": 40, "stream": False},
-                headers={"Authorization": f"Bearer {opened.token}"},
-            )
+            body = {"messages": messages, "max_tokens": 40, "stream": False}
+            answer = await client.post(f"/sessions/{opened.id}{CHAT}", json=body, headers=headers)
             assert answer.status_code == 200, answer.text
             messages += [answer.json()["choices"][0]["message"], user(f"turn {turn} of {number}")]
-        done = await client.post(
-            f"/sessions/{opened.id}/finish",
-            json={"reward": number},
-            headers={"Authorization": f"Bearer {opened.token}"},
-        )
+        done = await client.post(f"/sessions/{opened.id}/finish", json={"reward": number}, headers=headers)
         assert done.json()["reward"] == number
         return opened.id
 
@@ -160,8 +162,7 @@ def test_weights_that_change_between_turns_and_inside_one_are_told_apart() -> No
 
 def test_a_client_that_goes_and_does_not_come_back_leaves_nothing() -> None:
     gate = Gate()
-    with endpoint(say, before_step=gate, repeat_within_s=0.0) as served:
-        client = Client(served)
+    with talk(before_step=gate, repeat_within_s=0.0) as (served, client):
         with pytest.raises(httpx.ReadTimeout):
             client.http.post(CHAT, json={"messages": [user("a")]}, timeout=0.2)
         assert gate.waiting.wait(60)
@@ -178,25 +179,25 @@ def test_pieces_come_while_the_rest_is_drawn() -> None:
     gate, half = Gate(), 12
     gate.opened.set()
     gate.at_step = lambda number: gate.opened.clear() if number == half else None
-    with endpoint(lambda context: "0123456789abcdef", before_step=gate) as served:
-        client = Client(served)
-        with client.http.stream("POST", CHAT, json={"messages": [user("a")], "stream": True}) as stream:
-            said = ""
-            for line in stream.iter_lines():
-                if line.startswith("data: {"):
-                    choice = json.loads(line.removeprefix("data: "))["choices"][0]
-                    said += choice["delta"].get("content", "")
-                if len(said) == half:
-                    assert not served.engine.log
-                    gate.opened.set()
+    with (
+        talk(say=lambda context: "0123456789abcdef", before_step=gate) as (served, client),
+        client.http.stream("POST", CHAT, json={"messages": [user("a")], "stream": True}) as stream,
+    ):
+        said = ""
+        for line in stream.iter_lines():
+            if line.startswith("data: {"):
+                choice = json.loads(line.removeprefix("data: "))["choices"][0]
+                said += choice["delta"].get("content", "")
+            if len(said) == half:
+                assert not served.engine.log
+                gate.opened.set()
     assert said == "0123456789abcdef"
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_is_repeated_is_drawn_once(stream: bool) -> None:
     gate = Gate()
-    with endpoint(say, before_step=gate) as served:
-        client = Client(served)
+    with talk(before_step=gate) as (served, client):
         body = {"messages": [user("a")], "stream": stream}
         with pytest.raises(httpx.ReadTimeout):
             client.http.post(CHAT, json=body, timeout=0.2)
@@ -216,8 +217,7 @@ def test_a_request_that_is_repeated_is_drawn_once(stream: bool) -> None:
 
 
 def test_a_conversation_that_is_edited_branches_where_it_differs() -> None:
-    with endpoint(say) as served:
-        client = Client(served)
+    with talk() as (served, client):
         one = client.said(user("a"))
         two = client.said(user("a"), one, user("b"))
         client.said(user("a"), one, user("other"))
@@ -232,8 +232,7 @@ def test_a_conversation_that_is_edited_branches_where_it_differs() -> None:
 
 
 def test_rewards_are_of_turns_and_of_the_episode() -> None:
-    with endpoint(say) as served:
-        client = Client(served)
+    with talk() as (served, client):
         place = f"/sessions/{client.opened.id}"
         one = client.said(user("a"))
         client.said(user("a"), one, user("b"))
@@ -280,8 +279,7 @@ GARBAGE: list[tuple[str, bytes, int]] = [
 
 
 def test_garbage_gets_an_answer_that_says_what_is_wrong() -> None:
-    with endpoint(say, max_body_bytes=2000) as served:
-        client = Client(served)
+    with talk(max_body_bytes=2000) as (served, client):
         for path, body, status in GARBAGE:
             response = client.http.post(path, content=body)
             assert response.status_code == status, (path, body, response.text)
@@ -294,8 +292,7 @@ def test_garbage_gets_an_answer_that_says_what_is_wrong() -> None:
 def test_ids_that_the_model_may_draw_are_taken_and_no_others() -> None:
     """Models have more embeddings than their tokenizers have tokens, or fewer where tokens were added."""
     for vocab_size, status in ((300, 200), (299, 400)):
-        with endpoint(lambda text: "yes", vocab_size=vocab_size) as served:
-            client = Client(served)
+        with talk(say=lambda text: "yes", vocab_size=vocab_size) as (served, client):
             assert client.http.post("/v1/completions", json={"prompt": [1, 299]}).status_code == status
             asked = {"input_ids": [1, 299], "sampling_params": {"max_new_tokens": 2}}
             assert client.http.post("/generate", json=asked).status_code == status
@@ -308,8 +305,7 @@ def test_ids_that_the_model_may_draw_are_taken_and_no_others() -> None:
 
 
 def test_a_request_that_never_ends_holds_up_nobody() -> None:
-    with endpoint(say) as served:
-        client = Client(served)
+    with talk() as (served, client):
         address = served.url.removeprefix("http://").rsplit(":", 1)
         with socket.create_connection((address[0], int(address[1]))) as half:
             half.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n")
@@ -319,28 +315,25 @@ def test_a_request_that_never_ends_holds_up_nobody() -> None:
 
 
 def test_limits_are_told() -> None:
-    with endpoint(say, max_sessions=2, max_session_turns=2, max_session_tokens=12) as served:
-        client = Client(served)
+    with talk(max_sessions=2, max_session_turns=2, max_session_tokens=12) as (served, client):
         Client(served)
         with pytest.raises(RequestRefused, match="2 sessions are open"):
             served.server.open_session()
-        refused = httpx.post(f"{served.url}/sessions", headers={"Authorization": f"Bearer {OWNER}"})
+        refused = httpx.post(f"{served.url}/sessions", headers=OF_OWNER)
         assert refused.status_code == 429 and refused.headers["retry-after"]
         whole = client.said(user("a"))["content"] + "."  # its end is a token too
         rest = client.chat(user("b")).json()["choices"][0]
         assert (len(rest["message"]["content"]), rest["finish_reason"]) == (12 - len(whole), "length")
         over = client.chat(user("c"))
         assert (over.status_code, over.json()["error"]["code"]) == (429, "turns")
-    with endpoint(say, max_session_tokens=5) as served:
-        client = Client(served)
+    with talk(max_session_tokens=5) as (served, client):
         client.said(user("a"))
         assert client.chat(user("b")).json()["error"]["code"] == "tokens"
 
 
 def test_a_session_ends_with_its_time() -> None:
     gate = Gate()
-    with endpoint(say, before_step=gate, session_timeout_s=0.3) as served:
-        client = Client(served)
+    with talk(before_step=gate, session_timeout_s=0.3) as (served, client):
         response = client.chat(user("never drawn"))
         assert response.status_code == 410 and "its time" in response.text
         gate.opened.set()
@@ -353,8 +346,7 @@ def test_the_runs_sampling_overrides_or_refuses_the_requests() -> None:
     with endpoint(say, policy="override", sampling=own) as served:
         Client(served).said(user("a"), **wishes)
         assert served.engine.samplings == [own]
-    with endpoint(say, policy="refuse", sampling=own) as served:
-        client = Client(served)
+    with talk(policy="refuse", sampling=own) as (served, client):
         assert "temperature = 0.7" in client.chat(user("a"), temperature=0.1).json()["error"]["message"]
         client.said(user("a"), temperature=0.7)
 
@@ -380,19 +372,16 @@ def test_requests_of_unequal_sampling_take_turns() -> None:
 
 
 def test_an_engine_that_is_gone_is_told() -> None:
-    with endpoint(say) as served:
-        client = Client(served)
+    with talk() as (served, client):
         served.mailbox.close("the job ends")
         response = client.chat(user("a"))
         assert response.status_code == 503 and "the job ends" in response.text
 
 
 def test_generate_takes_and_gives_ids() -> None:
-    with endpoint(say) as served:
-        client = Client(served)
-        first = client.http.post(
-            "/generate", json={"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 4}, "return_logprob": True}
-        ).json()
+    with talk() as (served, client):
+        asked = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 4}, "return_logprob": True}
+        first = client.http.post("/generate", json=asked).json()
         assert len(first["output_ids"]) == 4 and first["meta_info"]["finish_reason"]["type"] == "length"
         assert [entry[1] for entry in first["meta_info"]["output_token_logprobs"]] == first["output_ids"]
         more = [1, 2, *first["output_ids"], 9]
@@ -406,13 +395,12 @@ def test_only_a_sessions_own_token_opens_it() -> None:
         one, two = Client(served), Client(served)
         assert two.http.get(f"/sessions/{one.opened.id}").status_code == 401
         assert httpx.get(f"{served.url}/sessions/{one.opened.id}").status_code == 401
-        owner = {"Authorization": f"Bearer {OWNER}"}
-        assert httpx.get(f"{served.url}/sessions/{one.opened.id}", headers=owner).status_code == 200
-        assert httpx.get(f"{served.url}/sessions/none", headers=owner).status_code == 404
+        assert httpx.get(f"{served.url}/sessions/{one.opened.id}", headers=OF_OWNER).status_code == 200
+        assert httpx.get(f"{served.url}/sessions/none", headers=OF_OWNER).status_code == 404
         assert two.http.post("/sessions").status_code == 401
-        made = httpx.post(f"{served.url}/sessions", headers=owner, json={"metadata": 5})
+        made = httpx.post(f"{served.url}/sessions", headers=OF_OWNER, json={"metadata": 5})
         assert made.status_code == 201 and made.json()["base_url"].endswith("/v1")
-        assert httpx.delete(made.json()["url"], headers=owner).status_code == 204
+        assert httpx.delete(made.json()["url"], headers=OF_OWNER).status_code == 204
         assert httpx.get(f"{served.url}/healthz").json() == {"status": "ok", "sessions": 2}
 
 
@@ -450,12 +438,7 @@ OF_SGLANG_PARAMS = (
     *("json_schema", "ebnf", "structural_tag", "skip_special_tokens", "stop_regex", "no_stop_trim", "custom_params"),
 )
 OF_SGLANG_REQUESTS = (
-    "image_data",
-    "lora_path",
-    "top_logprobs_num",
-    "token_ids_logprob",
-    "logprob_start_len",
-    "input_embeds",
+    *("image_data", "lora_path", "top_logprobs_num", "token_ids_logprob", "logprob_start_len", "input_embeds"),
 )
 ODD = "odd"
 """Of another type than any field's neutral value."""
@@ -474,7 +457,7 @@ def overriding() -> Iterator[Endpoint]:
 
 
 def post(at: Endpoint, path: str, body: dict[str, Any]) -> httpx.Response:
-    return httpx.post(at.url + path, json=body, headers={"Authorization": f"Bearer {OWNER}"}, timeout=30)
+    return httpx.post(at.url + path, json=body, headers=OF_OWNER, timeout=30)
 
 
 def fields() -> list[tuple[str, str]]:
@@ -547,11 +530,8 @@ WEATHER = {"name": "weather", "parameters": {"type": "object", "properties": {}}
 WITH_TOOLS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [USER], "tools": [{"type": "function", "function": WEATHER}]},
     "/v1/responses": {"input": "hi", "tools": [{"type": "function", **WEATHER}]},
-    "/v1/messages": {
-        "messages": [USER],
-        "max_tokens": 5,
-        "tools": [{"name": "weather", "input_schema": WEATHER["parameters"]}],
-    },
+    "/v1/messages": REQUESTS["/v1/messages"][1]
+    | {"tools": [{"name": "weather", "input_schema": WEATHER["parameters"]}]},
 }
 
 

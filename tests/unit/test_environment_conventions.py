@@ -25,15 +25,20 @@ from rltrain.errors import ConfigError
 WARMED_UP = Path(__file__).resolve().parents[1] / "warmed_up"
 
 
-def environment(function: str, options: Mapping[str, Any] | None = None, **more: Any) -> Environment:
-    name = function if "//" in function else f"{__name__}:{function}"
-    return load_environment(EnvironmentFactory(name, options or {}, **more))()
+def environment(function: str, factory: Mapping[str, Any] | None = None, **options: Any) -> Environment:
+    """Returns the environment that a name stands for, of this module where it names no other."""
+    name = function if ":" in function else f"{__name__}:{function}"
+    return load_environment(EnvironmentFactory(name, options, **factory or {}))()
 
 
 def one(played: Environment, text: str, *calls: ToolCall) -> StepResult:
     (result,) = played.step([Action(text, calls)])
-    assert result is not None
     return result
+
+
+def step_each(played: Environment, *texts: str | None) -> list[StepResult | None]:
+    """Steps a batch of episodes, of which those without a text wait."""
+    return list(played.step([None if text is None else Action(text) for text in texts]))
 
 
 class SearchEnvironment:
@@ -62,7 +67,7 @@ class SearchEnvironment:
 
 def test_skyrl_gym() -> None:
     row = {"prompt": "Where?", "reward_spec": {"ground_truth": "here"}}
-    played = environment("SearchEnvironment", {"search": {"url": "u"}, "max_turns": 3})
+    played = environment("SearchEnvironment", search={"url": "u"}, max_turns=3)
     (first,) = played.reset([row], [0])
     assert first == [{"role": "system", "content": "u"}, {"role": "user", "content": "Where?"}]
     assert one(played, "there") == StepResult([{"role": "user", "content": "not there"}])
@@ -94,7 +99,7 @@ class Counter:
 
 
 def test_trl() -> None:
-    played = environment("Counter", {"max_turns": 3})
+    played = environment("Counter", max_turns=3)
     (tool,) = played.tools  # type: ignore[attr-defined]
     assert tool["function"] == {
         "name": "add",
@@ -110,14 +115,10 @@ def test_trl() -> None:
     }
     assert played.reset([{"prompt": "Count to 10.", "start": 4}], [0]) == ["Count to 10. It is at 4."]
     answered = one(played, "", ToolCall("add", {"amount": 3, "times": 2}, "c1"), ToolCall("sub", {}))
+    error = "error: there is no tool 'sub'; there is add"
     assert answered.observation == [
         {"role": "tool", "name": "add", "tool_call_id": "c1", "content": "at 10"},
-        {
-            "role": "tool",
-            "name": "sub",
-            "tool_call_id": "",
-            "content": "error: there is no tool 'sub'; there is add",
-        },
+        {"role": "tool", "name": "sub", "tool_call_id": "", "content": error},
     ]
     assert one(played, "done") == StepResult(reward=1.0, done=True, info={"calls": 2, "call_errors": 1})
     assert played.reset([{"prompt": "Count.", "start": 0}], [0]) == [None]
@@ -139,14 +140,14 @@ class Echoing:
 
 
 def test_nemo_rl() -> None:
-    played = environment("Echoing", {"suffix": "!"})
+    played = environment("Echoing", suffix="!")
     rows = [{"prompt": "p", "extra_env_info": {"length": length}} for length in (2, 4)]
     assert played.reset(rows, [0, 0]) == [None, None]
     first, second = played.step([Action("a"), Action("b")])
     assert first == StepResult([{"role": "environment", "content": "a!"}], 2.0, True)
     assert second == StepResult([{"role": "environment", "content": "b!"}], 1.0, False)
     first, second = played.step([None, Action("c")])
-    assert first is None and second is not None and second.done
+    assert first is None and second.done
 
 
 @dataclass
@@ -181,7 +182,7 @@ EchoEnvironment.step.__annotations__["action"] = EchoAction
 
 
 def test_openenv_in_this_process() -> None:
-    played = environment("EchoEnvironment", {"make": {"reward": 2.0}, "reset_columns": ["topic"]})
+    played = environment("EchoEnvironment", make={"reward": 2.0}, reset_columns=["topic"])
     (first,) = played.reset([{"prompt": "Echo.", "topic": "cats"}], [7])
     assert first == 'Echo.\n{"echoed": "seed 7 cats"}'
     assert one(played, '{"message": "stop"}').done
@@ -206,10 +207,8 @@ class HttpHandler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         kind = self.path.removeprefix("/")
         try:
-            answer, status = (
-                served({"type": kind, "data": body["action"] if kind == "step" else body}, self.played),
-                200,
-            )
+            message = {"type": kind, "data": body["action"] if kind == "step" else body}
+            answer, status = served(message, self.played), 200
         except TypeError as error:
             answer, status = {"detail": str(error)}, 422
         content = json.dumps(answer).encode()
@@ -257,8 +256,8 @@ def web_socket_url() -> Iterator[str]:
 
 @pytest.mark.parametrize(("scheme", "reward"), [("http", 1.0), ("ws", 3.0)])
 def test_openenv_by_url(scheme: str, reward: float, http_url: str, web_socket_url: str) -> None:
-    options = {"observation_key": "echoed", "reset_columns": ["topic"]}
-    played = environment({"http": http_url, "ws": web_socket_url}[scheme], options)
+    url = {"http": http_url, "ws": web_socket_url}[scheme]
+    played = environment(url, observation_key="echoed", reset_columns=["topic"])
     assert played.reset([{"topic": "dogs"}, {"topic": "cats"}], [1, 2]) == ["seed 1 dogs", "seed 2 cats"]
     results = played.step([Action("hey"), Action("stop")])
     assert results == [StepResult("hey", reward), StepResult("stop", reward, True)]
@@ -325,7 +324,7 @@ def play(function: str, options: Mapping[str, Any], turns: Sequence[Action]) -> 
 
     async def played() -> tuple[list[TokenIds], StepResult]:
         factory: dict[str, Any] = {"model_path": str(WARMED_UP), "sampling": {"temperature": 0.7}}
-        environment_: Any = environment(function, options, **factory)
+        environment_: Any = environment(function, factory, **options)
         (result,) = await environment_.reset([{"prompt": "1+2=", "label": ",3"}], [0])
         asked = []
         for turn in turns:
@@ -379,7 +378,6 @@ def test_turns_of_one_episode_are_drawn_one_after_the_other() -> None:
         asked: list[TokenIds | None] = []
         while (step := await episode.next())[0] is not None:
             asked.append(step[0])
-            assert step[0] is not None
             episode.answer(Action("", ids=(step[0].ids[0] + 10,)))
         return asked, step[1]
 
@@ -390,11 +388,7 @@ def test_turns_of_one_episode_are_drawn_one_after_the_other() -> None:
 def test_names_of_every_form(tmp_path: Path) -> None:
     file = tmp_path / "my_game.py"
     file.write_text("from tests.support.user_environments import Counting as Game\n")
-    for name in (
-        f"{file}:Game",
-        "tests.support.user_environments:Counting",
-        "tests.support.user_environments.Counting",
-    ):
+    for name in (f"{file}:Game", *(f"tests.support.user_environments{mark}Counting" for mark in ":.")):
         assert load_environment(EnvironmentFactory(name))().reset([{"name": "n"}], [1]) == ["hello n 1 of 1"]
     for name, expected in (
         ("no_such_game", "is unknown; expected agent, calculator, guess_number, python, "),
@@ -421,8 +415,8 @@ def test_the_pages_own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """docs/environments.md: it has no more than 40 lines, with rows and config, and is played."""
     page = (Path(__file__).resolve().parents[2] / "docs" / "environments.md").read_text()
     blocks = re.findall(r"```(?:python|json|yaml)\n(.*?)```", page, re.DOTALL)
-    code, rows, config, trial = blocks
-    assert sum(len(block.splitlines()) for block in (code, rows, config)) <= 40
+    code, rows, _, trial = blocks
+    assert sum(len(block.splitlines()) for block in blocks[:3]) <= 40
     (tmp_path / "spelling.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     row = json.loads(rows.splitlines()[0])
@@ -438,25 +432,11 @@ DOWN, RIGHT = 1, 2
 WAY_OVER_THE_LAKE = (DOWN, DOWN, RIGHT, RIGHT, DOWN, RIGHT)
 
 
-def gymnasium_environment(function: str, **options: Any) -> Environment:
-    return load_environment(EnvironmentFactory(function, options))()
-
-
-def step(played: Environment, *texts: str | None) -> list[StepResult | None]:
-    return list(played.step([None if text is None else Action(text) for text in texts]))
-
-
-def one_result(played: Environment, text: str) -> StepResult:
-    (result,) = step(played, text)
-    assert result is not None
-    return result
-
-
 def test_frozen_lake_is_won_by_numbers() -> None:
-    lake = gymnasium_environment("gymnasium:FrozenLake-v1", make={"is_slippery": False})
+    lake = environment("gymnasium:FrozenLake-v1", make={"is_slippery": False})
     (first,) = lake.reset([{}], [0])
     assert first == "[S]FFF\nFHFH\nFFFH\nHFFG\nAnswer with a number from 0 to 3."
-    results = [one_result(lake, f"I take {action}.") for action in WAY_OVER_THE_LAKE]
+    results = [one(lake, f"I take {action}.") for action in WAY_OVER_THE_LAKE]
     assert [result.done for result in results] == [False] * 5 + [True]
     assert results[0].observation == "  (Down)\nSFFF\n[F]HFH\nFFFH\nHFFG"
     assert sum(result.reward for result in results) == 1.0
@@ -465,40 +445,40 @@ def test_frozen_lake_is_won_by_numbers() -> None:
 
 def test_frozen_lake_is_lost_by_names() -> None:
     names = ["left", "down", "right", "up"]
-    lake = gymnasium_environment("gymnasium:FrozenLake-v1", make={"is_slippery": False}, action_names=names)
+    lake = environment("gymnasium:FrozenLake-v1", make={"is_slippery": False}, action_names=names)
     (first,) = lake.reset([{"prompt": "You are on a lake."}], [0])
     assert str(first).startswith("You are on a lake.\n[S]FFF")
-    assert not one_result(lake, "not left but Down").done
-    lost = one_result(lake, "right")
+    assert not one(lake, "not left but Down").done
+    lost = one(lake, "right")
     assert (lost.done, lost.reward) == (True, 0.0)
 
 
 def test_what_is_no_action_is_asked_for_again_or_ends_the_episode() -> None:
-    lake = gymnasium_environment("gymnasium:FrozenLake-v1")
+    lake = environment("gymnasium:FrozenLake-v1")
     lake.reset([{}], [0])
     for text in ("nowhere", "7", "-1", "1.5"):
-        assert one_result(lake, text) == StepResult("Answer with a number from 0 to 3.", info={"invalid_actions": 1})
-    strict = gymnasium_environment("gymnasium:FrozenLake-v1", on_invalid="end")
+        assert one(lake, text) == StepResult("Answer with a number from 0 to 3.", info={"invalid_actions": 1})
+    strict = environment("gymnasium:FrozenLake-v1", on_invalid="end")
     strict.reset([{}], [0])
-    assert one_result(strict, "nowhere").done
+    assert one(strict, "nowhere").done
 
 
 @pytest.mark.parametrize("vectorization", ["sync", "vector_entry_point"])
 def test_a_batch_is_one_vector_environment(vectorization: str) -> None:
-    poles = gymnasium_environment("gymnasium:CartPole-v1", vectorization=vectorization)
+    poles = environment("gymnasium:CartPole-v1", vectorization=vectorization)
     seeds_each = vectorization == "sync"
     first = poles.reset([{}, {}, {"seed": 1}], [1, 2, 3])
     numbers = [list(map(float, re.findall(r"-?\d[\d.e-]*", str(text).splitlines()[0]))) for text in first]
     assert [len(state) for state in numbers] == [4, 4, 4]
     assert (first[0] == first[2]) == seeds_each and first[0] != first[1]
-    results = step(poles, "0", "pass", "0")
-    assert (results[0] == results[2]) == seeds_each and results[0] is not None and results[0].reward == 1.0
-    assert results[1] is not None and results[1].done, "a vector environment cannot wait for one of its episodes"
+    results = step_each(poles, "0", "pass", "0")
+    assert (results[0] == results[2]) == seeds_each and results[0].reward == 1.0
+    assert results[1].done, "a vector environment cannot wait for one of its episodes"
     for _ in range(30):
-        results = step(poles, "0", None, "1")
-        if results[0] is not None and results[0].done:
+        results = step_each(poles, "0", None, "1")
+        if results[0].done:
             break
-    assert results[1] is None and results[2] is not None and not results[2].done, "pushed to one side it falls"
+    assert results[1] is None and not results[2].done, "pushed to one side it falls"
     again = poles.reset([{}] * 3, [1, 2, 1])
     assert again == first
     assert len(poles.reset([{}], [1])) == 1, "the last batch may be smaller"
@@ -506,11 +486,11 @@ def test_a_batch_is_one_vector_environment(vectorization: str) -> None:
 
 
 def test_numbers_are_actions_where_a_space_has_them() -> None:
-    pendulum = gymnasium_environment("gymnasium:Pendulum-v1")
+    pendulum = environment("gymnasium:Pendulum-v1")
     (first,) = pendulum.reset([{}], [3])
     assert str(first).endswith("\nAnswer with 1 numbers.")
-    assert one_result(pendulum, "I push with -1.5").observation != first
-    assert one_result(pendulum, "9").info == {"invalid_actions": 1}, "beyond the space's bounds"
+    assert one(pendulum, "I push with -1.5").observation != first
+    assert one(pendulum, "9").info == {"invalid_actions": 1}, "beyond the space's bounds"
 
 
 def shout(observation: Any) -> str:
@@ -543,11 +523,11 @@ class Corridor:
 
 def test_a_users_class_with_functions_of_the_user() -> None:
     names = {"render": f"{__name__}:shout", "parse": f"{__name__}:read_backwards"}
-    corridor = gymnasium_environment(f"{__name__}:Corridor", make={"length": 12}, **names)
+    corridor = environment("Corridor", make={"length": 12}, **names)
     (first,) = corridor.reset([{"prompt": [{"role": "user", "content": "Go."}], "reset_options": {"place": 1}}], [0])
     assert first == [{"role": "user", "content": "Go."}, {"role": "user", "content": "AT 1!"}]
-    assert one_result(corridor, "01") == StepResult("AT 11!", 0.5, False, {"invalid_actions": 0, "place": 11})
-    assert one_result(corridor, "1").done
+    assert one(corridor, "01") == StepResult("AT 11!", 0.5, False, {"invalid_actions": 0, "place": 11})
+    assert one(corridor, "1").done
 
 
 @pytest.mark.parametrize(
@@ -560,7 +540,7 @@ def test_a_users_class_with_functions_of_the_user() -> None:
 )
 def test_refusals(function: str, options: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(expected)}"):
-        gymnasium_environment(function, **options)
+        environment(function, **options)
 
 
 def test_texts_of_observations() -> None:

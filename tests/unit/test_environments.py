@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,11 +42,8 @@ def start() -> Iterator[Start]:
 
     yield started
     for host in hosts:
-        live = [
-            [len(batch.live) for batch in {*host._batches.values()} if batch.place == n]
-            for n in range(len(host._loads))
-        ]
-        assert host._loads == [*map(sum, live)]
+        live = Counter(batch.place for batch in {*host._batches.values()} for _ in batch.live)
+        assert host._loads == [live[place] for place in range(len(host._loads))]
         host.close()
 
 
@@ -158,7 +156,6 @@ def test_what_it_prints_is_no_answer(misbehaving: EnvironmentHost) -> None:
 def test_a_traceback_tells_where(misbehaving: EnvironmentHost) -> None:
     begin(misbehaving, 1)
     (event,) = act(misbehaving, e1="raises")
-    assert event.failure is not None
     assert "user_environments.py" in event.failure.traceback and "worker.py" not in event.failure.traceback
 
 
@@ -177,12 +174,18 @@ def test_equal_failures_are_said_once(start: Start, caplog: pytest.LogCaptureFix
     assert other.alike != EpisodeFailure("error", other.description.replace("open", "read")).alike
 
 
+def wait_for_end(process: str) -> None:
+    """Waits until the process has ended."""
+    deadline = time.monotonic() + LONG_S
+    while not has_ended(process):
+        assert time.monotonic() < deadline
+
+
 def test_a_hang_is_killed_with_what_it_started_and_costs_its_neighbours_too(start: Start) -> None:
     host = start("Misbehaving", step_s=0.5, start_s=30.0)
     begin(host, 1, 2)
     (spawned,) = act(host, e2="spawns")
     hanging = host._workers[0].process
-    assert hanging is not None
     host.act(1, Action("hangs"))
     host.act(2, Action("stop"))
     host.begin(3, {}, 0)
@@ -190,10 +193,7 @@ def test_a_hang_is_killed_with_what_it_started_and_costs_its_neighbours_too(star
     assert [event.failure and event.failure.kind for event in events] == ["step_time", "neighbour", None]
     assert "step took longer than 0.5 s (env.step_timeout_s)" in str(events[0].failure)
     assert events[2].observation == "what now", "it had not begun, so it begins in the new process"
-    child = process_here(int(str(spawned.observation)))
-    deadline = time.monotonic() + LONG_S
-    while not has_ended(child):
-        assert time.monotonic() < deadline
+    wait_for_end(process_here(int(str(spawned.observation))))
     assert hanging.poll() is not None
     (last,) = act(host, e3="stop")
     assert last.done and last.failure is None
@@ -218,7 +218,6 @@ def test_a_process_that_ends_costs_its_episodes(start: Start) -> None:
     assert (ended.episode, lost.episode) == (1, 3)
     assert act(host, e2="stop")[0].failure is None
     process = host._workers[1].process
-    assert process is not None
     begin(host, 4)
     assert [batch.place for batch in host._batches.values()] == [0]
     begin(host, 5)
@@ -354,13 +353,10 @@ def test_processes_end_with_the_rank_that_owns_them() -> None:
         "host.wait(60)\n"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as rank:
-        assert rank.stdout is not None
         worker = process_here(int(rank.stdout.readline()))
         assert not has_ended(worker)
         rank.kill()
-    deadline = time.monotonic() + LONG_S
-    while not has_ended(worker):
-        assert time.monotonic() < deadline
+    wait_for_end(worker)
 
 
 def test_a_function_may_build_it(start: Start) -> None:

@@ -5,13 +5,13 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.algorithms.advantages import with_gae
 from rltrain.data.experience import FIELDS, SIBLINGS_APART, mini_batch_of
 from rltrain.environments.batch import EpisodeEvent, EpisodeFailure
 from rltrain.environments.interface import Action, Row, TokenIds, Trajectory
@@ -30,7 +30,7 @@ from rltrain.rollout.generation_loop import LeaderDecision
 from rltrain.rollout.groups import PromptGroups
 from rltrain.rollout.rollout_state import RolloutState
 from rltrain.rollout.sample import Sample, SampleGroup, Status, pack_groups
-from tests.support.packed_experience import packed_experience
+from tests.support.scripted_engine import ScriptedEngine
 from tests.through_json import through_json
 
 SAMPLING = SamplingParams(1.0, 1.0, 0, 20, ())
@@ -116,9 +116,8 @@ def test_no_groups_are_experience_too():
     for experience in (nothing, something):
         for name, values in experience.columns().items():
             assert values.dtype is FIELDS[name][0], name
-            assert values.shape == torch.Size(
-                [experience.num_samples if FIELDS[name][1] == "sample" else len(experience.tokens)]
-            )
+            count = experience.num_samples if FIELDS[name][1] == "sample" else experience.num_tokens
+            assert values.shape == (count,)
 
 
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=6), st.sampled_from([(4, 1), (4, 2), (4, 4), (4, 8), (1, 2)]))
@@ -138,40 +137,11 @@ def test_every_sample_is_in_one_mini_batch_and_each_takes_some_of_every_large_gr
                 assert set(found[groups == group].tolist()) == set(range(num_mini_batches))
 
 
-def test_equal_groups_are_cut_as_ever():
-    groups = torch.repeat_interleave(torch.arange(3), 4)
-    assert mini_batch_of(groups, 3, 4, 2, 1).tolist() == [0, 0, 1, 1] * 3
-
-
-def test_rewards_of_turns_stand_at_their_ends_in_gae():
-    """By the recursion of the paper, backwards over the tokens that the model drew."""
-    experience = packed_experience([(2, 6), (1, 3)], seed=1)
-    mask = experience.response_mask.clone()
-    mask[4] = False  # the environment's, between two turns
-    turn_rewards = torch.zeros(experience.num_tokens)
-    turn_rewards[3], turn_rewards[7] = 0.5, -0.25
-    rewards = torch.tensor([0.25 + 1.0, 2.0])  # another 1.0 that came with no turn
-    gamma, lam = 0.9, 0.8
-    experience = experience.with_fields(response_mask=mask, turn_rewards=turn_rewards, rewards=rewards)
-    found = with_gae(experience, gamma=gamma, lam=lam)
-    expected = torch.zeros(experience.num_tokens, dtype=torch.float64)
-    for first, end, rest in ((0, 8, 1.0), (8, 12, 2.0)):
-        advantage = next_value = 0.0
-        drawn = [token for token in range(first, end) if mask[token]]
-        for token in reversed(drawn):
-            reward = float(turn_rewards[token]) + (rest if token == drawn[-1] else 0.0)
-            value = float(experience.values[token])
-            advantage = reward + gamma * next_value - value + gamma * lam * advantage
-            expected[token], next_value = advantage, value
-    torch.testing.assert_close(found.advantages.double(), expected, atol=1e-6, rtol=1e-6)
-
-
 def drawn_by_turns(number: int, prompt: tuple[int, ...], turns: list[tuple[int, ...]]) -> Sample:
     sample = Sample(number, prompt, seed=5)
     for turn in turns:
-        count = len(turn)
         sample = sample.observed((90,)) if sample.tokens else sample
-        sample = sample.drawn(turn, [-1.0] * count, [3] * count, Status.STOPPED)
+        sample = sample.drawn(turn, [-1.0] * len(turn), [3] * len(turn), Status.STOPPED)
     return sample
 
 
@@ -181,12 +151,9 @@ def test_a_context_that_does_not_go_on_begins_another_trajectory():
     assert (closed.id, closed.turn_rewards, closed.status) == (7 + SIBLINGS_APART, (0.5,), Status.STOPPED)
     assert (new.id, new.prompt, new.tokens, new.parent) == (7, (1, 2, 5, 9), (), closed.id)
     assert new.seed != sample.seed and new.episode == closed.episode == 7
-    again, second = Observed(7, tokens=(4,), branches=True).applied_to(drawn_from(new), max_turn_tokens=None)
+    new = new.drawn((8,), (-0.5,), (3,), Status.STOPPED)
+    again, second = Observed(7, tokens=(4,), branches=True).applied_to(new, max_turn_tokens=None)
     assert second.id == 7 + 2 * SIBLINGS_APART and again.parent == second.id
-
-
-def drawn_from(sample: Sample) -> Sample:
-    return sample.drawn((8,), (-0.5,), (3,), Status.STOPPED)
 
 
 def test_all_trajectories_of_an_episode_are_worth_what_it_was():
@@ -223,38 +190,22 @@ END = 7
 """The token that ends a turn."""
 
 
-class TurnEngine:
+class TurnEngine(ScriptedEngine):
     """Draws turns of random lengths, and keeps a log of all that it was given and drew, by sample."""
 
-    policy_version = 0
-
     def __init__(self, seed: int, num_slots: int) -> None:
-        self.random, self.num_slots = random.Random(seed), num_slots
-        self.unfinished: list[Sample] = []
+        super().__init__(lambda number: 0, num_slots)
+        self.random = random.Random(seed)
         self.log: dict[int, list[int]] = {}
         self.most_at_once = 0
         self.forgotten: set[int] = set()
 
-    @property
-    def num_unfinished(self) -> int:
-        return len(self.unfinished)
-
-    @property
-    def num_free_slots(self) -> int:
-        return max(self.num_slots - len(self.unfinished), 0)
-
-    @property
-    def num_usable(self) -> int:
-        return max(self.num_slots + 1 - len(self.unfinished), 0)
-
     def submit(self, samples: Sequence[Sample], sampling: SamplingParams) -> None:
         for sample in samples:
-            assert not sample.is_finished
-            assert sample.id not in [other.id for other in self.unfinished]
             known = self.log.setdefault(sample.id, [])
             assert [*sample.context[: len(known)]] == known, "what was drawn is never encoded again"
             known += sample.context[len(known) :]
-        self.unfinished += samples
+        super().submit(samples, sampling)
 
     def step(self) -> list[Sample]:
         running = self.unfinished[: self.num_slots]
@@ -266,10 +217,6 @@ class TurnEngine:
     def forget(self, ids: Sequence[int]) -> None:
         assert not set(ids) & {sample.id for sample in self.unfinished}
         self.forgotten |= set(ids)
-
-    def suspend(self) -> list[Sample]:
-        suspended, self.unfinished = self.unfinished, []
-        return suspended
 
     def _draw(self, sample: Sample) -> Sample:
         token = self.random.choice([1, 2, 3, END])
@@ -408,13 +355,19 @@ class SilentEnvironments:
         return events
 
 
+def silent(
+    environments: SilentEnvironments, count: int = 1, limits: TurnLimits = LIMITS, **more: Any
+) -> EnvironmentEpisodes:
+    """Returns the episodes of a group that has begun."""
+    episodes = EnvironmentEpisodes([environments], Letters(), limits, lambda row: {}, wait_for, **more)
+    samples = [Sample(number, (), seed=0) for number in range(count)]
+    episodes.begin(SampleGroup(0, 7, (*samples,)), samples)
+    return episodes
+
+
 @pytest.mark.parametrize("prompt", ["abc", "much too long"])
 def test_a_rows_own_prompt_is_encoded_with_what_environments_tell_of_besides(prompt):
-    episodes = EnvironmentEpisodes(
-        [SilentEnvironments()], Letters(), LIMITS, lambda row: {}, wait_for, own_prompt=lambda row: prompt
-    )
-    sample = Sample(0, (99,), seed=0)
-    episodes.begin(SampleGroup(0, 7, (sample,)), [sample])
+    episodes = silent(SilentEnvironments(), own_prompt=lambda row: prompt)
     (answer,) = episodes.answers(engine_is_idle=True)
     if prompt == "abc":
         assert answer == Observed(0, tokens=(10, 11, 12))
@@ -497,9 +450,7 @@ def test_a_turn_that_the_engine_could_not_draw_costs_its_episode(overlaps):
 @pytest.mark.parametrize("wanted", [0, -1, 1.5, "4", True, math.nan, [3], 4, 2**70, None])
 def test_an_environment_may_ask_for_a_number_of_tokens_alone(wanted):
     environments = SilentEnvironments()
-    episodes = EnvironmentEpisodes([environments], Letters(), LIMITS, lambda row: {}, wait_for)
-    sample = Sample(0, (99,), seed=0)
-    episodes.begin(SampleGroup(0, 7, (sample,)), [sample])
+    episodes = silent(environments)
     environments.pending = [EpisodeEvent(0, TokenIds((1, 2), {"max_new_tokens": wanted}))]
     (answer,) = episodes.answers(engine_is_idle=True)
     if wanted in (4, 2**70, None) and wanted is not True:
@@ -514,10 +465,7 @@ def test_an_environment_may_ask_for_a_number_of_tokens_alone(wanted):
 @pytest.mark.parametrize("shown", [TokenIds((1, 1000)), TokenIds((-1,)), "b"], ids=str)
 def test_an_observation_with_an_id_that_the_model_does_not_have_fails_its_episode(shown):
     environments = SilentEnvironments()
-    limits = replace(LIMITS, vocab_size=11)  # "a" is token 10
-    episodes = EnvironmentEpisodes([environments], Letters(), limits, lambda row: {}, wait_for)
-    samples = [Sample(number, (), seed=0) for number in range(2)]
-    episodes.begin(SampleGroup(0, 7, (*samples,)), samples)
+    episodes = silent(environments, 2, replace(LIMITS, vocab_size=11))  # "a" is token 10
     environments.pending = [EpisodeEvent(0, shown), EpisodeEvent(1, "a")]
     assert episodes.answers(engine_is_idle=True) == [Observed(0, Status.FAILED), Observed(1, Status.PENDING, (10,))]
     with pytest.raises(EpisodeError, match=r"the token id (1000|-1|11), and the model has ids 0 to 10"):
@@ -531,7 +479,6 @@ def test_conversations_go_on_from_a_checkpoint_where_their_episodes_do(seed, num
     environments, engine = RandomEnvironments(seed), TurnEngine(seed, num_slots=4)
     groups, positions = conversations(environments, engine, overlaps=overlaps), deque(range(4))
     finished = run(groups, positions, num_rounds)
-    assert groups.episodes is not None
     finished += groups.answer(groups.episodes.settle())
     file = RolloutState(begun=groups.state(), drawn=tuple(finished)).contents()
     state = RolloutState.from_contents(file)
@@ -554,12 +501,11 @@ def test_conversations_go_on_from_a_checkpoint_where_their_episodes_do(seed, num
 def test_a_job_in_which_no_environment_works_ends_with_the_first_failure():
     groups = conversations(RandomEnvironments(2, fails=1.0), TurnEngine(2, num_slots=4))
     run(groups, deque(range(4)))
-    assert groups.episodes is not None
     with pytest.raises(EpisodeError, match="all 12 episodes of the first step failed; .* failure was KeyError: 'x'"):
         groups.episodes.metrics()
     groups = conversations(RandomEnvironments(2, fails=0.5), TurnEngine(2, num_slots=4))
     run(groups, deque(range(4)))
-    assert groups.episodes is not None and 0 < groups.episodes.metrics()["env/failed"] < 12
+    assert 0 < groups.episodes.metrics()["env/failed"] < 12
 
 
 def test_in_turn_nobody_steps_while_the_engine_draws():
@@ -575,6 +521,5 @@ def test_in_turn_nobody_steps_while_the_engine_draws():
     draw(environments, engine, overlaps=False)
 
 
-@pytest.mark.parametrize("decision", [LeaderDecision(), LeaderDecision(claims=(1,))])
-def test_a_decision_says_whether_there_is_anything_to_do(decision):
-    assert bool(decision) == bool(decision.claims)
+def test_a_decision_says_whether_there_is_anything_to_do():
+    assert not LeaderDecision() and LeaderDecision(claims=(1,))

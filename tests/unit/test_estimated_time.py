@@ -45,20 +45,20 @@ LONG = {
 BATCHES = {**LONG["batch"], "mini_batches": 2}
 
 
-def step_of(placement=APART, world_size=16, workload=WORKLOAD, **sections):
-    job = job_of(qwen3_8b(), placement, world_size, **(LONG | sections))
-    return Clock(job, H100, workload).step()
+def long_job(placement=APART, world_size=16, **sections):
+    """Returns a job of Qwen3-8B with long responses."""
+    return job_of(qwen3_8b(), placement, world_size, **(LONG | sections))
+
+
+def step_of(placement=APART, world_size=16, **sections):
+    return Clock(long_job(placement, world_size, **sections), H100, WORKLOAD).step()
 
 
 def test_a_step_by_step_run_takes_its_tasks_one_after_another():
     step = step_of()
     assert step.step_s == pytest.approx(sum(step.tasks.values()), rel=1e-6)
-    assert step.busy["actor"] + step.busy["rollout"] == pytest.approx(1 + _both(step), rel=0.05)
-
-
-def _both(step):
-    """The share of a step in which actor and rollout work together."""
-    return sum(seconds for (_, roles), seconds in step.tasks.items() if len(roles) > 1) / step.step_s
+    together_s = sum(seconds for (_, roles), seconds in step.tasks.items() if len(roles) > 1)
+    assert step.busy["actor"] + step.busy["rollout"] == pytest.approx(1 + together_s / step.step_s, rel=0.05)
 
 
 def test_generation_ahead_is_hidden_behind_training_or_the_other_way():
@@ -95,7 +95,7 @@ def test_context_parallelism_costs_what_it_sends():
 
 
 def test_decoding_reads_weights_until_products_take_longer():
-    job = job_of(qwen3_8b(), APART, 16, **LONG)
+    job = long_job()
     few, some, many = (decode_step(job, H100, WORKLOAD, running) for running in (1, 2, 4096))
     assert some < 1.05 * few and many > 10 * few
     seconds = generation(job, H100, WORKLOAD, cache_bytes(rank_memories(job, H100)))
@@ -123,9 +123,13 @@ def experts_job(parallel, *, micro_batch_tokens=4096, num_ranks=64):
     return job_of(qwen3_30b_a3b(), placement, num_ranks + 8, actor=actor, **{**LONG, "batch": batch})
 
 
-def passes_of(job, **efficiency):
-    gpu = H100.model_copy(update={"efficiency": H100.efficiency.model_copy(update=efficiency)})
-    return TrainingTime(job, "actor", gpu, WORKLOAD).accumulating(1.0)
+def with_costs(**costs):
+    """Returns an H100 with some of its costs changed."""
+    return H100.model_copy(update={"efficiency": H100.efficiency.model_copy(update=costs)})
+
+
+def passes_of(job, **costs):
+    return TrainingTime(job, "actor", with_costs(**costs), WORKLOAD).accumulating(1.0)
 
 
 def test_experts_on_several_nodes_wait_for_the_network():
@@ -148,63 +152,58 @@ def test_few_tokens_for_each_expert_fill_no_tile():
 
 
 def test_reduction_beside_backward_costs_its_last_bucket():
-    apart, beside = (
-        Clock(job_of(qwen3_8b(), APART, 16, actor={"overlap": overlap}, **LONG), H100, WORKLOAD)
-        for overlap in (False, True)
-    )
-    hidden = apart.task("update", "actor") - beside.task("update", "actor")
-    twice = [
-        Clock(job_of(qwen3_8b(), APART, 16, actor={"overlap": overlap}, **{**LONG, "batch": BATCHES}), H100, WORKLOAD)
-        for overlap in (False, True)
-    ]
-    assert 0 < 2 * hidden < twice[0].task("update", "actor") - twice[1].task("update", "actor") < 3 * hidden
+    def hidden_s(**sections):
+        jobs = (long_job(actor={"overlap": overlap}, **sections) for overlap in (False, True))
+        apart, beside = (Clock(job, H100, WORKLOAD).task("update", "actor") for job in jobs)
+        return apart - beside
+
+    assert 0 < 2 * hidden_s() < hidden_s(batch=BATCHES) < 3 * hidden_s()
 
 
 @pytest.mark.parametrize("role", ["rollout", "inference"])
 def test_the_plan_of_a_sync_takes_no_less_than_any_could(role):
-    job = job_of(
-        qwen3_8b(), {"actor": "0-7", "rollout, reward, inference": "8-15"}, 16, actor={"parallel": {"tp": 4}}, **LONG
-    )
+    job = long_job({"actor": "0-7", "rollout, reward, inference": "8-15"}, actor={"parallel": {"tp": 4}})
     sync = PlannedSync(job, role)
     assert sync.prediction(H100).network >= sync.prediction(H100).network_bound
     assert least_sync_s(job, role, H100) <= sync.seconds(H100) * 1.01
 
 
 def test_lengths_are_halves_of_the_limits_unless_given():
-    config = job_of(qwen3_8b(), APART, 16, **LONG).config
+    config = long_job().config
     assert Workload.of(config) == Workload(512, 1000, 2000)
     assert Workload.of(config, 100, 300) == Workload(100, 300, 2000)
     with pytest.raises(ConfigError, match="--response-tokens.*2000"):
         Workload.of(config, None, 2001)
 
 
-def make_run(folder, took):
-    """An output_dir with metrics of three steps in which tasks took `took` times what is foretold."""
+def make_run(folder, **times):
+    """Makes an output_dir with such metrics."""
     model = folder / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(qwen3_config(Size(), 512, 0, 0)))
     job = job_of(qwen3_8b(), {"actor": 0, "rollout, reward": 1}, 2, model={"path": str(model)}, output_dir=str(folder))
     write_job(job.config, 2, 2)
-    return job.config
+    measure(folder, **times)
+
+
+def measure(folder, **times):
+    """Writes the metrics of a step in which tasks took so long."""
+    line = {"step": 3, "rollout/response_length_mean": 100, "rollout/response_length_max": 300}
+    line |= {f"perf/{name}": seconds for name, seconds in times.items()}
+    (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
 
 
 def test_a_measured_run_gives_the_factor_of_every_task(tmp_path):
-    config = make_run(tmp_path, 1)
-    line = {"step": 3, "perf/step_time_s": 1.0, "rollout/response_length_mean": 100, "rollout/response_length_max": 300}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({**line, "perf/update_s": 0.0}) + "\n")
+    make_run(tmp_path, step_time_s=1.0, update_s=0.0)
     assert calibration_of([tmp_path], H100).factors == {"update": 0.0}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({**line, "perf/generate_s": 7.0}) + "\n")
+    measure(tmp_path, step_time_s=1.0, generate_s=7.0)
     factor = calibration_of([tmp_path], H100).factors["generate"]
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({**line, "perf/generate_s": 14.0}) + "\n")
+    measure(tmp_path, step_time_s=1.0, generate_s=14.0)
     assert calibration_of([tmp_path], H100).factors["generate"] == pytest.approx(2 * factor)
-    assert config.steps == 10
 
 
 def test_what_a_measured_step_takes_beyond_its_tasks_is_added(tmp_path):
-    make_run(tmp_path, 1)
-    times = {"perf/update_s": 2.0, "perf/generate_s": 7.0, "perf/score_s": 0.5, "perf/weight_sync_s": 0.1}
-    line = {"step": 3, "rollout/response_length_mean": 100, "rollout/response_length_max": 300, **times}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({**line, "perf/step_time_s": 30.0}) + "\n")
+    make_run(tmp_path, step_time_s=30.0, update_s=2.0, generate_s=7.0, score_s=0.5, weight_sync_s=0.1)
     made = calibration_of([tmp_path], H100)
     job = job_of(qwen3_8b(), {"actor": "0", "rollout, reward": "1"}, 2)
     with_it, without = (Clock(job, H100, WORKLOAD, of).step().step_s for of in (made, Calibration(made.factors)))
@@ -212,11 +211,9 @@ def test_what_a_measured_step_takes_beyond_its_tasks_is_added(tmp_path):
 
 
 def test_a_task_that_was_not_measured_takes_the_factor_of_those_alike():
-    job = job_of(qwen3_8b(), APART, 16, **{**LONG, "loss": {"old_logprobs": "actor"}})
-    plain, slow = (
-        Clock(job, H100, WORKLOAD),
-        Clock(job, H100, WORKLOAD, Calibration({"reference_logprobs": 3.0, "update": 5.0})),
-    )
+    job = long_job(loss={"old_logprobs": "actor"})
+    factors = {"reference_logprobs": 3.0, "update": 5.0}
+    plain, slow = (Clock(job, H100, WORKLOAD, *made) for made in ((), (Calibration(factors),)))
     assert slow.task("actor_logprobs", "actor") == pytest.approx(3 * plain.task("actor_logprobs", "actor"))
     assert slow.task("generate", "rollout") == plain.task("generate", "rollout")
 
@@ -227,7 +224,7 @@ def test_a_folder_that_no_run_left_is_refused(tmp_path):
 
 
 def test_search_proposes_what_fits_fastest_first():
-    job = job_of(qwen3_8b(), {"actor, rollout, reward": "0-7"}, 8, **LONG)
+    job = long_job({"actor, rollout, reward": "0-7"}, 8)
     found = proposals(job, H100, WORKLOAD, Calibration(), anything)
     again = proposals(job, H100, WORKLOAD, Calibration(), anything)
     assert found and [made.keys for made in found] == [made.keys for made in again]
@@ -239,11 +236,11 @@ def test_search_proposes_what_fits_fastest_first():
 def test_models_that_tell_the_reward_take_room_and_time():
     placement = {"actor": "0-7", "rollout, reward": "8-11", "reward_model, judge": "12-15"}
     judge = {"parallel": {"tp": 4}, "sampling": {"max_response_tokens": 400}}
-    job = job_of(qwen3_8b(), placement, 16, judge=judge, **LONG)
+    job = long_job(placement, judge=judge)
     clock = Clock(job, H100, WORKLOAD)
     scored, judged = clock.task("model_scores", "reward_model"), clock.task("verdicts", "judge")
     assert 0.1 < scored < judged, "reading is quick, and answering takes token after token"
-    longer = job_of(qwen3_8b(), placement, 16, judge=judge | {"sampling": {"max_response_tokens": 800}}, **LONG)
+    longer = long_job(placement, judge=judge | {"sampling": {"max_response_tokens": 800}})
     assert Clock(longer, H100, WORKLOAD).task("verdicts", "judge") > judged
     (shared,) = (memory for memory in rank_memories(job, H100) if "judge" in memory.kind.roles)
     assert shared.parts["judge", "weights"] == pytest.approx(16.4e9 / 4, rel=0.05)
@@ -253,13 +250,8 @@ def test_models_that_tell_the_reward_take_room_and_time():
 
 
 def test_steps_and_micro_batches_cost_something_however_few_tokens_they_have():
-    def with_costs(**costs):
-        return H100.model_copy(update={"efficiency": H100.efficiency.model_copy(update=costs)})
-
     def seconds(gpu, ranks="0-7", **actor):
-        job = job_of(
-            qwen3_8b(), {"actor": ranks, "rollout, reward": "8-15"}, 16, **{**LONG, "batch": BATCHES}, actor=actor
-        )
+        job = long_job({"actor": ranks, "rollout, reward": "8-15"}, batch=BATCHES, actor=actor)
         time = TrainingTime(job, "actor", gpu, Workload(100, 400, 400))
         return time.accumulating(1.0), time.optimizer_steps()
 
@@ -273,10 +265,9 @@ def test_steps_and_micro_batches_cost_something_however_few_tokens_they_have():
 
 
 def test_cores_of_a_cpu_crowd_each_other():
-    crowded = H100.model_copy(update={"efficiency": H100.efficiency.model_copy(update={"crowding": 1.5})})
-    several, one = {"actor": "0-7", "rollout, reward": "8-15"}, {"actor": "0", "rollout, reward": "8"}
-    for placement, factor in ((several, 1.5), (one, 1.0)):
-        job = job_of(qwen3_8b(), placement, 16, **LONG)
+    crowded = with_costs(crowding=1.5)
+    for placement, factor in ((APART, 1.5), ({"actor": "0", "rollout, reward": "8"}, 1.0)):
+        job = long_job(placement)
         alone, beside = (Clock(job, gpu, WORKLOAD).task("generate", "rollout") for gpu in (H100, crowded))
         assert beside - 0.02 == pytest.approx(factor * (alone - 0.02))
 
@@ -285,8 +276,7 @@ def test_attention_in_float32_is_paid_for_with_padding():
     assert (SHORT_TOKENS, SHORTEST_FRACTION) == (packed_attention.SHORT_TOKENS, packed_attention.SHORTEST_FRACTION)
 
     def seconds(dtype, longest):
-        model = {"path": "m", "dtype": dtype}
-        job = job_of(qwen3_8b(), APART, 16, model=model, **LONG)
+        job = long_job(model={"path": "m", "dtype": dtype})
         workload = Workload(prompt=8, response=16, longest_response=longest)
         return TrainingTime(job, "actor", H100, workload).accumulating(1.0)
 
@@ -299,17 +289,15 @@ def test_gradients_of_frozen_matrices_are_not_paid_for():
     """Next to no time goes into anything but products and attention in a large dense model."""
 
     def seconds(lora):
-        job = job_of(qwen3_8b(), APART, 16, **{**LONG, "model": {"path": "m", "lora": lora}})
+        job = long_job(model={"path": "m", "lora": lora})
         return TrainingTime(job, "actor", H100, Workload(100, 400, 400)).accumulating(1.0)
 
     assert seconds({"rank": 16}) / seconds(None) == pytest.approx(2 / 3, abs=0.03)
 
 
 def test_a_sync_of_what_changed_is_told_by_the_bytes_that_it_sends():
-    place = {"actor": "0-7", "rollout, reward": "8-15"}
-    full, delta = (
-        PlannedSync(job_of(qwen3_8b(), place, 16, weight_sync={"delta": made})) for made in (None, {"full_every": 50})
-    )
+    jobs = (job_of(qwen3_8b(), APART, 16, weight_sync={"delta": made}) for made in (None, {"full_every": 50}))
+    full, delta = map(PlannedSync, jobs)
     assert sent_share(full.job) == 1 and sent_share(delta.job) < 0.1
     assert full.seconds(H100) - delta.seconds(H100) > 0.9 * full.prediction(H100).network
     together = job_of(qwen3_8b(), {"actor, rollout, reward": "0-7"}, 8, weight_sync={"delta": {}})
