@@ -205,8 +205,6 @@ def counted_flops(model, *, backward):
 
 @pytest.mark.parametrize("name", COUNTED)
 def test_equal_to_torchs_count(name, tmp_path):
-    import transformers
-
     config = tiny_config(name, SHAPE)
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
