@@ -13,13 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rltrain.rollout import generation_loop as tickets_module
-from rltrain.rollout.generation_loop import (
-    CompletionLog,
-    Finished,
-    SharedAssignment,
-    StaticAssignment,
-    StreamRules,
-)
+from rltrain.rollout.generation_loop import CompletionLog, Finished, SharedAssignment, StaticAssignment, StreamRules
 from rltrain.rollout.rollout_state import Consumed
 from rltrain.runtime.job_store import POLL_S, poll
 from tests.support.generation_loops import NUM_SAMPLES, Chunk, Setting, positions
@@ -78,11 +72,7 @@ def test_an_engine_that_holds_none_of_a_chunk_learns_of_it_all_the_same(store):
 
 def test_a_fast_engine_takes_prompts_from_a_slow_one(store):
     setting = Setting(
-        per_step=24,
-        num_engines=2,
-        length_of=lambda number: 5,
-        step_s=lambda engine: [5e-3, 5e-4][engine],
-        num_slots=2,
+        per_step=24, num_engines=2, length_of=lambda number: 5, step_s=lambda engine: [5e-3, 5e-4][engine], num_slots=2
     )
     slow, fast = setting.run(store)
     assert_all_drawn_once([slow, fast], 24)

@@ -23,9 +23,7 @@ from rltrain.rewards.scorer import PendingScores, Scorer, Scores
 from rltrain.roles.group_scoring import GroupScoring
 from rltrain.roles.reward_statistics import RewardStatistics
 from rltrain.roles.role import SampleLog
-from rltrain.rollout.generation_loop import (
-    GenerationLoop,
-)
+from rltrain.rollout.generation_loop import GenerationLoop
 from rltrain.rollout.groups import DropCount, ReadySamples, Selection, Verdict
 from rltrain.rollout.rollout_state import EngineStart, RolloutState, share_out
 from rltrain.rollout.sample import Sample, SampleGroup, Status, pack_groups
@@ -126,10 +124,7 @@ def test_those_with_the_fewest_turns_made_come_first_and_of_these_who_waits_long
 
 
 @settings(max_examples=50, derandomize=True, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(1, 6), st.lists(st.integers(0, 5), max_size=6)), max_size=30),
-    st.data(),
-)
+@given(st.lists(st.tuples(st.integers(1, 6), st.lists(st.integers(0, 5), max_size=6)), max_size=30), st.data())
 def test_nobody_is_overtaken_by_more_than_its_turns_allow(
     arrivals: list[tuple[int, list[int]]], data: st.DataObject
 ) -> None:

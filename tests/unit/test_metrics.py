@@ -124,8 +124,7 @@ class FakeWandb(SimpleNamespace):
 
 
 @pytest.mark.parametrize(
-    ("keys", "has_key", "mode"),
-    [({}, False, "offline"), ({}, True, "online"), ({"mode": "offline"}, True, "offline")],
+    ("keys", "has_key", "mode"), [({}, False, "offline"), ({}, True, "online"), ({"mode": "offline"}, True, "offline")]
 )
 def test_wandb_gets_every_step_and_is_offline_without_a_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, str], has_key: bool, mode: str

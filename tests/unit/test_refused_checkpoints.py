@@ -105,10 +105,7 @@ without_tensor, without_entry = rewriting(lambda tensors: tensors.pop(UP)), rein
 # mistake -> (what makes it, words of the message)
 MISTAKES: dict[str, tuple[Change, list[str]]] = {
     "a file cut short": (cut_short, ["damaged or cut short", "-00002-of-"]),
-    "a missing file": (
-        lambda folder: files_of(folder)[1].unlink(),
-        ["does not exist", "incomplete", "-00002-of-"],
-    ),
+    "a missing file": (lambda folder: files_of(folder)[1].unlink(), ["does not exist", "incomplete", "-00002-of-"]),
     "a tensor that is not in its file": (without_tensor, [f"lacks tensor {UP}", "[48, 32]"]),
     "a tensor that the index lacks": (without_entry, ["lacks 1 tensors", UP]),
     "a tensor that file and index lack": (both(without_tensor, without_entry), ["lacks 1 tensors", UP]),
@@ -122,14 +119,8 @@ MISTAKES: dict[str, tuple[Change, list[str]]] = {
         ["1 tensors that the index does not place there: extra"],
     ),
     "a type that is no float": (retyped(torch.int8), [UP, "of type I8", "BF16"]),
-    "several types": (
-        retyped(torch.float16),
-        ["float32 (model.embed_tokens.weight)", f"float16 ({UP})", "--dtype"],
-    ),
-    "another vocabulary": (
-        configured(vocab_size=140),
-        ["model.embed_tokens.weight has shape [131, 32]", "[140, 32]"],
-    ),
+    "several types": (retyped(torch.float16), ["float32 (model.embed_tokens.weight)", f"float16 ({UP})", "--dtype"]),
+    "another vocabulary": (configured(vocab_size=140), ["model.embed_tokens.weight has shape [131, 32]", "[140, 32]"]),
     "an unknown architecture": (configured(model_type="rwkv"), ['"rwkv"', "model_type", "qwen3"]),
     "no config.json": (lambda folder: (folder / "config.json").unlink(), ["config.json does not exist"]),
     "no index": (lambda folder: (folder / INDEX).unlink(), ["neither model.safetensors nor"]),

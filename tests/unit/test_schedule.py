@@ -200,11 +200,7 @@ def test_gradients_wait_for_the_whole_step_where_its_advantages_are_whitened():
 
 def test_a_critic_that_does_not_accumulate_gets_all_returns_before_its_update():
     order = order_of(
-        steps=1,
-        algorithm="ppo",
-        placement=PPO,
-        batch={"mini_batches": 2},
-        schedule={"mode": "pipelined", "chunks": 2},
+        steps=1, algorithm="ppo", placement=PPO, batch={"mini_batches": 2}, schedule={"mode": "pipelined", "chunks": 2}
     )
     update = position(order, "update_critic", 0)
     assert [str(entry) for _, entry in order.items(update - 2, update)] == [

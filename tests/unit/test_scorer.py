@@ -78,8 +78,7 @@ def test_exact_match_runs_in_this_process() -> None:
 
 
 @pytest.mark.parametrize(
-    ("response", "value"),
-    [("true", 1.0), ("int", 3.0), ("half", 0.5), ("numpy", 0.25), ("numpy_bool", 1.0)],
+    ("response", "value"), [("true", 1.0), ("int", 3.0), ("half", 0.5), ("numpy", 0.25), ("numpy_bool", 1.0)]
 )
 def test_numbers_of_any_kind_are_rewards(misbehaving: OneFunction, response: str, value: float) -> None:
     assert misbehaving.score(samples(response)) == Scores([value], num_errors=0, num_timeouts=0)

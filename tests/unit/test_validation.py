@@ -187,10 +187,7 @@ REFUSED = {
         ["schedule.chunks: 3"],
     ),
     "chunks smaller than a role's number of replicas": (
-        {
-            "placement": {"actor,reference": "0-2", "rollout,reward": 3},
-            "schedule": {"mode": "pipelined", "chunks": 16},
-        },
+        {"placement": {"actor,reference": "0-2", "rollout,reward": 3}, "schedule": {"mode": "pipelined", "chunks": 16}},
         "schedule.chunks: got 16: chunks of 2 prompts are too few for the 3 data-parallel replicas of actor",
         ["schedule.chunks: 8"],
     ),
