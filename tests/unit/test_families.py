@@ -50,17 +50,9 @@ MODELS = {
     "nemotron": classes("Nemotron"),
     "qwen3_5_text": classes("Qwen3_5", "TextConfig", full_attention_interval=2),
 }
-SIZES = {
-    "hidden_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 20,
-    "vocab_size": 50,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-}
+SIZES = json.loads("""{"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "intermediate_size": 20, "vocab_size": 50, "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-05}""")
 ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 12}
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 LATENT |= {"num_key_value_heads": 4}
@@ -197,20 +189,9 @@ def test_reads_experts_that_transformers_4_wrote(tmp_path: Path) -> None:
 
 
 # The keys of Moonlight-16B-A3B's config.json that tell it from DeepSeek-V3's, as its authors wrote them.
-OLD_MOONLIGHT = {
-    **OLD_DEEPSEEK,
-    "q_lora_rank": None,
-    "n_shared_experts": 2,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 2.446,
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "rope_theta": 50000.0,
-    "rope_scaling": None,
-}
+OLD_MOONLIGHT = OLD_DEEPSEEK | json.loads("""{"q_lora_rank": null, "n_shared_experts": 2, "first_k_dense_replace": 1,
+    "n_group": 1, "topk_group": 1, "norm_topk_prob": true, "routed_scaling_factor": 2.446, "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc", "rope_theta": 50000.0, "rope_scaling": null}""")
 
 
 def test_reads_moonlight_whichever_transformers_wrote_it(tmp_path: Path) -> None:

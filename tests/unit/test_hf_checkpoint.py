@@ -37,16 +37,8 @@ from tests.support.checkpoint_files import loads_alike
 from tests.support.model_shards import MOE, Place, engine_shard, megatron_shard, tiny_architecture
 from tests.unit.test_families import MODELS, SPARSE_MODELS
 
-SIZES = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
-    "vocab_size": 51,
-    "max_position_embeddings": 64,
-}
+SIZES = json.loads("""{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "intermediate_size": 48, "vocab_size": 51, "max_position_embeddings": 64}""")
 FURTHER_SIZES = {
     "qwen3_5_text": {
         "linear_num_key_heads": 4,

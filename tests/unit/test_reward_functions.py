@@ -463,20 +463,13 @@ def test_outputs_are_compared_word_by_word(printed: str, expected: str, toleranc
     assert same_words(printed, expected, tolerance) is same
 
 
-@pytest.mark.parametrize(
-    "label",
-    [
-        '{"fn_name": "f", "inputs": [1], "outputs": [1]}',
-        '{"test_list": "assert x"}',
-        "not json",
-        "3",
-        "[]",
-        "{}",
-        '{"stdin": ["1"], "stdout": []}',
-        '{"stdin": [], "stdout": []}',
-        '["a", 1]',
-    ],
+LABELS_WITHOUT_TESTS = (
+    *('{"fn_name": "f", "inputs": [1], "outputs": [1]}', '{"test_list": "assert x"}', "not json", "3", "[]", "{}"),
+    *('{"stdin": ["1"], "stdout": []}', '{"stdin": [], "stdout": []}', '["a", 1]'),
 )
+
+
+@pytest.mark.parametrize("label", LABELS_WITHOUT_TESTS)
 def test_labels_without_tests_are_refused(label: str) -> None:
     with pytest.raises(DataError, match="expected JSON: a list of assert statements"):
         label_tests(label)
