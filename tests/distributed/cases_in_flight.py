@@ -21,8 +21,8 @@ from rltrain.runtime.placement import resolve_placement
 from rltrain.runtime.world import join_world
 from rltrain.schedule.iterations import build_order
 from rltrain.schedule.order import WEIGHT_SYNC, Entry
+from tests.support.generation_loops import prompt_groups
 from tests.support.shared_store import ShortPatience
-from tests.unit.test_groups import prompt_groups
 
 ACTOR = 0
 ENGINES = ((1, 2, 3, 4), (5,))

@@ -5,7 +5,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,105 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rltrain.rollout import generation_loop as tickets_module
-from rltrain.rollout.generation_loop import (
-    CompletionLog,
-    Finished,
-    GenerationLoop,
-    LeaderDecisions,
-    PromptAssignment,
-    SharedAssignment,
-    StaticAssignment,
-    StreamRules,
-)
-from rltrain.rollout.rollout_state import Consumed, EngineStart
-from rltrain.rollout.sample import SampleGroup
+from rltrain.rollout.generation_loop import CompletionLog, Finished, SharedAssignment, StaticAssignment, StreamRules
+from rltrain.rollout.rollout_state import Consumed
 from rltrain.runtime.job_store import POLL_S, poll
+from tests.support.generation_loops import NUM_SAMPLES, Chunk, Setting, positions
 from tests.support.shared_store import LIMIT_S, ShortPatience, on_ranks, open_store
-from tests.unit.test_groups import prompt_groups
-
-NUM_SAMPLES = 2
-Chunk = tuple[list[Finished], list[SampleGroup]]
 
 
 @pytest.fixture
 def store() -> Iterator[dist.TCPStore]:
     with open_store() as store:
         yield store
-
-
-def lengths_in_waves(number: int) -> int:
-    """Of sample `number`: long-tailed, 1 to 40 tokens."""
-    return 40 if number % 14 == 0 else 1 + number * 7 % 11
-
-
-@dataclass
-class Setting:
-    """What all engines of a test have in common: a stream of groups of which each step takes `per_step`."""
-
-    per_step: int = 6
-    num_chunks: int = 1
-    num_engines: int = 1
-    partial: bool = False
-    length_of: Callable[[int], int] = lengths_in_waves
-    step_s: Callable[[int], float] = lambda engine: 0.0
-    shared: bool = True
-    num_slots: int = 4
-    versions: list[int] = field(default_factory=list)
-    """Taken by `sync`, one after the other, as soon as they are there."""
-
-    num_steps: int = 1
-    ahead: int = 0
-    """Groups of the next steps that may be begun."""
-    max_staleness: int | None = None
-
-    @property
-    def rules(self) -> StreamRules:
-        return StreamRules(
-            self.num_steps * self.per_step,
-            self.per_step,
-            self.num_chunks,
-            "run" if self.partial else None,
-            num_ahead=self.ahead,
-            max_staleness=self.max_staleness,
-        )
-
-    def loop(self, engine: int, store: dist.Store, start: EngineStart = EngineStart()) -> GenerationLoop:  # noqa: B008 - it is frozen
-        groups = prompt_groups(self.length_of, NUM_SAMPLES, self.num_slots)
-        assignment: PromptAssignment = StaticAssignment(engine, self.num_engines, start.next_position, start.returned)
-        if self.shared:
-            assignment = SharedAssignment(store, start.next_position, start.returned)
-
-        def sync() -> None:
-            groups.engine.policy_version = self.versions.pop(0)
-
-        rules = replace(self.rules, done=start.state.consumed)
-        loop = GenerationLoop(
-            groups,
-            assignment,
-            CompletionLog(store, rules.per_chunk, self.num_engines, rules.chunks_per_log),
-            LeaderDecisions(None),
-            ShortPatience(),
-            SimpleNamespace(advance=lambda: time.sleep(self.step_s(engine))),
-            rules,
-            engine=engine,
-            ranks=[other for other in range(self.num_engines) if other != engine],
-            in_flight=SimpleNamespace(is_due=lambda: bool(self.versions), join=sync),
-        )
-        loop.resume(start.state)
-        return loop
-
-    def run(self, store: dist.TCPStore) -> list[list[Chunk]]:
-        """By engine, what it got of every chunk of every step."""
-
-        def engine(rank: int, own: dist.Store) -> list[Chunk]:
-            loop = self.loop(rank, own)
-            return [loop.run(step, chunk) for step in range(self.num_steps) for chunk in range(self.num_chunks)]
-
-        return on_ranks(store, engine, self.num_engines)
-
-
-def positions(groups: list[Finished] | list[SampleGroup]) -> list[int]:
-    return [group.position for group in groups]
 
 
 def assert_all_drawn_once(by_engine: list[list[Chunk]], num_groups: int) -> None:
@@ -161,11 +72,7 @@ def test_an_engine_that_holds_none_of_a_chunk_learns_of_it_all_the_same(store):
 
 def test_a_fast_engine_takes_prompts_from_a_slow_one(store):
     setting = Setting(
-        per_step=24,
-        num_engines=2,
-        length_of=lambda number: 5,
-        step_s=lambda engine: [5e-3, 5e-4][engine],
-        num_slots=2,
+        per_step=24, num_engines=2, length_of=lambda number: 5, step_s=lambda engine: [5e-3, 5e-4][engine], num_slots=2
     )
     slow, fast = setting.run(store)
     assert_all_drawn_once([slow, fast], 24)

@@ -5,9 +5,8 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,35 +23,12 @@ from rltrain.rewards.scorer import PendingScores, Scorer, Scores
 from rltrain.roles.group_scoring import GroupScoring
 from rltrain.roles.reward_statistics import RewardStatistics
 from rltrain.roles.role import SampleLog
-from rltrain.rollout.engine import SamplingParams
-from rltrain.rollout.generation_loop import (
-    CompletionLog,
-    Finished,
-    GenerationLoop,
-    LeaderDecisions,
-    PromptAssignment,
-    SharedAssignment,
-    StaticAssignment,
-    StreamRules,
-)
-from rltrain.rollout.groups import DropCount, PromptGroups, ReadySamples, Selection, Verdict
+from rltrain.rollout.generation_loop import GenerationLoop
+from rltrain.rollout.groups import DropCount, ReadySamples, Selection, Verdict
 from rltrain.rollout.rollout_state import EngineStart, RolloutState, share_out
 from rltrain.rollout.sample import Sample, SampleGroup, Status, pack_groups
-from tests.support.scripted_engine import ScriptedEngine
-from tests.support.shared_store import Jobs, ShortPatience, open_store
-
-SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_response_tokens=99, stop_token_ids=())
-
-
-def prompt_groups(length_of: Callable[[int], int], num_samples: int = 2, num_slots: int = 4) -> PromptGroups:
-    """Prompts of position + 1 tokens, of row 100 + position."""
-
-    def group_at(position: int) -> SampleGroup:
-        ids = range(position * num_samples, (position + 1) * num_samples)
-        prompt = tuple(range(position + 1))
-        return SampleGroup(position, 100 + position, tuple(Sample(number, prompt, seed=number) for number in ids))
-
-    return PromptGroups(ScriptedEngine(length_of, num_slots), SAMPLING, group_at, num_samples)
+from tests.support.generation_loops import FRESH, Chunk, Setting, positions, prompt_groups
+from tests.support.shared_store import Jobs, open_store
 
 
 def test_a_group_is_finished_when_its_last_sample_is():
@@ -148,10 +124,7 @@ def test_those_with_the_fewest_turns_made_come_first_and_of_these_who_waits_long
 
 
 @settings(max_examples=50, derandomize=True, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(1, 6), st.lists(st.integers(0, 5), max_size=6)), max_size=30),
-    st.data(),
-)
+@given(st.lists(st.tuples(st.integers(1, 6), st.lists(st.integers(0, 5), max_size=6)), max_size=30), st.data())
 def test_nobody_is_overtaken_by_more_than_its_turns_allow(
     arrivals: list[tuple[int, list[int]]], data: st.DataObject
 ) -> None:
@@ -327,11 +300,6 @@ def test_the_engine_goes_on_until_rewards_are_known():
     assert [verdict.position for verdict in scoring.verdicts(groups, 0)] == [3]
 
 
-NUM_SAMPLES = 2
-FRESH = EngineStart()
-Chunk = tuple[list[Finished], list[SampleGroup]]
-
-
 @dataclass
 class ScriptedFilter:
     """Drops what `drops` says, and knows it `lag` looks after a group was finished."""
@@ -360,48 +328,32 @@ class ScriptedFilter:
 
 
 @dataclass
-class Setting:
-    """What the engines of a run have in common."""
+class Filtering(Setting):
+    """What the engines of a run have in common whose groups do not all count."""
 
     drops: Callable[[int], bool]
     limit: int = 100
+    lag: int = 0
+    _: KW_ONLY
     per_step: int = 4
     num_steps: int = 3
-    num_chunks: int = 1
-    num_engines: int = 1
+    partial: bool = True
     shared: bool = False
-    ahead: int = 0
-    lag: int = 0
     length_of: Callable[[int], int] = lambda number: 1 + number * 7 % 5
 
-    def loop(self, engine: int, store: dist.Store, start: EngineStart = FRESH) -> tuple[GenerationLoop, ScriptedFilter]:
-        num_groups, done = self.num_steps * self.per_step, start.state.consumed
-        rules = StreamRules(num_groups, self.per_step, self.num_chunks, "run", done, num_ahead=self.ahead)
-        assignment: PromptAssignment = StaticAssignment(engine, self.num_engines, start.next_position, start.returned)
-        if self.shared:
-            assignment = SharedAssignment(store, start.next_position, start.returned)
+    def scripted(
+        self, engine: int, store: dist.Store, start: EngineStart = FRESH
+    ) -> tuple[GenerationLoop, ScriptedFilter]:
         selection = Selection(DropCount(store, self.limit))
-        loop = GenerationLoop(
-            prompt_groups(self.length_of, NUM_SAMPLES),
-            assignment,
-            CompletionLog(store, rules.per_chunk, self.num_engines, rules.chunks_per_log),
-            LeaderDecisions(None),
-            ShortPatience(),
-            SimpleNamespace(advance=lambda: None),
-            rules,
-            engine=engine,
-            ranks=[other for other in range(self.num_engines) if other != engine],
-            selection=selection,
-        )
-        loop.resume(start.state)
+        loop = self.loop(engine, store, start, selection)
         selection.filter = ScriptedFilter(self.drops, self.lag)
         return loop, selection.filter
 
-    def run(self, jobs: Jobs) -> list[tuple[list[Chunk], GenerationLoop, ScriptedFilter]]:
+    def run_filtered(self, jobs: Jobs) -> list[tuple[list[Chunk], GenerationLoop, ScriptedFilter]]:
         """By engine."""
 
         def engine(rank: int, own: dist.Store) -> Any:
-            loop, scripted = self.loop(rank, own)
+            loop, scripted = self.scripted(rank, own)
             chunks = [loop.run(step, chunk) for step in range(self.num_steps) for chunk in range(self.num_chunks)]
             return chunks, loop, scripted
 
@@ -414,13 +366,9 @@ def jobs() -> Iterator[Jobs]:
         yield Jobs(store, num_ranks=2)
 
 
-def positions(groups: Iterable[Finished | SampleGroup]) -> list[int]:
-    return [group.position for group in groups]
-
-
 def test_others_are_drawn_in_the_place_of_those_that_are_dropped(jobs):
     """Odd ones are dull; nothing is begun that the step does not take, so the weights that draw it are the step's."""
-    ((chunks, loop, scripted),) = Setting(lambda position: position % 2 == 1).run(jobs)
+    ((chunks, loop, scripted),) = Filtering(lambda position: position % 2 == 1).run_filtered(jobs)
     assert [positions(drawn) for _, drawn in chunks] == [[0, 2, 4, 6], [8, 10, 12, 14], [16, 18, 20, 22]]
     assert sorted(scripted.dropped) == [((p + 1) // 8, p) for p in range(1, 23, 2)]
     assert not loop.groups.begun and not loop.selection.undecided
@@ -429,7 +377,7 @@ def test_others_are_drawn_in_the_place_of_those_that_are_dropped(jobs):
 
 def test_a_step_ends_though_every_group_is_dull(jobs):
     """After the limit it takes what there is."""
-    ((chunks, loop, scripted),) = Setting(lambda position: True, limit=3).run(jobs)
+    ((chunks, loop, scripted),) = Filtering(lambda position: True, limit=3).run_filtered(jobs)
     assert [len(drawn) for _, drawn in chunks] == [4, 4, 4]
     assert Counter(step for step, _ in scripted.dropped) == {0: 3, 1: 3, 2: 3}
     assert Counter(step for step, _ in scripted.spared) == {0: 4, 1: 4, 2: 4}
@@ -437,8 +385,8 @@ def test_a_step_ends_though_every_group_is_dull(jobs):
 
 
 def test_what_is_known_of_a_group_is_kept_until_it_is_handed_over(jobs):
-    setting = Setting(lambda position: position == 1, ahead=4)
-    loop, _ = setting.loop(0, jobs.start(1)[0])
+    setting = Filtering(lambda position: position == 1, ahead=4)
+    loop, _ = setting.scripted(0, jobs.start(1)[0])
     _, drawn = loop.run(0, 0)
     assert {position: loop.selection.records[position] for position in positions(drawn)} == {
         position: f"of {position}" for position in positions(drawn)
@@ -459,9 +407,9 @@ def test_what_is_known_of_a_group_is_kept_until_it_is_handed_over(jobs):
 def test_every_group_is_handed_over_dropped_or_still_there(
     jobs, dull, limit, num_engines, shared, lag, ahead, num_chunks
 ):
-    by_engine = Setting(
+    by_engine = Filtering(
         dull.__contains__, limit, num_engines=num_engines, shared=shared, lag=lag, ahead=ahead, num_chunks=num_chunks
-    ).run(jobs)
+    ).run_filtered(jobs)
     (finished, *others) = [[entries for entries, _ in chunks] for chunks, _, _ in by_engine]
     assert all(other == finished for other in others), "all engines agree"
     assert [len(entries) for entries in finished] == [4 // num_chunks] * 3 * num_chunks
@@ -492,14 +440,14 @@ def test_every_group_is_handed_over_dropped_or_still_there(
 @given(st.sets(st.integers(0, 40), max_size=25), st.sampled_from([0, 4]), st.sampled_from([0, 1]), st.integers(1, 3))
 def test_a_run_that_goes_on_from_a_checkpoint_takes_what_it_would_have_taken(jobs, dull, ahead, lag, cut):
     """With one engine, at the same decode steps; what counts already is not asked for again."""
-    setting = Setting(dull.__contains__, limit=3, ahead=ahead, lag=lag, num_steps=4)
-    ((expected, _, whole),) = setting.run(jobs)
-    loop, before = setting.loop(0, jobs.start(1)[0])
+    setting = Filtering(dull.__contains__, limit=3, ahead=ahead, lag=lag, num_steps=4)
+    ((expected, _, whole),) = setting.run_filtered(jobs)
+    loop, before = setting.scripted(0, jobs.start(1)[0])
     found = [loop.run(step, 0) for step in range(cut)]
     state = RolloutState.from_contents(loop.state().contents())
     (start,) = share_out([state], 1)
     assert start.state.consumed.num_handed_over == 4 * cut
-    resumed, after = setting.loop(0, jobs.start(1)[0], start)
+    resumed, after = setting.scripted(0, jobs.start(1)[0], start)
     found += [resumed.run(step, 0) for step in range(cut, 4)]
     assert [positions(drawn) for _, drawn in found] == [positions(drawn) for _, drawn in expected]
     assert [drawn for _, drawn in found] == [drawn for _, drawn in expected]
@@ -510,17 +458,17 @@ def test_a_run_that_goes_on_from_a_checkpoint_takes_what_it_would_have_taken(job
 @settings(max_examples=10, deadline=None)
 @given(st.sets(st.integers(0, 40), max_size=25), st.sampled_from([0, 2]), st.sampled_from([0, 2]))
 def test_engines_of_another_number_go_on_with_what_was_dropped(jobs, dull, ahead, lag):
-    setting = Setting(dull.__contains__, num_engines=2, ahead=ahead, lag=lag, num_steps=4)
+    setting = Filtering(dull.__contains__, num_engines=2, ahead=ahead, lag=lag, num_steps=4)
 
     def first(rank: int, own: dist.Store) -> Any:
-        loop, scripted = setting.loop(rank, own)
+        loop, scripted = setting.scripted(rank, own)
         chunks = [loop.run(step, 0) for step in range(2)]
         return [chunk for chunk, _ in chunks], scripted.dropped, loop.state()
 
     by_engine = jobs.run(first, 2)
     (start,) = share_out([state for _, _, state in by_engine], 1)
-    alone = Setting(setting.drops, num_steps=4, ahead=ahead, lag=lag)
-    loop, scripted = alone.loop(0, jobs.start(1)[0], start)
+    alone = Filtering(setting.drops, num_steps=4, ahead=ahead, lag=lag)
+    loop, scripted = alone.scripted(0, jobs.start(1)[0], start)
     later = [loop.run(step, 0)[0] for step in (2, 3)]
     handed_over = [entry.position for entries in (*by_engine[0][0], *later) for entry in entries]
     dropped = [p for _, of_engine, _ in by_engine for _, p in of_engine] + [p for _, p in scripted.dropped]

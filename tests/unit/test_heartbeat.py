@@ -50,15 +50,14 @@ def store(server: dist.TCPStore, request: pytest.FixtureRequest) -> dist.Store:
     return dist.PrefixStore(request.node.name, server)
 
 
-def make_bulletin(store: dist.Store, rank: int, no_progress_s: float = 60.0) -> JobStore:
-    timeouts = Timeouts(no_progress_s=no_progress_s)
-    return JobStore(World(rank, 2, rank, 2, torch.device("cpu"), store, timeout_s=60.0, timeouts=timeouts))
-
-
 @pytest.fixture
 def ranks(store: dist.Store) -> Iterator[list[JobStore]]:
     """Both ranks of a job, in one process."""
-    job_stores = [make_bulletin(store, rank, no_progress_s=0.5) for rank in range(2)]
+    timeouts = Timeouts(no_progress_s=0.5)
+    job_stores = [
+        JobStore(World(rank, 2, rank, 2, torch.device("cpu"), store, timeout_s=60.0, timeouts=timeouts))
+        for rank in range(2)
+    ]
     for job_store in job_stores:
         job_store.heartbeat.interval_s = 0.05
     yield job_stores
@@ -441,7 +440,8 @@ class Node:
         """What the other rank has asked of the store, or said there, since the last `pass_a_second`."""
         self.gatherer = Gatherer(NODE, self.store, self._clock)
         self.other = Gathered(NODE, self.store, self._clock)
-        monkeypatch.setattr(self.other.board, "put", self._noting("put", self.other.board.put))
+        put = self.other.board.put
+        monkeypatch.setattr(self.other.board, "put", lambda beat: self.asked.append("put") or put(beat))
         own = OwnBeats.job_ends
 
         def job_ends(one: OwnBeats) -> bool:
@@ -466,13 +466,6 @@ class Node:
 
     def _clock(self) -> float:
         return self.second
-
-    def _noting(self, what, call):
-        def noted(beat: Beat) -> None:
-            self.asked.append(what)
-            call(beat)
-
-        return noted
 
 
 @pytest.fixture

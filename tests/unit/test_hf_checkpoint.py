@@ -4,9 +4,9 @@ import errno
 import itertools
 import json
 import os
-import re
 import threading
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -37,16 +37,8 @@ from tests.support.checkpoint_files import loads_alike
 from tests.support.model_shards import MOE, Place, engine_shard, megatron_shard, tiny_architecture
 from tests.unit.test_families import MODELS, SPARSE_MODELS
 
-SIZES = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
-    "vocab_size": 51,
-    "max_position_embeddings": 64,
-}
+SIZES = json.loads("""{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "intermediate_size": 48, "vocab_size": 51, "max_position_embeddings": 64}""")
 FURTHER_SIZES = {
     "qwen3_5_text": {
         "linear_num_key_heads": 4,
@@ -57,11 +49,14 @@ FURTHER_SIZES = {
 }
 
 
-def make_checkpoint(folder: Path, family: str, *, tied: bool = False, shard: str = "1GB") -> dict[str, Tensor]:
-    """A random model in `folder`; returns the tensors that its files hold."""
+def make_checkpoint(
+    folder: Path, family: str, kind: str = "CausalLM", *, tied: bool = False, shard: str = "1GB", **values: int
+) -> dict[str, Tensor]:
+    """A random model of `kind` "CausalLM" or "SequenceClassification"; returns the tensors that its files hold."""
     torch.manual_seed(0)
-    config_class, model_class = MODELS[family]
-    model = model_class(config_class(**SIZES, **FURTHER_SIZES.get(family, {}), tie_word_embeddings=tied))
+    sizes = {**SIZES, **FURTHER_SIZES.get(family, {}), **values}
+    config = MODELS[family][0](**sizes, tie_word_embeddings=tied)
+    model = getattr(transformers, f"AutoModelFor{kind}").from_config(config)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)  # norms and biases too
     model.save_pretrained(folder, max_shard_size=shard)
@@ -72,20 +67,30 @@ def stored_tensors(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
-def load(path: Path, layout: Layout, rank: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def whole(folder: Path) -> Layout:
+    """The layout of the model in a folder on one rank of Megatron."""
+    return megatron_layout(read_architecture(folder), Grid((0,)))
+
+
+def load(
+    path: Path, layout: Layout, rank: int = 0, dtype: torch.dtype = torch.float32, config_key: str = "model.path"
+) -> dict[str, Tensor]:
     parameters = {name: torch.full(shape, 7.0, dtype=dtype) for name, shape in layout.on(rank).parameters}
-    load_parameters(path, layout, rank, parameters)
+    load_parameters(path, layout, rank, parameters, config_key=config_key)
     return parameters
+
+
+def saver(original: Path, **settings: object) -> Callable[..., None]:
+    """Writes the model in `original` to another folder."""
+    layout, architecture = whole(original), read_architecture(original)
+    parameters, settings = load(original, layout), {"like": original, "group": None, "rank": 0} | settings
+    return lambda target, **more: save_checkpoint(target, parameters, layout, architecture, **settings | more)
 
 
 def zero_padding(shard: dict[str, np.ndarray], architecture: Architecture, place: Place) -> dict[str, np.ndarray]:
     """The oracle marks padding rows; a loaded model has zeros there."""
-    for name in (
-        "embedding.word_embeddings.weight",
-        "output_layer.weight",
-        "model.embed_tokens.weight",
-        "lm_head.weight",
-    ):
+    for module in ("embedding.word_embeddings", "output_layer", "model.embed_tokens", "lm_head"):
+        name = f"{module}.weight"
         if name in shard:
             rows = len(shard[name])
             shard[name] = shard[name].copy()
@@ -121,21 +126,16 @@ def test_round_trip_is_bit_exact(family: str, tied: bool, max_shard_bytes: int, 
     original, saved = tmp_path / "original", tmp_path / "runs" / "saved"
     tensors = make_checkpoint(original, family, tied=tied)
     (original / "tokenizer_config.json").write_text("{}")
-    architecture = read_architecture(original)
-    layout = megatron_layout(architecture, Grid((0,)))
-    parameters = load(original, layout, 0)
+    save = saver(original, max_shard_bytes=max_shard_bytes)
     for written_bytes in (WRITTEN_BYTES, 10_000):  # the second replaces the first
-        save_checkpoint(
-            saved, parameters, layout, architecture, group=None, rank=0, like=original,
-            max_shard_bytes=max_shard_bytes, written_bytes=written_bytes,
-        )  # fmt: skip
+        save(saved, written_bytes=written_bytes)
     assert sorted(path.name for path in saved.parent.iterdir()) == ["saved"]
     written = stored_tensors(saved)
     assert written.keys() == tensors.keys()
     assert all(torch.equal(written[name], tensors[name]) for name in tensors)
     assert (saved / "model.safetensors").exists() is (max_shard_bytes == 10**9)
     assert (saved / "tokenizer_config.json").read_text() == "{}"
-    assert read_architecture(saved) == architecture
+    assert read_architecture(saved) == read_architecture(original)
     assert loads_alike(original, saved)
 
 
@@ -146,25 +146,17 @@ def test_further_chat_templates_are_exported(tmp_path: Path) -> None:
     (original / "additional_chat_templates").mkdir()
     for name, text in templates.items():
         (original / "additional_chat_templates" / f"{name}.jinja").write_text(text)
-    layout = megatron_layout(read_architecture(original), Grid((0,)))
+    save = saver(original)
     for _ in range(2):  # the second replaces the first
-        save_checkpoint(
-            saved, load(original, layout, 0), layout, read_architecture(original), group=None, rank=0, like=original
-        )
+        save(saved)
     written = {file.stem: file.read_text() for file in (saved / "additional_chat_templates").iterdir()}
     assert written == templates
 
 
 def test_shards_are_bounded_and_indexed(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "original", "qwen3")
-    architecture = read_architecture(tmp_path / "original")
-    layout = megatron_layout(architecture, Grid((0,)))
-    parameters = load(tmp_path / "original", layout, 0)
     limit = 10_000
-    save_checkpoint(
-        tmp_path / "saved", parameters, layout, architecture, group=None, rank=0, like=tmp_path / "original",
-        dtype=torch.bfloat16, max_shard_bytes=limit,
-    )  # fmt: skip
+    saver(tmp_path / "original", dtype=torch.bfloat16, max_shard_bytes=limit)(tmp_path / "saved")
     files = sorted((tmp_path / "saved").glob("*.safetensors"))
     assert [file.name for file in files] == [
         f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)
@@ -184,8 +176,7 @@ def test_shards_are_bounded_and_indexed(tmp_path: Path) -> None:
 
 def test_values_take_the_dtype_of_the_parameters(tmp_path: Path) -> None:
     tensors = make_checkpoint(tmp_path, "llama")
-    architecture = read_architecture(tmp_path)
-    loaded = load(tmp_path, megatron_layout(architecture, Grid((0,))), 0, torch.bfloat16)
+    loaded = load(tmp_path, whole(tmp_path), dtype=torch.bfloat16)
     expected = tensors["model.layers.1.mlp.down_proj.weight"].to(torch.bfloat16)
     assert torch.equal(loaded["decoder.layers.1.mlp.linear_fc2.weight"], expected)
 
@@ -194,15 +185,15 @@ def rewrite(folder: Path, tensors: dict[str, Tensor]) -> None:
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
 
 
-def refusal(folder: Path, layout: Layout) -> str:
+def refusal(folder: Path, layout: Layout, config_key: str = "model.path") -> str:
     with pytest.raises(CheckpointError) as refused:
-        load(folder, layout, 0)
+        load(folder, layout, config_key=config_key)
     return str(refused.value)
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     tensors = make_checkpoint(tmp_path, "qwen3")
-    layout = megatron_layout(read_architecture(tmp_path), Grid((0,)))
+    layout = whole(tmp_path)
     name, file = "model.layers.1.mlp.up_proj.weight", str(tmp_path / "model.safetensors")
 
     rewrite(tmp_path, {other: tensor for other, tensor in tensors.items() if other != name})
@@ -218,12 +209,12 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     assert "2 tensors" in message and "extra, model.layers.1.mlp.router.weight" in message
 
     rewrite(tmp_path, {**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)})
-    assert load(tmp_path, layout, 0)
+    assert load(tmp_path, layout)
 
 
 def test_damaged_files_are_refused(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "sharded", "llama", shard="20KB")
-    layout = megatron_layout(read_architecture(tmp_path / "sharded"), Grid((0,)))
+    layout = whole(tmp_path / "sharded")
     first, second = sorted((tmp_path / "sharded").glob("*.safetensors"))[:2]
     contents = first.read_bytes()
     first.write_bytes(contents[:-10])
@@ -246,10 +237,10 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
 
 def test_a_head_beside_tied_embeddings_must_equal_them(tmp_path: Path) -> None:
     tensors = make_checkpoint(tmp_path, "qwen2", tied=True)
-    layout = megatron_layout(read_architecture(tmp_path), Grid((0,)))
+    layout = whole(tmp_path)
     head = tensors["model.embed_tokens.weight"].clone()
     rewrite(tmp_path, {**tensors, "lm_head.weight": head})
-    assert load(tmp_path, layout, 0)
+    assert load(tmp_path, layout)
     head[50, 31] += 1
     rewrite(tmp_path, {**tensors, "lm_head.weight": head})
     assert "lm_head.weight differs from model.embed_tokens.weight" in refusal(tmp_path, layout)
@@ -257,7 +248,7 @@ def test_a_head_beside_tied_embeddings_must_equal_them(tmp_path: Path) -> None:
 
 def test_parameters_must_be_those_of_the_layout(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
-    layout = megatron_layout(read_architecture(tmp_path), Grid((0,)))
+    layout = whole(tmp_path)
     parameters = {name: torch.zeros(shape) for name, shape in layout.on(0).parameters}
     del parameters["output_layer.weight"]
     with pytest.raises(ValueError, match=r"output_layer\.weight"):
@@ -267,29 +258,22 @@ def test_parameters_must_be_those_of_the_layout(tmp_path: Path) -> None:
 @pytest.mark.parametrize("added", ["notes.txt", "model.safetensors"])
 def test_a_folder_that_is_not_ours_is_never_replaced(added: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "original", "llama")
-    architecture = read_architecture(tmp_path / "original")
-    layout = megatron_layout(architecture, Grid((0,)))
-    parameters = load(tmp_path / "original", layout, 0)
-    save = {"group": None, "rank": 0, "like": tmp_path / "original"}
-    target = tmp_path / "saved"
-    save_checkpoint(target, parameters, layout, architecture, **save)
+    save, target = saver(tmp_path / "original"), tmp_path / "saved"
+    save(target)
     (target / added).write_bytes((tmp_path / "original" / "model.safetensors").read_bytes())
     with pytest.raises(CheckpointError, match="output_dir") as refused:
-        save_checkpoint(target, parameters, layout, architecture, **save)
+        save(target)
     assert str(target) in str(refused.value)
     assert (target / added).read_bytes() == (tmp_path / "original" / "model.safetensors").read_bytes()
 
 
 def test_a_failed_save_leaves_the_earlier_checkpoint(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "original", "llama")
-    architecture = read_architecture(tmp_path / "original")
-    layout = megatron_layout(architecture, Grid((0,)))
-    parameters = load(tmp_path / "original", layout, 0)
-    target = tmp_path / "saved"
-    save_checkpoint(target, parameters, layout, architecture, group=None, rank=0, like=tmp_path / "original")
+    save, target = saver(tmp_path / "original"), tmp_path / "saved"
+    save(target)
     before = {path.name: path.read_bytes() for path in target.iterdir()}
     with pytest.raises(CheckpointError, match="cannot be written"):
-        save_checkpoint(target, parameters, layout, architecture, group=None, rank=0, like=tmp_path / "nowhere")
+        save(target, like=tmp_path / "nowhere")
     assert {path.name: path.read_bytes() for path in target.iterdir()} == before
 
 
@@ -300,15 +284,12 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path: Path, monkeypatch: 
         write(file, block)
 
     make_checkpoint(tmp_path / "original", "llama")
-    architecture = read_architecture(tmp_path / "original")
-    layout = megatron_layout(architecture, Grid((0,)))
-    parameters, target, write = load(tmp_path / "original", layout, 0), tmp_path / "saved", DurableFile._write
-    save = {"group": None, "rank": 0, "like": tmp_path / "original", "written_bytes": 5000}
-    save_checkpoint(target, parameters, layout, architecture, **save)
+    save, target, write = saver(tmp_path / "original", written_bytes=5000), tmp_path / "saved", DurableFile._write
+    save(target)
     before, threads = {path.name: path.read_bytes() for path in target.iterdir()}, threading.active_count()
     monkeypatch.setattr(DurableFile, "_write", no_space)
     with pytest.raises(CheckpointError, match="saved cannot be written: .*No space left"):
-        save_checkpoint(target, parameters, layout, architecture, **save)
+        save(target)
     assert {path.name: path.read_bytes() for path in target.iterdir()} == before
     assert threading.active_count() == threads
 
@@ -339,10 +320,10 @@ def test_parameters_may_lie_anywhere_in_a_larger_buffer(tmp_path: Path) -> None:
     source, destination = megatron_layout(architecture, grid), engine_layout(architecture, grid)
     parameters = inside_one_buffer({n: torch.full(s, 7.0) for n, s in source.on(0).parameters})
     load_parameters(tmp_path, source, 0, parameters)
-    assert all(torch.equal(parameters[name], expected) for name, expected in load(tmp_path, source, 0).items())
+    assert all(torch.equal(parameters[name], expected) for name, expected in load(tmp_path, source).items())
     engine = inside_one_buffer({n: torch.zeros(s) for n, s in destination.on(0).parameters})
     execute(plan(source, destination, 0, 1), parameters, engine, group=None, bucket_bytes=2**20)
-    assert all(torch.equal(engine[name], expected) for name, expected in load(tmp_path, destination, 0).items())
+    assert all(torch.equal(engine[name], expected) for name, expected in load(tmp_path, destination).items())
 
 
 @pytest.mark.parametrize("num_told", [0, 1])
@@ -354,14 +335,11 @@ def test_layers_that_predict_further_tokens_are_left_out_where_config_json_tells
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": num_told}))
     further = f"model.layers.{config['num_hidden_layers']}.eh_proj.weight"
     save_file({**tensors, further: torch.zeros(2, 2)}, tmp_path / "model.safetensors")
-    layout = megatron_layout(read_architecture(tmp_path), Grid((0,)))
-    parameters = {name: torch.zeros(shape) for name, shape in layout.on(0).parameters}
+    layout = whole(tmp_path)
     if num_told:
-        load_parameters(tmp_path, layout, 0, parameters)
-        assert all(parameter.any() for name, parameter in parameters.items() if name.endswith("weight"))
+        assert not any((parameter == 7.0).all() for parameter in load(tmp_path, layout).values()), "all are filled"
     else:
-        with pytest.raises(CheckpointError, match=re.escape(further)):
-            load_parameters(tmp_path, layout, 0, parameters)
+        assert further in refusal(tmp_path, layout)
 
 
 ENTRIES = (
@@ -482,76 +460,58 @@ HEAD = "output_layer.weight"
 TOKENS = torch.arange(12).reshape(1, 12)
 
 
-def make_value_checkpoint(folder: Path, family: str, kind: str, *, tied: bool = False, num_labels: int = 1) -> Path:
-    """A random model of `kind` "CausalLM" or "SequenceClassification", with all weights from one seed."""
-    torch.manual_seed(0)
-    config = MODELS[family][0](**SIZES, tie_word_embeddings=tied, num_labels=num_labels)
-    model = getattr(transformers, f"AutoModelFor{kind}").from_config(config)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter)
-    model.save_pretrained(folder)
-    return folder
-
-
 def layout_of(folder: Path, grid: Grid | None = None) -> Layout:
     return megatron_layout(read_architecture(folder).value_model(), grid or Grid((0,)))
 
 
 def load_critic(folder: Path, layout: Layout, rank: int = 0) -> dict[str, Tensor]:
-    parameters = {name: torch.full(shape, 7.0) for name, shape in layout.on(rank).parameters}
-    load_parameters(folder, layout, rank, parameters, config_key="critic.path")
-    return parameters
+    return load(folder, layout, rank, config_key="critic.path")
 
 
 def critic_refusal(folder: Path) -> str:
-    with pytest.raises(CheckpointError) as refused:
-        load_critic(folder, layout_of(folder))
-    return str(refused.value)
+    return refusal(folder, layout_of(folder), "critic.path")
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_from_a_language_model_the_head_starts_at_zero(tied: bool, tmp_path: Path) -> None:
-    folder = make_value_checkpoint(tmp_path, "qwen2", "CausalLM", tied=tied)
-    layout = layout_of(folder, Grid((0, 1, 2, 3), tp=2, pp=2))
+    stored = make_checkpoint(tmp_path, "qwen2", tied=tied)
+    layout = layout_of(tmp_path, Grid((0, 1, 2, 3), tp=2, pp=2))
     for rank, last_stage in ((0, False), (1, False), (2, True), (3, True)):
-        parameters = load_critic(folder, layout, rank)
+        parameters = load_critic(tmp_path, layout, rank)
         assert (HEAD in parameters) is last_stage
         assert not last_stage or torch.equal(parameters[HEAD], torch.zeros(1, SIZES["hidden_size"]))
-    expected = load_file(folder / "model.safetensors")["model.layers.1.mlp.down_proj.weight"]
-    assert torch.equal(load_critic(folder, layout_of(folder))[BODY], expected)
+    expected = stored["model.layers.1.mlp.down_proj.weight"]
+    assert torch.equal(load_critic(tmp_path, layout_of(tmp_path))[BODY], expected)
 
 
 @pytest.mark.parametrize("family", MODELS)
 def test_from_a_sequence_classifier_the_head_is_its_score(family: str, tmp_path: Path) -> None:
-    folder = make_value_checkpoint(tmp_path, family, "SequenceClassification")
-    stored = load_file(folder / "model.safetensors")
-    layout = layout_of(folder, Grid((0, 1), tp=2))
+    stored = make_checkpoint(tmp_path, family, "SequenceClassification", num_labels=1)
+    layout = layout_of(tmp_path, Grid((0, 1), tp=2))
     for rank in (0, 1):
-        assert torch.equal(load_critic(folder, layout, rank)[HEAD], stored["score.weight"])
+        assert torch.equal(load_critic(tmp_path, layout, rank)[HEAD], stored["score.weight"])
 
 
 def test_a_head_of_several_scores_is_refused(tmp_path: Path) -> None:
-    message = critic_refusal(make_value_checkpoint(tmp_path, "llama", "SequenceClassification", num_labels=3))
+    make_checkpoint(tmp_path, "llama", "SequenceClassification", num_labels=3)
+    message = critic_refusal(tmp_path)
     for part in ("score.weight", "[3, 32]", "[1, 32]", "num_labels 1", "critic.path", str(tmp_path)):
         assert part in message
 
 
 def test_other_tensors_too_many_or_too_few_are_refused(tmp_path: Path) -> None:
-    folder = make_value_checkpoint(tmp_path, "qwen3", "CausalLM")
-    tensors = load_file(folder / "model.safetensors")
-    save_file({**tensors, "v_head.weight": torch.zeros(1)}, folder / "model.safetensors")
-    message = critic_refusal(folder)
+    tensors = make_checkpoint(tmp_path, "qwen3")
+    rewrite(tmp_path, {**tensors, "v_head.weight": torch.zeros(1)})
+    message = critic_refusal(tmp_path)
     assert "v_head.weight" in message and "lm_head" not in message and "critic.path" in message
-    save_file({n: t for n, t in tensors.items() if n != "model.norm.weight"}, folder / "model.safetensors")
-    assert "lacks tensor model.norm.weight" in critic_refusal(folder)
+    rewrite(tmp_path, {n: t for n, t in tensors.items() if n != "model.norm.weight"})
+    assert "lacks tensor model.norm.weight" in critic_refusal(tmp_path)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_an_actor_takes_no_sequence_classifier(tied: bool, tmp_path: Path) -> None:
-    folder = make_value_checkpoint(tmp_path, "qwen3", "SequenceClassification", tied=tied)
-    layout = megatron_layout(read_architecture(folder), Grid((0,)))
-    with pytest.raises(CheckpointError, match=r"does not have: score\.weight"):
-        load_parameters(folder, layout, 0, {name: torch.empty(shape) for name, shape in layout.on(0).parameters})
+    make_checkpoint(tmp_path, "qwen3", "SequenceClassification", tied=tied, num_labels=1)
+    assert "does not have: score.weight" in refusal(tmp_path, whole(tmp_path))
 
 
 KINDS = itertools.cycle([("CausalLM", False), ("SequenceClassification", True), ("CausalLM", True)])
@@ -561,7 +521,8 @@ SAVED += [(family, *kind) for family, kind in zip(MODELS, KINDS, strict=False)]
 
 @pytest.mark.parametrize(("family", "kind", "tied"), SAVED)
 def test_transformers_scores_alike_with_what_was_saved(family: str, kind: str, tied: bool, tmp_path: Path) -> None:
-    original, saved = make_value_checkpoint(tmp_path / "original", family, kind, tied=tied), tmp_path / "saved"
+    original, saved = tmp_path / "original", tmp_path / "saved"
+    make_checkpoint(original, family, kind, tied=tied, num_labels=1)
     layout = layout_of(original)
     parameters = load_critic(original, layout)
     if kind == "CausalLM":
@@ -573,7 +534,7 @@ def test_transformers_scores_alike_with_what_was_saved(family: str, kind: str, t
     of_transformers = transformers.AutoModelForSequenceClassification.from_pretrained(saved)
     assert config["architectures"] == [type(of_transformers).__name__]
     assert "lm_head.weight" not in load_file(saved / "model.safetensors")
-    scorer = transformers.AutoModelForSequenceClassification.from_pretrained(saved).eval()
+    scorer = of_transformers.eval()
     assert scorer.config.num_labels == 1
     decoder = transformers.AutoModel.from_pretrained(original).eval()
     expected = decoder(TOKENS).last_hidden_state[:, -1] @ parameters[HEAD].T

@@ -298,8 +298,6 @@ def test_models_say_what_they_have_to_before_the_reward_asks() -> None:
     ],
 )
 def test_a_reward_model_gives_one_score(tmp_path: Any, says: dict[str, Any], expected: str) -> None:
-    import json
-
     (tmp_path / "config.json").write_text(json.dumps(says))
     with pytest.raises(CheckpointError, match=expected):
         require_classifier(tmp_path, "reward_model.path")

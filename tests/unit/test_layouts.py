@@ -69,32 +69,26 @@ SPARSE_FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "qwen2_moe", "glm4_moe
 SPARSE_FAMILIES += ("gpt_oss",)
 
 
+def assert_engine(architecture: Architecture, grid: Grid) -> None:
+    full, layout = full_tensors(architecture), engine_layout(architecture, grid)
+    for rank, place in engine_places(grid).items():
+        assert_equal(filled(layout, rank, full), engine_shard(architecture, full, place))
+        assert layout.on(rank) is layout.on(grid.ranks[place.tp_rank])
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("tp", "pp", "dp"), [(1, 1, 1), (2, 1, 2), (4, 1, 1), (1, 2, 1), (2, 2, 2)])
 def test_megatron_layout(family: str, tied: bool, tp: int, pp: int, dp: int) -> None:
     architecture = tiny_architecture(family, tied_embeddings=tied, num_layers=4)
-    full = full_tensors(architecture)
-    grid = Grid(tuple(range(3, 3 + tp * pp * dp)), tp=tp, pp=pp)
-    layout = megatron_layout(architecture, grid)
-    assert list(layout.tensors.names) == sorted(full, key=layout.tensors.names.index)
-    for rank in grid.ranks:
-        at = grid.coordinates(rank)
-        expected = megatron_shard(architecture, full, Place(tp, at.tp, pp, at.pp))
-        assert_equal(filled(layout, rank, full), expected)
+    assert_megatron(architecture, Grid(tuple(range(3, 3 + tp * pp * dp)), tp=tp, pp=pp))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("tp", "dp"), [(1, 1), (2, 2), (4, 1), (4, 2)])
 def test_engine_layout(family: str, tied: bool, tp: int, dp: int) -> None:
-    architecture = tiny_architecture(family, tied_embeddings=tied)
-    full = full_tensors(architecture)
-    grid = Grid(tuple(range(tp * dp)), tp=tp)
-    layout = engine_layout(architecture, grid)
-    for rank in grid.ranks:
-        expected = engine_shard(architecture, full, Place(tp, grid.coordinates(rank).tp))
-        assert_equal(filled(layout, rank, full), expected)
+    assert_engine(tiny_architecture(family, tied_embeddings=tied), Grid(tuple(range(tp * dp)), tp=tp))
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *SPARSE_FAMILIES])
@@ -108,12 +102,8 @@ def test_value_models_of_megatron(family: str, tied: bool, sizes: dict[str, int]
 
 def test_kv_heads_that_tensor_parallelism_exceeds() -> None:
     architecture = tiny_architecture(num_heads=8, num_kv_heads=2, head_dim=4)
-    full = full_tensors(architecture)
-    grid = Grid(tuple(range(8)), tp=8)
-    megatron, engine = megatron_layout(architecture, grid), engine_layout(architecture, grid)
-    for rank in range(8):
-        assert_equal(filled(megatron, rank, full), megatron_shard(architecture, full, Place(8, rank)))
-        assert_equal(filled(engine, rank, full), engine_shard(architecture, full, Place(8, rank)))
+    assert_megatron(architecture, Grid(tuple(range(8)), tp=8))
+    assert_engine(architecture, Grid(tuple(range(8)), tp=8))
 
 
 def assert_megatron(architecture: Architecture, grid: Grid, **settings: Any) -> None:
@@ -166,12 +156,7 @@ def test_variants_of_megatron(variant: str, tied: bool, transformer_engine: bool
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_variants_of_engines(variant: str, tp: int) -> None:
-    architecture = VARIANTS[variant]
-    full = full_tensors(architecture)
-    grid = Grid(tuple(range(4)), tp=tp)
-    layout = engine_layout(architecture, grid)
-    for rank, place in engine_places(grid).items():
-        assert_equal(filled(layout, rank, full), engine_shard(architecture, full, place))
+    assert_engine(VARIANTS[variant], Grid(tuple(range(4)), tp=tp))
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "deepseek_v3"])
@@ -198,13 +183,7 @@ def test_pipelines_of_megatron(
 @pytest.mark.parametrize("family", SPARSE_FAMILIES)
 @pytest.mark.parametrize(("tp", "ep", "dp"), [(1, 1, 1), (2, 1, 2), (4, 1, 1), (4, 2, 1), (4, 4, 1), (2, 2, 2)])
 def test_experts_of_engines(family: str, tp: int, ep: int, dp: int) -> None:
-    architecture = tiny_architecture(family)
-    full = full_tensors(architecture)
-    grid = Grid(tuple(range(tp * dp)), tp=tp, ep=ep, etp=tp // ep)
-    layout = engine_layout(architecture, grid)
-    for rank, place in engine_places(grid).items():
-        assert_equal(filled(layout, rank, full), engine_shard(architecture, full, place))
-        assert layout.on(rank) is layout.on(place.tp_rank)
+    assert_engine(tiny_architecture(family), Grid(tuple(range(tp * dp)), tp=tp, ep=ep, etp=tp // ep))
 
 
 def test_every_element_of_the_checkpoint_lies_somewhere() -> None:
@@ -252,20 +231,6 @@ def test_transformer_engine_renames_the_fused_norms_only() -> None:
     assert np.array_equal(local.pieces, fused.pieces)
 
 
-def test_replicas_share_one_part() -> None:
-    architecture = tiny_architecture()
-    layout = megatron_layout(architecture, Grid((2, 5, 7, 11), tp=2))
-    assert layout.on(2) is layout.on(7)
-    assert layout.on(5) is layout.on(11)
-    assert layout.on(2) is not layout.on(5)
-
-
-def test_engines_have_no_stages() -> None:
-    architecture = tiny_architecture(num_layers=3)
-    with pytest.raises(ValueError, match="tensor parallelism alone"):
-        engine_layout(architecture, Grid((0, 1), pp=2))
-
-
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
@@ -286,7 +251,9 @@ def test_what_does_not_divide_is_refused(sizes: dict[str, Any], message: str) ->
         megatron_layout(architecture, Grid(tuple(range(8)), **sizes)).on(0)
 
 
-def test_experts_that_engines_cannot_share_out_are_refused() -> None:
+def test_what_engines_cannot_share_out_is_refused() -> None:
+    with pytest.raises(ValueError, match="tensor parallelism alone"):
+        engine_layout(tiny_architecture(), Grid((0, 1), pp=2))
     with pytest.raises(ValueError, match=r"ranks of an engine \(4\) cannot be split into 3"):
         engine_layout(tiny_architecture("mixtral"), Grid((0, 1, 2, 3), tp=4, ep=3))
     few = replace(MOE["mixtral"], num_experts=2)
@@ -401,12 +368,7 @@ def test_a_family_without_a_table_has_what_transformers_has() -> None:
         (("body.wte.weight", (3, 4)), ("body.h.0.w", (2, 6)), ("body.h.0.b", (2,)), ("head.weight", (3, 4))),
         (("body.wte.weight", (1, 4)), ("body.h.0.b", (2,)), ("head.weight", (1, 4))),
     ]
-    assert canonical_tensors(architecture.value_model()).names == (
-        "body.wte.weight",
-        "body.h.0.w",
-        "body.h.0.b",
-        "score.weight",
-    )
+    assert canonical_tensors(architecture.value_model()).names == (*tensors.names[:3], "score.weight")
 
 
 def test_both_backends_have_the_same_tensors() -> None:

@@ -1,7 +1,9 @@
 """vocab_parallel_logprobs against torch.log_softmax; shards on real ranks are tested in tests/distributed."""
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from threading import Barrier
 from typing import Any
 
@@ -187,6 +189,14 @@ class Member:
         return self.index
 
 
+def found_by_ranks(tp: int, found_of: Callable[..., Any], logits: Tensor, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What `found_of` returns of the vocabulary's shards of `tp` ranks, by rank."""
+    monkeypatch.setattr(module, "_gather", Gathering(tp).gather)
+    shards = map(Logits, logits.chunk(tp, dim=1))
+    with ThreadPoolExecutor(tp) as threads:
+        return [*threads.map(lambda shard, rank: found_of(shard, group=Member(rank)), shards, range(tp))]
+
+
 @pytest.mark.parametrize(("tp", "vocab_size", "count"), [(1, 15, 4), (2, 15, 8), (4, 6, 6), (4, 13, 13), (8, 3, 2)])
 def test_the_likeliest_tokens_are_found_over_all_shards(
     tp: int, vocab_size: int, count: int, monkeypatch: pytest.MonkeyPatch
@@ -194,18 +204,11 @@ def test_the_likeliest_tokens_are_found_over_all_shards(
     """Some shards hold fewer tokens than are wanted, or padding alone."""
     torch.manual_seed(0)
     logits = 4 * torch.randn(ROWS, 16)
-    monkeypatch.setattr(module, "_gather", Gathering(tp).gather)
-
-    def found_by(rank: int) -> tuple[Tensor, Tensor]:
-        shard: Any = logits.chunk(tp, dim=1)[rank]
-        group: Any = Member(rank)
-        return module.vocab_parallel_top(Logits(shard), count, vocab_size=vocab_size, temperature=0.7, group=group)
-
+    top = partial(module.vocab_parallel_top, count=count, vocab_size=vocab_size, temperature=0.7)
     expected = torch.log_softmax(logits[:, :vocab_size] / 0.7, dim=1).topk(count, dim=1)
-    with ThreadPoolExecutor(tp) as threads:
-        for ids, logprobs in threads.map(found_by, range(tp)):
-            torch.testing.assert_close(logprobs, expected.values, rtol=1e-5, atol=1e-5)
-            assert torch.equal(ids, expected.indices)
+    for ids, logprobs in found_by_ranks(tp, top, logits, monkeypatch):
+        torch.testing.assert_close(logprobs, expected.values, rtol=1e-5, atol=1e-5)
+        assert torch.equal(ids, expected.indices)
 
 
 @pytest.mark.parametrize(("tp", "vocab_size"), [(1, 15), (2, 15), (4, 6), (8, 3)])
@@ -214,13 +217,6 @@ def test_squared_probabilities_equal_softmax(tp: int, vocab_size: int, monkeypat
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", 32)
     logits = 4 * torch.randn(ROWS, 16, generator=torch.Generator().manual_seed(0)) + 100
     expected = torch.softmax(logits[:, :vocab_size].double() / 0.7, dim=1).square().sum(1)
-    monkeypatch.setattr(module, "_gather", Gathering(tp).gather)
-
-    def of_rank(rank: int) -> Tensor:
-        shard: Any = logits.chunk(tp, dim=1)[rank]
-        group: Any = Member(rank)
-        return module.vocab_parallel_squares(Logits(shard), vocab_size=vocab_size, temperature=0.7, group=group)
-
-    with ThreadPoolExecutor(tp) as threads:
-        for found in threads.map(of_rank, range(tp)):
-            torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+    squares = partial(module.vocab_parallel_squares, vocab_size=vocab_size, temperature=0.7)
+    for found in found_by_ranks(tp, squares, logits, monkeypatch):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)

@@ -31,8 +31,6 @@ from rltrain.runtime.placement import resolve_placement, role_grids
 from rltrain.training.adapters import draw_adapters
 from tests.support.model_shards import tiny_architecture
 
-ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
 
 def filled(layout: Layout, rank: int, seed: int, targets: tuple[str, ...] | None = None) -> dict[str, torch.Tensor]:
     parameters = {name: torch.full(shape, torch.nan) for name, shape in layout.on(rank).parameters}

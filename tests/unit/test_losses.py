@@ -78,15 +78,8 @@ def plain_policy_loss(
 ) -> dict[str, float]:
     """The loss and its metrics by loops over sequences and tokens, on Python floats."""
     old = experience.rollout_logprobs if loss.old_logprobs == "rollout" else experience.actor_logprobs
-    columns = [
-        logprobs,
-        entropy,
-        old,
-        experience.rollout_logprobs,
-        experience.reference_logprobs,
-        experience.advantages,
-    ]
-    rows = list(zip(*(c.tolist() for c in columns), strict=True))
+    others = (experience.rollout_logprobs, experience.reference_logprobs, experience.advantages)
+    rows = list(zip(*(column.tolist() for column in (logprobs, entropy, old, *others)), strict=True))
     mask, offsets = experience.response_mask.tolist(), experience.offsets().tolist()
     totals = {"loss": 0.0, "ppo_kl": 0.0, "pg_clipfrac": 0.0, "entropy": 0.0, "reference_kl": 0.0, "kl_loss": 0.0}
     totals |= {"train_rollout_logprob_abs_diff": 0.0, "abs_diff_max": 0.0, "ratio_max": 0.0}

@@ -150,10 +150,16 @@ def test_states_of_training_are_left_out(written: Path) -> None:
     assert all("_extra_state" in key for key in reader.ignored)
 
 
-def _rewrite_metadata(folder: Path, change: Callable[[Any], None]) -> None:
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    change(metadata)
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+FC2 = "decoder.layers.mlp.linear_fc2.weight"
+
+
+def _in_metadata(change: Callable[[Any], None]) -> Callable[[Path], None]:
+    def rewrite(folder: Path) -> None:
+        metadata = pickle.loads((folder / ".metadata").read_bytes())
+        change(metadata)
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+    return rewrite
 
 
 def _cut(folder: Path) -> None:
@@ -166,48 +172,32 @@ def _overwrite(folder: Path) -> None:
     file.write_bytes(bytes(file.stat().st_size))
 
 
-def _lose_a_chunk(folder: Path) -> None:
-    def lose(metadata: Any) -> None:
-        metadata.state_dict_metadata["decoder.layers.mlp.linear_fc2.weight"].chunks.pop()
-
-    _rewrite_metadata(folder, lose)
-
-
-def _flatten_a_chunk(folder: Path) -> None:
-    def flatten(metadata: Any) -> None:
-        chunk = metadata.state_dict_metadata["decoder.layers.mlp.linear_fc2.weight"].chunks[0]
-        chunk.sizes = torch.Size([chunk.sizes.numel()])
-
-    _rewrite_metadata(folder, flatten)
+@_in_metadata
+def _flatten_a_chunk(metadata: Any) -> None:
+    chunk = metadata.state_dict_metadata[FC2].chunks[0]
+    chunk.sizes = torch.Size([chunk.sizes.numel()])
 
 
-def _swap_chunks(folder: Path) -> None:
-    def swap(metadata: Any) -> None:
-        places = list(metadata.storage_data.values())
-        first, other = places[0], next(place for place in places if place.length != places[0].length)
-        for name in ("relative_path", "offset", "length"):
-            mine, theirs = getattr(first, name), getattr(other, name)
-            setattr(first, name, theirs)
-            setattr(other, name, mine)
-
-    _rewrite_metadata(folder, swap)
+@_in_metadata
+def _swap_chunks(metadata: Any) -> None:
+    places = list(metadata.storage_data.values())
+    first, other = places[0], next(place for place in places if place.length != places[0].length)
+    for name in ("relative_path", "offset", "length"):
+        mine, theirs = getattr(first, name), getattr(other, name)
+        setattr(first, name, theirs)
+        setattr(other, name, mine)
 
 
-def _point_outside(folder: Path) -> None:
-    def point(metadata: Any) -> None:
-        for place in metadata.storage_data.values():
-            place.relative_path = "../" + place.relative_path
-
-    _rewrite_metadata(folder, point)
+@_in_metadata
+def _point_outside(metadata: Any) -> None:
+    for place in metadata.storage_data.values():
+        place.relative_path = "../" + place.relative_path
 
 
-def _add_an_object(folder: Path) -> None:
-    def add(metadata: Any) -> None:
-        metadata.state_dict_metadata["surprise/shard_0_1"] = metadata.state_dict_metadata.pop(
-            "decoder.final_layernorm._extra_state/shard_0_1"
-        )
-
-    _rewrite_metadata(folder, add)
+@_in_metadata
+def _add_an_object(metadata: Any) -> None:
+    state = metadata.state_dict_metadata
+    state["surprise/shard_0_1"] = state.pop("decoder.final_layernorm._extra_state/shard_0_1")
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -218,7 +208,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "overwritten file": (_overwrite, r"__0_0\.distcp is damaged at byte \d+, where \S+ lies"),
     "lost chunk": (
-        _lose_a_chunk,
+        _in_metadata(lambda metadata: metadata.state_dict_metadata[FC2].chunks.pop()),
         r"the chunks of decoder\.layers\.mlp\.linear_fc2\.weight in \S+ hold 144 of the 288 elements",
     ),
     "chunk of other dimensions": (_flatten_a_chunk, r"a chunk has 1 dimensions, its tensor 3"),
@@ -404,9 +394,13 @@ def global_values(architecture: Architecture, tensors: GlobalTensors) -> dict[st
     return whole
 
 
+def values_of(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The global tensors of a model, and its canonical ones."""
+    return global_values(ARCHITECTURES[name], GlobalTensors(ARCHITECTURES[name])), canonical_values(ARCHITECTURES[name])
+
+
 def test_layers_of_a_dense_model_are_stacked() -> None:
-    architecture = ARCHITECTURES["qwen3"]
-    values, names = global_values(architecture, GlobalTensors(architecture)), canonical_values(architecture)
+    values, names = values_of("qwen3")
     mlp = values[LAYERS + "mlp.linear_fc1.weight"]
     assert mlp.shape == (4, 48, 12)
     for layer in range(4):
@@ -418,15 +412,13 @@ def test_layers_of_a_dense_model_are_stacked() -> None:
 
 
 def test_queries_stand_beside_the_keys_and_values_of_their_group() -> None:
-    architecture = ARCHITECTURES["qwen2_tied"]
-    values, names = global_values(architecture, GlobalTensors(architecture)), canonical_values(architecture)
+    values, names = values_of("qwen2_tied")
     q, k, v = (names[f"model.layers.3.self_attn.{part}_proj.bias"].view(2, -1) for part in "qkv")
     assert torch.equal(values[LAYERS + "self_attention.linear_qkv.bias"][3], torch.cat([q, k, v], dim=1).flatten())
 
 
 def test_layers_beside_experts_have_numbers_and_experts_are_stacked() -> None:
-    architecture = ARCHITECTURES["qwen3_moe"]
-    values, names = global_values(architecture, GlobalTensors(architecture)), canonical_values(architecture)
+    values, names = values_of("qwen3_moe")
     down = [names[f"model.layers.2.mlp.experts.{expert}.down_proj.weight"] for expert in range(4)]
     assert torch.equal(values[LAYERS + "2.mlp.experts.experts.linear_fc2.weight"], torch.stack(down))
     assert torch.equal(values[LAYERS + "1.mlp.linear_fc2.weight"], names["model.layers.1.mlp.down_proj.weight"])
@@ -521,6 +513,11 @@ def test_written_arguments_are_those_of_the_architecture(name: str) -> None:
     ("name", "changes", "expected"),
     [
         ("qwen3", {"vocab_size": 22}, ("vocab_size", 21, 22)),
+        (
+            "mixtral",
+            {"moe": replace(ARCHITECTURES["mixtral"].moe, num_experts=8)},  # type: ignore[type-var]
+            ("num_experts", 4, 8),
+        ),
         ("qwen3", {"rope_theta": 5e5}, ("rotary_base", 10000.0, 5e5)),
         ("qwen3", {"tied_embeddings": True}, ("untie_embeddings_and_output_weights", True, False)),
         ("qwen3", {"num_kv_heads": 1}, ("num_query_groups", 2, 1)),
@@ -530,14 +527,6 @@ def test_written_arguments_are_those_of_the_architecture(name: str) -> None:
 def test_what_differs_is_told_with_both_values(name: str, changes: dict[str, Any], expected: tuple[Any, ...]) -> None:
     written = megatron_arguments(ARCHITECTURES[name], dtype="float32")
     assert compare_arguments(replace(ARCHITECTURES[name], **changes), written) == [expected]
-
-
-def test_other_numbers_of_experts_are_told() -> None:
-    architecture = ARCHITECTURES["mixtral"]
-    assert architecture.moe is not None
-    other = replace(architecture, moe=replace(architecture.moe, num_experts=8))
-    differing = compare_arguments(other, megatron_arguments(architecture, dtype="float32"))
-    assert differing == [("num_experts", 4, 8)]
 
 
 @pytest.mark.parametrize(

@@ -103,11 +103,6 @@ def attended(heads: Tensor, lengths: list[int], window: int | None = None) -> Te
     return ShortAttention.apply(heads, packed_sequences(lengths, CPU), HEAD_DIM**-0.5, window)
 
 
-def head_weights() -> Tensor:
-    """The values' are not looked at."""
-    return numbers(PER_GROUP, HEAD_DIM)
-
-
 Case = tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[Tensor, ...]]
 
 
@@ -120,23 +115,23 @@ def cases() -> dict[str, Case]:
     def silu_of_gate_times_up(x: Tensor) -> Tensor:
         return x[..., :4] * x[..., :4].sigmoid() * x[..., 4:]
 
+    def with_values(weight: Tensor) -> Tensor:
+        """With a weight of values too, which is not looked at."""
+        return torch.cat([weight, torch.ones_like(weight[:1])])
+
     return {
         "norm": (lambda x, w: RmsNorm.apply(x, w, EPS), norm, (numbers(7, 1, 5), numbers(5))),
         "swiglu": (SwiGlu.apply, silu_of_gate_times_up, (numbers(5, 1, 8),)),
         "product": (Product.apply, lambda x, w: x @ w.T, (numbers(5, 2, 3), numbers(4, 3))),
-        "rotated heads": (
-            lambda x: turned(x, None),
-            lambda x: turned_by_formula(x, None, angles),
-            (numbers(*heads),),
-        ),
+        "rotated heads": (lambda x: turned(x, None), lambda x: turned_by_formula(x, None, angles), (numbers(*heads),)),
         "normalised and rotated heads": (
-            lambda x, w: turned(x, torch.cat([w, torch.ones_like(w[:1])])),
-            lambda x, w: turned_by_formula(x, torch.cat([w, torch.ones_like(w[:1])]), angles),
+            lambda x, w: turned(x, with_values(w)),
+            lambda x, w: turned_by_formula(x, with_values(w), angles),
             (numbers(*heads), numbers(PER_GROUP - 1, HEAD_DIM)),
         ),
         "heads rotated in part": (
-            lambda x, w: turned(x, torch.cat([w, torch.ones_like(w[:1])]), 4, 1.3),
-            lambda x, w: turned_by_formula(x, torch.cat([w, torch.ones_like(w[:1])]), angles_of(LENGTHS, 4), 1.3),
+            lambda x, w: turned(x, with_values(w), 4, 1.3),
+            lambda x, w: turned_by_formula(x, with_values(w), angles_of(LENGTHS, 4), 1.3),
             (numbers(*heads), numbers(PER_GROUP - 1, HEAD_DIM)),
         ),
         "attention in a window": (
@@ -144,11 +139,7 @@ def cases() -> dict[str, Case]:
             lambda x: attention_in_window(x, LENGTHS, 2),
             (numbers(*heads),),
         ),
-        "attention": (
-            lambda x: attended(x, LENGTHS),
-            lambda x: attention_by_torch(x, LENGTHS),
-            (numbers(*heads),),
-        ),
+        "attention": (lambda x: attended(x, LENGTHS), lambda x: attention_by_torch(x, LENGTHS), (numbers(*heads),)),
     }
 
 

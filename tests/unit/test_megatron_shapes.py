@@ -27,12 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
     "experts_not_cut": {"family": "qwen3_moe", "layers": 3, "grid": {"tp": 2, "ep": 4, "etp": 1}},
     "experts_cut_more": {"family": "mixtral", "layers": 2, "grid": {"tp": 1, "ep": 2, "etp": 2}},
     "latent_attention": {"family": "deepseek_v3", "layers": 3, "grid": {"tp": 2, "ep": 2}},
-    "virtual_stages": {
-        "family": "qwen3_moe",
-        "layers": 4,
-        "tied": True,
-        "grid": {"tp": 1, "pp": 2, "ep": 2, "vpp": 2},
-    },
+    "virtual_stages": {"family": "qwen3_moe", "layers": 4, "tied": True, "grid": {"pp": 2, "ep": 2, "vpp": 2}},
     "uneven": {
         "family": "deepseek_v3",
         "layers": 5,
@@ -49,25 +44,14 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """By case and rank."""
-    folder = tmp_path_factory.mktemp("megatron_shapes")
-    cases = [
-        {
-            **case,
-            "ranks": 4,
-            "architecture": {"num_layers": case["layers"], "tied_embeddings": case.get("tied", False)},
-        }
-        for case in CASES.values()
-    ]
-    (folder / "cases.json").write_text(json.dumps(cases))
-    command = [
-        sys.executable,
-        "tests/support/megatron_shapes.py",
-        str(folder / "cases.json"),
-        str(folder / "results.json"),
-    ]
-    done = run(command, timeout_s=300)
+    cases, results = (tmp_path_factory.mktemp("megatron_shapes") / name for name in ("cases.json", "results.json"))
+    sizes = [{"num_layers": case["layers"], "tied_embeddings": case.get("tied", False)} for case in CASES.values()]
+    cases.write_text(
+        json.dumps([{**case, "ranks": 4, "architecture": of} for case, of in zip(CASES.values(), sizes, strict=True)])
+    )
+    done = run([sys.executable, "tests/support/megatron_shapes.py", str(cases), str(results)], timeout_s=300)
     assert done.returncode == 0, done.stderr[-4000:]
-    return dict(zip(CASES, json.loads((folder / "results.json").read_text()), strict=True))
+    return dict(zip(CASES, json.loads(results.read_text()), strict=True))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -75,8 +59,7 @@ def test_layouts_are_those_of_megatron_core(name: str, real: dict[str, list[dict
     case = CASES[name]
     architecture = tiny_architecture(case["family"], num_layers=case["layers"], tied_embeddings=case.get("tied", False))
     grid = Grid((0, 1, 2, 3), **case["grid"])
-    layout = megatron_layout(architecture, grid)
-    chunks = chunks_of(architecture, grid)
+    layout, chunks = megatron_layout(architecture, grid), chunks_of(architecture, grid)
     for rank, found in enumerate(real[name]):
         assert {key: list(shape) for key, shape in layout.on(rank).parameters} == found["parameters"]
         assert found["layers"] == {
@@ -87,6 +70,7 @@ def test_layouts_are_those_of_megatron_core(name: str, real: dict[str, list[dict
 
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3")
+SPARSE = {*MOE, "moonlight"}
 SHAPE_CASES: dict[str, dict[str, Any]] = {
     f"{name} {' '.join(f'{key}{size}' for key, size in grid.items())}": {
         ("variant" if name in VARIANTS else "family"): name,
@@ -98,33 +82,34 @@ SHAPE_CASES: dict[str, dict[str, Any]] = {
         ({"tp": 1}, 1),
         ({"tp": 2}, 2),
         *([({"tp": 2, "cp": 2}, 4)] if name in ("qwen3", "deepseek_v3") else []),
-        *(
-            [({"tp": 2, "ep": 2, "etp": 1}, 2), ({"tp": 1, "ep": 2, "etp": 2}, 4)]
-            if name in MOE or name == "moonlight"
-            else []
-        ),
+        *([({"tp": 2, "ep": 2, "etp": 1}, 2), ({"tp": 1, "ep": 2, "etp": 2}, 4)] if name in SPARSE else []),
     )
 }
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """By case and rank. Made by a process of its own: one that has megatron-core already would not look again."""
-    folder = tmp_path_factory.mktemp("transformer_engine_shapes")
-    (folder / "cases.json").write_text(json.dumps([*SHAPE_CASES.values()]))
-    command = ["tests/support/megatron_shapes.py", str(folder / "cases.json"), str(folder / "results.json")]
+def run_beside_stand_ins(script: str, *arguments: Path, timeout_s: float) -> None:
+    """In a process of its own: one that has megatron-core already would not look again for Transformer Engine."""
     path = os.pathsep.join((str(REPOSITORY / "tests/support/packages"), PYTHON_PATH))
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", *command],
+        [sys.executable, "-W", "ignore", f"tests/support/{script}", *map(str, arguments)],
         cwd=REPOSITORY,
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=timeout_s,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return dict(zip(SHAPE_CASES, json.loads((folder / "results.json").read_text()), strict=True))
+    assert done.returncode == 0, done.stderr[-8000:]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """By case and rank."""
+    folder = tmp_path_factory.mktemp("transformer_engine_shapes")
+    cases, results = folder / "cases.json", folder / "results.json"
+    cases.write_text(json.dumps([*SHAPE_CASES.values()]))
+    run_beside_stand_ins("megatron_shapes.py", cases, results, timeout_s=300)
+    return dict(zip(SHAPE_CASES, json.loads(results.read_text()), strict=True))
 
 
 @pytest.mark.parametrize("name", SHAPE_CASES)
@@ -178,40 +163,25 @@ def test_gradient_norms_count_once_what_every_tensor_parallel_rank_has(
 
 
 LATENT, GROUPS = "deepseek_v3", "qwen3_moe"
-TRAINING_CASES = {
-    "latent tp2": LATENT,
-    "latent pp2 cp2 ep2": LATENT,
-    "latent tp2 cp2 ep4 etp1": LATENT,
-    "latent tp2 cp2 etp2 by heads": LATENT,
-    "latent tp2 ep2 deepep": LATENT,
-    "further pp2 cp2 ep2": "further",
-    "further of dense tp2 pp2": "further of dense",
-    "yarn tp2 pp2": "yarn",
-    "yarn cp2": "yarn",
-    "latent linear tp2 ep2": "latent linear",
-    "moonlight tp2 cp2 ep2": "moonlight",
-    "groups tp4": GROUPS,
-    "groups cp2 ep4 deepep": GROUPS,
-    "groups pp2 cp2 ep2 by heads": GROUPS,
-    "rounded ep2 etp2": "rounded",
+CASES_OF = {
+    LATENT: ("tp2", "pp2 cp2 ep2", "tp2 cp2 ep4 etp1", "tp2 cp2 etp2 by heads", "tp2 ep2 deepep"),
+    "further": ("pp2 cp2 ep2",),
+    "further of dense": ("tp2 pp2",),
+    "yarn": ("tp2 pp2", "cp2"),
+    "latent linear": ("tp2 ep2",),
+    "moonlight": ("tp2 cp2 ep2",),
+    GROUPS: ("tp4", "cp2 ep4 deepep", "pp2 cp2 ep2 by heads"),
+    "rounded": ("ep2 etp2",),
 }
+NAMES = {LATENT: "latent", GROUPS: "groups"}
+TRAINING_CASES = {f"{NAMES.get(of, of)} {grid}": of for of, grids in CASES_OF.items() for grid in grids}
 RELATIVE, ABSOLUTE, TOLD = 1e-5, 1e-6, 1e-4
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("transformer_engine_training")
-    path = os.pathsep.join((str(REPOSITORY / "tests/support/packages"), PYTHON_PATH))
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "tests/support/transformer_engine_ranks.py", str(folder)],
-        cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-8000:]
+    run_beside_stand_ins("transformer_engine_ranks.py", folder, timeout_s=500)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
 
 

@@ -100,9 +100,6 @@ def on_device(tensors):
     return {key for key, size in sizes.items() if all(size)}
 
 
-# --- What is on the device -------------------------------------------------------------------------------------------
-
-
 def test_a_task_has_what_it_needs_and_nothing_else_is_there():
     order = order_of(2)
     residency, tensors, _ = make(("actor", "reference", "rollout"), order)
@@ -145,9 +142,6 @@ def test_a_role_that_stays_beside_one_that_leaves():
     residency.admit("actor", {})
     residency.admit("rollout", {"weights": MemoryPart(lambda: kept)})
     assert residency.leaving == {"rollout"} and residency.parts["rollout", "weights"].place != "device"
-
-
-# --- What it holds ---------------------------------------------------------------------------------------------------
 
 
 def test_contents_come_back_bit_for_bit_after_five_steps_and_views_stay_valid():
@@ -248,17 +242,13 @@ def test_pinned_memory_is_taken_once():
 def test_a_part_that_grows_after_the_first_use_is_kept_whole():
     states = []
     part = MemoryPart(lambda: states)
-    part.save()
-    part.leave()
-    part.allocate()
-    part.fill()
+    leave(part)
+    come_back(part)
     states += [torch.arange(5.0), torch.arange(9.0)]
     part.changed()
-    part.save()
-    part.leave()
+    leave(part)
     assert [state.untyped_storage().nbytes() for state in states] == [0, 0]
-    part.allocate()
-    part.fill()
+    come_back(part)
     assert torch.equal(states[0], torch.arange(5.0)) and torch.equal(states[1], torch.arange(9.0))
 
 
@@ -266,11 +256,9 @@ def test_tensors_that_share_a_storage_are_moved_once():
     flat = torch.arange(12.0)
     part = MemoryPart(lambda: [flat[:4], flat[4:].view(2, 4), flat])
     assert part.size_bytes == flat.nbytes
-    part.save()
-    part.leave()
+    leave(part)
     assert part.allocated_bytes == 0 and part.size_bytes == flat.nbytes
-    part.allocate()
-    part.fill()
+    come_back(part)
     assert torch.equal(flat, torch.arange(12.0)) and part.host_bytes == 64
 
 
@@ -292,9 +280,6 @@ def test_what_only_its_owner_can_free_is_forgotten_when_dropped():
     part.allocate()
     part.fill(rewritten=True)
     assert cache == [] and part.device_bytes == 0
-
-
-# --- One model's memory for two sets of weights ----------------------------------------------------------------------
 
 
 def test_an_overlay_takes_the_place_of_a_part_and_leaves_it_as_it_was():
@@ -325,9 +310,6 @@ def test_an_overlay_is_never_written_to():
         overlay.changed()
     with pytest.raises(RuntimeError, match="away"):
         overlay.allocate()
-
-
-# --- Fetching ahead --------------------------------------------------------------------------------------------------
 
 
 def test_the_next_tasks_parts_are_fetched_while_there_is_room():
@@ -368,9 +350,6 @@ def test_nothing_is_fetched_over_what_is_in_use():
     residency.admit("reference", {"weights": OverlayPart(weights, [flat], [torch.ones(4)])})
     residency.enter(0)
     assert torch.equal(flat, torch.arange(4.0))
-
-
-# --- The plan --------------------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.tuples(st.sampled_from(TASKS), st.integers(0, 2)), max_size=12), st.data())
@@ -424,9 +403,6 @@ def test_what_is_where_can_be_told_without_a_device(offload, with_guest):
             assert told[position] == {key: residency.parts[key].place for key in used}
 
 
-# --- Figures ---------------------------------------------------------------------------------------------------------
-
-
 def test_peak_and_residue_per_role_are_reported_once():
     order = order_of(1)
     residency, _, _ = make(("actor", "rollout"), order)
@@ -442,9 +418,6 @@ def test_peak_and_residue_per_role_are_reported_once():
     assert metrics["memory/offload_s"] > 0 and metrics["memory/onload_s"] > 0
     again = residency.metrics()
     assert again["memory/offload_s"] == 0 and "memory/actor_residue_bytes" not in again
-
-
-# --- Another allocator -----------------------------------------------------------------------------------------------
 
 
 class FakeSaver:
@@ -490,9 +463,6 @@ def test_torch_memory_saver_is_refused_where_it_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_memory_saver", None)
     with pytest.raises(ConfigError, match=r"residency.allocator is torch_memory_saver, which is not installed"):
         memory_saver()
-
-
-# --- Host memory -----------------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=6), st.data())
@@ -554,14 +524,19 @@ def leave(part: MemoryPart) -> None:
     part.leave()
 
 
-def test_on_the_device(held: Held) -> None:
-    held.check()
+def come_back(part: MemoryPart) -> None:
+    part.allocate()
+    part.fill()
 
 
-def test_on_the_host(held: Held) -> None:
-    leave(held.part)
-    assert held.matrix.untyped_storage().nbytes() == 0
+@pytest.mark.parametrize("away", [False, True])
+def test_on_the_device_and_on_the_host(held: Held, away: bool) -> None:
+    if away:
+        leave(held.part)
+    assert (held.matrix.untyped_storage().nbytes() == 0) == away
     held.check()
+    held.part.read(held.matrix).zero_()
+    held.check()  # what was read is a copy
 
 
 def test_on_the_host_in_several_slabs(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -572,27 +547,17 @@ def test_on_the_host_in_several_slabs(held: Held, monkeypatch: pytest.MonkeyPatc
 
 def test_on_its_way_back_from_the_host(held: Held) -> None:
     leave(held.part)
-    held.part.allocate()
-    held.part.fill()
+    come_back(held.part)
     held.matrix.zero_()  # as where the copies have not arrived
     held.check()
 
 
 def test_after_a_change_on_the_device(held: Held) -> None:
     leave(held.part)
-    held.part.allocate()
-    held.part.fill()
+    come_back(held.part)
     held.part.changed()
     held.matrix.neg_()
     assert torch.equal(held.part.read(held.tail), -BUFFER[10:])
-
-
-@pytest.mark.parametrize("away", [False, True])
-def test_what_is_read_is_a_copy(held: Held, away: bool) -> None:
-    if away:
-        leave(held.part)
-    held.part.read(held.matrix).zero_()
-    held.check()
 
 
 def test_a_dropped_part_cannot_be_read(held: Held) -> None:

@@ -28,16 +28,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def config(output_dir: Path, **logging_keys: Any) -> Config:
-    return Config.model_validate(
-        {
-            "steps": 3,
-            "output_dir": str(output_dir),
-            "placement": {"actor": 0},
-            "model": {"path": "model"},
-            "data": {"train": {"path": "train.jsonl"}},
-            "logging": logging_keys,
-        }
-    )
+    return progress_config(3, output_dir=output_dir, logging=logging_keys)
 
 
 def records(output_dir: Path) -> list[dict[str, Any]]:
@@ -133,8 +124,7 @@ class FakeWandb(SimpleNamespace):
 
 
 @pytest.mark.parametrize(
-    ("keys", "has_key", "mode"),
-    [({}, False, "offline"), ({}, True, "online"), ({"mode": "offline"}, True, "offline")],
+    ("keys", "has_key", "mode"), [({}, False, "offline"), ({}, True, "online"), ({"mode": "offline"}, True, "offline")]
 )
 def test_wandb_gets_every_step_and_is_offline_without_a_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, str], has_key: bool, mode: str
@@ -420,20 +410,9 @@ class Clock:
         return self.now
 
 
-def progress_config(
-    steps: int = 4, progress: bool = True, output_dir: object = "nowhere", **sections: object
-) -> Config:
-    return Config.model_validate(
-        {
-            "steps": steps,
-            "output_dir": str(output_dir),
-            "placement": {"actor": 0},
-            "model": {"path": "model"},
-            "data": {"train": {"path": "train.jsonl"}},
-            "logging": {"progress": progress},
-            **sections,
-        }
-    )
+def progress_config(steps: int = 4, output_dir: object = "nowhere", **sections: object) -> Config:
+    required = {"placement": {"actor": 0}, "model": {"path": "model"}, "data": {"train": {"path": "train.jsonl"}}}
+    return Config.model_validate({"steps": steps, "output_dir": str(output_dir), **required, **sections})
 
 
 def run(progress: Progress, clock: Clock, num_steps: int, step_s: float) -> None:
@@ -502,12 +481,8 @@ def test_a_run_that_stops_early_says_at_which_step_and_why() -> None:
 
 def test_a_run_that_stops_at_a_held_out_loss_says_so() -> None:
     output = io.StringIO()
-    sft = progress_config(
-        steps=9,
-        algorithm="sft",
-        data={"train": {"path": "t"}, "eval": {"path": "e"}},
-        evaluation={"stop_at": 0.5},
-    )
+    evaluated = {"data": {"train": {"path": "t"}, "eval": {"path": "e"}}, "evaluation": {"stop_at": 0.5}}
+    sft = progress_config(steps=9, algorithm="sft", **evaluated)
     with Progress(sft, console=Console(file=output)) as progress:
         progress.write(0, {"eval/loss": 0.75})
         progress.write(1, {"eval/loss": 0.25})
@@ -529,7 +504,7 @@ def test_a_run_names_what_it_has_left(tmp_path: Path) -> None:
 def test_evaluation_sets_are_shown_by_their_names() -> None:
     output, clock = io.StringIO(), Clock()
     sets = {"sets": [{"name": "hard", "data": {"path": "h"}}]}
-    with_sets = Config.model_validate({**progress_config().model_dump(), "evaluation": sets})
+    with_sets = progress_config(evaluation=sets)
     Progress(with_sets, console=Console(file=output), clock=clock).write(0, {"eval/hard/score": 0.25})
     assert output.getvalue().startswith("step 1/4  hard 0.250")
 
@@ -611,7 +586,7 @@ def test_the_bar_is_taken_down_when_the_run_fails() -> None:
 def test_nothing_is_printed_when_progress_is_off() -> None:
     output, clock = io.StringIO(), Clock()
     console = Console(file=output, force_terminal=True)
-    with Progress(progress_config(progress=False), console=console, clock=clock) as progress:
+    with Progress(progress_config(logging={"progress": False}), console=console, clock=clock) as progress:
         run(progress, clock, num_steps=4, step_s=60.0)
     assert output.getvalue() == ""
 

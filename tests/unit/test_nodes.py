@@ -39,8 +39,9 @@ from tests.support.script_stand_ins import REPOSITORY
 from tests.support.shared_store import Jobs, at_the_same_time, on_ranks, open_store
 
 
-def world_of(node: int, store: dist.Store) -> World:
-    return World(node, 2, 0, 1, torch.device("cpu"), store, 10, node=node, num_nodes=2)
+def world_of(node: int, store: dist.Store, num_nodes: int = 2) -> World:
+    """Of a node of one rank."""
+    return World(node, num_nodes, 0, 1, torch.device("cpu"), store, 10, node=node, num_nodes=num_nodes)
 
 
 def test_a_folder_that_another_node_has_by_the_same_name_is_refused(
@@ -246,12 +247,6 @@ def test_the_ranks_that_are_missing_are_named(stores: list[dist.Store]) -> None:
 THREE = Compared(hosts=("a", "b", "c"), differences=(), problems={})
 
 
-def world_of_node(node: int, num_nodes: int, store: dist.Store, timeout_s: float = 10) -> World:
-    """Of a node of one rank."""
-    cpu = torch.device("cpu")
-    return World(node, num_nodes, 0, 1, cpu, store, timeout_s, node=node, num_nodes=num_nodes)
-
-
 def test_it_tells_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(doctor, "LEAST_SHARED_GB", 0)
     assert doctor.main([]) == 0
@@ -317,9 +312,7 @@ def test_nodes_are_compared_with_the_first_one() -> None:
         Spoken({"torch": "2.12", "x": "1"}),
     ]
     with open_store() as store:
-        heard = on_ranks(
-            store, lambda node, own: compare_nodes(NodeBoard(world_of_node(node, 3, own), "x"), said[node]), 3
-        )
+        heard = on_ranks(store, lambda node, own: compare_nodes(NodeBoard(world_of(node, own, 3), "x"), said[node]), 3)
     assert heard[1:] == [None, None] and heard[0] is not None
     assert heard[0].differences == [
         NodeDifference("torch", {"2.13": [0], "2.12": [1, 2]}),
@@ -371,7 +364,7 @@ def test_a_folder_that_nodes_do_not_share_is_found(tmp_path: Path, monkeypatch: 
         folder.mkdir(exist_ok=True)
 
     def body(node: int, store: dist.Store) -> list[Storage] | None:
-        world = world_of_node(node, 3, store)
+        world = world_of(node, store, 3)
         monkeypatch.setattr(NodeBoard, "__init__", _of_one_topic)
         return try_storage(world, folders[node], 1 << 20)
 
@@ -392,7 +385,7 @@ def _of_one_topic(board: NodeBoard, world: World, topic: str) -> None:
 
 def test_a_folder_that_one_node_cannot_write_is_named(tmp_path: Path) -> None:
     with open_store() as store:
-        world = world_of_node(0, 1, store)
+        world = world_of(0, store, 1)
         by_node = try_storage(world, tmp_path, 1 << 20)
         assert by_node is not None and [finding.state for finding in of_storage("x", by_node, THREE)] == [FINE]
         by_node = try_storage(world, tmp_path / "none", 1 << 20)

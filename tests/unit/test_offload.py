@@ -128,10 +128,7 @@ def weights_over(rank: int, store: dist.Store, log: list[int]) -> dict[str, Any]
 
     made = ReferenceRole.__new__(ReferenceRole)
     made.job = SimpleNamespace(
-        world=world,
-        job_store=JobStore(world),
-        model_site=lambda role: SimpleNamespace(load_weights=load),
-        resumed=None,
+        world=world, job_store=JobStore(world), model_site=lambda role: SimpleNamespace(load_weights=load), resumed=None
     )
     actor = SimpleNamespace(
         parameters={name: torch.zeros_like(tensor) for name, tensor in LIKE.items()},
@@ -139,10 +136,7 @@ def weights_over(rank: int, store: dist.Store, log: list[int]) -> dict[str, Any]
         parts={"weights": None},
     )
     overlay = made._weights_over(actor, made._host_weights(actor))
-    return {
-        "bytes": overlay.host_bytes,
-        "values": [float(host.float().sum()) for _, host in overlay._pairs],
-    }
+    return {"bytes": overlay.host_bytes, "values": [float(host.float().sum()) for _, host in overlay._pairs]}
 
 
 @pytest.mark.parametrize("reachable", [True, False])

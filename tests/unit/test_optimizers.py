@@ -1,6 +1,7 @@
 """Steps of optimizers, when their communication overlaps, and the learning rate."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,8 +85,7 @@ def test_steps_are_those_of_torch() -> None:
         weights.grad = one.gradient * step
         expected.step()
         adam_step(
-            [AdamTensors(one.weights, one.gradient * step, one.exp_avg, one.exp_avg_sq)],
-            AdamRule(lr=0.01, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=step),
+            [AdamTensors(one.weights, one.gradient * step, one.exp_avg, one.exp_avg_sq)], replace(RULE, step=step)
         )
     torch.testing.assert_close(one.weights, weights.detach(), rtol=1e-6, atol=1e-7)
 
@@ -96,7 +96,7 @@ def test_moments_in_bf16_lead_nearly_where_moments_in_fp32_do(monkeypatch: pytes
     wide, small = tensors(999), tensors(999, torch.bfloat16)
     before = wide.weights.clone()
     for step in range(1, 21):
-        rule = AdamRule(lr=0.01, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=step)
+        rule = replace(RULE, step=step)
         for one in (wide, small):
             gradient = one.gradient + torch.sin(torch.arange(999.0) * step)
             adam_step([AdamTensors(one.weights, gradient, one.exp_avg, one.exp_avg_sq)], rule)

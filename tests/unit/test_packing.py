@@ -242,27 +242,14 @@ def test_experts_in_one_parameter_are_refused(
 
 
 def flash_stand_in(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    scale: float | None,
-    window_size: tuple[int, int],
-    enable_gqa: bool,
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, *most: int, **how: Any
 ) -> Tensor:
     """torch.nn.attention.varlen's kernel, as its documentation has it, on the CPU."""
-    lengths = cu_seq_q.diff().tolist()
-    assert cu_seq_q.dtype == torch.int32 and torch.equal(cu_seq_q, cu_seq_k)
+    assert torch.equal(cu_seq_q, cu_seq_k)
     assert cu_seq_q[0] == 0 and cu_seq_q[-1] == len(query) == len(key) == len(value)
-    assert max_q == max_k == max(lengths)
     assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
-    assert window_size == (-1, 0), "causal"
-    assert enable_gqa == (query.size(1) != key.size(1)) and scale is None
-    return by_sequence(query[:, None], key[:, None], value[:, None], lengths)[:, 0].view(query.shape)
+    assert how["enable_gqa"] == (query.size(1) != key.size(1)) and how["scale"] is None
+    return bottom_right_stand_in(query, key, value, cu_seq_q, cu_seq_k, *most, **how)
 
 
 def test_a_gpu_takes_all_sequences_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -289,11 +289,20 @@ def test_a_replica_on_the_same_node_is_preferred() -> None:
     assert {source // 8 == destination // 8 for source, destination in moved} == {True}
 
 
+def smallest_load_by_hall(candidates: list[list[int]], demands: list[int]) -> float:
+    """By Hall's theorem: the largest, over sets of ranks, of what only they can carry divided by their number."""
+    ranks = sorted({rank for group in candidates for rank in group})
+    subsets = [set(subset) for size in range(1, len(ranks) + 1) for subset in combinations(ranks, size)]
+    return max(
+        sum(demand for group, demand in zip(candidates, demands, strict=True) if subset.issuperset(group)) / len(subset)
+        for subset in subsets
+    )
+
+
 def smallest_largest_load(source: Side, destination: Side, ranks_per_node: int) -> float:
     """The least bytes that the busiest sender can carry, with holders on the receiver's node preferred.
 
-    From values alone: every element has one of its own, which tells who holds it and who needs it. By Hall's theorem
-    the bound is the largest, over sets of senders, of what only they may send divided by their number.
+    From values alone: every element has one of its own, which tells who holds it and who needs it.
     """
 
     def owners(side_of: Side) -> dict[float, set[int]]:
@@ -312,12 +321,7 @@ def smallest_largest_load(source: Side, destination: Side, ranks_per_node: int) 
         for node, ranks in by_node.items():
             near = {rank for rank in holders[value] if rank // ranks_per_node == node}
             demands[frozenset(near or holders[value])] += ELEMENT_BYTES * (len(ranks) if near else 1)
-    senders = sorted(set().union(*demands))
-    subsets = [set(subset) for size in range(1, len(senders) + 1) for subset in combinations(senders, size)]
-    return max(
-        sum(demand for candidates, demand in demands.items() if candidates <= subset) / len(subset)
-        for subset in subsets
-    )
+    return smallest_load_by_hall([[*candidates] for candidates in demands], [*demands.values()])
 
 
 # name -> source (ranks, tp, pp), destination (ranks, tp), ranks per node
@@ -361,16 +365,6 @@ def test_a_node_receives_once_and_fans_out_evenly() -> None:
 
 
 NUM_RANKS = 7
-
-
-def smallest_load_by_hall(candidates: list[list[int]], demands: list[int]) -> float:
-    """By Hall's theorem: the largest, over sets of ranks, of what only they can carry divided by their number."""
-    ranks = sorted({rank for group in candidates for rank in group})
-    subsets = [set(subset) for size in range(1, len(ranks) + 1) for subset in combinations(ranks, size)]
-    return max(
-        sum(demand for group, demand in zip(candidates, demands, strict=True) if subset.issuperset(group)) / len(subset)
-        for subset in subsets
-    )
 
 
 GROUPS = st.lists(

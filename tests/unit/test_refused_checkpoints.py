@@ -49,101 +49,103 @@ def files_of(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
+Change = Callable[[Path], object]
+
+
 def cut_short(folder: Path) -> None:
     files_of(folder)[1].write_bytes(files_of(folder)[1].read_bytes()[:-10])
 
 
-def lose_a_file(folder: Path) -> None:
-    files_of(folder)[1].unlink()
+def rewriting(change: Callable[[dict[str, Tensor]], object]) -> Change:
+    """Changes what the file with UP holds."""
+
+    def rewrite(folder: Path) -> None:
+        file = folder / json.loads((folder / INDEX).read_text())["weight_map"][UP]
+        tensors = load_file(file)
+        change(tensors)
+        save_file(tensors, file)
+
+    return rewrite
 
 
-def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
-    """Change what the file with UP holds."""
-    file = folder / json.loads((folder / INDEX).read_text())["weight_map"][UP]
-    tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file)
+def reindexing(change: Callable[[dict[str, str]], object]) -> Change:
+    def reindex(folder: Path) -> None:
+        index = json.loads((folder / INDEX).read_text())
+        change(index["weight_map"])
+        (folder / INDEX).write_text(json.dumps(index))
+
+    return reindex
 
 
-def reindex(folder: Path, change: Callable[[dict[str, str]], None]) -> None:
-    index = json.loads((folder / INDEX).read_text())
-    change(index["weight_map"])
-    (folder / INDEX).write_text(json.dumps(index))
+def configured(**values: object) -> Change:
+    """Changes values of config.json."""
+
+    def reconfigure(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **values}))
+
+    return reconfigure
 
 
-def reconfigure(folder: Path, **values: object) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **values}))
+def both(*changes: Change) -> Change:
+    return lambda folder: [change(folder) for change in changes]
 
 
-def add_a_tensor(folder: Path) -> None:
-    rewrite(folder, lambda tensors: tensors.update(extra=torch.zeros(1)))
-    reindex(folder, lambda files: files.update(extra=files[UP]))
+def adding(name: str, *shape: int) -> Change:
+    added = rewriting(lambda tensors: tensors.update({name: torch.zeros(shape)}))
+    return both(added, reindexing(lambda files: files.update({name: files[UP]})))
 
 
-def add_a_value_head(folder: Path) -> None:
-    rewrite(folder, lambda tensors: tensors.update({"score.weight": torch.zeros(1, 32)}))
-    reindex(folder, lambda files: files.update({"score.weight": files[UP]}))
+def retyped(dtype: torch.dtype) -> Change:
+    return rewriting(lambda tensors: tensors.update({UP: tensors[UP].to(dtype)}))
 
+
+without_tensor, without_entry = rewriting(lambda tensors: tensors.pop(UP)), reindexing(lambda files: files.pop(UP))
 
 # mistake -> (what makes it, words of the message)
-MISTAKES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+MISTAKES: dict[str, tuple[Change, list[str]]] = {
     "a file cut short": (cut_short, ["damaged or cut short", "-00002-of-"]),
-    "a missing file": (lose_a_file, ["does not exist", "incomplete", "-00002-of-"]),
-    "a tensor that is not in its file": (
-        lambda folder: rewrite(folder, lambda tensors: tensors.pop(UP)),
-        [f"lacks tensor {UP}", "[48, 32]"],
+    "a missing file": (lambda folder: files_of(folder)[1].unlink(), ["does not exist", "incomplete", "-00002-of-"]),
+    "a tensor that is not in its file": (without_tensor, [f"lacks tensor {UP}", "[48, 32]"]),
+    "a tensor that the index lacks": (without_entry, ["lacks 1 tensors", UP]),
+    "a tensor that file and index lack": (both(without_tensor, without_entry), ["lacks 1 tensors", UP]),
+    "a tensor too many": (adding("extra", 1), ["holds 1 tensors that the model", "does not have: extra"]),
+    "a value model": (
+        adding("score.weight", 1, 32),
+        ["holds score.weight, the head of a value model", "expected a language model"],
     ),
-    "a tensor that the index lacks": (
-        lambda folder: reindex(folder, lambda files: files.pop(UP)),
-        ["lacks 1 tensors", UP],
-    ),
-    "a tensor that file and index lack": (
-        lambda folder: (
-            rewrite(folder, lambda tensors: tensors.pop(UP)),
-            reindex(folder, lambda files: files.pop(UP)),
-        ),
-        ["lacks 1 tensors", UP],
-    ),
-    "a tensor too many": (add_a_tensor, ["holds 1 tensors that the model", "does not have: extra"]),
-    "a value model": (add_a_value_head, ["holds score.weight, the head of a value model", "expected a language model"]),
     "a tensor that the index does not name": (
-        lambda folder: rewrite(folder, lambda tensors: tensors.update(extra=torch.zeros(1))),
+        rewriting(lambda tensors: tensors.update(extra=torch.zeros(1))),
         ["1 tensors that the index does not place there: extra"],
     ),
-    "a type that is no float": (
-        lambda folder: rewrite(folder, lambda tensors: tensors.update({UP: tensors[UP].to(torch.int8)})),
-        [UP, "of type I8", "BF16"],
-    ),
-    "several types": (
-        lambda folder: rewrite(folder, lambda tensors: tensors.update({UP: tensors[UP].half()})),
-        ["float32 (model.embed_tokens.weight)", f"float16 ({UP})", "--dtype"],
-    ),
-    "another vocabulary": (
-        lambda folder: reconfigure(folder, vocab_size=140),
-        ["model.embed_tokens.weight has shape [131, 32]", "[140, 32]"],
-    ),
-    "an unknown architecture": (
-        lambda folder: reconfigure(folder, model_type="rwkv"),
-        ['"rwkv"', "model_type", "qwen3"],
-    ),
+    "a type that is no float": (retyped(torch.int8), [UP, "of type I8", "BF16"]),
+    "several types": (retyped(torch.float16), ["float32 (model.embed_tokens.weight)", f"float16 ({UP})", "--dtype"]),
+    "another vocabulary": (configured(vocab_size=140), ["model.embed_tokens.weight has shape [131, 32]", "[140, 32]"]),
+    "an unknown architecture": (configured(model_type="rwkv"), ['"rwkv"', "model_type", "qwen3"]),
     "no config.json": (lambda folder: (folder / "config.json").unlink(), ["config.json does not exist"]),
     "no index": (lambda folder: (folder / INDEX).unlink(), ["neither model.safetensors nor"]),
 }
 
 
+@pytest.fixture
+def assert_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., None]:
+    """Converts the folder `input`, and expects the words in what is said, and no other folder."""
+
+    def assert_refused(command: str, *words: str) -> None:
+        assert main([command, "--input", str(tmp_path / "input"), "--output", str(tmp_path / "output")]) == 2
+        message = capsys.readouterr().err
+        assert all(word in message for word in words), message
+        assert [path.name for path in tmp_path.iterdir()] == ["input"]
+
+    return assert_refused
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_source_that_cannot_be_used_is_refused(
-    mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_source_that_cannot_be_used_is_refused(mistake: str, tmp_path: Path, assert_refused: Any) -> None:
     make_checkpoint(tmp_path / "input", shard="20KB")
     make_mistake, words = MISTAKES[mistake]
     make_mistake(tmp_path / "input")
-    status = main(["hf-to-megatron", "--input", str(tmp_path / "input"), "--output", str(tmp_path / "output")])
-    message = capsys.readouterr().err
-    assert status == 2
-    assert all(word in message for word in [*words, "(option --input)", str(tmp_path / "input")]), message
-    assert [path.name for path in tmp_path.iterdir()] == ["input"]
+    assert_refused("hf-to-megatron", *words, "(option --input)", str(tmp_path / "input"))
 
 
 def test_a_type_may_be_chosen_where_the_source_has_several(tmp_path: Path) -> None:
@@ -225,7 +227,7 @@ def test_an_element_that_is_not_read_is_an_error(tmp_path: Path, monkeypatch: py
 
 
 def test_a_writer_that_takes_a_tensor_twice_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, assert_refused: Any
 ) -> None:
     from rltrain.checkpoint import conversion
 
@@ -237,9 +239,7 @@ def test_a_writer_that_takes_a_tensor_twice_is_an_error(
 
     monkeypatch.setattr(conversion, "write_checkpoint", write_twice)
     make_checkpoint(tmp_path / "input")
-    assert main(["hf-to-megatron", "--input", str(tmp_path / "input"), "--output", str(tmp_path / "output")]) == 2
-    assert "not taken exactly once: model.embed_tokens.weight (4224 of 4192 elements)" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["input"]
+    assert_refused("hf-to-megatron", "not taken exactly once: model.embed_tokens.weight (4224 of 4192 elements)")
 
 
 @pytest.mark.parametrize("what", ["nowhere", "an empty folder", "a file"])
@@ -253,15 +253,15 @@ def test_what_is_no_checkpoint_is_refused(what: str, tmp_path: Path) -> None:
         open_source(path, "PATH")
 
 
-def replace_config(folder: Path, **values: object) -> None:
-    reconfigure(folder / "hf", **values)
+def of_hf(**values: object) -> Change:
+    return lambda folder: configured(**values)(folder / "hf")
 
 
 def distcp(folder: Path) -> Path:
     return folder / "release/__1_0.distcp"
 
 
-MEGATRON_MISTAKES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+MEGATRON_MISTAKES: dict[str, tuple[Change, list[str]]] = {
     "a file cut short": (
         lambda folder: distcp(folder).write_bytes(distcp(folder).read_bytes()[:-5000]),
         ["__1_0.distcp"],
@@ -271,16 +271,10 @@ MEGATRON_MISTAKES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         lambda folder: (folder / "latest_checkpointed_iteration.txt").write_text("12"),
         ["iter_0000012", "incomplete"],
     ),
-    "another rope theta": (
-        lambda folder: replace_config(folder, rope_parameters={"rope_theta": 5e5}),
-        ["10000", "500000"],
-    ),
-    "another vocabulary": (lambda folder: replace_config(folder, vocab_size=120), ["vocab_size", "131", "120"]),
-    "tied embeddings": (
-        lambda folder: replace_config(folder, tie_word_embeddings=True),
-        ["embeddings", "True", "False"],
-    ),
-    "another family": (lambda folder: replace_config(folder, model_type="llama"), ["qk_layernorm", "True", "False"]),
+    "another rope theta": (of_hf(rope_parameters={"rope_theta": 5e5}), ["10000", "500000"]),
+    "another vocabulary": (of_hf(vocab_size=120), ["vocab_size", "131", "120"]),
+    "tied embeddings": (of_hf(tie_word_embeddings=True), ["embeddings", "True", "False"]),
+    "another family": (of_hf(model_type="llama"), ["qk_layernorm", "True", "False"]),
     "no config": (lambda folder: shutil.rmtree(folder / "hf"), ["hf/config.json", "--hf-config"]),
 }
 
@@ -296,28 +290,18 @@ def megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("mistake", MEGATRON_MISTAKES)
 def test_a_megatron_checkpoint_that_cannot_be_used_is_refused(
-    mistake: str, megatron: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    mistake: str, megatron: Path, tmp_path: Path, assert_refused: Any
 ) -> None:
     shutil.copytree(megatron, tmp_path / "input")
     make_mistake, words = MEGATRON_MISTAKES[mistake]
     make_mistake(tmp_path / "input")
-    status = main(["megatron-to-hf", "--input", str(tmp_path / "input"), "--output", str(tmp_path / "output")])
-    message = capsys.readouterr().err
-    assert status == 2
-    assert all(word in message for word in [*words, "(option --input)", str(tmp_path / "input")]), message
-    assert [path.name for path in tmp_path.iterdir()] == ["input"]
+    assert_refused("megatron-to-hf", *words, "(option --input)", str(tmp_path / "input"))
 
 
-def test_a_value_models_megatron_checkpoint_is_refused(
-    megatron: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    language_model = read_architecture(megatron / "hf")
-    write_megatron(tmp_path / "input", language_model.value_model())
+def test_a_value_models_megatron_checkpoint_is_refused(megatron: Path, tmp_path: Path, assert_refused: Any) -> None:
+    write_megatron(tmp_path / "input", read_architecture(megatron / "hf").value_model())
     shutil.copytree(megatron / "hf", tmp_path / "input/hf")
-    assert main(["megatron-to-hf", "--input", str(tmp_path / "input"), "--output", str(tmp_path / "output")]) == 2
-    message = capsys.readouterr().err
-    assert "of another shape: output_layer.weight [1, 32] instead of [256, 32]" in message, message
-    assert [path.name for path in tmp_path.iterdir()] == ["input"]
+    assert_refused("megatron-to-hf", "of another shape: output_layer.weight [1, 32] instead of [256, 32]")
 
 
 def test_experts_must_be_as_many_as_in_the_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -326,7 +310,7 @@ def test_experts_must_be_as_many_as_in_the_config(tmp_path: Path, capsys: pytest
     assert main(["hf-to-megatron", "--input", *given, "--ep", "5"]) == 2
     assert "--ep is 5" in capsys.readouterr().err
     assert main(["hf-to-megatron", "--input", *given]) == 0
-    replace_config(tmp_path / "megatron", num_local_experts=8)
+    of_hf(num_local_experts=8)(tmp_path / "megatron")
     assert main(["inspect", str(tmp_path / "megatron")]) == 2
     message = capsys.readouterr().err
     assert "num_experts is 4, expected 8" in message, message
@@ -356,22 +340,11 @@ def test_the_other_format_is_named(
 
 
 CONFIG = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "intermediate_size": 24,
-    "moe_intermediate_size": 8,
-    "num_experts": 3,
-    "num_experts_per_tok": 2,
-    "vocab_size": 32,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "eos_token_id": 31,
-}
+    "model_type": "qwen3_moe", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 24, "moe_intermediate_size": 8, "num_experts": 3,
+    "num_experts_per_tok": 2, "vocab_size": 32, "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False, "eos_token_id": 31,
+}  # fmt: skip
 GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 64, "vocab_size": 32}
 DEEP = "[" * 100_000
 AT_ONCE_S = 20.0

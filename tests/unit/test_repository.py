@@ -81,37 +81,14 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 
 # Read by --dry-run and by planning on every rank: they start in a moment because they do not load torch.
 FAST_TO_IMPORT = (
-    "config.schema",
-    "config.loader",
-    "algorithms.registry",
-    "schedule.shape",
-    "schedule.step",
-    "planning.validation",
-    "planning.validation_schedule",
-    "planning.sync_time",
-    "planning.description",
-    "runtime.grid",
-    "runtime.placement",
-    "models",
-    "models.flops",
-    "reshard.layout",
-    "reshard.plan",
-    "reshard.megatron_layout",
-    "rollout.layout",
-    "rollout.workspace",
-    "sandbox.means",
-    "cli.python_interface",
+    *("config.schema", "config.loader", "algorithms.registry", "schedule.shape", "schedule.step"),
+    *("planning.validation", "planning.validation_schedule", "planning.sync_time", "planning.description"),
+    *("runtime.grid", "runtime.placement", "models", "models.flops"),
+    *("reshard.layout", "reshard.plan", "reshard.megatron_layout"),
+    *("rollout.layout", "rollout.workspace", "sandbox.means", "cli.python_interface"),
 )
-
-
-PICKLING_COLLECTIVES = {
-    "all_gather_object",
-    "gather_object",
-    "broadcast_object_list",
-    "scatter_object_list",
-    "send_object_list",
-    "recv_object_list",
-}
+PICKLING_COLLECTIVES = {"all_gather_object", "gather_object"}
+PICKLING_COLLECTIVES |= {f"{name}_object_list" for name in ("broadcast", "scatter", "send", "recv")}
 
 
 def relative(path: Path) -> str:
@@ -171,13 +148,16 @@ def test_imports_run_downward() -> None:
     assert parts <= MAY_IMPORT.keys(), f"say in MAY_IMPORT what {sorted(parts - MAY_IMPORT.keys())} may import"
 
 
-def test_the_import_rule_has_no_cycle() -> None:
-    remaining = {part: {other.split(".")[0] for other in allowed} for part, allowed in MAY_IMPORT.items()}
+def assert_no_cycle(remaining: dict[str, set[str]]) -> None:
     while remaining:
         lowest = [part for part, others in remaining.items() if not others & remaining.keys()]
         assert lowest, f"these may import each other: {sorted(remaining)}"
         for part in lowest:
             del remaining[part]
+
+
+def test_the_import_rule_has_no_cycle() -> None:
+    assert_no_cycle({part: {other.split(".")[0] for other in allowed} for part, allowed in MAY_IMPORT.items()})
 
 
 def test_no_modules_import_each_other() -> None:
@@ -189,11 +169,7 @@ def test_no_modules_import_each_other() -> None:
         modules = {f"{module}.{name}" if _is_module(f"{module}.{name}") else module for module, name in found}
         own = ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")
         remaining[own] = {module for module in modules if module.startswith("rltrain.")} - {own}
-    while remaining:
-        free = [module for module, others in remaining.items() if not others & remaining.keys()]
-        assert free, f"these import each other: {sorted(remaining)}"
-        for module in free:
-            del remaining[module]
+    assert_no_cycle(remaining)
 
 
 def test_only_their_list_knows_the_training_backends() -> None:

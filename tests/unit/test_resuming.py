@@ -56,7 +56,7 @@ def locked(folder: Path, text: str = "") -> Iterator[None]:
 HOLDER = {"host": "node7", "pid": 1234, "since": "2026-01-02 03:04:05 +0000"}
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def held(monkeypatch: pytest.MonkeyPatch) -> dict[Path, int]:
     """What this process has locked, none of it after the test."""
     held: dict[Path, int] = {}
@@ -70,7 +70,6 @@ def release(held: dict[Path, int]) -> None:
     held.clear()
 
 
-@pytest.mark.usefixtures("held")
 def test_a_folder_is_made_and_held_with_its_holder_written_down(tmp_path: Path, held: dict[Path, int]) -> None:
     folder = tmp_path / "new" / "run"
     lock_folder(folder, "output_dir")
@@ -84,7 +83,6 @@ def test_a_folder_is_made_and_held_with_its_holder_written_down(tmp_path: Path, 
     lock_folder(folder, "output_dir", wait_s=0)
 
 
-@pytest.mark.usefixtures("held")
 @pytest.mark.parametrize(
     "text, holder",
     [
@@ -101,7 +99,6 @@ def test_a_second_job_is_refused_with_the_first_ones_name(tmp_path: Path, text: 
     lock_folder(tmp_path, "output_dir", wait_s=0)
 
 
-@pytest.mark.usefixtures("held")
 def test_it_waits_for_a_job_that_is_about_to_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     waited = threading.Event()
 
@@ -119,7 +116,6 @@ def test_it_waits_for_a_job_that_is_about_to_end(tmp_path: Path, caplog: pytest.
     assert caplog.text.count("is in use by another job (process 1234 on node7 since") == 1, "the wait is told once"
 
 
-@pytest.mark.usefixtures("held")
 def test_a_job_that_is_killed_leaves_no_lock(tmp_path: Path) -> None:
     program = (
         "import os, pathlib, signal, sys\nfrom rltrain.roles.resuming import lock_folder\n"
@@ -130,7 +126,6 @@ def test_a_job_that_is_killed_leaves_no_lock(tmp_path: Path) -> None:
     lock_folder(tmp_path, "output_dir", wait_s=0)
 
 
-@pytest.mark.usefixtures("held")
 @pytest.mark.parametrize("number", sorted(set(NO_LOCKS)))
 def test_a_file_system_without_locks_is_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
@@ -144,7 +139,6 @@ def test_a_file_system_without_locks_is_warned_of(
     assert f"{tmp_path} cannot be locked" in caplog.text
 
 
-@pytest.mark.usefixtures("held")
 def test_a_lock_that_cannot_be_written_is_a_config_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -156,7 +150,6 @@ def test_a_lock_that_cannot_be_written_is_a_config_error(tmp_path: Path, monkeyp
     lock_folder(tmp_path, "checkpoint.dir", wait_s=0)
 
 
-@pytest.mark.usefixtures("held")
 @pytest.mark.parametrize("keep", [False, True])
 def test_what_is_set_aside_gets_a_new_folder_each_time(tmp_path: Path, keep: bool) -> None:
     paths = [tmp_path / "metrics.jsonl", tmp_path / "trace"]
@@ -510,7 +503,6 @@ def test_a_run_that_saves_nothing_leaves_the_checkpoints_of_others_where_they_ar
 @pytest.fixture
 def claim(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Callable[[Config], None]:
     """As the ranks of a job do whose actor's leader is rank 1; the error of that one."""
-    monkeypatch.setattr(resuming, "_held", {})
     monkeypatch.setattr(resuming.lock_folder, "__kwdefaults__", {"wait_s": 0.0, "advance": lambda: None})
 
     def on_all(config: Config) -> None:

@@ -234,106 +234,87 @@ def test_rewards_of_turns_add_up_to_the_reward(turns: list[float], score: float 
 
 GSM8K = Path(__file__).resolve().parents[3] / "shared/data/gsm8k/train.jsonl"
 
-EQUAL = [
-    ("\\boxed{72}", "72"),
-    ("So \\boxed{1} or rather \\boxed{72}.", "72"),
-    ("#### 72", "48/2 = <<48/2=24>>24 clips\n#### 72"),
-    ("It is #### 72\nThat is all, 5 eggs.", "72"),
-    ("The answer is 72.", "72"),
-    ("She has 1,234 eggs.", "1234"),
-    ("She earns $1,234.50.", "1234.5"),
-    ("It costs $-3", "-3"),
-    ("5-3", "3"),
-    ("#### $10", "10"),
-    ("\\boxed{10 \\text{ dollars}}", "10"),
-    ("\\boxed{10\\text{ dollars}}", "#### 10"),
-    ("\\boxed{x = 5}", "5"),
-    ("\\boxed{\\frac{1}{2}}", "0.5"),
-    ("\\boxed{\\dfrac12}", "\\frac{1}{2}"),
-    ("about 3/4", "\\frac{3}{4}"),
-    ("\\boxed{50\\%}", "0.5"),
-    ("\\boxed{2\\sqrt{2}}", "\\sqrt{8}"),
-    ("\\boxed{x + 1}", "1 + x"),
-    ("\\boxed{(x+1)^2}", "x^2+2x+1"),
-    ("\\boxed{(1,2)}", "(1, 2)"),
-    ("\\boxed{\\{2, 1\\}}", "\\{1, 2\\}"),
-    ("\\boxed{\\text{east}}", "east"),
-    ("$\\boxed{[0, 1)}$", "[0,1)"),
-    ("\\boxed{\\begin{pmatrix}1\\\\2\\end{pmatrix}}", "\\begin{pmatrix}1\\\\2\\end{pmatrix}"),
-    ("\\fbox{72}", "\\boxed{72}"),
-    ("007", "7"),
-    ("#### 18 dollars", "18"),
-    ("#### 18 dollars", "#### 18"),
-    ("18", "#### 18 dollars"),
-    ("\\boxed{18 dollars}", "#### 18 dollars"),
-    ("#### $18 per hour.", "18"),
-    ("#### -3.5 apples", "-3.5"),
-    ("#### 1,234 miles", "1234"),
-    ("#### 12 sq ft", "12"),
-    ("#### $18", "18"),
-    ("####18", "18"),
-    ("\\boxed{\\emptyset}", "\\varnothing"),
-    ("\\boxed{\\varnothing}", "\\emptyset"),
-    ("\\boxed{\\varnothing}", "\\{\\}"),
-    ("\\boxed{1 000}", "1000"),
-    ("#### 1 000", "1000"),
-    ("\\boxed{1000}", "1 000"),
-    ("\\boxed{12\\,345\\,678.5}", "12345678.5"),
-    ("\\boxed{1\\ 000}", "1,000"),
-    ("#### -1\u202f000", "-1000"),
-    ("It is 1{,}234 in all.", "1234"),
-    ("\\boxed{(1,\\,200)}", "(1, 200)"),
-    ("It is 10,\\!000 in all.", "10000"),
-]
-DIFFERENT = [
-    ("\\boxed{71}", "72"),
-    ("\\boxed{72} and \\boxed{1}", "72"),
-    ("#### 5\n72", "72"),
-    ("", "72"),
-    ("no number at all", "72"),
-    ("\\boxed{}", "72"),
-    ("\\boxed{}", ""),
-    ("\\boxed{72", "\\boxed{}"),
-    ("\\boxed{-72}", "72"),
-    ("\\boxed{7.2}", "72"),
-    ("\\boxed{10x}", "10"),
-    ("\\boxed{2\\pi}", "2"),
-    ("\\boxed{(2,1)}", "(1,2)"),
-    ("\\boxed{(0, 1)}", "[0, 1]"),
-    ("\\boxed{0.33}", "1/3"),
-    ("1/0", "0"),
-    ("\\boxed{" + "9" * 5000 + "}", "9"),
-    ("\\boxed{9}", "9" * 5000),
-    ("\\boxed{9}", "1/" + "9" * 5000),
-    ("\\boxed{10 or 12}", "10"),
-    ("#### 18 or 20", "18"),
-    ("#### 18 dollars and 50 cents", "18"),
-    ("#### 3 million", "3"),
-    ("#### 2 pi", "2"),
-    ("#### 2 x", "2"),
-    ("#### 3 squared", "3"),
-    ("#### 18 dollars", "19"),
-    ("#### two", "2"),
-    ("####", "2"),
-    ("####", ""),
-    ("#### dollars", "18"),
-    ("\\boxed{\\varnothing}", "0"),
-    ("\\boxed{\\emptyset}", "\\{0\\}"),
-    ("\\boxed{1 00}", "100"),
-    ("\\boxed{1 0000}", "10000"),
-    ("\\boxed{1234 567}", "1234567"),
-    ("\\boxed{1 000, 2}", "10002"),
-    ("She has 5 100 dollar bills", "5100"),
-    ("\\boxed{(1\\,000, 2)}", "(1, 2)"),
-]
+EQUAL = {
+    "72": (
+        *("\\boxed{72}", "So \\boxed{1} or rather \\boxed{72}."),
+        *("It is #### 72\nThat is all, 5 eggs.", "The answer is 72."),
+    ),
+    "1234": ("She has 1,234 eggs.", "#### 1,234 miles", "It is 1{,}234 in all."),
+    "10": ("#### $10", "\\boxed{10 \\text{ dollars}}"),
+    "0.5": ("\\boxed{\\frac{1}{2}}", "\\boxed{50\\%}"),
+    "18": ("#### 18 dollars", "#### $18 per hour.", "#### $18", "####18"),
+    "#### 18 dollars": ("18", "\\boxed{18 dollars}"),
+    "1000": ("\\boxed{1 000}", "#### 1 000"),
+    "48/2 = <<48/2=24>>24 clips\n#### 72": ("#### 72",),
+    "1234.5": ("She earns $1,234.50.",),
+    "-3": ("It costs $-3",),
+    "3": ("5-3",),
+    "#### 10": ("\\boxed{10\\text{ dollars}}",),
+    "5": ("\\boxed{x = 5}",),
+    "\\frac{1}{2}": ("\\boxed{\\dfrac12}",),
+    "\\frac{3}{4}": ("about 3/4",),
+    "\\sqrt{8}": ("\\boxed{2\\sqrt{2}}",),
+    "1 + x": ("\\boxed{x + 1}",),
+    "x^2+2x+1": ("\\boxed{(x+1)^2}",),
+    "(1, 2)": ("\\boxed{(1,2)}",),
+    "\\{1, 2\\}": ("\\boxed{\\{2, 1\\}}",),
+    "east": ("\\boxed{\\text{east}}",),
+    "[0,1)": ("$\\boxed{[0, 1)}$",),
+    "\\begin{pmatrix}1\\\\2\\end{pmatrix}": ("\\boxed{\\begin{pmatrix}1\\\\2\\end{pmatrix}}",),
+    "\\boxed{72}": ("\\fbox{72}",),
+    "7": ("007",),
+    "#### 18": ("#### 18 dollars",),
+    "-3.5": ("#### -3.5 apples",),
+    "12": ("#### 12 sq ft",),
+    "\\varnothing": ("\\boxed{\\emptyset}",),
+    "\\emptyset": ("\\boxed{\\varnothing}",),
+    "\\{\\}": ("\\boxed{\\varnothing}",),
+    "1 000": ("\\boxed{1000}",),
+    "12345678.5": ("\\boxed{12\\,345\\,678.5}",),
+    "1,000": ("\\boxed{1\\ 000}",),
+    "-1000": ("#### -1\u202f000",),
+    "(1, 200)": ("\\boxed{(1,\\,200)}",),
+    "10000": ("It is 10,\\!000 in all.",),
+}
+DIFFERENT = {
+    "72": (
+        *("\\boxed{71}", "\\boxed{72} and \\boxed{1}", "#### 5\n72", ""),
+        *("no number at all", "\\boxed{}", "\\boxed{-72}", "\\boxed{7.2}"),
+    ),
+    "": ("\\boxed{}", "####"),
+    "10": ("\\boxed{10x}", "\\boxed{10 or 12}"),
+    "2": ("\\boxed{2\\pi}", "#### 2 pi", "#### 2 x", "#### two", "####"),
+    "0": ("1/0", "\\boxed{\\varnothing}"),
+    "18": ("#### 18 or 20", "#### 18 dollars and 50 cents", "#### dollars"),
+    "3": ("#### 3 million", "#### 3 squared"),
+    "\\boxed{}": ("\\boxed{72",),
+    "(1,2)": ("\\boxed{(2,1)}",),
+    "[0, 1]": ("\\boxed{(0, 1)}",),
+    "1/3": ("\\boxed{0.33}",),
+    "9": ("\\boxed{" + "9" * 5000 + "}",),
+    "9" * 5000: ("\\boxed{9}",),
+    "1/" + "9" * 5000: ("\\boxed{9}",),
+    "19": ("#### 18 dollars",),
+    "\\{0\\}": ("\\boxed{\\emptyset}",),
+    "100": ("\\boxed{1 00}",),
+    "10000": ("\\boxed{1 0000}",),
+    "1234567": ("\\boxed{1234 567}",),
+    "10002": ("\\boxed{1 000, 2}",),
+    "5100": ("She has 5 100 dollar bills",),
+    "(1, 2)": ("\\boxed{(1\\,000, 2)}",),
+}
 
 
-@pytest.mark.parametrize(("response", "label"), EQUAL)
+def by_label(responses: dict[str, tuple[str, ...]]) -> list[tuple[str, str]]:
+    return [(response, label) for label in responses for response in responses[label]]
+
+
+@pytest.mark.parametrize(("response", "label"), by_label(EQUAL))
 def test_equal_answers(response: str, label: str) -> None:
     assert math("", response, label) == 1.0
 
 
-@pytest.mark.parametrize(("response", "label"), DIFFERENT)
+@pytest.mark.parametrize(("response", "label"), by_label(DIFFERENT))
 def test_different_answers(response: str, label: str) -> None:
     assert math("", response, label) == 0.0
 
@@ -482,20 +463,13 @@ def test_outputs_are_compared_word_by_word(printed: str, expected: str, toleranc
     assert same_words(printed, expected, tolerance) is same
 
 
-@pytest.mark.parametrize(
-    "label",
-    [
-        '{"fn_name": "f", "inputs": [1], "outputs": [1]}',
-        '{"test_list": "assert x"}',
-        "not json",
-        "3",
-        "[]",
-        "{}",
-        '{"stdin": ["1"], "stdout": []}',
-        '{"stdin": [], "stdout": []}',
-        '["a", 1]',
-    ],
+LABELS_WITHOUT_TESTS = (
+    *('{"fn_name": "f", "inputs": [1], "outputs": [1]}', '{"test_list": "assert x"}', "not json", "3", "[]", "{}"),
+    *('{"stdin": ["1"], "stdout": []}', '{"stdin": [], "stdout": []}', '["a", 1]'),
 )
+
+
+@pytest.mark.parametrize("label", LABELS_WITHOUT_TESTS)
 def test_labels_without_tests_are_refused(label: str) -> None:
     with pytest.raises(DataError, match="expected JSON: a list of assert statements"):
         label_tests(label)

@@ -32,10 +32,10 @@ from rltrain.rollout.sample import RecordedRouting, Sample, SampleGroup, Status
 from rltrain.runtime.grid import Grid
 from rltrain.schedule.iterations import build_order
 from rltrain.schedule.shape import RunShape
+from tests.support.generation_loops import NUM_SAMPLES, Chunk, Setting, lengths_in_waves, positions
 from tests.support.schedule_configs import make_config, place
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.shared_store import Jobs, ShortPatience, open_store
-from tests.unit.test_generation_loop import NUM_SAMPLES, Chunk, Setting, lengths_in_waves, positions
 from tests.unit.test_groups import ScriptedFilter
 
 integers = st.integers(0, 2**63 - 1)

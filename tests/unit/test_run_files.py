@@ -409,10 +409,8 @@ def test_random_numbers_go_on_where_they_were() -> None:
 def test_what_was_written_is_there_with_its_checksum(
     behind_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(durable_file, "BLOCK_BYTES", 1000)
-    monkeypatch.setattr(durable_file, "BEHIND_BLOCK_BYTES", 1000)
-    monkeypatch.setattr(durable_file, "TAKEN_BYTES", 4096)
-    monkeypatch.setattr(durable_file, "OUT_BYTES", 3000)
+    for name, size in {"BLOCK": 1000, "BEHIND_BLOCK": 1000, "TAKEN": 4096, "OUT": 3000}.items():
+        monkeypatch.setattr(durable_file, f"{name}_BYTES", size)
     flushed: list[int] = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.append(os.fstat(descriptor).st_size))
     values = torch.randn(3, 5000).T  # whose elements do not lie one after the other
@@ -566,25 +564,26 @@ def test_tensors_are_aligned(tmp_path: Path) -> None:
     assert header_bytes % 8 == 0
 
 
+FOURS = [TensorEntry(name, torch.float32, (4,)) for name in ("a", "b")]
+
+
 @pytest.mark.parametrize(
     ("name", "values"),
     [("b", torch.zeros(1)), ("a", torch.zeros(5)), ("a", torch.zeros(1, dtype=torch.float16))],
     ids=["another tensor", "too many elements", "another type"],
 )
 def test_what_is_not_due_is_refused(name: str, values: torch.Tensor, tmp_path: Path) -> None:
-    entries = [TensorEntry("a", torch.float32, (4,)), TensorEntry("b", torch.float32, (4,))]
     with pytest.raises(ValueError, match="4 of a as torch.float32 are due"):
-        SafetensorsFile(tmp_path / "file", entries, {}).append(name, values)
+        SafetensorsFile(tmp_path / "file", FOURS, {}).append(name, values)
 
 
 def test_a_file_that_lacks_elements_is_no_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    entries = [TensorEntry("a", torch.float32, (4,)), TensorEntry("b", torch.float32, (4,))]
-    file = SafetensorsFile(path, entries, {})
+    file = SafetensorsFile(path, FOURS, {})
     file.append("a", torch.zeros(3))
     with pytest.raises(CheckpointError, match="2 tensors were not written, the first is a, which lacks 1 elements"):
         file.close()
     with pytest.raises(FileExistsError):
-        SafetensorsFile(path, entries, {})
+        SafetensorsFile(path, FOURS, {})
     with pytest.raises(ValueError, match="named twice"):
-        SafetensorsFile(tmp_path / "other", [entries[0], entries[0]], {})
+        SafetensorsFile(tmp_path / "other", [FOURS[0], FOURS[0]], {})

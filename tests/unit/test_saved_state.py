@@ -184,40 +184,21 @@ def saved(tmp_path: Path) -> Saved:
     return Saved(save(layout_of((2, 1, 1), False, "qwen3"), tmp_path / "actor"), layout_of((1, 1, 1), False, "qwen3"))
 
 
-def test_no_files_are_an_error(saved: Saved) -> None:
-    saved.files = []
-    with pytest.raises(CheckpointError, match="no files of this role's training state"):
-        saved.load()
-
-
-def test_a_missing_file_is_named(saved: Saved) -> None:
-    saved.files[1].unlink()
-    with pytest.raises(CheckpointError, match=r"rank_00003.safetensors does not exist"):
-        saved.load()
-
-
-def test_files_of_too_few_ranks_lack_a_tensor(saved: Saved) -> None:
-    saved.files.pop()
-    with pytest.raises(CheckpointError, match=r"hold 192 elements of model.embed_tokens.*expected each of 252 once"):
-        saved.load()
-
-
-def test_a_file_given_twice_is_an_error(saved: Saved) -> None:
-    saved.files.append(saved.files[0])
-    with pytest.raises(CheckpointError, match="missing or twice"):
-        saved.load()
-
-
-def test_a_damaged_file_is_named(saved: Saved) -> None:
-    content = saved.files[0].read_bytes()
-    saved.files[0].write_bytes(content[: len(content) // 2])
-    with pytest.raises(CheckpointError, match=r"rank_00002.safetensors is damaged or cut short"):
-        saved.load()
-
-
-def test_a_file_of_something_else_is_refused(saved: Saved) -> None:
-    save_file({"x": torch.zeros(1)}, saved.files[0])
-    with pytest.raises(CheckpointError, match="format None; expected 'rltrain training state 1'"):
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda files: files.clear(), "no files of this role's training state"),
+        (lambda files: files[1].unlink(), r"rank_00003.safetensors does not exist"),
+        (lambda files: files.pop(), r"hold 192 elements of model.embed_tokens.*expected each of 252 once"),
+        (lambda files: files.append(files[0]), "missing or twice"),
+        (lambda files: os.truncate(files[0], files[0].stat().st_size // 2), r"rank_00002.* is damaged or cut short"),
+        (lambda files: save_file({"x": torch.zeros(1)}, files[0]), "format None; expected 'rltrain training state 1'"),
+    ],
+    ids=["no files", "a missing file", "too few ranks", "a file twice", "a damaged file", "something else"],
+)
+def test_files_that_are_not_a_whole_state_are_refused(saved: Saved, harm: Any, message: str) -> None:
+    harm(saved.files)
+    with pytest.raises(CheckpointError, match=message):
         saved.load()
 
 

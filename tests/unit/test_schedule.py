@@ -48,9 +48,6 @@ def steps_of(order: Order, name: str) -> list[int]:
     return [entry.step for entry in order if entry.name == name and entry.kind == "task"]
 
 
-# --- sequential
-
-
 def test_a_grpo_step_reads_like_the_algorithm():
     step = [str(entry) for entry in order_of() if entry.step == 1]
     assert step == [
@@ -172,9 +169,6 @@ def test_early_stopping_is_decided_by_all_roles_together():
     assert [entry.name for entry in order if entry.final] == ["save_hf"]
 
 
-# --- pipelined
-
-
 def test_while_one_chunk_is_worked_on_the_next_one_decodes():
     """The rollout's next task stands after that of everybody else's on the chunk before, so nobody need wait."""
     order = order_of(steps=1, schedule={"mode": "pipelined", "chunks": 2}, **NO_EVALUATION)
@@ -206,20 +200,13 @@ def test_gradients_wait_for_the_whole_step_where_its_advantages_are_whitened():
 
 def test_a_critic_that_does_not_accumulate_gets_all_returns_before_its_update():
     order = order_of(
-        steps=1,
-        algorithm="ppo",
-        placement=PPO,
-        batch={"mini_batches": 2},
-        schedule={"mode": "pipelined", "chunks": 2},
+        steps=1, algorithm="ppo", placement=PPO, batch={"mini_batches": 2}, schedule={"mode": "pipelined", "chunks": 2}
     )
     update = position(order, "update_critic", 0)
     assert [str(entry) for _, entry in order.items(update - 2, update)] == [
         "wait returns[0] (actor -> critic)",
         "wait returns[0.1] (actor -> critic)",
     ]
-
-
-# --- asynchronous
 
 
 def asynchronous(max_staleness: int, sync_every: int = 1, steps: int = 6, **sections) -> Order:
@@ -286,9 +273,6 @@ def test_the_exchange_holds_no_more_steps_than_the_lead():
             held += {"post": 1, "wait": -1}[entry.kind]
             most = max(most, held)
     assert most == 3 + 1
-
-
-# --- what ranks make of it
 
 
 def test_a_rank_executes_the_entries_of_its_roles_only():
@@ -427,35 +411,21 @@ def test_any_total_order_with_waits_after_their_posts_finishes(placement: Placem
     check(order + pending, placement)
 
 
-def test_a_wait_before_its_post_is_refused():
-    order = Entries()
-    order.wait("samples", "rollout", "reward", step=0)
-    order.post("samples", "rollout", "reward", step=0)
-    with pytest.raises(ConfigError, match="waits before the post"):
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        ([("wait", "samples", 0), ("post", "samples", 0)], "waits before the post"),
+        ([("post", "samples", 0)], "never waits"),
+        ([("post", "samples", 0), ("wait", "samples", 1)], "waits before the post"),
+        ([("task", "generate", 0), ("task", "generate", 0)], "twice"),
+    ],
+    ids=["a wait before its post", "a post without a wait", "another chunk", "the same entry twice"],
+)
+def test_orders_that_cannot_be_are_refused(entries, said):
+    roles = {"task": ("rollout",), "wait": ("rollout", "reward"), "post": ("rollout", "reward")}
+    order = [Entry(kind, name, roles[kind], 0, chunk) for kind, name, chunk in entries]
+    with pytest.raises(ConfigError, match=said):
         check(order, place({"rollout": 0, "reward": 1}))
-
-
-def test_a_post_without_a_wait_is_refused():
-    order = Entries()
-    order.post("samples", "rollout", "reward", step=0)
-    with pytest.raises(ConfigError, match="never waits"):
-        check(order, place({"rollout": 0, "reward": 1}))
-
-
-def test_chunks_of_a_transfer_are_told_apart():
-    order = Entries()
-    order.post("samples", "rollout", "reward", step=0, chunk=0)
-    order.wait("samples", "rollout", "reward", step=0, chunk=1)
-    with pytest.raises(ConfigError, match="waits before the post"):
-        check(order, place({"rollout": 0, "reward": 1}))
-
-
-def test_the_same_entry_twice_is_refused():
-    order = Entries()
-    order.task("generate", "rollout", step=0)
-    order.task("generate", "rollout", step=0)
-    with pytest.raises(ConfigError, match="twice"):
-        check(order, place({"rollout": 0}))
 
 
 SCHEDULES = st.one_of(
@@ -474,6 +444,7 @@ SCHEDULES = st.one_of(
     ),
 )
 STEPS = 7
+AHEAD = {"mode": "asynchronous", "max_staleness": 1}
 
 
 def saves_of(order, steps):
@@ -551,8 +522,7 @@ def test_every_role_comes_to_every_boundary(checkpoint, saves):
 
 
 def test_no_sync_is_joined_before_a_save_that_stands_before_it():
-    schedule = {"mode": "asynchronous", "max_staleness": 1}
-    saving = order_of(schedule=schedule, steps=5, checkpoint={"save_interval": 3}, data={"train": {"path": "t"}})
+    saving = order_of(schedule=AHEAD, steps=5, checkpoint={"save_interval": 3}, data={"train": {"path": "t"}})
     earliest = {saving[position].step: first for position, first in saving.syncs()}
     boundary = saving.boundary(3)
     assert earliest[3] == boundary

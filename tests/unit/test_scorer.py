@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,7 +21,6 @@ from rltrain.config import schema
 from rltrain.errors import ConfigError, RewardError
 from rltrain.planning.validation import check_config
 from rltrain.rewards import worker
-from rltrain.rewards import worker as worker_process
 from rltrain.rewards.answers import Scorable
 from rltrain.rewards.exact_match import exact_match
 from rltrain.rewards.functions import RewardFunction, load_reward
@@ -78,8 +78,7 @@ def test_exact_match_runs_in_this_process() -> None:
 
 
 @pytest.mark.parametrize(
-    ("response", "value"),
-    [("true", 1.0), ("int", 3.0), ("half", 0.5), ("numpy", 0.25), ("numpy_bool", 1.0)],
+    ("response", "value"), [("true", 1.0), ("int", 3.0), ("half", 0.5), ("numpy", 0.25), ("numpy_bool", 1.0)]
 )
 def test_numbers_of_any_kind_are_rewards(misbehaving: OneFunction, response: str, value: float) -> None:
     assert misbehaving.score(samples(response)) == Scores([value], num_errors=0, num_timeouts=0)
@@ -107,11 +106,7 @@ def test_numbers_of_any_kind_are_rewards(misbehaving: OneFunction, response: str
     ],
 )
 def test_an_error_costs_its_sample(
-    patient: OneFunction,
-    response: str,
-    reason: str,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    patient: OneFunction, response: str, reason: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(patient._failures[0], "num_failures", 0)  # after ten it says no more
     with caplog.at_level(logging.WARNING):
@@ -167,7 +162,7 @@ def test_a_hang_is_said_once_with_what_is_awaited_and_until_when(
 ) -> None:
     with OneFunction(reward(f"{MODULE}:misbehave"), timeout_s=0.5, num_workers=1) as scorer:
         scorer.score(samples("half"))
-        monkeypatch.setattr(worker_process, "SAY_AFTER_S", 0.1)
+        monkeypatch.setattr(worker, "SAY_AFTER_S", 0.1)
         for awaited in ("1 sample, at most 0.5 s (reward.timeout_s = 0.5)", "its process to start, at most 120 s"):
             caplog.clear()
             scorer.score(samples("sleep", "sleep"))
@@ -231,15 +226,15 @@ def test_a_hanging_worker_ends_when_its_parent_is_killed() -> None:
     )
     with subprocess.Popen([sys.executable, "-c", script], cwd=REPOSITORY, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
-        worker = int(parent.stdout.readline())
+        child = int(parent.stdout.readline())
         time.sleep(0.5)
-        os.kill(worker, 0)
+        os.kill(child, 0)
         parent.send_signal(signal.SIGKILL)
         parent.wait()
     deadline = time.monotonic() + 20
-    while _is_running(worker) and time.monotonic() < deadline:
+    while _is_running(child) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not _is_running(worker)
+    assert not _is_running(child)
 
 
 def _is_running(process_id: int) -> bool:
@@ -296,18 +291,18 @@ def test_what_cannot_be_a_reward_is_refused(function: str, options: dict[str, An
     assert "reward." in str(refusal.value)
 
 
-def test_a_module_that_fails_on_import_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "broken_reward.py").write_text("import math\nLIMIT = 1 / 0\n")
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [("LIMIT = 1 / 0\n", "ZeroDivisionError: division by zero"), ("import sys\nsys.exit(0)\n", "SystemExit: 0")],
+)
+def test_a_module_that_fails_or_exits_on_import_is_refused(
+    text: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"reward_of_{len(text)}"
+    (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=r"cannot import broken_reward \(ZeroDivisionError: division by zero\)"):
-        reward("broken_reward:score")
-
-
-def test_a_module_that_exits_on_import_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "script_reward.py").write_text("import sys\nsys.exit(0)\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=r"cannot import script_reward \(SystemExit: 0\)"):
-        reward("script_reward:score")
+    with pytest.raises(ConfigError, match=re.escape(f"cannot import {name} ({error})")):
+        reward(f"{name}:score")
 
 
 @pytest.mark.parametrize("name", ["with_names_of_its_own", "in_another_order"])
@@ -415,12 +410,10 @@ def function(title: str, weight: float) -> RewardFunction:
     return RewardFunction("exact_match", print, title=title, weight=weight)
 
 
-finite = st.floats(-100, 100)
-
-
 @settings(max_examples=25)
 @given(st.data(), st.integers(1, 4), st.integers(1, 3))
 def test_turns_add_up_to_the_whole_reward(data: st.DataObject, num_turns: int, num_functions: int) -> None:
+    finite = st.floats(-100, 100)
     weights = data.draw(st.lists(finite, min_size=num_functions, max_size=num_functions))
     scores = []
     for _ in weights:
@@ -459,23 +452,19 @@ def test_a_function_without_a_name_has_its_own(part: dict[str, Any], title: str)
     assert schema.RewardPart(**part).title == title
 
 
-def parts(*given: dict[str, Any]) -> tuple[dict[str, Any], ...]:
-    return given
-
-
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
         (
-            {"function": "exact_match", "functions": parts({"function": "math"})},
+            {"function": "exact_match", "functions": ({"function": "math"},)},
             "reward.function: got 'exact_match' beside reward.functions; expected one of the two",
         ),
-        ({"options": {"a": 1}, "functions": parts({"function": "math"})}, "reward.options: got {'a': 1} beside"),
-        ({"functions": parts({"function": "m.f"}, {"function": "n.f"})}, "reward.functions: 2 are called 'f'"),
-        ({"functions": parts({"function": "m.mean"})}, "reward.functions.0.name: got 'mean'; expected letters, digits"),
-        ({"functions": parts({"function": "math", "name": "a b"})}, "reward.functions.0.name: got 'a b'"),
-        ({"functions": parts({"function": "math", "name": "a_errors"})}, "nothing that ends in _errors"),
-        ({"functions": parts({"function": "math", "weight": 0.0})}, "reward.functions: every weight is 0"),
+        ({"options": {"a": 1}, "functions": ({"function": "math"},)}, "reward.options: got {'a': 1} beside"),
+        ({"functions": ({"function": "m.f"}, {"function": "n.f"})}, "reward.functions: 2 are called 'f'"),
+        ({"functions": ({"function": "m.mean"},)}, "reward.functions.0.name: got 'mean'; expected letters, digits"),
+        ({"functions": ({"function": "math", "name": "a b"},)}, "reward.functions.0.name: got 'a b'"),
+        ({"functions": ({"function": "math", "name": "a_errors"},)}, "nothing that ends in _errors"),
+        ({"functions": ({"function": "math", "weight": 0.0},)}, "reward.functions: every weight is 0"),
         ({"function": "http:///score"}, "got 'http:///score'; expected an URL with a host"),
     ],
 )
@@ -534,9 +523,7 @@ def test_imports_of_the_first_call_are_not_on_a_sample_s_time(monkeypatch: pytes
 
 
 def test_what_a_process_loads_in_its_first_call_costs_no_sample() -> None:
-    with OneFunction(
-        load_reward(schema.Reward(function="tests.support.user_rewards:loading_at_first")), timeout_s=2, num_workers=1
-    ) as scorer:
+    with OneFunction(reward(f"{MODULE}:loading_at_first"), timeout_s=2, num_workers=1) as scorer:
         assert scorer.score(samples("a", "b")) == Scores([1.0, 1.0], num_errors=0, num_timeouts=0)
 
 
@@ -572,7 +559,6 @@ def test_a_function_that_always_hangs_costs_little_more_than_its_samples_time(mo
 
 
 def test_a_function_that_hangs_from_some_time_on_costs_little_more_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    answering: Answering
     answering = Answering(monkeypatch, lambda response, calls: 0.1 if len(answering.asked) < 9 else 1e9)
     assert sum(answering.score(*"x" * 100)) == 8
     assert sum(limit_s for *_, limit_s in answering.asked[8:]) < 102 * 5 + 135
@@ -601,7 +587,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_file_is_found_by_its_path_with_the_modules_beside_it(folder: Path) -> None:
-    function = load_reward(schema.Reward(function=f"{folder}/math.py:score"))
+    function = reward(f"{folder}/math.py:score")
     assert function.place == f"'{folder}/math.py:score' ({folder}/math.py, line 8)"
     with OneFunction(function, timeout_s=60, num_workers=1) as scorer:
         assert scorer.score([Scorable("p", "abc", "l")]).rewards == [6.0]
@@ -609,13 +595,13 @@ def test_a_file_is_found_by_its_path_with_the_modules_beside_it(folder: Path) ->
 
 def test_a_file_may_be_named_from_the_working_directory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    assert load_reward(schema.Reward(function="math.py:score")).function("p", "abc", "l") == 6.0
-    assert load_reward(schema.Reward(function="./math.py:score")).function("p", "a", "l") == 2.0
+    assert reward("math.py:score").function("p", "abc", "l") == 6.0
+    assert reward("./math.py:score").function("p", "a", "l") == 2.0
 
 
-@pytest.mark.parametrize("name", ["tests.support.user_rewards:whole", "tests.support.user_rewards.whole"])
+@pytest.mark.parametrize("name", [f"{MODULE}:whole", f"{MODULE}.whole"])
 def test_a_function_of_a_module(name: str) -> None:
-    assert load_reward(schema.Reward(function=name)).function("a", "a|b", "b") == 1.0
+    assert reward(name).function("a", "a|b", "b") == 1.0
 
 
 @pytest.mark.parametrize(
@@ -629,5 +615,5 @@ def test_a_function_of_a_module(name: str) -> None:
 def test_what_is_wrong_with_a_file_is_told(tmp_path: Path, source: str, function: str, message: str) -> None:
     (tmp_path / "reward.py").write_text(source)
     with pytest.raises(ConfigError) as refusal:
-        load_reward(schema.Reward(function=f"{tmp_path}/reward.py:{function}"))
+        reward(f"{tmp_path}/reward.py:{function}")
     assert message in str(refusal.value) and str(refusal.value).startswith("reward.function: ")

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from tests.unit.test_memory_plan import order_of
 GREEDY = SamplingParams(0.0, 1.0, 0, 16, ())
 STOPPING = SamplingParams(1.0, 1.0, 0, 16, (3, 4, 5, 6))
 LONG = SamplingParams(1.0, 1.0, 0, 400, ())
-LIMIT_S = 10.0
+LIMIT_S = 20.0
 
 
 class LetterTokenizer:
@@ -34,6 +35,14 @@ class LetterTokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(chr(ord("A") + token) for token in token_ids)
+
+
+def engine_on(server: FakeServer, *, slots: int, limit_s: float = 2.0, delivery: Any = None, **options: Any) -> Any:
+    """An engine with the server; `delivery` makes its way of delivering weights from its client."""
+    client = Client(limit_s=limit_s)
+    made = delivery(client) if delivery else FakeDelivery(client)
+    defaults = {"max_context_tokens": 500, "settings": SGLang(), "advance": lambda: None}
+    return SGLangEngine(server, client, made, group=None, max_running_requests=slots, **defaults | options)
 
 
 class Rig:
@@ -45,13 +54,9 @@ class Rig:
         settings |= {name: options.pop(name) for name in [*options] if name in SGLang.model_fields}
         self.server = FakeServer(**options)
         self.num_advances = 0
-        self.client = Client(limit_s=2.0)
-        self.engine = SGLangEngine(
+        self.engine = engine_on(
             self.server,
-            self.client,
-            FakeDelivery(self.client),
-            group=None,
-            max_running_requests=max_running_requests,
+            slots=max_running_requests,
             max_context_tokens=max_context_tokens,
             settings=SGLang(**settings),
             advance=self._advance,
@@ -228,10 +233,7 @@ def test_prompts_that_leave_no_room_are_refused(rig, num_tokens: int) -> None:  
         (lambda r: ([replace(r[3], id=r[0].id)], LONG), "equal ids"),
         (lambda r: ([r[3], r[3]], LONG), "equal ids"),
         (lambda r: ([r[3]], GREEDY), "unfinished"),
-        (
-            lambda r: ([r[3].drawn((1,) * 400, (0.0,) * 400, (0,) * 400)], LONG),
-            "fewer than the 400",
-        ),
+        (lambda r: ([r[3].drawn((1,) * 400, (0.0,) * 400, (0,) * 400)], LONG), "fewer than the 400"),
     ],
 )
 def test_a_refused_submission_queues_nothing(rig, change, message: str) -> None:  # type: ignore[no-untyped-def]
@@ -478,22 +480,21 @@ def test_a_server_that_is_slow_but_draws_is_left_alone(rig) -> None:  # type: ig
     assert len(done) == 2 and one.server.num_starts == 1
 
 
-def test_a_server_that_keeps_dying_ends_the_job(rig) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize(
+    ("status", "said", "match", "num_starts"),
+    [
+        (500, "out of luck", r"out of luck.*2 times.*rollout\.sglang\.max_restarts = 2", 3),
+        (400, "The input is too long", "The input is too long", 1),
+    ],
+    ids=["keeps dying", "refuses a request"],
+)
+def test_a_server_that_keeps_dying_or_refuses_ends_the_job(rig, status, said, match, num_starts) -> None:  # type: ignore[no-untyped-def]
     one = rig(max_restarts=2)
-    one.server.answers["/generate"] = (500, "out of luck")
+    one.server.answers["/generate"] = (status, said)
     one.engine.submit(requests(1), GREEDY)
-    with pytest.raises(EngineError, match=r"out of luck.*2 times.*rollout\.sglang\.max_restarts = 2"):
+    with pytest.raises(EngineError, match=match):
         drain(one.engine)
-    assert one.server.num_starts == 3
-
-
-def test_a_request_that_the_server_refuses_ends_the_job_at_once(rig) -> None:  # type: ignore[no-untyped-def]
-    one = rig()
-    one.server.answers["/generate"] = (400, "The input is too long")
-    one.engine.submit(requests(1), GREEDY)
-    with pytest.raises(EngineError, match="The input is too long"):
-        drain(one.engine)
-    assert one.server.num_starts == 1
+    assert one.server.num_starts == num_starts
 
 
 @pytest.mark.parametrize("when", ["before", "during"])
@@ -573,27 +574,18 @@ MOVES = {
 
 
 @pytest.fixture
-def server() -> FakeServer:
-    return FakeServer(pace_s=0.01)
+def colocated(rig: Callable[..., Rig]) -> Rig:
+    return rig(version=None, pace_s=0.01, max_running_requests=4)
 
 
 @pytest.fixture
-def engine(server: FakeServer) -> Iterator[SGLangEngine]:
-    client = Client(limit_s=5.0)
-    engine = SGLangEngine(
-        server,
-        client,
-        FakeDelivery(client),
-        group=None,
-        max_running_requests=4,
-        max_context_tokens=500,
-        settings=SGLang(),
-        advance=lambda: None,
-    )
-    engine.start()
-    yield engine
-    engine.close()
-    assert server.broken == []
+def server(colocated: Rig) -> FakeServer:
+    return colocated.server
+
+
+@pytest.fixture
+def engine(colocated: Rig) -> SGLangEngine:
+    return colocated.engine
 
 
 @pytest.mark.parametrize(("leaves", "expected"), [(True, ["resume weights", "sync"]), (False, [])])

@@ -22,14 +22,13 @@ from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sample import Sample, Status
 from rltrain.rollout.servers.calls import Client, StreamFailure
-from rltrain.rollout.servers.sglang_engine import SGLangEngine
 from rltrain.rollout.servers.sglang_session import RequestedRouting, ServerRouting
 from rltrain.rollout.servers.sglang_weights import Delivery, fields_of
 from rltrain.runtime.grid import Grid
 from tests.support.loading_server import NOISE, LoadingServer, model_of
 from tests.support.model_shards import tiny_architecture
-from tests.support.sglang_server import TAGS, FakeDelivery, FakeServer, experts_of, logprob_of, next_token
-from tests.unit.test_sglang_engine import residency_of
+from tests.support.sglang_server import TAGS, FakeServer, experts_of, logprob_of, next_token
+from tests.unit.test_sglang_engine import engine_on, residency_of, wait_for
 
 LAYOUT = engine_layout(tiny_architecture("qwen2"), Grid((0,)))
 PARTS = split(LAYOUT, 3000)
@@ -56,17 +55,14 @@ class Life:
         self.server.load = self.loading.load
         self.server.lose = lambda tag: self.lose_weights() if tag == "weights" else None
         self.server.on_start = self.lose_weights
-        client = Client(limit_s=LIMIT_S)
-        delivery = Delivery(PARTS, 0, device=torch.device("cpu"), keep=True, group=None, call=client.call)
-        self.engine = SGLangEngine(
+        self.engine = engine_on(
             self.server,
-            client,
-            delivery,
-            group=None,
-            max_running_requests=4,
-            max_context_tokens=500,
+            slots=4,
+            limit_s=LIMIT_S,
             settings=SGLang(hang_timeout_s=LIMIT_S, max_restarts=9),
-            advance=lambda: None,
+            delivery=lambda client: Delivery(
+                PARTS, 0, device=torch.device("cpu"), keep=True, group=None, call=client.call
+            ),
         )
         self.engine.start()
 
@@ -76,6 +72,9 @@ class Life:
 
     def sync(self, version: int) -> None:
         self.engine.begin_update()
+        self.bring(version)
+
+    def bring(self, version: int) -> None:
         for part in range(self.engine.delivery.num_parts):
             for name, view in self.engine.incoming(part).items():
                 view.copy_(weights(version)[name])
@@ -90,35 +89,42 @@ class Life:
 
     def finish(self) -> list[Sample]:
         done: list[Sample] = []
-        deadline = time.monotonic() + LIMIT_S
-        while self.engine.num_unfinished:
-            done += self.engine.step()
-            assert time.monotonic() < deadline
+        wait_for(lambda: not self.engine.num_unfinished, lambda: done.extend(self.engine.step()))
         return done
 
     def wait_until_running(self, count: int) -> None:
         """And until each of these has drawn four tokens more."""
-        deadline = time.monotonic() + LIMIT_S
         drawn = {id(one): len(one.tokens) for one in self.server._running}
-        while self.server.num_running < count or not all(
-            len(one.tokens) > 3 + drawn.get(id(one), 0) for one in self.server._running
-        ):
-            self.engine.step()
-            assert time.monotonic() < deadline
+
+        def runs() -> bool:
+            running = self.server._running
+            return self.server.num_running >= count and all(
+                len(one.tokens) > 3 + drawn.get(id(one), 0) for one in running
+            )
+
+        wait_for(runs, self.engine.step)
 
 
-@pytest.fixture
-def life() -> Iterator[Callable[..., Life]]:
-    lives: list[Life] = []
+def made_of(kind: Callable[..., Any]) -> Any:
+    """A fixture that makes those of a kind, whose engines are closed with the test."""
 
-    def make(**settings: bool | float) -> Life:
-        lives.append(Life(**settings))  # type: ignore[arg-type]
-        return lives[-1]
+    @pytest.fixture
+    def fixture() -> Iterator[Callable[..., Any]]:
+        made: list[Any] = []
 
-    yield make
-    for one in lives:
-        one.engine.close()
-        assert one.server.broken == []
+        def make(**settings: object) -> Any:
+            made.append(kind(**settings))
+            return made[-1]
+
+        yield make
+        for one in made:
+            one.engine.close()
+            assert one.server.broken == []
+
+    return fixture
+
+
+life = made_of(Life)
 
 
 def miscounted(done: Sequence[Sample]) -> int:
@@ -177,12 +183,7 @@ def test_an_engine_that_takes_weights_in_flight(life: Callable[..., Life]) -> No
     one.engine.begin_update()
     one.engine.incoming(0)
     one.server.die()
-    for part in range(one.engine.delivery.num_parts):
-        for name, view in one.engine.incoming(part).items():
-            view.copy_(weights(3)[name])
-        one.engine.arrived(part)
-    one.engine.end_update(3)
-    one.check_weights(3)
+    one.bring(3)
     done = one.finish()
     assert len(done) == 6 and miscounted(done) == 0
     assert {version for sample in done for version in sample.policy_versions} == {0, 1, 2, 3}
@@ -202,7 +203,6 @@ NUM_LAYERS, DENSE, NUM_EXPERTS = 4, (1,), 200
 SPARSE = [layer for layer in range(NUM_LAYERS) if layer not in DENSE]
 SAMPLED = SamplingParams(1.0, 1.0, 0, 12, (3, 4))
 LONG_RESPONSES = SamplingParams(1.0, 1.0, 0, 200, ())
-ROUTING_LIMIT_S = 10.0
 
 
 def sparse_architecture() -> Architecture:
@@ -215,16 +215,10 @@ def sparse_architecture() -> Architecture:
 class Rig:
     def __init__(self, *, routed_layers: int = NUM_LAYERS, **options: object) -> None:
         self.server = FakeServer(routed_layers=routed_layers, dense=DENSE, **options)  # type: ignore[arg-type]
-        client = Client(limit_s=2.0)
-        self.engine = SGLangEngine(
-            self.server,  # type: ignore[arg-type]
-            client,
-            FakeDelivery(client),  # type: ignore[arg-type]
-            group=None,
-            max_running_requests=8,
-            max_context_tokens=500,
+        self.engine = engine_on(
+            self.server,
+            slots=8,
             settings=SGLang(hang_timeout_s=5.0, max_restarts=2),
-            advance=lambda: None,
             routing=ServerRouting.of(sparse_architecture()),
         )
         self.engine.start()
@@ -235,31 +229,13 @@ class Rig:
         self.engine.end_update(version)
 
     def until_drawn(self, ids: list[int], num_tokens: int) -> None:
-        deadline = time.monotonic() + ROUTING_LIMIT_S
-        while any(len(self.server_tokens(number)) < num_tokens for number in ids):
-            assert time.monotonic() < deadline
-            self.engine.step()
+        wait_for(lambda: all(len(self.server_tokens(number)) >= num_tokens for number in ids), self.engine.step)
 
     def server_tokens(self, number: int) -> tuple[int, ...]:
         return next((sample.tokens for sample in self.engine.progress([number])), ())
 
 
-@pytest.fixture
-def rig() -> Iterator[Callable[..., Rig]]:
-    rigs: list[Rig] = []
-
-    def make(**options: object) -> Rig:
-        rigs.append(Rig(**options))  # type: ignore[arg-type]
-        return rigs[-1]
-
-    yield make
-    for one in rigs:
-        one.engine.close()
-        assert one.server.broken == []
-
-
-def routed_samples(count: int = 5) -> list[Sample]:
-    return [Sample(100 + i, tuple(range(1, 3 + i)), seed=i) for i in range(count)]
+rig = made_of(Rig)
 
 
 def expected(sample: Sample, versions: list[int | None]) -> np.ndarray:
@@ -280,14 +256,14 @@ def check(sample: Sample, versions: list[int | None]) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_every_fed_token_has_its_experts(rig: Callable[..., Rig], overlap: bool) -> None:
-    for done in rig(overlap=overlap).engine.generate(routed_samples(), SAMPLED):
+    for done in rig(overlap=overlap).engine.generate(samples(5), SAMPLED):
         check(done, [0] * (len(done.context) - 1))
 
 
 def test_turns_ask_for_what_they_lack(rig: Callable[..., Rig]) -> None:
     """What the first turn drew last is fed in the second, by other weights."""
     one = rig()
-    turns = one.engine.generate([replace(sample, turn_limit=4, goes_on=True) for sample in routed_samples()], SAMPLED)
+    turns = one.engine.generate([replace(sample, turn_limit=4, goes_on=True) for sample in samples(5)], SAMPLED)
     known = {turn.id: len(turn.context) - 1 for turn in turns}
     one.sync(1)
     for done in one.engine.generate([turn.observed((7, 9, 11), turn_limit=12) for turn in turns], SAMPLED):
@@ -299,7 +275,7 @@ def test_turns_ask_for_what_they_lack(rig: Callable[..., Rig]) -> None:
 def test_suspended_samples_keep_what_was_recorded(rig: Callable[..., Rig]) -> None:
     """Others have drawn nothing: theirs is of the weights that feed them first."""
     one = rig(max_running=3)
-    one.engine.submit(routed_samples(), LONG_RESPONSES)
+    one.engine.submit(samples(5), LONG_RESPONSES)
     one.until_drawn([100, 101, 102], 1)
     suspended = one.engine.suspend()
     known = {sample.id: len(sample.routing or ()) for sample in suspended}
@@ -317,14 +293,11 @@ def test_suspended_samples_keep_what_was_recorded(rig: Callable[..., Rig]) -> No
 def test_tokens_of_a_server_that_died_have_no_record(rig: Callable[..., Rig]) -> None:
     """They are fed anew by the next one, which tells of what follows."""
     one = rig()
-    one.engine.submit(routed_samples(1), LONG_RESPONSES)
+    one.engine.submit(samples(1), LONG_RESPONSES)
     one.until_drawn([100], 70)
     one.server.die()
     done: list[Sample] = []
-    deadline = time.monotonic() + ROUTING_LIMIT_S
-    while not done:
-        assert time.monotonic() < deadline
-        done = one.engine.step()
+    wait_for(lambda: done, lambda: done.extend(one.engine.step()))
     routing = done[0].routing
     assert routing is not None
     num_unknown = int((routing.experts == NOT_RECORDED).all((1, 2)).sum())
@@ -334,7 +307,7 @@ def test_tokens_of_a_server_that_died_have_no_record(rig: Callable[..., Rig]) ->
 
 def test_a_checkpoint_has_unfinished_samples_without_a_record(rig: Callable[..., Rig]) -> None:
     one = rig(pace_s=0.01)
-    one.engine.submit(routed_samples(1), LONG_RESPONSES)
+    one.engine.submit(samples(1), LONG_RESPONSES)
     one.until_drawn([100], 1)
     (seen,) = one.engine.progress([100])
     check(seen, [None] * (len(seen.context) - 1))
@@ -368,7 +341,7 @@ def test_what_is_no_routing_ends_the_run(
     one = rig()
     one.server.returns = returns
     with pytest.raises(EngineError, match=said):
-        one.engine.generate(routed_samples(1), replace(LONG_RESPONSES, max_response_tokens=2))
+        one.engine.generate(samples(1), replace(LONG_RESPONSES, max_response_tokens=2))
 
 
 def _encoded(rows: np.ndarray) -> str:
@@ -377,7 +350,7 @@ def _encoded(rows: np.ndarray) -> str:
 
 def test_a_server_that_was_started_without_it_is_noticed(rig: Callable[..., Rig]) -> None:
     with pytest.raises(EngineError, match="without routed_experts, which it was asked for"):
-        rig(routed_layers=0).engine.generate(routed_samples(1), SAMPLED)
+        rig(routed_layers=0).engine.generate(samples(1), SAMPLED)
 
 
 @given(data=st.data(), num_tokens=st.integers(0, 20))
@@ -393,12 +366,9 @@ def test_numbers_come_back_as_they_were_chosen(data: st.DataObject, num_tokens: 
 def test_what_ended_while_it_was_suspended_goes_on_elsewhere(rig: Callable[..., Rig]) -> None:
     """It comes without its last token, and with the routing of all that it has left."""
     one, other = rig(pace_s=0.02), rig()
-    one.engine.submit(routed_samples(1), replace(LONG_RESPONSES, max_response_tokens=5))
+    one.engine.submit(samples(1), replace(LONG_RESPONSES, max_response_tokens=5))
     assert one.engine.step() == []
-    deadline = time.monotonic() + ROUTING_LIMIT_S
-    while one.server.num_running or not one.server.most_running:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_for(lambda: one.server.most_running and not one.server.num_running)
     (back,) = one.engine.suspend()
     assert back.routing is not None and len(back.routing) == len(back.context)
     (done,) = other.engine.generate([back], replace(LONG_RESPONSES, max_response_tokens=5))

@@ -31,7 +31,6 @@ from tests.support.shared_store import on_ranks, open_store
 
 LAYOUT = engine_layout(tiny_architecture("qwen2"), Grid((0,)))
 PARTS = split(LAYOUT, 3000)
-LAST = len(PARTS) - 1
 CPU = torch.device("cpu")
 LOADER_FILE = Path(loader.__file__)
 

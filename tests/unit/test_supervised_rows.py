@@ -421,14 +421,8 @@ DIFFERING = "has conversations under 'chosen' and 'rejected' that first differ i
         ({**PAIR, "rejected": "xyz"}, "has the same under 'chosen' and 'rejected'"),
         ({**PAIR, "chosen": ""}, "has '' under 'chosen'; expected a text or a list of chat messages"),
         ({**PAIR, "chosen": said("a", "b")}, "has a whole conversation under one of"),
-        (
-            {"chosen": said("a", "b"), "rejected": said("c", "d")},
-            f"{DIFFERING} 1",
-        ),
-        (
-            {"chosen": said("a", "b", "c", "d"), "rejected": said("a", "b", "e", "f")},
-            f"{DIFFERING} 3",
-        ),
+        ({"chosen": said("a", "b"), "rejected": said("c", "d")}, f"{DIFFERING} 1"),
+        ({"chosen": said("a", "b", "c", "d"), "rejected": said("a", "b", "e", "f")}, f"{DIFFERING} 3"),
         ({**PAIR, "chosen": said("", "b", "c")[1:]}, "has a message of role 'user' at the end of 'chosen'"),
         ({**PAIR, "rejected": [*said("", "b")[1:]] * 2}, "has two turns of the assistant one after the other"),
         ({**PAIR, "by": "1"}, "has '1' under 'by'; expected a finite number"),

@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
 from rltrain.observability.run_logs import LOGS, METRICS_FILE, forget_steps, logs_in, shorten
 from rltrain.observability.trace import TraceFile, start_trace
+from tests.unit.test_metrics import progress_config
 
 ROLES = ("actor", "rollout")
 
@@ -32,19 +32,6 @@ def closed_events(trace: TraceFile) -> list[dict[str, Any]]:
 
 def phases(events: list[dict[str, Any]], wanted: str) -> list[dict[str, Any]]:
     return [event for event in events if event["ph"] in wanted]
-
-
-def config(output_dir: Path, trace: bool) -> Config:
-    return Config.model_validate(
-        {
-            "steps": 1,
-            "output_dir": str(output_dir),
-            "placement": {"actor": 0},
-            "model": {"path": "model"},
-            "data": {"train": {"path": "train.jsonl"}},
-            "logging": {"trace": trace},
-        }
-    )
 
 
 def test_spans_and_counters_are_events_of_the_rank(tmp_path: Path) -> None:
@@ -214,7 +201,7 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 
 
 def test_without_logging_trace_nothing_is_written(tmp_path: Path) -> None:
-    trace = start_trace(config(tmp_path, trace=False), 0, ROLES)
+    trace = start_trace(progress_config(output_dir=tmp_path, logging={"trace": False}), 0, ROLES)
     with trace.span("update", "task", step=1), trace.span("inner"):
         trace.counter("n", 1)
     trace.close()
@@ -222,7 +209,7 @@ def test_without_logging_trace_nothing_is_written(tmp_path: Path) -> None:
 
 
 def test_with_logging_trace_the_rank_gets_its_file(tmp_path: Path) -> None:
-    trace = start_trace(config(tmp_path, trace=True), 5, ROLES)
+    trace = start_trace(progress_config(output_dir=tmp_path, logging={"trace": True}), 5, ROLES)
     trace.close()
     assert (tmp_path / "trace/rank5.json").exists()
 

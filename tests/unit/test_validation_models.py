@@ -69,15 +69,23 @@ BIASED = tiny_architecture("llama", max_positions=4096, mlp_bias=True)
 TRANSFORMER_ENGINE = {"model": {"path": "m", "transformer_impl": "transformer_engine", "dtype": "bfloat16"}}
 LONG_ANSWERS = {"max_response_tokens": 4000}
 SGLANG = {"rollout": {"engine": "sglang"}}
+CP = {"actor": {"parallel": {"cp": 2}}}
+GLM, NEMOTRON = (tiny_architecture(family, max_positions=4096) for family in ("glm4_moe", "nemotron"))
+ONE_KEY_HEAD = replace(DELTA_MODEL, delta=replace(DELTA_MODEL.delta, num_key_heads=1))  # type: ignore[type-var]
+PART_TURNED = replace(SCALED, family="glm4_moe", rotary_dim=2)
+LONG_SET = {"name": "long", "data": {"path": "l"}, "sampling": LONG_ANSWERS}
+LONG = {"rollout": {"max_context_tokens": 8192}, "evaluation": {"sets": [LONG_SET]}}
+FSDP = {"actor": {"backend": "fsdp"}}
+LOCAL = "expected auto or local"
 
 
 def check(architecture: Architecture, **sections: Any) -> None:
-    config = make_config(placement={"actor": "0-1", "rollout,reward": "2-3"}, **sections)
-    grids = role_grids(config, resolve_placement(config.placement, 4, 8))
+    config = make_config(**{"placement": {"actor": "0-1", "rollout,reward": "2-3"}} | sections)
+    grids = role_grids(config, resolve_placement(config.placement, 16, 8))
     check_against_architecture(config, grids, dict.fromkeys(("actor", *grids), architecture))
 
 
-@pytest.mark.parametrize("sections", [SGLANG, TRANSFORMER_ENGINE, {"actor": {"parallel": {"cp": 2}}}], ids=str)
+@pytest.mark.parametrize("sections", [SGLANG, TRANSFORMER_ENGINE, CP], ids=str)
 def test_yarn_goes_with_sglang_transformer_engine_and_context_parallelism(sections: dict[str, Any]) -> None:
     check(SCALED, **sections)
 
@@ -88,7 +96,7 @@ def test_what_there_is_is_not_refused(architecture: Architecture) -> None:
         {},
         {"actor": {"parallel": {"tp": 2, "sequence_parallel": True}}},
         {"actor": {"parallel": {"pp": 2}}},
-        *([{"actor": {"parallel": {"cp": 2}}}] if architecture is DELTA_MODEL else []),
+        *([CP] if architecture is DELTA_MODEL else []),
     ):
         check(architecture, **sections)
 
@@ -96,33 +104,18 @@ def test_what_there_is_is_not_refused(architecture: Architecture) -> None:
 @pytest.mark.parametrize(
     ("architecture", "sections", "parts"),
     [
-        (GEMMA, {"actor": {"parallel": {"cp": 2}}}, ["actor.parallel.cp: got 2", "expected 1", "window of 3 tokens"]),
-        (
-            GEMMA,
-            {"model": {"path": "m", "transformer_impl": "transformer_engine", "dtype": "bfloat16"}},
-            ["model.transformer_impl", "sliding windows and norms behind", "expected auto or local"],
-        ),
+        (GEMMA, CP, ["actor.parallel.cp: got 2", "expected 1", "window of 3 tokens"]),
+        (GEMMA, TRANSFORMER_ENGINE, ["model.transformer_impl", "sliding windows and norms behind", LOCAL]),
         (GEMMA, SGLANG, ["rollout.engine: got sglang", "sliding windows", "expected embedded"]),
-        (tiny_architecture("glm4_moe", max_positions=4096), SGLANG, ["got sglang", "model_type glm4_moe", "embedded"]),
-        (GEMMA2, {"actor": {"parallel": {"cp": 2}}}, ["actor.parallel.cp: got 2", "expected 1", "bends its scores"]),
+        (GLM, SGLANG, ["got sglang", "model_type glm4_moe", "embedded"]),
+        (GEMMA2, CP, ["actor.parallel.cp: got 2", "expected 1", "bends its scores"]),
         (GEMMA2, {"model": {"path": "m", "logits_chunk_tokens": 9}}, ["model.logits_chunk_tokens: got 9", "null"]),
-        (
-            tiny_architecture("nemotron", max_positions=4096),
-            {"actor": {"backend": "fsdp"}},
-            ["actor.backend: got fsdp", "transformers' nemotron", "expected megatron"],
-        ),
+        (NEMOTRON, FSDP, ["actor.backend: got fsdp", "transformers' nemotron", "expected megatron"]),
         (PHI4_MINI, {}, ["has 64 positions", "short factors"]),
-        (
-            DYNAMIC,
-            {},
-            ["data.max_prompt_tokens", "has 64 positions", "max_position_embeddings", "dynamic RoPE scaling"],
-        ),
+        (DYNAMIC, {}, ["data.max_prompt_tokens", "64 positions", "max_position_embeddings", "dynamic RoPE scaling"]),
         (
             replace(DYNAMIC, max_positions=2048),
-            {
-                "rollout": {"max_context_tokens": 8192},
-                "evaluation": {"sets": [{"name": "long", "data": {"path": "l"}, "sampling": LONG_ANSWERS}]},
-            },
+            LONG,
             [
                 "evaluation.sets.0.sampling.max_response_tokens 4000 = 5024",
                 "has 2048 positions",
@@ -132,33 +125,21 @@ def test_what_there_is_is_not_refused(architecture: Architecture) -> None:
         (replace(DYNAMIC, max_positions=4096), SGLANG, ["rollout.engine: got sglang", "dynamic RoPE", "embedded"]),
         (OF_OWN_FACTOR, SGLANG, ["rollout.engine: got sglang", "attention_factor", "embedded"]),
         (BIASED, SGLANG, ["rollout.engine: got sglang", "mlp_bias", "embedded"]),
-        (BIASED, TRANSFORMER_ENGINE, ["model.transformer_impl", "biases in MLPs", "expected auto or local"]),
-        (
-            replace(SCALED, family="glm4_moe", rotary_dim=2),
-            TRANSFORMER_ENGINE,
-            ["model.transformer_impl", "multiply a part of heads", "expected auto or local"],
-        ),
-        (
-            replace(DELTA_MODEL, delta=replace(DELTA_MODEL.delta, num_key_heads=1)),  # type: ignore[type-var]
-            {"actor": {"parallel": {"cp": 2}}},
-            ["actor.parallel.cp: got 2", "a divisor of 1", "gated delta nets"],
-        ),
+        (BIASED, TRANSFORMER_ENGINE, ["model.transformer_impl", "biases in MLPs", LOCAL]),
+        (PART_TURNED, TRANSFORMER_ENGINE, ["model.transformer_impl", "multiply a part of heads", LOCAL]),
+        (ONE_KEY_HEAD, CP, ["actor.parallel.cp: got 2", "a divisor of 1", "gated delta nets"]),
         (
             DELTA_MODEL,
             {"actor": {"backend": "fsdp", "parallel": {"cp": 2}}},
             ["actor.parallel.cp: got 2 with backend fsdp", "expected 1, or megatron"],
         ),
         (
-            replace(DELTA_MODEL, delta=replace(DELTA_MODEL.delta, num_key_heads=1)),  # type: ignore[type-var]
+            ONE_KEY_HEAD,
             {"actor": {"parallel": {"tp": 2}}},
             ["actor.parallel.tp: got 2", "the 1 key heads of the model's gated delta nets"],
         ),
-        (
-            replace(DELTA_MODEL, delta=replace(DELTA_MODEL.delta, num_key_heads=1)),  # type: ignore[type-var]
-            {"rollout": {"parallel": {"tp": 2}}},
-            ["rollout.parallel.tp: got 2", "the 1 key heads"],
-        ),
-        (GPT_OSS, {"actor": {"parallel": {"cp": 2}}}, ["actor.parallel.cp: got 2", "expected 1", "attention sinks"]),
+        (ONE_KEY_HEAD, {"rollout": {"parallel": {"tp": 2}}}, ["rollout.parallel.tp: got 2", "the 1 key heads"]),
+        (GPT_OSS, CP, ["actor.parallel.cp: got 2", "expected 1", "attention sinks"]),
         (GPT_OSS, SGLANG, ["rollout.engine: got sglang", "model_type gpt_oss", "expected embedded"]),
         (GPT_OSS, {"rollout": {"dtype": "fp8"}}, ["rollout.dtype: got fp8", "gpt_oss", "expected auto"]),
         (GPT_OSS, {"actor": {"optimizer": {"name": "muon"}}}, ["actor.optimizer.name: got muon", "expected adamw"]),
@@ -172,17 +153,9 @@ def test_what_there_is_is_not_refused(architecture: Architecture) -> None:
             {"model": {"path": "m", "lora": {"rank": 2, "targets": ["gate_proj"]}}},
             ["model.lora.targets: got ['gate_proj']", "q_proj, k_proj, v_proj, o_proj"],
         ),
-        (
-            GPT_OSS,
-            {"model": {"path": "m", "transformer_impl": "transformer_engine", "dtype": "bfloat16"}},
-            ["model.transformer_impl", "attention sinks", "expected auto or local"],
-        ),
+        (GPT_OSS, TRANSFORMER_ENGINE, ["model.transformer_impl", "attention sinks", LOCAL]),
         (DELTA_MODEL, SGLANG, ["rollout.engine: got sglang", "model_type qwen3_5_text", "expected embedded"]),
-        (
-            DELTA_MODEL,
-            {"model": {"path": "m", "transformer_impl": "transformer_engine", "dtype": "bfloat16"}},
-            ["model.transformer_impl", "gated delta nets", "expected auto or local"],
-        ),
+        (DELTA_MODEL, TRANSFORMER_ENGINE, ["model.transformer_impl", "gated delta nets", LOCAL]),
     ],
 )
 def test_what_there_is_not_is_refused_with_the_reason(
@@ -209,13 +182,9 @@ EXPERTS = tiny_architecture("qwen3_moe", hidden_size=64, max_positions=4096)
 def test_deepep_is_refused_what_it_has_no_kernels_for(
     dtype: str, architecture: Architecture, ep: int, parts: list[str]
 ) -> None:
-    model = {"path": "m", "dtype": dtype, "moe": {"dispatcher": "deepep"}}
-    config = make_config(
-        placement={"actor": f"0-{ep - 1}", "rollout,reward": ep}, actor={"parallel": {"ep": ep}}, model=model
-    )
-    grids = role_grids(config, resolve_placement(config.placement, ep + 1, 8))
+    placed = {"placement": {"actor": f"0-{ep - 1}", "rollout,reward": ep}, "actor": {"parallel": {"ep": ep}}}
     with pytest.raises(ConfigError) if parts else nullcontext() as refusal:
-        check_against_architecture(config, grids, dict.fromkeys(("actor", *grids), architecture))
+        check(architecture, **placed, model={"path": "m", "dtype": dtype, "moe": {"dispatcher": "deepep"}})
     for part in parts:
         assert part in str(refusal.value) and "model.moe.dispatcher: got deepep" in str(refusal.value)
 
@@ -226,9 +195,7 @@ def test_experts_are_trained_in_float16() -> None:
 
 def test_an_evaluation_may_have_the_losses_of_the_run_that_it_is_of() -> None:
     moe = {"aux_loss_coef": 1e-3}
-    config = make_config(algorithm="evaluate", placement={"rollout, reward": 0}, model={"path": "m", "moe": moe})
-    grids = role_grids(config, resolve_placement(config.placement, 1, 8))
-    check_against_architecture(config, grids, dict.fromkeys(("actor", *grids), EXPERTS))
+    check(EXPERTS, algorithm="evaluate", placement={"rollout, reward": 0}, model={"path": "m", "moe": moe})
     with pytest.raises(ConfigError, match="no model that is trained has experts"):
         check(tiny_architecture("qwen3", max_positions=4096), model={"path": "m", "moe": moe})
 
@@ -237,6 +204,8 @@ SPARSE = tiny_architecture("mixtral", hidden_size=48)
 """Experts of 24 units."""
 LORA = {"lora": {"rank": 4}}
 EVALUATES = {"algorithm": "evaluate", "placement": {"rollout, reward": 0}}
+EVALUATES_APART = {"evaluation": {"dtype": "fp8"}, "placement": {**GRPO, "evaluation": 3}}
+HTTP = {"engine": "http", "urls": ["http://h:1"]}
 
 
 def make(group_size: int = 8, model: dict[str, Any] | None = None, **sections: Any) -> Config:
@@ -248,19 +217,8 @@ def make(group_size: int = 8, model: dict[str, Any] | None = None, **sections: A
     ("model", "sections", "said"),
     [
         ({}, {"rollout": {"dtype": "fp8"}}, r"got a section with rollout\.dtype fp8"),
-        (
-            {},
-            {
-                "evaluation": {"dtype": "fp8"},
-                "placement": {"actor": 0, "reference": 0, "rollout": 1, "reward": 2, "evaluation": 3},
-            },
-            r"got a section with evaluation\.dtype fp8",
-        ),
-        (
-            {},
-            {**EVALUATES, "rollout": {"engine": "http", "urls": ["http://h:1"]}},
-            "whose servers load the checkpoint themselves",
-        ),
+        ({}, EVALUATES_APART, r"got a section with evaluation\.dtype fp8"),
+        ({}, {**EVALUATES, "rollout": HTTP}, "whose servers load the checkpoint themselves"),
         ({"activation_offload": True}, {}, r"model\.activation_offload: got true with"),
         (LORA, {"weight_sync": {"adapters": "apart"}}, r"weight_sync\.adapters: got apart with"),
         (LORA, {"reference": {"refresh_every": 2}}, r"reference\.refresh_every: got 2 with"),
@@ -332,6 +290,11 @@ def test_other_models_than_the_policys_are_as_they_are() -> None:
         assert config.model_of(role) == make_config().model
 
 
+def thirty(**sections: Any) -> Any:
+    """Qwen3-30B-A3B on eight ranks that train and eight that draw."""
+    return job_of(qwen3_30b_a3b(), {"actor": "0-7", "rollout, reward": "8-15"}, 16, **sections)
+
+
 @pytest.mark.parametrize(
     ("recompute", "layers"),
     [("none", 2 * 24), ("full", 1), ({"granularity": "full", "layers": 4}, 2 * 20 + 1), (["moe"], 1)],
@@ -343,17 +306,8 @@ def test_what_products_keep_for_backward_takes_memory(recompute: Any, layers: in
         recompute = {"granularity": "selective", "modules": recompute}
 
     def activations(rounded: dict[str, int] | None) -> Activations:
-        return Activations(
-            job_of(
-                qwen3_30b_a3b(),
-                {"actor": "0-7", "rollout, reward": "8-15"},
-                16,
-                model={"path": "m", "recompute": recompute, "fake_quantization": rounded},
-                actor={"parallel": {"pp": 2, "ep": 4}},
-            ),
-            "actor",
-            0,
-        )
+        model = {"path": "m", "recompute": recompute, "fake_quantization": rounded}
+        return Activations(thirty(model=model, actor={"parallel": {"pp": 2, "ep": 4}}), "actor", 0)
 
     plain, found = activations(None), activations({"group_size": 128})
     of_layer = 3 * 2048 * 768 * 128 // 4 * 2
@@ -371,15 +325,14 @@ def replayed_config(mode: object, **sections: Any) -> Any:
     return make_config(model={"path": "m", "router_replay": mode}, **sections)
 
 
+WITHOUT_BOTH_PASSES = r"got recompute, but .*; expected loss.old_logprobs: actor"
+
+
 @pytest.mark.parametrize(
     ("mode", "sections", "said"),
     [
         ("rollout", SFT, r"got rollout with algorithm sft, whose samples no engine draws; expected off"),
-        (
-            "recompute",
-            {"loss": {"old_logprobs": "rollout"}},
-            r"got recompute, but .*; expected loss.old_logprobs: actor",
-        ),
+        ("recompute", {"loss": {"old_logprobs": "rollout"}}, WITHOUT_BOTH_PASSES),
     ],
 )
 def test_what_has_nothing_to_replay_is_refused(mode: str, sections: Any, said: str) -> None:
@@ -422,17 +375,9 @@ def test_it_takes_a_model_with_experts_and_one_that_makes_both_passes() -> None:
 
 
 def test_what_travels_takes_memory() -> None:
-    placement = {"actor": "0-7", "rollout, reward": "8-15"}
+    sections = {"actor": {"parallel": {"tp": 2, "pp": 2}}, "rollout": {"parallel": {"tp": 8}}}
     off, rollout, recompute = (
-        job_of(
-            qwen3_30b_a3b(),
-            placement,
-            16,
-            model={"path": "m", "router_replay": mode},
-            actor={"parallel": {"tp": 2, "pp": 2}},
-            rollout={"parallel": {"tp": 8}},
-            loss={"old_logprobs": "actor"},
-        )
+        thirty(model={"path": "m", "router_replay": mode}, loss={"old_logprobs": "actor"}, **sections)
         for mode in ("off", "rollout", "recompute")
     )
     caches = [resident_bytes(job, "rollout", 0)["kv_cache"] for job in (off, rollout, recompute)]
@@ -447,16 +392,8 @@ def test_what_travels_takes_memory() -> None:
 
 def test_a_server_keeps_what_it_records_on_the_host() -> None:
     """In int32, for all that its cache has room for."""
-    off, rollout = (
-        job_of(
-            qwen3_30b_a3b(),
-            {"actor": "0-7", "rollout, reward": "8-15"},
-            16,
-            model={"path": "m", "router_replay": mode},
-            rollout={"engine": "sglang", "parallel": {"tp": 8}},
-        )
-        for mode in ("off", "rollout")
-    )
+    server = {"engine": "sglang", "parallel": {"tp": 8}}
+    off, rollout = (thirty(model={"path": "m", "router_replay": mode}, rollout=server) for mode in ("off", "rollout"))
     caches = [resident_bytes(job, "rollout", 0)["kv_cache"] for job in (off, rollout)]
     assert caches[0] == caches[1]
     num_tokens = caches[1] // kv_bytes(qwen3_30b_a3b(), 1, tp=8)

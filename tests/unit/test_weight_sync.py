@@ -132,8 +132,7 @@ def test_parts_that_never_change_come_once_and_to_be_compared() -> None:
 
 
 def test_an_engine_that_a_sync_did_not_reach_gets_everything_with_the_next() -> None:
-    log: list[Any] = []
-    sync = sync_of(Part(log, 0))
+    sync = sync_of(Part([], 0))
     for step in (0, 1):
         sync(step, 0)
     engine: Any = sync.engine
@@ -264,21 +263,16 @@ def test_several_syncs_are_joined_one_after_the_other_within_one_task(actor, lea
     assert leader.joined == [0, 10, 20]
 
 
-def test_no_sync_is_joined_before_its_earliest_position(actor, leader):
+@pytest.mark.parametrize(
+    ("may_join", "positions"),
+    [(lambda position, sync: True, (0, 3, 4)), (lambda position, sync: not position < 3 <= sync, (2, 3, 4))],
+    ids=["its earliest position", "a rank that may not join yet"],
+)
+def test_no_sync_is_joined_before(may_join, positions, actor, leader):
+    leader.sync.may_join = may_join
     for _ in range(2):
         actor.announce()
-    for position, joined in [(0, [0]), (3, [0]), (4, [0, 10])]:
-        leader.sync.position = position
-        leader.sync.join_if_due()
-        assert leader.joined == joined
-
-
-def test_a_sync_that_a_rank_may_not_join_yet_waits(actor, leader):
-    saved_at = 3
-    leader.sync.may_join = lambda position, sync: not position < saved_at <= sync
-    for _ in range(2):
-        actor.announce()
-    for position, joined in [(2, [0]), (3, [0]), (4, [0, 10])]:
+    for position, joined in zip(positions, ([0], [0], [0, 10]), strict=True):
         leader.sync.position = position
         leader.sync.join_if_due()
         assert leader.joined == joined
