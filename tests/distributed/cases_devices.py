@@ -22,12 +22,12 @@ from rltrain.reshard.copy_table import allocate_parameters
 from rltrain.rollout.embedded import EmbeddedEngine
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
-from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.fsdp_model import ShardedModel
 from rltrain.training.megatron import model as megatron
 from rltrain.training.megatron.platform import adapt_to_platform
 from tests.support.family_checkpoints import SHAPE, tiny_config
+from tests.support.trained_models import blank_model, groups_on
 
 META = torch.device("meta")
 GRIDS = {"megatron": Grid((0,)), "fsdp": Grid((0,), copies=1)}
@@ -68,8 +68,7 @@ def _groups_of_a_stand_in_device() -> ProcessGroups:
     torch.cuda.current_device = lambda: META  # type: ignore[assignment, return-value]
     asked = {"current_device": lambda: 0, "device_count": lambda: 1}  # by fully_shard
     torch.meta = types.SimpleNamespace(**asked)  # type: ignore[attr-defined]
-    lists = {ranks for grid in GRIDS.values() for ranks in group_lists({"actor": grid})}
-    return ProcessGroups(sorted(lists), backend="gloo", timeout_s=60)
+    return groups_on(GRIDS.values())
 
 
 def _kinds(path: Path, groups: ProcessGroups) -> dict[str, Callable[[], object]]:
@@ -91,15 +90,8 @@ def _kinds(path: Path, groups: ProcessGroups) -> dict[str, Callable[[], object]]
 
 def _megatron(architecture: Architecture, path: Path, groups: ProcessGroups) -> megatron.LanguageModel:
     balanced = schema.MoE(aux_loss_coef=0.01, z_loss_coef=0.01) if architecture.moe else schema.MoE()
-    mtp = schema.Mtp() if architecture.predicts else None
-    return megatron.build_model(
-        architecture,
-        GRIDS["megatron"],
-        groups,
-        model=schema.Model(path=str(path), dtype="float32", moe=balanced, mtp=mtp),
-        parallel=schema.Parallel(),
-        device=META,
-    )
+    own = {"moe": balanced, "mtp": schema.Mtp() if architecture.predicts else None}
+    return blank_model(path, GRIDS["megatron"], groups, architecture=architecture, device=META, **own)
 
 
 def _adapted(architecture: Architecture, path: Path, groups: ProcessGroups) -> object:

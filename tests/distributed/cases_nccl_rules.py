@@ -18,6 +18,7 @@ from tests.distributed import cases_communicators, cases_delta, cases_training
 from tests.distributed.cases_reshard import ARCHITECTURES, PLACEMENTS, Settings, pairs_of, reshard_twice, union_of
 from tests.support import nccl_rules
 from tests.support.cuda_graphs import RuleBrokenError
+from tests.support.trained_models import load_experience, of_replica
 
 WORLD = (0, 1, 2, 3)
 PIPELINES = {"pp4": Grid(WORLD, pp=4), "pp2_cp2": Grid(WORLD, pp=2, cp=2), "pp2_vpp2": Grid((1, 2), pp=2, vpp=2)}
@@ -96,11 +97,9 @@ def losses(checkpoint: str, name: str, grid: Grid, backend: str, *, reopened: bo
         return []
     path, found = Path(checkpoint), []
     with mock.patch.dict(cases_training.GRIDS, {name: grid}):
-        trainable = cases_training.make_trainable(
-            cases_training.load_model(path, name, groups), max_tokens=NUM_MICRO_BATCH_TOKENS
-        )
-        few = cases_training.load_experience(path).select(torch.arange(NUM_SAMPLES))
-        experience = cases_training.share_of(few, name)
+        model = cases_training.load_model(path, name, groups)
+        trainable = cases_training.make_trainable(model, max_tokens=NUM_MICRO_BATCH_TOKENS)
+        experience = of_replica(load_experience(path).select(torch.arange(NUM_SAMPLES)), grid)
         for step in range(NUM_STEPS):
             if reopened:
                 groups.close(groups.reopenable)

@@ -211,14 +211,12 @@ CASES = [
     *((placement, "one KV head", "fp32 to fp8") for placement in list(PLACEMENTS)[:2]),
     *((placement, "experts", "bf16 to fp8") for placement in list(PLACEMENTS)[:4]),
 ]
-QUICK = [case for case in CASES if case[:2] in ((list(PLACEMENTS)[3], "qwen2"), (list(PLACEMENTS)[0], "one KV head"))]
-SLOW = [case for case in CASES if case not in QUICK]
 
 
-def all_syncs(cases: list[tuple[str, str, str]]) -> dict[str, dict[str, Any]]:
+def all_syncs() -> dict[str, dict[str, Any]]:
     """What this rank found, by the names of all that it has a part in."""
     groups, results = make_groups(), {}
-    for placement, name, kind in cases:
+    for placement, name, kind in CASES:
         case = sync(ARCHITECTURES[name], placement, groups, **KINDS[kind])
         if case is not None:
             results[f"{placement}, {name}, {kind}"] = _run(case)
