@@ -100,31 +100,15 @@ def _adapted(architecture: Architecture, path: Path, groups: ProcessGroups) -> o
 
 
 def _fsdp(architecture: Architecture, path: Path, groups: ProcessGroups, lora: Lora | None = None) -> object:
-    model = ShardedModel(
-        architecture,
-        GRIDS["fsdp"],
-        groups,
-        folder=path,
-        model=schema.Model(path=str(path), dtype="float32"),
-        fsdp=schema.Fsdp(),
-        device=META,
-        trains=lora is None,
-        lora=lora,
-    )
-    return model.module
+    settings = {"model": schema.Model(path=str(path), dtype="float32"), "fsdp": schema.Fsdp(), "device": META}
+    own = {"folder": path, "trains": lora is None, "lora": lora}
+    return ShardedModel(architecture, GRIDS["fsdp"], groups, **settings, **own).module
 
 
 def _engine(architecture: Architecture) -> object:
     parameters = allocate_parameters(engine_layout(architecture, Grid((0,)), dtype="float32"), 0, device=META)
-    return EmbeddedEngine(
-        architecture,
-        parameters,
-        tp_group=None,
-        max_running_requests=4,
-        max_context_tokens=64,
-        dtype=torch.float32,
-        device=META,
-    )
+    limits = {"max_running_requests": 4, "max_context_tokens": 64}
+    return EmbeddedEngine(architecture, parameters, tp_group=None, dtype=torch.float32, device=META, **limits)
 
 
 def _elsewhere(built: object) -> Iterator[str]:

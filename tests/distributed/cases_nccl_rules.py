@@ -26,7 +26,7 @@ KEPT = "pp4"
 """The pipeline whose groups stay as they are. Those of the others are made anew between updates."""
 NUM_STEPS, NUM_SAMPLES, NUM_MICRO_BATCH_TOKENS = 2, 6, 60
 DELTA_PLACEMENTS = ("disaggregated tp2 -> tp1 dp2", "one rank feeds all")
-RANK_1_HAS_NOTHING_TO_SEND = ((0, 1, 2), 1, 1), ((0, 3), 1)
+RANK_1_HAS_NOTHING_TO_SEND = Grid((0, 1, 2)), Grid((0, 3))
 """With two ranks to a node: rank 3 is fed by rank 2."""
 
 
@@ -49,7 +49,7 @@ def reshards(*, reopened: bool) -> dict[str, Any]:
     pairs = pairs_of("one bucket")[reopened::2]
     cases = [(ARCHITECTURES[name], PLACEMENTS[placement], Settings(2048)) for placement, name in pairs]
     cases.append((ARCHITECTURES["llama"], RANK_1_HAS_NOTHING_TO_SEND, Settings(2048, ranks_per_node=2)))
-    unions = [tuple(sorted({*actor[0], *rollout[0]})) for _, (actor, rollout), _ in cases]
+    unions = [tuple(sorted({*actor.ranks, *rollout.ranks})) for _, (actor, rollout), _ in cases]
     lists = sorted({*unions})
     groups = ProcessGroups(lists, backend="nccl", timeout_s=60, reopenable=lists if reopened else ())
     run, found = Resharding.run, []

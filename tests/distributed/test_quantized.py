@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.distributed.cases_quantized import CASES, KINDS, PLACEMENTS
+from tests.distributed.cases_quantized import CASES, KINDS, union_of
 from tests.support.worlds import Ranks, world
 
 pytestmark = pytest.mark.slow  # tests/unit/test_embedded_families.py has a quick part
@@ -19,8 +19,7 @@ def test_every_placement_equals_the_oracle(kind: str, way: str, ranks: Ranks) ->
     compared = 0
     for rank, results in enumerate(ranks):
         for placement, architecture, case_kind in CASES:
-            actor, rollout, _ = PLACEMENTS[placement]
-            if case_kind == kind and rank in (*actor[0], *rollout[0]):
+            if case_kind == kind and rank in union_of(placement):
                 found = results[f"{placement}, {architecture}, {kind}"]
                 assert found[way] == [], f"{placement}, {architecture} on rank {rank}"
                 assert found["wrong before"] > found["compared"] / 2 or not found["compared"]
