@@ -106,13 +106,7 @@ def _of_family(
     }
 
 
-def adapted(
-    model: LanguageModel,
-    lora: Lora = LORA,
-    *,
-    distributed: bool = True,
-    begin: bool = True,
-) -> TrainableModel:
+def adapted(model: LanguageModel, lora: Lora = LORA, *, distributed: bool = True, begin: bool = True) -> TrainableModel:
     adapters = add_adapters(model, lora)
     if begin:
         begin_adapters(adapters.layout, dist.get_rank(), adapters.parameters, lora, seed=1)

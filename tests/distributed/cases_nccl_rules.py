@@ -64,10 +64,7 @@ def reshards(*, reopened: bool) -> dict[str, Any]:
                 groups.open({union: following})
             return run(self, *tensors)
 
-        with (
-            mock.patch.object(execute, "LARGE_BYTES", None),
-            mock.patch.object(Resharding, "run", run_anew),
-        ):
+        with mock.patch.object(execute, "LARGE_BYTES", None), mock.patch.object(Resharding, "run", run_anew):
             found.append(reshard_twice(architecture, *places, groups[union], groups.cpu[union], settings))
     return {
         "wrong": [name for case in found for name in case["wrong"]],

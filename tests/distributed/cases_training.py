@@ -41,10 +41,7 @@ GRIDS = {
     **{f"rank{rank}": Grid((rank,)) for rank in range(4)},
 }
 QUICK_LAYOUTS = {"qwen3": ("tp1", "tp2_dp2_sp", "tp4", "tp2_pp2"), "qwen2_tied": ("tp1", "pp3_vpp2")}
-SLOW_LAYOUTS = {
-    "qwen3": ("tp1", "tp2", "tp2_sp", "dp2", "tp4_sp", "pp2_dp2"),
-    "qwen2_tied": ("tp1", "tp2_pp2"),
-}
+SLOW_LAYOUTS = {"qwen3": ("tp1", "tp2", "tp2_sp", "dp2", "tp4_sp", "pp2_dp2"), "qwen2_tied": ("tp1", "tp2_pp2")}
 """By checkpoint: the tied one has four layers, the other two. Each begins with what the others are compared with."""
 CHUNKED_LOGITS = (("qwen3", "tp2_sp"), ("qwen2_tied", "tp2_pp2"))
 WIDE = {"dtype": "bfloat16", "residual_dtype": "float32", "head_dtype": "float32"}

@@ -13,10 +13,7 @@ from tests.support.worlds import reports, run_case
 
 RELATIVE = 1e-5
 UNEVEN = "vpp2_uneven"
-LAYOUTS = {
-    "qwen2_tied": [UNEVEN, "vpp4_dp2", "vpp2_tp2", "vpp2_cp2"],
-    "deepseek_v3": ["vpp2", "vpp2_cp2_ep2"],
-}
+LAYOUTS = {"qwen2_tied": [UNEVEN, "vpp4_dp2", "vpp2_tp2", "vpp2_cp2"], "deepseek_v3": ["vpp2", "vpp2_cp2_ep2"]}
 
 
 pytestmark = pytest.mark.slow

@@ -70,9 +70,7 @@ def test_tied_embeddings_train_alike_on_both_ends_of_a_pipeline(ranks: Ranks, la
 
 
 @pytest.mark.slow
-def test_interleaved_stages_have_micro_batches_of_padding_where_samples_are_too_few(
-    ranks: Ranks,
-) -> None:
+def test_interleaved_stages_have_micro_batches_of_padding_where_samples_are_too_few(ranks: Ranks) -> None:
     (expected,) = reports(ranks, "two_samples/tp1")
     for metrics in reports(ranks, "two_samples/pp3_vpp2"):
         assert metrics == pytest.approx(expected, rel=RELATIVE)

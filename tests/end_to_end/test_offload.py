@@ -26,9 +26,7 @@ class Case(NamedTuple):
 
 CASES = {
     "colocated": Case(
-        2,
-        ("placement={'actor, reference, rollout, reward': 0-1}",),
-        sharing={"actor", "reference", "rollout"},
+        2, ("placement={'actor, reference, rollout, reward': 0-1}",), sharing={"actor", "reference", "rollout"}
     ),
     "overlapping": Case(
         3,

@@ -156,8 +156,7 @@ def assert_checkpoint_is_in_the_metrics(output: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "schedule",
-    ["schedule={partial_rollouts: true, max_staleness: 1}", "schedule={mode: pipelined, chunks: 2}"],
+    "schedule", ["schedule={partial_rollouts: true, max_staleness: 1}", "schedule={mode: pipelined, chunks: 2}"]
 )
 def test_with_one_engine_so_does_one_in_which_the_first_groups_to_finish_count_and_it_repeats(
     saved_and_resumed, schedule
