@@ -227,15 +227,6 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(whole: Stand, 
     assert not list(stand.checkpoints.glob(".*")), "leftovers are removed"
 
 
-@pytest.mark.slow  # tests/unit/test_resuming.py has every kind of damage
-def test_an_explicit_path_to_a_damaged_checkpoint_is_refused(whole: Stand, stand: Stand) -> None:
-    shutil.copytree(whole.folder, stand.folder, dirs_exist_ok=True)
-    newest = stand.checkpoints / name_of(6)
-    (newest / "ranks" / "rank_00001.safetensors").unlink()
-    message = f"rltrain: checkpoint.resume: {newest}/ranks/rank_00001.safetensors cannot be read: No such file"
-    assert message in stand.refusal(f"checkpoint.resume={newest}")
-
-
 def to_the_agent(job: Job, number: signal.Signals) -> None:
     job.agent.send_signal(number)
 
