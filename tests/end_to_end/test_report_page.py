@@ -39,12 +39,7 @@ class Browser:
         self._receive, answers = os.pipe()
         # The browser reads file descriptor 3 and writes file descriptor 4.
         arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
-        arguments += [
-            f"--user-data-dir={self.profile.name}",
-            "--remote-debugging-pipe",
-            "--no-first-run",
-            "about:blank",
-        ]
+        arguments += [f"--user-data-dir={self.profile.name}", "--remote-debugging-pipe", "--no-first-run"]
         self.process = subprocess.Popen(
             ["bash", "-c", f'exec "$@" 3<&{commands} 4>&{answers}', "bash", executable, *arguments, "about:blank"],
             pass_fds=(commands, answers),
