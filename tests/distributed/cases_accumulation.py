@@ -1,7 +1,6 @@
 """What ranks do in test_accumulation: optimizer steps whose samples come in parts, of a policy and of a critic."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -11,27 +10,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.algorithms import losses as value
-from rltrain.checkpoint.hf_reader import load_parameters
-from rltrain.config import schema
 from rltrain.data.experience import FIELDS, Experience
-from rltrain.errors import ConfigError, DivergenceError
+from rltrain.errors import DivergenceError
 from rltrain.models import read_architecture
-from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.megatron.backend import TrainableModel
-from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
+from rltrain.training.megatron.model import LanguageModel, local_parameters
 from tests.distributed.cases_training import (
-    CPU,
     GRIDS,
-    SEQUENCE_PARALLEL,
-    load_experience,
+    error_of,
     load_model,
     make_trainable,
     negative_log_likelihood,
     share_of,
+    spoiled,
 )
-from tests.support.tolerances import ADAM_EPS
+from tests.support.trained_models import groups_on, in_training, load_experience
 from tests.support.uneven_products import uneven_products
 
 LAYOUTS = (("tp1", "tp2_sp", "pp2_dp2"), ("tp1", "pp2", "dp2"))
@@ -47,8 +41,7 @@ Results = Iterator[tuple[str, Any]]
 
 def all_cases(path: str, slow: bool) -> dict[str, Any]:
     """What is found in the layouts that are quick or in those that are slow, each beside one rank alone."""
-    lists = sorted({ranks for grid in GRIDS.values() for ranks in group_lists({"actor": grid})})
-    groups = ProcessGroups(lists, backend="gloo", timeout_s=60)
+    groups = groups_on(GRIDS.values())
     results: dict[str, Any] = {}
     cases = {
         _in_parts: LAYOUTS[slow],
@@ -77,7 +70,7 @@ def _in_parts(path: Path, layout: str, groups: ProcessGroups) -> Results:
                 for part in torch.arange(NUM_SAMPLES).split(PARTS[name]):
                     trainable.accumulate(_share_of_samples(experience, part, layout), negative_log_likelihood)
                 steps.append(trainable.step())
-        yield f"{layout}/{name}/{max_tokens}", {"steps": steps, "weights": _weights(trainable)}
+        yield f"{layout}/{name}/{max_tokens}", {"steps": steps, "weights": weights_of(trainable)}
 
 
 def _of_one_length(experience: Experience) -> Experience:
@@ -102,11 +95,11 @@ def _missing_shares(path: Path, layout: str, groups: ProcessGroups) -> Results:
     first = GRIDS[layout].coordinates(dist.get_rank()).dp == 0
     trainable = make_trainable(load_model(path, layout, groups), FEW)
     yield f"one_share/{layout}", trainable.train_batch(some if first else none, negative_log_likelihood)
-    yield f"no_share/{layout}", _message(trainable, none)
+    yield f"no_share/{layout}", error_of(trainable, none, negative_log_likelihood)
     silent = share_of(some.with_fields(response_mask=some.response_mask & False), layout)
-    before = _weights(trainable)
+    before = weights_of(trainable)
     yield f"no_response/{layout}", trainable.train_batch(silent, negative_log_likelihood)
-    yield f"no_response_weights_kept/{layout}", _weights(trainable) == before
+    yield f"no_response_weights_kept/{layout}", weights_of(trainable) == before
     yield f"usual_step/{layout}", trainable.train_batch(some if first else none, negative_log_likelihood)
 
 
@@ -115,7 +108,7 @@ def _interrupted(path: Path, layout: str, groups: ProcessGroups) -> Results:
     experience = share_of(load_experience(path).select(torch.arange(NUM_SAMPLES)), layout)
     fresh, failed = (make_trainable(load_model(path, layout, groups), FEW) for _ in range(2))
     failed.accumulate(experience, negative_log_likelihood)
-    failed.accumulate(experience, _spoiled)
+    failed.accumulate(experience, spoiled)
     try:
         failed.step()
     except DivergenceError as error:
@@ -125,20 +118,7 @@ def _interrupted(path: Path, layout: str, groups: ProcessGroups) -> Results:
     except RuntimeError as error:
         yield f"no_parts/{layout}", str(error)
     steps = [trainable.train_batch(experience, negative_log_likelihood) for trainable in (fresh, failed)]
-    yield f"after_failure/{layout}", {"same": steps[0] == steps[1] and _weights(fresh) == _weights(failed)}
-
-
-def _spoiled(*arguments: Any) -> Any:
-    output = negative_log_likelihood(*arguments)
-    return replace(output, loss=output.loss * float("nan"))
-
-
-def _message(trainable: TrainableModel, experience: Experience) -> str:
-    try:
-        trainable.train_batch(experience, negative_log_likelihood)
-    except ConfigError as error:
-        return str(error)
-    return "no error"
+    yield f"after_failure/{layout}", {"same": steps[0] == steps[1] and weights_of(fresh) == weights_of(failed)}
 
 
 def _critic(path: Path, layout: str, groups: ProcessGroups) -> Results:
@@ -152,8 +132,7 @@ def _critic(path: Path, layout: str, groups: ProcessGroups) -> Results:
     report: dict[str, Any] = {"response_tokens": int(whole.response_mask.sum())}
     if layout == "tp1":
         report["expected"] = _plain_critic(model, whole)
-    settings = schema.Critic(optimizer=schema.Optimizer(lr=1e-4, eps=ADAM_EPS), micro_batch_tokens=FEW)
-    trainable = TrainableModel(model, settings, total_updates=NUM_STEPS, role="critic")
+    trainable = in_training(model, updates=NUM_STEPS, max_tokens=FEW, optimizer={"lr": 1e-4}, role="critic")
     loss_function = value.of_states(value.value_loss(0.2))
     report["steps"] = []
     for _ in range(NUM_STEPS):
@@ -172,18 +151,9 @@ def _critic(path: Path, layout: str, groups: ProcessGroups) -> Results:
 
 def _value_model(path: Path, layout: str, groups: ProcessGroups) -> LanguageModel:
     """The checkpoint's model with a value head that is not zero."""
-    architecture, grid = read_architecture(path).value_model(), GRIDS[layout]
-    model = build_model(
-        architecture,
-        grid,
-        groups,
-        model=schema.Model(path=str(path), dtype="float32"),
-        parallel=schema.Parallel(tp=grid.tp, pp=grid.pp, sequence_parallel=layout in SEQUENCE_PARALLEL),
-        device=CPU,
-    )
-    parameters = local_parameters(model)
-    load_parameters(path, megatron_layout(architecture, grid), dist.get_rank(), parameters)
-    if "output_layer.weight" in parameters:
+    architecture = read_architecture(path).value_model()
+    model = load_model(path, layout, groups, architecture=architecture)
+    if "output_layer.weight" in (parameters := local_parameters(model)):
         head = parameters["output_layer.weight"].data
         head.copy_(0.1 * torch.randn(head.shape, generator=torch.Generator().manual_seed(3)))
     return model
@@ -207,7 +177,7 @@ def _plain_critic(model: LanguageModel, experience: Experience) -> dict[str, flo
     return {"loss": loss.item(), "grad_norm": torch.cat([g.flatten() for g in gradients]).norm().item()}
 
 
-def _weights(trainable: TrainableModel) -> list[float]:
+def weights_of(trainable: TrainableModel) -> list[float]:
     """Numbers that change with any weight: sums of each parameter, and of its squares."""
     parameters = [parameter.detach().double() for parameter in trainable.model.parameters()]
     return [float(value) for p in parameters for value in (p.sum(), p.square().sum())]

@@ -5,27 +5,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
-
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
 from rltrain.algorithms.losses import LossFunction, direct_preference_loss, of_states, ranking_loss, value_loss
 from rltrain.algorithms.policy_loss import policy_loss
-from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.models import Architecture, LongRopeScaling
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.runtime.grid import Grid
-from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
-from rltrain.training.megatron.backend import TrainableModel
-from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
 from tests.support.model_shards import tiny_architecture
 from tests.support.packed_experience import packed_experience
-from tests.support.tolerances import ADAM_EPS
+from tests.support.trained_models import groups_on, in_training, megatron_model
 
 ALL = (0, 1, 2, 3)
 GRIDS = {
@@ -95,12 +89,7 @@ OTHERS: Layouts = {
 
 def all_cases(folder: str, objectives: Layouts) -> dict[str, Any]:
     """By "objective/layout", what this rank's model gives; the objective on one rank is objective/."""
-    groups = ProcessGroups(
-        sorted({ranks for grid in GRIDS.values() for ranks in group_lists({"actor": grid})}),
-        backend="gloo",
-        timeout_s=60,
-    )
-    results = {}
+    groups, results = groups_on(GRIDS.values()), {}
     for number, (name, layouts) in enumerate(objectives.items()):
         architecture = OBJECTIVES[name][0]
         path = Path(folder, f"{name}{dist.get_rank()}")
@@ -123,16 +112,27 @@ def write_weights(architecture: Architecture, folder: Path) -> None:
     save_file(weights, folder / "model.safetensors")
 
 
-def _train(name: str, path: Path, layout: str, groups: ProcessGroups, **settings: Any) -> dict[str, Any]:
+def _train(
+    name: str,
+    path: Path,
+    layout: str,
+    groups: ProcessGroups,
+    *,
+    dispatcher: str = "alltoall",
+    distributed_optimizer: bool = True,
+    overlap: bool = False,
+    **settings: Any,
+) -> dict[str, Any]:
     (architecture, loss), grid = OBJECTIVES[name], GRIDS[layout]
-    model = _model(architecture, path, grid, groups, **settings)
-    actor = schema.Actor(
-        optimizer=schema.Optimizer(lr=1e-3, weight_decay=0.1, eps=ADAM_EPS),
-        micro_batch_tokens=MAX_TOKENS,
-        distributed_optimizer=settings.get("distributed_optimizer", True),
-        overlap=settings.get("overlap", False),
+    moe = BALANCED.model_copy(update={"dispatcher": dispatcher})
+    trainable = in_training(
+        megatron_model(path, grid, groups, architecture=architecture, moe=moe, **settings),
+        updates=NUM_STEPS,
+        max_tokens=MAX_TOKENS,
+        optimizer={"lr": 1e-3, "weight_decay": 0.1},
+        distributed_optimizer=distributed_optimizer,
+        overlap=overlap,
     )
-    trainable = TrainableModel(model, actor, total_updates=NUM_STEPS)
     samples = experience(name)
     at = grid.coordinates(dist.get_rank())
     samples = samples.select(torch.nonzero(samples.group_ids % grid.dp == at.dp).flatten())
@@ -141,36 +141,6 @@ def _train(name: str, path: Path, layout: str, groups: ProcessGroups, **settings
     if architecture.head == "vocabulary":
         told += trainable.distributions(experience(name), count=2, max_tokens=MAX_TOKENS, temperature=TEMPERATURE)
     return {"steps": steps, "told": [values.tolist() for values in told]}
-
-
-def _model(
-    architecture: Architecture,
-    path: Path,
-    grid: Grid,
-    groups: ProcessGroups,
-    *,
-    sequence_parallel: bool = False,
-    recompute: str = "none",
-    cp_communication: str = "auto",
-    dispatcher: str = "alltoall",
-    **others: Any,
-) -> LanguageModel:
-    model = build_model(
-        architecture,
-        grid,
-        groups,
-        model=schema.Model(
-            path=str(path),
-            dtype="float32",
-            recompute=recompute,
-            cp_communication=cp_communication,
-            moe=BALANCED.model_copy(update={"dispatcher": dispatcher}),
-        ),
-        parallel=schema.Parallel(tp=grid.tp, pp=grid.pp, cp=grid.cp, ep=grid.ep, sequence_parallel=sequence_parallel),
-        device=torch.device("cpu"),
-    )
-    load_parameters(path, megatron_layout(architecture, grid), dist.get_rank(), local_parameters(model))
-    return model
 
 
 def experience(name: str) -> Experience:

@@ -10,15 +10,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.reshard import execute
 from rltrain.reshard.delta import DeltaSettings
 from rltrain.reshard.execute import SyncReport
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan import plan
 from rltrain.reshard.verify import converted, verify
 from rltrain.rollout.layout import engine_layout
-from rltrain.runtime.grid import Grid
-from tests.distributed.cases_reshard import ARCHITECTURES, PLACEMENTS, Settings, groups_of_unions, shards, union_of
+from tests.distributed.cases_reshard import (
+    ARCHITECTURES,
+    PLACEMENTS,
+    Settings,
+    groups_of_unions,
+    resharding_of,
+    shards,
+    union_of,
+)
 from tests.support.model_shards import PADDING, Tensors, full_tensors
 
 CHECKS = {
@@ -76,32 +82,14 @@ def all_checks() -> dict[str, dict[str, list[dict[str, Any]]]]:
 
 
 def runs(
-    placement: str,
-    name: str,
-    group: dist.ProcessGroup,
-    settings: Settings,
-    cpu_group: dist.ProcessGroup | None = None,
+    placement: str, name: str, group: dist.ProcessGroup, settings: Settings, cpu_group: dist.ProcessGroup | None = None
 ) -> list[Run]:
-    """One after another, of weights that change in between. `cpu_group` is gloo's, as `group` is without it."""
-    cpu_group = cpu_group or group
-    (source_ranks, tp, pp), (destination_ranks, destination_tp) = PLACEMENTS[placement]
-    source, destination = Grid(source_ranks, tp=tp, pp=pp), Grid(destination_ranks, tp=destination_tp)
-    layouts = (
-        megatron_layout(ARCHITECTURES[name], source),
-        engine_layout(ARCHITECTURES[name], destination, dtype=settings.dtype),
-    )
-    rank = dist.get_rank()
-    planned = plan(*layouts, rank, settings.ranks_per_node)
-    prepared = execute.Resharding(
-        planned,
-        group=group,
-        cpu_group=cpu_group,
-        bucket_bytes=settings.bucket_bytes,
-        device=torch.device("cpu"),
-        ranks_per_node=settings.ranks_per_node,
-        share_memory=settings.share_memory,
-        delta=DeltaSettings(in_shared_memory=settings.share_memory),
-    )
+    """One after another, of weights that change in between."""
+    source, destination = PLACEMENTS[placement]
+    source_layout = megatron_layout(ARCHITECTURES[name], source)
+    layouts = source_layout, engine_layout(ARCHITECTURES[name], destination, dtype=settings.dtype)
+    rank, delta = dist.get_rank(), DeltaSettings(in_shared_memory=settings.share_memory)
+    prepared = resharding_of(*layouts, group, settings, cpu_group=cpu_group, delta=delta)
     held, dtype = empty(layouts[1], rank, settings.dtype), getattr(torch, settings.dtype)
     full, found = full_tensors(ARCHITECTURES[name]), []
     for number, share in enumerate(SHARES):
@@ -113,7 +101,8 @@ def runs(
             tensor.zero_()
         report = prepared.run(given, held, whole=number in (0, LOSES_BEFORE))
         if number == len(SHARES) - 1:
-            verify(planned, *layouts, given, held, group=cpu_group)
+            planned = plan(*layouts, rank, settings.ranks_per_node)
+            verify(planned, *layouts, given, held, group=cpu_group or group)
         wrong = [key for key, tensor in expected.items() if lost or not same_bits(tensor, (held or {})[key])]
         if lost:  # padding, which is in no plan, is what it became
             wrong = [key for key in wrong if not same_bits_where_written(expected[key], (held or {})[key])]

@@ -22,12 +22,12 @@ from rltrain.reshard.copy_table import allocate_parameters
 from rltrain.rollout.embedded import EmbeddedEngine
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
-from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.fsdp_model import ShardedModel
 from rltrain.training.megatron import model as megatron
 from rltrain.training.megatron.platform import adapt_to_platform
 from tests.support.family_checkpoints import SHAPE, tiny_config
+from tests.support.trained_models import blank_model, groups_on
 
 META = torch.device("meta")
 GRIDS = {"megatron": Grid((0,)), "fsdp": Grid((0,), copies=1)}
@@ -68,8 +68,7 @@ def _groups_of_a_stand_in_device() -> ProcessGroups:
     torch.cuda.current_device = lambda: META  # type: ignore[assignment, return-value]
     asked = {"current_device": lambda: 0, "device_count": lambda: 1}  # by fully_shard
     torch.meta = types.SimpleNamespace(**asked)  # type: ignore[attr-defined]
-    lists = {ranks for grid in GRIDS.values() for ranks in group_lists({"actor": grid})}
-    return ProcessGroups(sorted(lists), backend="gloo", timeout_s=60)
+    return groups_on(GRIDS.values())
 
 
 def _kinds(path: Path, groups: ProcessGroups) -> dict[str, Callable[[], object]]:
@@ -91,15 +90,8 @@ def _kinds(path: Path, groups: ProcessGroups) -> dict[str, Callable[[], object]]
 
 def _megatron(architecture: Architecture, path: Path, groups: ProcessGroups) -> megatron.LanguageModel:
     balanced = schema.MoE(aux_loss_coef=0.01, z_loss_coef=0.01) if architecture.moe else schema.MoE()
-    mtp = schema.Mtp() if architecture.predicts else None
-    return megatron.build_model(
-        architecture,
-        GRIDS["megatron"],
-        groups,
-        model=schema.Model(path=str(path), dtype="float32", moe=balanced, mtp=mtp),
-        parallel=schema.Parallel(),
-        device=META,
-    )
+    own = {"moe": balanced, "mtp": schema.Mtp() if architecture.predicts else None}
+    return blank_model(path, GRIDS["megatron"], groups, architecture=architecture, device=META, **own)
 
 
 def _adapted(architecture: Architecture, path: Path, groups: ProcessGroups) -> object:
@@ -108,31 +100,15 @@ def _adapted(architecture: Architecture, path: Path, groups: ProcessGroups) -> o
 
 
 def _fsdp(architecture: Architecture, path: Path, groups: ProcessGroups, lora: Lora | None = None) -> object:
-    model = ShardedModel(
-        architecture,
-        GRIDS["fsdp"],
-        groups,
-        folder=path,
-        model=schema.Model(path=str(path), dtype="float32"),
-        fsdp=schema.Fsdp(),
-        device=META,
-        trains=lora is None,
-        lora=lora,
-    )
-    return model.module
+    settings = {"model": schema.Model(path=str(path), dtype="float32"), "fsdp": schema.Fsdp(), "device": META}
+    own = {"folder": path, "trains": lora is None, "lora": lora}
+    return ShardedModel(architecture, GRIDS["fsdp"], groups, **settings, **own).module
 
 
 def _engine(architecture: Architecture) -> object:
     parameters = allocate_parameters(engine_layout(architecture, Grid((0,)), dtype="float32"), 0, device=META)
-    return EmbeddedEngine(
-        architecture,
-        parameters,
-        tp_group=None,
-        max_running_requests=4,
-        max_context_tokens=64,
-        dtype=torch.float32,
-        device=META,
-    )
+    limits = {"max_running_requests": 4, "max_context_tokens": 64}
+    return EmbeddedEngine(architecture, parameters, tp_group=None, dtype=torch.float32, device=META, **limits)
 
 
 def _elsewhere(built: object) -> Iterator[str]:

@@ -15,7 +15,7 @@ from rltrain.rollout.groups import Mail, PendingTurn
 from rltrain.rollout.sample import Sample
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.machine import JobThread
-from tests.support.rollout_models import load_engine
+from tests.support.rollout_models import LetterTokenizer, load_engine
 from tests.through_json import written
 
 SAMPLINGS = (SamplingParams(1.0, 1.0, 0, 60, (3,)), SamplingParams(0.7, 0.9, 10, 60, (3,)))
@@ -26,17 +26,10 @@ OBSERVED = (7, 9, 11)
 SUSPENDED_AT, UPDATED_AT = 15, 25
 
 
-class Letters:
-    """Decodes."""
-
-    def decode(self, token_ids: Sequence[int], /) -> str:
-        return "".join(chr(ord("a") + token % 26) for token in token_ids)
-
-
 async def conversation(mailbox: EngineMailbox, number: int) -> list[Sample]:
     """Every turn of it. One in three is asked for twice: the first time is given up."""
     sample, said = Sample(number, (number, 2), number, turn_limit=TURN_TOKENS, goes_on=True), []
-    stop = ("c", "kk", "s") if number % 2 else ()
+    stop = ("C", "]", "KK", "S", "m") if number % 2 else ()
     for _ in range(NUM_TURNS):
         turn = PendingTurn(sample, SAMPLINGS[number % len(SAMPLINGS)], stop, is_watched=number % 4 == 0)
         if number % 3 == 0:
@@ -57,7 +50,7 @@ def converse(path: str) -> dict[str, Any]:
     engine, _ = load_engine(Path(path), grid=grid, rank=rank, tp_group=group, max_running_requests=4)
     decisions = LeaderDecisions(group)
     mailbox = EngineMailbox(64) if decisions.is_leader else None
-    feed = EngineFeed(engine, Letters(), mailbox, slice_steps=5)
+    feed = EngineFeed(engine, LetterTokenizer(), mailbox, slice_steps=5)
     said: list[Sample] = []
 
     async def talk() -> None:

@@ -28,15 +28,12 @@ def engine_completions(
     """Completions of every sampling mode, and conversations, with fewer slots than requests; where `interrupted`, with
     a suspension, in a tight budget for keys and values, another one on each rank of an engine."""
     limits = {"max_context_tokens": 32, "kv_tokens": 60 + 8 * (rank % grid.tp)} if interrupted else {}
-    sparse = read_architecture(path).moe is not None
-    engine, _ = load_engine(
-        path, grid=grid, rank=rank, tp_group=group, max_running_requests=5, record_routing=sparse, **limits
-    )
+    limits |= {"max_running_requests": 5, "record_routing": read_architecture(path).moe is not None}
+    engine, _ = load_engine(path, grid=grid, rank=rank, tp_group=group, **limits)
+    draw = draw_interrupted if interrupted else lambda engine, sampling: engine.generate(ragged_requests(), sampling)
     results = []
     for sampling in SAMPLINGS:
-        completions = (
-            draw_interrupted(engine, sampling) if interrupted else engine.generate(ragged_requests(), sampling)
-        )
+        completions = draw(engine, sampling)
         if sampling is SAMPLINGS[-1]:
             completions += converse(engine, sampling, kept=interrupted)
         results += [
@@ -68,9 +65,7 @@ def draw_interrupted(engine: EmbeddedEngine, sampling: SamplingParams) -> list[S
     return sorted(completions, key=lambda done: done.id)
 
 
-def generate_with_tensor_parallelism(
-    engines: list[tuple[int, int, str, bool]],
-) -> list[list[dict[str, list[Any] | str]]]:
+def generate_with_tensor_parallelism(engines: list[tuple[int, int, str, bool]]) -> list[list[dict[str, Any]]]:
     """This rank's completions on every engine: ranks of one, shares of its experts, checkpoint, whether it is
     interrupted."""
     torch.manual_seed(dist.get_rank())  # ranks must agree without help from torch's own generator

@@ -1,5 +1,6 @@
 """Cases for test_exchange.py, run on four ranks."""
 
+import logging
 import random
 import time
 
@@ -99,11 +100,9 @@ def late_source() -> dict:
         exchange.post(route, shipment)
         exchange.retire([0])
     if exchange.rank == 1:
-        import logging
-
         reports: list[str] = []
         handler = logging.Handler()
-        handler.emit = lambda record: reports.append(record.getMessage())  # type: ignore[method-assign]
+        handler.emit = lambda record: reports.append(record.getMessage())
         logging.getLogger("rltrain.runtime.job_store").addHandler(handler)
         received = exchange.wait(route)
         return {"reports": reports, "tokens": received.experience.tokens.tolist()}

@@ -1,30 +1,32 @@
 """What ranks do in test_experts: models with experts in many parallel layouts inside one world of four ranks."""
 
-import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import finalize_model_grads
 from safetensors.torch import load_file
 from torch import Tensor
 
 from rltrain.algorithms.losses import likelihood_loss
-from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.checkpoint.hf_writer import save_checkpoint
 from rltrain.config import schema
 from rltrain.data.experience import Experience
-from rltrain.models import read_architecture
 from rltrain.runtime.grid import Grid
-from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.megatron.backend import TrainableModel
-from rltrain.training.megatron.model import ROUTER_BIAS, LanguageModel, build_model, local_parameters
+from rltrain.training.megatron.model import ROUTER_BIAS, LanguageModel
 from tests.support.family_checkpoints import LENGTHS
-from tests.support.tolerances import ADAM_EPS
+from tests.support.packed_experience import plain_experience
+from tests.support.trained_models import (
+    by_sample,
+    gradient_differences,
+    groups_on,
+    in_training,
+    megatron_model,
+    of_replicas_but_one,
+)
 
 ALL = (0, 1, 2, 3)
 NUM_STEPS = 2
@@ -81,9 +83,7 @@ LAYOUTS = {
 def trained(checkpoints: dict[str, list[str]], folder: str, moe: dict[str, float]) -> dict[str, Any]:
     """By checkpoint and layout: how it differs from transformers at first, what some optimizer steps report, and the
     biases and log-probs after them. A model trained in layout EXPORTED is written to folder/name/trained."""
-    grids = {LAYOUTS[layout].grid for layouts in checkpoints.values() for layout in layouts}
-    lists = sorted({ranks for grid in grids for ranks in group_lists({"actor": grid})})
-    groups = ProcessGroups(lists, backend="gloo", timeout_s=60)
+    groups = groups_on(LAYOUTS[layout].grid for layouts in checkpoints.values() for layout in layouts)
     results: dict[str, Any] = {}
     for name, layouts in checkpoints.items():
         for layout in layouts:
@@ -109,7 +109,7 @@ def _train(path: Path, name: str, groups: ProcessGroups, moe: dict[str, float]) 
     layout = LAYOUTS[name]
     experience, differences = share_of(path, layout.grid), {}
     if not layout.distributed:
-        differences = relative_differences(make_trained(path, layout, groups, {}), path / "gradients", experience)
+        differences = differences_from(path / "gradients", make_trained(path, layout, groups, {}), experience)
     model = make_trained(path, layout, groups, moe)
     biases = [_biases(model)]
     steps = []
@@ -118,75 +118,33 @@ def _train(path: Path, name: str, groups: ProcessGroups, moe: dict[str, float]) 
         biases.append(_biases(model))
     after = model.evaluate(experience, max_tokens=MAX_TOKENS)
     if name == EXPORTED:
-        everyone = groups[layout.grid.ranks]
-        save_checkpoint(
-            path / "trained",
-            model.parameters,
-            model.layout,
-            model.model.architecture,
-            group=everyone,
-            rank=dist.get_rank(),
-            like=path,
-        )
-    of_samples = [values.tolist() for values in after.split(experience.lengths.tolist())]
-    return {
-        "differences": differences,
-        "steps": steps,
-        "biases": biases,
-        "after": dict(zip(experience.sample_ids.tolist(), of_samples, strict=True)),
-    }
+        places = {"group": groups[layout.grid.ranks], "rank": dist.get_rank(), "like": path}
+        save_checkpoint(path / "trained", model.parameters, model.layout, model.model.architecture, **places)
+    return {"differences": differences, "steps": steps, "biases": biases, "after": by_sample(after, experience)}
 
 
 def _biases(model: TrainableModel) -> dict[str, list[float]]:
     return {name: tensor.tolist() for name, tensor in model.parameters.items() if name.endswith(ROUTER_BIAS)}
 
 
-def relative_differences(model: TrainableModel, gradients: Path, experience: Experience) -> dict[str, float]:
-    """The largest difference of each parameter's gradient from that in a checkpoint, over the largest element there."""
-    expected = {name: torch.zeros_like(parameter) for name, parameter in model.parameters.items()}
-    load_parameters(gradients, model.layout, dist.get_rank(), expected)
-    model.accumulate(experience, likelihood_loss())
-    model.reduction.begin_rest()
-    finalize_model_grads(model.chunks, None, pg_collection=model.groups)
-    divisor = float(response_mask().sum())
-    return {
-        name: _relative_difference(parameter.main_grad / divisor, expected[name])
-        for name, parameter in model.model.chunks[0].named_parameters()
-    }
-
-
-def _relative_difference(actual: Tensor, expected: Tensor) -> float:
-    return float((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-3))
+def differences_from(gradients: Path, model: TrainableModel, samples: Experience) -> dict[str, float]:
+    return gradient_differences(model, gradients, samples, likelihood_loss(), int(response_mask().sum()))
 
 
 def build(
     path: Path, layout: Layout, groups: ProcessGroups, moe: dict[str, float], dtype: str = "float32"
 ) -> LanguageModel:
-    grid, architecture = layout.grid, read_architecture(path)
-    model = build_model(
-        architecture,
-        grid,
+    return megatron_model(
+        path,
+        layout.grid,
         groups,
-        model=schema.Model(
-            path=str(path),
-            dtype=dtype,  # type: ignore[arg-type]
-            recompute=layout.recompute,  # type: ignore[arg-type]
-            cp_communication="all_to_all" if layout.by_heads else "auto",
-            moe=schema.MoE(**moe, dispatcher=layout.dispatcher),  # type: ignore[arg-type]
-            fake_quantization=layout.rounded,
-        ),
-        parallel=schema.Parallel(
-            tp=grid.tp,
-            pp=grid.pp,
-            cp=grid.cp,
-            ep=grid.ep,
-            etp=grid.etp,
-            sequence_parallel=layout.sequence_parallel,
-        ),
-        device=torch.device("cpu"),
+        sequence_parallel=layout.sequence_parallel,
+        dtype=dtype,
+        recompute=layout.recompute,
+        cp_communication="all_to_all" if layout.by_heads else "auto",
+        moe=schema.MoE(**moe, dispatcher=layout.dispatcher),
+        fake_quantization=layout.rounded,
     )
-    load_parameters(path, model.layout, dist.get_rank(), local_parameters(model))
-    return model
 
 
 def make_trained(
@@ -197,36 +155,23 @@ def make_trained(
     dtype: str = "float32",
     loss_scale: schema.LossScale | None = None,
 ) -> TrainableModel:
-    model = build(path, layout, groups, moe, dtype)
-    settings = schema.Actor(
-        optimizer=schema.Optimizer(
-            lr=1e-3, weight_decay=0.1, eps=ADAM_EPS, loss_scale=loss_scale or schema.LossScale()
-        ),
-        micro_batch_tokens=MAX_TOKENS,
+    return in_training(
+        build(path, layout, groups, moe, dtype),
+        updates=NUM_STEPS,
+        max_tokens=MAX_TOKENS,
+        optimizer={"lr": 1e-3, "weight_decay": 0.1, "loss_scale": loss_scale or schema.LossScale()},
         distributed_optimizer=layout.distributed,
         overlap=layout.overlap,
         gradient_bucket_mb=0.02 if layout.overlap else None,
     )
-    return TrainableModel(model, settings, total_updates=NUM_STEPS)
 
 
 def share_of(path: Path, grid: Grid) -> Experience:
     """Of this rank's replica: the last of several has no samples at all."""
-    count, tokens = torch.arange(len(LENGTHS)), load_file(path / "expected.safetensors")["tokens"]
-    whole = Experience(
-        sample_ids=count,
-        group_ids=count,
-        prompt_ids=count,
-        lengths=torch.tensor(LENGTHS),
-        tokens=tokens,
-        response_mask=response_mask(),
-    )
-    with_samples = max(grid.dp - 1, 1)
-    at = grid.coordinates(dist.get_rank()).dp
-    return whole.select(count[count % with_samples == at])
+    tokens = load_file(path / "expected.safetensors")["tokens"]
+    return of_replicas_but_one(plain_experience(LENGTHS, tokens, response_mask()), grid)
 
 
 def response_mask() -> Tensor:
     """All but the first three tokens of a sample."""
-    positions = torch.cat([torch.arange(length) for length in LENGTHS])
-    return positions >= 3
+    return torch.cat([torch.arange(length) for length in LENGTHS]) >= 3

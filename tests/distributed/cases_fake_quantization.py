@@ -1,27 +1,24 @@
 """What ranks do in test_fake_quantization: a model with experts, rounded in every pass, in several layouts and by both
 backends."""
 
-import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 
 from rltrain.algorithms.losses import likelihood_loss
 from rltrain.checkpoint.hf_writer import save_checkpoint
 from rltrain.config import schema
 from rltrain.models import read_architecture
 from rltrain.runtime.grid import Grid
-from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
 from tests.distributed import cases_fsdp
-from tests.distributed.cases_experts import ALL, MAX_TOKENS, Layout, make_trained, relative_differences, share_of
+from tests.distributed.cases_experts import ALL, MAX_TOKENS, Layout, differences_from, make_trained, share_of
 from tests.distributed.cases_lora import kept_bytes
 from tests.distributed.cases_training import negative_log_likelihood
+from tests.support.trained_models import by_sample, groups_on, write_state
 
 GROUP_SIZE = 16
 """Half of the rows of an expert's last matrix, which two ranks may have a group of each."""
@@ -55,9 +52,7 @@ NUM_STEPS = 2
 def rounded(path: str, gradients: str) -> dict[str, Any]:
     """By layout and by way, of those in which this rank has a part. Weights that engines would get are written to
     `path`/served/NAME, those that are trained to `path`/kept/NAME."""
-    grids = [layout.grid for layout in LAYOUTS.values()] + [way.grid for way in WAYS.values()]
-    lists = sorted({ranks for grid in grids for ranks in group_lists({"actor": grid})})
-    groups = ProcessGroups(lists, backend="gloo", timeout_s=60)
+    groups = groups_on(of.grid for of in (*LAYOUTS.values(), *WAYS.values()))
     results: dict[str, Any] = {}
     for name in LAYOUTS:
         if dist.get_rank() in LAYOUTS[name].grid.ranks:
@@ -75,14 +70,9 @@ def _in_layout(path: Path, gradients: Path, name: str, groups: ProcessGroups) ->
     _write(path, name, model, groups[layout.grid.ranks], torch.float32)
     start = model.evaluate(experience, max_tokens=MAX_TOKENS)
     if not layout.distributed:
-        differences = relative_differences(make_trained(path, layout, groups, {}), gradients, experience)
+        differences = differences_from(gradients, make_trained(path, layout, groups, {}), experience)
     steps = [model.train_batch(experience, likelihood_loss()) for _ in range(NUM_STEPS)]
-    of_samples = [values.tolist() for values in start.split(experience.lengths.tolist())]
-    return {
-        "start": dict(zip(experience.sample_ids.tolist(), of_samples, strict=True)),
-        "differences": differences,
-        "steps": steps,
-    }
+    return {"start": by_sample(start, experience), "differences": differences, "steps": steps}
 
 
 def _by_way(path: Path, name: str, groups: ProcessGroups) -> dict[str, Any]:
@@ -99,8 +89,7 @@ def _by_way(path: Path, name: str, groups: ProcessGroups) -> dict[str, Any]:
     steps = [model.train_batch(experience, negative_log_likelihood) for _ in range(NUM_STEPS)]
     state = path / f"{name.partition('/')[2].replace('/', '_')}.safetensors"
     if way.backend == "megatron":
-        contents = model.save_state()
-        save_file(dict(contents.tensors), state, metadata=dict(contents.metadata))
+        write_state(model, state)
     else:
         model = cases_fsdp.build(way, path, groups, state=[state])
     steps.append(model.train_batch(experience, negative_log_likelihood))
@@ -108,15 +97,7 @@ def _by_way(path: Path, name: str, groups: ProcessGroups) -> dict[str, Any]:
 
 
 def _write(path: Path, name: str, model: Any, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+    places = {"group": group, "rank": dist.get_rank(), "like": path}
     for kind, weights in (("served", model.served), ("kept", model.parameters)):
-        save_checkpoint(
-            path / kind / name,
-            weights,
-            model.layout,
-            read_architecture(path),
-            group=group,
-            rank=dist.get_rank(),
-            like=path,
-            dtype=dtype,
-            made_bytes=1,
-        )
+        folder, architecture = path / kind / name, read_architecture(path)
+        save_checkpoint(folder, weights, model.layout, architecture, **places, dtype=dtype, made_bytes=1)

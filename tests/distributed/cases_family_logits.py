@@ -7,19 +7,15 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from rltrain.checkpoint.hf_reader import load_parameters
-from rltrain.config import schema
-from rltrain.data.experience import Experience
-from rltrain.models import read_architecture
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.runtime.grid import Grid
-from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.megatron.backend import run_schedule
-from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
+from rltrain.training.megatron.model import LanguageModel, local_parameters
 from tests.support.family_checkpoints import LENGTHS
+from tests.support.packed_experience import plain_experience
+from tests.support.trained_models import groups_on, megatron_model
 
-CPU = torch.device("cpu")
 ALL = (0, 1, 2, 3)
 GRIDS = {
     "tp2_sequence_parallel": Grid((1, 2), tp=2),
@@ -34,8 +30,7 @@ GRIDS = {
 def differences(checkpoints: dict[str, list[str]], folder: str) -> dict[str, dict[str, Any]]:
     """By checkpoint and layout: what this rank's model differs by from transformers, and whether its parameters are
     those of the layout. `checkpoints` maps names of folders to layouts."""
-    lists = sorted({ranks for grid in GRIDS.values() for ranks in group_lists({"actor": grid})})
-    groups = ProcessGroups(lists, backend="gloo", timeout_s=60)
+    groups = groups_on(GRIDS.values())
     results: dict[str, dict[str, Any]] = {}
     for name, layouts in checkpoints.items():
         for layout in layouts:
@@ -45,23 +40,11 @@ def differences(checkpoints: dict[str, list[str]], folder: str) -> dict[str, dic
 
 
 def _compare(path: Path, layout: str, groups: ProcessGroups) -> dict[str, Any]:
-    architecture, grid, rank = read_architecture(path), GRIDS[layout], dist.get_rank()
-    sequence_parallel = layout.endswith("sequence_parallel")
-    model = build_model(
-        architecture,
-        grid,
-        groups,
-        model=schema.Model(path=str(path), dtype="float32"),
-        parallel=schema.Parallel(tp=grid.tp, pp=grid.pp, ep=grid.ep, sequence_parallel=sequence_parallel),
-        device=CPU,
-    ).eval()
-    parameters, expected_layout = local_parameters(model), megatron_layout(architecture, grid)
-    shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
-    load_parameters(path, expected_layout, rank, parameters)
-    return {
-        "names_and_shapes": shapes == dict(expected_layout.on(rank).parameters),
-        "difference": _largest_difference(model, path, grid),
-    }
+    grid = GRIDS[layout]
+    model = megatron_model(path, grid, groups, sequence_parallel=layout.endswith("sequence_parallel")).eval()
+    shapes = {name: tuple(tensor.shape) for name, tensor in local_parameters(model).items()}
+    expected = megatron_layout(model.architecture, grid).on(dist.get_rank()).parameters
+    return {"names_and_shapes": shapes == dict(expected), "difference": _largest_difference(model, path, grid)}
 
 
 @torch.no_grad()
@@ -69,7 +52,7 @@ def _largest_difference(model: LanguageModel, path: Path, grid: Grid) -> float |
     """From transformers' logits, over this replica's samples and this rank's columns; None but on the last stage."""
     expected, at = load_file(path / "expected.safetensors"), grid.coordinates(dist.get_rank())
     samples = torch.arange(at.dp, len(LENGTHS), grid.dp)
-    experience = _experience(expected["tokens"]).select(samples)
+    experience = plain_experience(LENGTHS, expected["tokens"]).select(samples)
     wanted = torch.cat([expected["logits"].split(LENGTHS)[sample] for sample in samples])
     batches = model.micro_batches(experience, max_tokens=10_000)
     kept = run_schedule(model, batches, lambda batch, logits: (logits.sum(), logits), backward=False)
@@ -80,18 +63,3 @@ def _largest_difference(model: LanguageModel, path: Path, grid: Grid) -> float |
     first = at.tp * actual.size(1)
     columns = wanted[:, first : first + actual.size(1)]
     return float((actual[:, : columns.size(1)] - columns).abs().max()) if columns.size(1) else 0.0
-
-
-def _experience(tokens: torch.Tensor) -> Experience:
-    count = torch.arange(len(LENGTHS))
-    return Experience(
-        sample_ids=count,
-        group_ids=count,
-        prompt_ids=count,
-        lengths=torch.tensor(LENGTHS),
-        truncated=torch.zeros(len(LENGTHS), dtype=torch.bool),
-        tokens=tokens,
-        response_mask=torch.ones(len(tokens), dtype=torch.bool),
-        policy_version=torch.zeros(len(tokens), dtype=torch.int32),
-        rollout_logprobs=torch.zeros(len(tokens)),
-    )

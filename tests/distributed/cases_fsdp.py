@@ -1,12 +1,10 @@
 """What ranks do in test_fsdp: one model trained by both backends, in one world of four ranks."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
 
 import torch
 import torch.distributed as dist
@@ -20,14 +18,14 @@ from rltrain.models import read_architecture
 from rltrain.models.architecture import is_unlisted
 from rltrain.models.unlisted import read_unlisted
 from rltrain.runtime.grid import Grid
-from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.runtime.world import World
 from rltrain.training.backend import BACKENDS, ModelSite
 from rltrain.training.trainable import TrainedModel
-from tests.distributed.cases_training import load_experience, negative_log_likelihood
+from tests.distributed.cases_training import negative_log_likelihood
 from tests.support.tiny_checkpoints import TEMPERATURE
 from tests.support.tolerances import ADAM_EPS
+from tests.support.trained_models import groups_on, load_experience, of_replica, send_away
 
 NUM_STEPS = 3
 SEVERAL_MICRO_BATCHES = 110
@@ -97,19 +95,17 @@ def comparisons(checkpoints: dict[str, str], slow: bool) -> dict[str, Any]:
     """What each way gives, of those that are quick or of those that are slow; where a rank has no part in it, nothing.
     With a tied checkpoint those as well."""
     paths = {name: Path(path) for name, path in checkpoints.items()}
-    groups = _groups([MEGATRON, *WAYS.values(), *(way for pair in OTHERS.values() for way in pair)])
+    pairs = (way for pair in OTHERS.values() for way in pair)
+    groups = groups_on(way.grid for way in (MEGATRON, *WAYS.values(), *pairs))
     seen: dict[str, Any] = {}
     chosen = [name for name in WAYS if (name in QUICK) is not slow]
     for checkpoint, names in {"qwen3": chosen, "qwen2_tied": TIED}.items():
         if checkpoint in paths:
             evaluates = checkpoint == "qwen3"
-            seen[f"{checkpoint}/megatron"] = trained(MEGATRON, paths[checkpoint], groups, evaluates=evaluates)
-            seen |= {
-                f"{checkpoint}/{name}": trained(
-                    WAYS[name], paths[checkpoint], groups, evaluates=evaluates and name in EVALUATED
-                )
-                for name in names
-            }
+            for name in ("megatron", *names):
+                way = WAYS.get(name, MEGATRON)
+                is_told = evaluates and name in ("megatron", *EVALUATED)
+                seen[f"{checkpoint}/{name}"] = trained(way, paths[checkpoint], groups, evaluates=is_told)
     for name, pair in OTHERS.items():
         if (name in QUICK) is slow:
             continue
@@ -120,9 +116,8 @@ def comparisons(checkpoints: dict[str, str], slow: bool) -> dict[str, Any]:
         way = Way(ranks=3, role="reference", model={"dtype": dtype})
         seen[f"frozen/{dtype}"] = frozen(way, paths["qwen3"], groups)
     for name in paths.keys() - {"qwen3", "qwen2_tied"}:
-        seen[f"family/{name}"] = of_family(
-            SPREAD if name in WITH_SPREAD_HEADS else Way(ranks=3, samples=12), paths[name], groups
-        )
+        way = SPREAD if name in WITH_SPREAD_HEADS else Way(ranks=3, samples=12)
+        seen[f"family/{name}"] = of_family(way, paths[name], groups)
     return seen
 
 
@@ -137,9 +132,9 @@ def trained(way: Way, path: Path, groups: ProcessGroups, *, evaluates: bool) -> 
     report["steps"] = [step(model, way, experience) for _ in range(NUM_STEPS)]
     if evaluates:
         report["end"] = model.evaluate(experience, max_tokens=way.max_tokens, temperature=TEMPERATURE).tolist()
-    if evaluates and way.role == "actor":
-        _, top_ids, top = model.distributions(experience, count=3, max_tokens=way.max_tokens)
-        report["top"] = [top_ids.tolist(), top.tolist()]
+        if way.role == "actor":
+            _, *top = model.distributions(experience, count=3, max_tokens=way.max_tokens)
+            report["top"] = [of.tolist() for of in top]
     report["response_tokens"] = int(load_experience(path).select(torch.arange(way.samples)).response_mask.sum())
     report["dp"] = way.grid.coordinates(dist.get_rank()).dp
     report["bytes"] = {name: (part.size_bytes, part.host_bytes) for name, part in model.parts.items()}
@@ -218,7 +213,7 @@ def share_of(way: Way, path: Path, experience: Experience | None = None) -> Expe
     if way.role == "critic":
         tokens = samples.tokens.float()
         samples = samples.with_fields(values=torch.zeros_like(tokens), returns=tokens % 7 - 3)
-    return samples.select(torch.arange(samples.num_samples)[way.grid.coordinates(dist.get_rank()).dp :: way.grid.dp])
+    return of_replica(samples, way.grid)
 
 
 def step(model: TrainedModel, way: Way, experience: Experience) -> dict[str, float]:
@@ -241,11 +236,9 @@ STATES = {
 
 def states(checkpoint: str, folder: str) -> dict[str, Any]:
     """A run that is saved and goes on in another way, and back in the first, beside one that just goes on."""
-    path, seen = Path(checkpoint), dict[str, Any]()
-    groups = _groups([way for pair in STATES.values() for way in pair])
-    for name, (way, other) in STATES.items():
-        seen[name] = _continued(way, other, path, groups, Path(folder, name))
-    return seen
+    path = Path(checkpoint)
+    groups = groups_on(way.grid for pair in STATES.values() for way in pair)
+    return {name: _continued(*STATES[name], path, groups, Path(folder, name)) for name in STATES}
 
 
 def _continued(way: Way, other: Way, path: Path, groups: ProcessGroups, folder: Path) -> dict[str, Any]:
@@ -254,8 +247,7 @@ def _continued(way: Way, other: Way, path: Path, groups: ProcessGroups, folder: 
         first, experience = build(way, path, groups), share_of(way, path)
         for _ in range(BEFORE):
             step(first, way, experience)
-        for name, part in first.parts.items():  # the state is saved wherever it lies
-            part.leave(drop=True) if name == "gradients" else (part.save(), part.leave())  # type: ignore[func-returns-value]
+        send_away(first)  # the state is saved wherever it lies
         _save(first, folder / "first")
         for name, part in first.parts.items():
             part.allocate()
@@ -280,8 +272,3 @@ def _save(model: TrainedModel, folder: Path, meanwhile: Callable[[], Any] = lamb
     folder.mkdir(parents=True, exist_ok=True)
     save_file(dict(saved.tensors), folder / f"rank_{dist.get_rank():05d}.safetensors", dict(saved.metadata))
     return result
-
-
-def _groups(ways: Iterable[Way]) -> ProcessGroups:
-    lists = sorted({ranks for way in ways for ranks in group_lists({"actor": way.grid})})
-    return ProcessGroups(lists, backend="gloo", timeout_s=60)

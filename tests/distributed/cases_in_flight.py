@@ -69,10 +69,7 @@ class Rank:
             PATIENCE,
             SimpleNamespace(advance=lambda: self.pause(2e-3)),
             StreamRules(
-                CONFIG.steps * PER_STEP,
-                PER_STEP,
-                num_ahead=PER_STEP,
-                max_staleness=CONFIG.schedule.max_staleness,
+                CONFIG.steps * PER_STEP, PER_STEP, num_ahead=PER_STEP, max_staleness=CONFIG.schedule.max_staleness
             ),
             engine=ENGINES.index(self.engine_ranks),
             ranks=[],

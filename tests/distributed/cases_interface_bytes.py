@@ -12,14 +12,13 @@ import torch.distributed as dist
 from rltrain.data.experience import Experience, assign_groups
 from rltrain.exchange.exchange import Exchange, Route, Shipment
 from rltrain.exchange.transport import Transport
-from rltrain.reshard.execute import Resharding
 from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.reshard.plan import plan, traffic
+from rltrain.reshard.plan import traffic
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.job_store import JobStore, Waiter
 from rltrain.runtime.world import GLOO_INTERFACE, join_world, own_address
-from tests.distributed.cases_reshard import shards
+from tests.distributed.cases_reshard import Settings, resharding_of, shards
 from tests.support.hosts import NETWORK
 from tests.support.model_shards import full_tensors, tiny_architecture
 
@@ -56,7 +55,7 @@ def every_way(hosts: list[list[str]]) -> dict[str, dict[str, Bytes]]:
         of_hosts = by_rank[::RANKS_PER_NODE]
         return {"received": [received for received, _ in of_hosts], "sent": [sent for _, sent in of_hosts]}
 
-    found = {"weights": {"counted": counted(prepared_sync(group, rank)), "due": weights_due(len(hosts))}}
+    found = {"weights": {"counted": counted(prepared_sync(group)), "due": weights_due(len(hosts))}}
     waiter = Waiter(job_store, 30.0)
     world = job_store.world
     transport = Transport(rank, own_address(f"{NETWORK}.1"), world.store, world.background)
@@ -90,18 +89,11 @@ def interface_bytes(host: list[str]) -> tuple[int, int]:
     return received, sent
 
 
-def prepared_sync(group: dist.ProcessGroup, rank: int) -> Callable[[], None]:
+def prepared_sync(group: dist.ProcessGroup) -> Callable[[], None]:
     source, destination = layouts()
     held, expected = shards(ARCHITECTURE, full_tensors(ARCHITECTURE), TRAINING, ENGINES)
     wanted = expected and {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
-    resharding = Resharding(
-        plan(source, destination, rank, RANKS_PER_NODE),
-        group=group,
-        cpu_group=group,
-        bucket_bytes=2**20,
-        device=torch.device("cpu"),
-        ranks_per_node=RANKS_PER_NODE,
-    )
+    resharding = resharding_of(source, destination, group, Settings(2**20, ranks_per_node=RANKS_PER_NODE))
 
     def sync() -> None:
         resharding.run(held, wanted)

@@ -5,15 +5,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
-
 import torch.distributed as dist
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from rltrain.runtime.grid import Grid
-from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
 from tests.distributed import cases_training
+from tests.support.trained_models import groups_on, load_experience
 
 WORLD = (0, 1, 2, 3)
 GRIDS = {
@@ -23,7 +21,6 @@ GRIDS = {
     "vpp2_tp2": Grid(WORLD, tp=2, pp=2, vpp=2),
     "vpp2_cp2": Grid(WORLD, pp=2, vpp=2, cp=2),
     "vpp2_cp2_ep2": Grid(WORLD, pp=2, vpp=2, cp=2, ep=2),
-    "vpp2_dp2_ep2": Grid(WORLD, pp=2, vpp=2, ep=2),
 }
 MICRO_BATCH_TOKENS = (60, 10_000)
 """Of 12 samples, which make 6 or 2 micro-batches, in rounds of two."""
@@ -32,8 +29,7 @@ NUM_STEPS = 2
 
 def trained(checkpoints: dict[str, str], layouts: dict[str, list[str]]) -> dict[str, Any]:
     """By checkpoint/layout/tokens in a micro-batch: what steps report, and log-probs behind them."""
-    lists = sorted({ranks for grid in GRIDS.values() for ranks in group_lists({"actor": grid})} | {(0,)})
-    groups = ProcessGroups(lists, backend="gloo", timeout_s=60)
+    groups = groups_on([*GRIDS.values(), Grid((0,))])
     results: dict[str, Any] = {}
     with mock.patch.dict(cases_training.GRIDS, GRIDS):
         for name, path in checkpoints.items():
@@ -49,14 +45,14 @@ def trained(checkpoints: dict[str, str], layouts: dict[str, list[str]]) -> dict[
 def recomputed(checkpoint: str, layout: str, layers: int) -> dict[str, Any]:
     """With so many layers of a chunk recomputed: how often this rank's layers ran forward in one step, by layer in the
     whole model, and the micro-batches of that step."""
-    groups = ProcessGroups(sorted(group_lists({"actor": GRIDS[layout]})), backend="gloo", timeout_s=60)
+    groups = groups_on([GRIDS[layout]])
     if dist.get_rank() not in GRIDS[layout].ranks:
         return {}
     recompute = {"granularity": "full", "layers": layers}
     with mock.patch.dict(cases_training.GRIDS, GRIDS):
         model = cases_training.load_model(Path(checkpoint), layout, groups, recompute=recompute)
         trainable = cases_training.make_trainable(model, max_tokens=MICRO_BATCH_TOKENS[0])
-        share = cases_training.share_of(cases_training.load_experience(Path(checkpoint)), layout)
+        share = cases_training.share_of(load_experience(Path(checkpoint)), layout)
         runs: Counter[int] = Counter()
         for layer in (module for module in model.modules() if isinstance(module, TransformerLayer)):
             layer.register_forward_hook(lambda layer, *_: runs.update([layer.layer_number - 1]))
@@ -68,7 +64,7 @@ def recomputed(checkpoint: str, layout: str, layers: int) -> dict[str, Any]:
 def _train(path: Path, layout: str, groups: ProcessGroups, max_tokens: int) -> dict[str, Any]:
     model = cases_training.load_model(path, layout, groups)
     trainable = cases_training.make_trainable(model, max_tokens=max_tokens)
-    experience = cases_training.load_experience(path)
+    experience = load_experience(path)
     share = cases_training.share_of(experience, layout)
     steps = [trainable.train_batch(share, cases_training.negative_log_likelihood) for _ in range(NUM_STEPS)]
     return {"steps": steps, "after": trainable.evaluate(experience, max_tokens=max_tokens).tolist()}

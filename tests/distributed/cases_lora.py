@@ -1,7 +1,5 @@
 """What ranks do in test_lora: adapters of tiny models in many parallel layouts inside one world of four ranks."""
 
-import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
-
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -9,24 +7,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import finalize_model_grads
-from safetensors.torch import save_file
+from safetensors.torch import load_file
 
 from rltrain.algorithms.losses import likelihood_loss
 from rltrain.checkpoint.hf_writer import save_checkpoint
 from rltrain.checkpoint.peft_files import save_adapters
-from rltrain.config import schema
 from rltrain.config.models import Lora
 from rltrain.data.experience import Experience
-from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.adapters import begin_adapters
 from rltrain.training.megatron.backend import TrainableModel
 from rltrain.training.megatron.model import LanguageModel, add_adapters
 from tests.distributed import cases_experts, cases_fsdp
-from tests.distributed.cases_training import GRIDS, load_experience, load_model, negative_log_likelihood, share_of
+from tests.distributed.cases_training import GRIDS, load_model, negative_log_likelihood, share_of
+from tests.support.packed_experience import plain_experience
 from tests.support.tiny_checkpoints import VOCAB_SIZE
-from tests.support.tolerances import ADAM_EPS
+from tests.support.trained_models import groups_on, in_training, load_experience, summed_gradients, write_state
 
 TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
 LORA = Lora(rank=4, alpha=8, targets=TARGETS)
@@ -96,8 +92,7 @@ def _joins(layout: str) -> bool:
 def _groups() -> ProcessGroups:
     grids = [*GRIDS.values(), *(layout.grid for layout in cases_experts.LAYOUTS.values())]
     grids += [cases_fsdp.Way(backend, ranks=ranks, copies=copies).grid for backend, ranks, copies in BACKENDS]
-    lists = sorted({ranks for grid in grids for ranks in group_lists({"actor": grid})})
-    return ProcessGroups(lists, backend="gloo", timeout_s=60)
+    return groups_on(grids)
 
 
 def _of_family(
@@ -111,60 +106,28 @@ def _of_family(
     }
 
 
-def adapted(
-    model: LanguageModel,
-    lora: Lora = LORA,
-    *,
-    distributed: bool = True,
-    max_tokens: int = MAX_TOKENS,
-    begin: bool = True,
-) -> TrainableModel:
+def adapted(model: LanguageModel, lora: Lora = LORA, *, distributed: bool = True, begin: bool = True) -> TrainableModel:
     adapters = add_adapters(model, lora)
     if begin:
         begin_adapters(adapters.layout, dist.get_rank(), adapters.parameters, lora, seed=1)
-    settings = schema.Actor(
-        optimizer=schema.Optimizer(lr=1e-2, weight_decay=0.1, eps=ADAM_EPS),
-        micro_batch_tokens=max_tokens,
-        distributed_optimizer=distributed,
+    optimizer = {"lr": 1e-2, "weight_decay": 0.1}
+    return in_training(
+        model, updates=NUM_STEPS, max_tokens=MAX_TOKENS, optimizer=optimizer, distributed_optimizer=distributed
     )
-    return TrainableModel(model, settings, total_updates=NUM_STEPS)
 
 
 def _from_peft(path: Path, layout: str, groups: ProcessGroups, lora: Lora, folder: Path) -> dict[str, Any]:
     """Writes the adapters, their gradients and the merged model."""
     model = adapted(load_model(path, layout, groups), lora, distributed=False)
-    grid, rank = GRIDS[layout], dist.get_rank()
     experience = share_of(load_experience(path), layout)
     logprobs = model.evaluate(experience, max_tokens=MAX_TOKENS)
-    model.accumulate(experience, negative_log_likelihood)
-    model.reduction.begin_rest()
-    finalize_model_grads(model.chunks, None, pg_collection=model.groups)
-    assert model.model.adapters is not None
-    model.model.adapters.sum_gradients_of_experts()
-    divisor = float(experience.response_mask.sum())
-    gradients = {name: parameter.main_grad / divisor for name, parameter in model.adapted.parameters.items()}  # type: ignore[attr-defined]
-    architecture = model.model.architecture
+    summed = summed_gradients(model, experience, negative_log_likelihood)
+    gradients = {name: gradient / float(experience.response_mask.sum()) for name, gradient in summed.items()}
+    architecture, everyone = model.model.architecture, {"group": groups[GRIDS[layout].ranks], "rank": dist.get_rank()}
+    of_adapters = model.adapted.layout, architecture.adapted(lora.rank, lora.targets), lora
     for name, tensors in (("adapters", model.adapted.parameters), ("gradients", gradients)):
-        save_adapters(
-            folder / name,
-            tensors,
-            model.adapted.layout,
-            architecture.adapted(lora.rank, lora.targets),
-            lora,
-            group=groups[grid.ranks],
-            rank=rank,
-            base=str(path),
-        )
-    save_checkpoint(
-        folder / "merged",
-        model.published,
-        model.layout,
-        architecture,
-        group=groups[grid.ranks],
-        rank=rank,
-        like=path,
-        made_bytes=1,
-    )
+        save_adapters(folder / name, tensors, *of_adapters, **everyone, base=str(path))
+    save_checkpoint(folder / "merged", model.published, model.layout, architecture, **everyone, like=path, made_bytes=1)
     return {"logprobs": logprobs.tolist()}
 
 
@@ -194,8 +157,7 @@ def _resume(path: Path, groups: ProcessGroups, folder: Path) -> dict[str, Any]:
     model = adapted(load_model(path, SAVED, groups))
     experience = share_of(load_experience(path), SAVED)
     _steps(model, experience, 2)
-    contents = model.save_state()
-    save_file(dict(contents.tensors), folder / f"state_{dist.get_rank()}.safetensors", metadata=dict(contents.metadata))
+    write_state(model, folder / f"state_{dist.get_rank()}.safetensors")
     dist.barrier()
     files = [folder / f"state_{rank}.safetensors" for rank in GRIDS[SAVED].ranks]
     found = {"went_on": _steps(model, experience, 1)}
@@ -203,7 +165,7 @@ def _resume(path: Path, groups: ProcessGroups, folder: Path) -> dict[str, Any]:
         other = adapted(load_model(path, layout, groups), begin=False)
         other.load_state(files)
         found[layout] = _steps(other, share_of(load_experience(path), layout), 1)
-    names = {name for name in contents.tensors if "lora" not in name}
+    names = {name for name in load_file(files[0]) if "lora" not in name}
     return {**found, "others": sorted(names)}
 
 
@@ -228,8 +190,7 @@ def _train_by(way: cases_fsdp.Way, path: Path, groups: ProcessGroups, file: Path
     start = model.evaluate(experience, max_tokens=MAX_TOKENS)
     steps = [model.train_batch(experience, negative_log_likelihood)]
     if way.backend == "megatron":
-        contents = model.save_state()
-        save_file(dict(contents.tensors), file, metadata=dict(contents.metadata))
+        write_state(model, file)
     resumed: Any = cases_fsdp.build(way, path, groups, state=[file])
     steps += [resumed.train_batch(experience, negative_log_likelihood) for _ in range(NUM_STEPS - 1)]
     merged = {name: tensor.double().sum().item() for name, tensor in resumed.published.items()}
@@ -253,11 +214,8 @@ def _drop(path: Path, groups: ProcessGroups, recompute: str) -> dict[str, Any]:
 
 def _train_experts(path: Path, name: str, groups: ProcessGroups) -> list[dict[str, float]]:
     layout = cases_experts.LAYOUTS[name]
-    model = adapted(
-        cases_experts.build(path, layout, groups, {}),
-        Lora(rank=4, alpha=8),
-        distributed=layout.distributed,
-    )
+    whole = cases_experts.build(path, layout, groups, {})
+    model = adapted(whole, Lora(rank=4, alpha=8), distributed=layout.distributed)
     experience = cases_experts.share_of(path, layout.grid)
     return [model.train_batch(experience, likelihood_loss()) for _ in range(NUM_STEPS)]
 
@@ -277,13 +235,7 @@ def kept_bytes(model: Any, times: int) -> int:
     """What a forward pass of so many times KEPT_ROWS tokens keeps for backward, beside parameters."""
     own = {parameter.untyped_storage()._cdata for parameter in model.parameters.values()}
     held, places = dict[int, Any](), torch.arange(times * KEPT_ROWS)
-    one_sample = Experience(
-        group_ids=torch.zeros(1, dtype=torch.int64),
-        sample_ids=torch.zeros(1, dtype=torch.int64),
-        lengths=torch.tensor([len(places)]),
-        tokens=places % VOCAB_SIZE,
-        response_mask=places > 0,
-    )
+    one_sample = plain_experience([len(places)], places % VOCAB_SIZE, places > 0)
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()

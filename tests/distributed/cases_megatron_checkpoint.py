@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
-
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
@@ -15,15 +13,12 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor, apply_factories
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-from rltrain.checkpoint.hf_reader import load_parameters
-from rltrain.config import schema
 from rltrain.models import Architecture
-from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.runtime.grid import Grid
-from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
-from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
+from rltrain.training.megatron.model import LanguageModel, local_parameters
 from tests.support.checkpoint_files import ARCHITECTURES, ITERATION
+from tests.support.trained_models import groups_on, megatron_model
 
 ALL = (0, 1, 2, 3)
 GRIDS = {
@@ -58,8 +53,7 @@ def load_and_save(folder: str, layouts: dict[str, list[str]], save_as: str) -> d
     is no tensor: its own layers have extra states too, which are empty. The model at the last layout of each is written
     by megatron-core into the folder `save_as` of the checkpoint.
     """
-    lists = sorted({ranks for grid in GRIDS.values() for ranks in group_lists({"actor": grid})})
-    groups = ProcessGroups(lists, backend="gloo", timeout_s=60)
+    groups = groups_on(GRIDS.values())
     results: dict[str, Any] = {}
     for name, names_of_layouts in layouts.items():
         path = Path(folder, name)
@@ -75,17 +69,7 @@ def load_and_save(folder: str, layouts: dict[str, list[str]], save_as: str) -> d
 
 
 def _model(path: Path, name: str, grid: Grid, groups: ProcessGroups) -> LanguageModel:
-    architecture = ARCHITECTURES[name]
-    model = build_model(
-        architecture,
-        grid,
-        groups,
-        model=schema.Model(path=str(path), dtype="float32"),
-        parallel=schema.Parallel(tp=grid.tp, pp=grid.pp, ep=grid.ep),
-        device=torch.device("cpu"),
-    )
-    load_parameters(path / "hf", megatron_layout(architecture, grid), dist.get_rank(), local_parameters(model))
-    return model
+    return megatron_model(path / "hf", grid, groups, architecture=ARCHITECTURES[name])
 
 
 def _load(model: LanguageModel, folder: Path, grid: Grid, groups: ProcessGroups) -> None:

@@ -18,6 +18,7 @@ from tests.distributed import cases_communicators, cases_delta, cases_training
 from tests.distributed.cases_reshard import ARCHITECTURES, PLACEMENTS, Settings, pairs_of, reshard_twice, union_of
 from tests.support import nccl_rules
 from tests.support.cuda_graphs import RuleBrokenError
+from tests.support.trained_models import load_experience, of_replica
 
 WORLD = (0, 1, 2, 3)
 PIPELINES = {"pp4": Grid(WORLD, pp=4), "pp2_cp2": Grid(WORLD, pp=2, cp=2), "pp2_vpp2": Grid((1, 2), pp=2, vpp=2)}
@@ -25,7 +26,7 @@ KEPT = "pp4"
 """The pipeline whose groups stay as they are. Those of the others are made anew between updates."""
 NUM_STEPS, NUM_SAMPLES, NUM_MICRO_BATCH_TOKENS = 2, 6, 60
 DELTA_PLACEMENTS = ("disaggregated tp2 -> tp1 dp2", "one rank feeds all")
-RANK_1_HAS_NOTHING_TO_SEND = ((0, 1, 2), 1, 1), ((0, 3), 1)
+RANK_1_HAS_NOTHING_TO_SEND = Grid((0, 1, 2)), Grid((0, 3))
 """With two ranks to a node: rank 3 is fed by rank 2."""
 
 
@@ -48,7 +49,7 @@ def reshards(*, reopened: bool) -> dict[str, Any]:
     pairs = pairs_of("one bucket")[reopened::2]
     cases = [(ARCHITECTURES[name], PLACEMENTS[placement], Settings(2048)) for placement, name in pairs]
     cases.append((ARCHITECTURES["llama"], RANK_1_HAS_NOTHING_TO_SEND, Settings(2048, ranks_per_node=2)))
-    unions = [tuple(sorted({*actor[0], *rollout[0]})) for _, (actor, rollout), _ in cases]
+    unions = [tuple(sorted({*actor.ranks, *rollout.ranks})) for _, (actor, rollout), _ in cases]
     lists = sorted({*unions})
     groups = ProcessGroups(lists, backend="nccl", timeout_s=60, reopenable=lists if reopened else ())
     run, found = Resharding.run, []
@@ -63,10 +64,7 @@ def reshards(*, reopened: bool) -> dict[str, Any]:
                 groups.open({union: following})
             return run(self, *tensors)
 
-        with (
-            mock.patch.object(execute, "LARGE_BYTES", None),
-            mock.patch.object(Resharding, "run", run_anew),
-        ):
+        with mock.patch.object(execute, "LARGE_BYTES", None), mock.patch.object(Resharding, "run", run_anew):
             found.append(reshard_twice(architecture, *places, groups[union], groups.cpu[union], settings))
     return {
         "wrong": [name for case in found for name in case["wrong"]],
@@ -96,11 +94,9 @@ def losses(checkpoint: str, name: str, grid: Grid, backend: str, *, reopened: bo
         return []
     path, found = Path(checkpoint), []
     with mock.patch.dict(cases_training.GRIDS, {name: grid}):
-        trainable = cases_training.make_trainable(
-            cases_training.load_model(path, name, groups), max_tokens=NUM_MICRO_BATCH_TOKENS
-        )
-        few = cases_training.load_experience(path).select(torch.arange(NUM_SAMPLES))
-        experience = cases_training.share_of(few, name)
+        model = cases_training.load_model(path, name, groups)
+        trainable = cases_training.make_trainable(model, max_tokens=NUM_MICRO_BATCH_TOKENS)
+        experience = of_replica(load_experience(path).select(torch.arange(NUM_SAMPLES)), grid)
         for step in range(NUM_STEPS):
             if reopened:
                 groups.close(groups.reopenable)

@@ -1,35 +1,28 @@
 """What ranks do in test_offload: a model is trained, scored and pushed off the device between its tasks."""
 
-import hashlib
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import Tensor
 
 from rltrain.algorithms.losses import likelihood_loss
 from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.config import schema
 from rltrain.data.experience import Experience
-from rltrain.models import read_architecture
 from rltrain.offload.device_memory import DeviceMemory
 from rltrain.offload.memory_parts import MemoryPart, OverlayPart
 from rltrain.offload.offload import Offloader
-from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.runtime.grid import Grid
-from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.schedule.order import Order
 from rltrain.tasks.roles import needs_of
 from rltrain.training.megatron.backend import EvaluableModel, TrainableModel
-from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
+from tests.support.trained_models import CPU, digest, groups_on, load_experience, megatron_model, of_replica
 from tests.support.uneven_products import uneven_products
 
-CPU = torch.device("cpu")
 NUM_STEPS = 2
 GRID = Grid((0, 1))
 MAX_TOKENS = 100
@@ -76,7 +69,7 @@ class Rank:
         memory = (RoomyMemory if mode == AHEAD else DeviceMemory)(CPU)
         self.residency = Offloader(Order.of(self.order), offload, memory, guests=["reference"] if swapped else [])
 
-        model = load(path, groups, dtype)
+        model = megatron_model(path, GRID, groups, dtype=dtype)
         settings = schema.Actor(
             optimizer=schema.Optimizer(lr=1e-2, weight_decay=0.1),
             micro_batch_tokens=MAX_TOKENS,
@@ -89,11 +82,11 @@ class Rank:
             self.reference: EvaluableModel = self.actor
             parameters = self.actor.parameters
             host = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in parameters.items()}
-            read(path, host)
+            load_parameters(path, model.layout, dist.get_rank(), host)
             overlay = OverlayPart(self.actor.parts["weights"], list(parameters.values()), list(host.values()))
             self.residency.admit("reference", {"weights": overlay})
         else:
-            self.reference = EvaluableModel(load(path, groups, dtype))
+            self.reference = EvaluableModel(megatron_model(path, GRID, groups, dtype=dtype))
             self.residency.admit("reference", self.reference.parts)
         self.engine = [torch.randn(1000)]
         rest = {part: MemoryPart(list) for part in ("kv_cache", "base")}
@@ -149,36 +142,9 @@ class Rank:
 
 def train_in_every_way(path: str) -> dict[str, Any]:
     """What was seen by way, then by mode."""
-    groups = ProcessGroups(group_lists({"actor": GRID}), backend="gloo", timeout_s=60)
-    experience = Experience(**{"sample_ids": torch.arange(12), **load_file(Path(path) / "experience.safetensors")})
-    experience = experience.select(torch.arange(dist.get_rank(), 12, 2))
+    groups, experience = groups_on([GRID]), of_replica(load_experience(Path(path)), GRID)
     with uneven_products():
         return {
             way: {mode: Rank(Path(path), mode, groups, dtype, is_distributed).run(experience) for mode in MODES[way]}
             for way, (dtype, is_distributed) in WAYS.items()
         }
-
-
-def load(path: Path, groups: ProcessGroups, dtype: str) -> LanguageModel:
-    model = build_model(
-        read_architecture(path),
-        GRID,
-        groups,
-        model=schema.Model(path=str(path), dtype=dtype),  # type: ignore[arg-type]
-        parallel=schema.Parallel(),
-        device=CPU,
-    )
-    read(path, local_parameters(model))
-    return model
-
-
-def read(path: Path, parameters: Any) -> None:
-    load_parameters(path, megatron_layout(read_architecture(path), GRID), dist.get_rank(), parameters)
-
-
-def digest(tensors: Iterable[Tensor]) -> str:
-    """Equal only for equal bits."""
-    total = hashlib.sha256()
-    for tensor in tensors:
-        total.update(tensor.detach().clone().view(-1).view(torch.uint8).numpy().tobytes())  # numpy() pins a storage
-    return total.hexdigest()

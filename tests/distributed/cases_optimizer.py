@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,13 +18,10 @@ from rltrain.checkpoint.saved_state import MASTER, Destination, SavedState
 from rltrain.errors import CheckpointError
 from rltrain.offload import activations as activation_offload
 from rltrain.offload.device_memory import DeviceMemory
-from rltrain.runtime.placement import group_lists
-from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.optimizers import COEFFICIENTS
 from tests.distributed.cases_training import (
     GRIDS,
     SEVERAL_MICRO_BATCHES,
-    load_experience,
     load_model,
     make_trainable,
     negative_log_likelihood,
@@ -35,12 +33,12 @@ from tests.distributed.cases_training_state import (
     Case,
     Run,
     Way,
-    digest,
     groups_of,
     layout_of,
     saved_and_continued,
 )
 from tests.support.tolerances import ADAM_EPS
+from tests.support.trained_models import digest, groups_on, load_experience
 
 UPDATES = BEFORE + AFTER
 OFFLOAD, HALF = (("cpu_offload", True),), (("cpu_offload", 0.5),)
@@ -61,7 +59,6 @@ SAVED = {
     "offload_on": Case(Way(dp=4), Way(tp=2, dp=2, optimizer=HALF)),
     "bf16_moments_to_tp4": Case(Way(dp=4, optimizer=SMALL), Way(tp=4, optimizer=SMALL)),
 }
-QUICK = ("bf16_overlap", "bf16_moments", "offload_off")
 LAYOUTS = {
     "alone": Way(optimizer=MUON),
     "tp2_dp2": Way(tp=2, dp=2, optimizer=MUON),
@@ -78,20 +75,18 @@ EXPERT_LAYOUTS = {
 }
 
 
-def places(checkpoints: dict[str, str], folder: str, names: list[str]) -> dict[str, Any]:
-    """Of those that are named, weights and losses with the states on the device and on the host, and runs that are
-    saved and go on."""
+def places(checkpoints: dict[str, str], folder: str) -> dict[str, Any]:
+    """Weights and losses with the states on the device and on the host, and runs that are saved and go on."""
     path, seen = Path(checkpoints["qwen3"]), dict[str, Any]()
-    cases = {name: Case(way) for name, way in EQUAL.items() if name in names}
-    saved = {name: case for name, case in SAVED.items() if name in names}
-    groups = groups_of({**cases, **saved})
+    cases = {name: Case(way) for name, way in EQUAL.items()}
+    groups = groups_of({**cases, **SAVED})
     for name, case in cases.items():
         if dist.get_rank() in case.way.grid.ranks:
             seen[name] = []
             for optimizer in ((), OFFLOAD, HALF):
-                run = Run(case, Way(**{**vars(case.way), "optimizer": optimizer}), path, groups, load_weights=True)
+                run = Run(case, replace(case.way, optimizer=optimizer), path, groups, load_weights=True)
                 seen[name].append({"updates": run.train(BEFORE), "digests": run.digests(), "bytes": held(run)})
-    for name, case in saved.items():
+    for name, case in SAVED.items():
         seen[name] = saved_and_continued(case, path, groups, Path(folder, name))
     return seen
 
@@ -137,7 +132,7 @@ def matrices(checkpoints: dict[str, str], folder: str, kind: str, experts: bool)
 
 
 def refusal(case: Case, path: Path, groups: Any, folder: Path) -> str:
-    run = Run(case, Way(**{**vars(case.way), "optimizer": ()}), path, groups, load_weights=False)
+    run = Run(case, replace(case.way, optimizer=()), path, groups, load_weights=False)
     try:
         run.load(folder)
     except CheckpointError as error:
@@ -236,8 +231,7 @@ OFFLOADED: tuple[tuple[str, dict[str, Any]], ...] = (
 def activations(checkpoints: dict[str, str]) -> dict[str, list[Any]]:
     """Updates and weights with activations on the device, and with all of them on the host, and tensors that were."""
     path, seen = Path(checkpoints["qwen2_tied"]), dict[str, list[Any]]()
-    lists = sorted({ranks for layout, _ in OFFLOADED for ranks in group_lists({"actor": GRIDS[layout]})})
-    groups = ProcessGroups(lists, backend="gloo", timeout_s=60)
+    groups = groups_on(GRIDS[layout] for layout, _ in OFFLOADED)
     for layout, settings in OFFLOADED:
         if dist.get_rank() not in GRIDS[layout].ranks:
             continue

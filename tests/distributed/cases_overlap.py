@@ -14,15 +14,14 @@ from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.errors import DivergenceError
 from rltrain.runtime.grid import Grid
-from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.megatron.backend import TrainableModel
 from rltrain.training.megatron.optimizer import GradientReduction
 from rltrain.training.trainable import SKIPPED
 from tests.distributed import cases_training
-from tests.distributed.cases_accumulation import _spoiled, _weights
-from tests.distributed.cases_training import load_experience, load_model, negative_log_likelihood, share_of
-from tests.support.tolerances import ADAM_EPS
+from tests.distributed.cases_accumulation import weights_of
+from tests.distributed.cases_training import load_model, negative_log_likelihood, share_of, spoiled
+from tests.support.trained_models import groups_on, in_training, load_experience
 from tests.support.uneven_products import uneven_products
 
 GRIDS = {
@@ -46,27 +45,37 @@ NUM_SAMPLES, MAX_TOKENS = 6, 60
 MAX_SKIPPED = 2
 
 
-def all_cases(checkpoints: dict[str, str], ways: list[str]) -> dict[str, Any]:
-    """By way, with and without overlap, what this rank saw."""
-    lists = sorted({ranks for grid in GRIDS.values() for ranks in group_lists({"actor": grid})})
-    groups = ProcessGroups(lists, backend="gloo", timeout_s=60)
-    results: dict[str, Any] = {}
+def all_cases(checkpoints: dict[str, str]) -> dict[str, Any]:
+    """By way what this rank saw, with overlap and without."""
+    groups, results = groups_on(GRIDS.values()), dict[str, Any]()
     with mock.patch.dict(cases_training.GRIDS, GRIDS), uneven_products():
-        for name in ways:
-            layout, checkpoint, settings = WAYS[name]
+        for name, (layout, checkpoint, settings) in WAYS.items():
             if dist.get_rank() in GRIDS[layout].ranks:
-                for overlap in (False, True):
-                    path = Path(checkpoints[checkpoint])
-                    results[f"{name}/{overlap}"] = dict(_run(path, layout, groups, overlap, dict(settings)))
+                path = Path(checkpoints[checkpoint])
+                results[name] = [dict(_run(path, layout, groups, overlap, **settings)) for overlap in (True, False)]
     return results
 
 
 def _run(
-    path: Path, layout: str, groups: ProcessGroups, overlap: bool, settings: dict[str, Any]
+    path: Path,
+    layout: str,
+    groups: ProcessGroups,
+    overlap: bool,
+    *,
+    distributed_optimizer: bool = True,
+    **settings: Any,
 ) -> Iterator[tuple[str, Any]]:
     """Mini-batches of which some replicas have no share, a step in parts, and one that fails; what the model says."""
-    sharded = settings.pop("distributed_optimizer", True)
-    trainable = make_overlapped(load_model(path, layout, groups, **settings), overlap, sharded)
+    trainable = in_training(
+        load_model(path, layout, groups, **settings),
+        updates=8,
+        max_tokens=MAX_TOKENS,
+        max_skipped=MAX_SKIPPED,
+        optimizer={"lr": 1e-2, "warmup_steps": 2, "weight_decay": 0.1, "clip_grad": 0},
+        distributed_optimizer=distributed_optimizer,
+        overlap=overlap,
+        gradient_bucket_mb=BUCKET_MB,
+    )
     whole = load_experience(path).select(torch.arange(NUM_SAMPLES))
     share, none = share_of(whole, layout), whole.select(torch.arange(0))
     replica = GRIDS[layout].coordinates(dist.get_rank()).dp
@@ -83,21 +92,19 @@ def _run(
     with mock.patch.object(GradientReduction, "begin_rest", count):
         batches = [share, samples(0, 0), samples(1, 0), share]
         steps = trainable.train_batches(batches, negative_log_likelihood)
-        yield "whole_weights", all(group.param_gather_handle is None for group in trainable.chunks[0].bucket_groups)
         for part in (share, samples(1, 0)):
             trainable.accumulate(part, negative_log_likelihood)
         steps.append(trainable.step())
         yield "skipped", _skips(trainable, share, spoiled=replica == 0)
         try:
-            trainable.train_batches([share] * 4, lambda *given: _spoiled(*given))
+            trainable.train_batches([share] * 4, spoiled)
         except DivergenceError as error:
             yield "diverged", str(error)
-        # No longer in step: what a replica evaluates is its own affair.
         yield "values", trainable.evaluate(samples(0, 1), max_tokens=MAX_TOKENS).sum().item()
         steps.append(trainable.train_batch(share, negative_log_likelihood))
     yield "steps", steps
     yield "begun", begun
-    yield "weights", _weights(trainable)
+    yield "weights", weights_of(trainable)
 
 
 def _skips(trainable: TrainableModel, share: Experience, *, spoiled: bool) -> dict[str, Any]:
@@ -122,16 +129,5 @@ def _skips(trainable: TrainableModel, share: Experience, *, spoiled: bool) -> di
         "loss": first["loss"],
         "skipped": [step[SKIPPED] for step in (first, *rest)],
         "finite": [math.isfinite(step["loss"]) and math.isfinite(step["grad_norm"]) for step in rest],
-        "weights": _weights(trainable),
+        "weights": weights_of(trainable),
     }
-
-
-def make_overlapped(model: Any, overlap: bool, distributed_optimizer: bool = True) -> TrainableModel:
-    settings = schema.Actor(
-        optimizer=schema.Optimizer(lr=1e-2, warmup_steps=2, weight_decay=0.1, eps=ADAM_EPS, clip_grad=0),
-        micro_batch_tokens=MAX_TOKENS,
-        distributed_optimizer=distributed_optimizer,
-        overlap=overlap,
-        gradient_bucket_mb=BUCKET_MB,
-    )
-    return TrainableModel(model, settings, total_updates=8, max_skipped=MAX_SKIPPED)

@@ -10,9 +10,10 @@ from safetensors.torch import load_file, save_file
 
 from rltrain.cli.parity import Checked, logprob_difference, random_samples, run_engine, run_trainer
 from rltrain.config import schema
-from tests.support import family_checkpoints
 from tests.support.tiny_checkpoints import VOCAB_SIZE
 from tools.parity import compare, parser
+
+WIDE = (None, "float32")
 
 
 def all_cases(
@@ -28,13 +29,9 @@ def all_cases(
         },
         "others": {case: of_other(families, *case.split(), tensors) for case, tensors in others.items()},
         "noise": {f"{residual}/{head}": noise(path, residual, head) for residual in WIDE for head in WIDE},
-        "families": {name: of_family(Path(checkpoint)) for name, checkpoint in families.items()},
     }
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return results
-
-
-WIDE = (None, "float32")
 
 
 def of_other(families: dict[str, str], backend: str, family: str, tensors: list[str]) -> list[tuple[bool, str]]:
@@ -62,13 +59,6 @@ def with_other_weights(path: Path, tensors: list[str]) -> Path:
         weights[name][..., 7] += 1
     save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
     return copy
-
-
-def of_family(path: Path) -> float:
-    """The largest difference of log-probs in fp32."""
-    checked = Checked(schema.Model(path=str(path), dtype="float32"), "cpu")
-    samples = random_samples(3, 24, family_checkpoints.VOCAB_SIZE)
-    return logprob_difference(run_trainer(checked, samples), run_engine(checked, samples), samples).largest
 
 
 def noise(path: Path, residual: str | None, head: str | None) -> float:

@@ -21,12 +21,12 @@ from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.models import MLA, Architecture, ExpertLayers, YarnScaling
 from rltrain.runtime.grid import Grid
-from rltrain.runtime.placement import group_lists
-from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.megatron import platform
 from rltrain.training.megatron.backend import EvaluableModel, TrainableModel
-from rltrain.training.megatron.model import LanguageModel, build_model
+from rltrain.training.megatron.model import LanguageModel
 from tests.distributed.cases_training import negative_log_likelihood
+from tests.support.packed_experience import plain_experience
+from tests.support.trained_models import blank_model, groups_on
 
 # Configurations that together need every patch: tied embeddings under pipelining, bf16, recomputation, two ranks; and
 # experts dealt out to them, and cut over them, with latent attention, whose sequences are cut as well.
@@ -112,31 +112,15 @@ def _run_experts() -> None:
 
 
 def _model(architecture: Architecture, grid: Grid) -> LanguageModel:
-    model = build_model(
-        architecture,
-        grid,
-        ProcessGroups(group_lists({"actor": grid}), backend="gloo", timeout_s=60),
-        model=schema.Model(path="unused", dtype="bfloat16", recompute="full"),
-        parallel=schema.Parallel(pp=grid.pp, cp=grid.cp, ep=grid.ep, etp=grid.etp),
-        device=torch.device("cpu"),
-    )
+    settings = {"architecture": architecture, "dtype": "bfloat16", "recompute": "full"}
+    model = blank_model(Path("unused"), grid, groups_on([grid]), **settings)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     return model
 
 
 def _experience() -> Experience:
-    return Experience(
-        sample_ids=torch.arange(2),
-        group_ids=torch.arange(2),
-        prompt_ids=torch.arange(2),
-        lengths=torch.tensor([3, 4]),
-        truncated=torch.zeros(2, dtype=torch.bool),
-        tokens=torch.arange(7),
-        response_mask=torch.tensor([0, 1, 1, 0, 1, 1, 1], dtype=torch.bool),
-        policy_version=torch.zeros(7, dtype=torch.int32),
-        rollout_logprobs=torch.zeros(7),
-    )
+    return plain_experience([3, 4], torch.arange(7), torch.tensor([False, True, True, False, True, True, True]))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,8 @@
 """Makes the groups of two differently parallel roles in one world and reduces over each."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.distributed as dist
 
@@ -24,23 +27,23 @@ def reduce_over(group: dist.ProcessGroup, rank: int) -> list[int]:
     return [int(total), dist.get_rank(group), dist.get_world_size(group)]
 
 
-def refusal(groups: ProcessGroups, ranks: RankList) -> str:
+def refusal(make: Callable[[], object]) -> str:
     try:
-        groups[ranks]
-    except KeyError as error:
+        make()
+    except (KeyError, ValueError) as error:
         return str(error)
     return ""
 
 
 def reduce_over_every_group(backends: list[str]) -> dict[str, object]:
     """By backend, and under "refusals" the messages for lists that are no groups."""
-    refusals = {str(ranks): refusal_of_lists([ranks]) for ranks in ((1, 0), (0, 0))}
+    refusals = {str(ranks): refusal(partial(made, [ranks])) for ranks in ((1, 0), (0, 0))}
     return {**{backend: make_and_reduce(backend) for backend in backends}, "refusals": refusals}
 
 
 def make_and_reduce(backend: str) -> dict[str, object]:
     lists = group_lists(GRIDS)
-    groups = ProcessGroups(lists, backend=backend, timeout_s=60.0)
+    groups = made(lists, backend)
     rank = dist.get_rank()
     mine = [ranks for ranks in lists if rank in ranks]
     foreign = next(ranks for ranks in lists if rank not in ranks)
@@ -49,13 +52,9 @@ def make_and_reduce(backend: str) -> dict[str, object]:
         "cpu": [[list(ranks), *reduce_over(groups.cpu[ranks], rank)] for ranks in mine],
         "cpu_backends": sorted({dist.get_backend(groups.cpu[ranks]) for ranks in mine}),
         "num_distinct": len({id(group) for group in (*groups.compute.values(), *groups.cpu.values())}),
-        "refusal": refusal(groups, foreign),
+        "refusal": refusal(lambda: groups[foreign]),
     }
 
 
-def refusal_of_lists(lists: list[RankList]) -> str:
-    try:
-        ProcessGroups(lists, backend="gloo", timeout_s=60.0)
-    except ValueError as error:
-        return str(error)
-    return ""
+def made(lists: list[RankList], backend: str = "gloo") -> ProcessGroups:
+    return ProcessGroups(lists, backend=backend, timeout_s=60.0)

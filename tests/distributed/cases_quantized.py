@@ -1,6 +1,6 @@
 """FP8 syncs on real ranks: every rank compares what it holds with whole tensors, quantised and cut by formula."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,14 +29,15 @@ from tests.support.model_shards import (
     tiny_architecture,
 )
 
-# name -> actor (ranks, tp, pp), rollout (ranks, tp), ranks per node
-PLACEMENTS: dict[str, tuple[tuple[tuple[int, ...], int, int], tuple[tuple[int, ...], int], int]] = {
-    "tp2 pp2 -> tp1 dp4, one node": (((0, 1, 2, 3), 2, 2), ((0, 1, 2, 3), 1), 4),
-    "tp4 -> tp2 dp2, two nodes": (((0, 1, 2, 3), 4, 1), ((0, 1, 2, 3), 2), 2),
-    "tp2 dp2 -> tp4, two nodes": (((0, 1, 2, 3), 2, 1), ((0, 1, 2, 3), 4), 2),
-    "tp2 -> tp1 dp2 on another node": (((0, 1), 2, 1), ((2, 3), 1), 2),
-    "pp2 -> tp2, overlapping": (((1, 2), 1, 2), ((2, 3), 2), 4),
+ALL = (0, 1, 2, 3)
+PLACEMENTS = {
+    "tp2 pp2 -> tp1 dp4, one node": (Grid(ALL, tp=2, pp=2), Grid(ALL), 4),
+    "tp4 -> tp2 dp2, two nodes": (Grid(ALL, tp=4), Grid(ALL, tp=2), 2),
+    "tp2 dp2 -> tp4, two nodes": (Grid(ALL, tp=2), Grid(ALL, tp=4), 2),
+    "tp2 -> tp1 dp2 on another node": (Grid((0, 1), tp=2), Grid((2, 3)), 2),
+    "pp2 -> tp2, overlapping": (Grid((1, 2), pp=2), Grid((2, 3), tp=2), 4),
 }
+"""Of an actor and a rollout; ranks per node."""
 
 # No size is a multiple of 128; with four shards every one of them cuts blocks.
 ARCHITECTURES: dict[str, Architecture] = {
@@ -122,21 +123,20 @@ def sync(
 ) -> Sync | None:
     """This rank's part, None where it has none. With `fp8` the matrices of layers are quantised."""
     rank, (actor, rollout, ranks_per_node) = dist.get_rank(), PLACEMENTS[placement]
-    union = tuple(sorted({*actor[0], *rollout[0]}))
+    union = union_of(placement)
     if rank not in union:
         return None
-    ep = len(actor[0]) // actor[1] // actor[2] if architecture.moe else 1
-    grids = Grid(actor[0], tp=actor[1], pp=actor[2], ep=ep), Grid(rollout[0], tp=rollout[1])
-    source = megatron_layout(architecture, grids[0], dtype=str(source_dtype)[6:])
-    destination = engine_layout(architecture, grids[1], dtype=str(destination_dtype)[6:])
+    actor = replace(actor, ep=actor.dp if architecture.moe else 1)
+    source = megatron_layout(architecture, actor, dtype=str(source_dtype)[6:])
+    destination = engine_layout(architecture, rollout, dtype=str(destination_dtype)[6:])
     full, held, wanted, expected, blocks = model(architecture, source_dtype), None, None, {}, None
     if rank in source.ranks:
-        at = grids[0].coordinates(rank)
-        place = Place(actor[1], at.tp, actor[2], at.pp, ep=ep, ep_rank=at.dp if ep > 1 else 0)
+        at = actor.coordinates(rank)
+        place = Place(actor.tp, at.tp, actor.pp, at.pp, ep=actor.ep, ep_rank=at.dp if actor.ep > 1 else 0)
         shard = megatron_shard(architecture, full, place)
         held = {name: cast(torch.tensor(values), source_dtype) for name, values in shard.items()}
     if rank in destination.ranks:
-        place = Place(rollout[1], grids[1].coordinates(rank).tp)
+        place = Place(rollout.tp, rollout.coordinates(rank).tp)
         shard = engine_shard(architecture, full, place)
         expected = {name: cast(cast(torch.tensor(v), source_dtype), destination_dtype) for name, v in shard.items()}
         if fp8:
@@ -193,8 +193,12 @@ def touched(first: int, count: int) -> slice:
 
 
 def make_groups() -> dict[tuple[int, ...], dist.ProcessGroup]:
-    unions = sorted({tuple(sorted({*actor[0], *rollout[0]})) for actor, rollout, _ in PLACEMENTS.values()})
-    return {ranks: dist.new_group(list(ranks)) for ranks in unions}
+    return {ranks: dist.new_group(list(ranks)) for ranks in sorted({*map(union_of, PLACEMENTS)})}
+
+
+def union_of(placement: str) -> tuple[int, ...]:
+    actor, rollout, _ = PLACEMENTS[placement]
+    return tuple(sorted({*actor.ranks, *rollout.ranks}))
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -211,14 +215,12 @@ CASES = [
     *((placement, "one KV head", "fp32 to fp8") for placement in list(PLACEMENTS)[:2]),
     *((placement, "experts", "bf16 to fp8") for placement in list(PLACEMENTS)[:4]),
 ]
-QUICK = [case for case in CASES if case[:2] in ((list(PLACEMENTS)[3], "qwen2"), (list(PLACEMENTS)[0], "one KV head"))]
-SLOW = [case for case in CASES if case not in QUICK]
 
 
-def all_syncs(cases: list[tuple[str, str, str]]) -> dict[str, dict[str, Any]]:
+def all_syncs() -> dict[str, dict[str, Any]]:
     """What this rank found, by the names of all that it has a part in."""
     groups, results = make_groups(), {}
-    for placement, name, kind in cases:
+    for placement, name, kind in CASES:
         case = sync(ARCHITECTURES[name], placement, groups, **KINDS[kind])
         if case is not None:
             results[f"{placement}, {name}, {kind}"] = _run(case)

@@ -1,7 +1,5 @@
 """What ranks do in test_replicas: a model with two shards on two replicas each, of which one bit turns over."""
 
-import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
-
 from math import prod
 from types import SimpleNamespace
 

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
-from safetensors.torch import load_file
 from torch import Tensor
 
 from rltrain.checkpoint.hf_reader import load_parameters
@@ -26,12 +25,13 @@ from rltrain.models.table import ITEM_BYTES, Array
 from rltrain.reshard import execute
 from rltrain.reshard.copy_table import CopyTable
 from rltrain.reshard.execute import SyncReport
+from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan import plan, traffic
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.shared_memory import SharedMemory
-from tests.support.checkpoint_files import loads_alike
+from tests.support.checkpoint_files import loads_alike, stored_tensors
 from tests.support.model_shards import (
     PADDING,
     Place,
@@ -42,18 +42,19 @@ from tests.support.model_shards import (
     tiny_architecture,
 )
 
-# name -> actor (ranks, tp, pp), rollout (ranks, tp)
-PLACEMENTS: dict[str, tuple[tuple[tuple[int, ...], int, int], tuple[tuple[int, ...], int]]] = {
-    "colocated tp2 dp2 -> tp4": (((0, 1, 2, 3), 2, 1), ((0, 1, 2, 3), 4)),
-    "colocated tp2 pp2 -> tp1 dp4": (((0, 1, 2, 3), 2, 2), ((0, 1, 2, 3), 1)),
-    "colocated tp4 -> tp2 dp2": (((0, 1, 2, 3), 4, 1), ((0, 1, 2, 3), 2)),
-    "disaggregated tp2 -> tp1 dp2": (((0, 1), 2, 1), ((2, 3), 1)),
-    "disaggregated pp2 -> tp2": (((0, 1), 1, 2), ((2, 3), 2)),
-    "disaggregated, interleaved ranks, dp2 -> tp2": (((0, 3), 1, 1), ((1, 2), 2)),
-    "overlapping tp2 -> tp2": (((0, 1), 2, 1), ((1, 2), 2)),
-    "overlapping tp1 pp2 -> tp1 dp2": (((1, 2), 1, 2), ((2, 3), 1)),
-    "one rank feeds all": (((3,), 1, 1), ((0, 1, 2, 3), 2)),
+ALL, CPU = (0, 1, 2, 3), torch.device("cpu")
+PLACEMENTS = {
+    "colocated tp2 dp2 -> tp4": (Grid(ALL, tp=2), Grid(ALL, tp=4)),
+    "colocated tp2 pp2 -> tp1 dp4": (Grid(ALL, tp=2, pp=2), Grid(ALL)),
+    "colocated tp4 -> tp2 dp2": (Grid(ALL, tp=4), Grid(ALL, tp=2)),
+    "disaggregated tp2 -> tp1 dp2": (Grid((0, 1), tp=2), Grid((2, 3))),
+    "disaggregated pp2 -> tp2": (Grid((0, 1), pp=2), Grid((2, 3), tp=2)),
+    "disaggregated, interleaved ranks, dp2 -> tp2": (Grid((0, 3)), Grid((1, 2), tp=2)),
+    "overlapping tp2 -> tp2": (Grid((0, 1), tp=2), Grid((1, 2), tp=2)),
+    "overlapping tp1 pp2 -> tp1 dp2": (Grid((1, 2), pp=2), Grid((2, 3))),
+    "one rank feeds all": (Grid((3,)), Grid(ALL, tp=2)),
 }
+"""Of an actor and a rollout."""
 ARCHITECTURES: dict[str, Architecture] = {
     "qwen3, one KV head": tiny_architecture("qwen3", num_kv_heads=1),
     "qwen2, tied": tiny_architecture("qwen2", tied_embeddings=True),
@@ -126,7 +127,7 @@ def groups_of_unions() -> dict[tuple[int, ...], dist.ProcessGroup]:
 def union_of(placement: str) -> tuple[int, ...]:
     """The ranks that take part."""
     actor, rollout = PLACEMENTS[placement]
-    return tuple(sorted({*actor[0], *rollout[0]}))
+    return tuple(sorted({*actor.ranks, *rollout.ranks}))
 
 
 def shards(
@@ -143,39 +144,52 @@ def shards(
     return held, expected
 
 
+def resharding_of(
+    source: Layout,
+    destination: Layout,
+    group: dist.ProcessGroup,
+    settings: Settings,
+    *,
+    cpu_group: dist.ProcessGroup | None = None,
+    device: torch.device = CPU,
+    **options: Any,
+) -> execute.Resharding:
+    """This rank's part. `cpu_group` is gloo's, as `group` is without it."""
+    node = settings.ranks_per_node
+    return execute.Resharding(
+        plan(source, destination, dist.get_rank(), node),
+        group=group,
+        cpu_group=cpu_group or group,
+        bucket_bytes=settings.bucket_bytes,
+        device=device,
+        ranks_per_node=node,
+        share_memory=settings.share_memory,
+        **options,
+    )
+
+
 def reshard_twice(
     architecture: Architecture,
-    actor: tuple[tuple[int, ...], int, int],
-    rollout: tuple[tuple[int, ...], int],
+    source_grid: Grid,
+    destination_grid: Grid,
     group: dist.ProcessGroup,
     cpu_group: dist.ProcessGroup,
     settings: Settings,
 ) -> dict[str, Any]:
     """What this rank found."""
-    rank = dist.get_rank()
-    source_grid, destination_grid = Grid(actor[0], tp=actor[1], pp=actor[2]), Grid(rollout[0], tp=rollout[1])
     source = megatron_layout(architecture, source_grid)
     destination = engine_layout(architecture, destination_grid, dtype=settings.dtype)
     held, expected = shards(architecture, full_tensors(architecture), source_grid, destination_grid)
     dtype = getattr(torch, settings.dtype)
     wanted = expected and {name: torch.full_like(tensor, PADDING, dtype=dtype) for name, tensor in expected.items()}
-    node, met = settings.ranks_per_node, list[float]()
+    met = list[float]()
 
     @contextmanager
     def waiting(what: str) -> Iterator[None]:
         yield
         met.append(time.perf_counter())
 
-    prepared = execute.Resharding(
-        plan(source, destination, rank, node),
-        group=group,
-        cpu_group=cpu_group,
-        bucket_bytes=settings.bucket_bytes,
-        device=torch.device("cpu"),
-        ranks_per_node=node,
-        share_memory=settings.share_memory,
-        waiting=waiting,
-    )
+    prepared = resharding_of(source, destination, group, settings, cpu_group=cpu_group, waiting=waiting)
     spoilt = wanted and {name: torch.full_like(tensor, PADDING) for name, tensor in wanted.items()}
     first = prepared.run(held, spoilt)
     came = time.perf_counter()
@@ -185,7 +199,7 @@ def reshard_twice(
     return {
         "wrong": wrong,
         "compared": len(expected or {}),
-        **counts(report, prepared, traffic(source, destination, node), settings),
+        **counts(report, prepared, traffic(source, destination, settings.ranks_per_node), settings),
         "again": replace(first, **_seconds(report)) == report,
         "came": came,
         "met": met[-1],
@@ -265,18 +279,9 @@ def round_trip(grids: list[tuple[bool, int, int]], max_shard_bytes: int) -> list
             layout = megatron_layout(architecture, Grid((0, 1, 2, 3), tp=tp, pp=pp))
             parameters = {name: torch.empty(shape) for name, shape in layout.on(rank).parameters}
             load_parameters(original, layout, rank, parameters)
-            save_checkpoint(
-                saved,
-                parameters,
-                layout,
-                architecture,
-                group=dist.group.WORLD,
-                rank=rank,
-                like=original,
-                max_shard_bytes=max_shard_bytes,
-                bucket_bytes=3000,
-                written_bytes=20_000,
-            )
+            sizes = {"max_shard_bytes": max_shard_bytes, "bucket_bytes": 3000, "written_bytes": 20_000}
+            places = {"group": dist.group.WORLD, "rank": rank, "like": original}
+            save_checkpoint(saved, parameters, layout, architecture, **places, **sizes)
             if rank == 0:
                 results.append(_compare(original, saved))
             dist.barrier()
@@ -310,10 +315,7 @@ def _make_checkpoint(folder: Path, tied: bool) -> None:
 
 
 def _compare(original: Path, saved: Path) -> dict[str, Any]:
-    before, after = (
-        {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
-        for folder in (original, saved)
-    )
+    before, after = stored_tensors(original), stored_tensors(saved)
     return {
         "same_names": before.keys() == after.keys(),
         "wrong": [name for name in before if name not in after or not torch.equal(before[name], after[name])],

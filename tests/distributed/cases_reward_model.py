@@ -4,8 +4,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
-
 import torch
 import torch.distributed as dist
 
@@ -19,6 +17,7 @@ from rltrain.roles.scoring_models import RewardModelRole
 from rltrain.runtime.placement import group_lists, resolve_placement, role_grids
 from rltrain.runtime.process_groups import ProcessGroups
 from tests.support.jobs import REPOSITORY
+from tests.support.packed_experience import plain_experience
 
 POLICY = REPOSITORY / "tests/warmed_up"
 PROMPTS = ("1+1=", "20+301=")
@@ -84,13 +83,8 @@ def drawn(job: Job) -> Experience:
     encoder = job.rows.prompts.train.encoder
     texts = [(row, response) for row in range(len(PROMPTS)) for response in RESPONSES]
     ids = [(job.rows.prompts.train.prompt_tokens(row), *encoder.encode_responses([said])) for row, said in texts]
-    lengths = [len(prompt) + len(response) for prompt, response in ids]
-    return Experience(
-        sample_ids=torch.arange(len(texts)),
-        group_ids=torch.tensor([row for row, _ in texts]),
-        prompt_ids=torch.tensor([row for row, _ in texts]),
-        lengths=torch.tensor(lengths),
-        tokens=torch.tensor([token for prompt, response in ids for token in (*prompt, *response)]),
-        response_mask=torch.tensor([drawn for p, r in ids for drawn in (*[False] * len(p), *[True] * len(r))]),
-        turn_rewards=torch.zeros(sum(lengths)),
-    )
+    tokens = torch.tensor([token for prompt, response in ids for token in (*prompt, *response)])
+    mask = torch.tensor([drawn for p, r in ids for drawn in (*[False] * len(p), *[True] * len(r))])
+    samples = plain_experience([len(p) + len(r) for p, r in ids], tokens, mask, turn_rewards=torch.zeros(len(tokens)))
+    rows = torch.tensor([row for row, _ in texts])
+    return samples.with_fields(group_ids=rows, prompt_ids=rows)

@@ -1,8 +1,6 @@
 """What ranks do in test_router_replay: choices of experts that are given, cut as layouts cut tokens and layers, and
 those of an engine."""
 
-import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.algorithms.losses import likelihood_loss
-from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.models import read_architecture
@@ -20,12 +17,11 @@ from rltrain.models.routing_shape import RoutingShape
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import SampleGroup, pack_groups
 from rltrain.runtime.grid import Grid
-from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.megatron.backend import TrainableModel
-from rltrain.training.megatron.model import build_model, local_parameters
-from tests.distributed.cases_experts import ALL, MAX_TOKENS, Layout, make_trained, relative_differences, share_of
+from tests.distributed.cases_experts import ALL, MAX_TOKENS, Layout, differences_from, make_trained, share_of
 from tests.support.rollout_models import load_engine, ragged_requests
+from tests.support.trained_models import groups_on, megatron_model
 
 SELECTIVE = {"granularity": "selective", "modules": ["moe"]}
 LAYOUTS = {
@@ -40,15 +36,11 @@ LAYOUTS = {
 
 
 def all_cases(folder: str, layouts: list[str], close: dict[str, str]) -> dict[str, Any]:
-    grids = {LAYOUTS[layout].grid for layout in layouts}
-    groups = ProcessGroups(
-        sorted({ranks for grid in grids for ranks in group_lists({"actor": grid})}), backend="gloo", timeout_s=60
-    )
-    ranks = {layout: LAYOUTS[layout].grid.ranks for layout in layouts}
+    groups = groups_on(LAYOUTS[layout].grid for layout in layouts)
     results: dict[str, Any] = {
         layout: _replayed(Path(folder), LAYOUTS[layout], groups)
         for layout in layouts
-        if dist.get_rank() in ranks[layout]
+        if dist.get_rank() in LAYOUTS[layout].grid.ranks
     }
     if dist.get_rank() == 0:
         results["engine"] = {dtype: _beside_engine(Path(path), dtype, groups) for dtype, path in close.items()}
@@ -77,21 +69,16 @@ def _replayed(path: Path, layout: Layout, groups: ProcessGroups) -> dict[str, An
     differences = {}
     if not layout.distributed:
         model = make_trained(path, layout, groups, {})
-        differences = relative_differences(model, path / "replayed", experience.with_fields(routed_experts=packed))
+        differences = differences_from(path / "replayed", model, experience.with_fields(routed_experts=packed))
     model = make_trained(path, layout, groups, {})
     own, found = model.evaluate_routing(experience, max_tokens=MAX_TOKENS)
     again = model.evaluate(experience.with_fields(routed_experts=found), max_tokens=MAX_TOKENS)
     replayed = experience.with_fields(routed_experts=packed)
     logprobs = model.evaluate(replayed, max_tokens=MAX_TOKENS)
-    return {
-        "differences": differences,
-        "sample_ids": experience.sample_ids.tolist(),
-        "found": shape.unpacked(found).tolist(),
-        "own": own.tolist(),
-        "again": again.tolist(),
-        "logprobs": logprobs.tolist(),
-        "step": model.train_batch(replayed, likelihood_loss()),
-    }
+    told = {"sample_ids": experience.sample_ids, "found": shape.unpacked(found), "own": own, "again": again}
+    told["logprobs"] = logprobs
+    step = model.train_batch(replayed, likelihood_loss())
+    return {"differences": differences, "step": step, **{name: values.tolist() for name, values in told.items()}}
 
 
 def _beside_engine(path: Path, dtype: str, groups: ProcessGroups) -> dict[str, Any]:
@@ -99,19 +86,10 @@ def _beside_engine(path: Path, dtype: str, groups: ProcessGroups) -> dict[str, A
     engine, _ = load_engine(path, dtype=getattr(torch, dtype), record_routing=True)
     requests = [replace(sample, id=number) for number, sample in enumerate(ragged_requests(8))]
     drawn = engine.generate(requests, SamplingParams(1.0, 1.0, 0, 16, ()))
-    architecture, grid = read_architecture(path), Grid((0,))
     groups_of_samples = [SampleGroup(sample.id, 0, (sample,)) for sample in drawn]
-    experience = pack_groups(groups_of_samples, range(len(drawn)), RoutingShape.of(architecture))
-    language_model = build_model(
-        architecture,
-        grid,
-        groups,
-        model=schema.Model(path=str(path), dtype=dtype),  # type: ignore[arg-type]
-        parallel=schema.Parallel(),
-        device=torch.device("cpu"),
-    )
-    load_parameters(path, language_model.layout, 0, local_parameters(language_model))
-    model = TrainableModel(language_model, schema.Actor(distributed_optimizer=False), total_updates=1)
+    experience = pack_groups(groups_of_samples, range(len(drawn)), RoutingShape.of(read_architecture(path)))
+    own_model = megatron_model(path, Grid((0,)), groups, dtype=dtype)
+    model = TrainableModel(own_model, schema.Actor(distributed_optimizer=False), total_updates=1)
     columns = experience.columns()
     del columns["routed_experts"]
     response = experience.response_mask

@@ -15,14 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.config.schema import Checks, Rollout
-from rltrain.config.schema import WeightSync as Settings
+from rltrain.config.schema import Checks, Rollout, WeightSync
 from rltrain.errors import SyncError
 from rltrain.reshard.copy_table import allocate_parameters
 from rltrain.reshard.execute import Resharding
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.reshard.plan import plan
 from rltrain.reshard.wires import GlooWire, SharedWire, Wire
 from rltrain.roles.weight_sync import WeightSyncTask
 from rltrain.rollout.embedded import EmbeddedEngine
@@ -33,6 +31,7 @@ from rltrain.runtime.grid import Grid
 from rltrain.runtime.heartbeat import TaskClock
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
+from tests.distributed.cases_reshard import Settings, resharding_of
 from tests.support.model_shards import tiny_architecture
 
 NUM_RANKS = 4
@@ -49,14 +48,12 @@ class Rank:
     def __init__(self, timeout_s: float = 60.0) -> None:
         self.number = dist.get_rank()
         self.groups = ProcessGroups(group_lists(GRIDS), backend="gloo", timeout_s=timeout_s)
-        source, destination = (
-            megatron_layout(ARCHITECTURE, GRIDS["actor"]),
-            engine_layout(ARCHITECTURE, GRIDS["rollout"]),
-        )
+        source = megatron_layout(ARCHITECTURE, GRIDS["actor"])
+        destination = engine_layout(ARCHITECTURE, GRIDS["rollout"])
         job = SimpleNamespace(
             config=SimpleNamespace(
                 model=SimpleNamespace(dtype="float32", lora=None),
-                weight_sync=Settings(bucket_mb=1),
+                weight_sync=WeightSync(bucket_mb=1),
                 checks=Checks(),
                 served=lambda role: Rollout(),
                 keeps_adapters_apart=lambda role: False,
@@ -98,14 +95,8 @@ class Rank:
         return allocate_parameters(layout, self.number) if self.number in layout.ranks else {}
 
     def _engine(self) -> EmbeddedEngine:
-        return EmbeddedEngine(
-            ARCHITECTURE,
-            self.destination,
-            tp_group=None,
-            max_running_requests=1,
-            max_context_tokens=8,
-            dtype=torch.float32,
-        )
+        limits = {"max_running_requests": 1, "max_context_tokens": 8}
+        return EmbeddedEngine(ARCHITECTURE, self.destination, tp_group=None, dtype=torch.float32, **limits)
 
     def _generate(self) -> None:
         greedy = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, max_response_tokens=2, stop_token_ids=())
@@ -207,13 +198,8 @@ def _resharding(rank: Rank, *, bucket_bytes: int = 2**20, plan_differs: bool = F
     architecture = replace(ARCHITECTURE, tied_embeddings=True) if plan_differs else ARCHITECTURE
     source = megatron_layout(architecture, GRIDS["actor"])
     destination = engine_layout(architecture, GRIDS["rollout"])
-    return Resharding(
-        plan(source, destination, rank.number, NUM_RANKS),
-        group=rank.groups[UNION],
-        cpu_group=rank.groups.cpu[UNION],
-        bucket_bytes=bucket_bytes,
-        device=CPU,
-    )
+    groups = rank.groups[UNION], rank.groups.cpu[UNION]
+    return resharding_of(source, destination, groups[0], Settings(bucket_bytes), cpu_group=groups[1])
 
 
 def _without_a_rank() -> dict[str, Any]:

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
-
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -16,23 +14,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rltrain.algorithms.losses import LossOutput, masked_max, masked_sum, token_weights
-from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.errors import ConfigError, DivergenceError
-from rltrain.models import read_architecture
-from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.runtime.grid import Grid
-from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.megatron import attention, fused, norms
 from rltrain.training.megatron.backend import EvaluableModel, TrainableModel, run_schedule
-from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
+from rltrain.training.megatron.model import LanguageModel, local_parameters
 from tests.support.tiny_checkpoints import ENTROPY_COEF, TEMPERATURE
-from tests.support.tolerances import ADAM_EPS
+from tests.support.trained_models import groups_on, in_training, load_experience, megatron_model, of_replica
 
-CPU = torch.device("cpu")
-SEQUENCE_PARALLEL = {"tp2_sp", "tp2_dp2_sp", "tp4_sp"}
 GRIDS = {
     "tp1": Grid((0,)),
     "tp2": Grid((1, 3), tp=2),
@@ -49,10 +41,7 @@ GRIDS = {
     **{f"rank{rank}": Grid((rank,)) for rank in range(4)},
 }
 QUICK_LAYOUTS = {"qwen3": ("tp1", "tp2_dp2_sp", "tp4", "tp2_pp2"), "qwen2_tied": ("tp1", "pp3_vpp2")}
-SLOW_LAYOUTS = {
-    "qwen3": ("tp1", "tp2", "tp2_sp", "dp2", "tp4_sp", "pp2_dp2"),
-    "qwen2_tied": ("tp1", "tp2_pp2"),
-}
+SLOW_LAYOUTS = {"qwen3": ("tp1", "tp2", "tp2_sp", "dp2", "tp4_sp", "pp2_dp2"), "qwen2_tied": ("tp1", "tp2_pp2")}
 """By checkpoint: the tied one has four layers, the other two. Each begins with what the others are compared with."""
 CHUNKED_LOGITS = (("qwen3", "tp2_sp"), ("qwen2_tied", "tp2_pp2"))
 WIDE = {"dtype": "bfloat16", "residual_dtype": "float32", "head_dtype": "float32"}
@@ -71,14 +60,12 @@ ONE_MICRO_BATCH, SEVERAL_MICRO_BATCHES = 10_000, 130
 
 def all_cases(checkpoints: dict[str, str], slow: bool) -> dict[str, Any]:
     """Every check that is quick, or every one that is slow, by name; a rank reports those in which it took part."""
-    lists = sorted({ranks for grid in GRIDS.values() for ranks in group_lists({"actor": grid})})
-    groups = ProcessGroups(lists, backend="gloo", timeout_s=60)
+    groups = groups_on(GRIDS.values())
     paths = {name: Path(path) for name, path in checkpoints.items()}
     results: dict[str, Any] = {}
     chosen = (_layouts, _variants, _families) if slow else (_layouts, _failures, _loss_scales)
     for case in chosen:
-        for name, result in case(paths, groups, SLOW_LAYOUTS if slow else QUICK_LAYOUTS):
-            results[name] = result
+        results |= dict(case(paths, groups, SLOW_LAYOUTS if slow else QUICK_LAYOUTS))
     results["parallel_state_initialized"] = parallel_state.model_parallel_is_initialized()
     results["instructions"] = torch.backends.cpu.get_cpu_capability()
     return results
@@ -102,17 +89,17 @@ def _layouts(paths: dict[str, Path], groups: ProcessGroups, layouts: Mapping[str
 def _variants(paths: dict[str, Path], groups: ProcessGroups, *_: Any) -> Results:
     """Settings that change the way of computing, not the result."""
     rank = dist.get_rank()
-    if rank in GRIDS["dp2"].ranks:
-        yield (
-            "plain_optimizer",
-            _train(paths["qwen3"], "dp2", groups, SEVERAL_MICRO_BATCHES, distributed_optimizer=False),
-        )
-    if rank in GRIDS["tp2_sp"].ranks:
-        for name, recompute in RECOMPUTED.items():
-            yield (
-                f"recompute_{name}",
-                _train(paths["qwen3"], "tp2_sp", groups, SEVERAL_MICRO_BATCHES, recompute=recompute),
-            )
+    ways: dict[str, tuple[str, dict[str, Any]]] = {
+        "plain_optimizer": ("dp2", {"distributed_optimizer": False}),
+        **{f"recompute_{name}": ("tp2_sp", {"recompute": recompute}) for name, recompute in RECOMPUTED.items()},
+        "bfloat16/tp2_dp2": ("tp2_dp2", {"dtype": "bfloat16"}),
+        "bfloat16/plain_optimizer": ("tp2_dp2", {"dtype": "bfloat16", "distributed_optimizer": False}),
+        "bfloat16/wide_tp2_dp2_sp": ("tp2_dp2_sp", WIDE),
+        "bfloat16/wide_tp2_pp2": ("tp2_pp2", {**WIDE, "logits_chunk_tokens": 37}),
+    }
+    for name, (layout, settings) in ways.items():
+        if rank in GRIDS[layout].ranks:
+            yield name, _train(paths["qwen3"], layout, groups, SEVERAL_MICRO_BATCHES, **settings)
     for layout in ("tp1", "pp3_vpp2"):
         if rank in GRIDS[layout].ranks:
             model = load_model(paths["qwen2_tied"], layout, groups)
@@ -122,16 +109,7 @@ def _variants(paths: dict[str, Path], groups: ProcessGroups, *_: Any) -> Results
         if rank in GRIDS[layout].ranks:
             chunked = _train(paths[checkpoint], layout, groups, SEVERAL_MICRO_BATCHES, logits_chunk_tokens=37)
             yield f"chunked_logits/{checkpoint}/{layout}", chunked
-    yield "bfloat16/tp2_dp2", _train(paths["qwen3"], "tp2_dp2", groups, SEVERAL_MICRO_BATCHES, dtype="bfloat16")
     yield "float16/tp2_pp2", _train(paths["qwen3"], "tp2_pp2", groups, ONE_MICRO_BATCH, dtype="float16")
-    for layout in ("tp2_dp2_sp", "tp2_pp2"):
-        chunk = 37 if layout == "tp2_pp2" else None
-        trained = _train(paths["qwen3"], layout, groups, SEVERAL_MICRO_BATCHES, logits_chunk_tokens=chunk, **WIDE)
-        yield f"bfloat16/wide_{layout}", trained
-    yield (
-        "bfloat16/plain_optimizer",
-        _train(paths["qwen3"], "tp2_dp2", groups, SEVERAL_MICRO_BATCHES, dtype="bfloat16", distributed_optimizer=False),
-    )
 
 
 def _families(paths: dict[str, Path], groups: ProcessGroups, *_: Any) -> Results:
@@ -142,10 +120,8 @@ def _families(paths: dict[str, Path], groups: ProcessGroups, *_: Any) -> Results
             continue
         model = load_model(path, layout, groups)
         expected = load_file(path / "expected.safetensors")["logits"]
-        yield (
-            f"family/{name}",
-            {f"{limit}": _difference(_logits(model, path, limit), expected) for limit in (10_000, 60, 1)},
-        )
+        limits = (10_000, 60, 1)
+        yield f"family/{name}", [_difference(_logits(model, path, limit), expected) for limit in limits]
         yield f"fused/{name}/float32", _differences_from_plain_layers(model, path)
         yield f"fused/{name}/float64", _differences_from_plain_layers(model.double(), path)
 
@@ -189,12 +165,9 @@ def _failures(paths: dict[str, Path], groups: ProcessGroups, *_: Any) -> Results
         before = [parameter.detach().clone() for parameter in trainable.model.parameters()]
         experience = share_of(load_experience(paths["qwen3"]), layout)
         first = GRIDS[layout].coordinates(dist.get_rank()).dp == 0
-        yield f"nan/{layout}", error_of(trainable, experience, _spoiled if first else negative_log_likelihood)
+        yield f"nan/{layout}", error_of(trainable, experience, spoiled if first else negative_log_likelihood)
         yield f"nan_gradient/{layout}", error_of(trainable, experience, _steep if first else negative_log_likelihood)
-        yield (
-            f"weights_kept/{layout}",
-            all(torch.equal(a, b) for a, b in zip(before, trainable.model.parameters(), strict=True)),
-        )
+        yield f"weights_kept/{layout}", all(map(torch.equal, before, trainable.model.parameters()))
 
 
 def _loss_scales(paths: dict[str, Path], groups: ProcessGroups, *_: Any) -> Results:
@@ -204,7 +177,7 @@ def _loss_scales(paths: dict[str, Path], groups: ProcessGroups, *_: Any) -> Resu
     first = make_trainable(load_model(path, layout, groups, dtype="float16"), loss_scale=TOO_LARGE)
     before = [parameter.detach().clone() for parameter in first.model.parameters()]
     steps = [first.train_batch(experience, negative_log_likelihood) for _ in range(3)]
-    kept = all(torch.equal(a, b) for a, b in zip(before, first.model.parameters(), strict=True))
+    kept = all(map(torch.equal, before, first.model.parameters()))
     second = make_trainable(load_model(path, layout, groups, dtype="float16"), loss_scale=TOO_LARGE)
     second.loss_scale.load(first.loss_scale.state())
     steps += [second.train_batch(experience, negative_log_likelihood) for _ in range(7)]
@@ -240,13 +213,13 @@ def _train(
     **settings: Any,
 ) -> dict[str, Any]:
     """Three updates, and where it `evaluates` the log-probs before and after them."""
-    model = load_model(path, layout, groups, **settings)
-    experience = share_of(load_experience(path), layout)
+    model, whole = load_model(path, layout, groups, **settings), load_experience(path)
     expected = load_file(path / "expected.safetensors")
+    experience = share_of(whole.with_fields(rollout_logprobs=expected["logprobs"]), layout)
     report: dict[str, Any] = {}
     if evaluates:
         start = EvaluableModel(model).evaluate(experience, temperature=TEMPERATURE, max_tokens=max_tokens)
-        report["start_difference"] = _difference(start, _share_tokens(expected["logprobs"], path, layout))
+        report["start_difference"] = _difference(start, experience.rollout_logprobs)
     trainable = make_trainable(model, max_tokens=max_tokens, distributed_optimizer=distributed_optimizer)
     steps = [
         trainable.train_batch(experience, negative_log_likelihood, temperature=TEMPERATURE) for _ in range(NUM_STEPS)
@@ -258,14 +231,11 @@ def _train(
         "steps": steps,
         "expected_loss": float(expected["loss"]),
         "expected_grad_norm": float(expected["grad_norm"]),
-        "response_tokens": int(load_experience(path).response_mask.sum()),
+        "response_tokens": int(whole.response_mask.sum()),
         "dtypes": sorted({str(parameter.dtype) for parameter in model.parameters()}),
-        "of_the_layout": _shapes(model) == dict(model.layout.on(dist.get_rank()).parameters),
+        "of_the_layout": {name: tuple(one.shape) for name, one in local_parameters(model).items()}
+        == dict(model.layout.on(dist.get_rank()).parameters),
     }
-
-
-def _shapes(model: LanguageModel) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(parameter.shape) for name, parameter in local_parameters(model).items()}
 
 
 def negative_log_likelihood(experience: Experience, logprobs: Tensor, entropy: Tensor) -> LossOutput:
@@ -279,7 +249,7 @@ def negative_log_likelihood(experience: Experience, logprobs: Tensor, entropy: T
     )
 
 
-def _spoiled(*arguments: Any) -> LossOutput:
+def spoiled(*arguments: Any) -> LossOutput:
     output = negative_log_likelihood(*arguments)
     return replace(output, loss=output.loss * float("nan"))
 
@@ -291,17 +261,7 @@ def _steep(*arguments: Any) -> LossOutput:
 
 
 def load_model(path: Path, layout: str, groups: ProcessGroups, **settings: Any) -> LanguageModel:
-    architecture, grid = read_architecture(path), GRIDS[layout]
-    model = build_model(
-        architecture,
-        grid,
-        groups,
-        model=schema.Model(path=str(path), **{"dtype": "float32", **settings}),
-        parallel=schema.Parallel(tp=grid.tp, pp=grid.pp, sequence_parallel=layout in SEQUENCE_PARALLEL),
-        device=CPU,
-    )
-    load_parameters(path, megatron_layout(architecture, grid), dist.get_rank(), local_parameters(model))
-    return model
+    return megatron_model(path, GRIDS[layout], groups, sequence_parallel=layout.endswith("_sp"), **settings)
 
 
 def make_trainable(
@@ -310,38 +270,18 @@ def make_trainable(
     distributed_optimizer: bool = True,
     loss_scale: schema.LossScale | None = None,
 ) -> TrainableModel:
-    settings = schema.Actor(
-        optimizer=schema.Optimizer(
-            lr=1e-2,
-            warmup_steps=2,
-            decay="linear",
-            weight_decay=0.1,
-            eps=ADAM_EPS,
-            loss_scale=loss_scale or schema.LossScale(),
-        ),
-        micro_batch_tokens=max_tokens,
+    optimizer = {"lr": 1e-2, "warmup_steps": 2, "decay": "linear", "weight_decay": 0.1, "loss_scale": loss_scale}
+    return in_training(
+        model,
+        updates=NUM_STEPS,
+        max_tokens=max_tokens,
+        optimizer={name: value for name, value in optimizer.items() if value},
         distributed_optimizer=distributed_optimizer,
     )
-    return TrainableModel(model, settings, total_updates=NUM_STEPS)
-
-
-def load_experience(path: Path) -> Experience:
-    columns = load_file(path / "experience.safetensors")
-    return Experience(**{**columns, "sample_ids": torch.arange(len(columns["lengths"]))})
-
-
-def _samples(experience: Experience, layout: str) -> Tensor:
-    grid = GRIDS[layout]
-    return torch.arange(grid.coordinates(dist.get_rank()).dp, experience.num_samples, grid.dp)
 
 
 def share_of(experience: Experience, layout: str) -> Experience:
-    return experience.select(_samples(experience, layout))
-
-
-def _share_tokens(values: Tensor, path: Path, layout: str) -> Tensor:
-    experience = load_experience(path)
-    return share_of(experience.with_fields(rollout_logprobs=values), layout).rollout_logprobs
+    return of_replica(experience, GRIDS[layout])
 
 
 @torch.no_grad()

@@ -1,7 +1,6 @@
 """What ranks do in test_training_state: runs that are saved and go on, in the same layout or another, in one world."""
 
-import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,25 +8,31 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from rltrain.algorithms.losses import LossFunction, likelihood_loss, of_states, value_loss
-from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.checkpoint.saved_state import MASTER, PIECES, Destination, SavedState
 from rltrain.config import schema
-from rltrain.data.experience import Experience
 from rltrain.models import Architecture, read_architecture
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.runtime.grid import Grid
-from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
-from rltrain.training.megatron.backend import TrainableModel, step_count
-from rltrain.training.megatron.model import ROUTER_BIAS, build_model, local_parameters
+from rltrain.training.megatron.backend import step_count
+from rltrain.training.megatron.model import ROUTER_BIAS, local_parameters
 from rltrain.training.optimizers import ADAM_STATES
 from rltrain.training.trainable import MOMENTS
-from tests.support.tolerances import ADAM_EPS
+from tests.support.trained_models import (
+    blank_model,
+    digest,
+    groups_on,
+    in_training,
+    load_experience,
+    megatron_model,
+    of_replica,
+    send_away,
+)
 from tests.support.uneven_products import uneven_products
 
 WORLD_SIZE = 4
@@ -118,36 +123,26 @@ class Run:
     def __init__(self, case: Case, way: Way, path: Path, groups: ProcessGroups, *, load_weights: bool) -> None:
         self.rank, self.grid = dist.get_rank(), way.grid
         self.loss: LossFunction = likelihood_loss() if case.role == "actor" else of_states(value_loss(0.2))
-        model = build_model(
-            architecture_of(case, path),
-            self.grid,
-            groups,
-            model=schema.Model(path=str(path), dtype=way.dtype, moe=BALANCED),  # type: ignore[arg-type]
-            parallel=schema.Parallel(tp=way.tp, pp=way.pp, cp=way.cp, ep=way.ep, etp=way.etp),
-            device=torch.device("cpu"),
-        )
-        if load_weights:
-            load_parameters(path, layout_of(case, way, path), self.rank, local_parameters(model))
-        else:
-            for parameter in local_parameters(model).values():
-                parameter.data.fill_(float("nan"))
-        trained = schema.Trained(
-            optimizer=schema.Optimizer(
-                lr=1e-3, warmup_steps=2, decay="linear", weight_decay=0.1, eps=ADAM_EPS, **dict(way.optimizer)
-            ),
-            micro_batch_tokens=MAX_TOKENS,
+        make = megatron_model if load_weights else blank_model
+        model = make(path, self.grid, groups, architecture=architecture_of(case, path), dtype=way.dtype, moe=BALANCED)
+        for parameter in () if load_weights else local_parameters(model).values():
+            parameter.data.fill_(float("nan"))
+        self.trained = in_training(
+            model,
+            updates=BEFORE + AFTER,
+            max_tokens=MAX_TOKENS,
+            optimizer={"lr": 1e-3, "warmup_steps": 2, "decay": "linear", "weight_decay": 0.1, **dict(way.optimizer)},
             distributed_optimizer=way.distributed,
             overlap=way.overlap,
             gradient_bucket_mb=BUCKET_MB if way.overlap else None,
         )
-        self.trained = TrainableModel(model, trained, total_updates=BEFORE + AFTER)
-        samples = Experience(**{"sample_ids": torch.arange(12), **load_file(path / "experience.safetensors")})
+        samples = load_experience(path)
         if case.role == "critic":
             tokens = samples.tokens.float()
             samples = samples.with_fields(values=torch.zeros_like(tokens), returns=tokens % 7 - 3)
-        self.response_tokens = int(samples.select(torch.arange(NUM_SAMPLES)).response_mask.sum())
-        dp = self.grid.coordinates(self.rank).dp
-        self.experience = samples.select(torch.arange(dp, NUM_SAMPLES, self.grid.dp))
+        samples = samples.select(torch.arange(NUM_SAMPLES))
+        self.response_tokens = int(samples.response_mask.sum())
+        self.experience = of_replica(samples, self.grid)
 
     def train(self, updates: int) -> list[dict[str, float]]:
         return [self.trained.train_batch(self.experience, self.loss) for _ in range(updates)]
@@ -164,16 +159,11 @@ class Run:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(dict(saved.tensors), folder / f"rank_{self.rank:05d}.safetensors", dict(saved.metadata))
 
-    def send_away(self) -> None:
-        for name, part in self.trained.parts.items():
-            if name == "gradients":
-                part.leave(drop=True)
-            else:
-                part.save()
-                part.leave()
-
     def load(self, folder: Path) -> None:
         self.trained.load_state(sorted(folder.glob("*.safetensors")))
+
+    def go_on(self) -> dict[str, Any]:
+        return {"updates": self.train(AFTER), "digests": self.digests()}
 
     def digests(self) -> dict[str, str]:
         """Of the weights, and of what the optimizer has, by kind."""
@@ -212,9 +202,7 @@ def some_cases(checkpoints: dict[str, str], folder: str, names: list[str]) -> di
 
 
 def groups_of(cases: Mapping[str, Case]) -> ProcessGroups:
-    grids = {case_way.grid for case in cases.values() for case_way in (case.way, case.goes_on)}
-    lists = sorted({ranks for grid in grids for ranks in group_lists({"actor": grid})})
-    return ProcessGroups(lists, backend="gloo", timeout_s=60)
+    return groups_on(way.grid for case in cases.values() for way in (case.way, case.goes_on))
 
 
 def quick_cases(checkpoints: dict[str, str], folder: str) -> dict[str, Any]:
@@ -234,12 +222,12 @@ def saved_and_continued(case: Case, path: Path, groups: ProcessGroups, folder: P
         undisturbed.train(BEFORE)
         if case.other is not None:  # its numbers are compared with a tolerance
             undisturbed.save(folder / "first")
-        seen["undisturbed"] = {"updates": undisturbed.train(AFTER), "digests": undisturbed.digests()}
+        seen["undisturbed"] = undisturbed.go_on()
         if case.other is None:
             stopped = Run(case, case.way, path, groups, load_weights=True)
             stopped.train(BEFORE)
             if case.away:
-                stopped.send_away()
+                send_away(stopped.trained)
             stopped.save(folder / "first", updates_meanwhile=0 if case.away else 1)
     dist.barrier()
     if rank in case.goes_on.grid.ranks:
@@ -249,7 +237,7 @@ def saved_and_continued(case: Case, path: Path, groups: ProcessGroups, folder: P
         seen["num_updates"] = resumed.trained.num_updates
         seen["shared_steps"] = shared_steps(resumed)
         resumed.save(folder / "second")
-        seen["resumed"] = {"updates": resumed.train(AFTER), "digests": resumed.digests()}
+        seen["resumed"] = resumed.go_on()
     dist.barrier()
     if rank == 0:
         first, second = (whole_state(case, path, folder / name) for name in ("first", "second"))
@@ -285,10 +273,7 @@ def at_the_start(path: Path, groups: ProcessGroups, folder: Path) -> dict[str, A
     dist.barrier()
     resumed = Run(case, case.way, path, groups, load_weights=False)
     resumed.load(folder)
-    return {
-        "undisturbed": {"updates": undisturbed.train(AFTER), "digests": undisturbed.digests()},
-        "resumed": {"updates": resumed.train(AFTER), "digests": resumed.digests()},
-    }
+    return {"undisturbed": undisturbed.go_on(), "resumed": resumed.go_on()}
 
 
 def within_a_mini_batch(path: Path, groups: ProcessGroups) -> str:
@@ -300,11 +285,3 @@ def within_a_mini_batch(path: Path, groups: ProcessGroups) -> str:
     except RuntimeError as error:
         return str(error)
     return "no error"
-
-
-def digest(tensors: Iterable[Tensor]) -> str:
-    """Equal only for equal bits."""
-    total = hashlib.sha256()
-    for tensor in tensors:
-        total.update(tensor.detach().clone().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return total.hexdigest()

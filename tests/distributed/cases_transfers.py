@@ -63,13 +63,12 @@ class Rank:
         self.order = build_order(self.config, self.placement)
         rank = job_store.world.rank
         tp = {"actor": training_tp, "reference": training_tp}
-        grids = {role: Grid(self.placement.ranks(role), tp=tp.get(role, 1)) for role in self.placement.roles}
-        self.roles = {role: StandIn(grids[role], rank) for role in self.placement.hosts(rank)}
+        self.grids = {role: Grid(self.placement.ranks(role), tp=tp.get(role, 1)) for role in self.placement.roles}
+        self.roles = {role: StandIn(self.grids[role], rank) for role in self.placement.hosts(rank)}
         world = job_store.world
         stores = [dist.PrefixStore(name, store) for store in (world.store, world.background)]
         transport = Transport(rank, LOOPBACK, *stores)
         self.exchange = Exchange(rank, transport, Waiter(job_store, 30.0), RANKS_PER_NODE)
-        self.grids = grids
         self.received: Received = {}
 
     def follow(
@@ -87,14 +86,12 @@ class Rank:
             if not self.roles.keys() & {*entry.actors}:
                 continue
             if entry.kind == "task":
-                getattr(self, entry.name, self.nothing)(entry.step, entry.chunk)
+                if task := getattr(self, entry.name, None):  # else no experience depends on it
+                    task(entry.step, entry.chunk)
             else:
                 {"post": transfers.post, "wait": transfers.wait}[entry.kind](position)
         transfers.finish(order.end)
         return saved
-
-    def nothing(self, step: int, chunk: int) -> None:
-        """A task that no experience depends on."""
 
     def generate(self, step: int, chunk: int) -> None:
         """This replica's groups of the chunk."""

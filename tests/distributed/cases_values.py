@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
-
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -14,20 +12,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rltrain.algorithms.losses import before_tokens, sample_scores
 from rltrain.checkpoint.hf_reader import load_parameters
-from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.models import read_architecture
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.runtime.grid import Grid
-from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.megatron.backend import EvaluableModel, run_schedule
-from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
+from rltrain.training.megatron.model import LanguageModel, local_parameters
 from rltrain.training.packing import MicroBatch
+from tests.support.packed_experience import plain_experience
 from tests.support.tiny_checkpoints import CHECKPOINTS, SHAPE, VOCAB_SIZE
+from tests.support.trained_models import blank_model, groups_on, of_replica
 
-CPU = torch.device("cpu")
 NAMES = {"qwen3": 2, "qwen2_tied": 4, "llama3": 2}
 """Checkpoints, and the layers of each: a stage of a pipeline holds one or two."""
 GRIDS = {
@@ -84,19 +81,9 @@ def experience() -> Experience:
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(4, 41, (10,), generator=generator)
     lengths[3] = 1
-    num_tokens = int(lengths.sum())
     within = torch.cat([torch.arange(int(n)) for n in lengths])
-    columns = {
-        "group_ids": torch.arange(10),
-        "prompt_ids": torch.arange(10),
-        "lengths": lengths,
-        "truncated": torch.zeros(10, dtype=torch.bool),
-        "tokens": torch.randint(VOCAB_SIZE, (num_tokens,), generator=generator),
-        "response_mask": within > lengths.repeat_interleave(lengths) // 3,
-        "policy_version": torch.zeros(num_tokens, dtype=torch.int32),
-        "rollout_logprobs": torch.zeros(num_tokens),
-    }
-    return Experience(sample_ids=torch.arange(10), **columns)
+    tokens = torch.randint(VOCAB_SIZE, (len(within),), generator=generator)
+    return plain_experience(lengths.tolist(), tokens, within > lengths.repeat_interleave(lengths) // 3)
 
 
 def squared_error(values: Tensor, samples: Experience) -> Tensor:
@@ -107,8 +94,7 @@ def squared_error(values: Tensor, samples: Experience) -> Tensor:
 
 def all_cases(critics: dict[str, str]) -> dict[str, Any]:
     """By "critic/layout", of every one in which the rank took part."""
-    lists = sorted({ranks for grid in GRIDS.values() for ranks in group_lists({"actor": grid})})
-    groups = ProcessGroups(lists, backend="gloo", timeout_s=60)
+    groups = groups_on(GRIDS.values())
     results: dict[str, Any] = {}
     for name, path in critics.items():
         for layout in COMBINATIONS[name]:
@@ -152,34 +138,25 @@ def _compare(path: Path, layout: str, groups: ProcessGroups, **settings: str) ->
 
 
 def _model(path: Path, layout: str, groups: ProcessGroups, **settings: str) -> LanguageModel:
-    grid = GRIDS[layout]
-    return build_model(
-        read_architecture(path).value_model(),
-        grid,
-        groups,
-        model=schema.Model(path=str(path), **{"dtype": "float32", **settings}),
-        parallel=schema.Parallel(tp=grid.tp, pp=grid.pp, sequence_parallel=layout.endswith("_sp")),
-        device=CPU,
-    )
+    own = {"architecture": read_architecture(path).value_model(), "sequence_parallel": layout.endswith("_sp")}
+    return blank_model(path, GRIDS[layout], groups, **own, **settings)
 
 
 def _backward(model: LanguageModel, layout: str) -> float:
     """Gradients in main_grad, summed over the micro-batches of all replicas; their loss."""
-    groups, grid = model.pg_collection, GRIDS[layout]
+    groups = model.pg_collection
     (chunk,) = model.chunks
     ddp = DistributedDataParallel(
         model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), chunk, pg_collection=groups
     )
     model.config.finalize_model_grads_func = None
     ddp.zero_grad_buffer()
-    samples = experience()
-    samples = samples.select(torch.arange(grid.coordinates(dist.get_rank()).dp, samples.num_samples, grid.dp))
 
     def outputs(batch: MicroBatch, of_tokens: Tensor) -> tuple[Tensor, Tensor]:
         loss = squared_error(before_tokens(of_tokens, batch.experience.lengths), batch.experience)
         return loss, loss.detach().clone()
 
-    batches = model.micro_batches(samples, min(LIMITS))
+    batches = model.micro_batches(of_replica(experience(), GRIDS[layout]), min(LIMITS))
     losses = run_schedule(model, batches, outputs, chunks=[ddp], backward=True)
     finalize_model_grads([ddp], None, pg_collection=groups)
     total = torch.stack([torch.zeros(()), *losses]).sum()

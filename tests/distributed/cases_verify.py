@@ -65,14 +65,7 @@ def hide_two_changes(case: Sync, rank: int) -> None:
 
 TAMPERING: dict[str, Callable[[Sync, int], None]] = {
     function.__name__: function
-    for function in (
-        flip_a_bit,
-        swap_two_rows,
-        change_the_source,
-        wipe_a_vector,
-        change_a_scale,
-        hide_two_changes,
-    )
+    for function in (flip_a_bit, swap_two_rows, change_the_source, wipe_a_vector, change_a_scale, hide_two_changes)
 }
 
 

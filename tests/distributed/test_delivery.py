@@ -1,10 +1,10 @@
 """The ranks of one engine deliver together, and are of one mind about what became of it."""
 
-from tests.support.torchrun import run_distributed
+from tests.support.worlds import run_case
 
 
 def test_ranks_of_an_engine_deliver_their_shares_and_fail_together() -> None:
-    by_rank = run_distributed("tests.distributed.cases_delivery:deliver_over_ranks", num_ranks=2)
+    by_rank = run_case("cases_delivery:deliver_over_ranks", 2)
     first = by_rank[0]
     assert first["layout"] == first["whole"] == first["changes"] == first["again"] == "good"
     assert (first["version"], first["version again"]) == (1, 3)

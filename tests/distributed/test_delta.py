@@ -1,21 +1,16 @@
 """Syncs of what changed by four real ranks, against full ones."""
 
-from typing import Any
-
 import pytest
 
 from tests.distributed.cases_delta import CHECKS, LOSES_BEFORE, SHARES, pairs
 from tests.distributed.cases_reshard import union_of
-from tests.support.torchrun import run_distributed
+from tests.support.worlds import Ranks, world
 
-
-@pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    return run_distributed("tests.distributed.cases_delta:all_checks", num_ranks=4, timeout_s=240)
+ranks = world("cases_delta:all_checks")
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_every_run_equals_a_full_sync_bit_for_bit(check: str, ranks: list[dict[str, Any]]) -> None:
+def test_every_run_equals_a_full_sync_bit_for_bit(check: str, ranks: Ranks) -> None:
     compared = 0
     for rank, results in enumerate(ranks):
         for placement, runs in results[check].items():
@@ -24,14 +19,14 @@ def test_every_run_equals_a_full_sync_bit_for_bit(check: str, ranks: list[dict[s
     assert compared > 2 * len(SHARES)
 
 
-def test_all_placements_are_checked(ranks: list[dict[str, Any]]) -> None:
+def test_all_placements_are_checked(ranks: Ranks) -> None:
     for rank, results in enumerate(ranks):
         found = {placement for check in results.values() for placement in check}
         assert found == {placement for placement, _ in pairs() if rank in union_of(placement)}
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_bytes_follow_what_changed(check: str, ranks: list[dict[str, Any]]) -> None:
+def test_bytes_follow_what_changed(check: str, ranks: Ranks) -> None:
     for results in ranks:
         for runs in results[check].values():
             full, one_percent, nothing, _, everything = (run["moved"] for run in runs[:5])

@@ -1,5 +1,6 @@
 """Everything that a model has is on its role's device, wherever a library made it. Meta is the device here."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from tests.distributed.cases_devices import UNTRAINABLE
 from tests.support.family_checkpoints import CHECKPOINTS, VARIANTS
 from tests.support.marks import slow_but
-from tests.support.torchrun import run_distributed
+from tests.support.worlds import made_once, run_case
 
 QUICK = ("qwen3_tied", "gemma3", "qwen3_moe", "deepseek_v3", "qwen3_5_moe", "gpt_oss")
 """Among them: windows, experts, biases of experts, shared experts with gates, latent attention, delta nets, sinks."""
@@ -17,21 +18,12 @@ WITHOUT_FSDP |= {"minimax_m2"}
 FAMILIES = [name for name in CHECKPOINTS if name not in VARIANTS]
 
 
-def build(families: list[str], folder: Path) -> dict[str, Any]:
-    found, *_ = run_distributed(
-        "tests.distributed.cases_devices:built", 1, {"families": families, "folder": str(folder)}
-    )
-    return found
+def build(folder: Path, families: list[str]) -> dict[str, Any]:
+    return run_case("cases_devices:built", 1, families=families, folder=folder)[0]
 
 
-@pytest.fixture(scope="module")
-def quick_world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return build([*QUICK], tmp_path_factory.mktemp("quick"))
-
-
-@pytest.fixture(scope="module")
-def slow_world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return build([family for family in FAMILIES if family not in QUICK], tmp_path_factory.mktemp("slow"))
+OTHERS = [family for family in FAMILIES if family not in QUICK]
+quick_world, slow_world = (made_once(partial(build, families=[*families])) for families in (QUICK, OTHERS))
 
 
 @pytest.mark.parametrize("family", slow_but(FAMILIES, *QUICK))
@@ -43,15 +35,9 @@ def test_nothing_is_left_elsewhere(ranks: dict[str, Any], family: str) -> None:
         assert names == (UNTRAINABLE if refused else []), kind
 
 
-@pytest.mark.parametrize(
-    ("family", "parameter"),
-    [
-        ("mixtral", "chunks.0.decoder.layers.0.mlp.router.weight"),
-        pytest.param("qwen2_moe", "router.weight", marks=pytest.mark.slow),
-    ],
-)
-def test_what_megatron_makes_on_the_host_is_named(family: str, parameter: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", slow_but(["mixtral", "qwen2_moe"], "mixtral"))
+def test_what_megatron_makes_on_the_host_is_named(family: str, tmp_path: Path) -> None:
     """Without the move a router's weight is there, and the error says where it should be."""
-    case = "tests.distributed.cases_devices:left_on_the_host"
-    message, *_ = run_distributed(case, 1, {"family": family, "folder": str(tmp_path)})
-    assert parameter in message and "is on cpu, and the device of its role is meta" in message
+    (message,) = run_case("cases_devices:left_on_the_host", 1, family=family, folder=tmp_path)
+    assert "chunks.0.decoder.layers." in message and "router.weight" in message
+    assert "is on cpu, and the device of its role is meta" in message

@@ -7,15 +7,13 @@ import pytest
 from rltrain.rollout.sample import Sample
 from tests.distributed.cases_endpoint import NUM_CONVERSATIONS, NUM_TURNS, TURN_TOKENS, drawn_alone
 from tests.support.rollout_models import write_checkpoint
-from tests.support.torchrun import run_distributed
+from tests.support.worlds import run_case
 from tests.through_json import read
-
-TIMEOUT_S = 120
 
 
 def test_turns_on_an_engine_of_two_ranks_are_those_on_one(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "model", "qwen3")
-    leader, follower = run_distributed("tests.distributed.cases_endpoint:converse", 2, {"path": str(path)}, TIMEOUT_S)
+    leader, follower = run_case("cases_endpoint:converse", 2, path=path)
     assert leader["log"] == follower["log"] and not follower["said"]
     said = [read(Sample, record) for record in leader["said"]]
     assert len(said) == NUM_CONVERSATIONS * NUM_TURNS

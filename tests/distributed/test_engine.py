@@ -8,10 +8,11 @@ import pytest
 from rltrain.runtime.grid import Grid
 from tests.distributed.cases_engine import engine_completions
 from tests.support.family_checkpoints import OTHER_DENSE
+from tests.support.marks import slow_but
 from tests.support.rollout_models import write_checkpoint
-from tests.support.torchrun import run_distributed
+from tests.support.worlds import run_case
 
-TIED = {"llama": True, "mixtral": True}
+TIED = ("llama", "mixtral")
 ENGINES = [(4, 2, "qwen3_moe")]
 """Ranks of an engine, shares of its experts, and family. The dense checkpoints have two KV heads: with four ranks each
 head is held twice."""
@@ -35,29 +36,22 @@ DENSE = [
 ]
 
 
-def test_tensor_parallel_engines_equal_a_single_rank(tmp_path: Path) -> None:
-    check(tmp_path, ENGINES, INTERRUPTED)
+FEW, MANY = (ENGINES, INTERRUPTED), (SPARSE + DENSE, ALSO_INTERRUPTED)
+Engines = list[tuple[int, int, str]]
 
 
-@pytest.mark.slow
-def test_so_do_engines_of_other_families(tmp_path: Path) -> None:
-    check(tmp_path, SPARSE + DENSE, ALSO_INTERRUPTED)
-
-
-def check(folder: Path, whole: list[tuple[int, int, str]], interrupted: list[tuple[int, int, str]]) -> None:
+@pytest.mark.parametrize(("whole", "interrupted"), slow_but((FEW, MANY), FEW), ids=["few", "many"])
+def test_tensor_parallel_engines_equal_a_single_rank(tmp_path: Path, whole: Engines, interrupted: Engines) -> None:
     families = {family for *_, family in [*whole, *interrupted]}
-    paths = {family: write_checkpoint(folder / family, family, tied=TIED.get(family, False)) for family in families}
+    paths = {family: write_checkpoint(tmp_path / family, family, tied=family in TIED) for family in families}
     engines = [(*sizes, str(paths[family]), False) for *sizes, family in whole]
     engines += [(*sizes, str(paths[family]), True) for *sizes, family in interrupted]
-    by_rank = run_distributed(
-        "tests.distributed.cases_engine:generate_with_tensor_parallelism", num_ranks=4, arguments={"engines": engines}
-    )
+    by_rank = run_case("cases_engine:generate_with_tensor_parallelism", engines=engines)
     single = {family: engine_completions(path, Grid((0,)), 0, None) for family, path in paths.items()}
     for results in by_rank:
         for generated, (*_, family) in zip(results, [*whole, *interrupted], strict=True):
             for done, reference in zip(generated, single[family], strict=True):
-                assert done["tokens"] == reference["tokens"]
-                assert done["status"] == reference["status"]
-                assert done.get("experts") == reference.get("experts")
+                for what in ("tokens", "status", "experts"):
+                    assert done.get(what) == reference.get(what)
                 assert done["logprobs"] == pytest.approx(reference["logprobs"], abs=WITHIN.get(family, 3e-5))
     assert all(results == by_rank[0] for results in by_rank)

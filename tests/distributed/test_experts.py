@@ -1,14 +1,14 @@
 """Models with experts, latent attention, windows and further norms train alike in every layout, and as transformers'
 do."""
 
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.distributed.cases_experts import EXPORTED, LAYOUTS, TOO_LARGE, response_mask
+from tests.distributed.cases_experts import EXPORTED, HALF, LAYOUTS, TOO_LARGE, response_mask
 from tests.support.family_checkpoints import (
     LENGTHS,
     OTHER_DENSE,
@@ -19,7 +19,8 @@ from tests.support.family_checkpoints import (
     model_logprobs,
     write_gradients,
 )
-from tests.support.torchrun import run_distributed
+from tests.support.marks import slow_but
+from tests.support.worlds import Ranks, made_once, reports, run_case
 
 BALANCED = {"aux_loss_coef": 0.05, "z_loss_coef": 0.01, "bias_update_rate": 0.01}
 MODEL = "deepseek_v3"
@@ -60,74 +61,49 @@ Dense ones have what none of the others has: windows, rotary embeddings of their
 RELATIVE = 1e-4
 IN_LAYOUTS = 5e-5
 
-Reports = dict[str, list[dict[str, Any]]]
-"""Of the ranks that took part, by checkpoint and layout."""
 
-
-def train(folder: Path, layouts: dict[str, list[str]]) -> Reports:
+def train(folder: Path, layouts: dict[str, list[str]]) -> Ranks:
     for name in layouts:
         write_gradients(make_family_checkpoint(name, folder / name), response_mask())
-    arguments = {"checkpoints": layouts, "folder": str(folder), "moe": BALANCED}
-    ranks = run_distributed("tests.distributed.cases_experts:trained", 4, arguments, timeout_s=300)
-    cases = {case for rank in ranks for case in rank}
-    return {case: [rank[case] for rank in ranks if case in rank] for case in sorted(cases)}
+    return run_case("cases_experts:trained", checkpoints=layouts, folder=folder, moe=BALANCED)
+
+
+folder, slow_world = made_once(lambda folder: folder), made_once(partial(train, layouts=MANY))
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("few")
-
-
-@pytest.fixture(scope="module")
-def few(folder: Path) -> Reports:
+def quick_world(folder: Path) -> Ranks:
     return train(folder, FEW)
 
 
-@pytest.fixture(scope="module")
-def many(tmp_path_factory: pytest.TempPathFactory) -> Reports:
-    return train(tmp_path_factory.mktemp("many"), MANY)
+QUICK_AND_SLOW = pytest.mark.parametrize("layouts", slow_but((FEW, MANY), FEW), ids=["few", "many"])
+Layouts = dict[str, list[str]]
 
 
-def check_gradients(reports: Reports) -> None:
-    found = {case: report["differences"] for case, of in reports.items() for report in of if report.get("differences")}
-    assert found
-    for case, differences in found.items():
-        assert max(differences.values()) < RELATIVE, (case, differences)
+@QUICK_AND_SLOW
+def test_gradients_are_those_of_transformers(ranks: Ranks, layouts: Layouts) -> None:
+    for name in layouts:
+        found = [report["differences"] for report in reports(ranks, f"{name}/one_rank")]
+        found += [report["differences"] for layout in layouts[name] for report in reports(ranks, f"{name}/{layout}")]
+        assert found[0]
+        for differences in found:
+            assert max(differences.values(), default=0) < RELATIVE, (name, differences)
 
 
-def check_alike(reports: Reports) -> None:
+@QUICK_AND_SLOW
+def test_the_layout_changes_nothing(ranks: Ranks, layouts: Layouts) -> None:
     """Loss, gradient norm and loads of every step, biases and log-probs after them."""
-    for case, of in reports.items():
-        if case.endswith("/float16"):
-            continue
-        expected = reports[f"{case.split('/')[0]}/one_rank"][0]
-        for report in of:
+    for name, layout in [(name, layout) for name, of in layouts.items() for layout in of]:
+        (expected,) = reports(ranks, f"{name}/one_rank")
+        for report in reports(ranks, f"{name}/{layout}"):
             for step, (found, wanted) in enumerate(zip(report["steps"], expected["steps"], strict=True)):
-                assert found == pytest.approx(wanted, rel=IN_LAYOUTS), (case, step)
-            for name, logprobs in report["after"].items():
-                assert logprobs == pytest.approx(expected["after"][name], abs=3e-4), case
+                assert found == pytest.approx(wanted, rel=IN_LAYOUTS), (name, layout, step)
+            for sample, logprobs in report["after"].items():
+                assert logprobs == pytest.approx(expected["after"][sample], abs=3e-4), (name, layout)
 
 
-def test_gradients_are_those_of_transformers(few: Reports) -> None:
-    check_gradients(few)
-
-
-def test_the_layout_changes_nothing(few: Reports) -> None:
-    check_alike(few)
-
-
-@pytest.mark.slow
-def test_every_familys_gradients_are_those_of_transformers(many: Reports) -> None:
-    check_gradients(many)
-
-
-@pytest.mark.slow
-def test_no_layout_changes_anything(many: Reports) -> None:
-    check_alike(many)
-
-
-def test_biases_move_by_the_rate_on_every_rank(few: Reports) -> None:
-    before, *after = few[f"{MODEL}/one_rank"][0]["biases"]
+def test_biases_move_by_the_rate_on_every_rank(ranks: Ranks) -> None:
+    before, *after = reports(ranks, f"{MODEL}/one_rank")[0]["biases"]
     assert before
     for earlier, later in zip([before, *after], after, strict=False):
         for name, values in later.items():
@@ -135,16 +111,16 @@ def test_biases_move_by_the_rate_on_every_rank(few: Reports) -> None:
             at_rest = moved.abs() < 1e-6
             assert torch.allclose(moved[~at_rest].abs(), torch.tensor(BALANCED["bias_update_rate"]), atol=1e-6)
             assert moved.max() > 0 > moved.min()
-    stages = few[f"{MODEL}/pp2_ep2"]
-    assert {values for report in stages for values in map(str, report["biases"][-1].values())} == {
-        *map(str, after[-1].values())
-    }
+    stages = reports(ranks, f"{MODEL}/pp2_ep2")
+    biases = {str(values) for report in stages for values in report["biases"][-1].values()}
+    assert biases == {*map(str, after[-1].values())}
 
 
-def check_one_loss_scale(reports: Reports, name: str) -> None:
-    """Whichever gradients overflow, of experts or of others: it halves once, and no weight or bias moves."""
-    (expected,) = reports[f"{name.split('/')[0]}/one_rank"]
-    found = reports[f"{name}/float16"]
+@pytest.mark.parametrize("name", slow_but(HALF, HALF[0]))
+def test_in_float16_experts_have_the_loss_scale_of_the_others(ranks: Ranks, name: str) -> None:
+    """Whichever gradients overflow: it halves once, and no weight or bias moves. One optimizer is distributed."""
+    (expected,) = reports(ranks, f"{name.split('/')[0]}/one_rank")
+    found = reports(ranks, f"{name}/float16")
     assert len(found) == 4 and all(report["steps"] == found[0]["steps"] for report in found)
     *overflowed, made = found[0]["steps"]
     assert overflowed
@@ -156,21 +132,12 @@ def check_one_loss_scale(reports: Reports, name: str) -> None:
     assert any(report["biases_moved"] for report in found) == name.startswith(MODEL)
 
 
-def test_in_float16_experts_have_the_loss_scale_of_the_others(few: Reports) -> None:
-    check_one_loss_scale(few, f"{MODEL}/pp2_ep2")
-
-
-@pytest.mark.slow
-def test_in_float16_so_they_have_without_a_distributed_optimizer(many: Reports) -> None:
-    check_one_loss_scale(many, "mixtral/tp2_ep2_plain")
-
-
-def test_what_was_trained_is_in_transformers_what_it_was_in_training(few: Reports, folder: Path) -> None:
+def test_what_was_trained_is_in_transformers_what_it_was_in_training(ranks: Ranks, folder: Path) -> None:
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / MODEL / "trained", dtype=torch.float32)
     tokens = load_file(folder / MODEL / "expected.safetensors")["tokens"].split(LENGTHS)
-    for report in few[f"{MODEL}/{EXPORTED}"]:
+    for report in reports(ranks, f"{MODEL}/{EXPORTED}"):
         for sample, logprobs in report["after"].items():
             with torch.no_grad():
                 assert logprobs == pytest.approx(model_logprobs(model, tokens[int(sample)]).tolist(), abs=1e-4)

@@ -3,7 +3,6 @@ whose weights are the rounded ones, and which moves those that are not."""
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,18 +18,17 @@ from tests.distributed.cases_fake_quantization import GROUP_SIZE, LAYOUTS, MEASU
 from tests.distributed.cases_lora import KEPT_ROWS
 from tests.support.family_checkpoints import LENGTHS, make_family_checkpoint, model_logprobs, write_gradients
 from tests.support.tiny_checkpoints import make_checkpoints
-from tests.support.torchrun import run_distributed
+from tests.support.worlds import Ranks, made_once, reports, run_case
 from tests.unit.test_estimated_memory import job_of
 
 RELATIVE, IN_LAYOUTS, CLOSE = 1e-4, 1e-5, 1e-4
 pytestmark = pytest.mark.slow  # tests/unit/test_megatron_layers.py has a quick part
 OF_WAYS = [name for name in WAYS if not name.startswith("megatron")]
-Report = dict[str, Any]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = make_family_checkpoint("qwen3_moe", tmp_path_factory.mktemp("rounded"))
+@made_once
+def folder(path: Path) -> Path:
+    make_family_checkpoint("qwen3_moe", path)
     made = path / "transformers"
     made.mkdir()
     shutil.copy(path / "config.json", made)
@@ -52,17 +50,10 @@ def told(folder: Path) -> list[list[float]]:
 
 
 @pytest.fixture(scope="module")
-def ranks(folder: Path, told: list[list[float]], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Report]]:
+def ranks(folder: Path, told: list[list[float]], tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     base = make_checkpoints(tmp_path_factory.mktemp("samples"), ["qwen3"], num_hidden_layers=1)["qwen3"]
     shutil.copy(Path(base) / "experience.safetensors", folder)
-    arguments = {"path": str(folder), "gradients": str(folder / "transformers/gradients")}
-    return run_distributed("tests.distributed.cases_fake_quantization:rounded", 4, arguments)
-
-
-def reports(ranks: list[dict[str, Report]], name: str) -> list[Report]:
-    found = [rank[name] for rank in ranks if name in rank]
-    assert found
-    return found
+    return run_case("cases_fake_quantization:rounded", path=folder, gradients=folder / "transformers/gradients")
 
 
 def weights_in(path: Path) -> dict[str, Tensor]:
@@ -75,7 +66,7 @@ def of_rounded(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_log_probs_and_gradients_are_those_of_the_rounded_weights(
-    name: str, ranks: list[dict[str, Report]], told: list[list[float]]
+    name: str, ranks: Ranks, told: list[list[float]]
 ) -> None:
     for report in reports(ranks, name):
         for sample, logprobs in report["start"].items():
@@ -85,7 +76,7 @@ def test_log_probs_and_gradients_are_those_of_the_rounded_weights(
 
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "one_rank"])
-def test_the_layout_changes_no_step(name: str, ranks: list[dict[str, Report]]) -> None:
+def test_the_layout_changes_no_step(name: str, ranks: Ranks) -> None:
     (alone,) = reports(ranks, "one_rank")
     for report in reports(ranks, name):
         for step, wanted in zip(report["steps"], alone["steps"], strict=True):
@@ -94,7 +85,7 @@ def test_the_layout_changes_no_step(name: str, ranks: list[dict[str, Report]]) -
 
 @pytest.mark.parametrize("name", [*LAYOUTS, *WAYS])
 def test_engines_get_the_rounded_weights_and_files_those_that_are_trained(
-    name: str, ranks: list[dict[str, Report]], folder: Path
+    name: str, ranks: Ranks, folder: Path
 ) -> None:
     """Adapters that have learned nothing add nothing."""
     reports(ranks, name)
@@ -107,7 +98,7 @@ def test_engines_get_the_rounded_weights_and_files_those_that_are_trained(
 
 
 @pytest.mark.parametrize("name", OF_WAYS)
-def test_backends_are_alike_and_go_on_from_each_others_states(name: str, ranks: list[dict[str, Report]]) -> None:
+def test_backends_are_alike_and_go_on_from_each_others_states(name: str, ranks: Ranks) -> None:
     """With adapters beside the rounded base too."""
     kind = name.partition("/")[2]
     (wanted,) = reports(ranks, f"megatron1/{kind}")
@@ -118,7 +109,7 @@ def test_backends_are_alike_and_go_on_from_each_others_states(name: str, ranks: 
                 assert step[key] == pytest.approx(of_megatron[key], rel=rel), key
 
 
-def test_what_rounding_keeps_for_backward_is_foretold(ranks: list[dict[str, Report]], folder: Path) -> None:
+def test_what_rounding_keeps_for_backward_is_foretold(ranks: Ranks, folder: Path) -> None:
     """By the byte."""
 
     def foretold(rounded: dict[str, int] | None) -> int:

@@ -1,7 +1,7 @@
 """Megatron's model of every family, loaded from files in many parallel layouts, has transformers' logits."""
 
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,7 +14,8 @@ from tests.support.family_checkpoints import (
     SPARSE_VARIANTS,
     make_family_checkpoint,
 )
-from tests.support.torchrun import run_distributed
+from tests.support.marks import slow_but
+from tests.support.worlds import Ranks, made_once, reports, run_case
 
 FIRST_DENSE, FIRST_SPARSE = "tp2_pp2", "tp2_ep2"
 OTHER_DENSE = ["tp2_sequence_parallel", "tp4"]
@@ -25,52 +26,23 @@ OTHERS |= {name: [FIRST_SPARSE, *OTHER_SPARSE][name in QUICK_SPARSE :] for name 
 OTHERS |= dict.fromkeys(DENSE_VARIANTS, ["tp2_pp2"]) | dict.fromkeys(SPARSE_VARIANTS, ["tp2_ep2"])
 TOLERANCE = 1e-4
 
-Reports = list[dict[str, Any]]
-"""By rank."""
 
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = tmp_path_factory.mktemp("families")
-    return folder
-
-
-def load_all(folder: Path, layouts: dict[str, list[str]]) -> Reports:
+def load_all(folder: Path, layouts: dict[str, list[str]]) -> Ranks:
     for name in layouts:
-        if not (folder / name).exists():
-            make_family_checkpoint(name, folder / name)
-    arguments = {"checkpoints": layouts, "folder": str(folder)}
-    return run_distributed("tests.distributed.cases_family_logits:differences", 4, arguments, timeout_s=300)
+        make_family_checkpoint(name, folder / name)
+    return run_case("cases_family_logits:differences", checkpoints=layouts, folder=folder)
 
 
-@pytest.fixture(scope="module")
-def few(checkpoints: Path) -> Reports:
-    return load_all(checkpoints, FEW)
-
-
-@pytest.fixture(scope="module")
-def others(checkpoints: Path) -> Reports:
-    return load_all(checkpoints, OTHERS)
+quick_world, slow_world = (made_once(partial(load_all, layouts=layouts)) for layouts in (FEW, OTHERS))
 
 
 def cases(layouts: dict[str, list[str]]) -> list[tuple[str, str]]:
     return [(name, layout) for name in layouts for layout in layouts[name]]
 
 
-@pytest.mark.parametrize(("name", "layout"), cases(FEW))
-def test_logits_are_those_of_transformers(few: Reports, name: str, layout: str) -> None:
-    check(few, name, layout)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "layout"), cases(OTHERS))
-def test_they_are_in_every_layout(others: Reports, name: str, layout: str) -> None:
-    check(others, name, layout)
-
-
-def check(ranks: Reports, name: str, layout: str) -> None:
-    found = [rank[f"{name}/{layout}"] for rank in ranks if f"{name}/{layout}" in rank]
+@pytest.mark.parametrize(("name", "layout"), slow_but(cases(FEW) + cases(OTHERS), *cases(FEW)))
+def test_logits_are_those_of_transformers(ranks: Ranks, name: str, layout: str) -> None:
+    found = reports(ranks, f"{name}/{layout}")
     assert all(report["names_and_shapes"] for report in found), "parameters are those of the layout"
     differences = [report["difference"] for report in found if report["difference"] is not None]
-    assert differences
-    assert max(differences) < TOLERANCE
+    assert differences and max(differences) < TOLERANCE

@@ -1,8 +1,8 @@
 """A model of transformers under fully_shard gives Megatron's numbers, on any number of ranks, and its state goes to
 Megatron and back."""
 
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -10,7 +10,7 @@ from tests.distributed.cases_fsdp import OTHERS, QUICK, STATES, TIED, WAYS
 from tests.support.marks import slow_but
 from tests.support.tiny_checkpoints import OF_TRANSFORMERS, make_checkpoints
 from tests.support.tolerances import near
-from tests.support.torchrun import run_distributed
+from tests.support.worlds import Ranks, made_once, reports, run_case
 
 FAMILY = "llama3"
 RELATIVE, ABSOLUTE = 1e-5, 2e-6
@@ -20,44 +20,22 @@ IN_BFLOAT16 = 5e-2
 """transformers rounds at other places than Megatron's modules do. Logits of 5 are 0.03 apart in bfloat16."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("checkpoints")
+def world_of(folder: Path, slow: bool) -> Ranks:
+    checkpoints = make_checkpoints(folder, ["qwen3", *(OF_TRANSFORMERS if slow else [FAMILY])], num_hidden_layers=2)
+    checkpoints |= make_checkpoints(folder, ["qwen2_tied"] if slow else [])
+    return run_case("cases_fsdp:comparisons", checkpoints=checkpoints, slow=slow)
 
 
-@pytest.fixture(scope="module")
-def qwen3(folder: Path) -> dict[str, str]:
-    return make_checkpoints(folder, ["qwen3"], num_hidden_layers=2)
+quick_world, slow_world = (made_once(partial(world_of, slow=slow)) for slow in (False, True))
 
 
-@pytest.fixture(scope="module")
-def quick_world(folder: Path, qwen3: dict[str, str]) -> list[dict[str, Any]]:
-    checkpoints = qwen3 | make_checkpoints(folder, [FAMILY], num_hidden_layers=2)
-    arguments = {"checkpoints": checkpoints, "slow": False}
-    return run_distributed("tests.distributed.cases_fsdp:comparisons", 4, arguments, timeout_s=300)
+@made_once
+def saved(folder: Path) -> Ranks:
+    checkpoint = make_checkpoints(folder, ["qwen3"], num_hidden_layers=2)["qwen3"]
+    return run_case("cases_fsdp:states", checkpoint=checkpoint, folder=folder)
 
 
-@pytest.fixture(scope="module")
-def slow_world(folder: Path, qwen3: dict[str, str]) -> list[dict[str, Any]]:
-    checkpoints = qwen3 | make_checkpoints(folder, ["qwen2_tied"])
-    checkpoints |= make_checkpoints(folder, OF_TRANSFORMERS, num_hidden_layers=2)
-    arguments = {"checkpoints": checkpoints, "slow": True}
-    return run_distributed("tests.distributed.cases_fsdp:comparisons", 4, arguments, timeout_s=300)
-
-
-@pytest.fixture(scope="module")
-def saved(qwen3: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    arguments = {"checkpoint": qwen3["qwen3"], "folder": str(tmp_path_factory.mktemp("states"))}
-    return run_distributed("tests.distributed.cases_fsdp:states", 4, arguments, timeout_s=300)
-
-
-def reports(ranks: list[dict[str, Any]], name: str) -> list[Any]:
-    found = [rank[name] for rank in ranks if rank[name] is not None]
-    assert found, f"no rank reported {name}"
-    return found
-
-
-def assert_same_training(ranks: list[dict[str, Any]], name: str, baseline: str, relative: float = RELATIVE) -> None:
+def assert_same_training(ranks: Ranks, name: str, baseline: str, relative: float = RELATIVE) -> None:
     expected = reports(ranks, baseline)[0]
     for actual in reports(ranks, name):
         for step, (values, wanted) in enumerate(zip(actual["steps"], expected["steps"], strict=True)):
@@ -66,11 +44,11 @@ def assert_same_training(ranks: list[dict[str, Any]], name: str, baseline: str, 
 
 
 @pytest.mark.parametrize("name", slow_but(WAYS, *QUICK))
-def test_loss_gradient_norm_and_metrics_equal_megatrons(ranks: list[dict[str, Any]], name: str) -> None:
+def test_loss_gradient_norm_and_metrics_equal_megatrons(ranks: Ranks, name: str) -> None:
     assert_same_training(ranks, f"qwen3/{name}", "qwen3/megatron")
 
 
-def test_a_model_on_the_host_has_nothing_on_the_device_and_the_same_bits(ranks: list[dict[str, Any]]) -> None:
+def test_a_model_on_the_host_has_nothing_on_the_device_and_the_same_bits(ranks: Ranks) -> None:
     for found, plain in zip(reports(ranks, "qwen3/on_host"), reports(ranks, "qwen3/ranks3"), strict=True):
         assert found["steps"] == plain["steps"] and found["end"] == plain["end"]
         for part, (on_device, on_host) in found["bytes"].items():
@@ -79,17 +57,17 @@ def test_a_model_on_the_host_has_nothing_on_the_device_and_the_same_bits(ranks: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TIED)
-def test_tied_embeddings_train_as_megatrons(ranks: list[dict[str, Any]], name: str) -> None:
+def test_tied_embeddings_train_as_megatrons(ranks: Ranks, name: str) -> None:
     assert_same_training(ranks, f"qwen2_tied/{name}", "qwen2_tied/megatron")
 
 
 @pytest.mark.parametrize("name", slow_but(OTHERS, *QUICK))
-def test_half_precision_critics_and_ranks_without_samples(ranks: list[dict[str, Any]], name: str) -> None:
+def test_half_precision_critics_and_ranks_without_samples(ranks: Ranks, name: str) -> None:
     assert_same_training(ranks, name, f"{name}/megatron", IN_BFLOAT16 if name == "bfloat16" else RELATIVE)
 
 
 @pytest.mark.slow
-def test_values_equal_megatrons(ranks: list[dict[str, Any]]) -> None:
+def test_values_equal_megatrons(ranks: Ranks) -> None:
     expected = reports(ranks, "critic_cp2/megatron")[0]["end"]
     assert max(expected) > 0.1
     for found in reports(ranks, "critic_cp2"):
@@ -98,16 +76,14 @@ def test_values_equal_megatrons(ranks: list[dict[str, Any]]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.1)])
-def test_a_frozen_model_holds_weights_of_its_type_alone(
-    ranks: list[dict[str, Any]], dtype: str, tolerance: float
-) -> None:
+def test_a_frozen_model_holds_weights_of_its_type_alone(ranks: Ranks, dtype: str, tolerance: float) -> None:
     for found in reports(ranks, f"frozen/{dtype}"):
         assert found["difference"] < tolerance
         assert found["types"] == [f"torch.{dtype}"] and found["parts"] == ["weights"]
 
 
 @pytest.mark.parametrize("name", slow_but(["ranks1", "cp4"], "ranks1"))
-def test_log_probs_and_likeliest_tokens_equal_megatrons(ranks: list[dict[str, Any]], name: str) -> None:
+def test_log_probs_and_likeliest_tokens_equal_megatrons(ranks: Ranks, name: str) -> None:
     expected = reports(ranks, "qwen3/megatron")[0]
     for found in reports(ranks, f"qwen3/{name}"):
         for when in ("start", "end"):
@@ -118,7 +94,7 @@ def test_log_probs_and_likeliest_tokens_equal_megatrons(ranks: list[dict[str, An
             assert likeliest == pytest.approx(wanted, abs=TOLD)
 
 
-def test_shards_are_a_ranks_share_of_each_parameter(ranks: list[dict[str, Any]]) -> None:
+def test_shards_are_a_ranks_share_of_each_parameter(ranks: Ranks) -> None:
     whole = reports(ranks, "qwen3/ranks1")[0]["elements"]
     shares = [found["elements"] for found in reports(ranks, "qwen3/ranks3")]
     assert sum(shares) == whole
@@ -127,14 +103,14 @@ def test_shards_are_a_ranks_share_of_each_parameter(ranks: list[dict[str, Any]])
 
 
 @pytest.mark.parametrize("name", slow_but([FAMILY, *OF_TRANSFORMERS], FAMILY))
-def test_log_probs_and_gradients_equal_those_of_transformers(ranks: list[dict[str, Any]], name: str) -> None:
+def test_log_probs_and_gradients_equal_those_of_transformers(ranks: Ranks, name: str) -> None:
     for found in reports(ranks, f"family/{name}"):
         assert found == pytest.approx({"logprobs": 0, "loss": 0, "grad_norm": 0}, abs=1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STATES)
-def test_a_state_goes_on_in_another_way_and_back(saved: list[dict[str, Any]], name: str) -> None:
+def test_a_state_goes_on_in_another_way_and_back(saved: Ranks, name: str) -> None:
     way, other = STATES[name]
     expected = saved[0][name]["undisturbed"]
     tolerance = IN_BFLOAT16 if way.model and way.backend != other.backend else RELATIVE

@@ -1,7 +1,7 @@
 """Ranks of a group tell each other bytes and JSON of any size."""
 
 from rltrain.runtime.group_messages import FIRST_BYTES, broadcast_bytes, broadcast_json, gather_bytes
-from tests.support.torchrun import run_distributed
+from tests.support.worlds import run_case
 
 SIZES = [0, 1, FIRST_BYTES, FIRST_BYTES + 1, 5 * FIRST_BYTES]
 VALUES = [None, 0.1 + 0.2, {"text": "é" * FIRST_BYTES, "positions": [1, 2**60]}]
@@ -16,8 +16,7 @@ def test_every_rank_gets_what_one_tells_and_what_all_give() -> None:
         "rows": [[], [[1, 1]], [[2, 2], [2, 2]]],
         "nothing": [[], [], []],
     }
-    arguments = {"sizes": SIZES, "values": VALUES, "source": source}
-    assert run_distributed("tests.distributed.cases_group_messages:tell", 3, arguments) == [told] * 3
+    assert run_case("cases_group_messages:tell", 3, sizes=SIZES, values=VALUES, source=source) == [told] * 3
 
 
 def test_a_rank_without_a_group_keeps_what_it_has() -> None:

@@ -1,16 +1,9 @@
 """Weights that change while engines decode: one engine of four ranks, one of a single rank, and a quick actor."""
 
-from typing import Any
-
-import pytest
-
 from tests.distributed.cases_in_flight import CONFIG, ENGINES, NUM_RANKS, ORDER, PER_STEP
-from tests.support.torchrun import run_distributed
+from tests.support.worlds import world
 
-
-@pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    return run_distributed("tests.distributed.cases_in_flight:a_run", NUM_RANKS, timeout_s=120)
+ranks = world("cases_in_flight:a_run", NUM_RANKS)
 
 
 def test_all_ranks_join_every_sync_once_and_in_order(ranks):
@@ -32,8 +25,7 @@ def test_weights_do_change_within_responses_and_never_back(ranks):
 
 
 def test_no_token_is_older_than_allowed(ranks):
-    for engine in ENGINES:
-        result = ranks[engine[0]]
+    for result in (ranks[engine[0]] for engine in ENGINES):
         steps = [position // PER_STEP for position in result["positions"] for _ in range(2)]
         for step, versions in zip(steps, result["versions"], strict=True):
             assert step - min(versions) <= CONFIG.schedule.max_staleness

@@ -6,7 +6,7 @@ import pytest
 
 from tests.distributed.cases_interface_bytes import RANKS_PER_NODE
 from tests.support.hosts import Hosts, obstacle
-from tests.support.torchrun import run_distributed
+from tests.support.worlds import run_case
 
 pytestmark = pytest.mark.slow
 
@@ -22,8 +22,7 @@ def ways(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         pytest.skip(reason)
     with Hosts(tmp_path_factory.mktemp("hosts"), 4) as hosts:
         commands = [hosts.inside(number) for number in hosts.numbers]
-        cases = "tests.distributed.cases_interface_bytes:every_way"
-        return run_distributed(cases, 4 * RANKS_PER_NODE, {"hosts": commands}, timeout_s=120)[0]
+        return run_case("cases_interface_bytes:every_way", 4 * RANKS_PER_NODE, hosts=commands)[0]
 
 
 def test_a_byte_of_weights_or_experience_comes_to_each_host_that_needs_it_once(ways: dict[str, Any]) -> None:

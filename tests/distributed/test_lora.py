@@ -25,10 +25,11 @@ from tests.distributed.cases_lora import (
     SLOW_TRAINED,
     TARGETS,
 )
+from tests.support.checkpoint_files import stored_tensors
 from tests.support.family_checkpoints import make_family_checkpoint
 from tests.support.marks import slow_but
 from tests.support.tiny_checkpoints import ENTROPY_COEF, make_checkpoints
-from tests.support.torchrun import run_distributed
+from tests.support.worlds import Ranks, made_once, reports, run_case
 from tests.unit.test_estimated_memory import job_of
 
 TRAINED = slow_but(dict.fromkeys([*QUICK_TRAINED, *SLOW_TRAINED]), *QUICK_TRAINED)
@@ -45,9 +46,7 @@ CLOSE = 1e-5
 ADAPTERS = "adapter_model.safetensors"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("lora")
+folder = made_once(lambda folder: folder)
 
 
 @pytest.fixture(scope="module")
@@ -148,48 +147,33 @@ def matrix_of(held: Mapping[str, Any], a: str) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def quick_world(base: Path, by_peft: Any, folder: Path) -> list[dict[str, Any]]:
-    arguments = {"dense": str(base), "folder": str(folder)}
-    return run_distributed("tests.distributed.cases_lora:quick_cases", 4, arguments, timeout_s=300)
+def quick_world(base: Path, by_peft: Any, folder: Path) -> Ranks:
+    return run_case("cases_lora:quick_cases", dense=base, folder=folder)
 
 
 @pytest.fixture(scope="module")
-def slow_world(base: Path, of_families: Any, folder: Path) -> list[dict[str, Any]]:
-    arguments = {"dense": str(base), "experts": str(folder / "qwen3_moe"), "folder": str(folder)}
-    return run_distributed("tests.distributed.cases_lora:slow_cases", 4, arguments, timeout_s=300)
+def slow_world(base: Path, of_families: Any, folder: Path) -> Ranks:
+    return run_case("cases_lora:slow_cases", dense=base, experts=folder / "qwen3_moe", folder=folder)
 
 
-def reports(ranks: list[dict[str, Any]], name: str) -> list[Any]:
-    found = [rank[name] for rank in ranks if name in rank]
-    assert found, f"no rank reported {name}"
-    return found
-
-
-def assert_equal_steps(ranks: list[dict[str, Any]], name: str, expected: list[dict[str, float]]) -> None:
+def assert_equal_steps(ranks: Ranks, name: str, expected: list[dict[str, float]]) -> None:
     for report in reports(ranks, name):
         steps = report["steps"] if isinstance(report, dict) else report
         for step, (values, wanted) in enumerate(zip(steps, expected, strict=True)):
             assert values == pytest.approx(wanted, rel=RELATIVE, abs=1e-7), f"{name}, step {step}"
 
 
-@pytest.mark.parametrize("layout", FROM_PEFT)
+DENSE = [("qwen3", layout) for layout in FROM_PEFT]
+OTHERS = [(name, layout) for name, (_, layouts) in FAMILIES.items() for layout in layouts]
+"""Latent attention, layers that end in norms, and experts."""
+
+
+@pytest.mark.parametrize(("family", "layout"), slow_but(DENSE + OTHERS, *DENSE))
 def test_log_probs_and_gradients_equal_those_of_peft(
-    ranks: list[dict[str, Any]], by_peft: dict[str, Any], folder: Path, layout: str
+    ranks: Ranks, request: pytest.FixtureRequest, folder: Path, family: str, layout: str
 ) -> None:
-    check_against_peft(ranks, by_peft, folder, "qwen3", layout)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "layout"), [(name, one) for name, (_, of) in FAMILIES.items() for one in of])
-def test_so_do_those_of_latent_attention_of_layers_that_end_in_norms_and_of_experts(
-    ranks: list[dict[str, Any]], of_families: dict[str, Any], folder: Path, family: str, layout: str
-) -> None:
-    check_against_peft(ranks, of_families[family], folder, family, layout)
-
-
-def check_against_peft(
-    ranks: list[dict[str, Any]], expected: dict[str, Any], folder: Path, family: str, layout: str
-) -> None:
+    is_dense = family == "qwen3"
+    expected = request.getfixturevalue("by_peft") if is_dense else request.getfixturevalue("of_families")[family]
     for report in reports(ranks, f"peft/{family}/{layout}"):
         assert (torch.tensor(report["logprobs"]) - expected["logprobs"]).abs().max() <= 2 * CLOSE
     gradients = load_file(folder / family / layout / "gradients" / ADAPTERS)
@@ -199,16 +183,14 @@ def check_against_peft(
 
 
 @pytest.mark.parametrize("layout", FROM_PEFT)
-def test_files_of_peft_come_out_bit_for_bit_as_they_went_in(
-    ranks: list[dict[str, Any]], folder: Path, layout: str
-) -> None:
+def test_files_of_peft_come_out_bit_for_bit_as_they_went_in(ranks: Ranks, folder: Path, layout: str) -> None:
     went_in = load_file(folder / "qwen3_peft" / ADAPTERS)
     came_out = load_file(folder / "qwen3" / layout / "adapters" / ADAPTERS)
     assert went_in.keys() == came_out.keys()
     assert all(torch.equal(tensor, went_in[name]) for name, tensor in came_out.items())
 
 
-def test_peft_loads_what_is_written(ranks: list[dict[str, Any]], base: Path, folder: Path) -> None:
+def test_peft_loads_what_is_written(ranks: Ranks, base: Path, folder: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -221,31 +203,29 @@ def test_peft_loads_what_is_written(ranks: list[dict[str, Any]], base: Path, fol
 
 @pytest.mark.parametrize("layout", FROM_PEFT)
 def test_the_merged_checkpoint_equals_what_peft_merges(
-    ranks: list[dict[str, Any]], by_peft: dict[str, Any], folder: Path, layout: str
+    ranks: Ranks, by_peft: dict[str, Any], folder: Path, layout: str
 ) -> None:
-    merged: dict[str, torch.Tensor] = {}
-    for file in (folder / "qwen3" / layout / "merged").glob("*.safetensors"):
-        merged |= load_file(file)
+    merged = stored_tensors(folder / "qwen3" / layout / "merged")
     assert merged.keys() == by_peft["merged"].keys()
     for name, tensor in merged.items():
         assert (tensor - by_peft["merged"][name]).abs().max() <= 1e-6, name
 
 
 @pytest.mark.parametrize("layout", TRAINED)
-def test_steps_do_not_depend_on_the_layout(ranks: list[dict[str, Any]], layout: str) -> None:
+def test_steps_do_not_depend_on_the_layout(ranks: Ranks, layout: str) -> None:
     (expected,) = reports(ranks, "trained/tp1")
     assert_equal_steps(ranks, f"trained/{layout}", expected["steps"])
 
 
 @pytest.mark.parametrize("layout", TRAINED)
-def test_the_base_stays_and_is_what_the_model_begins_as(ranks: list[dict[str, Any]], layout: str) -> None:
+def test_the_base_stays_and_is_what_the_model_begins_as(ranks: Ranks, layout: str) -> None:
     for report in reports(ranks, f"trained/{layout}"):
         assert report["begins_as_base"] and report["base_stays"] and report["weights_stay"]
         first, *_, last = report["steps"]
         assert last["loss"] < first["loss"] - 0.01
 
 
-def test_gradients_and_optimizer_are_of_the_adapters_alone(ranks: list[dict[str, Any]]) -> None:
+def test_gradients_and_optimizer_are_of_the_adapters_alone(ranks: Ranks) -> None:
     (report,) = reports(ranks, "trained/tp1")
     held = report["bytes"]
     assert held["weights"] == report["frozen"] + report["adapters"]
@@ -253,7 +233,7 @@ def test_gradients_and_optimizer_are_of_the_adapters_alone(ranks: list[dict[str,
     assert 2 * report["adapters"] <= held["optimizer"] < 2.1 * report["adapters"]
 
 
-def test_a_run_goes_on_exactly_in_its_layout_and_to_rounding_in_another(ranks: list[dict[str, Any]]) -> None:
+def test_a_run_goes_on_exactly_in_its_layout_and_to_rounding_in_another(ranks: Ranks) -> None:
     for report in reports(ranks, "resumed"):
         assert report[SAVED] == report["went_on"]
         for found, wanted in zip(report[RESUMED], report["went_on"], strict=True):
@@ -262,9 +242,7 @@ def test_a_run_goes_on_exactly_in_its_layout_and_to_rounding_in_another(ranks: l
 
 
 @pytest.mark.parametrize("way", ["fsdp1x1", "fsdp3x1", "fsdp4x2"])
-def test_sharded_models_train_the_same_adapters_and_go_on_from_megatrons_state(
-    ranks: list[dict[str, Any]], way: str
-) -> None:
+def test_sharded_models_train_the_same_adapters_and_go_on_from_megatrons_state(ranks: Ranks, way: str) -> None:
     (expected,) = reports(ranks, "backend/megatron1x1")
     assert_equal_steps(ranks, f"backend/{way}", expected["steps"])
     for report in reports(ranks, f"backend/{way}"):
@@ -277,7 +255,7 @@ def test_sharded_models_train_the_same_adapters_and_go_on_from_megatrons_state(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["fsdp1x1", "fsdp3x1"])
-def test_sharded_experts_train_the_same_adapters(ranks: list[dict[str, Any]], way: str) -> None:
+def test_sharded_experts_train_the_same_adapters(ranks: Ranks, way: str) -> None:
     (expected,) = reports(ranks, "backend_of_experts/megatron1x1")
     told_by_both = reports(ranks, f"backend_of_experts/{way}")[0]["steps"][0].keys()
     assert {"loss", "grad_norm"} <= told_by_both, "all but the loads of experts"
@@ -290,11 +268,10 @@ def test_sharded_experts_train_the_same_adapters(ranks: list[dict[str, Any]], wa
 
 
 @pytest.mark.slow
-def test_what_is_dropped_repeats_also_where_layers_are_computed_anew(ranks: list[dict[str, Any]]) -> None:
+def test_what_is_dropped_repeats_also_where_layers_are_computed_anew(ranks: Ranks) -> None:
     (without,) = reports(ranks, "trained/tp1")
-    for (plain, again), (recomputed,) in zip(
-        reports(ranks, "dropout/none"), reports(ranks, "dropout/full"), strict=True
-    ):
+    twice, anew = (reports(ranks, f"dropout/{recompute}") for recompute in ("none", "full"))
+    for (plain, again), (recomputed,) in zip(twice, anew, strict=True):
         assert plain["steps"] == again["steps"]
         assert plain["undisturbed"] and again["undisturbed"] and recomputed["undisturbed"]
         for found, wanted in zip(recomputed["steps"], plain["steps"], strict=True):
@@ -304,7 +281,7 @@ def test_what_is_dropped_repeats_also_where_layers_are_computed_anew(ranks: list
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", OF_EXPERTS)
-def test_adapters_of_experts_train_alike_in_every_layout(ranks: list[dict[str, Any]], layout: str) -> None:
+def test_adapters_of_experts_train_alike_in_every_layout(ranks: Ranks, layout: str) -> None:
     (expected,) = reports(ranks, "experts/one_rank")
     assert expected[0]["grad_norm"] > 0
     assert_equal_steps(ranks, f"experts/{layout}", expected)
@@ -335,15 +312,14 @@ def test_adapters_of_another_shape_are_refused(by_peft: dict[str, Any], folder: 
 
 
 @pytest.mark.parametrize("backend", ["megatron", "fsdp"])
-def test_what_adapters_keep_for_backward_is_foretold(ranks: list[dict[str, Any]], base: Path, backend: str) -> None:
+def test_what_adapters_keep_for_backward_is_foretold(ranks: Ranks, base: Path, backend: str) -> None:
     """By the difference from what training of everything keeps, which is foretold by the byte. Transformers' model has
     no gradient before the first matrix with an adapter, which its first layer is taken to have."""
 
     def foretold(lora: dict[str, Any] | None) -> Activations:
         model, placement = {"path": "m", "dtype": "float32", "lora": lora}, {"actor": 0, "rollout, reward": 1}
-        return Activations(
-            job_of(read_architecture(base), placement, 2, model=model, actor={"backend": backend}), "actor", 0
-        )
+        job = job_of(read_architecture(base), placement, 2, model=model, actor={"backend": backend})
+        return Activations(job, "actor", 0)
 
     (kept,) = reports(ranks, "kept")
     whole, token_id = foretold(None), 8

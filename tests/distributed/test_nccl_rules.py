@@ -2,38 +2,34 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.distributed.cases_nccl_rules import NUM_STEPS, PIPELINES
 from tests.support.tiny_checkpoints import make_checkpoints
-from tests.support.torchrun import run_distributed
+from tests.support.worlds import Ranks, made_once, run_case, world
 
 pytestmark = pytest.mark.slow  # tests/unit has stand-ins of communicators
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder: Path = tmp_path_factory.mktemp("checkpoints")
+@made_once
+def ranks(folder: Path) -> Ranks:
     path = make_checkpoints(folder, ["qwen3"], num_hidden_layers=4)["qwen3"]
-    return run_distributed("tests.distributed.cases_nccl_rules:all_cases", 4, {"checkpoint": path}, timeout_s=240)
+    return run_case("cases_nccl_rules:all_cases", checkpoint=path)
 
 
-@pytest.fixture(scope="module")
-def told() -> list[dict[str, str]]:
-    return run_distributed("tests.distributed.cases_nccl_rules:broken_rules", 4, timeout_s=60)
+told = world("cases_nccl_rules:broken_rules")
 
 
 @pytest.mark.parametrize("group", ["kept", "reopened"])
-def test_rounds_of_a_reshard_are_single_calls_that_match(ranks: list[dict[str, Any]], group: str) -> None:
+def test_rounds_of_a_reshard_are_single_calls_that_match(ranks: Ranks, group: str) -> None:
     for rank in ranks:
         assert rank[f"reshard/{group}"]["wrong"] == [] and rank[f"reshard/{group}"]["num_rounds"] > 4
     assert sum(rank[f"reshard/{group}"]["compared"] for rank in ranks) > 150
     assert ranks[1][f"reshard/{group}"]["idle"], "a rank that has nothing to send or to receive"
 
 
-def test_both_ends_know_how_long_messages_of_what_changed_are(ranks: list[dict[str, Any]]) -> None:
+def test_both_ends_know_how_long_messages_of_what_changed_are(ranks: Ranks) -> None:
     runs = [run for rank in ranks for run in rank["delta"]]
     assert len(runs) > 40 and not any(run["wrong"] for run in runs)
     assert any(run["compared"] and run["changed"] == 0 for run in runs), "headers alone"
@@ -41,13 +37,13 @@ def test_both_ends_know_how_long_messages_of_what_changed_are(ranks: list[dict[s
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
-def test_pipelines_train_as_over_gloo(ranks: list[dict[str, Any]], pipeline: str) -> None:
+def test_pipelines_train_as_over_gloo(ranks: Ranks, pipeline: str) -> None:
     for number in PIPELINES[pipeline].ranks:
         found, expected = ranks[number][f"{pipeline}/nccl"], ranks[number][f"{pipeline}/gloo"]
         assert len(expected) == NUM_STEPS and found == pytest.approx(expected, rel=1e-5)
 
 
-def test_groups_that_come_and_go_between_tasks_reduce_over_their_ranks(ranks: list[dict[str, Any]]) -> None:
+def test_groups_that_come_and_go_between_tasks_reduce_over_their_ranks(ranks: Ranks) -> None:
     for rank in ranks:
         assert rank["communicators"]["wrong"] == 0 and rank["communicators"]["right"] > 20
         assert rank["communicators"]["generations"] > 12
@@ -55,7 +51,7 @@ def test_groups_that_come_and_go_between_tasks_reduce_over_their_ranks(ranks: li
 
 def test_members_release_a_communicator_at_places_of_their_own() -> None:
     """Though NCCL may have the first that destroys it wait for the other."""
-    found = run_distributed("tests.distributed.cases_nccl_rules:released_one_after_the_other", 2, timeout_s=60)
+    found = run_case("cases_nccl_rules:released_one_after_the_other", 2)
     assert found == [[3.0, 3.0, 3.0]] * 2
 
 
@@ -71,7 +67,5 @@ def test_members_release_a_communicator_at_places_of_their_own() -> None:
         ("a_communicator_that_some_destroy", 0, r"rank 0 waits for ranks \[1\] in destroying it"),
     ],
 )
-def test_what_hangs_on_nccl_is_an_error_that_names_it(
-    told: list[dict[str, str]], breach: str, rank: int, error: str
-) -> None:
+def test_what_hangs_on_nccl_is_an_error_that_names_it(told: Ranks, breach: str, rank: int, error: str) -> None:
     assert re.search(error, told[rank][breach]), told[rank][breach]

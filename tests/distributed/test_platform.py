@@ -11,6 +11,7 @@ import torch
 
 from rltrain.training.megatron import platform
 from tests.forked.popen import run
+from tests.support.worlds import made_once
 
 pytestmark = pytest.mark.slow  # every test that trains with Megatron needs the patches
 NO_CUDA = "Torch not compiled with CUDA enabled|Found no NVIDIA driver|Cannot re-initialize CUDA in forked subprocess"
@@ -43,20 +44,15 @@ NEEDED = {
 RELEASE = tuple(int(part) for part in version("megatron-core").split(".")[:2])
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    results = tmp_path_factory.mktemp("platform") / "results.json"
-    command = [sys.executable, "-m", "tests.distributed.cases_platform", str(results)]
-    done = run(command, timeout_s=300)
+@made_once
+def outcomes(folder: Path) -> dict[str, str]:
+    done = run([sys.executable, "-m", "tests.distributed.cases_platform", str(folder / "results")], timeout_s=300)
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(Path(results).read_text())
+    return json.loads((folder / "results").read_text())
 
 
-def test_models_work_with_all_patches(outcomes: dict[str, str]) -> None:
+def test_models_work_with_all_patches_each_of_which_has_a_known_failure(outcomes: dict[str, str]) -> None:
     assert outcomes["none"] == "done"
-
-
-def test_every_patch_has_a_known_failure() -> None:
     assert set(FAILURES) == {patch.__name__ for patch in platform.PATCHES}
 
 
@@ -67,23 +63,17 @@ def test_a_model_fails_without_the_patch(outcomes: dict[str, str], patch: str) -
         assert outcomes[patch] == "done"
         return
     error, file = FAILURES[patch]
-    assert re.search(error, outcomes[patch])
-    assert file in outcomes[patch]
+    assert re.search(error, outcomes[patch]) and file in outcomes[patch]
 
 
-def test_nothing_is_patched_where_there_is_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_cuda", [True, False])
+def test_each_patch_is_applied_once_and_nowhere_where_there_is_cuda(
+    monkeypatch: pytest.MonkeyPatch, has_cuda: bool
+) -> None:
     called: list[str] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(platform, "PATCHES", (lambda: called.append("patched"),))
-    platform.adapt_to_platform()
-    assert called == []
-
-
-def test_each_patch_is_applied_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    called: list[str] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
     monkeypatch.setattr(platform, "PATCHES", (lambda: called.append("patched"),))
     monkeypatch.setattr(platform, "_applied", set())
     platform.adapt_to_platform()
     platform.adapt_to_platform()
-    assert called == ["patched"]
+    assert called == ([] if has_cuda else ["patched"])

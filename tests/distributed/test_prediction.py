@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.distributed.cases_prediction import LAYOUTS, WAYS
+from tests.support.checkpoint_files import stored_tensors
 from tests.support.prediction_checkpoints import make_mimo, make_with_further, write_reference
-from tests.support.torchrun import run_distributed
+from tests.support.worlds import Ranks, made_once, reports, run_case
 
 pytestmark = pytest.mark.slow  # tests/unit/test_validation_models.py has a quick part
 CLOSE = 2e-5
@@ -29,23 +30,17 @@ class Trained:
         self.path = make_mimo(folder / "mimo")
         gradients = {way: folder / f"gradients_{way}" for way in WAYS}
         self.losses = {way: write_reference(self.path, gradients[way], trains=way) for way in WAYS}
-        arguments = {"path": str(self.path), "gradients": {way: str(one) for way, one in gradients.items()}}
-        self.ranks = run_distributed("tests.distributed.cases_prediction:trained", 4, arguments)
+        paths = {way: str(one) for way, one in gradients.items()}
+        self.ranks = run_case("cases_prediction:trained", path=self.path, gradients=paths)
 
     def of(self, layout: str, way: str) -> list[dict[str, Any]]:
         return [self.ranks[rank][layout][way] for rank in LAYOUTS[layout].grid.ranks]
 
     def exported(self, layout: str, way: str) -> dict[str, Tensor]:
-        return {
-            name: one
-            for file in (self.path / way / layout).glob("*.safetensors")
-            for name, one in load_file(file).items()
-        }
+        return stored_tensors(self.path / way / layout)
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    return Trained(tmp_path_factory.mktemp("prediction"))
+trained = made_once(Trained)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -102,35 +97,24 @@ def test_a_state_is_loaded_in_another_layout(trained: Trained) -> None:
             assert resumed == pytest.approx(went_on, rel=1e-5), (way, name)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("families")
+@made_once
+def families(folder: Path) -> tuple[Path, Ranks]:
     for family in OF_FAMILY:
-        make_with_further(family, found / family)
-    return found
-
-
-@pytest.fixture(scope="module")
-def of_families(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """What all ranks of a layout found, by family and layout."""
-    arguments = {"folder": str(folder), "layouts": OF_FAMILY}
-    ranks = run_distributed("tests.distributed.cases_prediction:families", 4, arguments)
-    names = [f"{family}/{layout}" for family, of in OF_FAMILY.items() for layout in of]
-    return {name: [found[name] for found in ranks if name in found] for name in names}
+        make_with_further(family, folder / family)
+    return folder, run_case("cases_prediction:families", folder=folder, layouts=OF_FAMILY)
 
 
 @pytest.mark.parametrize("family", OF_FAMILY)
-def test_other_families_learn_as_transformers_layers_do(
-    of_families: dict[str, list[dict[str, Any]]], folder: Path, family: str
-) -> None:
+def test_other_families_learn_as_transformers_layers_do(families: tuple[Path, Ranks], family: str) -> None:
+    folder, ranks = families
     likelihood, further = json.loads((folder / family / "losses.json").read_text())
-    first = of_families[f"{family}/one_rank"][0]["steps"]
+    first = reports(ranks, f"{family}/one_rank")[0]["steps"]
     assert first[1]["mtp_loss"] != first[0]["mtp_loss"]
-    for name, ranks in of_families.items():
-        for found in ranks if name.startswith(f"{family}/") else ():
-            assert found["steps"][0]["loss"] == pytest.approx(likelihood, rel=1e-5), name
-            assert found["steps"][0]["mtp_loss"] == pytest.approx(further, rel=1e-5), name
-            assert max(found["differences"].values(), default=0) < 2e-4, (name, found["differences"])
+    for layout in OF_FAMILY[family]:
+        for found in reports(ranks, f"{family}/{layout}"):
+            assert found["steps"][0]["loss"] == pytest.approx(likelihood, rel=1e-5), layout
+            assert found["steps"][0]["mtp_loss"] == pytest.approx(further, rel=1e-5), layout
+            assert max(found["differences"].values(), default=0) < 2e-4, (layout, found["differences"])
             for steps, of_one_rank in zip(found["steps"], first, strict=True):
                 for metric in ("loss", "mtp_loss", "grad_norm"):
-                    assert steps[metric] == pytest.approx(of_one_rank[metric], rel=5e-4), (name, metric)
+                    assert steps[metric] == pytest.approx(of_one_rank[metric], rel=5e-4), (layout, metric)

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.support.torchrun import run_distributed
+from tests.support.worlds import run_case
 
 
 @pytest.mark.parametrize(
@@ -15,7 +15,7 @@ from tests.support.torchrun import run_distributed
     ],
 )
 def test_a_bit_that_turned_over_is_found_when_it_is_looked_for(dp: int, named: str) -> None:
-    told = run_distributed("tests.distributed.cases_replicas:compared", 4, {"dp": dp}, timeout_s=60)
+    told = run_case("cases_replicas:compared", dp=dp)
     first = told[0]
     assert all(one == first for one in told), "the same on every rank"
     assert first["equal"] == first["unasked"] == ""
@@ -25,6 +25,6 @@ def test_a_bit_that_turned_over_is_found_when_it_is_looked_for(dp: int, named: s
 def test_what_replicas_have_is_put_behind_each_other_on_every_rank() -> None:
     """Two ranks a replica, of two that have one number and none; then one rank each."""
     for tp, numbers in ((2, [0]), (1, [0, 10, 11, 20, 21, 22])):
-        told = run_distributed("tests.distributed.cases_replicas:put_behind_each_other", 4, {"tp": tp}, timeout_s=60)
+        told = run_case("cases_replicas:put_behind_each_other", tp=tp)
         expected = {"numbers": numbers, "truths": [bool(number) for number in numbers]}
         assert all(one == expected for one in told)

@@ -1,21 +1,17 @@
 """Weights moved and saved by four real ranks."""
 
 from itertools import product
-from typing import Any
 
 import pytest
 
 from tests.distributed.cases_reshard import ARCHITECTURES, CHECKS, PLACEMENTS, pairs_of, union_of
-from tests.support.torchrun import run_distributed
+from tests.support.worlds import Ranks, world
 
-
-@pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    return run_distributed("tests.distributed.cases_reshard:all_checks", num_ranks=4, timeout_s=240)
+ranks = world("cases_reshard:all_checks")
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_every_placement_equals_the_oracle(check: str, ranks: list[dict[str, Any]]) -> None:
+def test_every_placement_equals_the_oracle(check: str, ranks: Ranks) -> None:
     for rank, results in enumerate(ranks):
         expected = {f"{placement}, {name}" for placement, name in pairs_of(check) if rank in union_of(placement)}
         assert set(results[check]) == expected
@@ -33,14 +29,14 @@ def test_every_placement_meets_every_architecture() -> None:
 
 
 @pytest.mark.parametrize("check", ["one bucket", "shared memory, out of step"])
-def test_waiting_for_the_others_to_come_is_told_from_work(check: str, ranks: list[dict[str, Any]]) -> None:
+def test_waiting_for_the_others_to_come_is_told_from_work(check: str, ranks: Ranks) -> None:
     for name in {name for results in ranks for name in results[check]}:
         found = [results[check][name] for results in ranks if name in results[check]]
         assert max(rank["came"] for rank in found) <= min(rank["met"] for rank in found), name
         assert all(rank["without_the_wait"] for rank in found), name
 
 
-def test_large_boxes_are_sent_in_place(ranks: list[dict[str, Any]]) -> None:
+def test_large_boxes_are_sent_in_place(ranks: Ranks) -> None:
     in_one_bucket, in_place = (
         sum(found["in_place"] for results in ranks for found in results[check].values())
         for check in ("one bucket", "in place")
@@ -48,7 +44,7 @@ def test_large_boxes_are_sent_in_place(ranks: list[dict[str, Any]]) -> None:
     assert in_place > 10 * in_one_bucket
 
 
-def test_each_byte_enters_a_node_once_and_fans_out_there(ranks: list[dict[str, Any]]) -> None:
+def test_each_byte_enters_a_node_once_and_fans_out_there(ranks: Ranks) -> None:
     for results, check in product(ranks, ["two nodes", "two nodes, shared memory"]):
         assert {found["ratio"] for found in results[check].values()} == {1.0}
     name = "disaggregated tp2 -> tp1 dp2, llama"
@@ -56,22 +52,18 @@ def test_each_byte_enters_a_node_once_and_fans_out_there(ranks: list[dict[str, A
     assert not any(found["fanned_out"] for results in ranks for found in results["one bucket"].values())
 
 
-def test_what_neighbours_read_is_packed_once_and_passes_through_no_wire(ranks: list[dict[str, Any]]) -> None:
+def test_what_neighbours_read_is_packed_once_and_passes_through_no_wire(ranks: Ranks) -> None:
     name = "one rank feeds all, llama"
     shared, wired = (ranks[3][check][name] for check in ("shared memory", "small buckets"))
     assert shared["sharing"] == [True, False] and wired["sharing"] == [False, False]
     sent_to = shared["sent_to"]
     assert sent_to["0"] == sent_to["2"] and shared["packed"] == sent_to["0"] + sent_to["1"], "0 and 2 read the same"
     name = "disaggregated tp2 -> tp1 dp2, llama"
-    assert [results["two nodes, shared memory"][name]["sharing"] for results in ranks] == [
-        [False, False],
-        [False, False],
-        [False, True],
-        [False, True],
-    ]
+    sharing = [results["two nodes, shared memory"][name]["sharing"] for results in ranks]
+    assert sharing == [[False, False]] * 2 + [[False, True]] * 2
 
 
-def test_ranks_share_memory_where_both_can_map_it(ranks: list[dict[str, Any]]) -> None:
+def test_ranks_share_memory_where_both_can_map_it(ranks: Ranks) -> None:
     placement = "one rank feeds all"
     neighbours = {
         "shared memory": [[1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2]],
@@ -84,7 +76,7 @@ def test_ranks_share_memory_where_both_can_map_it(ranks: list[dict[str, Any]]) -
         assert [results[check][name]["neighbours"] for results in ranks] == expected
 
 
-def test_buckets_are_bounded(ranks: list[dict[str, Any]]) -> None:
+def test_buckets_are_bounded(ranks: Ranks) -> None:
     for rank, results in enumerate(ranks):
         assert {found["num_rounds"] for found in results["one bucket"].values()} <= {0, 1}
         name = "disaggregated tp2 -> tp1 dp2, qwen3, one KV head"
@@ -92,7 +84,7 @@ def test_buckets_are_bounded(ranks: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("check", ["round trip", "round trip, one file per writer"])
-def test_saved_checkpoints_equal_the_loaded_ones(check: str, ranks: list[dict[str, Any]]) -> None:
+def test_saved_checkpoints_equal_the_loaded_ones(check: str, ranks: Ranks) -> None:
     assert len(ranks[0][check]) == 2
     for found in ranks[0][check]:
         assert found["wrong"] == []

@@ -8,29 +8,18 @@ import torch
 
 from tests.distributed.cases_reward_model import PROMPTS, RESPONSES
 from tests.support.reward_models import LETTERS, TEMPLATE, make_random
-from tests.support.torchrun import run_distributed
+from tests.support.worlds import made_once, run_case
 
 FAMILIES = {"Llama": {}, "Qwen3": {"head_dim": 16, "pad_token_id": LETTERS["+"]}}
 LONGEST = 64
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("reward_models")
-    lines = [json.dumps({"prompt": prompt}) for prompt in PROMPTS]
-    (folder / "prompts.jsonl").write_text("\n".join(lines))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def expected(folder: Path) -> dict[str, list[float]]:
-    return {family: scores_by_transformers(folder / family, family) for family in FAMILIES}
-
-
-@pytest.fixture(scope="module")
-def ranks(folder: Path, expected: dict[str, list[float]]) -> list[dict[str, list[float]]]:
-    arguments = {"folder": str(folder), "families": [*FAMILIES]}
-    return run_distributed("tests.distributed.cases_reward_model:all_cases", 2, arguments, timeout_s=120)
+@made_once
+def scores(folder: Path) -> tuple[dict[str, list[float]], list[dict[str, list[float]]]]:
+    """By family what transformers says, and what every rank does."""
+    (folder / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in PROMPTS))
+    expected = {family: scores_by_transformers(folder / family, family) for family in FAMILIES}
+    return expected, run_case("cases_reward_model:all_cases", 2, folder=folder, families=[*FAMILIES])
 
 
 @torch.no_grad()
@@ -49,8 +38,9 @@ def scores_by_transformers(path: Path, family: str) -> list[float]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_scores_are_those_of_transformers(ranks, expected, family):
+def test_scores_are_those_of_transformers(scores, family):
     """Also where a text ends in what transformers takes for padding."""
+    expected, ranks = scores
     for number, rank in enumerate(ranks):
         assert rank[f"{family}/tp2"] == pytest.approx(expected[family], abs=5e-5)
         assert rank[f"{family}/dp2"] == pytest.approx(expected[family][number::2], abs=5e-5)

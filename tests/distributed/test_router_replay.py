@@ -16,14 +16,12 @@ from tests.distributed.cases_experts import response_mask
 from tests.distributed.cases_router_replay import LAYOUTS, given_experts
 from tests.support.family_checkpoints import LENGTHS, make_family_checkpoint, write_gradients
 from tests.support.rollout_models import write_checkpoint
-from tests.support.torchrun import run_distributed
+from tests.support.worlds import Ranks, made_once, reports, run_case
 
 pytestmark = pytest.mark.slow  # tests/unit/test_embedded_families.py has a quick part
 
 RELATIVE = 1e-4
-FEW = ("tp2_ep2", "pp4_moe_recomputed")
 MODEL = "qwen3_moe"
-Reports = dict[str, list[dict[str, Any]]]
 
 
 def write_replayed_gradients(path: Path) -> None:
@@ -62,51 +60,29 @@ def close_scores(folder: Path, spread: float) -> Path:
     return path
 
 
-def replay(folder: Path, layouts: list[str], close: dict[str, str]) -> Reports:
+@made_once
+def ranks(folder: Path) -> Ranks:
+    close = {dtype: str(close_scores(folder / dtype, spread)) for dtype, spread in SPREAD.items()}
     path = make_family_checkpoint(MODEL, folder / MODEL)
     write_replayed_gradients(path)
-    arguments = {"folder": str(path), "layouts": layouts, "close": close}
-    ranks = run_distributed("tests.distributed.cases_router_replay:all_cases", 4, arguments, timeout_s=300)
-    return {name: [rank[name] for rank in ranks if name in rank] for name in (*layouts, "engine")}
+    return run_case("cases_router_replay:all_cases", folder=path, layouts=[*LAYOUTS], close=close)
 
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
-    folder = tmp_path_factory.mktemp("replay")
-    close = {dtype: str(close_scores(folder / dtype, spread)) for dtype, spread in SPREAD.items()}
-    return replay(folder, ["one_rank", *FEW], close)
-
-
-@pytest.fixture(scope="module")
-def others(tmp_path_factory: pytest.TempPathFactory) -> Reports:
-    return replay(tmp_path_factory.mktemp("others"), [layout for layout in LAYOUTS if layout not in FEW], {})
-
-
-def test_gradients_are_those_of_transformers_with_the_same_choices(reports: Reports) -> None:
+def test_gradients_are_those_of_transformers_with_the_same_choices(ranks: Ranks) -> None:
     """The gates' among them: weights are the routers' own scores."""
-    differences = reports["one_rank"][0]["differences"]
+    differences = reports(ranks, "one_rank")[0]["differences"]
     assert sum(name.endswith("router.weight") for name in differences) == 3
     assert max(differences.values()) < RELATIVE, differences
 
 
-@pytest.mark.parametrize("layout", FEW)
-def test_layouts_replay_alike(reports: Reports, layout: str) -> None:
-    check_alike(reports, layout)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout not in ("one_rank", *FEW)])
-def test_all_other_layouts_do(others: Reports, layout: str) -> None:
-    check_alike(others, layout)
-
-
-def check_alike(reports: Reports, layout: str) -> None:
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "one_rank"])
+def test_layouts_replay_alike(ranks: Ranks, layout: str) -> None:
     """Log-probs, the optimizer step's report, and what each rank's routers choose by themselves in its layers."""
-    (expected,) = reports["one_rank"]
+    (expected,) = reports(ranks, "one_rank")
     assert expected["step"]["replayed_choices"] == pytest.approx(0.75, abs=0.1)
     assert expected["step"]["replayed_choices_differing"] > 0.5
     starts = dict(zip(expected["sample_ids"], torch.tensor(LENGTHS).cumsum(0).tolist(), strict=True))
-    for report in reports[layout]:
+    for report in reports(ranks, layout):
         assert report["step"] == pytest.approx(expected["step"], rel=RELATIVE)
         places = [range(starts[sample] - LENGTHS[sample], starts[sample]) for sample in report["sample_ids"]]
         index = [place for of_sample in places for place in of_sample]
@@ -118,14 +94,14 @@ def check_alike(reports: Reports, layout: str) -> None:
             own_layers = (found != NOT_RECORDED).all(-1).all(0)
             assert torch.equal(found[:, own_layers].sort(-1).values, of_one[:, own_layers].sort(-1).values)
             assert ((found == NOT_RECORDED).all(-1).all(0) | own_layers).all()
-    together = [torch.tensor(report["found"]).amax() for report in reports[layout] if report["found"]]
+    together = [torch.tensor(report["found"]).amax() for report in reports(ranks, layout) if report["found"]]
     assert max(together) >= 0
 
 
 @pytest.mark.parametrize("dtype", SPREAD)
-def test_close_scores_part_trainer_and_engine_unless_choices_are_replayed(reports: Reports, dtype: str) -> None:
+def test_close_scores_part_trainer_and_engine_unless_choices_are_replayed(ranks: Ranks, dtype: str) -> None:
     """In bfloat16 what is left is rounding, as of a dense model."""
-    found = reports["engine"][0][dtype]
+    found = ranks[0]["engine"][dtype]
     (mean, largest), (replayed_mean, replayed_largest) = found["without"], found["replayed"]
     assert found["step"]["replayed_choices_differing"] > 1e-3
     if dtype == "float32":

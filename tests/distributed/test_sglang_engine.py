@@ -2,11 +2,11 @@
 
 from tests.support.rollout_models import ragged_requests
 from tests.support.sglang_server import next_token
-from tests.support.torchrun import run_distributed
+from tests.support.worlds import run_case
 
 
 def test_the_second_rank_sees_what_the_first_sees() -> None:
-    first, second = run_distributed("tests.distributed.cases_sglang_engine:follow_the_first_rank", num_ranks=2)
+    first, second = run_case("cases_sglang_engine:follow_the_first_rank", 2)
     assert first == second
     requests = {request.id: request for request in ragged_requests()}
     for name in ("plain", "interrupted", "update"):

@@ -29,10 +29,8 @@ def test_a_killed_rank_ends_the_others_at_once(tmp_path: Path) -> None:
 def test_a_job_whose_step_does_not_end_in_time_says_so_once(tmp_path: Path) -> None:
     output, seconds = failure_of("overdue", tmp_path)
     assert output.count("rltrain: ") == 1, output
-    assert (
-        "SIGTERM: the step did not end within checkpoint.stop_within_s = 1 s, so nothing was saved; nothing is"
-        in output
-    )
+    said = "SIGTERM: the step did not end within checkpoint.stop_within_s = 1 s, so nothing was saved; nothing is"
+    assert said in output
     assert seconds < 1 + AT_ONCE_S
 
 

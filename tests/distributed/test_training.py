@@ -2,9 +2,8 @@
 
 import math
 import os
-from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from tests.distributed.cases_training import (
 )
 from tests.support.marks import slow_but
 from tests.support.tiny_checkpoints import CHECKPOINTS, make_checkpoints
-from tests.support.torchrun import run_distributed
+from tests.support.worlds import Ranks, made_once, reports, run_case
 
 TRAINED_MOST, TIED = "qwen3", "qwen2_tied"
 """The first has two layers; the others have four, of which stages of pipelines hold two."""
@@ -30,30 +29,16 @@ RELATIVE = 1e-5
 OF_TRANSFORMERS = 2e-5
 
 
-def world_of(folder: Path, checkpoints: Iterable[str], *, slow: bool) -> list[dict[str, Any]]:
-    made = make_checkpoints(folder, [name for name in checkpoints if name != TRAINED_MOST])
+def world_of(folder: Path, slow: bool) -> Ranks:
+    made = make_checkpoints(folder, [name for name in (CHECKPOINTS if slow else [TIED]) if name != TRAINED_MOST])
     made |= make_checkpoints(folder, [TRAINED_MOST], num_hidden_layers=2)
-    arguments = {"checkpoints": made, "slow": slow}
-    return run_distributed("tests.distributed.cases_training:all_cases", 4, arguments, timeout_s=300)
+    return run_case("cases_training:all_cases", checkpoints=made, slow=slow)
 
 
-@pytest.fixture(scope="module")
-def quick_world(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return world_of(tmp_path_factory.mktemp("checkpoints"), [TRAINED_MOST, TIED], slow=False)
+quick_world, slow_world = (made_once(partial(world_of, slow=slow)) for slow in (False, True))
 
 
-@pytest.fixture(scope="module")
-def slow_world(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return world_of(tmp_path_factory.mktemp("checkpoints"), CHECKPOINTS, slow=True)
-
-
-def reports(ranks: list[dict[str, Any]], name: str) -> list[Any]:
-    found = [rank[name] for rank in ranks if name in rank]
-    assert found, f"no rank reported {name}"
-    return found
-
-
-def assert_same_training(ranks: list[dict[str, Any]], name: str, baseline: str, relative: float = RELATIVE) -> None:
+def assert_same_training(ranks: Ranks, name: str, baseline: str, relative: float = RELATIVE) -> None:
     (expected,) = reports(ranks, baseline)
     for actual in reports(ranks, name):
         for step, (values, wanted) in enumerate(zip(actual["steps"], expected["steps"], strict=True)):
@@ -61,18 +46,18 @@ def assert_same_training(ranks: list[dict[str, Any]], name: str, baseline: str, 
 
 
 @pytest.mark.parametrize("layout", slow_but(LAYOUTS, *QUICK))
-def test_loss_gradient_norm_and_metrics_do_not_depend_on_the_layout(ranks: list[dict[str, Any]], layout: str) -> None:
+def test_loss_gradient_norm_and_metrics_do_not_depend_on_the_layout(ranks: Ranks, layout: str) -> None:
     assert_same_training(ranks, f"qwen3/{layout}/{SEVERAL_MICRO_BATCHES}", BASELINE)
 
 
 @pytest.mark.parametrize("layout", slow_but(["tp1", "tp2"], "tp1"))
-def test_micro_batches_do_not_change_the_result(ranks: list[dict[str, Any]], layout: str) -> None:
+def test_micro_batches_do_not_change_the_result(ranks: Ranks, layout: str) -> None:
     for max_tokens in (ONE_MICRO_BATCH, SEVERAL_MICRO_BATCHES):
         assert_same_training(ranks, f"qwen3/{layout}/{max_tokens}", BASELINE)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2_tied"])
-def test_first_loss_and_gradient_norm_equal_those_of_transformers(ranks: list[dict[str, Any]], name: str) -> None:
+def test_first_loss_and_gradient_norm_equal_those_of_transformers(ranks: Ranks, name: str) -> None:
     (report,) = reports(ranks, f"{name}/tp1/{SEVERAL_MICRO_BATCHES}")
     assert report["steps"][0]["loss"] == pytest.approx(report["expected_loss"], rel=OF_TRANSFORMERS)
     assert report["steps"][0]["grad_norm"] == pytest.approx(report["expected_grad_norm"], rel=OF_TRANSFORMERS)
@@ -80,14 +65,12 @@ def test_first_loss_and_gradient_norm_equal_those_of_transformers(ranks: list[di
 
 # pp3_vpp2 has a stage without layers in its middle, where Megatron's HybridStack has wrong gradients (0.19).
 @pytest.mark.parametrize("layout", slow_but(["tp2_pp2", "pp3_vpp2"], "pp3_vpp2"))
-def test_tied_embeddings_train_alike_on_both_ends_of_a_pipeline(ranks: list[dict[str, Any]], layout: str) -> None:
+def test_tied_embeddings_train_alike_on_both_ends_of_a_pipeline(ranks: Ranks, layout: str) -> None:
     assert_same_training(ranks, f"qwen2_tied/{layout}/{SEVERAL_MICRO_BATCHES}", f"qwen2_tied/tp1/{ONE_MICRO_BATCH}")
 
 
 @pytest.mark.slow
-def test_interleaved_stages_have_micro_batches_of_padding_where_samples_are_too_few(
-    ranks: list[dict[str, Any]],
-) -> None:
+def test_interleaved_stages_have_micro_batches_of_padding_where_samples_are_too_few(ranks: Ranks) -> None:
     (expected,) = reports(ranks, "two_samples/tp1")
     for metrics in reports(ranks, "two_samples/pp3_vpp2"):
         assert metrics == pytest.approx(expected, rel=RELATIVE)
@@ -95,38 +78,35 @@ def test_interleaved_stages_have_micro_batches_of_padding_where_samples_are_too_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["plain_optimizer", *(f"recompute_{name}" for name in RECOMPUTED)])
-def test_ways_of_computing_do_not_change_the_result(ranks: list[dict[str, Any]], variant: str) -> None:
+def test_ways_of_computing_do_not_change_the_result(ranks: Ranks, variant: str) -> None:
     assert_same_training(ranks, variant, BASELINE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("checkpoint", "layout"), CHUNKED_LOGITS)
-def test_logits_that_are_never_whole_do_not_change_the_result(
-    ranks: list[dict[str, Any]], checkpoint: str, layout: str
-) -> None:
-    name = f"chunked_logits/{checkpoint}/{layout}"
-    assert_same_training(ranks, name, f"{checkpoint}/tp1/{ONE_MICRO_BATCH}")
+def test_logits_that_are_never_whole_do_not_change_the_result(ranks: Ranks, checkpoint: str, layout: str) -> None:
+    assert_same_training(ranks, f"chunked_logits/{checkpoint}/{layout}", f"{checkpoint}/tp1/{ONE_MICRO_BATCH}")
 
 
-def test_metrics_are_equal_on_all_ranks_and_training_learns(ranks: list[dict[str, Any]]) -> None:
+def test_metrics_are_equal_on_all_ranks_and_training_learns(ranks: Ranks) -> None:
     for layout in QUICK:
         first, *others = reports(ranks, f"qwen3/{layout}/{SEVERAL_MICRO_BATCHES}")
         assert all(other["steps"] == first["steps"] for other in others), layout
-        losses = [step["loss"] for step in first["steps"]]
-        assert losses[-1] < losses[0] - 0.1
-        assert [step["samples_per_response_token"] for step in first["steps"]] == pytest.approx(
-            [12 / first["response_tokens"]] * 3
-        )
-        assert [step["lr"] for step in first["steps"]] == pytest.approx([0.005, 0.01, 0.01])
+        of_steps = {name: [step[name] for step in first["steps"]] for name in first["steps"][0]}
+        assert of_steps["loss"][-1] < of_steps["loss"][0] - 0.1
+        assert of_steps["samples_per_response_token"] == pytest.approx([12 / first["response_tokens"]] * 3)
+        assert of_steps["lr"] == pytest.approx([0.005, 0.01, 0.01])
+        assert all(math.isfinite(value) for values in of_steps.values() for value in values)
 
 
 @pytest.mark.parametrize("layout", slow_but([BASE, *LAYOUTS], BASE, *QUICK))
-def test_logprobs_equal_those_of_transformers_on_every_rank(ranks: list[dict[str, Any]], layout: str) -> None:
-    for report in reports(ranks, f"qwen3/{layout}/{SEVERAL_MICRO_BATCHES}"):
-        assert report["start_difference"] < 1e-4
+def test_logprobs_equal_those_of_transformers_on_every_rank(ranks: Ranks, layout: str) -> None:
+    assert all(
+        report["start_difference"] < 1e-4 for report in reports(ranks, f"qwen3/{layout}/{SEVERAL_MICRO_BATCHES}")
+    )
 
 
-def test_logprobs_after_training_are_equal_across_the_replica(ranks: list[dict[str, Any]]) -> None:
+def test_logprobs_after_training_are_equal_across_the_replica(ranks: Ranks) -> None:
     for layout in ("tp4", "tp2_pp2"):
         first, *others = reports(ranks, f"qwen3/{layout}/{SEVERAL_MICRO_BATCHES}")
         assert all(other["end_logprobs"] == first["end_logprobs"] for other in others)
@@ -136,94 +116,79 @@ def test_logprobs_after_training_are_equal_across_the_replica(ranks: list[dict[s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(CHECKPOINTS))
-def test_logits_equal_those_of_transformers_packed_or_not(ranks: list[dict[str, Any]], name: str) -> None:
+def test_logits_equal_those_of_transformers_packed_or_not(ranks: Ranks, name: str) -> None:
     (differences,) = reports(ranks, f"family/{name}")
-    assert max(differences.values()) < 1e-4, differences
+    assert max(differences) < 1e-4, differences
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "largest"), [("float32", 5e-6), ("float64", 1e-12)])
 @pytest.mark.parametrize("name", sorted(CHECKPOINTS))
 def test_fused_layers_give_the_logits_and_gradients_of_plain_ones(
-    ranks: list[dict[str, Any]], name: str, dtype: str, largest: float
+    ranks: Ranks, name: str, dtype: str, largest: float
 ) -> None:
     (differences,) = reports(ranks, f"fused/{name}/{dtype}")
     assert len(differences) > 10
     assert max(differences.values()) < largest, differences
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", ["tp2_dp2", "plain_optimizer", "wide_tp2_dp2_sp", "wide_tp2_pp2"])
-def test_bfloat16_training_follows_float32(ranks: list[dict[str, Any]], variant: str) -> None:
-    (single,) = reports(ranks, BASELINE)
-    for report in reports(ranks, f"bfloat16/{variant}"):
-        assert report["dtypes"] == ["torch.bfloat16"]
-        for values, wanted in zip(report["steps"], single["steps"], strict=True):
-            assert values["loss"] == pytest.approx(wanted["loss"], rel=0.02)
-            assert values["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=0.1)
+HALF = {"bfloat16": ("tp2_dp2", "plain_optimizer", "wide_tp2_dp2_sp", "wide_tp2_pp2"), "float16": ("tp2_pp2",)}
 
 
 @pytest.mark.slow
-def test_float16_training_follows_float32(ranks: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize(("dtype", "variant"), [(dtype, variant) for dtype, of in HALF.items() for variant in of])
+def test_training_in_half_precision_follows_float32(ranks: Ranks, dtype: str, variant: str) -> None:
     (single,) = reports(ranks, BASELINE)
-    for report in reports(ranks, "float16/tp2_pp2"):
-        assert report["dtypes"] == ["torch.float16"]
+    loss, grad_norm = (0.02, 0.1) if dtype == "bfloat16" else (0.005, 0.02)
+    for report in reports(ranks, f"{dtype}/{variant}"):
+        assert report["dtypes"] == [f"torch.{dtype}"]
         for values, wanted in zip(report["steps"], single["steps"], strict=True):
-            assert values["loss"] == pytest.approx(wanted["loss"], rel=0.005)
-            assert values["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=0.02)
-            assert (values["loss_scale"], values["overflowed_updates"]) == (128, 0)
+            assert values["loss"] == pytest.approx(wanted["loss"], rel=loss)
+            assert values["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=grad_norm)
+            assert dtype == "bfloat16" or (values["loss_scale"], values["overflowed_updates"]) == (128, 0)
 
 
-def test_steps_that_overflow_halve_the_loss_scale_and_change_nothing_else(ranks: list[dict[str, Any]]) -> None:
+def test_steps_that_overflow_halve_the_loss_scale_and_change_nothing_else(ranks: Ranks) -> None:
     first, *others = reports(ranks, "loss_scale")
     assert all(other["steps"] == first["steps"] for other in others)
     assert all(report["kept"] for report in (first, *others)), "the first three steps overflow"
     steps = first["steps"]
     overflowed = [step["overflowed_updates"] for step in steps]
-    assert (
-        overflowed == [step["skipped_updates"] for step in steps] == [float(math.isinf(s["grad_norm"])) for s in steps]
-    )
-    assert [step["loss_scale"] for step in steps[:5]] == [2.0 ** (16 - index) for index in range(5)], (
-        "also when resumed"
-    )
+    assert overflowed == [s["skipped_updates"] for s in steps] == [float(math.isinf(s["grad_norm"])) for s in steps]
+    assert [s["loss_scale"] for s in steps[:5]] == [2.0 ** (16 - place) for place in range(5)], "also when resumed"
     assert not all(overflowed)
     made = overflowed.index(0)
     assert [s["loss_scale"] / steps[made]["loss_scale"] for s in steps[made : made + 2]] == [1, 2], "after a window"
 
 
-def test_an_overflow_at_the_smallest_loss_scale_is_a_divergence(ranks: list[dict[str, Any]]) -> None:
+def test_an_overflow_at_the_smallest_loss_scale_is_a_divergence(ranks: Ranks) -> None:
     for rank in ranks:
         assert rank["loss_scale_at_its_minimum"].startswith("DivergenceError: the actor's gradient norm is")
 
 
 @pytest.mark.parametrize(("name", "layout"), [(name, layout) for name, of in QUICK_LAYOUTS.items() for layout in of])
-def test_parameters_are_those_of_the_layout(ranks: list[dict[str, Any]], name: str, layout: str) -> None:
+def test_parameters_are_those_of_the_layout(ranks: Ranks, name: str, layout: str) -> None:
     assert all(report["of_the_layout"] for report in reports(ranks, f"{name}/{layout}/{SEVERAL_MICRO_BATCHES}"))
 
 
 @pytest.mark.parametrize("layout", ["tp2_dp2", "pp2_dp2"])
-def test_divergence_on_one_rank_stops_all_before_the_weights_change(ranks: list[dict[str, Any]], layout: str) -> None:
+def test_divergence_on_one_rank_stops_all_before_the_weights_change(ranks: Ranks, layout: str) -> None:
     for rank in ranks:
         assert rank[f"nan/{layout}"].startswith("DivergenceError: the actor's loss is nan")
         assert rank[f"nan_gradient/{layout}"].startswith("DivergenceError: the actor's gradient norm is")
         assert rank[f"weights_kept/{layout}"]
 
 
-def test_recomputing_norms_needs_transformer_engine(ranks: list[dict[str, Any]]) -> None:
+def test_recomputing_norms_needs_transformer_engine(ranks: Ranks) -> None:
     for rank in ranks:
         assert rank["norms"].startswith("model.recompute.modules: got layernorm, which Megatron recomputes with")
 
 
-def test_megatron_global_state_is_never_initialized(ranks: list[dict[str, Any]]) -> None:
+def test_megatron_global_state_is_never_initialized(ranks: Ranks) -> None:
     assert [rank["parallel_state_initialized"] for rank in ranks] == [False] * 4
 
 
-def test_ranks_compute_with_the_instructions_that_the_environment_names(ranks: list[dict[str, Any]]) -> None:
+def test_ranks_compute_with_the_instructions_that_the_environment_names(ranks: Ranks) -> None:
     """They are forked from a process that has loaded torch. tests/processors.sh relies on it."""
     named = os.environ.get("ATEN_CPU_CAPABILITY") or torch.backends.cpu.get_cpu_capability()
     assert {rank["instructions"] for rank in ranks} == {named.upper()}
-
-
-def test_reported_numbers_are_finite(ranks: list[dict[str, Any]]) -> None:
-    (single,) = reports(ranks, BASELINE)
-    assert all(math.isfinite(value) for step in single["steps"] for value in step.values())

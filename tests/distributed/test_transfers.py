@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 
 from tests.distributed.cases_transfers import NUM_RANKS, NUM_SAMPLES, NUM_STEPS, PER_STEP
-from tests.support.torchrun import run_distributed
+from tests.support.worlds import run_case
 
 SAMPLES_CROSS = {"actor,reward": "0", "reference": "1"}
 """A reward that shares ranks with training scores behind the cut; elsewhere before it."""
 
+ON_ANOTHER_NODE = "a replica of two ranks on another node"
 PLACEMENTS = {
     "more engines": ({**SAMPLES_CROSS, "rollout": "2"}, {**SAMPLES_CROSS, "rollout": "2-3"}),
     "fewer engines": ({**SAMPLES_CROSS, "rollout": "1-3"}, {**SAMPLES_CROSS, "rollout": "3"}),
@@ -17,18 +18,13 @@ PLACEMENTS = {
         {"actor,reference": "0", "rollout": "1", "reward": "2-3"},
         {"actor,reference": "0-1", "rollout": "3", "reward": "2"},
     ),
-    "a replica of two ranks on another node": (
+    ON_ANOTHER_NODE: (
         {"actor,reference": "0-1", "rollout,reward": "2-3"},
         {"actor,reference": "0-1", "rollout,reward": "2"},
     ),
 }
-TRAINING_TP = {"a replica of two ranks on another node": 2}
-NUM_OWNERS = {
-    "more engines": 1,
-    "fewer engines": 3,
-    "fewer rewards, more actors": 2,
-    "a replica of two ranks on another node": 2,
-}
+TRAINING_TP = {ON_ANOTHER_NODE: 2}
+NUM_OWNERS = {"more engines": 1, "fewer engines": 3, "fewer rewards, more actors": 2, ON_ANOTHER_NODE: 2}
 """Source ranks of what crosses."""
 CUT = 3
 
@@ -36,11 +32,8 @@ CUT = 3
 @pytest.fixture(scope="module")
 def results() -> dict[str, list[dict[str, Any]]]:
     """By placements, of every rank."""
-    ranks = run_distributed(
-        "tests.distributed.cases_transfers:cut_and_go_on",
-        NUM_RANKS,
-        {"placements": [(*pair, TRAINING_TP.get(name, 1)) for name, pair in PLACEMENTS.items()], "step": CUT},
-    )
+    placements = [(*pair, TRAINING_TP.get(name, 1)) for name, pair in PLACEMENTS.items()]
+    ranks = run_case("cases_transfers:cut_and_go_on", NUM_RANKS, placements=placements, step=CUT)
     return dict(zip(PLACEMENTS, zip(*ranks, strict=True), strict=True))
 
 

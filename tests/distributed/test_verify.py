@@ -5,14 +5,9 @@ import re
 import pytest
 
 from tests.distributed.cases_verify import CASES
-from tests.support.torchrun import run_distributed
+from tests.support.worlds import Ranks, reports, world
 
-
-@pytest.fixture(scope="module")
-def ranks() -> list[dict[str, dict[str, str]]]:
-    return run_distributed("tests.distributed.cases_verify:all_checks", num_ranks=4, timeout_s=240)
-
-
+ranks = world("cases_verify:all_checks")
 NAMED = {
     "nothing arrived": "model.embed_tokens.weight",
     "nothing": None,
@@ -26,10 +21,10 @@ NAMED = {
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_the_tensor_that_differs_is_named_on_every_rank(name: str, ranks: list[dict[str, dict[str, str]]]) -> None:
+def test_the_tensor_that_differs_is_named_on_every_rank(name: str, ranks: Ranks) -> None:
     compared = 0
     for case in (f"{placement}, {kind}" for placement, kinds in CASES.items() for kind in kinds):
-        said = {found[case][name] for found in ranks if case in found}
+        said = {found[name] for found in reports(ranks, case)}
         assert len(said) == 1, f"{case}: all ranks say the same"
         expected = NAMED[name] if name != "change_a_scale" or case.endswith("fp8") else None
         if expected is None:
@@ -40,7 +35,7 @@ def test_the_tensor_that_differs_is_named_on_every_rank(name: str, ranks: list[d
     assert compared or name == "nothing"
 
 
-def test_the_ranks_concerned_are_named(ranks: list[dict[str, dict[str, str]]]) -> None:
+def test_the_ranks_concerned_are_named(ranks: Ranks) -> None:
     overlapping = ranks[2]["pp2 -> tp2, overlapping, fp32 to fp8"]
     assert "differs on rank(s) 3 from what rank(s) 2 sent" in overlapping["flip_a_bit"]
     assert "differs on rank(s) 3 from what rank(s) 1 sent" in overlapping["swap_two_rows"]

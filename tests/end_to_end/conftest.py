@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.jobs import REPOSITORY, run
+from tests.support.jobs import REPOSITORY, succeed
 
 NUM_EXPERTS = 4
 
@@ -18,8 +18,7 @@ NUM_EXPERTS = 4
 def quickstart_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with model/, train.jsonl and eval.jsonl."""
     folder = tmp_path_factory.mktemp("quickstart")
-    done = run([sys.executable, "tools/make_quickstart.py", "--output", str(folder / "start"), "--seed", "0"], 120)
-    assert done.returncode == 0, done.stderr
+    succeed([sys.executable, "tools/make_quickstart.py", "--output", str(folder / "start"), "--seed", "0"], 120)
     return folder / "start"
 
 
@@ -35,6 +34,12 @@ def warmed_up() -> Path:
     `bash launch/quickstart.sh` makes it anew, as runs/quickstart/sft/hf.
     """
     return REPOSITORY / "tests/warmed_up"
+
+
+@pytest.fixture(scope="session")
+def warm_start(warmed_up: Path, data_overrides: list[str]) -> list[str]:
+    """Overrides of a job that begins where the warm-up ended."""
+    return [f"model.path={warmed_up}", *data_overrides]
 
 
 @pytest.fixture(scope="session")

@@ -3,13 +3,12 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rltrain.algorithms.registry import ALGORITHMS
 from rltrain.observability.names import documented
-from tests.support.jobs import REPOSITORY, column, sample_ids, train_in_turn
+from tests.support.jobs import QUICKSTART, REPOSITORY, column, read_records, sample_ids, train_in_turn
 
 pytestmark = pytest.mark.slow
 
@@ -47,48 +46,35 @@ MORE = {
     "maxrl": ("advantages={mask_truncated: true}",),
     "pass_at_k": (*SHAPED, "advantages.k=2"),
     "gpg": ("loss.policy=reinforce",),
-    "optimal_token_baseline": (
-        *SHAPED,
-        "loss.old_logprobs=actor",
-        "loss.correction={high: 2.0, normalize: step}",
-    ),
+    "optimal_token_baseline": (*SHAPED, "loss.old_logprobs=actor", "loss.correction={high: 2.0, normalize: step}"),
     "own": (*SHAPED, f"advantages.function={REPOSITORY}/tests/support/user_learning.py:centred_over_step"),
     "ppo": (*SHAPED, "placement={'actor, critic, reference, rollout, reward': 0}"),
 }
-SECOND_FUNCTION = """\
-def brevity(response):
-    return -len(response) / 40
-"""
 
 
 def two_functions(folder: Path) -> str:
-    (folder / "own.py").write_text(SECOND_FUNCTION)
+    (folder / "own.py").write_text("def brevity(response):\n    return -len(response) / 40\n")
     first = {"function": "exact_match", "options": {"after": ","}}
     second = {"function": f"{folder}/own.py:brevity", "weight": 0.5}
     return f"reward={json.dumps({'functions': [first, second], 'num_workers': 1})}"
 
 
 @pytest.fixture(scope="module")
-def runs(warmed_up: Path, data_overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(warm_start: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with one of each name, "resumed" and "remax in an environment": one after the other in one process."""
     folder = tmp_path_factory.mktemp("algorithms")
-    common = [f"model.path={warmed_up}", data_overrides[0], *SMALL]
+    common = [*warm_start[:2], *SMALL]
     more = {**MORE, "gdpo": (two_functions(folder),)}
-    jobs = [[*common, f"algorithm={name}", f"output_dir={folder / name}", *more[name]] for name in NAMES]
-    resume = f"checkpoint.resume={folder / RESUMED}/checkpoints/step_0000001"
-    jobs.append([*common, f"algorithm={RESUMED}", f"output_dir={folder / 'resumed'}", *more[RESUMED], resume])
-    jobs.append([*common, "algorithm=remax", f"output_dir={folder / 'remax in an environment'}", *IN_ENVIRONMENT])
-    train_in_turn(REPOSITORY / "configs/quickstart.yaml", jobs, folder, num_ranks=1)
+    jobs = {name: [*common, f"algorithm={name}", *more[name]] for name in NAMES}
+    jobs["resumed"] = [*jobs[RESUMED], f"checkpoint.resume={folder / RESUMED}/checkpoints/step_0000001"]
+    jobs["remax in an environment"] = [*common, "algorithm=remax", *IN_ENVIRONMENT]
+    train_in_turn(QUICKSTART, jobs, folder, num_ranks=1)
     return folder
-
-
-def records_of(output: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("name", [*NAMES, "remax in an environment"])
 def test_every_algorithm_trains(runs: Path, name: str) -> None:
-    records = records_of(runs / name)
+    records = read_records(runs / name)
     assert all(documented(metric) for record in records for metric in record.keys() - {"step", "time_s"})
     for metric in ("train/loss", "train/grad_norm", "train/entropy", "rollout/reward_mean"):
         values = column(records, metric)
@@ -103,7 +89,7 @@ def test_every_algorithm_trains(runs: Path, name: str) -> None:
 
 
 def test_an_adaptive_coefficient_goes_on_from_a_checkpoint(runs: Path) -> None:
-    records = [records_of(runs / name) for name in (RESUMED, "resumed")]
+    records = [read_records(runs / name) for name in (RESUMED, "resumed")]
     whole, resumed = (next(record for record in run if record["step"] == 1) for run in records)
     assert whole["train/kl_coef"] == resumed["train/kl_coef"] != 0.05
     for metric in ("train/reward_kl", "train/overlong_penalty"):

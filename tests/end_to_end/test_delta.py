@@ -5,40 +5,22 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.test_fp8_rollouts import FP8
-from tests.support.jobs import REPOSITORY, column, train
+from tests.support.jobs import QUICKSTART, SHORT, column, train
 
 pytestmark = pytest.mark.slow
 
 COMPARED = ("weight_sync.delta.in_shared_memory=true", "weight_sync.delta.full_every=20")
 TWO_RANKS = ("placement={'actor, reference': 0, 'rollout, reward': 1}", "actor.parallel.tp=1")
 SMALL = (
-    "batch={prompts_per_step: 8, samples_per_prompt: 4, mini_batches: 1}",
-    "data.eval=null",
-    "data.train.max_rows=1024",
-    "steps=4",
-    *TWO_RANKS,
-    "checkpoint.save_hf=false",
+    *("batch={prompts_per_step: 8, samples_per_prompt: 4, mini_batches: 1}", "steps=4"),
+    *(*TWO_RANKS, *SHORT, "weight_sync.verify=true"),
 )
-
-
-def run(warmed_up: Path, data_overrides: list[str], output: Path, *overrides: str, num_ranks: int = 4) -> list:
-    paths = [f"model.path={warmed_up}", f"output_dir={output}", *data_overrides]
-    return train(REPOSITORY / "configs/quickstart.yaml", *paths, *overrides, num_ranks=num_ranks)
-
-
+OF_FSDP = ("placement={'actor, reference': 0-1, 'rollout, reward': 2}", "actor.backend=fsdp")
 WAYS = {
-    "of float32 weights, from fsdp": (
-        "placement={'actor, reference': 0-1, 'rollout, reward': 2}",
-        "actor.backend=fsdp",
-    ),
+    "of float32 weights, from fsdp": OF_FSDP,
     "of bfloat16 weights": ("model.dtype=bfloat16",),
     "in FP8": FP8,
-    "in FP8, of merged adapters from fsdp": (
-        "placement={'actor, reference': 0-1, 'rollout, reward': 2}",
-        "actor.backend=fsdp",
-        "model.lora={rank: 16, alpha: 32}",
-        *FP8,
-    ),
+    "in FP8, of merged adapters from fsdp": (*OF_FSDP, "model.lora={rank: 16, alpha: 32}", *FP8),
     "to engines of several ranks": (
         "placement={'actor, reference': 0, 'rollout, reward': 1-2}",
         "rollout.parallel.tp=2",
@@ -47,14 +29,13 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_drawn_and_trained_is_the_same(
-    way: str, warmed_up: Path, data_overrides: list[str], tmp_path: Path
-) -> None:
+def test_what_is_drawn_and_trained_is_the_same(way: str, warm_start: list[str], tmp_path: Path) -> None:
     """Bit for bit, and in both with checksums of what both sides hold."""
     ranks = 3 if "placement" in "".join(WAYS[way]) else 2
-    settings = (*SMALL, *WAYS[way], "weight_sync.verify=true")
-    full = run(warmed_up, data_overrides, tmp_path / "full", *settings, num_ranks=ranks)
-    delta = run(warmed_up, data_overrides, tmp_path / "delta", *settings, *COMPARED, num_ranks=ranks)
+    full, delta = (
+        train(QUICKSTART, *warm_start, f"output_dir={tmp_path / name}", *SMALL, *WAYS[way], *more, num_ranks=ranks)
+        for name, more in (("full", ()), ("delta", COMPARED))
+    )
     for name in ("train/loss", "train/grad_norm", "rollout/reward_mean", "train/train_rollout_logprob_abs_diff"):
         assert column(delta, name) == column(full, name), name
     full = column(delta, "perf/weight_sync_is_full")
@@ -66,9 +47,7 @@ def test_what_is_drawn_and_trained_is_the_same(
         assert full == [1.0, 0.0, 1.0, 1.0], "all of float32 changes: for some steps it is not tried again"
 
 
-def test_weights_in_flight_are_those_of_their_step(warmed_up: Path, data_overrides: list[str], tmp_path: Path) -> None:
-    flight = "schedule={mode: asynchronous, max_staleness: 1}"
-    records = run(
-        warmed_up, data_overrides, tmp_path, *SMALL, flight, "weight_sync.verify=true", *COMPARED, num_ranks=2
-    )
+def test_weights_in_flight_are_those_of_their_step(warm_start: list[str], tmp_path: Path) -> None:
+    flight = (f"output_dir={tmp_path}", *SMALL, "schedule={mode: asynchronous, max_staleness: 1}", *COMPARED)
+    records = train(QUICKSTART, *warm_start, *flight, num_ranks=2)
     assert column(records, "perf/weight_sync_is_full") == [1.0, 0.0, 1.0], "steps 0 and 1 have the first"

@@ -1,13 +1,14 @@
 """On-policy distillation in whole jobs: the actor becomes as good as its teacher; several teachers by row."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.jobs import REPOSITORY, column, train
+from tests.support.jobs import QUICKSTART, REPOSITORY, column, read_lines, train
 
 CONFIG = REPOSITORY / "configs/quickstart_distillation.yaml"
 pytestmark = pytest.mark.slow
@@ -17,9 +18,7 @@ pytestmark = pytest.mark.slow
 def disturbed(warmed_up: Path, tmp_path: Path) -> Path:
     """The warmed-up checkpoint with noise on its weights, which it forgets much by."""
     folder = tmp_path / "disturbed"
-    folder.mkdir()
-    for file in warmed_up.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(warmed_up, folder)
     generator = torch.Generator().manual_seed(0)
     weights = {
         name: tensor + 0.3 * tensor.std() * torch.randn(tensor.shape, generator=generator)
@@ -43,7 +42,7 @@ def test_each_row_has_the_teacher_that_it_names(
     disturbed: Path, warmed_up: Path, quickstart_files: Path, tmp_path: Path
 ) -> None:
     """The warmed-up model is its own teacher on half of the rows, and learns from another on the rest."""
-    rows = [json.loads(line) for line in (quickstart_files / "train.jsonl").read_text().splitlines()[:64]]
+    rows = read_lines(quickstart_files / "train.jsonl")[:64]
     file = tmp_path / "rows.jsonl"
 
     def distance(*teachers: str) -> float:
@@ -63,13 +62,11 @@ def test_each_row_has_the_teacher_that_it_names(
     assert distance("same", "other") == pytest.approx(distance("other", "other") / 2, rel=0.5)
 
 
-def test_the_penalty_may_be_the_divergence_over_the_whole_vocabulary(
-    warmed_up: Path, data_overrides: list[str], tmp_path: Path
-) -> None:
+def test_the_penalty_may_be_the_divergence_over_the_whole_vocabulary(warm_start: list[str], tmp_path: Path) -> None:
     """With the reference in another layout than the actor's; on average it is what k3 estimates."""
     records = train(
-        REPOSITORY / "configs/quickstart.yaml",
-        *[f"model.path={warmed_up}", f"output_dir={tmp_path}", *data_overrides, "data.eval=null", "steps=3"],
+        QUICKSTART,
+        *[*warm_start, f"output_dir={tmp_path}", "data.eval=null", "steps=3"],
         *["batch={prompts_per_step: 8, samples_per_prompt: 8, mini_batches: 1}", "checkpoint.save_hf=false"],
         *["placement={'actor': '0-1', 'rollout, reward': 0, reference: '0-1'}", "reference.parallel={pp: 2}"],
         *["loss.kl={coef: 0.05, estimator: full}", "actor.optimizer={lr: 1e-3, warmup_steps: 0}"],

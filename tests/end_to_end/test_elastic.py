@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import sys
 import time
 from collections import Counter
@@ -13,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from rltrain.checkpoint.run_folder import name_of
-from tests.end_to_end.test_resume import PARTIAL, Run, reported
+from tests.end_to_end.test_resume import PARTIAL
 from tests.forked.popen import FORKED_ENVIRONMENT, Popen, ranks_of
-from tests.support.jobs import REPOSITORY, train
+from tests.support.jobs import QUICKSTART, REPOSITORY, Run, reported, train
 from tests.support.tolerances import EPS_OF_ACTOR, near
+from tests.support.torchrun import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -33,8 +33,7 @@ class Elastic:
         """From the checkpoint of a step, all that was saved later being lost, to the end: what the run has reported."""
         for step in range(after + 1, STEPS + 1):
             shutil.rmtree(self.folder / "checkpoints" / name_of(step), ignore_errors=True)
-        config, output = REPOSITORY / "configs/quickstart.yaml", f"output_dir={self.folder}"
-        train(config, *self.overrides, output, num_ranks=num_ranks, timeout_s=120)
+        train(QUICKSTART, *self.overrides, f"output_dir={self.folder}", num_ranks=num_ranks, timeout_s=120)
         return self.whole(STEPS)
 
     def whole(self, steps: int) -> Run:
@@ -47,17 +46,11 @@ class Elastic:
 
 
 @pytest.fixture
-def elastic(warmed_up: Path, data_overrides: list[str], tmp_path: Path) -> Elastic:
+def elastic(warm_start: list[str], tmp_path: Path) -> Elastic:
     overrides = [
-        f"model.path={warmed_up}",
-        *data_overrides,
+        *(*warm_start, f"steps={STEPS}", "logging.sample_ids=true", "data.train.max_rows=512", "data.eval=null"),
         f"batch={{prompts_per_step: {PROMPTS}, samples_per_prompt: {SAMPLES}, mini_batches: 2}}",
-        f"steps={STEPS}",
-        "logging.sample_ids=true",
-        "data.train.max_rows=512",
-        "data.eval=null",
-        "checkpoint={save_hf: false, save_interval: 1, keep: 0}",
-        EPS_OF_ACTOR,
+        *("checkpoint={save_hf: false, save_interval: 1, keep: 0}", EPS_OF_ACTOR),
     ]
     return Elastic(tmp_path / "run", overrides)
 
@@ -93,11 +86,8 @@ def test_a_job_that_loses_a_node_goes_on_by_itself_on_those_that_are_left(elasti
     steps, config = 12, ["--config=configs/quickstart.yaml", f"output_dir={elastic.folder}"]
     placed = ["placement={'rollout, reward': 0, 'actor, reference': rest}", "actor.parallel.tp=1", f"steps={steps}"]
     placed.append("timeouts.no_progress_s=30")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2:3", "--nproc-per-node=1", "--max-restarts=2"]
-    torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1"]
+    torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--local-addr=127.0.0.1"]
     environment = {**os.environ, **FORKED_ENVIRONMENT, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     agents = []
     for node in range(3):

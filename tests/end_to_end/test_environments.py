@@ -1,6 +1,5 @@
 """Whole jobs whose samples are conversations with environments on ranks of their own, or on others' ranks."""
 
-import json
 import sys
 from pathlib import Path
 from statistics import median
@@ -9,21 +8,16 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.jobs import REPOSITORY, column, run, sample_ids, train
+from tests.support.jobs import QUICKSTART, REPOSITORY, column, read_lines, sample_ids, succeed, train
 from tests.support.marks import slow_but
 from tests.support.sums_agent import RECORDS
 
 ENVIRONMENT = ["env={function: 'tests.support.sums_environment:TwoSums', num_workers: 1, max_turn_tokens: 40}"]
 SETTINGS = [
-    *ENVIRONMENT,
-    "rollout.sampling.max_response_tokens=96",
-    "rollout.max_context_tokens=112",
-    "reward={function: environment}",
-    "batch={prompts_per_step: 4, samples_per_prompt: 4, mini_batches: 2}",
-    "logging={samples: 8, sample_ids: true}",
-    "data.eval.max_rows=8",
-    "data.train.max_rows=1024",
-    "steps=2",
+    *(*ENVIRONMENT, "reward={function: environment}", "actor.parallel.tp=1"),
+    *("rollout.sampling.max_response_tokens=96", "rollout.max_context_tokens=112"),
+    *("batch={prompts_per_step: 4, samples_per_prompt: 4, mini_batches: 2}", "steps=2"),
+    *("logging={samples: 8, sample_ids: true}", "data.eval.max_rows=8", "data.train.max_rows=1024"),
 ]
 PLACEMENTS = {
     "everything on one rank": (1, "{'actor, reference, rollout, reward, env': 0}"),
@@ -38,29 +32,18 @@ OVERRIDES = {
 
 
 @pytest.mark.parametrize("name", slow_but(PLACEMENTS, "everything on one rank"))
-def test_environments_answer_wherever_they_are(
-    name: str, tmp_path: Path, warmed_up: Path, data_overrides: list[str]
-) -> None:
+def test_environments_answer_wherever_they_are(name: str, tmp_path: Path, warm_start: list[str]) -> None:
     num_ranks, placement = PLACEMENTS[name]
-    num_steps = 3 if "steps=3" in OVERRIDES.get(name, ()) else 2
-    records = train(
-        "configs/quickstart.yaml",
-        *data_overrides,
-        *SETTINGS,
-        f"placement={placement}",
-        "actor.parallel.tp=1",
-        f"model.path={warmed_up}",
-        f"output_dir={tmp_path}",
-        *OVERRIDES.get(name, ()),
-        num_ranks=num_ranks,
-    )
+    own = OVERRIDES.get(name, [])
+    num_steps = 3 if "steps=3" in own else 2
+    common = [*warm_start, *SETTINGS, f"placement={placement}", f"output_dir={tmp_path}"]
+    records = train(QUICKSTART, *common, *own, num_ranks=num_ranks)
     assert len(column(records, "train/loss")) == num_steps
     assert all(1.5 < turns <= 2 for turns in column(records, "env/turns_mean"))
     assert all(0 <= reward <= 1 for reward in column(records, "rollout/reward_mean"))
     assert sorted(number for ids in sample_ids(tmp_path).values() for number in ids) == [*range(num_steps * 16)]
-    if "env.offload=true" in OVERRIDES.get(name, ()):
-        assert column(records, "env/offloads")[-1] >= 2
-    conversations = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert "env.offload=true" not in own or column(records, "env/offloads")[-1] >= 2
+    conversations = read_lines(tmp_path / "samples.jsonl")
     assert len(conversations) == num_steps * 8
     turns = [turn for sample in conversations for turn in sample.get("turns", ())]
     assert turns and all(turn["message"]["role"] == "assistant" for turn in turns)
@@ -79,28 +62,15 @@ ORDERS = {
 
 @pytest.mark.parametrize("name", slow_but(ORDERS, "partial rollouts"))
 def test_every_sample_is_trained_on_once_in_every_order_and_across_a_restart(
-    name: str, tmp_path: Path, warmed_up: Path, data_overrides: list[str]
+    name: str, tmp_path: Path, warm_start: list[str]
 ) -> None:
-    def train_for(steps: int, *overrides: str) -> list[dict[str, float]]:
-        return train(
-            "configs/quickstart.yaml",
-            *data_overrides,
-            *SETTINGS,
-            *ORDERS[name],
-            "placement={'actor, reference': 0, rollout: 1-2, 'reward, env': '0,2'}",
-            "actor.parallel.tp=1",
-            "rollout.max_running_requests=8",
-            f"model.path={warmed_up}",
-            f"output_dir={tmp_path}",
-            f"steps={steps}",
-            "data.eval=null",
-            "checkpoint={save_interval: 2, save_hf: false, resume: auto}",
-            *overrides,
-            num_ranks=3,
-        )
-
-    train_for(2)
-    records = train_for(4)
+    overrides = [
+        *(*warm_start, *SETTINGS, *ORDERS[name], f"output_dir={tmp_path}", "data.eval=null"),
+        *("placement={'actor, reference': 0, rollout: 1-2, 'reward, env': '0,2'}", "rollout.max_running_requests=8"),
+        "checkpoint={save_interval: 2, save_hf: false, resume: auto}",
+    ]
+    train(QUICKSTART, *overrides, num_ranks=3)
+    records = train(QUICKSTART, *overrides, "steps=4", num_ranks=3)
     assert len(column(records, "train/loss")) == 4
     ids = [number for of_step in sample_ids(tmp_path).values() for number in of_step]
     assert len(ids) == len(set(ids)) == 4 * 16, "nobody is trained on twice, or lost"
@@ -114,28 +84,18 @@ AGENTS = {
 
 
 @pytest.mark.parametrize("kind", slow_but(AGENTS, "program"))
-def test_an_agent_draws_its_turns_at_the_endpoint(
-    kind: str, tmp_path: Path, warmed_up: Path, data_overrides: list[str]
-) -> None:
+def test_an_agent_draws_its_turns_at_the_endpoint(kind: str, tmp_path: Path, warm_start: list[str]) -> None:
     agent = AGENTS[kind].replace("TESTS", str(REPOSITORY / "tests/support"))
     records = train(
-        "configs/quickstart.yaml",
-        *data_overrides,
-        *SETTINGS[1:],
-        f"env={{agent: {agent}, num_workers: 1, max_turns: 4}}",
-        "steps=1",
-        "batch={prompts_per_step: 2, samples_per_prompt: 2, mini_batches: 1}",
-        "data.eval.max_rows=1",
-        "checkpoint.save_hf=false",
-        "placement={'actor, reference, rollout': 0, env: 1}",
-        "actor.parallel.tp=1",
-        f"model.path={warmed_up}",
-        f"output_dir={tmp_path}",
+        QUICKSTART,
+        *(*warm_start, *SETTINGS[1:], f"env={{agent: {agent}, num_workers: 1, max_turns: 4}}", "steps=1"),
+        *("batch={prompts_per_step: 2, samples_per_prompt: 2, mini_batches: 1}", "data.eval.max_rows=1"),
+        *("checkpoint.save_hf=false", "placement={'actor, reference, rollout': 0, env: 1}", f"output_dir={tmp_path}"),
         num_ranks=2,
     )
     assert len(column(records, "train/loss")) == 1
     assert all(failed == 0 for failed in column(records, "env/failed"))
-    for sample in map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines()):
+    for sample in read_lines(tmp_path / "samples.jsonl"):
         assert sample["length"] > 0, "what the agent asked for was drawn and recorded"
         is_right = sample["response"].rpartition(",")[2] == sample["label"]
         assert sample["reward"] in ((is_right,) if kind == "program" else (0.0, 1.0))
@@ -149,24 +109,17 @@ def test_weights_change_between_the_turns_of_an_agent_and_inside_them(
     monkeypatch.setenv(RECORDS, str(tmp_path / "sessions.jsonl"))
     steps = 4
     records = train(
-        "configs/quickstart.yaml",
-        *data_overrides,
-        *SETTINGS[1:],
-        *ORDERS["one step ahead, weights in flight"],
+        QUICKSTART,
+        *(*data_overrides, *SETTINGS[1:], *ORDERS["one step ahead, weights in flight"], "data.eval=null"),
         "env={agent: {function: 'tests.support.sums_agent:counts_on'}, num_workers: 1, max_turns: 4}",
-        "rollout.parallel.tp=2",
-        "rollout.max_running_requests=8",
-        "data.eval=null",
+        *("rollout.parallel.tp=2", "rollout.max_running_requests=8"),
         "placement={'actor, reference, env': 0, rollout: 1-2, reward: 0}",
-        "actor.parallel.tp=1",
-        f"model.path={quickstart_files}/model",
-        f"output_dir={tmp_path}",
-        f"steps={steps}",
+        *(f"model.path={quickstart_files}/model", f"output_dir={tmp_path}", f"steps={steps}"),
         num_ranks=3,
     )
     assert len(column(records, "train/loss")) == steps
     assert all(failed == 0 for failed in column(records, "env/failed"))
-    sessions = [json.loads(line) for line in (tmp_path / "sessions.jsonl").read_text().splitlines()]
+    sessions = read_lines(tmp_path / "sessions.jsonl")
     assert len(sessions) == steps * 16
     versions = [versions_of_turns(sample) for session in sessions for sample in session["samples"]]
     for turns in versions:
@@ -187,23 +140,18 @@ def versions_of_turns(sample: dict[str, Any]) -> list[list[int]]:
 
 @pytest.mark.slow
 def test_environments_on_half_of_the_actors_ranks_and_the_rollout_on_the_other(
-    tmp_path: Path, warmed_up: Path, data_overrides: list[str]
+    tmp_path: Path, warm_start: list[str]
 ) -> None:
     """With no word of the reward, which then is what environments give."""
     settings = [setting for setting in SETTINGS if not setting.startswith("reward")]
-    quickstart = yaml.safe_load((REPOSITORY / "configs/quickstart.yaml").read_text())
+    quickstart = yaml.safe_load(QUICKSTART.read_text())
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump({key: section for key, section in quickstart.items() if key != "reward"}))
     records = train(
         config,
-        *data_overrides,
-        *settings,
+        *(*warm_start, *settings, f"output_dir={tmp_path}", "loss.kl.coef=0", "actor.parallel.tp=2"),
         "placement={env: 0-3, rollout: 4-7, actor: 0-7}",
-        "loss.kl.coef=0",
-        "actor.parallel.tp=2",
         "batch={prompts_per_step: 8, samples_per_prompt: 2, mini_batches: 1}",
-        f"model.path={warmed_up}",
-        f"output_dir={tmp_path}",
         num_ranks=8,
     )
     assert len(column(records, "train/loss")) == 2
@@ -213,23 +161,14 @@ def test_environments_on_half_of_the_actors_ranks_and_the_rollout_on_the_other(
 @pytest.mark.slow
 def test_a_tiny_model_plays_a_text_game(tmp_path: Path) -> None:
     """After some steps of its warm-up it writes moves that the game takes, and is rewarded for some games."""
-    made = run([sys.executable, "tools/make_text_game.py", "--output", str(tmp_path / "start"), "--seed", "0"], 120)
-    assert made.returncode == 0, made.stderr
     start, warm_up = tmp_path / "start", tmp_path / "sft"
-    train(
-        "configs/text_game_sft.yaml",
-        f"model.path={start}/model",
-        f"data.train.path={start}/warm_up.jsonl",
-        f"output_dir={warm_up}",
-        "steps=60",
-        num_ranks=2,
-    )
+    succeed([sys.executable, "tools/make_text_game.py", "--output", str(start), "--seed", "0"], 120)
+    paths = [f"model.path={start}/model", f"data.train.path={start}/warm_up.jsonl", f"output_dir={warm_up}"]
+    train("configs/text_game_sft.yaml", *paths, "steps=60", num_ranks=2)
     records = train(
         "configs/text_game.yaml",
-        f"model.path={warm_up}/hf",
-        f"data.train.path={start}/train.jsonl",
-        f"data.eval.path={start}/eval.jsonl",
-        f"output_dir={tmp_path / 'grpo'}",
+        *(f"model.path={warm_up}/hf", f"output_dir={tmp_path / 'grpo'}"),
+        *(f"data.{rows}.path={start}/{rows}.jsonl" for rows in ("train", "eval")),
         *("steps=2", "batch={prompts_per_step: 16, samples_per_prompt: 8, mini_batches: 1}"),
         num_ranks=2,
     )
@@ -240,15 +179,11 @@ def test_a_tiny_model_plays_a_text_game(tmp_path: Path) -> None:
 SLOW_TURNS, SHARE_OF_DECODING = 8, 0.7
 """What an environment takes on average, of what the engine takes to decode a turn of all samples."""
 SLOW_SETTINGS = [
-    "placement={'actor, rollout, reward': 0, env: 1}",
-    "actor={parallel: {tp: 1}, optimizer: {lr: 1.0e-9}}",
-    "loss={kl: {coef: 0}, old_logprobs: rollout}",
-    "data.eval=null",
-    "checkpoint={save_hf: false, save_every_s: 0}",
-    "batch={prompts_per_step: 32, samples_per_prompt: 8, mini_batches: 1}",
+    *("placement={'actor, rollout, reward': 0, env: 1}", "actor={parallel: {tp: 1}, optimizer: {lr: 1.0e-9}}"),
+    *("loss={kl: {coef: 0}, old_logprobs: rollout}", "reward={function: exact_match}", "data.eval=null", "steps=3"),
+    *("checkpoint={save_hf: false, save_every_s: 0}", "batch={prompts_per_step: 32, samples_per_prompt: 8}"),
+    "batch.mini_batches=1",
     "rollout={max_running_requests: 32, max_context_tokens: 128, sampling: {max_response_tokens: 112}}",
-    "reward={function: exact_match}",
-    "steps=3",
 ]
 
 
@@ -257,7 +192,7 @@ def generating_s(files: Path, output: Path, *, overlap: bool, seconds: float) ->
     environment = f"function: 'tests.end_to_end.slow_environment:SlowEnvironment', overlap: {str(overlap).lower()}"
     options = f"{{seconds: {seconds}, turns: {SLOW_TURNS}}}"
     records = train(
-        "configs/quickstart.yaml",
+        QUICKSTART,
         *SLOW_SETTINGS,
         f"env={{{environment}, num_workers: 1, max_turn_tokens: 8, options: {options}}}",
         *(f"model.path={files}/model", f"data.train.path={files}/train.jsonl", f"output_dir={output}"),

@@ -1,15 +1,13 @@
 """Evaluation sets in whole jobs: beside training, and of a checkpoint alone."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.jobs import REPOSITORY, column, run, train
+from tests.support.jobs import QUICKSTART, column, read_lines, succeed, torchrun, train
 
-CONFIG = REPOSITORY / "configs/quickstart.yaml"
 STEPS = 4
 
 
@@ -26,20 +24,13 @@ def trained(quickstart_files: Path, warmed_up: Path, tmp_path_factory: pytest.Te
     """(records, folder) of a run whose engine is a step ahead and gets weights in flight."""
     output = tmp_path_factory.mktemp("evaluation") / "run"
     records = train(
-        CONFIG,
-        f"model.path={warmed_up}",
-        f"output_dir={output}",
+        QUICKSTART,
+        *(f"model.path={warmed_up}", f"output_dir={output}", sets_of(quickstart_files), f"steps={STEPS}"),
         f"data={{train: {{path: {quickstart_files}/train.jsonl}}, max_prompt_tokens: 16}}",
-        sets_of(quickstart_files),
-        "evaluation.interval=2",
-        "evaluation.keep_best={metric: eval/sampled/pass@2}",
-        "evaluation.stop_at=2",
-        "placement={actor: 0, 'rollout, reward': 1}",
+        *("evaluation.interval=2", "evaluation.keep_best={metric: eval/sampled/pass@2}", "evaluation.stop_at=2"),
+        *("placement={actor: 0, 'rollout, reward': 1}", "loss.kl.coef=0"),
         "actor={parallel: {tp: 1}, optimizer: {lr: 3e-3}}",
-        "loss.kl.coef=0",
-        "schedule={mode: asynchronous, max_staleness: 1}",
-        "batch={prompts_per_step: 4, samples_per_prompt: 4}",
-        f"steps={STEPS}",
+        *("schedule={mode: asynchronous, max_staleness: 1}", "batch={prompts_per_step: 4, samples_per_prompt: 4}"),
         num_ranks=2,
     )
     return records, output
@@ -61,17 +52,15 @@ def test_sets_are_evaluated_beside_training_and_the_best_policy_is_kept(trained:
     first_best = max(passed, key=lambda step: (passed[step], -step))
     assert best_of(output) == {"step": first_best, "metric": "eval/sampled/pass@2", "value": passed[first_best]}
     assert not (output / "hf_candidate").exists()
-    shown = [json.loads(line) for line in (output / "evaluation_samples/rank1.jsonl").read_text().splitlines()]
+    shown = read_lines(output / "evaluation_samples/rank1.jsonl")
     assert len(shown) == 4 * 4 * 3 + 4 * 2, "of the first four prompts of each set"
 
 
 def evaluate(files: Path, checkpoint: Path, output: Path, num_ranks: int) -> dict[str, Any]:
     """launch/evaluate.py by the same config; what it wrote."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    script = ["launch/evaluate.py", "--checkpoint", str(checkpoint), "--output", str(output), "--config", str(CONFIG)]
+    script = ["launch/evaluate.py", "--checkpoint", str(checkpoint), "--output", str(output)]
     data = "data={train: {path: nowhere.jsonl}, max_prompt_tokens: 16}"
-    done = run([*torchrun, *script, data, sets_of(files)], timeout_s=200)
-    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    done = succeed([*torchrun(num_ranks), *script, "--config", str(QUICKSTART), data, sets_of(files)], timeout_s=200)
     assert "pass@2" in done.stdout and str(output / "evaluation.json") in done.stdout
     written: dict[str, Any] = json.loads((output / "evaluation.json").read_text())
     return written
@@ -91,6 +80,5 @@ def test_a_checkpoint_alone_scores_what_it_scored_in_training_on_any_number_of_r
     for metric in of_sampled:
         assert of_sampled[metric] == pytest.approx(in_training[f"eval/sampled/{metric}"]), metric
     assert of_sampled["prompts"] == evaluated["sets"]["short"]["prompts"] == 12
-    samples = [*(tmp_path / "evaluation_samples").glob("rank*.jsonl")]
-    assert len(samples) == num_ranks
-    assert sum(len(path.read_text().splitlines()) for path in samples) == 12 * 4 + 12, "all of them, of all ranks"
+    samples = [read_lines(path) for path in (tmp_path / "evaluation_samples").glob("rank*.jsonl")]
+    assert len(samples) == num_ranks and sum(map(len, samples)) == 12 * 4 + 12, "all of them, of all ranks"

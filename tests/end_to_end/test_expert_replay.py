@@ -11,9 +11,7 @@ STEPS = 4
 
 @pytest.mark.slow
 @pytest.mark.parametrize("replay", ["rollout", "off"])
-def test_engine_and_actor_agree_on_experts(
-    replay: str, upcycled: Path, data_overrides: list[str], tmp_path: Path
-) -> None:
+def test_engine_and_actor_agree_on_experts(replay: str, upcycled: Path, data_overrides: list[str], tmp_path: Path):
     """The actor takes the experts that the engine chose, or chooses itself."""
     records = train(
         REPOSITORY / "configs/quickstart_moe.yaml",

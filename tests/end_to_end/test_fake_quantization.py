@@ -2,14 +2,13 @@
 checkpoints have what it trains."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-from safetensors.torch import load_file
 
 from rltrain.models.experts import is_expert
 from rltrain.models.products import int4_rounded
-from tests.support.jobs import column, read_records, train_in_turn
+from tests.support.checkpoint_files import stored_tensors
+from tests.support.jobs import QUICKSTART, column, learnt, read_records, train_in_turn
 
 GROUP_SIZE, STEPS, SAVED = 16, 3, 2
 SMALL = (
@@ -49,9 +48,7 @@ def jobs(upcycled: Path, data_overrides: list[str], tmp_path_factory: pytest.Tem
     common = [f"model.path={upcycled}", *data_overrides[:1], *SMALL, *ROUNDED]
     going_on = f"checkpoint.resume={folder}/whole/checkpoints/step_{SAVED:07d}"
     of_jobs = {"whole": common, "going_on": [*common, going_on], "apart": [*common, *APART]}
-    train_in_turn(
-        "configs/quickstart.yaml", [[*of, f"output_dir={folder / name}"] for name, of in of_jobs.items()], folder, 2
-    )
+    train_in_turn(QUICKSTART, of_jobs, folder, 2)
     return folder
 
 
@@ -65,11 +62,8 @@ def test_engines_draw_with_what_the_actor_computes_with(jobs: Path) -> None:
 
 
 def test_a_run_goes_on_from_what_it_trained(jobs: Path) -> None:
-    def learnt(name: str) -> dict[str, Any]:
-        record = next(one for one in read_records(jobs / name) if one["step"] == STEPS - 1)
-        return {key: value for key, value in record.items() if key.startswith("train/")}
-
-    assert learnt("going_on") == learnt("whole")
+    going_on, whole = (learnt(read_records(jobs / name), "train")[-1] for name in ("going_on", "whole"))
+    assert going_on == whole
 
 
 def test_others_that_get_the_actors_weights_round_them_once(jobs: Path) -> None:
@@ -82,10 +76,8 @@ def test_others_that_get_the_actors_weights_round_them_once(jobs: Path) -> None:
 
 
 def test_an_export_has_the_weights_that_are_trained(jobs: Path, upcycled: Path) -> None:
-    exported = {
-        name: one for file in (jobs / "whole/hf").glob("*.safetensors") for name, one in load_file(file).items()
-    }
-    start, experts = load_file(upcycled / "model.safetensors"), [name for name in exported if is_expert(name)]
+    exported, start = stored_tensors(jobs / "whole/hf"), stored_tensors(upcycled)
+    experts = [name for name in exported if is_expert(name)]
     assert exported.keys() == start.keys() and experts
     for name in experts:
         moved = (exported[name] - start[name]).abs().max()

@@ -17,15 +17,11 @@ import pytest
 
 from rltrain.checkpoint.run_folder import name_of
 from tests.forked.popen import FORKED_ENVIRONMENT, REPOSITORY, SETTING, Popen, ranks_of
-from tests.support.jobs import sample_ids
+from tests.support.jobs import SHORT, Run, read_records, reported
 
 STEPS = 6
-COMPARED = ("train", "rollout", "critic")
 STOPS_WITHIN_S = 15.0
 """From a signal to the end of these small jobs, on a busy machine."""
-
-Run = tuple[dict[int, dict[str, float]], dict[int, list[int]]]
-"""Metrics and ids of the samples trained on, by step."""
 
 Kill = dict[str, Any]
 
@@ -47,13 +43,7 @@ class Stand:
         launcher = [sys.executable, "-m", "torch.distributed.run", *self.rendezvous, f"--nproc-per-node={self.ranks}"]
         small = "batch={prompts_per_step: 8, samples_per_prompt: 8, mini_batches: 2}"
         run = ["--config", "configs/quickstart.yaml", *self.paths, *self.layout, small, f"steps={STEPS}"]
-        settings = [
-            "data.eval=null",
-            "data.train.max_rows=1024",
-            "logging.sample_ids=true",
-            "checkpoint.save_hf=false",
-            "checkpoint.save_interval=2",
-        ]
+        settings = [*SHORT, "logging.sample_ids=true", "checkpoint.save_interval=2"]
         return Job([*launcher, *torchrun, *script, *run, *settings, f"output_dir={self.folder}", *overrides])
 
     def run(self, *overrides: str, kills: Sequence[Kill] = (), timeout_s: float = 120) -> str:
@@ -76,14 +66,9 @@ class Stand:
         return output
 
     def reported(self) -> Run:
-        records = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
-        steps = [record["step"] for record in records]
+        steps = [record["step"] for record in read_records(self.folder)]
         assert steps == sorted(set(steps)), "each step is reported once"
-        values = {
-            record["step"]: {name: value for name, value in record.items() if name.split("/")[0] in COMPARED}
-            for record in records
-        }
-        return {step: found for step, found in values.items() if found}, sample_ids(self.folder)
+        return reported(self.folder)
 
     def steps_done(self) -> int:
         path = self.folder / "metrics.jsonl"
@@ -122,14 +107,14 @@ class Job:
 
 
 @pytest.fixture
-def stand(warmed_up: Path, data_overrides: list[str], tmp_path: Path) -> Stand:
-    return Stand(tmp_path, [f"model.path={warmed_up}", *data_overrides])
+def stand(warm_start: list[str], tmp_path: Path) -> Stand:
+    return Stand(tmp_path, warm_start)
 
 
 @pytest.fixture(scope="module")
-def whole(warmed_up: Path, data_overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> Stand:
+def whole(warm_start: list[str], tmp_path_factory: pytest.TempPathFactory) -> Stand:
     """Where the job has run to its end, undisturbed."""
-    stand = Stand(tmp_path_factory.mktemp("undisturbed"), [f"model.path={warmed_up}", *data_overrides])
+    stand = Stand(tmp_path_factory.mktemp("undisturbed"), warm_start)
     stand.run()
     return stand
 
@@ -242,15 +227,6 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(whole: Stand, 
     assert not list(stand.checkpoints.glob(".*")), "leftovers are removed"
 
 
-@pytest.mark.slow  # tests/unit/test_resuming.py has every kind of damage
-def test_an_explicit_path_to_a_damaged_checkpoint_is_refused(whole: Stand, stand: Stand) -> None:
-    shutil.copytree(whole.folder, stand.folder, dirs_exist_ok=True)
-    newest = stand.checkpoints / name_of(6)
-    (newest / "ranks" / "rank_00001.safetensors").unlink()
-    message = f"rltrain: checkpoint.resume: {newest}/ranks/rank_00001.safetensors cannot be read: No such file"
-    assert message in stand.refusal(f"checkpoint.resume={newest}")
-
-
 def to_the_agent(job: Job, number: signal.Signals) -> None:
     job.agent.send_signal(number)
 
@@ -265,16 +241,13 @@ def to_one_rank(job: Job, number: signal.Signals) -> None:
     os.kill(job.rank(1), number)
 
 
+AS_A_USER = [pytest.mark.slow, pytest.mark.by_command_line]
+
+
 @pytest.mark.parametrize(
     "number, send, status",
     [
-        pytest.param(
-            signal.SIGTERM,
-            to_the_agent,
-            1,
-            marks=[pytest.mark.slow, pytest.mark.by_command_line],
-            id="SIGTERM to torchrun",
-        ),
+        pytest.param(signal.SIGTERM, to_the_agent, 1, marks=AS_A_USER, id="SIGTERM to torchrun"),
         pytest.param(signal.SIGUSR1, to_the_agent, 1, marks=pytest.mark.slow, id="SIGUSR1 to torchrun"),
         pytest.param(signal.SIGINT, to_everyone, 1, id="Ctrl-C"),
         pytest.param(signal.SIGTERM, to_one_rank, 0, id="SIGTERM to a rank"),

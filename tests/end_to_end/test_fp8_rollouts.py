@@ -6,36 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import REPOSITORY, column, train
+from tests.support.jobs import QUICKSTART, SHORT, column, train_each
 
 FP8 = ("rollout.dtype=fp8", "loss.old_logprobs=actor", "loss.correction.high=2.0")
 
 
-def run(warmed_up: Path, data_overrides: list[str], output: Path, *overrides: str) -> list[dict[str, float]]:
-    paths = [f"model.path={warmed_up}", f"output_dir={output}", *data_overrides]
-    return train(REPOSITORY / "configs/quickstart.yaml", *paths, *FP8, *overrides)
-
-
 @pytest.mark.slow
-def test_both_ways_of_syncing_give_engines_the_same_weights(
-    warmed_up: Path, data_overrides: list[str], tmp_path: Path
-) -> None:
+def test_both_ways_of_syncing_give_engines_the_same_weights(warm_start: list[str], tmp_path: Path) -> None:
     """With tensor parallelism on both sides; what engines hold is compared with the quantised weights of the actor."""
-    less = ("data.eval=null", "data.train.max_rows=1024", "checkpoint.save_hf=false")
-    small = ("batch={prompts_per_step: 4, samples_per_prompt: 4, mini_batches: 1}", "steps=2")
-    runs = {
-        transport: run(
-            warmed_up,
-            data_overrides,
-            tmp_path / transport,
-            *small,
-            *less,
-            "rollout.parallel.tp=2",
-            "weight_sync.verify=true",
-            f"weight_sync.transport={transport}",
-        )
-        for transport in ("planned", "full_gather")
-    }
+    small = ("batch={prompts_per_step: 4, samples_per_prompt: 4, mini_batches: 1}", "steps=2", *SHORT)
+    common = [*warm_start, *FP8, *small, "rollout.parallel.tp=2", "weight_sync.verify=true"]
+    jobs = {way: [*common, f"weight_sync.transport={way}"] for way in ("planned", "full_gather")}
+    runs = train_each(QUICKSTART, jobs, tmp_path, num_ranks=4)
     planned, gathered = (column(records, "rollout/reward_mean") for records in runs.values())
     assert planned == gathered
     differences = column(runs["planned"], "train/train_rollout_logprob_abs_diff")

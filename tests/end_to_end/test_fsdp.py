@@ -9,17 +9,8 @@ import pytest
 import torch
 import transformers
 
-from tests.end_to_end.test_resume import (
-    PROMPTS,
-    SAMPLES,
-    SAVED,
-    SMALL,
-    STEPS,
-    after,
-    assert_close_in_the_next_step,
-    reported,
-)
-from tests.support.jobs import REPOSITORY, column, train, train_in_turn
+from tests.end_to_end.test_resume import PROMPTS, SAMPLES, SAVED, SMALL, STEPS, after, assert_close_in_the_next_step
+from tests.support.jobs import QUICKSTART, REPOSITORY, column, reported, train, train_in_turn
 from tests.support.tolerances import ADAM_EPS
 
 APART = "placement={'actor, reference': 0-2, 'rollout, reward': 3}"
@@ -36,7 +27,7 @@ def from_checkpoint(folder: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def jobs(warmed_up: Path, data_overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def jobs(warm_start: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("jobs")
     settings = {
         "fsdp": FSDP,
@@ -47,12 +38,8 @@ def jobs(warmed_up: Path, data_overrides: list[str], tmp_path_factory: pytest.Te
         "fsdp to megatron": (*MEGATRON, from_checkpoint(folder / "fsdp")),
         "megatron to fsdp": (*FSDP, from_checkpoint(folder / "megatron")),
     }
-    paths = [f"model.path={warmed_up}", *data_overrides, "data.eval=null"]
-    listed = [
-        [*paths, *SMALL, f"checkpoint.save_interval={SAVED}", *chosen, f"output_dir={folder / name}"]
-        for name, chosen in settings.items()
-    ]
-    train_in_turn(REPOSITORY / "configs/quickstart.yaml", listed, folder, num_ranks=4)
+    common = [*warm_start, "data.eval=null", *SMALL, f"checkpoint.save_interval={SAVED}"]
+    train_in_turn(QUICKSTART, {name: [*common, *chosen] for name, chosen in settings.items()}, folder, num_ranks=4)
     return {name: reported(folder / name)[0] for name in settings}
 
 
@@ -83,10 +70,10 @@ def test_a_run_goes_on_under_the_other_backend(jobs: dict[str, Any], name: str, 
 
 
 @pytest.mark.slow
-def test_the_quickstart_reaches_nine_tenths(warmed_up: Path, data_overrides: list[str], tmp_path: Path) -> None:
+def test_the_quickstart_reaches_nine_tenths(warm_start: list[str], tmp_path: Path) -> None:
     records = train(
-        REPOSITORY / "configs/quickstart.yaml",
-        *[f"model.path={warmed_up}", f"output_dir={tmp_path}", *data_overrides],
+        QUICKSTART,
+        *[*warm_start, f"output_dir={tmp_path}"],
         *["placement={'actor, rollout, reward': all}", "actor.backend=fsdp", "actor.parallel.tp=1"],
         *["loss.kl.coef=0", "evaluation={interval: 10, stop_at: 0.9}"],
         num_ranks=2,
@@ -115,14 +102,9 @@ def test_a_family_without_a_table_learns_and_loads_in_transformers(
 ) -> None:
     records = train(
         REPOSITORY / "configs/quickstart_sft.yaml",
-        f"model.path={gpt2}",
-        f"output_dir={tmp_path / 'run'}",
-        *data_overrides,
-        "data.eval=null",
-        "evaluation={}",
-        "placement={actor: 0-2}",
+        *(f"model.path={gpt2}", f"output_dir={tmp_path / 'run'}", *data_overrides, "data.eval=null", "evaluation={}"),
+        *("placement={actor: 0-2}", "steps=8"),
         "actor={backend: fsdp, parallel: {tp: 1}, optimizer: {lr: 3e-3, warmup_steps: 2}}",
-        "steps=8",
         num_ranks=3,
     )
     losses = column(records, "train/loss")

@@ -11,6 +11,7 @@ from tests.end_to_end.test_experts import loss_of_transformers
 from tests.support.jobs import REPOSITORY, column, train
 
 SUPERVISED, BY_GRPO, ROWS = 12, 3, 32
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 TEXTS = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 
@@ -28,13 +29,7 @@ def make_model(folder: Path, warmed_up: Path) -> Path:
         num_experts_per_tok=2,
         sliding_window=8,
         max_position_embeddings=128,
-        rope_parameters={
-            "rope_type": "yarn",
-            "rope_theta": 1e4,
-            "factor": 4.0,
-            "truncate": False,
-            "original_max_position_embeddings": 32,
-        },
+        rope_parameters={**YARN, "truncate": False, "original_max_position_embeddings": 32},
         dtype="float32",
     )
     torch.manual_seed(0)
@@ -51,15 +46,9 @@ def test_it_learns_and_the_engine_draws_from_what_was_learned(
     model = make_model(tmp_path / "model", warmed_up)
     records = train(
         REPOSITORY / "configs/quickstart_moe_sft.yaml",
-        f"model.path={model}",
-        f"data.train.path={quickstart_files}/train.jsonl",
-        f"output_dir={tmp_path / 'sft'}",
-        f"steps={SUPERVISED}",
-        f"data.train.max_rows={ROWS}",
-        f"batch.prompts_per_step={ROWS}",
-        "actor.optimizer.warmup_steps=2",
-        "placement.actor=0-1",
-        "actor.parallel={tp: 1, ep: 2}",
+        *(f"model.path={model}", f"output_dir={tmp_path / 'sft'}", f"steps={SUPERVISED}"),
+        *(data_overrides[0], f"data.train.max_rows={ROWS}", f"batch.prompts_per_step={ROWS}"),
+        *("actor.optimizer.warmup_steps=2", "placement.actor=0-1", "actor.parallel={tp: 1, ep: 2}"),
         num_ranks=2,
     )
     losses = column(records, "train/loss")
@@ -69,13 +58,9 @@ def test_it_learns_and_the_engine_draws_from_what_was_learned(
 
     records = train(
         REPOSITORY / "configs/quickstart_moe.yaml",
-        f"model.path={learned}",
-        f"output_dir={tmp_path / 'grpo'}",
-        *data_overrides,
-        f"steps={BY_GRPO}",
-        "data.eval=null",
+        *(f"model.path={learned}", f"output_dir={tmp_path / 'grpo'}", *data_overrides, "data.eval=null"),
         "model.moe.aux_loss_coef=0.1",  # so that weights change whatever the rewards are
-        "model.router_replay=rollout",
+        *("model.router_replay=rollout", f"steps={BY_GRPO}"),
         "batch={prompts_per_step: 8, samples_per_prompt: 4, mini_batches: 2}",
     )
     assert len(column(records, "train/grad_norm")) == BY_GRPO and min(column(records, "train/grad_norm")) > 1e-3

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.host_job import Fault, HostJob, small_job
 from tests.support.hosts import Hosts, obstacle
-from tests.support.jobs import read_records, sample_ids, train
+from tests.support.jobs import read_records, reported, train
 
 pytestmark = pytest.mark.slow
 
@@ -59,17 +59,8 @@ def job(hosts: Hosts, quickstart_files: Path, tmp_path: Path) -> Iterator[Any]:
         started.close()
 
 
-def learnt(folder: Path) -> list[dict[str, Any]]:
-    """What says neither how long something took nor how much memory."""
-    measured = ("time_s", "perf/", "memory/")
-    return [
-        {name: value for name, value in record.items() if not name.startswith(measured)}
-        for record in read_records(folder / "run")
-    ]
-
-
 def is_equal(job: HostJob, alone: Path) -> bool:
-    return learnt(job.folder) == learnt(alone) and sample_ids(job.folder / "run") == sample_ids(alone / "run")
+    return reported(job.folder / "run") == reported(alone / "run")
 
 
 def test_over_a_slow_cable_two_hosts_compute_what_one_does(hosts: Hosts, job: Any, alone: Path) -> None:

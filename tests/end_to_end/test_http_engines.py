@@ -1,8 +1,6 @@
 """A job whose engines are launch/serve.py on other ports, of which one is killed and another takes its place."""
 
-import json
 import subprocess
-import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,7 +9,7 @@ import httpx
 import pytest
 
 from tests.forked.popen import FORKED_ENVIRONMENT, REPOSITORY, Popen
-from tests.support.jobs import column, read_records, sample_ids
+from tests.support.jobs import QUICKSTART, column, read_lines, read_records, sample_ids, torchrun
 from tests.support.reward_models import make_judge_who_loves
 from tests.support.served import CHECKPOINT, served
 
@@ -30,22 +28,11 @@ def wait_for(metrics: Path, num_steps: int, job: Popen) -> None:
 def start_job(urls: Path, output: Path, *overrides: str) -> Popen:
     return Popen(
         [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
-            *(
-                "launch/train.py",
-                "--config",
-                "configs/quickstart.yaml",
-                f"model.path={CHECKPOINT}",
-                "actor.parallel.tp=1",
-            ),
+            *(*torchrun(2), "launch/train.py", "--config", str(QUICKSTART), f"model.path={CHECKPOINT}"),
+            *("actor.parallel.tp=1", "checkpoint.save_hf=false", "logging.sample_ids=true", f"output_dir={output}"),
             f"batch={{prompts_per_step: {PROMPTS}, samples_per_prompt: {SAMPLES}, mini_batches: 1}}",
-            *(
-                "data.train.max_rows=1024",
-                "checkpoint.save_hf=false",
-                "logging.sample_ids=true",
-                f"output_dir={output}",
-            ),
-            *("rollout.engine=http", f"rollout.urls={urls}", "rollout.http.token_env=ENGINES_TOKEN", *overrides),
+            *("data.train.max_rows=1024", "rollout.http.token_env=ENGINES_TOKEN"),
+            *("rollout.engine=http", f"rollout.urls={urls}", *overrides),
         ],
         cwd=REPOSITORY,
         env={**FORKED_ENVIRONMENT, "PATH": "/bin", "ENGINES_TOKEN": TOKEN},
@@ -124,7 +111,7 @@ def test_weights_come_while_conversations_are_under_way(data_overrides: list[str
     assert len(column(records, "eval/score")) >= 2 and column(records, "rollout/servers")[-1] == 2
     assert all(1.5 < turns <= 2 for turns in column(records, "env/turns_mean"))
     assert max(column(records, "rollout/reward_judge_errors")) == 0 and max(column(records, "rollout/reward_judge")) > 0
-    shown = [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
-    assert all(sample["rewards"]["judge"] == sample["response"].endswith("1") for sample in shown)
+    for sample in read_lines(output / "samples.jsonl"):
+        assert sample["rewards"]["judge"] == sample["response"].endswith("1")
     ids = [number for of_step in sample_ids(output).values() for number in of_step]
     assert len(ids) == len({*ids}) == steps * PROMPTS * SAMPLES

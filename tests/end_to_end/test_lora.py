@@ -1,27 +1,18 @@
 """Whole jobs whose actor trains adapters: what engines draw with, what the reference is, resumed runs, learning."""
 
-import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from rltrain.cli.convert import main as convert
-from rltrain.config.loader import load_config
 from rltrain.models import read_architecture
-from rltrain.models.of_roles import role_architectures
-from rltrain.planning.memory import resident_bytes
-from rltrain.planning.planned import plan_job
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
-from rltrain.runtime.placement import resolve_placement
 from tests.support.checkpoint_files import stored_tensors
-from tests.support.jobs import REPOSITORY, column, run, train
+from tests.support.jobs import QUICKSTART, column, learnt, train_each
 from tests.support.tolerances import EPS_OF_ACTOR, near
 
-QUICKSTART = "configs/quickstart.yaml"
 LORA = ("model.lora={rank: 8, alpha: 16}", "actor.optimizer.lr=3e-3")
 SMALL = (
     "steps=3",
@@ -37,39 +28,18 @@ SHARDED = ("actor.backend=fsdp", "actor.parallel.tp=1")
 pytestmark = pytest.mark.slow  # tests/distributed/test_lora.py has a quick part
 
 
-def train_each(jobs: dict[str, list[str]], folder: Path, num_ranks: int) -> dict[str, list[dict[str, float]]]:
-    """The metrics of each job. The processes go from one to the next."""
-    overrides = [[*of_job, f"output_dir={folder / name}"] for name, of_job in jobs.items()]
-    (folder / "jobs.json").write_text(json.dumps(overrides))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    script = ["tests/support/consecutive_jobs.py", str(REPOSITORY / QUICKSTART), str(folder / "jobs.json")]
-    done = run([*torchrun, *script], timeout_s=300)
-    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
-    return {
-        name: [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()] for name in jobs
-    }
-
-
-def learnt(records: list[dict[str, float]]) -> list[dict[str, float]]:
-    return [{k: v for k, v in step.items() if k.split("/")[0] in ("train", "rollout")} for step in records]
-
-
 @pytest.fixture(scope="module")
-def jobs(warmed_up, data_overrides, tmp_path_factory):
+def jobs(warm_start, tmp_path_factory):
     folder = tmp_path_factory.mktemp("lora")
-    common = [f"model.path={warmed_up}", *data_overrides[:1], *SMALL, *LORA, COLOCATED, "weight_sync.verify=true"]
-    common.append(EPS_OF_ACTOR)
+    common = [*warm_start[:2], *SMALL, *LORA, COLOCATED, "weight_sync.verify=true", EPS_OF_ACTOR]
     leaving = [f"{role}.offload=true" for role in ("actor", "reference", "rollout")]
-    return folder, train_each(
-        {
-            "stays": common,
-            "leaves": [*common, *leaving],
-            "sharded": [*common, *SHARDED],
-            "apart": [*common, *leaving, *APART, "rollout.parallel.tp=2"],
-        },
-        folder,
-        2,
-    )
+    of_jobs = {
+        "stays": common,
+        "leaves": [*common, *leaving],
+        "sharded": [*common, *SHARDED],
+        "apart": [*common, *leaving, *APART, "rollout.parallel.tp=2"],
+    }
+    return folder, train_each(QUICKSTART, of_jobs, folder, 2)
 
 
 @pytest.mark.parametrize("name", ["stays", "sharded", "apart"])
@@ -114,28 +84,23 @@ def test_an_export_is_the_base_with_the_exported_adapters_merged(jobs, warmed_up
     folder = jobs[0] / "stays"
     base = AutoModelForCausalLM.from_pretrained(warmed_up)
     merged = PeftModel.from_pretrained(base, folder / "hf_adapter").merge_and_unload().state_dict()
-    exported: dict[str, torch.Tensor] = {}
-    for file in (folder / "hf").glob("*.safetensors"):
-        exported |= load_file(file)
-    start = load_file(warmed_up / "model.safetensors")
+    exported, start = stored_tensors(folder / "hf"), stored_tensors(warmed_up)
     assert exported.keys() <= merged.keys()
     assert all((tensor - merged[name]).abs().max() <= 1e-6 for name, tensor in exported.items())
     assert any(not torch.equal(tensor, start[name]) for name, tensor in exported.items())
 
 
-def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(warmed_up, data_overrides, tmp_path):
+def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(warm_start, tmp_path):
     apart = ["placement={'actor, reference': 0-1, 'rollout, reward': 2-3}", "rollout.parallel.tp=2"]
-    common = [f"model.path={warmed_up}", *data_overrides[:1], *SMALL, *LORA, *apart, "checkpoint.save_interval=1"]
-    common.append(EPS_OF_ACTOR)
+    common = [*warm_start[:2], *SMALL, *LORA, *apart, "checkpoint.save_interval=1", EPS_OF_ACTOR]
     resume = f"checkpoint.resume={tmp_path}/first/checkpoints/step_0000002"
     every = {
         "first": [*common, "checkpoint.keep=0"],
         "same": [*common, resume],
         "other": [*common, resume, "actor.parallel.tp=1"],
     }
-    found = train_each(every, tmp_path, 4)
-    last = [step for step in learnt(found["first"]) if step][-1]
-    (same,), (other,) = ([step for step in learnt(found[name]) if step] for name in ("same", "other"))
+    found = {name: learnt(records) for name, records in train_each(QUICKSTART, every, tmp_path, 4).items()}
+    last, (same,), (other,) = found["first"][-1], found["same"], found["other"]
     assert same == last
     assert_the_last_checkpoint_is_what_was_exported(tmp_path / "first", tmp_path / "later")
     expected = {k: v for k, v in last.items() if k != "train/tokens"}
@@ -148,16 +113,3 @@ def assert_the_last_checkpoint_is_what_was_exported(output: Path, later: Path) -
     exported, converted = stored_tensors(output / "hf"), stored_tensors(later)
     assert converted.keys() == exported.keys()
     assert all((converted[name] - exported[name]).abs().max() <= 1e-6 for name in exported)
-
-
-@pytest.mark.parametrize("chosen", [["actor.parallel.tp=1", "model.dtype=bfloat16"], ["actor.parallel={tp: 2}"]])
-def test_the_dry_run_foretells_what_is_held(chosen, quickstart_files, tmp_path):
-    files = [f"model.path={quickstart_files}/model", f"data.train.path={quickstart_files}/train.jsonl"]
-    overrides = [*files, *SMALL, *LORA, "steps=1", "checkpoint.save_hf=false", f"output_dir={tmp_path}", *chosen]
-    (record,) = [record for record in train(REPOSITORY / QUICKSTART, *overrides) if "perf/step_time_s" in record]
-    config = load_config(REPOSITORY / QUICKSTART, overrides)
-    placement = resolve_placement(config.placement, 4, 4)
-    job = plan_job(config, placement, role_architectures(config, placement.roles), 4)
-    assert resident_bytes(job, "reference", 0) == {}
-    foretold = sum(resident_bytes(job, "actor", 0).values())
-    assert foretold == pytest.approx(record["memory/actor_resident_bytes"], rel=0.05)

@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import signal
-import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from rltrain.checkpoint.run_folder import name_of
-from tests.end_to_end.test_faults import STEPS, Job, Run, Stand, undisturbed, whole  # noqa: F401 - fixtures
+from tests.end_to_end.test_faults import STEPS, Job, Stand, undisturbed, whole  # noqa: F401 - fixtures
 from tests.forked.popen import ranks_of
+from tests.support.jobs import Run
+from tests.support.torchrun import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -39,10 +40,7 @@ class TwoNodes(Stand):
         self.monkeypatch = monkeypatch
 
     def start_both(self) -> list[Job]:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        jobs = []
+        port, jobs = free_port(), []
         for node, memory in enumerate(self.memories):
             self.monkeypatch.setenv("NODE_MEMORY", str(memory))
             torchrun = ("--nnodes=2", f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}")
@@ -80,8 +78,8 @@ class TwoNodes(Stand):
 
 
 @pytest.fixture
-def nodes(warmed_up: Path, data_overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TwoNodes:
-    return TwoNodes(tmp_path, [f"model.path={warmed_up}", *data_overrides], monkeypatch)
+def nodes(warm_start: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TwoNodes:
+    return TwoNodes(tmp_path, warm_start, monkeypatch)
 
 
 def test_a_run_whose_node_is_lost_goes_on_from_the_others_memory(nodes: TwoNodes, undisturbed: Run) -> None:  # noqa: F811
@@ -93,13 +91,8 @@ def test_a_run_whose_node_is_lost_goes_on_from_the_others_memory(nodes: TwoNodes
     assert not [*nodes.memories[0].iterdir(), *nodes.memories[1].iterdir()], "it is given back at the end"
 
 
-def test_a_killed_rank_of_one_node_needs_no_disk(
-    warmed_up: Path,
-    data_overrides: list[str],
-    tmp_path: Path,
-    undisturbed: Run,  # noqa: F811
-) -> None:
-    stand = Stand(tmp_path / "run", [f"model.path={warmed_up}", *data_overrides])
+def test_a_killed_rank_of_one_node_needs_no_disk(warm_start: list[str], tmp_path: Path, undisturbed: Run) -> None:  # noqa: F811
+    stand = Stand(tmp_path / "run", warm_start)
     stand.folder.mkdir()
     memory = f"checkpoint={{save_hf: false, save_interval: 0, save_every_s: 0, memory: {{folder: {tmp_path}/memory}}}}"
     kills = [{"moment": "update", "step": 3, "rank": 0, "delay_s": 0.1}]

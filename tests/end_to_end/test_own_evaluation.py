@@ -9,11 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.end_to_end.test_resume import SAVED, STEPS, Run, saved_and_resumed  # noqa: F401
-from tests.support.jobs import REPOSITORY, train, try_to_train
+from tests.end_to_end.test_resume import SAVED, STEPS, saved_and_resumed  # noqa: F401
+from tests.support.jobs import QUICKSTART, REPOSITORY, Run, read_records, train, try_to_train
 from tests.support.waiting_reward import RUN, STEP
 
-CONFIG = REPOSITORY / "configs/quickstart.yaml"
 WAITING = f"{{function: '{REPOSITORY}/tests/support/waiting_reward.py:once_trained', num_workers: 1}}"
 HELD_UP_UNTIL = 4
 
@@ -21,8 +20,7 @@ HELD_UP_UNTIL = 4
 def by_step(output: Path) -> dict[int, dict[str, Any]]:
     """What was reported of each step, in one record or several."""
     records: dict[int, dict[str, Any]] = {}
-    for line in (output / "metrics.jsonl").read_text().splitlines():
-        record = json.loads(line)
+    for record in read_records(output):
         records.setdefault(record["step"], {}).update(record)
     return records
 
@@ -30,18 +28,13 @@ def by_step(output: Path) -> dict[int, dict[str, Any]]:
 def settings(files: Path, warmed_up: Path, output: Path) -> tuple[str, ...]:
     data = f"{{path: {files}/eval.jsonl, max_rows: 3}}"
     return (
-        f"model.path={warmed_up}",
-        f"output_dir={output}",
+        *(f"model.path={warmed_up}", f"output_dir={output}", "checkpoint.save_hf=false", "loss.kl.coef=0"),
         f"data={{train: {{path: {files}/train.jsonl}}, max_prompt_tokens: 16}}",
         f"evaluation={{interval: 2, sets: [{{name: held, data: {data}, reward: {WAITING}}}]}}",
-        "evaluation.keep_best={metric: eval/held/score}",
-        "evaluation.stop_at=0.5",
+        *("evaluation.keep_best={metric: eval/held/score}", "evaluation.stop_at=0.5"),
         "placement={actor: 0, 'rollout, reward': 1, evaluation: 2}",
-        "actor={parallel: {tp: 1}, optimizer: {lr: 3e-3}}",
-        "loss.kl.coef=0",
-        "schedule={mode: asynchronous, max_staleness: 1}",
+        *("actor={parallel: {tp: 1}, optimizer: {lr: 3e-3}}", "schedule={mode: asynchronous, max_staleness: 1}"),
         "batch={prompts_per_step: 4, samples_per_prompt: 4}",
-        "checkpoint.save_hf=false",
     )
 
 
@@ -53,7 +46,7 @@ def test_an_evaluation_holds_up_neither_training_nor_generation(
     output = tmp_path / "run"
     monkeypatch.setenv(RUN, str(output))
     monkeypatch.setenv(STEP, str(HELD_UP_UNTIL))
-    train(CONFIG, *settings(quickstart_files, warmed_up, output), "steps=300", num_ranks=3, timeout_s=120)
+    train(QUICKSTART, *settings(quickstart_files, warmed_up, output), "steps=300", num_ranks=3, timeout_s=120)
     records = by_step(output)
     evaluated = {step: record for step, record in records.items() if "eval/held/score" in record}
     assert HELD_UP_UNTIL <= max(records) < 299, "it ends early, and no earlier than the first score can be there"
@@ -73,7 +66,7 @@ def test_an_evaluation_that_hangs_is_named_once_nobody_gets_on(
     monkeypatch.setenv(RUN, str(tmp_path))
     monkeypatch.setenv(STEP, "1000000")
     done = try_to_train(
-        CONFIG, *settings(quickstart_files, warmed_up, tmp_path), "steps=3", "timeouts.no_progress_s=4", num_ranks=3
+        QUICKSTART, *settings(quickstart_files, warmed_up, tmp_path), "steps=3", "timeouts.no_progress_s=4", num_ranks=3
     )
     assert done.returncode != 0
     assert "rank 2 is at run_evaluation[0] (evaluation) and has shown no progress" in done.stderr, done.stderr[-3000:]

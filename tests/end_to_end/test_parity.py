@@ -2,68 +2,57 @@
 
 import pytest
 
-from tests.support.jobs import REPOSITORY, column, train, try_to_train
+from tests.support.jobs import QUICKSTART, column, train, try_to_train
 
 pytestmark = pytest.mark.slow
 
 TWO_RANKS = ("placement={actor: 0, 'rollout, reward': 1}", "actor.parallel.tp=1", "loss.kl.coef=0")
 COLOCATED = ("placement={'actor, rollout, reward': all}", "actor.parallel.tp=1", "loss.kl.coef=0")
-SHORT = (
-    "batch={prompts_per_step: 8, samples_per_prompt: 4}",
-    "rollout.parallel.tp=1",
-    "data.eval=null",
-    "evaluation.interval=0",
+SMALL = (
+    *("batch={prompts_per_step: 8, samples_per_prompt: 4}", "rollout.parallel.tp=1"),
+    *("data.eval=null", "evaluation.interval=0"),
 )
 WIDE = ("model.dtype=bfloat16", "model.residual_dtype=float32", "model.head_dtype=float32")
 
 
-def test_a_run_ends_where_trainer_and_engine_part(warmed_up, data_overrides, tmp_path):
-    quickstart = REPOSITORY / "configs/quickstart.yaml"
-    paths = (f"model.path={warmed_up}", f"output_dir={tmp_path}", data_overrides[0])
-    job = (*paths, *TWO_RANKS, *SHORT, *WIDE, "steps=2")
-    records = train(quickstart, *job, "checks={max_logprob_diff: 0.05, max_kl: 0.05}", num_ranks=2)
+@pytest.fixture
+def start(warm_start, tmp_path):
+    return (*warm_start[:2], f"output_dir={tmp_path}", *SMALL)
+
+
+def test_a_run_ends_where_trainer_and_engine_part(start):
+    job = (*start, *TWO_RANKS, *WIDE, "steps=2")
+    records = train(QUICKSTART, *job, "checks={max_logprob_diff: 0.05, max_kl: 0.05}", num_ranks=2)
     differences = column(records, "train/fresh_logprob_abs_diff")
     assert len(differences) == 2 and 0 < max(differences) < 0.05
     assert column(records, "train/fresh_tokens") == [1, 1]
 
-    done = try_to_train(quickstart, *job, f"checks.max_logprob_diff={differences[0] / 2}", num_ranks=2)
+    done = try_to_train(QUICKSTART, *job, f"checks.max_logprob_diff={differences[0] / 2}", num_ranks=2)
     assert done.returncode
     assert "step 0: the trainer's log-probs are far" in done.stderr and "checks.max_logprob_diff" in done.stderr
 
 
-def test_a_run_pauses_where_trainer_and_engine_part(warmed_up, data_overrides, tmp_path):
+def test_a_run_pauses_where_trainer_and_engine_part(start, tmp_path):
     """It is saved and ends with an error, and goes on when it is started again; not when torchrun restarts it."""
-    quickstart = REPOSITORY / "configs/quickstart.yaml"
-    paths = (f"model.path={warmed_up}", f"output_dir={tmp_path}", data_overrides[0])
-    job = (*paths, *COLOCATED, *SHORT, *WIDE, "steps=2", "checkpoint.save_interval=5", "checks.action=pause")
-    done = try_to_train(quickstart, *job, "checks.max_logprob_diff=1e-6", num_ranks=2, restarts=1)
+    job = (*start, *COLOCATED, *WIDE, "steps=2", "checkpoint.save_interval=5", "checks.action=pause")
+    done = try_to_train(QUICKSTART, *job, "checks.max_logprob_diff=1e-6", num_ranks=2, restarts=1)
     assert done.returncode
     assert done.stderr.count("rltrain: step 0: the trainer's log-probs are far") == 1
     assert "checks.max_logprob_diff 1e-06 (checks.action pause)" in done.stderr
     assert f"The run is paused after step 1, saved in {tmp_path}/checkpoints/" in done.stderr
     assert "rltrain: the run is paused after step 1" in done.stderr and "torchrun has restarted it" in done.stderr
-    records = train(quickstart, *job, "checks.max_logprob_diff=0.05", num_ranks=2)
+    records = train(QUICKSTART, *job, "checks.max_logprob_diff=0.05", num_ranks=2)
     assert len(column(records, "train/loss")) == 2
 
 
-def test_a_run_in_float16_tells_of_its_loss_scale(warmed_up, data_overrides, tmp_path):
+def test_a_run_in_float16_tells_of_its_loss_scale(start):
     """It begins too large; the run goes on from a checkpoint with what became of it."""
-    paths = (f"model.path={warmed_up}", f"output_dir={tmp_path}", data_overrides[0])
-    scale = "actor.optimizer.loss_scale={initial: 16777216.0}"
-    job = (
-        *paths,
-        *TWO_RANKS,
-        *SHORT,
-        "model.dtype=float16",
-        "batch.mini_batches=4",
-        scale,
-        "checkpoint.save_interval=2",
-    )
-    quickstart = REPOSITORY / "configs/quickstart.yaml"
-    records = train(quickstart, *job, "steps=2", num_ranks=2)
+    job = (*start, *TWO_RANKS, "model.dtype=float16", "batch.mini_batches=4", "checkpoint.save_interval=2")
+    job += ("actor.optimizer.loss_scale={initial: 16777216.0}",)
+    records = train(QUICKSTART, *job, "steps=2", num_ranks=2)
     overflowed, scales = (column(records, f"train/{name}") for name in ("overflowed_updates", "loss_scale"))
     assert overflowed == column(records, "train/skipped_updates") and overflowed[0] == 4
     assert max(column(records, "train/train_rollout_logprob_abs_diff_max")) < 0.05
-    later = train(quickstart, *job, "steps=4", num_ranks=2)[2:]
+    later = train(QUICKSTART, *job, "steps=4", num_ranks=2)[2:]
     assert column(later, "train/loss_scale")[0] <= scales[1] < 2**21
     assert column(later, "train/skipped_updates")[1] < 4 and "train/grad_norm" in later[1]

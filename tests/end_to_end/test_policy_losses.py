@@ -1,11 +1,10 @@
 """Every policy loss and every kind of off-policy correction trains the quickstart's model."""
 
 import math
-from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import REPOSITORY, column, read_records, train_in_turn
+from tests.support.jobs import QUICKSTART, REPOSITORY, column, train_each
 
 pytestmark = pytest.mark.slow
 
@@ -27,28 +26,21 @@ LOSSES = {
 }
 
 
-def old_of(policy: str) -> str:
-    """reinforce is weighed by the present weights against the engine."""
-    return "rollout" if policy == "reinforce" else "actor"
-
-
 @pytest.fixture(scope="module")
-def runs(warmed_up: Path, data_overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run of each, one after the other in one process."""
-    folder = tmp_path_factory.mktemp("policy_losses")
-    common = [f"model.path={warmed_up}", data_overrides[0], *ONE_RANK, SMALL]
-    jobs = []
+def runs(warm_start: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, float]]]:
+    """Of each, one after the other in one process. reinforce is weighed by the present weights against the engine."""
+    jobs = {}
     for policy, chosen in LOSSES.items():
-        loss = f"loss={{policy: {policy}, old_logprobs: {old_of(policy)}, {chosen}}}"
-        jobs.append([*common, f"output_dir={folder / policy}", loss])
-    train_in_turn(REPOSITORY / "configs/quickstart.yaml", jobs, folder, num_ranks=1)
-    return folder
+        old = "rollout" if policy == "reinforce" else "actor"
+        loss = f"loss={{policy: {policy}, old_logprobs: {old}, {chosen}}}"
+        jobs[policy] = [*warm_start[:2], *ONE_RANK, SMALL, loss]
+    return train_each(QUICKSTART, jobs, tmp_path_factory.mktemp("policy_losses"), num_ranks=1)
 
 
 @pytest.mark.parametrize("policy", LOSSES)
-def test_a_policy_loss_trains(runs: Path, policy: str) -> None:
+def test_a_policy_loss_trains(runs: dict[str, list[dict[str, float]]], policy: str) -> None:
     """Two steps of two updates. The weights are the engine's, so that nothing is far off and nothing is rejected."""
-    records = read_records(runs / policy)
+    records = runs[policy]
     norms = column(records, "train/grad_norm")
     assert len(norms) == 2 and all(0 < norm < math.inf for norm in norms)
     assert max(column(records, "train/ratio_max")) < 3, "the policy leaves the one that drew"

@@ -3,16 +3,13 @@ engines draw as the actor does without it."""
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from safetensors.torch import load_file
-from torch import Tensor
 
-from tests.support.jobs import column, read_records, run, train_in_turn
+from rltrain.cli.convert import main as convert
+from tests.support.checkpoint_files import stored_tensors
+from tests.support.jobs import QUICKSTART, column, learnt, read_records, train_in_turn
 from tests.support.prediction_checkpoints import LAYER, make_mimo
 
 STEPS, SAVED = 6, 3
@@ -63,9 +60,7 @@ def jobs(mimo: Path, data_overrides: list[str], tmp_path_factory: pytest.TempPat
     common = [f"model.path={mimo}", *data_overrides[:1], *SMALL]
     going_on = f"checkpoint.resume={folder}/whole/checkpoints/step_{SAVED:07d}"
     of_jobs = {"whole": common, "going_on": [*common, going_on], "apart": [*common, *APART]}
-    train_in_turn(
-        "configs/quickstart.yaml", [[*of, f"output_dir={folder / name}"] for name, of in of_jobs.items()], folder, 2
-    )
+    train_in_turn(QUICKSTART, of_jobs, folder, 2)
     return folder
 
 
@@ -77,11 +72,8 @@ def test_the_loss_falls_and_the_engine_draws_as_the_actor_does(jobs: Path) -> No
 
 
 def test_a_run_goes_on_from_what_it_trained(jobs: Path) -> None:
-    def learnt(name: str) -> dict[str, Any]:
-        record = next(one for one in read_records(jobs / name) if one["step"] == STEPS - 1)
-        return {key: value for key, value in record.items() if key.startswith("train/")}
-
-    assert learnt("going_on") == learnt("whole")
+    going_on, whole = (learnt(read_records(jobs / name), "train")[-1] for name in ("going_on", "whole"))
+    assert going_on == whole
 
 
 def test_others_get_the_actors_weights(jobs: Path) -> None:
@@ -92,22 +84,12 @@ def test_others_get_the_actors_weights(jobs: Path) -> None:
 
 
 def test_exports_and_conversions_have_the_layer_that_was_trained(jobs: Path, mimo: Path) -> None:
-    start, exported = load_file(mimo / "model.safetensors"), _tensors(jobs / "whole/hf")
+    start, exported = stored_tensors(mimo), stored_tensors(jobs / "whole/hf")
     assert exported.keys() == start.keys()
     for name in exported:
         if name.startswith(LAYER):
             assert (exported[name] != start[name]).any(), name
-    done = _convert(jobs / "whole/checkpoints", jobs / "converted")
-    assert done.returncode == 0, done.stderr
-    converted = _tensors(jobs / "converted")
+    assert convert(["run-to-hf", "--input", str(jobs / "whole/checkpoints"), "--output", str(jobs / "converted")]) == 0
+    converted = stored_tensors(jobs / "converted")
     assert converted.keys() == exported.keys()
     assert all((converted[name] == exported[name]).all() for name in exported)
-
-
-def _convert(run_folder: Path, output: Path) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "rltrain", "convert", "run-to-hf"]
-    return run([*command, "--input", str(run_folder), "--output", str(output)], 120)
-
-
-def _tensors(folder: Path) -> dict[str, Tensor]:
-    return {name: one for file in folder.glob("*.safetensors") for name, one in load_file(file).items()}

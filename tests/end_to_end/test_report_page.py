@@ -39,14 +39,9 @@ class Browser:
         self._receive, answers = os.pipe()
         # The browser reads file descriptor 3 and writes file descriptor 4.
         arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
-        arguments += [
-            f"--user-data-dir={self.profile.name}",
-            "--remote-debugging-pipe",
-            "--no-first-run",
-            "about:blank",
-        ]
+        arguments += [f"--user-data-dir={self.profile.name}", "--remote-debugging-pipe", "--no-first-run"]
         self.process = subprocess.Popen(
-            ["bash", "-c", f'exec "$@" 3<&{commands} 4>&{answers}', "bash", executable, *arguments],
+            ["bash", "-c", f'exec "$@" 3<&{commands} 4>&{answers}', "bash", executable, *arguments, "about:blank"],
             pass_fds=(commands, answers),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -122,6 +117,17 @@ class Browser:
 
     def mouse(self, kind: str, x: float, y: float, **parameters: Any) -> None:
         self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **parameters)
+
+    def tip_at(self, x: float, y: float) -> str:
+        """What the page tells of the point that the pointer moves to."""
+        self.mouse("mouseMoved", x, y)
+        self.settle()
+        return self.evaluate("tip.hidden ? '' : tip.textContent")
+
+    def go_to_step(self, step: int) -> None:
+        self.evaluate(f"document.getElementById('step').value = {step}")
+        self.evaluate("document.getElementById('step').dispatchEvent(new Event('input'))")
+        self.settle()
 
     def screenshot(self, path: Path, *, whole_page: bool = True) -> None:
         shot = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole_page)
@@ -252,13 +258,9 @@ def test_the_timeline_zooms_moves_and_tells_what_is_under_the_pointer(browser: B
     assert closer != whole and press("right") == closer and press("left") == closer
     assert press("out") == whole
 
-    browser.evaluate(f"document.getElementById('step').value = {NUM_STEPS // 2}")
-    browser.evaluate("document.getElementById('step').dispatchEvent(new Event('input'))")
-    browser.settle()
+    browser.go_to_step(NUM_STEPS // 2)
     x, y = browser.evaluate("(b => [b.left + b.width * 0.3, b.top + 27])(spans.getBoundingClientRect())")
-    browser.mouse("mouseMoved", x, y)
-    browser.settle()
-    tip = browser.evaluate("tip.hidden ? '' : tip.textContent")
+    tip = browser.tip_at(x, y)
     assert tip.startswith("generate") and f"step {NUM_STEPS // 2}" in tip and "rank 0" in tip
 
     before = browser.evaluate(PAINT)
@@ -294,9 +296,7 @@ SHADED = """(() => {
 
 def test_a_wait_within_a_task_is_shaded_and_tells_what_it_waits_for(browser: Browser, page: Path) -> None:
     browser.open(page, *LAPTOP)
-    browser.evaluate(f"document.getElementById('step').value = {NUM_STEPS // 2}")
-    browser.evaluate("document.getElementById('step').dispatchEvent(new Event('input'))")
-    browser.settle()
+    browser.go_to_step(NUM_STEPS // 2)
     task, wait = browser.evaluate(
         f"{[COLOURS['generate'], COLOURS['wait']]}"
         ".map(c => cssColour(c).match(/[0-9a-f]{2}/g).map(h => parseInt(h, 16)).join() + ',255')"
@@ -305,9 +305,7 @@ def test_a_wait_within_a_task_is_shaded_and_tells_what_it_waits_for(browser: Bro
         browser.evaluate(SHADED), ("generate", "the last groups"), ([task, task], [wait, task]), strict=True
     ):
         assert colours == expected, told
-        browser.mouse("mouseMoved", x, y)
-        browser.settle()
-        assert browser.evaluate("tip.textContent").startswith(told)
+        assert browser.tip_at(x, y).startswith(told)
 
 
 def test_a_curve_tells_its_values(browser: Browser, page: Path) -> None:
@@ -316,9 +314,7 @@ def test_a_curve_tells_its_values(browser: Browser, page: Path) -> None:
     x, y = browser.evaluate(
         "(b => [b.left + b.width / 2, b.top + 60])(document.querySelector('figure svg').getBoundingClientRect())"
     )
-    browser.mouse("mouseMoved", x, y)
-    browser.settle()
-    first, *values = browser.evaluate("tip.textContent").split("\n")
+    first, *values = browser.tip_at(x, y).split("\n")
     assert first.startswith("step ") and values and values[0].startswith("training 0.")
 
 

@@ -1,7 +1,6 @@
 """Runs that go on from a checkpoint: as if they had never stopped."""
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,19 @@ from rltrain.checkpoint.run_files import read_manifest
 from rltrain.checkpoint.run_folder import RUN_FILE
 from rltrain.cli.convert import main as convert
 from tests.end_to_end.test_fp8_rollouts import FP8
-from tests.support.jobs import REPOSITORY, column, run, sample_ids, train
+from tests.support.jobs import (
+    QUICKSTART,
+    REPOSITORY,
+    Run,
+    column,
+    read_lines,
+    read_records,
+    reported,
+    sample_ids,
+    train,
+    train_in_turn,
+)
+from tests.support.marks import slow_but
 from tests.support.tolerances import EPS_OF_ACTOR, EPS_OF_CRITIC, near
 
 STEPS, SAVED = 5, 3
@@ -28,42 +39,21 @@ SMALL = (
     EPS_OF_ACTOR,
 )
 APART = "placement={'actor, reference': 0-1, 'rollout, reward': 2-3}"
-COMPARED = ("train", "rollout", "critic", "eval", "curriculum")
-
-Run = tuple[dict[int, dict[str, float]], dict[int, list[int]]]
-"""Metrics and ids of the samples trained on, by step."""
 
 
 @pytest.fixture
-def saved_and_resumed(warmed_up, data_overrides, tmp_path) -> Callable[..., list[Run]]:
+def saved_and_resumed(warm_start, tmp_path) -> Callable[..., list[Run]]:
     """Runs a config that saves after SAVED steps, then from there on with each of `changes`: what each reported."""
 
     def run_all(config: str, common: tuple[str, ...], *changes: tuple[str, ...]) -> list[Run]:
-        paths = [f"model.path={warmed_up}", *data_overrides]
-        first = tmp_path / "first"
-        jobs = [[*paths, *SMALL, *common, f"output_dir={first}", f"checkpoint.save_interval={SAVED}"]]
-        for number, change in enumerate(changes):
-            resume = f"checkpoint.resume={first}/checkpoints/step_{SAVED:07d}"
-            jobs.append([*paths, *SMALL, *common, f"output_dir={tmp_path}/{number}", resume, *change])
-        (tmp_path / "jobs.json").write_text(json.dumps(jobs))
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-        script = ["tests/support/consecutive_jobs.py", str(REPOSITORY / config), str(tmp_path / "jobs.json")]
-        done = run([*torchrun, *script], timeout_s=300)
-        assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
-        return [reported(first), *(reported(tmp_path / str(number)) for number in range(len(changes)))]
+        own = [*warm_start, *SMALL, *common]
+        resume = f"checkpoint.resume={tmp_path}/first/checkpoints/step_{SAVED:07d}"
+        jobs = {"first": [*own, f"checkpoint.save_interval={SAVED}"]}
+        jobs |= {str(number): [*own, resume, *change] for number, change in enumerate(changes)}
+        train_in_turn(REPOSITORY / config, jobs, tmp_path, num_ranks=4)
+        return [reported(tmp_path / name) for name in jobs]
 
     return run_all
-
-
-def reported(output: Path) -> Run:
-    values: dict[int, dict[str, float]] = {}
-    for line in (output / "metrics.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        of_step = values.setdefault(record["step"], {})
-        reported = {name: value for name, value in record.items() if name.split("/")[0] in COMPARED}
-        assert not of_step.keys() & reported.keys(), "a step is reported once"
-        of_step |= reported
-    return {step: metrics for step, metrics in values.items() if metrics}, sample_ids(output)
 
 
 def after(steps: dict[int, Any], first: int = SAVED) -> dict[int, Any]:
@@ -87,6 +77,7 @@ FEW = "batch={prompts_per_step: 4, samples_per_prompt: 4, mini_batches: 2}"
 FEW_ROWS = "data.eval.max_rows=16"
 BY_SOLVED_RATE = ("data.solved_rate={outside: 0.3, retire_after: 2}", f"data.train.max_rows={2 * PROMPTS}")
 """Of rows few enough to come again."""
+AHEAD = "schedule={mode: asynchronous, max_staleness: 2, in_flight_sync: false}"
 CONFIGS = {
     "sequential": (
         "configs/quickstart.yaml",
@@ -95,19 +86,12 @@ CONFIGS = {
             f"checkpoint.save_hf_interval={SAVED}",
         ),
     ),
-    "asynchronous": (
-        "configs/quickstart.yaml",
-        (
-            *(APART, "data.eval=null", *BY_SOLVED_RATE),
-            "schedule={mode: asynchronous, max_staleness: 2, in_flight_sync: false}",
-        ),
-    ),
+    "asynchronous": ("configs/quickstart.yaml", (APART, "data.eval=null", *BY_SOLVED_RATE, AHEAD)),
     "asynchronous, with models that work ahead": (
         "configs/quickstart.yaml",
         (
             *("placement={actor: 0, 'reference, inference': 1, 'rollout, reward': 2-3}", "actor.parallel.tp=1"),
-            *("loss.old_logprobs=actor", "reference.refresh_every=2", "data.eval=null"),
-            "schedule={mode: asynchronous, max_staleness: 2, in_flight_sync: false}",
+            *("loss.old_logprobs=actor", "reference.refresh_every=2", "data.eval=null", AHEAD),
         ),
     ),
     "ppo": ("configs/quickstart_ppo.yaml", (FEW, "data.eval=null", "critic.critic_warmup_steps=1", EPS_OF_CRITIC)),
@@ -125,33 +109,26 @@ CONFIGS = {
         ),
     ),
 }
-FAST = ("sequential",)
 EXPORTS = {"sequential": [f"step_{SAVED:07d}"]}
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
-)
+@pytest.mark.parametrize("name", slow_but(CONFIGS, "sequential"))
 def test_a_resumed_run_equals_one_that_never_stopped(saved_and_resumed, name, tmp_path):
     config, overrides = CONFIGS[name]
     (whole, whole_ids), (rest, rest_ids) = saved_and_resumed(config, overrides, ())
-    assert rest == after(whole)
-    assert rest_ids == after(whole_ids)
+    assert rest == after(whole) and rest_ids == after(whole_ids)
     assert column([*rest.values()], "train/grad_norm")
-    if "data.on_long_row=cut" in overrides:
-        assert min(column([*rest.values()], "train/truncated_ratio")) > 0
-        assert min(column([*rest.values()], "train/long_rows")) > 0
+    for metric in ("train/truncated_ratio", "train/long_rows") if "data.on_long_row=cut" in overrides else ():
+        assert min(column([*rest.values()], metric)) > 0
     assert [path.name for path in sorted(tmp_path.glob("first/hf_steps/*"))] == EXPORTS.get(name, [])
     assert_checkpoint_is_in_the_metrics(tmp_path / "first")
     for step in EXPORTS.get(name, []):
-        assert_what_is_exported_later_is_equal(tmp_path / "first", step, tmp_path / "later")
+        names = (f"first/checkpoints/{step}", f"first/hf_steps/{step}", "later")
+        saved, exported, later = (str(tmp_path / path) for path in names)
+        assert convert(["run-to-hf", "--input", saved, "--output", later]) == 0
+        assert convert(["verify", later, exported]) == 0
     if "keep_best" in str(overrides):
         assert_the_same_is_the_best(whole, tmp_path / "first", tmp_path / "0")
-
-
-def assert_what_is_exported_later_is_equal(output: Path, step: str, later: Path) -> None:
-    assert convert(["run-to-hf", "--input", str(output / "checkpoints" / step), "--output", str(later)]) == 0
-    assert convert(["verify", str(later), str(output / "hf_steps" / step)]) == 0
 
 
 def assert_the_same_is_the_best(whole: dict[int, dict[str, float]], first: Path, resumed: Path) -> None:
@@ -167,7 +144,7 @@ def assert_the_same_is_the_best(whole: dict[int, dict[str, float]], first: Path,
 
 def assert_checkpoint_is_in_the_metrics(output: Path) -> None:
     """What of it the step waited for, and what it took beside the step."""
-    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    records = read_records(output)
     copied = next(record for record in records if "perf/checkpoint_copy_s" in record)
     assert copied["step"] == SAVED
     assert 0 < copied["perf/checkpoint_copy_s"] <= copied["perf/checkpoint_s"] and "perf/checkpoint_wait_s" in copied
@@ -179,8 +156,7 @@ def assert_checkpoint_is_in_the_metrics(output: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "schedule",
-    ["schedule={partial_rollouts: true, max_staleness: 1}", "schedule={mode: pipelined, chunks: 2}"],
+    "schedule", ["schedule={partial_rollouts: true, max_staleness: 1}", "schedule={mode: pipelined, chunks: 2}"]
 )
 def test_with_one_engine_so_does_one_in_which_the_first_groups_to_finish_count_and_it_repeats(
     saved_and_resumed, schedule
@@ -203,23 +179,15 @@ def test_so_does_one_whose_actor_visits_the_experts_that_the_engine_chose(saved_
     """Of responses that were under way as of experience that was."""
     overrides = (
         *(APART, FEW, "data.eval=null", f"model.path={upcycled}", "model.router_replay=rollout"),
-        *("rollout.parallel.tp=2", "rollout.max_running_requests=12"),
-        "schedule={mode: asynchronous, max_staleness: 2, in_flight_sync: false, partial_rollouts: true}",
+        *("rollout.parallel.tp=2", "rollout.max_running_requests=12", AHEAD, "schedule.partial_rollouts=true"),
     )
     (whole, whole_ids), (rest, rest_ids) = saved_and_resumed(CONFIGS["sequential"][0], overrides, ())
     assert rest == after(whole) and rest_ids == after(whole_ids)
     assert min(column([*rest.values()], "train/replayed_choices")) > 0.9
 
 
-def dropped_ids(output: Path) -> dict[int, list[int]]:
-    """The ids of samples whose groups did not count, by the step in which they were dropped."""
-    ids: dict[int, list[int]] = {}
-    for path in sorted((output / "dropped_sample_ids").glob("rank*.jsonl")):
-        for line in path.read_text().splitlines():
-            record = json.loads(line)
-            ids.setdefault(record["step"], []).extend(record["sample_ids"])
-    return ids
-
+DROPPED = "dropped_sample_ids"
+"""Of samples whose groups did not count, by the step in which they were dropped."""
 
 SELECTING = ("batch.dynamic_sampling.max_drawn=3", "data.eval=null", APART, *BY_SOLVED_RATE)
 SEVERAL_PASSES = ("batch.mini_batches=4", "batch.mini_batches_by=prompts", "batch.epochs=2")
@@ -232,8 +200,8 @@ def test_so_does_one_with_groups_that_are_selected_by_their_rewards(saved_and_re
     engine = (*SELECTING, *SEVERAL_PASSES, "rollout.parallel.tp=2", "rollout.max_running_requests=32", schedule)
     whole, resumed = saved_and_resumed(CONFIGS["sequential"][0], engine, ())
     assert resumed == tuple(map(after, whole))
-    dropped = dropped_ids(tmp_path / "first")
-    assert after(dropped) == dropped_ids(tmp_path / "0")
+    dropped = sample_ids(tmp_path / "first", DROPPED)
+    assert after(dropped) == sample_ids(tmp_path / "0", DROPPED)
     metrics, trained_on = whole
     by_step = {step: record["rollout/dynamic_filter/dropped"] for step, record in metrics.items()}
     assert by_step == {step: len(dropped.get(step, [])) // SAMPLES for step in range(STEPS)} and any(by_step.values())
@@ -249,7 +217,7 @@ def test_so_does_one_with_groups_that_are_selected_by_their_rewards(saved_and_re
 def test_two_engines_that_select_groups_ahead_of_training_account_for_every_sample(saved_and_resumed, tmp_path):
     ((_, trained_on),) = saved_and_resumed(CONFIGS["sequential"][0], (*SELECTING, PARTIAL))
     assert {len(ids) for ids in trained_on.values()} == {PROMPTS * SAMPLES}
-    dropped = dropped_ids(tmp_path / "first")
+    dropped = sample_ids(tmp_path / "first", DROPPED)
     counts = Counter(number for ids in (*trained_on.values(), *dropped.values()) for number in ids)
     assert set(counts.values()) == {1} and dropped
 
@@ -266,11 +234,8 @@ def test_so_does_a_pipelined_one_but_for_the_order_of_its_sums(saved_and_resumed
 @pytest.mark.parametrize("name", ["sequential", "asynchronous", "ppo"])
 def test_so_does_one_in_another_layout(saved_and_resumed, name):
     config, overrides = CONFIGS[name]
-    cut, whole_models = (
-        ("actor.parallel={tp: 1, pp: 2}",),
-        ("actor.parallel={tp: 1}", "actor.distributed_optimizer=true"),
-    )
-    layouts = cut, whole_models, ("actor.parallel={cp: 2}",)
+    whole_models = ("actor.parallel={tp: 1}", "actor.distributed_optimizer=true")
+    layouts = ("actor.parallel={tp: 1, pp: 2}",), whole_models, ("actor.parallel={cp: 2}",)
     (whole, _), *others = saved_and_resumed(config, (*overrides, *ONE_MORE), *layouts)
     for rest, _ in others:
         assert_close_in_the_next_step(rest, whole)
@@ -289,9 +254,9 @@ def test_where_responses_go_on_every_sample_is_trained_on_once(saved_and_resumed
     """Two engines before the checkpoint; behind it as many, or one of two ranks."""
     common = (APART, "data.eval=null", *BY_SOLVED_RATE, schedule, "rollout.max_running_requests=12")
     (_, whole_ids), (_, rest_ids) = saved_and_resumed(CONFIGS["sequential"][0], common, (engines,))
-    before = {step: ids for step, ids in whole_ids.items() if step < SAVED}
-    counts = Counter(number for ids in (*before.values(), *rest_ids.values()) for number in ids)
-    assert counts == Counter(range(STEPS * PROMPTS * SAMPLES))
+    before = [ids for step, ids in whole_ids.items() if step < SAVED]
+    trained_on = [number for ids in (*before, *rest_ids.values()) for number in ids]
+    assert sorted(trained_on) == [*range(STEPS * PROMPTS * SAMPLES)]
     assert {len(ids) for ids in rest_ids.values()} == {PROMPTS * SAMPLES}
 
 
@@ -312,7 +277,7 @@ def test_other_rows_are_taken_from_the_first_one_on(saved_and_resumed, quickstar
     saved_and_resumed(config, common, changed, (f"data.train.path={other}", last, f"steps={more}"))
     prompts = [json.loads(row)["prompt"] for row in rows]
     for job, steps in (("0", range(SAVED, STEPS)), ("1", range(STEPS - 1, more))):
-        samples = [json.loads(line) for line in (tmp_path / job / "samples.jsonl").read_text().splitlines()]
+        samples = read_lines(tmp_path / job / "samples.jsonl")
         for step in steps:
             taken = {sample["prompt"] for sample in samples if sample["step"] == step}
             assert taken == {*prompts[(step - SAVED) * PROMPTS :][:PROMPTS]}
@@ -345,8 +310,7 @@ def test_under_another_schedule_every_group_is_trained_on_once(saved_and_resumed
     trained_on = {**whole_ids, **rest_ids}
     assert sorted(rest_ids) == [*range(SAVED, STEPS)] and sorted(trained_on) == [*range(STEPS)]
     assert {len(ids) for ids in trained_on.values()} == {PROMPTS * SAMPLES}
-    counts = Counter(number for ids in trained_on.values() for number in ids)
-    assert counts == Counter(range(STEPS * PROMPTS * SAMPLES))
+    assert sorted(number for ids in trained_on.values() for number in ids) == [*range(STEPS * PROMPTS * SAMPLES)]
 
 
 @pytest.mark.slow
@@ -354,29 +318,21 @@ def test_under_another_schedule_the_steps_ahead_are_drawn_anew(saved_and_resumed
     config, overrides = CONFIGS["asynchronous"]
     _, (rest, ids) = saved_and_resumed(config, overrides, ("schedule={mode: sequential, max_staleness: 0}",))
     assert sorted(rest) == sorted(ids) == [*range(SAVED, STEPS)]
-    per_step = PROMPTS * SAMPLES
-    assert Counter(number for step in ids.values() for number in step) == Counter(
-        range(SAVED * per_step, STEPS * per_step)
-    )
+    first, last = (steps * PROMPTS * SAMPLES for steps in (SAVED, STEPS))
+    assert sorted(number for step in ids.values() for number in step) == [*range(first, last)]
 
 
 @pytest.mark.slow
-def test_stale_samples_of_weights_in_fp8_are_trained_on_after_a_resume(warmed_up, data_overrides, tmp_path):
+def test_stale_samples_of_weights_in_fp8_are_trained_on_after_a_resume(warm_start, tmp_path):
     """Truncated importance sampling corrects them."""
     staleness, saved, steps = 4, 6, 10
     overrides = (
-        f"model.path={warmed_up}",
-        *data_overrides,
-        *("data.eval=null", f"steps={steps}"),
-        *FP8,
-        APART,
+        *(*warm_start, "data.eval=null", f"steps={steps}", *FP8, APART),
         f"schedule={{mode: asynchronous, max_staleness: {staleness}, partial_rollouts: true, on_stale: mask}}",
         f"checkpoint={{save_hf: false, save_interval: {saved}}}",
     )
-    train(REPOSITORY / "configs/quickstart.yaml", *overrides, f"output_dir={tmp_path}/first")
-    records = train(
-        *(REPOSITORY / "configs/quickstart.yaml", *overrides, f"output_dir={tmp_path}/second"),
-        f"checkpoint.resume={tmp_path}/first/checkpoints/step_{saved:07d}",
-    )
+    train(QUICKSTART, *overrides, f"output_dir={tmp_path}/first")
+    resume = f"checkpoint.resume={tmp_path}/first/checkpoints/step_{saved:07d}"
+    records = train(QUICKSTART, *overrides, f"output_dir={tmp_path}/second", resume)
     assert records[0]["step"] == saved and len(column(records, "train/loss")) == steps - saved
     assert max(column(records, "train/staleness_max")) == staleness

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from rltrain.observability.names import documented
-from tests.support.jobs import REPOSITORY, column, train, try_to_train
+from tests.end_to_end.test_refusals import refusal
+from tests.support.jobs import QUICKSTART, column, read_lines, train
 
 FUNCTIONS = """\
 async def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -23,11 +24,10 @@ def length_of_groups(completions, solution, completion_ids, **columns):
 def whole_row(response, row):
     return float(set(row) >= {"prompt", "label", "solution", "data_source", "extra_info"})
 """
-CONFIG = REPOSITORY / "configs/quickstart.yaml"
 
 
 def with_columns(path: Path, output: Path) -> Path:
-    rows = [json.loads(line) for line in path.read_text().splitlines()[:32]]
+    rows = read_lines(path)[:32]
     more = {"data_source": "additions", "extra_info": {"digits": 3}}
     output.write_text("".join(json.dumps({**row, "solution": row["label"], **more}) + "\n" for row in rows))
     return output
@@ -37,20 +37,16 @@ def settings(folder: Path, quickstart_files: Path, *parts: dict[str, Any]) -> li
     (folder / "own.py").write_text(FUNCTIONS)
     reward = {"functions": parts, "num_workers": 1, "timeout_s": 60}
     return [
-        f"model.path={quickstart_files}/model",
-        f"output_dir={folder / 'run'}",
-        "steps=2",
+        *(f"model.path={quickstart_files}/model", f"output_dir={folder / 'run'}", "steps=2", "loss.kl.coef=0"),
         "batch={prompts_per_step: 4, samples_per_prompt: 4, mini_batches: 1}",
-        "placement={'actor, rollout, reward': 0-1}",
-        "actor.parallel.tp=1",
-        "loss.kl.coef=0",
-        "checkpoint.save_hf=false",
-        "logging={progress: false, samples: 2}",
-        f"reward={json.dumps(reward)}",
+        *("placement={'actor, rollout, reward': 0-1}", "actor.parallel.tp=1", "checkpoint.save_hf=false"),
+        *("logging={progress: false, samples: 2}", f"reward={json.dumps(reward)}"),
     ]
 
 
-@pytest.mark.slow
+pytestmark = pytest.mark.slow
+
+
 def test_a_job_with_functions_of_several_forms(quickstart_files: Path, tmp_path: Path) -> None:
     parts = [
         {"function": f"{tmp_path}/own.py:compute_score", "weight": 0.01},
@@ -62,7 +58,7 @@ def test_a_job_with_functions_of_several_forms(quickstart_files: Path, tmp_path:
         f"data.{key}.path={with_columns(quickstart_files / f'{key}.jsonl', tmp_path / f'{key}.jsonl')}"
         for key in ("train", "eval")
     ]
-    records = train(CONFIG, *settings(tmp_path, quickstart_files, *parts), *files, num_ranks=2)
+    records = train(QUICKSTART, *settings(tmp_path, quickstart_files, *parts), *files, num_ranks=2)
     assert all(documented(name) for record in records for name in record.keys() - {"step", "time_s"})
     assert column(records, "rollout/reward_whole_row") == [1.0, 1.0]
     assert column(records, "eval/reward_whole_row")[0] == 1.0
@@ -75,13 +71,10 @@ def test_a_job_with_functions_of_several_forms(quickstart_files: Path, tmp_path:
         assert step["rollout/reward_errors"] == step["rollout/reward_timeouts"] == 0
 
 
-@pytest.mark.slow
 def test_a_column_that_a_function_lacks_ends_the_job_at_its_start(quickstart_files: Path, tmp_path: Path) -> None:
     part = {"function": f"{tmp_path}/own.py:compute_score"}
     train_file = f"data.train.path={quickstart_files}/train.jsonl"
-    done = try_to_train(CONFIG, *settings(tmp_path, quickstart_files, part), train_file, "data.eval=null", num_ranks=2)
-    assert done.returncode != 0
-    message = done.stderr.split("rltrain: ")[1]
-    assert "has no column 'data_source', which reward.functions.0.function" in message, done.stderr
+    own = settings(tmp_path, quickstart_files, part)
+    message = refusal(QUICKSTART, *own, train_file, "data.eval=null", num_ranks=2)
+    assert "has no column 'data_source', which reward.functions.0.function" in message, message
     assert "its columns are prompt, response, label" in message
-    assert str(REPOSITORY / "rltrain") not in done.stderr

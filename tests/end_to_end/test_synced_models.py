@@ -1,63 +1,42 @@
 """Models that are given the actor's weights: inference on ranks of its own, and a reference that is refreshed."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.test_resume import Run, saved_and_resumed  # noqa: F401
-from tests.support.jobs import REPOSITORY, column, train
+from tests.end_to_end.test_resume import saved_and_resumed  # noqa: F401
+from tests.support.jobs import QUICKSTART, Run, column, train, train_each
 from tests.support.tolerances import ADAM_EPS
 
 OPTIMIZER = f"actor.optimizer={{lr: 1e-3, warmup_steps: 0, eps: {ADAM_EPS}}}"
 SMALL = (
-    "batch={prompts_per_step: 8, samples_per_prompt: 4, mini_batches: 1}",
-    "data.eval=null",
-    "steps=3",
-    "loss.old_logprobs=actor",
-    OPTIMIZER,
-    "actor.parallel.tp=1",
-    "checkpoint.save_hf=false",
+    *("batch={prompts_per_step: 8, samples_per_prompt: 4, mini_batches: 1}", "steps=3", OPTIMIZER),
+    *("loss.old_logprobs=actor", "actor.parallel.tp=1", "data.eval=null", "checkpoint.save_hf=false"),
 )
+pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def quickstart(warmed_up, data_overrides, tmp_path):
-    """Runs the quickstart with changes; its records."""
-
-    def run_it(*overrides: str) -> list[dict[str, float]]:
-        output = f"output_dir={tmp_path / str(len([*tmp_path.iterdir()]))}"
-        return train(
-            REPOSITORY / "configs/quickstart.yaml",
-            f"model.path={warmed_up}",
-            output,
-            *data_overrides,
-            *SMALL,
-            *overrides,
-        )
-
-    return run_it
-
-
-@pytest.mark.slow
-def test_inference_tells_what_the_actor_would(quickstart: Callable[..., list[dict[str, float]]]) -> None:
+def test_inference_tells_what_the_actor_would(warm_start: list[str], tmp_path: Path) -> None:
     """In another layout, on other ranks: each step's log-probs are those of the weights that its update starts from."""
-    of_actor = quickstart("placement={'actor, reference': 0, 'rollout, reward': 1}")
-    apart = quickstart(
-        "placement={'actor, reference': 0, 'rollout, reward': 1, inference: 2-3}", "inference.parallel={tp: 2}"
-    )
+    of_inference = "placement={'actor, reference': 0, 'rollout, reward': 1, inference: 2-3}"
+    places = {
+        "of actor": ["placement={'actor, reference': 0, 'rollout, reward': 1}"],
+        "apart": [of_inference, "inference.parallel={tp: 2}"],
+    }
+    jobs = {name: [*warm_start, *SMALL, *where] for name, where in places.items()}
+    of_actor, apart = train_each(QUICKSTART, jobs, tmp_path, num_ranks=4).values()
     assert column(apart, "train/grad_norm") == pytest.approx(column(of_actor, "train/grad_norm"), rel=1e-3)
     assert max(column(apart, "train/ppo_kl")) < 1e-5
     assert "perf/inference_logprobs_s" in apart[1] and "perf/actor_logprobs_s" not in apart[1]
 
 
-@pytest.mark.slow
-def test_inference_works_ahead_with_the_weights_of_the_rollout(
-    quickstart: Callable[..., list[dict[str, float]]],
-) -> None:
+def test_inference_works_ahead_with_the_weights_of_the_rollout(warm_start: list[str], tmp_path: Path) -> None:
     """So its log-probs are as old as the samples."""
-    records = quickstart(
+    records = train(
+        QUICKSTART,
+        *(*warm_start, f"output_dir={tmp_path}", *SMALL, "loss.kl.coef=0"),
         "placement={actor: 0, 'rollout, reward': 1, inference: 2-3}",
-        "loss.kl.coef=0",
         "schedule={mode: asynchronous, max_staleness: 1, in_flight_sync: false}",
     )
     distances = column(records, "train/ppo_kl")
@@ -71,7 +50,6 @@ PLACES = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 def test_a_refreshed_reference_is_the_actor_of_that_step(
     place: str,
@@ -81,11 +59,10 @@ def test_a_refreshed_reference_is_the_actor_of_that_step(
     settings = (*PLACES[place], "reference.refresh_every=2", OPTIMIZER)
     settings = (*settings, "data.eval=null", "actor.parallel.tp=1", "batch.mini_batches=1")
     (whole, _), (resumed, _) = saved_and_resumed("configs/quickstart.yaml", settings, ())
-    distance = {
-        step: metrics["train/reference_kl"] for step, metrics in whole.items() if "train/reference_kl" in metrics
-    }
+    distance, again = (
+        {step: of["train/reference_kl"] for step, of in run.items() if "train/reference_kl" in of}
+        for run in (whole, resumed)
+    )
     refreshed = {step: value < 1e-6 for step, value in distance.items()}
     assert refreshed == {0: True, 1: False, 2: True, 3: False, 4: True}
-    again = {step: metrics["train/reference_kl"] for step, metrics in resumed.items() if step in distance}
-    assert again == pytest.approx({step: distance[step] for step in again}, rel=1e-4, abs=1e-9)
-    assert again
+    assert again and again == pytest.approx({step: distance[step] for step in again}, rel=1e-4, abs=1e-9)

@@ -10,7 +10,7 @@ import transformers
 from transformers import PreTrainedTokenizerFast
 
 from rltrain.environments.calculator import Calculator
-from tests.support.jobs import column, train
+from tests.support.jobs import QUICKSTART, column, read_lines, train
 from tests.support.noting_reward import RECORDS
 from tests.support.talking_engine import byte_tokenizer
 
@@ -78,30 +78,20 @@ def test_calls_of_a_tool_are_answered_in_the_templates_own_increments(
     model = tmp_path / "model"
     write_tool_caller(model)
     records = train(
-        "configs/quickstart.yaml",
-        f"model.path={model}",
-        f"data.train.path={model}/tasks.jsonl",
-        "data.eval=null",
-        "data.max_prompt_tokens=600",
-        "env={function: calculator, num_workers: 1, max_turns: 4}",
-        "rollout.sampling.max_response_tokens=400",
-        "rollout.max_context_tokens=1000",
+        QUICKSTART,
+        *(f"model.path={model}", f"data.train.path={model}/tasks.jsonl", f"output_dir={tmp_path}", "data.eval=null"),
+        *("data.max_prompt_tokens=600", "rollout.sampling.max_response_tokens=400", "rollout.max_context_tokens=1000"),
+        *("env={function: calculator, num_workers: 1, max_turns: 4}", "steps=1", "checkpoint.save_hf=false"),
         "reward={function: 'tests/support/noting_reward.py:noted'}",
         "batch={prompts_per_step: 2, samples_per_prompt: 6, mini_batches: 1}",
-        "placement={'actor, rollout, reward, env': 0}",
-        "loss.kl.coef=0",
-        "actor.parallel.tp=1",
-        "actor.optimizer.lr=1e-9",
-        "checkpoint.save_hf=false",
-        f"output_dir={tmp_path}",
-        "steps=1",
+        *("placement={'actor, rollout, reward, env': 0}", "loss.kl.coef=0"),
+        *("actor.parallel.tp=1", "actor.optimizer.lr=1e-9"),
         num_ranks=1,
     )
     assert max(column(records, "train/train_rollout_logprob_abs_diff_max")) < 1e-4
     assert sum(column(records, "env/calls")) > 0 and all(failed == 0 for failed in column(records, "env/failed"))
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
-    noted = [json.loads(line) for line in (tmp_path / "samples").read_text().splitlines()]
-    samples = {sample["id"]: sample for sample in noted}  # a worker's first call is repeated
+    samples = {sample["id"]: sample for sample in read_lines(tmp_path / "samples")}  # a worker's first call is repeated
     assert sorted(samples) == [*range(NUM_SAMPLES)]
     num_turns = [check(tokenizer, sample) for sample in samples.values()]
     assert max(num_turns) >= 3 and min(num_turns) == 1

@@ -125,6 +125,21 @@ def run(
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
+def run_module(module: str, *arguments: str, timeout_s: float = 120, **environment: str) -> str:
+    """What a module of tests prints in a process of its own, which is started, not forked, and must succeed."""
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": PYTHON_PATH, **environment},
+        timeout=timeout_s,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
 def ranks_of(agent: int) -> dict[int, int]:
     """rank -> number of its process, of the ranks that the process `agent` has had forked and that still run."""
     with ask(address(), {"ranks_of": agent}, []) as asked:

@@ -72,9 +72,7 @@ JOBS = {
         "experts/train.jsonl",
     ),
     "game": Job(
-        "text_game.yaml",
-        ("placement={'actor, rollout, env': 0}", "model.path={start}/game/model"),
-        "game/train.jsonl",
+        "text_game.yaml", ("placement={'actor, rollout, env': 0}", "model.path={start}/game/model"), "game/train.jsonl"
     ),
     "offload": Job(GRPO, (ALL, ONE_RANK, *(f"{role}.offload=true" for role in ("actor", "rollout", "reference")))),
     "fsdp": Job(GRPO, (ALL, ONE_RANK, "actor.backend=fsdp")),

@@ -5,12 +5,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rltrain.reshard.execute import Resharding
 from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.reshard.plan import plan
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
-from tests.distributed.cases_reshard import tensors
+from tests.distributed.cases_reshard import Settings, resharding_of, tensors
 from tests.support.model_shards import PADDING, Place, engine_shard, full_tensors, megatron_shard, tiny_architecture
 
 NUM_SYNCS = 3
@@ -27,16 +25,8 @@ def syncs(device: str, bucket_bytes: int) -> dict[str, Any]:
     wanted = {
         name: torch.full_like(tensor, PADDING, dtype=torch.bfloat16, device=on) for name, tensor in expected.items()
     }
-    group = dist.group.WORLD
-    resharding = Resharding(
-        plan(source, destination, rank, 2),
-        group=group,
-        cpu_group=group,
-        bucket_bytes=bucket_bytes,
-        device=on,
-        ranks_per_node=2,
-        share_memory=False,
-    )
+    settings = Settings(bucket_bytes, ranks_per_node=2)
+    resharding = resharding_of(source, destination, dist.group.WORLD, settings, device=on)
     wrong: list[str] = []
     for number in range(NUM_SYNCS):
         scale = 2.0**number  # exact in both types

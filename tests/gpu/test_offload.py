@@ -1,14 +1,11 @@
 """Memory that leaves a GPU: how fast, how much stays behind, and roles that fit only in turn."""
 
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from tests.forked.popen import PYTHON_PATH, REPOSITORY
+from tests.forked.popen import run_module
 from tests.gpu.offload_cases import GIB, ROLE_BYTES
 
 pytestmark = pytest.mark.gpu
@@ -20,13 +17,9 @@ MOST_RESIDUE_BYTES = GIB
 
 def in_a_new_process(case: str, allocator: str = "", **arguments: Any) -> dict[str, Any]:
     """So that the allocator is as its settings say and nobody else's blocks are in it."""
-    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": allocator, "PYTHONPATH": PYTHON_PATH}
-    command = [sys.executable, "-m", "tests.gpu.offload_cases", case, json.dumps(arguments)]
-    done = subprocess.run(
-        command, cwd=REPOSITORY, env=environment, timeout=120, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    environment = {"PYTORCH_CUDA_ALLOC_CONF": allocator}
+    printed = run_module("tests.gpu.offload_cases", case, json.dumps(arguments), **environment)
+    return json.loads(printed.splitlines()[-1])
 
 
 def test_moves_reach_the_bandwidth_of_a_pinned_copy() -> None:

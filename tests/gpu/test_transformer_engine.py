@@ -2,32 +2,25 @@
 
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from rltrain.algorithms.losses import likelihood_loss
-from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.config import schema
 from rltrain.models import Architecture
 from rltrain.models.architecture import MLA
 from rltrain.runtime.grid import Grid
-from rltrain.runtime.placement import group_lists
-from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.megatron.backend import TrainableModel
-from rltrain.training.megatron.model import build_model, local_parameters
 from tests.distributed.cases_context_parallel import experience, write_weights
-from tests.forked.popen import PYTHON_PATH, REPOSITORY
+from tests.forked.popen import run_module
 from tests.support.model_shards import tiny_architecture
+from tests.support.trained_models import groups_on, megatron_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -61,35 +54,19 @@ def test_steps_and_log_probs_are_those_of_megatrons_own_modules(name: str, tmp_p
 
 def reports(name: str, implementation: str, folder: Path) -> dict[str, Any]:
     """Returns what a process of its own prints, for its communicators and Megatron's state end with it."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.gpu.test_transformer_engine", name, implementation, str(folder), "cuda"],
-        cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": PYTHON_PATH},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    printed = run_module("tests.gpu.test_transformer_engine", name, implementation, str(folder), "cuda", timeout_s=100)
+    return json.loads(printed.splitlines()[-1])
 
 
 def trained(architecture: Architecture, implementation: Any, folder: Path, device: torch.device) -> dict[str, Any]:
     """Returns the metrics of some steps, log-probs after them, and which modules are Transformer Engine's."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    groups = ProcessGroups(sorted(group_lists({"actor": GRID})), backend=backend[-4:], timeout_s=60)
+    groups = groups_on([GRID], backend[-4:])
     checkpoint = folder / f"{architecture.family}_{implementation}"
     write_weights(architecture, checkpoint)
-    model = build_model(
-        architecture,
-        GRID,
-        groups,
-        model=schema.Model(path=str(checkpoint), transformer_impl=implementation),
-        parallel=schema.Parallel(),
-        device=device,
-    )
-    load_parameters(checkpoint, model.layout, 0, local_parameters(model))
+    own = {"architecture": architecture, "device": device, "transformer_impl": implementation, "dtype": "bfloat16"}
+    model = megatron_model(checkpoint, GRID, groups, **own)
     settings = schema.Actor(optimizer=schema.Optimizer(lr=1e-4), micro_batch_tokens=MAX_TOKENS)
     trainable, samples = TrainableModel(model, settings, total_updates=NUM_STEPS), experience("grpo")
     return {

@@ -2,18 +2,27 @@
 
 import json
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from rltrain.checkpoint.hf_reader import load_parameters
+from rltrain.config.schema import SGLang
 from rltrain.models import read_architecture
 from rltrain.reshard.layout import Layout, split
 from rltrain.rollout.layout import engine_layout
+from rltrain.rollout.servers.calls import Client
 from rltrain.rollout.servers.in_sglang.rltrain_supervise import descendants
+from rltrain.rollout.servers.sglang_engine import SGLangEngine
 from rltrain.rollout.servers.sglang_process import Server, ServerSpec
+from rltrain.rollout.servers.sglang_weights import Delivery
 from rltrain.runtime.grid import Grid
 from tests.sglang.forked_python import forks_of
 
+CPU = torch.device("cpu")
 START_TIMEOUT_S = 600.0
 CALL_TIMEOUT_S = 120.0
 FROM_DISK = {"load_format": "auto"}
@@ -47,6 +56,43 @@ def server_spec(python: str, model_path: str | Path, log_path: Path, **overrides
         "args": {},
     }
     return ServerSpec(**settings | overrides)
+
+
+def engine_on(
+    python: str,
+    checkpoint: Path,
+    log_path: Path,
+    limits: Mapping[str, int],
+    *,
+    spec: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> tuple[SGLangEngine, Server]:
+    """An engine that has not started yet, and its server; `settings` are of rollout.sglang, `options` the engine's."""
+    server, client = Server(server_spec(python, checkpoint, log_path, **limits, **(spec or {}))), Client(limit_s=60.0)
+    chosen = SGLang(**{"start_timeout_s": START_TIMEOUT_S, "hang_timeout_s": 60.0, **(settings or {})})
+    delivery = Delivery(parts_of(checkpoint), 0, device=CPU, keep=chosen.keep_weights, group=None, call=client.call)
+    engine = SGLangEngine(
+        server, client, delivery, group=None, settings=chosen, advance=lambda: None, **limits, **options
+    )
+    return engine, server
+
+
+def sync(engine: SGLangEngine, checkpoint: Path, version: int) -> None:
+    """Gives an engine the weights of a checkpoint."""
+    engine.begin_update()
+    for number, part in enumerate(parts_of(checkpoint)):
+        load_parameters(checkpoint, part, 0, engine.incoming(number))
+        engine.arrived(number)
+    engine.end_update(version)
+
+
+@contextmanager
+def connected(server: Server) -> Iterator[Client]:
+    client = Client(CALL_TIMEOUT_S)
+    client.connect(server.url, server.token)
+    yield client
+    client.close()
 
 
 def running(server: Server) -> Server:

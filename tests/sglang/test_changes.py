@@ -1,5 +1,6 @@
 """What changed of the weights, in a running SGLang server: by its own checksums it holds what a full sync gives it."""
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from rltrain.rollout.servers.calls import Client
 from rltrain.rollout.servers.sglang_process import Server
 from rltrain.rollout.servers.sglang_weights import Delivery
 from rltrain.runtime.grid import Grid
-from tests.sglang.servers import CALL_TIMEOUT_S, PART_BYTES, call, checksums, running
+from tests.sglang.servers import PART_BYTES, call, checksums, connected, running
 from tests.support.rollout_models import write_checkpoint
 
 SHARE = 0.02
@@ -35,8 +36,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     generator = torch.Generator().manual_seed(0)
     for _ in range(2):
         folders.append(tmp_path_factory.mktemp("changes"))
-        for file in folders[0].iterdir():
-            (folders[-1] / file.name).write_bytes(file.read_bytes())
+        shutil.copytree(folders[0], folders[-1], dirs_exist_ok=True)
         tensors = load_file(folders[-2] / "model.safetensors")
         for tensor in tensors.values():
             tensor.view(-1)[torch.rand(tensor.numel(), generator=generator) < SHARE] += 0.25
@@ -56,10 +56,8 @@ def serving(start_server: Callable[..., Server], checkpoints: list[Path], dtype:
 
 @pytest.fixture(scope="module")
 def client(serving: Server) -> Iterator[Client]:
-    made = Client(CALL_TIMEOUT_S)
-    made.connect(serving.url, serving.token)
-    yield made
-    made.close()
+    with connected(serving) as client:
+        yield client
 
 
 @pytest.fixture

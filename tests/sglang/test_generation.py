@@ -12,20 +12,15 @@ import torch
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from rltrain.checkpoint.hf_reader import load_parameters
-from rltrain.config.schema import SGLang
 from rltrain.errors import DivergenceError, EngineError
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample, Status
-from rltrain.rollout.servers.calls import Client
 from rltrain.rollout.servers.sglang_engine import SGLangEngine
 from rltrain.rollout.servers.sglang_process import Server
-from rltrain.rollout.servers.sglang_weights import Delivery
-from tests.sglang.servers import START_TIMEOUT_S, parts_of, processes, server_spec
+from tests.sglang.servers import engine_on, processes, sync
 from tests.support.rollout_models import VOCAB_SIZE, ragged_requests, write_checkpoint
 
 TOLERANCE = 1e-4
-MAX_CONTEXT_TOKENS = 256
 NUM_SLOTS = 8
 GREEDY = SamplingParams(0.0, 1.0, 0, 24, ())
 LONG = SamplingParams(0.0, 1.0, 0, 100, ())
@@ -42,14 +37,7 @@ class Rig:
     server: Server
 
     def sync(self, checkpoint: Path, version: int) -> None:
-        self.engine.begin_update()
-        self.write(checkpoint)
-        self.engine.end_update(version)
-
-    def write(self, checkpoint: Path) -> None:
-        for number, part in enumerate(parts_of(checkpoint)):
-            load_parameters(checkpoint, part, 0, self.engine.incoming(number))
-            self.engine.arrived(number)
+        sync(self.engine, checkpoint, version)
 
 
 def letter_tokenizer() -> transformers.PreTrainedTokenizerFast:
@@ -73,24 +61,14 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.fixture(scope="module")
 def started(sglang_python: str, checkpoints: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     """With the weights of the first checkpoint as version 0."""
-    spec = server_spec(
+    limits = {"max_running_requests": NUM_SLOTS, "max_context_tokens": 256}
+    engine, server = engine_on(
         sglang_python,
         checkpoints[0],
         tmp_path_factory.mktemp("logs") / "engine.log",
-        max_running_requests=NUM_SLOTS,
-        max_context_tokens=MAX_CONTEXT_TOKENS,
-        needs_tokenizer=True,
-    )
-    server, client = Server(spec), Client(limit_s=60.0)
-    engine = SGLangEngine(
-        server,
-        client,
-        Delivery(parts_of(checkpoints[0]), 0, device=torch.device("cpu"), keep=True, group=None, call=client.call),
-        group=None,
-        max_running_requests=NUM_SLOTS,
-        max_context_tokens=MAX_CONTEXT_TOKENS,
-        settings=SGLang(start_timeout_s=START_TIMEOUT_S, hang_timeout_s=60.0, max_restarts=2),
-        advance=lambda: None,
+        limits,
+        spec={"needs_tokenizer": True},
+        settings={"max_restarts": 2},
         tokenizer=letter_tokenizer(),
     )
     rig = Rig(engine, server)
@@ -172,9 +150,8 @@ def test_logprobs_are_of_the_tempered_and_untruncated_distribution(
     rig: Rig, references: list[transformers.PreTrainedModel], temperature: float, truncation: tuple[float, int]
 ) -> None:
     requests = ragged_requests(6)
-    for request, done in zip(
-        requests, rig.engine.generate(requests, SamplingParams(temperature, *truncation, 12, ())), strict=True
-    ):
+    drawn = rig.engine.generate(requests, SamplingParams(temperature, *truncation, 12, ()))
+    for request, done in zip(requests, drawn, strict=True):
         tokens = torch.tensor([[*request.prompt, *done.tokens]])
         with torch.no_grad():
             logits = references[0](tokens).logits[0, len(request.prompt) - 1 : -1] / temperature

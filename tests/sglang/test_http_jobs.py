@@ -1,7 +1,6 @@
 """Jobs whose engines are real SGLang servers that were started apart from them."""
 
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,20 +11,19 @@ import pytest
 from rltrain.rollout.servers.sglang_process import Server
 from tests.forked.popen import FORKED_ENVIRONMENT, REPOSITORY, Popen
 from tests.sglang.servers import FROM_DISK, call, running
-from tests.support.jobs import column, read_records
+from tests.support.jobs import column, read_records, torchrun
 
 LIMIT_S = 900.0
 STEPS = 6
 
 
 def start_job(urls: Path, output: Path, model: Path, token: str, *overrides: str) -> Popen:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
     placed = ("placement={'actor, reference, rollout, reward': 0}", "actor.parallel.tp=1")
     sizes = ("batch={prompts_per_step: 8, samples_per_prompt: 8, mini_batches: 1}", f"steps={STEPS}", "data.eval=null")
     engines = ("rollout.engine=http", f"rollout.urls={urls}", "rollout.http.token_env=ENGINES_TOKEN")
     return Popen(
         [
-            *(*torchrun, "launch/train.py", "--config", "configs/quickstart.yaml", f"model.path={model}"),
+            *(*torchrun(1), "launch/train.py", "--config", "configs/quickstart.yaml", f"model.path={model}"),
             *(*placed, *sizes, *engines, "checkpoint.save_hf=false", f"output_dir={output}", *overrides),
         ],
         cwd=REPOSITORY,

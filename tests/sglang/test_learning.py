@@ -6,7 +6,7 @@ import pytest
 
 from tests.sglang.kills import kill_a_server, ports
 from tests.sglang.test_jobs import IN_MANY_PARTS
-from tests.support.jobs import REPOSITORY, column, train
+from tests.support.jobs import QUICKSTART, column, train
 
 TIMEOUT_S = 2400
 KILLED_AFTER = 2
@@ -25,17 +25,11 @@ def test_the_quickstart_is_learned_and_a_server_that_is_killed_is_started_again(
     )
     killer.start()
     records = train(
-        REPOSITORY / "configs/quickstart.yaml",
-        "rollout.engine=sglang",
-        f"rollout.sglang.python={sglang_python}",
-        f"model.path={warmed_up}",
-        f"output_dir={tmp_path}",
-        *data_overrides,
-        *IN_MANY_PARTS,
-        "placement={'actor, reference': 0, 'rollout, reward': 1}",
-        "actor.parallel.tp=1",
+        QUICKSTART,
+        *("rollout.engine=sglang", f"rollout.sglang.python={sglang_python}", *IN_MANY_PARTS),
+        *(f"model.path={warmed_up}", f"output_dir={tmp_path}", *data_overrides, "data.eval.max_rows=256"),
+        *("placement={'actor, reference': 0, 'rollout, reward': 1}", "actor.parallel.tp=1"),
         "evaluation={interval: 5, stop_at: 0.7}",
-        "data.eval.max_rows=256",
         num_ranks=2,
         timeout_s=TIMEOUT_S,
     )

@@ -5,18 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
-from rltrain.config.schema import SGLang
 from rltrain.models import read_architecture
 from rltrain.rollout.engine import SamplingParams
-from rltrain.rollout.servers.calls import Client
 from rltrain.rollout.servers.sglang_engine import SGLangEngine
-from rltrain.rollout.servers.sglang_process import Server
 from rltrain.rollout.servers.sglang_session import ServerRouting
-from rltrain.rollout.servers.sglang_weights import Delivery
-from tests.sglang.servers import START_TIMEOUT_S, parts_of, server_spec
-from tests.sglang.test_experts import sync
+from tests.sglang.servers import engine_on, sync
 from tests.support.rollout_models import check, ragged_requests, write_checkpoint
 
 LIMITS = {"max_running_requests": 4, "max_context_tokens": 256}
@@ -39,16 +33,9 @@ def engine(
     sglang_python: str, checkpoints: list[Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SGLangEngine]:
     log = tmp_path_factory.mktemp("engine") / "engine.log"
-    spec = server_spec(sglang_python, checkpoints[0], log, returns_routing=True, args=CHUNKS, **LIMITS)
-    server, client = Server(spec), Client(limit_s=60.0)
-    delivery = Delivery(
-        parts_of(checkpoints[0]), 0, device=torch.device("cpu"), keep=True, group=None, call=client.call
-    )
-    settings = SGLang(start_timeout_s=START_TIMEOUT_S, hang_timeout_s=60.0)
+    spec = {"returns_routing": True, "args": CHUNKS}
     routing = ServerRouting.of(read_architecture(checkpoints[0]))
-    started = SGLangEngine(
-        server, client, delivery, group=None, settings=settings, advance=lambda: None, routing=routing, **LIMITS
-    )
+    started, _ = engine_on(sglang_python, checkpoints[0], log, LIMITS, spec=spec, routing=routing)
     try:
         started.start()
         yield started

@@ -53,23 +53,8 @@ def stand_ins_answer(rules: ServerRules, path: str) -> tuple[int, str]:
 
 def test_sessions_and_pauses_are_refused_alike(server: Server) -> None:
     rules = ServerRules()
-    for path, body in (
-        END,
-        UPDATE,
-        BEGIN,
-        BEGIN,
-        UPDATE,
-        END,
-        END,
-        PAUSE,
-        PAUSE,
-        UPDATE,
-        BEGIN,
-        UPDATE,
-        END,
-        GO_ON,
-        GO_ON,
-    ):
+    in_session = (END, UPDATE, BEGIN, BEGIN, UPDATE, END, END)
+    for path, body in (*in_session, PAUSE, PAUSE, UPDATE, BEGIN, UPDATE, END, GO_ON, GO_ON):
         status, message = answer_of(server, path, body)
         expected, words = stand_ins_answer(rules, path)
         assert (status, words in message) == (expected, True), f"{path}: {message}; the stand-in: {words}"

@@ -18,7 +18,7 @@ from rltrain.rollout.servers.calls import Client
 from rltrain.rollout.servers.sglang_process import Server
 from rltrain.rollout.servers.sglang_weights import Delivery
 from rltrain.runtime.grid import Grid
-from tests.sglang.servers import CALL_TIMEOUT_S, PART_BYTES, call, greedy, parts_of, running
+from tests.sglang.servers import PART_BYTES, call, connected, greedy, parts_of, running
 from tests.support.rollout_models import write_checkpoint
 
 PROMPT = [5, 9, 2, 14, 7, 1]
@@ -26,6 +26,7 @@ NUM_TOKENS = 24
 OF_ALL = "qwen3"
 """The family of the server that all tests share."""
 FAMILIES = [OF_ALL, "tied qwen2", "qwen3_moe"]
+SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "mlp_only_layers": []}
 
 
 def deliver(
@@ -66,38 +67,9 @@ def checkpoints(family: str, tmp_path_factory: pytest.TempPathFactory) -> list[P
     """Two of one architecture."""
     folders = [tmp_path_factory.mktemp(f"weights{seed}") for seed in (1, 2)]
     for seed, folder in enumerate(folders):
-        if family == "qwen3_moe":
-            write_sparse_checkpoint(folder, seed)
-        else:
-            write_checkpoint(folder, family.split()[-1], tied=family.startswith("tied"), seed=seed)
+        sizes = SPARSE if family == "qwen3_moe" else {}
+        write_checkpoint(folder, family.split()[-1], tied=family.startswith("tied"), seed=seed, **sizes)
     return folders
-
-
-def write_sparse_checkpoint(folder: Path, seed: int) -> None:
-    torch.manual_seed(seed)
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=100,
-        hidden_size=32,
-        intermediate_size=64,
-        moe_intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        max_position_embeddings=256,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            spread = torch.randn_like(parameter)
-            parameter.copy_(spread * 0.3 if parameter.ndim > 1 else parameter + 0.2 * spread)
-    model.save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
@@ -114,10 +86,8 @@ def serving(
 
 @pytest.fixture
 def client(serving: Server) -> Iterator[Client]:
-    made = Client(CALL_TIMEOUT_S)
-    made.connect(serving.url, serving.token)
-    yield made
-    made.close()
+    with connected(serving) as client:
+        yield client
 
 
 @pytest.fixture
@@ -151,11 +121,7 @@ def test_weights_that_change_after_a_generation(serving: Server, delivery: Deliv
     ids=["shape", "missing", "extra"],
 )  # fmt: skip
 def test_another_layout_is_refused_and_the_server_goes_on(
-    serving: Server,
-    client: Client,
-    checkpoints: list[Path],
-    changes: dict[str, int],
-    expected: str,
+    serving: Server, client: Client, checkpoints: list[Path], changes: dict[str, int], expected: str
 ) -> None:
     wrong = delivery_through(client, checkpoints[0], **changes)
     with pytest.raises(EngineError, match=expected):
@@ -174,13 +140,9 @@ def test_a_server_killed_during_a_sync_gets_the_new_weights(
     with pytest.raises(EngineLost):
         deliver(delivery, checkpoints[1], 2, after_part=lambda part: serving.kill() if part == 1 else None)
     assert delivery.version is None
-    restart(serving, client, delivery)
-    assert (delivery.version, served_version(serving)) == (2, "2")
-    assert_serves(serving, checkpoints[1])
-
-
-def restart(server: Server, client: Client, delivery: Delivery) -> None:
-    running(server)
-    client.connect(server.url, server.token)
+    running(serving)
+    client.connect(serving.url, serving.token)
     delivery.check_layout()
     delivery.redeliver()
+    assert (delivery.version, served_version(serving)) == (2, "2")
+    assert_serves(serving, checkpoints[1])

@@ -3,11 +3,27 @@
 import json
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.forked.popen import REPOSITORY as REPOSITORY
 from tests.forked.popen import run as run
+
+QUICKSTART = REPOSITORY / "configs/quickstart.yaml"
+SHORT = ("data.eval=null", "data.train.max_rows=1024", "checkpoint.save_hf=false")
+"""Of jobs that need not learn: they read few rows, evaluate nothing and export nothing."""
+
+
+def torchrun(num_ranks: int) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+
+
+def succeed(command: list[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Runs a command that must succeed."""
+    done = run(command, timeout_s)
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    return done
 
 
 def train(config: str | Path, *overrides: str, num_ranks: int = 4, timeout_s: float = 600) -> list[dict[str, Any]]:
@@ -19,19 +35,42 @@ def train(config: str | Path, *overrides: str, num_ranks: int = 4, timeout_s: fl
 
 
 def train_in_turn(
-    config: str | Path, jobs: list[list[str]], folder: Path, num_ranks: int, timeout_s: float = 300
-) -> None:
-    """Jobs by their overrides, one after the other in the same processes, which must all succeed."""
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    config: str | Path, jobs: Mapping[str, Sequence[str]], folder: Path, num_ranks: int, timeout_s: float = 300
+) -> str:
+    """Runs jobs by their overrides one after the other in the same processes, each into a folder of its name, unless it
+    says another one; they must all succeed. Returns what they said."""
+    overrides = [[f"output_dir={folder / name}", *of_job] for name, of_job in jobs.items()]
+    (folder / "jobs.json").write_text(json.dumps(overrides))
     script = ["tests/support/consecutive_jobs.py", str(config), str(folder / "jobs.json")]
-    done = run([*torchrun, *script], timeout_s)
-    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    return succeed([*torchrun(num_ranks), *script], timeout_s).stderr
+
+
+def train_each(
+    config: str | Path, jobs: Mapping[str, Sequence[str]], folder: Path, num_ranks: int, timeout_s: float = 300
+) -> dict[str, list[dict[str, Any]]]:
+    """Returns the metrics of each of the jobs of `train_in_turn`."""
+    train_in_turn(config, jobs, folder, num_ranks, timeout_s)
+    return {name: read_records(folder / name) for name in jobs}
 
 
 def read_records(output: Path) -> list[dict[str, Any]]:
     """Of metrics.jsonl."""
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return read_lines(output / "metrics.jsonl")
+
+
+def read_lines(path: Path) -> list[Any]:
+    """Of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def of_kinds(record: Mapping[str, Any], *kinds: str) -> dict[str, Any]:
+    """Returns the metrics whose names begin with one of these words."""
+    return {name: value for name, value in record.items() if name.split("/")[0] in kinds}
+
+
+def learnt(records: list[dict[str, Any]], *kinds: str) -> list[dict[str, Any]]:
+    """Returns what each step reported of training and generation, or of other `kinds`, without times and memory."""
+    return [found for record in records if (found := of_kinds(record, *(kinds or ("train", "critic", "rollout"))))]
 
 
 def try_to_train(
@@ -43,9 +82,8 @@ def try_to_train(
     environment: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """torchrun launch/train.py, whatever comes of it; `environment` is added to this process's."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    torchrun.append(f"--max-restarts={restarts}")
-    command = [*torchrun, "launch/train.py", "--config", str(config), *overrides]
+    program = [f"--max-restarts={restarts}", "launch/train.py", "--config", str(config), *overrides]
+    command = [*torchrun(num_ranks), *program]
     return run(command, timeout_s, environment=environment)
 
 
@@ -58,11 +96,25 @@ def column(records: list[dict[str, Any]], name: str) -> list[float]:
     return [record[name] for record in records if name in record]
 
 
-def sample_ids(output: Path) -> dict[int, list[int]]:
-    """The ids of the samples that each step trained on."""
+Run = tuple[dict[int, dict[str, float]], dict[int, list[int]]]
+"""Metrics and ids of the samples trained on, by step."""
+
+
+def reported(output: Path) -> Run:
+    """Returns what a job reported of its steps that says neither how long something took nor how much memory."""
+    values: dict[int, dict[str, float]] = {}
+    for record in read_records(output):
+        of_step = values.setdefault(record["step"], {})
+        found = of_kinds(record, "train", "rollout", "critic", "eval", "curriculum")
+        assert not of_step.keys() & found.keys(), "a step is reported once"
+        of_step |= found
+    return {step: metrics for step, metrics in values.items() if metrics}, sample_ids(output)
+
+
+def sample_ids(output: Path, folder: str = "sample_ids") -> dict[int, list[int]]:
+    """The ids of the samples that each step trained on, or that another folder tells of."""
     ids: dict[int, list[int]] = {}
-    for path in sorted((output / "sample_ids").glob("rank*.jsonl")):
-        for line in path.read_text().splitlines():
-            record = json.loads(line)
+    for path in sorted((output / folder).glob("rank*.jsonl")):
+        for record in read_lines(path):
             ids.setdefault(record["step"], []).extend(record["sample_ids"])
     return ids

@@ -1,10 +1,21 @@
-"""Experience of given prompt and response lengths, filled with random numbers."""
+"""Experience of given lengths: of tokens alone, or with all other fields filled with random numbers."""
 
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from rltrain.data.experience import Experience
+
+
+def plain_experience(
+    lengths: Sequence[int], tokens: Tensor, response_mask: Tensor | None = None, **fields: Tensor
+) -> Experience:
+    """Returns samples of these lengths, each a group of its own; without a mask all of their tokens were drawn."""
+    numbers = torch.arange(len(lengths))
+    mask = torch.ones(len(tokens), dtype=torch.bool) if response_mask is None else response_mask
+    ids = {"sample_ids": numbers, "group_ids": numbers, "prompt_ids": numbers}
+    return Experience(**ids, lengths=torch.tensor(lengths), tokens=tokens, response_mask=mask, **fields)
 
 
 def packed_experience(shape: Sequence[tuple[int, int]], seed: int = 0) -> Experience:

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy, linear, rms_norm
 
 from rltrain.data.experience import Experience
 from tests.support.family_checkpoints import SHAPE, _randomize_vectors, make_family_checkpoint, tiny_config
+from tests.support.packed_experience import plain_experience
 
 LENGTHS = (2, 17, 9, 23, 5, 12)
 COEF = 0.3
@@ -57,16 +58,9 @@ def make_mimo(folder: Path, **changes: Any) -> Path:
 
 def experience() -> Experience:
     """Responses begin at the second, third or fourth token."""
-    count, random = torch.arange(len(LENGTHS)), torch.Generator().manual_seed(7)
+    tokens = torch.randint(VOCAB_SIZE, (sum(LENGTHS),), generator=torch.Generator().manual_seed(7))
     masks = [torch.arange(length) > number % 3 for number, length in enumerate(LENGTHS)]
-    return Experience(
-        sample_ids=count,
-        group_ids=count,
-        prompt_ids=count,
-        lengths=torch.tensor(LENGTHS),
-        tokens=torch.randint(VOCAB_SIZE, (sum(LENGTHS),), generator=random),
-        response_mask=torch.cat(masks),
-    )
+    return plain_experience(LENGTHS, tokens, torch.cat(masks))
 
 
 def write_reference(path: Path, folder: Path, *, trains: str) -> tuple[float, float]:

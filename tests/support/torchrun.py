@@ -15,6 +15,12 @@ from typing import Any
 from tests.forked.popen import FORKED_ENVIRONMENT, REPOSITORY, Popen, run
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 def run_on_two_nodes(
     program: Sequence[str],
     *,
@@ -23,10 +29,7 @@ def run_on_two_nodes(
     timeout_s: float = 100,
 ) -> list[tuple[int, str, str]]:
     """(exit status, standard output, standard error) of each agent; `program` is what torchrun starts."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    agents = []
+    port, agents = free_port(), []
     for node in range(2):
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}"]
         torchrun += [f"--nproc-per-node={num_ranks[node]}", "--master-addr=127.0.0.1", f"--master-port={port}"]
