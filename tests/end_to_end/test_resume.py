@@ -11,7 +11,7 @@ import pytest
 
 from rltrain.checkpoint.run_files import read_manifest
 from rltrain.checkpoint.run_folder import RUN_FILE
-from rltrain.cli.convert import main as convert
+from rltrain.cli.main import main
 from tests.end_to_end.test_fp8_rollouts import FP8
 from tests.support.jobs import REPOSITORY, column, run, sample_ids, train
 from tests.support.tolerances import EPS_OF_ACTOR, EPS_OF_CRITIC, near
@@ -150,8 +150,8 @@ def test_a_resumed_run_equals_one_that_never_stopped(saved_and_resumed, name, tm
 
 
 def assert_what_is_exported_later_is_equal(output: Path, step: str, later: Path) -> None:
-    assert convert(["run-to-hf", "--input", str(output / "checkpoints" / step), "--output", str(later)]) == 0
-    assert convert(["verify", str(later), str(output / "hf_steps" / step)]) == 0
+    assert main(["convert", "run-to-hf", "--input", str(output / "checkpoints" / step), "--output", str(later)]) == 0
+    assert main(["convert", "verify", str(later), str(output / "hf_steps" / step)]) == 0
 
 
 def assert_the_same_is_the_best(whole: dict[int, dict[str, float]], first: Path, resumed: Path) -> None:
