@@ -5,7 +5,7 @@ Draws data.eval and evaluation.sets of the config with the checkpoint, scores th
 
 import sys
 
-from rltrain.cli.evaluate import main
+from rltrain.cli.main import run_script
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_script("evaluate"))

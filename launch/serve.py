@@ -5,7 +5,7 @@ Speaks OpenAI's chat completions, completions and responses, and Anthropic's mes
 
 import sys
 
-from rltrain.cli.serve import main
+from rltrain.cli.main import run_script
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_script("serve"))

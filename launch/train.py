@@ -5,7 +5,7 @@ With --dry-run --world-size W, and without torchrun, prints what the job would d
 
 import sys
 
-from rltrain.cli.train import main
+from rltrain.cli.main import run_script
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_script("train"))

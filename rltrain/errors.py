@@ -1,11 +1,8 @@
 """Errors whose message is meant for the person who runs the job, printed without a traceback."""
 
 import difflib
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import wraps
-from pathlib import Path
 
 
 class UserError(Exception):
@@ -62,40 +59,8 @@ def one_of(given: object, allowed: Iterable[object], *, where: str = "") -> str:
     return f"one of {listed(texts)}" + (f" ({'; '.join(notes)})" if notes else "")
 
 
-_typed: list[str] = []
-
-
-@contextmanager
-def typed(command: str) -> Iterator[None]:
-    """Makes `command_name` give `command` for as long as the context lasts."""
-    _typed.append(command)
-    try:
-        yield
-    finally:
-        _typed.pop()
-
-
-def command_name() -> str:
-    """Returns what usage lines and refusals call this command: "rltrain train", or a script's file name."""
-    return _typed[-1] if _typed else Path(sys.argv[0]).name
-
-
 USER_ERROR, FAILED = 2, 1
 """Exit statuses of commands and jobs: a mistake that the user can mend, anything else."""
-
-
-def refusing(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], int]:
-    """Makes a command print what a UserError says in one line, and end with the status of such."""
-
-    @wraps(main)
-    def told(argv: Sequence[str]) -> int:
-        try:
-            return main(argv)
-        except UserError as error:
-            print(f"{command_name()}: refused: {error}", file=sys.stderr)
-            return USER_ERROR
-
-    return told
 
 
 def named_by(key: str) -> str:

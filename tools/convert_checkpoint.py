@@ -13,9 +13,9 @@ tools/convert_checkpoint.py ...` splits the work over N processes. Exit status: 
 import signal
 import sys
 
-from rltrain.cli.convert import main
+from rltrain.cli.main import run_script
 
 if __name__ == "__main__":
     # torchrun's, where another process failed: raised as an error, so that what was begun is deleted.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_script("convert"))

@@ -2,7 +2,7 @@
 
 import sys
 
-from rltrain.cli.quickstart import main
+from rltrain.cli.main import run_script
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_script("make-quickstart"))

@@ -2,8 +2,8 @@
 
 import sys
 
-from rltrain.cli.report import main
+from rltrain.cli.main import run_script
 from rltrain.cli.report import report as report
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_script("report"))

@@ -1,8 +1,8 @@
-"""The command line of tools/convert_checkpoint.py."""
+"""What tools/convert_checkpoint.py and `rltrain convert` do."""
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from rltrain.checkpoint.conversion import (
@@ -23,15 +23,13 @@ from rltrain.checkpoint.conversion_sources import (
     RunSource,
     join_processes,
 )
-from rltrain.errors import CheckpointError, command_name, refusing
+from rltrain.errors import CheckpointError
 
 EXIT_DIFFERENT = 1
 
 
-@refusing
-def main(argv: Sequence[str]) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Exit status: 0 done, 1 `verify` found a difference, 2 a mistake the user can mend."""
-    arguments = _parser().parse_args(argv)
     status: int = arguments.run(arguments, join_processes())
     return status
 
@@ -109,11 +107,11 @@ def _refuse_other_format(path: Path, wanted: str) -> None:
         )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=command_name(),
-        description="Convert checkpoints between Hugging Face and Megatron, export those of runs, and compare them. "
-        "Under torchrun the work is split over its processes.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Gives the parser the description and the arguments of the command."""
+    parser.description = (
+        "Convert checkpoints between Hugging Face and Megatron, export those of runs, and compare\nthem. "
+        "Under torchrun the work is split over its processes."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -148,7 +146,6 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("b", type=Path, metavar="B")
     verify.add_argument("--dtype", choices=CHOICES, help="compare values as rounded to this type")
     _add_hf_config(verify)
-    return parser
 
 
 def _add_conversion(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace, Processes], int]) -> None:

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rltrain.cli.train import begin_as_rank
-from rltrain.errors import command_name
 from rltrain.runtime.machine import SHARED_MEMORY, free_bytes
 
 # The lines of the doctor's report.
@@ -205,9 +204,8 @@ def gigabytes(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:.3g} GB"
 
 
-def main(argv: Sequence[str]) -> int:
+def run(options: argparse.Namespace) -> int:
     """Exit status: 0 a job could run here, 1 something that jobs need is missing or wrong."""
-    options = _parser().parse_args(argv)
     begin_as_rank()
     if "RANK" in os.environ:
         from rltrain.cli.doctor_job import examine_job
@@ -225,8 +223,9 @@ def main(argv: Sequence[str]) -> int:
     return int(has_fault(findings))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=command_name(), description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Gives the parser the description and the arguments of the command."""
+    parser.description = __doc__
     parser.add_argument("--sglang-python", type=Path, help="rollout.sglang.python, to ask whether it has SGLang")
     parser.add_argument(
         "--shared",
@@ -236,7 +235,3 @@ def _parser() -> argparse.ArgumentParser:
         help="a folder that all nodes are to share, such as checkpoint.dir; may be repeated (default: this folder)",
     )
     parser.add_argument("--mb", type=int, default=64, help="how much is sent over links and written (default 64)")
-    ranks = parser.add_argument_group("for torchrun, to examine ranks of this or several machines")
-    for option in ("--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port"):
-        ranks.add_argument(option, default=argparse.SUPPRESS)
-    return parser

@@ -1,4 +1,4 @@
-"""The command of launch/evaluate.py, and how it makes a config for training one for an evaluation."""
+"""The command `evaluate`, and how it makes a config for training one for an evaluation."""
 
 import argparse
 import json
@@ -7,36 +7,30 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rltrain.cli.train import KeyParser, add_torchrun_options, begin_as_rank, check_job, refuse
+from rltrain.cli.train import begin_as_rank, check_job
 from rltrain.config.explain import section_of
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
-from rltrain.data.hub import named_checkpoint
-from rltrain.errors import UserError, command_name
+from rltrain.errors import UserError
 from rltrain.observability.run_logs import EXPORTS
 from rltrain.tasks.roles import rewarding_roles
 
-# The command line of launch/evaluate.py.
+# What launch/evaluate.py and `rltrain evaluate` do.
 
 
-def main(argv: Sequence[str]) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Exit status: 0 done, 2 a mistake the user can mend, 1 anything else."""
-    arguments = parser().parse_intermixed_args(argv)
     if "RANK" not in os.environ:
-        return refuse(f"{command_name()}: start me with torchrun --nproc-per-node N, on one rank or more")
+        raise UserError("start me with torchrun --nproc-per-node N, on one rank or more")
     begin_as_rank()
-    try:
-        overrides = _overrides(arguments)
-    except UserError as error:
-        return refuse(f"{command_name()}: refused: {error}")
+    overrides = _overrides(arguments)
     from rltrain.trainer import run_job
 
     return run_job(arguments.config, overrides)
 
 
-def check(argv: Sequence[str], worlds: Sequence[tuple[int, int]]) -> None:
-    """Refuse what `main` of the same arguments would refuse on the ranks of each of `worlds`, without any."""
-    arguments = parser().parse_intermixed_args(argv)
+def check(arguments: argparse.Namespace, worlds: Sequence[tuple[int, int]]) -> None:
+    """Refuse what `run` of the same arguments would refuse on the ranks of each of `worlds`, without any."""
     check_job(arguments.config, _overrides(arguments), worlds)
 
 
@@ -46,22 +40,17 @@ def _overrides(arguments: argparse.Namespace) -> list[str]:
     )
 
 
-def parser() -> argparse.ArgumentParser:
-    made = KeyParser(
-        prog=command_name(),
-        description="Evaluate a Hugging Face checkpoint by data.eval and evaluation.sets of a config.",
-    )
-    made.add_argument("--checkpoint", required=True, metavar="DIR", help="a folder, or a name on the hub")
-    made.add_argument("--config", type=Path, required=True, help="YAML file, as for launch/train.py")
-    made.add_argument(
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Gives the parser the description and the arguments of the command."""
+    parser.description = "Evaluate a Hugging Face checkpoint by data.eval and evaluation.sets of a config."
+    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a folder, or a name on the hub")
+    parser.add_argument("--config", type=Path, required=True, help="YAML file, as for launch/train.py")
+    parser.add_argument(
         "--output",
         type=Path,
         metavar="DIR",
         help="for evaluation.json, metrics and samples; by default <output_dir>/evaluations/<name of the checkpoint>",
     )
-    add_torchrun_options(made)
-    made.add_argument("overrides", nargs="*", metavar="key=value", help="config keys to override, dotted")
-    return made
 
 
 # What makes of a config for training one for an evaluation alone.
@@ -87,6 +76,8 @@ def evaluation_overrides(path: Path, given: Sequence[str], *, checkpoint: str, o
     what else is needed. All ranks host rollout and reward, and env and the models that tell the reward where the config
     has such, unless `given` places them otherwise; engines are those of role evaluation, where the config has such.
     Raises ConfigError, and CheckpointError where `checkpoint` is neither a folder nor can be a name on the hub."""
+    from rltrain.data.hub import named_checkpoint  # loads pyarrow, which no help needs
+
     found = named_checkpoint(checkpoint, "--checkpoint")
     config = load_config(path, given)
     roles = ["rollout", "reward", *(["env"] if config.env.function or config.env.agent else [])]

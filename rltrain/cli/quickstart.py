@@ -16,14 +16,13 @@ that has its form alone, of random digits.
 import argparse
 import json
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models
 
 from rltrain.cli.tiny_model import Size, SpecialTokens, write_checkpoint
-from rltrain.errors import command_name
 
 SMALLEST, LARGEST = 100, 999
 HELD_OUT_SHARE = 10
@@ -103,17 +102,18 @@ def write_pairs(path: Path, pairs: Iterable[Pair], random: np.random.Generator) 
             file.write(json.dumps(row) + "\n")
 
 
-def main(argv: Sequence[str]) -> int:
-    """Exit status: 0 done."""
-    parser = argparse.ArgumentParser(
-        prog=command_name(), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Gives the parser the description and the arguments of the command."""
+    parser.description = __doc__
     parser.add_argument("--output", type=Path, required=True, help="folder for model/ and the data")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the choice of problems")
     parser.add_argument("--train-rows", type=int, default=NUM_TRAIN)
     parser.add_argument("--eval-rows", type=int, default=NUM_EVAL)
     parser.add_argument("--experts", type=int, default=0, help="in every layer of a Qwen3-MoE model; 0: a dense one")
-    arguments = parser.parse_args(argv)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit status: 0 done."""
     special = SpecialTokens(eos=EOS, pad=PAD)
     size = Size(max_positions=128, experts=arguments.experts)
     write_checkpoint(arguments.output / "model", size, character_tokenizer(), special, seed=arguments.seed)

@@ -21,8 +21,6 @@ TORCHRUN = (
 )
 MEETING = TORCHRUN[1:5] + TORCHRUN[6:]
 """Those by which nodes find each other."""
-ALONE = ("--dry-run", "-h", "--help")
-"""With these a job needs no ranks."""
 MOST_WORLDS = 64
 """That are tried, of those that a range of nodes allows."""
 
@@ -30,10 +28,16 @@ Given = Mapping[str, str | None]
 """torchrun's options, with what was given."""
 
 
-def wants_ranks(arguments: Sequence[str], *, only_if_asked: bool = False) -> bool:
-    """Whether this process is yet to start them; `only_if_asked`: where an option of torchrun's is given."""
-    asked = not only_if_asked or any(value is not None for value in torchrun_options(arguments)[0].values())
-    return asked and "RANK" not in os.environ and not {*ALONE} & {*arguments}
+def add_torchrun_options(parser: argparse.ArgumentParser) -> None:
+    """Adds torchrun's options to the help of a command whose ranks `rltrain` starts, which takes them from there."""
+    ranks = parser.add_argument_group(
+        "ranks",
+        "rltrain starts torchrun, and gives it these options and --node-rank, --master-addr,\n--master-port, "
+        "--max-restarts and --rdzv-*.",
+        argument_default=argparse.SUPPRESS,
+    )
+    ranks.add_argument("--nproc-per-node", metavar="N", help="ranks on each node (default 1)")
+    ranks.add_argument("--nnodes", metavar="N", help="nodes, or a range such as 2:4 (default 1)")
 
 
 def torchrun_options(arguments: Sequence[str]) -> tuple[Given, list[str]]:
@@ -56,14 +60,11 @@ def possible_worlds(given: Given, environment: Mapping[str, str]) -> list[tuple[
     return [(nodes * ranks, ranks) for nodes in range(most, fewest - 1, -1)]
 
 
-def dry_run_options(arguments: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """Returns `arguments` with the dry run's options for the world that torchrun's options among them describe.
+def set_world(dry_run: argparse.Namespace, given: Given, environment: Mapping[str, str]) -> None:
+    """Gives a dry run the world that torchrun's options describe.
 
     UserError where only torchrun can tell the world, or where --world-size names another one.
     """
-    given, rest = torchrun_options(arguments)
-    if all(value is None for value in given.values()):
-        return [*arguments]
     worlds = possible_worlds(given, environment)
     if not worlds:
         raise UserError(
@@ -71,14 +72,12 @@ def dry_run_options(arguments: Sequence[str], environment: Mapping[str, str]) ->
             "number of ranks on each node"
         )
     world_size, ranks_per_node = worlds[0]
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--world-size", type=int, default=world_size)
-    if (asked := parser.parse_known_args(rest)[0].world_size) != world_size:
+    if (asked := vars(dry_run).setdefault("world_size", world_size)) != world_size:
         raise UserError(
             f"--world-size: got {asked}, but --nproc-per-node and --nnodes make {world_size} ranks; expected one "
             "of the two"
         )
-    return ["--world-size", str(world_size), "--ranks-per-node", str(ranks_per_node), *rest]
+    vars(dry_run).setdefault("ranks_per_node", ranks_per_node)
 
 
 def has_torchrun() -> bool:
@@ -173,11 +172,15 @@ def _way_on(name: str, arguments: Sequence[str]) -> str:
     if name not in ("train", "run"):
         return ""
     from rltrain.checkpoint.run_folder import way_on
+    from rltrain.cli.main import parsed
     from rltrain.cli.python_interface import read_config
-    from rltrain.cli.train import read_arguments
+    from rltrain.config.loader import load_config
 
     try:
-        return f"; {way_on(read_config(arguments[0]) if name == 'run' else read_arguments(arguments))}"
+        if name == "run":
+            return f"; {way_on(read_config(arguments[0]))}"
+        given = parsed(name, arguments)
+        return f"; {way_on(load_config(given.config, given.overrides))}"
     except UserError as error:
         return f"; whether it can go on is unknown: {error}"
 

@@ -43,7 +43,7 @@ from rltrain.cli.report_run import (
     sections,
     task_seconds,
 )
-from rltrain.errors import DataError, UserError, command_name
+from rltrain.errors import DataError, UserError
 from rltrain.planning.sizes import numbered
 from rltrain.tasks.roles import OTHER, kinds_of_tasks
 
@@ -639,14 +639,15 @@ def report(path: Path, output: Path, console: Console) -> list[Path]:
     return made
 
 
-def main(argv: Sequence[str]) -> int:
-    """Exit status: 0 done, 1 where the run cannot be read."""
-    parser = argparse.ArgumentParser(
-        prog=command_name(), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Gives the parser the description and the arguments of the command."""
+    parser.description = __doc__
     parser.add_argument("run", type=Path, metavar="RUN", help="output_dir of the run")
     parser.add_argument("--output", type=Path, metavar="DIR", help="where the files go (default: RUN/report)")
-    arguments = parser.parse_args(argv)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit status: 0 done, 1 where the run cannot be read."""
     console = Console()
     try:
         made = report(arguments.run.resolve(), arguments.output or arguments.run / "report", console)

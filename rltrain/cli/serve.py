@@ -1,4 +1,4 @@
-"""The command line of launch/serve.py."""
+"""What launch/serve.py and `rltrain serve` do."""
 
 import argparse
 import json
@@ -7,7 +7,6 @@ import secrets
 import shlex
 import signal
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ from rltrain.endpoint.app import EndpointServer, EndpointSettings
 from rltrain.endpoint.engine_feed import EngineFeed, EngineMailbox
 from rltrain.endpoint.requests import RequestLimits, SamplingRules
 from rltrain.endpoint.served_engine import EngineSettings, Reloads, dtype_of, load_engine, longest_context
-from rltrain.errors import ConfigError, DivergenceError, UserError, command_name, refusing
+from rltrain.errors import ConfigError, DivergenceError, UserError
 from rltrain.models import read_architecture
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.groups import Mail
@@ -68,10 +67,8 @@ LOOK_S = 0.5
 """An engine that has nothing to draw looks so often whether it is to stop."""
 
 
-@refusing
-def main(argv: Sequence[str]) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Exit status: 0 stopped by a signal, 2 a mistake the user can mend."""
-    arguments = parser().parse_args(argv)
     stopping = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopping.set())
@@ -189,32 +186,30 @@ def _example_text(tokenizer: "PreTrainedTokenizerBase") -> str:
     return GREETING
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog=command_name(), description="Serve a Hugging Face checkpoint by OpenAI's and Anthropic's HTTP APIs."
-    )
-    made.add_argument("--checkpoint", required=True, metavar="DIR", help="a folder, or a name on the hub")
-    made.add_argument("--engine", choices=("embedded", "sglang"), default="embedded")
-    made.add_argument("--host", default="127.0.0.1", help="0.0.0.0 or :: to be reached from elsewhere")
-    made.add_argument("--port", type=int, default=0, help="0: one that is free")
-    access = made.add_mutually_exclusive_group()
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Gives the parser the description and the arguments of the command."""
+    parser.description = "Serve a Hugging Face checkpoint by OpenAI's and Anthropic's HTTP APIs."
+    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a folder, or a name on the hub")
+    parser.add_argument("--engine", choices=("embedded", "sglang"), default="embedded")
+    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 or :: to be reached from elsewhere")
+    parser.add_argument("--port", type=int, default=0, help="0: one that is free")
+    access = parser.add_mutually_exclusive_group()
     access.add_argument("--token", help="what clients have to send; by default a random one, which is printed")
     access.add_argument("--no-token", action="store_true", help="whoever reaches the port is served")
-    made.add_argument("--model-name", help="in answers; by default the folder's")
-    made.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
-    made.add_argument("--device", default=None, help="cuda or cpu; by default the first GPU where there is one")
-    made.add_argument("--max-context-tokens", type=int, help="prompt and response together")
-    made.add_argument("--max-running-requests", type=int, default=64, help="decoded at once; others wait")
-    made.add_argument("--max-requests", type=int, default=1024, help="decoded or waiting; more are refused")
-    made.add_argument(
+    parser.add_argument("--model-name", help="in answers; by default the folder's")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
+    parser.add_argument("--device", default=None, help="cuda or cpu; by default the first GPU where there is one")
+    parser.add_argument("--max-context-tokens", type=int, help="prompt and response together")
+    parser.add_argument("--max-running-requests", type=int, default=64, help="decoded at once; others wait")
+    parser.add_argument("--max-requests", type=int, default=1024, help="decoded or waiting; more are refused")
+    parser.add_argument(
         "--kv-cache-gb",
         type=float,
         help="by default what a GPU has free beside the engine's other needs; no limit on CPUs",
     )
-    made.add_argument(
+    parser.add_argument(
         "--temperature", type=float, default=1.0, help="this and the next two: where requests say nothing"
     )
-    made.add_argument("--top-p", type=float, default=1.0)
-    made.add_argument("--top-k", type=int, default=0)
-    made.add_argument("--seed", type=int, help="of requests that have none; by default a random one")
-    return made
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--seed", type=int, help="of requests that have none; by default a random one")

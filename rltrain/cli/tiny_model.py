@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from rltrain.errors import command_name
-
 INIT_STD = 0.02
 PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
@@ -190,9 +188,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Exit status: 0 done."""
-    parser = argparse.ArgumentParser(
-        prog=command_name(), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder of the checkpoint")
     parser.add_argument("--corpus", type=Path, required=True, help="JSONL file with texts for the tokenizer")
     parser.add_argument("--vocab", type=int, default=1024, help="tokens, at least 259: 256 bytes and 3 special ones")

@@ -1,17 +1,16 @@
-"""The command line of launch/train.py, `rltrain train` and `rltrain dry-run`."""
+"""What launch/train.py, `rltrain train` and `rltrain dry-run` do."""
 
 import argparse
 import faulthandler
 import os
 import signal
-import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from rltrain.errors import USER_ERROR, PlacementError, UserError, command_name
-from rltrain.runtime.machine import launcher, leave_for_launcher
+from rltrain.errors import PlacementError, UserError
+from rltrain.runtime.machine import launcher
 
 if TYPE_CHECKING:
     from rltrain.config.schema import Config
@@ -22,57 +21,25 @@ OPTIONS = {"every_rank": "--ranks"}
 """Those of the dry run that are not named as what they set."""
 
 
-class KeyParser(argparse.ArgumentParser):
-    """A parser of a command that takes config keys, and says so where it is given an option that it does not know."""
-
-    def error(self, message: str) -> NoReturn:
-        is_unknown = message.startswith("unrecognized arguments")
-        hint = "config keys are given without dashes, such as steps=5" if is_unknown else f"see {self.prog} --help"
-        sys.exit(refuse(f"{self.prog}: error: {message}; {hint}"))
-
-
-def refuse(message: str) -> int:
-    """Prints `message`, of several ranks once for each node, and leaves it for torchrun's summary. Returns the exit
-    status."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(message, file=sys.stderr, flush=True)
-    leave_for_launcher(message)
-    return USER_ERROR
-
-
-def main(argv: Sequence[str]) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Exit status: 0 done, 2 a mistake the user can mend, 1 anything else."""
-    arguments = _parser().parse_intermixed_args(argv)
-    try:
-        _refuse_options_of_torchrun(arguments)
-        if arguments.dry_run:
-            from rltrain.planning.description import describe_job
-            from rltrain.planning.options import DryRunOptions
+    if arguments.dry_run:
+        from rltrain.planning.description import describe_job
+        from rltrain.planning.options import DryRunOptions
 
-            print(describe_job(arguments.config, arguments.overrides, DryRunOptions(**_asked(arguments))))
-            return 0
-        _refuse_options_of_dry_run(arguments)
-        if "RANK" not in os.environ:
-            raise UserError("start me with torchrun --nproc-per-node N, or with --dry-run --world-size W")
-    except UserError as error:
-        return refuse(f"{command_name()}: refused: {error}")
+        print(describe_job(arguments.config, arguments.overrides, DryRunOptions(**_asked(arguments))))
+        return 0
+    _refuse_options_of_dry_run(arguments)
+    if "RANK" not in os.environ:
+        raise UserError("start me with torchrun --nproc-per-node N, or with --dry-run --world-size W")
     begin_as_rank()
     from rltrain.trainer import run_job
 
     return run_job(arguments.config, arguments.overrides)
 
 
-def read_arguments(argv: Sequence[str]) -> "Config":
-    """Returns the config that the arguments of `main` name. UserError where it cannot be read."""
-    from rltrain.config.loader import load_config
-
-    arguments = _parser().parse_intermixed_args(argv)
-    return load_config(arguments.config, arguments.overrides)
-
-
-def check(argv: Sequence[str], worlds: Sequence[tuple[int, int]]) -> None:
-    """Refuse what `main` of the same arguments would refuse on the ranks of each of `worlds`, without any."""
-    arguments = _parser().parse_intermixed_args(argv)
+def check(arguments: argparse.Namespace, worlds: Sequence[tuple[int, int]]) -> None:
+    """Refuse what `run` of the same arguments would refuse on the ranks of each of `worlds`, without any."""
     _refuse_options_of_dry_run(arguments)
     check_job(arguments.config, arguments.overrides, worlds)
 
@@ -121,27 +88,6 @@ def _refuse_options_of_dry_run(arguments: argparse.Namespace) -> None:
         raise UserError(f"{named}: for --dry-run alone; add that, or leave it out")
 
 
-def _refuse_options_of_torchrun(arguments: argparse.Namespace) -> None:
-    """Raises UserError for those that `add_torchrun_options` describes, which the command `rltrain` takes away."""
-    if "nproc_per_node" in arguments or "nnodes" in arguments:
-        raise UserError(
-            "--nproc-per-node and --nnodes: the command `rltrain` alone takes them; expected torchrun "
-            f"--nproc-per-node N {command_name()}, or --dry-run --world-size W"
-        )
-
-
-def add_torchrun_options(parser: argparse.ArgumentParser) -> None:
-    """Adds torchrun's options to the help of a command whose ranks `rltrain` starts, which takes them from there."""
-    ranks = parser.add_argument_group(
-        "ranks",
-        "rltrain starts torchrun, and gives it these options and --node-rank, --master-addr, --master-port, "
-        "--max-restarts and --rdzv-*.",
-        argument_default=argparse.SUPPRESS,
-    )
-    ranks.add_argument("--nproc-per-node", metavar="N", help="ranks on each node (default 1)")
-    ranks.add_argument("--nnodes", metavar="N", help="nodes, or a range such as 2:4 (default 1)")
-
-
 def begin_as_rank() -> None:
     """Before the job's imports. The advice of dependencies repeats on every rank: missing optional packages,
     deprecations in each other's calls. A crash of a native library says on standard error where each thread was."""
@@ -153,16 +99,13 @@ def begin_as_rank() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = KeyParser(
-        prog=command_name(),
-        description="Train a language model as one torchrun job.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Gives the parser the description and the arguments of the command."""
+    parser.description = "Train a language model as one torchrun job."
     parser.add_argument("--config", type=Path, required=True, help="YAML file, see configs/")
     parser.add_argument(
         "--dry-run", action="store_true", help="print what the job would do; no torchrun, GPU or weights"
     )
-    add_torchrun_options(parser)
     # What is not given is not there: DryRunOptions has the defaults.
     dry = parser.add_argument_group("for --dry-run", argument_default=argparse.SUPPRESS)
     dry.add_argument("--world-size", type=int, help="number of ranks (default 1)")
@@ -173,5 +116,3 @@ def _parser() -> argparse.ArgumentParser:
     dry.add_argument("--calibrate", type=Path, metavar="RUN", help="output_dir of a run, to foretell seconds by")
     dry.add_argument("--prompt-tokens", type=float, help="mean length (default: half of the longest allowed)")
     dry.add_argument("--response-tokens", type=float, help="mean length (default: half of the longest allowed)")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="config keys to override, dotted")
-    return parser

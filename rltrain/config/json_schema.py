@@ -1,7 +1,7 @@
 """The JSON schema of config files, for editors: made from the sections and their docstrings."""
 
+import argparse
 import json
-from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -11,7 +11,12 @@ from rltrain.config.key_reference import docstrings
 from rltrain.config.schema import Config
 
 
-def main(argv: Sequence[str] = ()) -> int:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Gives the parser the description and the arguments of the command."""
+    parser.description = __doc__
+
+
+def run(arguments: argparse.Namespace) -> int:
     """Print it. Exit status: 0."""
     print(text(), end="")
     return 0

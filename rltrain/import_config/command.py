@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from rltrain.config.loader import Source
 from rltrain.config.schema import Config
-from rltrain.errors import ConfigError, UserError, command_name, refusing
+from rltrain.errors import ConfigError, UserError
 from rltrain.import_config.sources import FRAMEWORKS, framework_of, read, translated
 from rltrain.import_config.translation import (
     Leftover,
@@ -210,10 +210,9 @@ SUFFIXES = (".sh", ".yaml", ".yml", ".json")
 SHELLS = ("bash", "sh", "source", ".")
 
 
-@refusing
-def main(argv: Sequence[str]) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Exit status: 0 done, 2 a mistake the user can mend."""
-    arguments = parsed(argv)
+    _read_source(arguments)
     found = imported(
         arguments.framework or framework_of(arguments.source, os.environ),
         arguments.source,
@@ -275,48 +274,49 @@ def _named_file(source: Sequence[str]) -> str | None:
     return next((word for word in words if not word.startswith("-")), None)
 
 
-def parsed(argv: Sequence[str]) -> argparse.Namespace:
-    """Returns the options and the words of the source. Options may also follow a file; what comes after "--" is the
-    script's."""
-    options = _options()
-    made = argparse.ArgumentParser(
-        prog=command_name(),
-        description="Print a config of rltrain that does what a config or a launch script of another trainer does.",
-        parents=[options],
-        allow_abbrev=False,
-    )
-    made.add_argument(
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Gives the parser the description and the arguments of the command."""
+    parser.description = "Print a config of rltrain that does what one of another trainer, or its launch script, does."
+    parser.allow_abbrev = False
+    _add_options(parser)
+    parser.add_argument(
         "source",
         nargs=argparse.REMAINDER,
         metavar="FILE_OR_COMMAND",
         help="a shell script with its arguments, a YAML file with overrides, or a command line",
     )
-    arguments = made.parse_args(argv)
+
+
+def _read_source(arguments: argparse.Namespace) -> None:
+    """Checks the words of the source, and takes the options out that follow a file; what comes after "--" is the
+    script's."""
     if not arguments.source:
-        made.error("expected a script, a YAML file or a command to import")
+        raise ConfigError("expected a script, a YAML file or a command to import")
     file, *words = arguments.source
     if (named := _named_file(arguments.source)) is not None and not Path(named).is_file():
-        made.error(f"there is no file {named} (relative paths start at {Path.cwd()})")
+        raise ConfigError(f"there is no file {named} (relative paths start at {Path.cwd()})")
     if Path(file).is_file():
         end = words.index("--") if "--" in words else len(words)
-        _, own = options.parse_known_args(words[:end], arguments)
+        options = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        _add_options(options)
+        try:
+            _, own = options.parse_known_args(words[:end], arguments)
+        except argparse.ArgumentError as error:
+            raise ConfigError(str(error)) from None
         arguments.source = [file, *own, *words[end + 1 :]]
-    return arguments
 
 
-def _options() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog=command_name(), add_help=False, allow_abbrev=False)
-    made.add_argument("--from", dest="framework", choices=[*FRAMEWORKS], help="by default what the source shows")
-    made.add_argument("--rows", type=int, help="rows of the training files, where steps follow from epochs")
-    made.add_argument("--steps", type=int, help="steps of the run, in the place of what the source says")
-    made.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a config key of rltrain to set")
-    made.add_argument(
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--from", dest="framework", choices=[*FRAMEWORKS], help="by default what the source shows")
+    parser.add_argument("--rows", type=int, help="rows of the training files, where steps follow from epochs")
+    parser.add_argument("--steps", type=int, help="steps of the run, in the place of what the source says")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of rltrain to set")
+    parser.add_argument(
         "--allow-differences", action="store_true", help="import although some keys that matter have no counterpart"
     )
-    made.add_argument(
+    parser.add_argument(
         "--gpu",
         help=f"that settings of memory alone are chosen for, where it would not fit: a100, h100, ..., a YAML file, or "
         f"{KEEP} (default {USUAL}, if the model's config.json is at hand)",
     )
-    made.add_argument("--output", type=Path, help="write to this file")
-    return made
+    parser.add_argument("--output", type=Path, help="write to this file")

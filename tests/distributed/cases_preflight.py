@@ -23,7 +23,7 @@ def disturb() -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    from rltrain.cli.train import main
+    from rltrain.cli.main import run_script
 
     disturb()
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_script("train"))

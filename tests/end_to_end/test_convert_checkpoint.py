@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rltrain.cli.convert import main
+from rltrain.cli.main import main
 from tests.forked.popen import FORKED_ENVIRONMENT, REPOSITORY, SETTING, Popen, run
 from tests.support.checkpoint_files import make_checkpoint, stored_tensors
 
@@ -49,7 +49,7 @@ def test_two_processes_convert_there_and_back(tmp_path: Path, monkeypatch: pytes
     assert index["weight_map"].keys() == tensors.keys()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "megatron", "original"]
 
-    assert main(["verify", str(original), str(megatron)]) == 0
+    assert main(["convert", "verify", str(original), str(megatron)]) == 0
     changed = {name: tensor.clone() for name, tensor in tensors.items()}
     changed["model.layers.0.mlp.experts.2.up_proj.weight"][3, 4] = 100.0
     changed["model.norm.weight"][0] = 100.0
@@ -91,6 +91,6 @@ def test_an_interrupted_conversion_leaves_nothing_that_looks_complete(number: si
     assert status == (-signal.SIGKILL if number == signal.SIGKILL else 128 + signal.SIGTERM)
     assert not output.exists()
     assert partial.exists() is (number == signal.SIGKILL)
-    assert main(["hf-to-megatron", "--input", str(large), "--output", str(output)]) == 0
+    assert main(["convert", "hf-to-megatron", "--input", str(large), "--output", str(output)]) == 0
     assert sorted(path.name for path in output.parent.iterdir()) == ["large", "output"]
-    assert main(["verify", str(large), str(output)]) == 0
+    assert main(["convert", "verify", str(large), str(output)]) == 0

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rltrain.cli.convert import main as convert
+from rltrain.cli.main import main
 from rltrain.models import read_architecture
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
@@ -109,7 +109,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(warm_start, tmp_path):
 
 def assert_the_last_checkpoint_is_what_was_exported(output: Path, later: Path) -> None:
     """Adapters merged into the base; the export's were merged into shards of it, so that sums may round otherwise."""
-    assert convert(["run-to-hf", "--input", str(output / "checkpoints"), "--output", str(later)]) == 0
+    assert main(["convert", "run-to-hf", "--input", str(output / "checkpoints"), "--output", str(later)]) == 0
     exported, converted = stored_tensors(output / "hf"), stored_tensors(later)
     assert converted.keys() == exported.keys()
     assert all((converted[name] - exported[name]).abs().max() <= 1e-6 for name in exported)

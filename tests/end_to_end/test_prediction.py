@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.cli.convert import main as convert
+from rltrain.cli.main import main
 from tests.support.checkpoint_files import stored_tensors
 from tests.support.jobs import QUICKSTART, column, learnt, read_records, train_in_turn
 from tests.support.prediction_checkpoints import LAYER, make_mimo
@@ -89,7 +89,10 @@ def test_exports_and_conversions_have_the_layer_that_was_trained(jobs: Path, mim
     for name in exported:
         if name.startswith(LAYER):
             assert (exported[name] != start[name]).any(), name
-    assert convert(["run-to-hf", "--input", str(jobs / "whole/checkpoints"), "--output", str(jobs / "converted")]) == 0
+    assert (
+        main(["convert", "run-to-hf", "--input", str(jobs / "whole/checkpoints"), "--output", str(jobs / "converted")])
+        == 0
+    )
     converted = stored_tensors(jobs / "converted")
     assert converted.keys() == exported.keys()
     assert all((converted[name] == exported[name]).all() for name in exported)

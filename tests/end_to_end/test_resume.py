@@ -10,7 +10,7 @@ import pytest
 
 from rltrain.checkpoint.run_files import read_manifest
 from rltrain.checkpoint.run_folder import RUN_FILE
-from rltrain.cli.convert import main as convert
+from rltrain.cli.main import main
 from tests.end_to_end.test_fp8_rollouts import FP8
 from tests.support.jobs import (
     QUICKSTART,
@@ -125,8 +125,8 @@ def test_a_resumed_run_equals_one_that_never_stopped(saved_and_resumed, name, tm
     for step in EXPORTS.get(name, []):
         names = (f"first/checkpoints/{step}", f"first/hf_steps/{step}", "later")
         saved, exported, later = (str(tmp_path / path) for path in names)
-        assert convert(["run-to-hf", "--input", saved, "--output", later]) == 0
-        assert convert(["verify", later, exported]) == 0
+        assert main(["convert", "run-to-hf", "--input", saved, "--output", later]) == 0
+        assert main(["convert", "verify", later, exported]) == 0
     if "keep_best" in str(overrides):
         assert_the_same_is_the_best(whole, tmp_path / "first", tmp_path / "0")
 

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from rltrain.cli.train import main
+from rltrain.cli.main import run_script
 from rltrain.trainer import Trainer
 
 
@@ -37,4 +37,4 @@ def install_fault(task: str, step: int, rank: int, how: str, folder: Path) -> No
 if __name__ == "__main__":
     task, step, rank, how, folder = sys.argv[1:6]
     install_fault(task, int(step), int(rank), how, Path(folder))
-    sys.exit(main(sys.argv[6:]))
+    sys.exit(run_script("train", sys.argv[6:]))

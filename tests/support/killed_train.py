@@ -21,7 +21,8 @@ from typing import Any
 from rltrain import trainer as job
 from rltrain.checkpoint import run_writer
 from rltrain.checkpoint.run_folder import CheckpointFolder, name_of
-from rltrain.cli.train import begin_as_rank, main
+from rltrain.cli.main import run_script
+from rltrain.cli.train import begin_as_rank
 from rltrain.trainer import Trainer
 from tests.support.host_job import JOINS_WITHIN_S
 
@@ -103,4 +104,4 @@ if __name__ == "__main__":
     begin_as_rank()
     job.RENDEZVOUS_TIMEOUT_S = float(os.environ.get(JOINS_WITHIN_S, job.RENDEZVOUS_TIMEOUT_S))
     install(Faults(json.loads(sys.argv[1]), int(os.environ["RANK"]), Path(sys.argv[2])))
-    sys.exit(main(sys.argv[3:]))
+    sys.exit(run_script("train", sys.argv[3:]))

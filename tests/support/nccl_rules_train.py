@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from rltrain.cli.train import main
+from rltrain.cli.main import run_script
 from rltrain.reshard import execute
 from rltrain.rollout.embedded import engine
 from rltrain.rollout.embedded.decoder import Record
@@ -40,4 +40,4 @@ execute.Resharding.__init__.__kwdefaults__["share_memory"] = False
 engine.recorder = holding
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_script("train"))

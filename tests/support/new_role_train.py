@@ -10,7 +10,7 @@ import sys
 import torch
 
 from rltrain import trainer
-from rltrain.cli.train import main
+from rltrain.cli.main import run_script
 from rltrain.roles.role import Role
 from rltrain.tasks.declaration import RoleTasks, Task
 from rltrain.tasks.roles import DECLARED, TRANSFERS
@@ -36,4 +36,4 @@ TRANSFERS[TASK] = ("group_ids", "lengths", "reference_logprobs")
 trainer.ROLES["adviser"] = Adviser
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_script("train"))

@@ -19,17 +19,14 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import rltrain
-import rltrain.cli.train
 from rltrain import Config as PublicConfig
 from rltrain import Placement, UserError, dry_run, run
 from rltrain.checkpoint.run_folder import way_on
 from rltrain.cli.completion import script
-from rltrain.cli.evaluate import main as evaluate
-from rltrain.cli.main import SUBCOMMANDS, main
+from rltrain.cli.main import SUBCOMMANDS, main, run_script
 from rltrain.cli.python_interface import read_config
-from rltrain.cli.ranks import RANK_MODULE, possible_worlds, torchrun_command, torchrun_options, wants_ranks
+from rltrain.cli.ranks import RANK_MODULE, possible_worlds, torchrun_command, torchrun_options
 from rltrain.cli.ranks import main as ranks_main
-from rltrain.cli.train import main as train_main
 from rltrain.config import json_schema
 from rltrain.config.explain import all_keys
 from rltrain.config.loader import load_config
@@ -60,7 +57,7 @@ def test_every_subcommand_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     told = capsys.readouterr().out
     assert all(name in told for name in SUBCOMMANDS)
-    for name in set(SUBCOMMANDS) - {"schema"}:
+    for name in SUBCOMMANDS:
         with pytest.raises(SystemExit) as stopped:
             main([name, "--help"])
         helped = capsys.readouterr().out
@@ -103,24 +100,20 @@ def test_usage_and_refusals_name_the_script_that_was_typed(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["launch/train.py"])
     arguments = [*OF_QUICKSTART, "--dry-run"]
-    assert rltrain.cli.train.main([*arguments, "--nproc-per-node=4"]) == 2
+    assert run_script("train", [*arguments, "--nproc-per-node=4"]) == 2
     assert capsys.readouterr().err.startswith("train.py: refused: --nproc-per-node and --nnodes")
     with pytest.raises(SystemExit):
-        rltrain.cli.train.main([*arguments, "--stepz=4"])
+        run_script("train", [*arguments, "--stepz=4"])
     assert capsys.readouterr().err.startswith("train.py: error: unrecognized arguments: --stepz=4")
 
 
-def test_plainly_started_training_is_one_rank_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
+def test_plainly_started_training_is_one_rank_under_torchrun() -> None:
     arguments = ["--config", "c.yaml", "steps=3"]
-    assert wants_ranks(arguments) and not wants_ranks([*arguments, "--dry-run"])
     started = torchrun_command("train", arguments)
     assert started[:4] == [sys.executable, "-m", "rltrain.cli.ranks", "--standalone"]
     assert started[4:] == ["--nproc-per-node=1", "-m", "rltrain.cli.main", "train", *arguments]
     several = torchrun_command("evaluate", ["--nproc-per-node", "8", "--nnodes=2", "--node-rank", "1", "a.b=c"])
     assert several[3:6] == ["--nproc-per-node=8", "--nnodes=2", "--node-rank=1"] and several[-1] == "a.b=c"
-    monkeypatch.setenv("RANK", "0")
-    assert not wants_ranks(arguments)
 
 
 @pytest.fixture
@@ -145,6 +138,21 @@ def became(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 def test_the_ranks_become_torchrun(arguments: list[str], became: list[list[str]]) -> None:
     main([*arguments, *QUICKSTART])
     assert became[0][0] == sys.executable and became[0][-len(QUICKSTART) :] == QUICKSTART
+
+
+def test_ranks_are_started_once_and_only_by_the_command(
+    became: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[object] = []
+    monkeypatch.setattr("rltrain.cli.train.run", lambda arguments: ran.append(arguments) or 0)
+    assert run_script("train", QUICKSTART) == 0 and len(ran) == 1
+    monkeypatch.setenv("RANK", "0")
+    assert main(["train", *QUICKSTART]) == 0 and len(ran) == 2
+    for command in (["train", "--nproc-per-node=4", *QUICKSTART], ["doctor", "--nnodes", "2"]):
+        assert main(command) == 2
+        told = capsys.readouterr().err
+        assert f"`rltrain` alone takes them; expected torchrun --nproc-per-node N rltrain {command[0]}" in told
+    assert len(ran) == 2 and not became
 
 
 REFUSED = {
@@ -188,6 +196,8 @@ def test_a_mistake_is_one_line_before_any_rank_is_started(
         (["train", *QUICKSTART, "--steps=5"], "arguments: --steps=5; config keys are given without dashes"),
         (["evaluate", *QUICKSTART], "arguments are required: --checkpoint; see rltrain evaluate --help"),
         (["dry-run"], "arguments are required: --config; see rltrain dry-run --help"),
+        (["serve", "--port", "x"], "argument --port: invalid int value: 'x'; see rltrain serve --help"),
+        (["report"], "arguments are required: RUN; see rltrain report --help"),
     ],
 )
 def test_a_wrong_call_is_one_line_too(
@@ -282,22 +292,22 @@ def test_options_of_the_dry_run_are_refused_without_it(
     given: list[str], named: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "0")
-    assert train_main([*CALL, *given, "steps=2"]) == USER_ERROR
+    assert run_script("train", [*CALL, *given, "steps=2"]) == USER_ERROR
     assert set(named.split(", ")) == set(capsys.readouterr().err.split(": ")[2].split(", "))
 
 
 @pytest.mark.parametrize(
-    ("call", "arguments", "told"),
+    ("name", "arguments", "told"),
     [
-        (train_main, [], "arguments are required: --config"),
-        (train_main, [*CALL, "--steps=5"], "config keys are given without dashes"),
-        (train_main, [*CALL, "--gpu", "h100"], "--gpu: for --dry-run alone"),
-        (evaluate, [], "arguments are required: --checkpoint, --config"),
-        (evaluate, ["--checkpoint", ".", "--config", "nope.yaml"], "nope.yaml: the config file does not exist"),
+        ("train", [], "arguments are required: --config"),
+        ("train", [*CALL, "--steps=5"], "config keys are given without dashes"),
+        ("train", [*CALL, "--gpu", "h100"], "--gpu: for --dry-run alone"),
+        ("evaluate", [], "arguments are required: --checkpoint, --config"),
+        ("evaluate", ["--checkpoint", ".", "--config", "nope.yaml"], "nope.yaml: the config file does not exist"),
     ],
 )
 def test_a_rank_that_refuses_its_call_leaves_the_reason_for_torchrun(
-    call: Callable[[list[str]], int],
+    name: str,
     arguments: list[str],
     told: str,
     capsys: pytest.CaptureFixture[str],
@@ -311,7 +321,7 @@ def test_a_rank_that_refuses_its_call_leaves_the_reason_for_torchrun(
         monkeypatch.setenv("LOCAL_RANK", str(rank))
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"{rank}.json"))
         try:
-            status: object = call(arguments)
+            status: object = run_script(name, arguments)
         except SystemExit as ended:
             status = ended.code
         assert status == USER_ERROR
@@ -322,8 +332,9 @@ def test_a_rank_that_refuses_its_call_leaves_the_reason_for_torchrun(
 def test_what_is_not_asked_of_a_dry_run_is_as_its_options_say(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[DryRunOptions] = []
     monkeypatch.setattr(description, "describe_job", lambda config, overrides, options: asked.append(options))
-    assert train_main([*CALL, "--dry-run"]) == 0
-    assert train_main([*CALL, "--dry-run", "--ranks", "--world-size", "8", "--prompt-tokens", "100", "steps=2"]) == 0
+    assert run_script("train", [*CALL, "--dry-run"]) == 0
+    several = ["--dry-run", "--ranks", "--world-size", "8", "--prompt-tokens", "100", "steps=2"]
+    assert run_script("train", [*CALL, *several]) == 0
     assert asked == [DryRunOptions(), DryRunOptions(world_size=8, every_rank=True, prompt_tokens=100.0)]
 
 

@@ -37,7 +37,7 @@ from rltrain.checkpoint.hf_reader import Box, load_parameters
 from rltrain.checkpoint.hf_writer import save_checkpoint
 from rltrain.checkpoint.run_files import checksum
 from rltrain.checkpoint.run_folder import CheckpointFolder, name_of
-from rltrain.cli.convert import main
+from rltrain.cli.main import main
 from rltrain.config.loader import load_config
 from rltrain.models import canonical_tensors, read_architecture, table_of
 from rltrain.models.lora import PEFT_PREFIX, WEIGHT, A, B
@@ -470,7 +470,7 @@ def save_run(tmp_path: Path) -> SaveRun:
 
 
 def export(tmp_path: Path, *options: object) -> int:
-    arguments = ["run-to-hf", "--input", tmp_path / "checkpoints", "--output", tmp_path / "hf", *options]
+    arguments = ["convert", "run-to-hf", "--input", tmp_path / "checkpoints", "--output", tmp_path / "hf", *options]
     return main([str(argument) for argument in arguments])
 
 
@@ -482,7 +482,7 @@ def test_master_weights_are_exported_rounded_once(save_run: SaveRun, tmp_path: P
     expected = {name: tensor.to(getattr(torch, dtype)) for name, tensor in trained.items()}
     assert_equal(stored_tensors(tmp_path / "hf"), expected)
     assert (tmp_path / "hf/tiktoken.model").exists(), "the tokenizer comes along"
-    assert main(["verify", str(tmp_path / "checkpoints" / name_of(4)), str(tmp_path / "hf")]) == 0
+    assert main(["convert", "verify", str(tmp_path / "checkpoints" / name_of(4)), str(tmp_path / "hf")]) == 0
 
 
 def test_adapters_are_merged_into_the_model_that_the_run_began_with(save_run: SaveRun, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import copy
 import functools
-import importlib
 import importlib.util
 import inspect
 import json
@@ -24,8 +23,7 @@ import pytest
 import yaml
 from torch.distributed.run import get_args_parser
 
-from rltrain.cli.main import SUBCOMMANDS
-from rltrain.cli.ranks import torchrun_command
+from rltrain.cli.main import main, run_script
 from rltrain.cli.train import OF_EVERY_CALL
 from rltrain.config.explain import all_keys
 from rltrain.config.key_reference import COMMAND, docstrings, document
@@ -44,6 +42,7 @@ from tests.support.talking_engine import byte_tokenizer, endpoint
 
 BLOCK = re.compile(r"^```(\S*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 NAMED = re.compile(r"`([\w/.]+\.(?:py|jsonl|json|yaml|sh))`")
+RUNS = re.compile(r"\brun_script\(\"([\w-]+)\"\)")
 SPAN = re.compile(r"`([^`]+)`")
 SETTING = re.compile(r"(\w+)(?:(?:\.\w+)+(?:: |=)|: \{)(?!\.\.\.)")
 Values = dict[str, Any]
@@ -315,7 +314,9 @@ def alternatives(words: list[str]) -> list[list[str]]:
 
 
 def main_of(path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """The main function of a script, which finds its neighbours as when it is started."""
+    """The main function of a script, which finds its neighbours as when it is started; or the subcommand it runs."""
+    if subcommand := RUNS.search(path.read_text()):
+        return functools.partial(run_script, subcommand[1])
     monkeypatch.syspath_prepend(str(path.parent))
     spec = importlib.util.spec_from_file_location(f"documented_{path.stem}", path)
     assert spec and spec.loader
@@ -448,18 +449,11 @@ def check(command: Command, parse: Any, monkeypatch: pytest.MonkeyPatch, folder:
         rest = with_numbers(rest)
         program, rest = of_module(program, rest)
         if program == "rltrain":
-            subcommand = SUBCOMMANDS[rest[0]]
-            arguments = rest[1:]
-            if subcommand.starts_ranks != "never":
-                started = torchrun_command(rest[0], arguments)
-                arguments = started[started.index(rest[0]) + 1 :]
-            main = importlib.import_module(subcommand.module).main
-            check_config(parse(main, [*subcommand.before, *arguments]), command, folder)
+            check_config(parse(main, rest), command, folder)
         elif program == "python" and rest[0] == "-m":
             assert importlib.util.find_spec(rest[1]), rest[1]
         elif program == "sbatch":
-            main = importlib.import_module("rltrain.cli.train").main
-            check_config(parse(main, script_and_rest(rest)[1]), command, folder)
+            check_config(parse(functools.partial(run_script, "train"), script_and_rest(rest)[1]), command, folder)
         elif program == "bash":
             check_shell_script(*script_and_rest(rest), parse, monkeypatch)
         else:
@@ -609,9 +603,10 @@ def test_a_program_runs(example: Example, folder: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-def test_the_agent_of_the_page_is_an_episode(folder: Path) -> None:
-    write_files("docs/endpoint.md", folder)
-    config = yaml.safe_load(next(one.text for one in of_language("yaml") if one.page == "docs/endpoint.md"))
+@pytest.mark.parametrize("page", ["docs/endpoint.md", "docs/hooks.md"])
+def test_the_agent_of_the_page_is_an_episode(page: str, folder: Path) -> None:
+    write_files(page, folder)
+    config = yaml.safe_load(next(one.text for one in of_language("yaml") if one.page == page and "agent:" in one.text))
     with endpoint(lambda context: f"I say: {ROW['answer']}") as served:
         opened = served.server.open_session(None, seed=3)
         session = {"url": f"{served.url}/sessions/{opened.id}", "token": opened.token}

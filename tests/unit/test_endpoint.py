@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from rltrain.cli.serve import device_named, greeting, main, parser, sampling_of
+from rltrain.cli.main import main, parsed
+from rltrain.cli.serve import device_named, greeting, sampling_of
 from rltrain.data.assistant_turn import before_marks
 from rltrain.data.chat_format import ChatFormat
 from rltrain.data.tokenizer import TextDecoder, load_tokenizer
@@ -451,13 +452,13 @@ WARMED_UP = Path(__file__).resolve().parents[1] / "warmed_up"
 )
 def test_numbers_that_no_engine_can_draw_with_are_refused(options: list[str], expected: str) -> None:
     with pytest.raises(ConfigError) as error:
-        sampling_of(parser().parse_args(["--checkpoint", "x", *options]))
+        sampling_of(parsed("serve", ["--checkpoint", "x", *options]))
     assert str(error.value) == expected
 
 
 def test_others_are_taken() -> None:
     given = ["--checkpoint", "x", "--temperature", "0", "--top-p", "0.5", "--top-k", "-1"]
-    sampling = sampling_of(parser().parse_args(given))
+    sampling = sampling_of(parsed("serve", given))
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0, 0.5, 0)
 
 
@@ -490,7 +491,7 @@ def test_a_device_that_is_not_there_is_refused_in_one_line(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    assert main(["--checkpoint", str(WARMED_UP), "--device", device]) == 2
+    assert main(["serve", "--checkpoint", str(WARMED_UP), "--device", device]) == 2
     said = capsys.readouterr().err
     assert expected in said and said.count("\n") == 1
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rltrain.cli.evaluate import evaluation_overrides, main
+from rltrain.cli.evaluate import evaluation_overrides
+from rltrain.cli.main import run_script
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
 from rltrain.data.hub import repositories_of
@@ -124,7 +125,7 @@ def test_a_checkpoint_that_is_not_there_is_refused_and_so_is_a_start_without_tor
     with pytest.raises(CheckpointError, match="--checkpoint: there is no folder .*nowhere"):
         evaluation_overrides(tmp_path / "config.yaml", [], checkpoint=str(tmp_path / "nowhere"), output=None)
     monkeypatch.delenv("RANK", raising=False)
-    assert main(["--checkpoint", "nowhere", "--config", "none.yaml"]) == 2
+    assert run_script("evaluate", ["--checkpoint", "nowhere", "--config", "none.yaml"]) == 2
     assert "torchrun --nproc-per-node" in capsys.readouterr().err
 
 

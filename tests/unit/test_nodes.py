@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 from rltrain.cli import doctor, doctor_job
 from rltrain.cli.doctor import FINE, WRONG, Finding, has_fault
 from rltrain.cli.doctor_job import Link, Storage, merged, of_clocks, of_links, of_storage, rounds_of_pairs, try_storage
+from rltrain.cli.main import main
 from rltrain.config.loader import load_config
 from rltrain.errors import ConfigError, StallError
 from rltrain.runtime import machine, nodes, world
@@ -249,11 +250,11 @@ THREE = Compared(hosts=("a", "b", "c"), differences=(), problems={})
 
 def test_it_tells_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(doctor, "LEAST_SHARED_GB", 0)
-    assert doctor.main([]) == 0
+    assert main(["doctor"]) == 0
     told = capsys.readouterr().out
     assert "megatron-core" in told and "Megatron's own: " in told and "open files" in told
     monkeypatch.setattr(doctor, "NEEDED", ("torch", "no-such-package"))
-    assert doctor.main(["--sglang-python", "/nowhere/python"]) == 1
+    assert main(["doctor", "--sglang-python", "/nowhere/python"]) == 1
     told = capsys.readouterr().out
     assert "MISSING no-such-package" in told and "/nowhere/python" in told and "pip install -e ." in told
 

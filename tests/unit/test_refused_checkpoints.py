@@ -1,6 +1,5 @@
 """Checkpoints that are damaged, foreign or hostile are refused with the reason."""
 
-import argparse
 import errno
 import fcntl
 import json
@@ -26,8 +25,8 @@ from rltrain.checkpoint.conversion_sources import HfSource, Processes
 from rltrain.checkpoint.durable_file import DurableFile
 from rltrain.checkpoint.hf_reader import Box, HfFolder, further_layers
 from rltrain.checkpoint.peft_files import load_adapters
-from rltrain.cli.convert import main
-from rltrain.cli.serve import parser, serve
+from rltrain.cli.main import parsed, run_script
+from rltrain.cli.serve import serve
 from rltrain.config.models import Lora
 from rltrain.data.tokenizer import end_token_ids
 from rltrain.errors import CheckpointError, UserError
@@ -43,6 +42,7 @@ from tests.support.mutations import mutated_json
 
 INDEX = "model.safetensors.index.json"
 UP = "model.layers.1.mlp.up_proj.weight"
+main = partial(run_script, "convert")
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -516,7 +516,7 @@ def test_a_header_is_read_no_further_than_it_may_be_long(size: int, tmp_path: Pa
 )
 def test_a_server_refuses_before_it_reads_anything_else(settings: dict[str, Any], tmp_path: Path) -> None:
     checkpoint(tmp_path, settings)
-    arguments: argparse.Namespace = parser().parse_args(["--checkpoint", str(tmp_path)])
+    arguments = parsed("serve", ["--checkpoint", str(tmp_path)])
     message = refusal(lambda: serve(arguments, threading.Event()))
     assert f"config.json: {next(iter(settings))} is" in message and "--checkpoint" in message
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rltrain.cli import quickstart
 from rltrain.cli import quickstart as make_quickstart
+from rltrain.cli.main import main
 from rltrain.cli.tiny_model import Size, qwen3_weights
 from rltrain.config.explain import all_keys, expectation
 from rltrain.config.foreign import FOREIGN
@@ -79,7 +79,7 @@ def test_shipped_shapes_take_the_place_of_absent_folders_alone(tmp_path: Path, m
 @pytest.mark.parametrize(("name", "experts"), [("quickstart", 0), ("quickstart_moe", 8)])
 def test_the_quickstarts_shape_is_that_of_what_it_makes(name: str, experts: int, tmp_path: Path) -> None:
     rows = ["--train-rows", "1", "--eval-rows", "1", "--experts", str(experts)]
-    quickstart.main(["--output", str(tmp_path), *rows])
+    main(["make-quickstart", "--output", str(tmp_path), *rows])
     shipped, made = (
         json.loads((folder / "config.json").read_text()) for folder in (SHIPPED / name, tmp_path / "model")
     )
