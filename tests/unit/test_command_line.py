@@ -390,7 +390,7 @@ def test_a_function_of_a_script_has_the_file_in_its_name(tmp_path: Path) -> None
         "print(name_of(mine, 'reward'), name_of(beside.other, 'reward'))\n"
     )
     (tmp_path / "beside.py").write_text("def other(): ...\n")
-    assert python(script, folder=tmp_path).stdout.split() == [f"{script}:mine", f"{tmp_path}/beside.py:other"]
+    assert python(script).stdout.split() == [f"{script}:mine", f"{tmp_path}/beside.py:other"]
 
 
 @pytest.mark.parametrize(
