@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rltrain.sandbox import first_process, limits, root_file_system
 from rltrain.sandbox.first_process import Report, be_first_process
 from rltrain.sandbox.limits import write_files
+from rltrain.sandbox.process_limit import ProcessLimit
 from rltrain.sandbox.system_calls import NEW_NAMESPACES, PR_SET_CHILD_SUBREAPER, clone, process_control
 
 if TYPE_CHECKING:
@@ -99,6 +100,9 @@ UID_INSIDE = 1000
 """The program's user in a user namespace of its own."""
 NOBODY = 65534
 """Who it is on the machine where this process may choose."""
+MOST_OTHER_PROCESSES = 5
+"""Beside a program's: bubblewrap's two, this one and its helper while they start it, and one more, by which the program
+is seen to have reached its limit."""
 
 
 class Started:
@@ -114,6 +118,8 @@ class Started:
         self.relay: Relay | None = None
         self.folder: str | None = None
         """To be removed when nothing of the program is left."""
+        self.is_counted_by_user = False
+        """Whether the kernel counts its processes as those of a user namespace."""
 
     def final_status(self, statuses: dict[int, int]) -> int:
         """Exit status, or the negative number of the signal that ended it, as subprocess has it."""
@@ -177,6 +183,7 @@ def _in_namespaces(spec: dict[str, Any], contents: list[bytes], report: Report) 
     theirs.close()
     started = Started(process, num_own_processes=1)
     started.to_first = ours
+    started.is_counted_by_user = own_users and first_process.counts_processes_per_sandbox()
     if own_users:
         _map_users(process)
     ours.send(b"m")
@@ -340,15 +347,19 @@ def main(descriptor: int) -> None:
 
     process_control(PR_SET_CHILD_SUBREAPER, 1)
     with contextlib.suppress(BrokenPipeError):  # the caller is gone, and so is the sandbox
+        process_limit = ProcessLimit(spec["limits"]["num_processes"] + MOST_OTHER_PROCESSES)
         try:
-            started = start(spec, contents, report)
+            with process_limit:
+                started = start(spec, contents, report)
         except OSError as error:
             report(error)
             return
         _close_streams()
-        limits.send(caller, {limits.STARTED: True})
+        uncounted = "" if started.is_counted_by_user else process_limit.lack
+        limits.send(caller, {limits.STARTED: {"group": process_limit.folder, "uncounted": uncounted}})
         ended = Keeper(spec, caller, started).keep()
         started.remove_folder()
+        process_limit.remove()
         limits.send(caller, ended)
 
 

@@ -67,7 +67,9 @@ class Outcome:
 # What the caller of a sandbox and its keeper say to each other, over a socket.
 
 STARTED = "started"
-"""Key of the keeper's first message: the sandbox is made and its program begins. Then one of these two:"""
+"""Key of the keeper's first message: the sandbox is made and its program begins. Below it, the folder of the control
+group that limits its processes, or null, and why the kernel does not limit their number, or "". Then one of these two:
+"""
 ERROR = "error"
 """Key: why it cannot be made, or why its program cannot begin."""
 ENDED = "ended"

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cache
 
 from rltrain.errors import ConfigError, SandboxError, one_of
-from rltrain.sandbox.first_process import counts_processes_per_sandbox
 from rltrain.sandbox.limits import Limits
 from rltrain.sandbox.sandbox import Sandbox
 
@@ -70,15 +69,16 @@ def _try(name: str) -> MeansFinding:
     if sys.platform != "linux":
         return MeansFinding(works=False, text=f"it is Linux's, and this is {sys.platform}")
     try:
-        outcome = Sandbox(name).run(["sh", "-c", "test -e /proc/self"], limits=Limits(wall_s=60.0))
+        with Sandbox(name).start(["sh", "-c", "test -e /proc/self"], limits=Limits(wall_s=60.0)) as running:
+            outcome = running.communicate()
     except SandboxError as error:
         return MeansFinding(works=False, text=f"{error}. {WITHOUT_NAMESPACES}")
     if outcome.ended_by is not None or outcome.status not in (0, 1):
         said = outcome.stderr.decode(errors="replace").strip()
         return MeansFinding(works=False, text=f"{said or f'it ended with {outcome.status}'}. {WITHOUT_NAMESPACES}")
     lacks = [] if outcome.status == 0 else ["programs have no /proc, since parts of this machine's are covered"]
-    if name == "bubblewrap" or not counts_processes_per_sandbox():
-        lacks.append("the number of processes is counted from time to time, not limited by the kernel")
+    if running.uncounted:
+        lacks.append(f"processes are counted from time to time, not limited by the kernel, since {running.uncounted}")
     return MeansFinding(works=True, text="; ".join(lacks))
 
 

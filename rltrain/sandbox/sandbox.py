@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from rltrain.errors import SandboxError
-from rltrain.sandbox.limits import ENDED, ERROR, Limits, Outcome, in_order, receive, send
+from rltrain.sandbox.limits import ENDED, ERROR, STARTED, Limits, Outcome, in_order, receive, send
+from rltrain.sandbox.process_limit import remove_group
 from rltrain.sandbox.root_file_system import WORK_FOLDER, WRITABLE_FOLDER
 
 # A program in a sandbox, as its caller sees it.
@@ -53,6 +54,9 @@ class Running:
         self._limits = limits
         self._ended: dict[str, Any] | None = None
         self._folder = spec["folder"] if spec["means"] == "none" else None
+        self._group: str | None = None
+        self.uncounted = ""
+        """Why the kernel does not limit how many processes the program has; "": it does."""
         try:
             to_keeper.settimeout(START_TIMEOUT_S)
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its answer says why
@@ -86,6 +90,8 @@ class Running:
             self._keeper.wait()
             if self._folder is not None:  # where the keeper could not
                 shutil.rmtree(self._folder, ignore_errors=True)
+            if self._group is not None:
+                remove_group(self._group)
             for opened in (self.stdin, self.stdout, self.stderr, self._to_keeper):
                 opened.close()
 
@@ -138,6 +144,8 @@ class Running:
             message = None
         if message is None:
             self._lose()
+        elif STARTED in message:
+            self._group, self.uncounted = message[STARTED]["group"], message[STARTED]["uncounted"]
         elif ENDED in message:
             self._ended = message
         elif raises and ERROR in message:

@@ -436,7 +436,11 @@ hog = "m = mmap.mmap(-1, 2**28)\\nwhile m.tell() < 2**28: m.write(bytes(2**20))"
 shared = run(f"import mmap, time\\n{hog}\\ntime.sleep(600)", memory_bytes=10**8)
 secret = run(f"print(open({sys.argv[1]!r}).read())")
 users = run("import os; print(os.getuid(), os.getgid(), os.listdir('.'))")
-print(json.dumps([bomb.stderr.decode(), shared.ended_by, secret.stderr.decode(), users.stdout.decode()]))
+uncounted = []
+for means in ("kernel", "none"):
+    with Sandbox(means).start(["true"]) as running:
+        uncounted.append(running.uncounted)
+print(json.dumps([bomb.stderr.decode(), shared.ended_by, secret.stderr.decode(), users.stdout.decode(), uncounted]))
 """
 
 
@@ -462,11 +466,12 @@ def test_an_ordinary_user_has_the_same_sandbox(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    bomb, shared, secret_error, users = json.loads(done.stdout)
+    bomb, shared, secret_error, users, (of_kernel, of_none) = json.loads(done.stdout)
     assert "BlockingIOError" in bomb
     assert shared == "memory"
     assert "FileNotFoundError" in secret_error
     assert users == "1000 1000 ['program.py']\n"
+    assert of_kernel == "" and of_none.startswith("no control group can be made for them: ")
 
 
 @pytest.fixture
