@@ -14,6 +14,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -218,6 +219,23 @@ def test_every_benchmark_stands_on_the_page_of_their_commands() -> None:
     page = (DOCS / "benchmarks/commands.md").read_text()
     runnable = [path for path in (REPOSITORY / "tools/benchmarks").glob("*.py") if "__main__" in path.read_text()]
     assert runnable and not [path.name for path in runnable if path.name not in page]
+
+
+def test_every_dependency_has_a_row_with_its_bound() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    page = (DOCS / "dependencies.md").read_text()
+    needed, optional, for_tests = (
+        dict(re.findall(r"^\|(?: `\w+` \|)? ([\w, -]+) \|(.*)$", part, re.MULTILINE)) for part in page.split("\n## ")
+    )
+    extras = dict(project["optional-dependencies"])
+    dev = {name: "" for names in for_tests for name in names.split(", ")}
+    of_tables = ((project["dependencies"], needed), (extras.pop("dev"), dev), (sum(extras.values(), []), optional))
+    for requirements, rows in of_tables:
+        for name, operator, version in re.findall(r"^([\w-]+?)(?:(>=|==)([\d.]+).*)?$", "\n".join(requirements), re.M):
+            assert name in rows, f"docs/dependencies.md has no row of {name}"
+            said = {"==": f"exactly {version}:", ">=": f" {version}:"}.get(operator, "")
+            assert rows is dev or said in rows[name], f"the lower bound of {name}"
+    assert len(needed) == len(project["dependencies"]) + 1, "with its heading"
 
 
 def test_every_page_stands_in_the_navigation() -> None:
