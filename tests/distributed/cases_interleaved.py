@@ -1,5 +1,7 @@
 """What ranks do in test_interleaved: models of two stages whose chunks take turns, beside the same ones on one rank."""
 
+import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
+
 from collections import Counter
 from pathlib import Path
 from typing import Any
