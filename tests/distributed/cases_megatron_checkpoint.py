@@ -1,5 +1,7 @@
 """What ranks do in test_megatron_checkpoint: megatron-core's own code loads what was written here, and writes."""
 
+import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
+
 import queue
 import re
 from pathlib import Path

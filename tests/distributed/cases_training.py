@@ -1,5 +1,7 @@
 """What ranks do in test_training: one tiny model in many parallel layouts inside one world of four ranks."""
 
+import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
+
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace

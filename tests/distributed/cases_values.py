@@ -1,5 +1,7 @@
 """What ranks do in test_values: value models in several parallel layouts, against what transformers makes of them."""
 
+import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
+
 from pathlib import Path
 from typing import Any
 
