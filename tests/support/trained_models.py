@@ -112,7 +112,7 @@ def load_experience(path: Path) -> Experience:
 def of_replica(samples: Experience, grid: Grid) -> Experience:
     """Returns the share of this rank's replica: each has every so manieth sample."""
     dp = grid.coordinates(dist.get_rank()).dp
-    return samples.select(torch.arange(dp, samples.num_samples, grid.dp))
+    return samples.select(torch.arange(samples.num_samples)[dp :: grid.dp])
 
 
 def of_replicas_but_one(samples: Experience, grid: Grid) -> Experience:
