@@ -14,7 +14,7 @@ from rltrain.tasks.roles import DECLARED, informing, roles_of_task, taken_by, ta
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a step that one iteration has. Without a lead of generation it is the whole step."""
+    """Says which tasks of a step stand in one iteration. Without a lead of generation all of them do."""
 
     generates: bool
     scores: bool
@@ -73,7 +73,7 @@ class Step:
             self.order.do("update", step)
 
     def run_on_data(self, step: int) -> None:
-        """Where nothing is drawn the actor trains on rows, of which the reference says what it makes of them."""
+        """The actor trains on rows of data. The reference computes its log-probs of them first, where it is placed."""
         if "reference" in self.order.roles:
             self.order.do("reference_logprobs", step)
         self.order.do("load_batch", step)
@@ -131,9 +131,10 @@ class TaskOrder(Entries):
         takes_of: Sequence[int] | None = None,
         final: bool = False,
     ) -> None:
-        """Appends a task of `roles`, by default those that it is declared of.
+        """Appends a task of `roles`, with its waits before it and its posts after it.
 
-        It takes what belongs to the chunks `takes_of`, by default to its own one.
+        The roles are by default those that declare the task. It waits for the transfers of the chunks `takes_of`, by
+        default for those of its own chunk.
         """
         first, *others = self.flow.owners(task) if roles is None else roles
         for transfer, source in self.flow.taken(task, first):
