@@ -94,7 +94,8 @@ def test_means_none_still_limits_and_ends_everything(unprotected: Sandbox) -> No
     assert b"MemoryError" in unprotected.run_python("bytearray(2**28)", limits=Limits(memory_bytes=100 * MIB)).stderr
     assert unprotected.run_python("while True: pass", limits=Limits(cpu_s=0.1)).ended_by == "cpu"
     bomb = "import os, time\nfor _ in range(100):\n  if os.fork() == 0: time.sleep(600)\ntime.sleep(600)"
-    assert unprotected.run_python(bomb, [mark], limits=Limits(num_processes=20)).ended_by == "processes"
+    outcome = unprotected.run_python(bomb, [mark], limits=Limits(num_processes=20))
+    assert outcome.ended_by == "processes" or b"Resource temporarily unavailable" in outcome.stderr
     assert processes_with(mark) == []
 
 
