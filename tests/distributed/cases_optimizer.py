@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rltrain.checkpoint.saved_state import MASTER, Destination, SavedState
+from rltrain.config.schema import Muon
 from rltrain.errors import CheckpointError
 from rltrain.offload import activations as activation_offload
 from rltrain.offload.device_memory import DeviceMemory
@@ -43,7 +44,9 @@ from tests.support.trained_models import digest, groups_on, load_experience
 UPDATES = BEFORE + AFTER
 OFFLOAD, HALF = (("cpu_offload", True),), (("cpu_offload", 0.5),)
 SMALL = (("moments_dtype", "bfloat16"),)
-MUON = (("name", "muon"),)
+NEWTON_SCHULZ_STEPS = 6
+"""Other than the default."""
+MUON = (("name", "muon"), ("muon", Muon(newton_schulz_steps=NEWTON_SCHULZ_STEPS)))
 EQUAL = {
     "fp32": Way(tp=2, dp=2),
     "bf16_plain": Way(dp=2, dtype="bfloat16", distributed=False),
@@ -195,11 +198,11 @@ def by_transformers(path: Path) -> dict[str, Tensor]:
 
 
 def of_singular_values(matrix: np.ndarray) -> np.ndarray:
-    """What five passes of the polynomial make of each singular value, the vectors being as they are."""
+    """What some passes of the polynomial make of each singular value, the vectors being as they are."""
     left, values, right = np.linalg.svd(matrix, full_matrices=False)
     values = values / np.linalg.norm(matrix)
     a, b, c = COEFFICIENTS
-    for _ in range(5):
+    for _ in range(NEWTON_SCHULZ_STEPS):
         values = a * values + b * values**3 + c * values**5
     return left * values @ right
 

@@ -53,7 +53,7 @@ RECOMPUTED: dict[str, Any] = {
     "one_layer": {"granularity": "full", "layers": 1},
     "modules": {"granularity": "selective", "modules": ["core_attn", "mlp"]},
 }
-TOO_LARGE = schema.LossScale(initial=2.0**17, window=2)
+TOO_LARGE = schema.LossScale(initial=2.0**16, window=2, hysteresis=2)
 TOO_SMALL = schema.LossScale(initial=1.0, minimum=1.0)
 NUM_STEPS = 3
 ONE_MICRO_BATCH, SEVERAL_MICRO_BATCHES = 10_000, 130

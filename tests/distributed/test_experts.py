@@ -22,7 +22,7 @@ from tests.support.family_checkpoints import (
 from tests.support.marks import slow_but
 from tests.support.worlds import Ranks, made_once, reports, run_case
 
-BALANCED = {"aux_loss_coef": 0.05, "z_loss_coef": 0.01, "bias_update_rate": 0.01}
+BALANCED = {"aux_loss_coef": 0.05, "z_loss_coef": 0.01, "bias_update_rate": 0.01, "log_loads": True}
 MODEL = "deepseek_v3"
 SLICED = [name for name, layout in LAYOUTS.items() if layout.grid.cp > 1]
 FEW = {MODEL: ["one_rank", EXPORTED, "pp2_ep2"]}
@@ -100,6 +100,16 @@ def test_the_layout_changes_nothing(ranks: Ranks, layouts: Layouts) -> None:
                 assert found == pytest.approx(wanted, rel=IN_LAYOUTS), (name, layout, step)
             for sample, logprobs in report["after"].items():
                 assert logprobs == pytest.approx(expected["after"][sample], abs=3e-4), (name, layout)
+
+
+def test_the_load_of_every_expert_is_reported(ranks: Ranks) -> None:
+    for step in reports(ranks, f"{MODEL}/one_rank")[0]["steps"]:
+        layers: dict[str, list[float]] = {}
+        for name, load in step.items():
+            if name.startswith("moe_load/"):
+                layers.setdefault(name.split("/")[1], []).append(load)
+        assert layers and all(sum(loads) == pytest.approx(len(loads)) for loads in layers.values())
+        assert max(map(max, layers.values())) == pytest.approx(step["moe_load_imbalance"])
 
 
 def test_biases_move_by_the_rate_on_every_rank(ranks: Ranks) -> None:

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,9 @@ from rltrain.environments.interface import Action, TokenIds, ToolCall, Trajector
 from rltrain.environments.python_tool import PythonTool
 from rltrain.environments.statistics import EpisodeStatistics, added, metrics
 from rltrain.errors import ConfigError
+from rltrain.roles.env import EnvRole
 from rltrain.runtime.machine import has_ended, process_here
+from tests.support.schedule_configs import make_config
 
 MODULE = "tests.support.user_environments"
 LONG_S = 60.0
@@ -236,6 +239,16 @@ def test_limits_of_turns_and_of_an_episodes_time(start: Start) -> None:
     begin(host, 1)
     (event,) = act(host, e1="sleeps")
     assert event.failure is not None and event.failure.kind == "episode_time"
+
+
+def test_the_config_limits_an_episodes_time() -> None:
+    role = EnvRole.__new__(EnvRole)
+    role.config = make_config(env={"function": f"{MODULE}:Misbehaving", "episode_timeout_s": 0.5})
+    role.job = SimpleNamespace(heartbeat=SimpleNamespace(advance=lambda: None))  # type: ignore[assignment]
+    with role._host() as host:
+        begin(host, 1)
+        (event,) = act(host, e1="sleeps")
+        assert event.failure is not None and event.failure.kind == "episode_time"
 
 
 def test_coroutines_are_awaited_beside_each_other(start: Start) -> None:

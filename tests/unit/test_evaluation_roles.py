@@ -215,6 +215,9 @@ def test_what_passes_is_for_the_config_to_say():
     at = {t: metrics_of(records, num_samples=2, threshold=t) for t in (0.4, 0.5, 0.9)}
     assert [at[threshold]["pass@1"] for threshold in at] == [1.0, 0.5, 0.0]
     assert at[0.9]["best@2"] == pytest.approx(0.8)
+    right = {1: of_samples((0, 0, 9)), 2: of_samples((1, 4, 9))}  # whose rewards are 1
+    passed = [score(config_of(pass_threshold=at), right, step=5)[1]["eval/hard/pass@1"] for at in (0.9, 1.0)]
+    assert passed == [1.0, 0.0]
 
 
 def test_the_best_evaluation_is_the_first_of_the_best_and_survives_an_interruption(tmp_path: Path):

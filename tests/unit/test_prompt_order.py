@@ -457,6 +457,11 @@ def test_an_episode_counts_once_and_one_that_failed_does_not():
     teller.add(experience)
     teller.tell(3, [teller.record(), [(7, 1, 2), (5, 0, 1)]])
     assert OutcomeLog(store, 1).read(3) == {5: (1, 3), 6: (0, 1), 7: (1, 2)}
+    job = job_with(store)
+    job.config.data.solved_rate = SolvedRate(solved_above=-0.5)  # as for rewards of -1 and 1
+    of_negative = OutcomeTeller(job, is_leader=False)
+    of_negative.add(experience.with_fields(rewards=torch.tensor([-1.0, 1.0, 1.0, 0.0, 1.0])))
+    assert of_negative.record() == [(5, 1, 2), (6, 1, 1)]
 
 
 def test_rates_of_other_rows_are_refused():

@@ -21,6 +21,7 @@ from rltrain.observability.reporter import RoleWork, of_whole_job
 from rltrain.planning.hardware import known_gpu
 from rltrain.planning.validation import check_config
 from rltrain.roles.actor import ParityGate, StalenessCounts, measuring_parity, summarize_parity
+from rltrain.roles.critic import CriticRole
 from rltrain.roles.role import Operations
 from rltrain.roles.trained import StepBatch, TrainedRole, find_odd_rank, summarize
 from rltrain.schedule.shape import prompt_blocks_of
@@ -148,6 +149,18 @@ def test_chunks_add_up_and_the_oldest_counts():
 
 def test_a_step_of_which_nothing_is_left_has_no_staleness():
     assert StalenessCounts.metrics(StalenessCounts().sums(), 0)["staleness_mean"] == 0
+
+
+@pytest.mark.parametrize(("clip", "expected"), [(0.2, 0.32), (None, 0.08), (0.5, 0.125)])
+def test_the_critics_clip_is_the_configs(monkeypatch: pytest.MonkeyPatch, clip: float | None, expected: float):
+    """A value that went from 0 to 0.6 towards a return of 1: (1 - v) ** 2 / 2, of the value held back to the clip."""
+    monkeypatch.setattr(TrainedRole, "__init__", lambda *_, **__: None)
+    shape = SimpleNamespace(updates_per_step=1)
+    critic = CriticRole(SimpleNamespace(config=make_config(critic={"value_clip": clip}), shape=shape))  # type: ignore[arg-type]
+    experience = packed_experience([(1, 1)])
+    old, returns = torch.zeros(2), torch.ones(2)
+    loss = critic.loss_function(experience.with_fields(values=old, returns=returns), torch.full((2,), 0.6)).loss
+    assert float(loss) == pytest.approx(expected)
 
 
 def role_on(rank: int) -> TrainedRole:
