@@ -381,7 +381,7 @@ def prepare(make_config: Callable[[], Config], world: World) -> tuple[Job, Order
     lists = group_lists(grids)
     releasable = set(lists) if config.residency.communicators == "release" else set()
     groups = ProcessGroups(lists, backend=world.backend, timeout_s=TRANSPORT_TIMEOUT_S, reopenable=releasable)
-    waiter = Waiter(job_store, config.timeouts.report_s)
+    waiter = Waiter(job_store)
     stop = listen_for_stop(job_store, config)
     rows.first_step = resumed.data_from if resumed else 0
     known = config, world, placement, grids, groups, architectures, job_store, waiter, rows, stop.pause

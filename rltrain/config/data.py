@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rltrain.config.section import Count, HubName, NonNegativeInt, Positive, Section, Share
+from rltrain.config.section import Count, HubName, Positive, Section, Share
 
 Paths = str | Annotated[tuple[str, ...], Field(strict=False)]
 
@@ -128,9 +128,8 @@ class Data(Section):
     """Decides what happens when a run resumes from a checkpoint with other training rows. The content of the rows
     counts, not their path. restart: the run says so and begins with the first of the new rows. refuse: the run ends,
     also with another reward function or chat template. With restart a change of these is only reported."""
-    min_prompt_tokens: NonNegativeInt = 0
     max_prompt_tokens: Count = 1024
-    """Rows with a shorter or longer prompt are left out and counted."""
+    """Rows with a longer prompt are left out and counted."""
     max_response_tokens: Count | None = None
     """sft, dpo, reward_model: tokens that a response may have, its end token included. Of a conversation the response
     is all after the first prompt. null: prompt and response may have as many tokens as the model has positions."""

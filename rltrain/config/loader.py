@@ -212,6 +212,12 @@ RENAMED = {
     "critic.critic_only_steps": "critic.critic_warmup_steps",
     "weight_sync.transport=golden": "full_gather",
 }
+REMOVED = {
+    "data.min_prompt_tokens": "leave rows whose prompts are too short out of the files",
+    "reward.warn_flat_steps": "the warning comes after 5 such steps",
+    "timeouts.report_s": "waits are reported every 30 s",
+}
+"""Keys that config files of earlier versions have and that are gone, each with what holds in their place."""
 
 
 # Reads a config file with overrides into the schema, or says what is wrong with it, where, and what to write.
@@ -274,11 +280,13 @@ def _describe(error: ErrorDetails, path: KeyPath, source: Source) -> str:
 
 
 def _suggestion(path: KeyPath, value: Any) -> str:
-    """The new name of a renamed key, ours for another trainer's, the nearest key of the same section, or else the key
-    of that name elsewhere."""
-    new_key = RENAMED.get(_dotted(path))
+    """The new name of a renamed key, what holds in the place of one that is gone, ours for another trainer's, the
+    nearest key of the same section, or else the key of that name elsewhere."""
+    new_key, in_its_place = RENAMED.get(_dotted(path)), REMOVED.get(_dotted(path))
     if new_key is not None:
         return f"the key is now {new_key}"
+    if in_its_place is not None:
+        return f"the key is gone: {in_its_place}"
     ours = [f"{name} is here {key}" for name, key in known_elsewhere(_dotted(path), value)]
     if ours:
         return "; ".join(ours)

@@ -50,9 +50,6 @@ class Reward(Section):
     has reward 0. With more the job ends, and says how the first one failed. 1: only where all of the first ones fail.
     The default lets a policy that has yet to learn the answers' form trip a function up, and ends a run that would
     learn from failures more than from rewards."""
-    warn_flat_steps: Count | None = 5
-    """Warn after so many steps in a row in which the samples of every prompt have equal rewards, which teaches an
-    algorithm that compares them nothing. The first such step is logged. null: no warning."""
     num_workers: Count = 4
     """Processes per rank that run the function; exact_match and environment need none. Of an URL, requests at once."""
     calls_in_flight: Count = 32

@@ -255,8 +255,6 @@ class Timeouts(Section):
     """Without a sign of life of a rank for this long its host counts as lost or cut off, and the job ends, whoever else
     still gets on; so do ranks whom the job's store has not answered for as long. Longer than the longest call that
     holds Python's interpreter lock."""
-    report_s: Positive = 30.0
-    """After this long a wait is reported, with what the awaited ranks are doing."""
     tasks: dict[str, float] = Field(default_factory=dict)
     """Limits of their own for tasks by name, such as {generate: 7200}."""
 

@@ -489,8 +489,6 @@ class DroppedRows:
     """Skipped under data.on_bad_row: skip, by reason."""
     num_too_long: int = 0
     """Prompts of more than data.max_prompt_tokens, whatever data.on_bad_row says."""
-    num_too_short: int = 0
-    """Prompts of fewer than data.min_prompt_tokens, likewise."""
     num_long: int = 0
     """Rows with a response that is too long, under data.on_long_row: skip."""
     num_cut: int = 0
@@ -507,7 +505,7 @@ class DroppedRows:
 
     @property
     def num_left_out(self) -> int:
-        return self.num_bad + self.num_too_long + self.num_too_short + self.num_long
+        return self.num_bad + self.num_too_long + self.num_long
 
     @property
     def cut(self) -> str:
@@ -522,16 +520,14 @@ class DroppedRows:
         """Numbers by reason."""
         reasons = ", ".join(f"{reason}: {number}" for reason, number in self.bad.most_common())
         bad = f"{self.num_bad} bad rows skipped{f' ({reasons})' if reasons else ''}"
-        short = f", {self.num_too_short} prompts too short" if self.num_too_short else ""
         long = f", {self.num_long} responses too long" if self.num_long else ""
         cut = f"; of the rows that stay {self.num_cut} have a response that is cut" if self.num_cut else ""
-        return f"{bad}, {self.num_too_long} prompts too long{short}{long}{cut}"
+        return f"{bad}, {self.num_too_long} prompts too long{long}{cut}"
 
     def add(self, other: "DroppedRows") -> None:
         """Those of rows behind."""
         self.bad += other.bad
         self.num_too_long += other.num_too_long
-        self.num_too_short += other.num_too_short
         self.num_long += other.num_long
         self.num_cut += other.num_cut
         self.problems = [*self.problems, *other.problems][:MAX_KEPT_PROBLEMS]
@@ -566,15 +562,13 @@ class RowChecker:
             try:
                 row = parser.parse(values, file.prefix, number)
                 difficulty = parser.difficulty(values)
-                length = _length_class(row, parser.encoder, self.data)
-                problem = self._check_samples(row) if length == 0 else None
+                too_long = _is_too_long(row, parser.encoder, self.data.max_prompt_tokens)
+                problem = None if too_long else self._check_samples(row)
             except BadRow as bad:
                 self._leave_out(f"{file.prefix}{number + num_before()}", bad)
                 continue
-            if length > 0:
+            if too_long:
                 self.dropped.num_too_long += 1
-            elif length < 0:
-                self.dropped.num_too_short += 1
             elif problem is None or self._keeps_long_row(f"{file.prefix}{number + num_before()}", problem):
                 assert not isinstance(values, BadRow), "it was parsed"
                 self.num_usable += 1
@@ -622,20 +616,16 @@ def refuse_unusable_source(checker: RowChecker, *, num_usable: int, has_tools: b
         )
     if not num_usable:
         limits = f"data.max_prompt_tokens: {data.max_prompt_tokens}"
-        if data.min_prompt_tokens:
-            limits += f", data.min_prompt_tokens: {data.min_prompt_tokens}"
         if dropped.num_long and data.max_response_tokens:
             limits += f", data.max_response_tokens: {data.max_response_tokens}"
         raise DataError(f"{key}: {source.path!r} has no usable row ({limits}): {dropped}")
 
 
-def _length_class(row: PromptRow, encoder: PromptEncoder, data: schema.Data) -> int:
-    """-1: the prompt is too short, 1: too long, 0: neither. It is encoded only where that is not clear without."""
-    least, most = data.min_prompt_tokens, data.max_prompt_tokens
-    if least <= 1 and encoder.length_bound(row.prompt, row.tools) <= most:
-        return 0
+def _is_too_long(row: PromptRow, encoder: PromptEncoder, most: int) -> bool:
+    """Whether the prompt has more tokens. It is encoded only where that is not clear without."""
+    if encoder.length_bound(row.prompt, row.tools) <= most:
+        return False
     try:
-        length = len(encoder.encode(row.prompt, row.tools))
+        return len(encoder.encode(row.prompt, row.tools)) > most
     except DataError as error:
         raise BadRow(f"cannot be encoded: {error}") from error
-    return (length > most) - (length < least)

@@ -171,7 +171,7 @@ def load_prompts(
 
     `needs` says which column beside the prompt must be there, a label only where label_key names it; a plain label is
     no list and no object. A bad row raises DataError with its place, or is skipped and counted, as data.on_bad_row
-    says. Prompts of other lengths than data.min_prompt_tokens and max_prompt_tokens allow are dropped and counted.
+    says. Prompts of more than data.max_prompt_tokens are dropped and counted.
     Rows with longer responses than data.max_response_tokens, or than `model` has positions for, are dropped, cut or
     refused, as data.on_long_row says. A row with an id that `model` does not have is a bad one.
     max_rows counts usable rows. Raises DataError where none is left of a source. With `indexes` rows of large files

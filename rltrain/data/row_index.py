@@ -357,7 +357,7 @@ def fingerprint(parser: RowParser, data: schema.Data, slices: Sequence[FileSlice
         "source": parser.source.model_dump(mode="json", exclude={"weight", "name"}),
         "needs": parser.needs,
         "difficulty": parser.difficulty_key,
-        "lengths": (data.min_prompt_tokens, data.max_prompt_tokens, data.on_bad_row),
+        "lengths": (data.max_prompt_tokens, data.on_bad_row),
         "samples": (data.max_response_tokens, data.on_long_row, *astuple(parser.model)),
         "encoder": parser.encoder.fingerprint(),
     }

@@ -163,11 +163,6 @@ def data_problems(config: Config) -> Iterator[str]:
             f"data.train.sources.{weighted.index(False)}.weight: got none beside sources that have one; expected a "
             "weight for every source, or none at all: the rows are one set then"
         )
-    if data.min_prompt_tokens > data.max_prompt_tokens:
-        yield (
-            f"data.min_prompt_tokens: got {data.min_prompt_tokens}; expected at most data.max_prompt_tokens "
-            f"{data.max_prompt_tokens}"
-        )
     if not algorithm_of(config).reads_responses:
         for name in sorted({"max_response_tokens", "on_long_row"} & data.model_fields_set):
             yield (

@@ -30,15 +30,17 @@ ADVICE = (
 )
 
 
+WARN_AFTER_STEPS = 5
+
+
 class FlatRewards:
     """Watches the steps of a run.
 
-    The first step in which no group has a spread of rewards is logged once. A row of `warn_after` such steps is a
-    warning, once per row; None turns the warning off.
+    The first step in which no group has a spread of rewards is logged once. A row of WARN_AFTER_STEPS such steps is a
+    warning, once per row.
     """
 
-    def __init__(self, warn_after: int | None) -> None:
-        self.warn_after = warn_after
+    def __init__(self) -> None:
         self._first_step: int | None = None
         self._num_steps = 0
         self._has_said = False
@@ -51,7 +53,7 @@ class FlatRewards:
         if self._first_step is None:
             self._first_step = step
         self._num_steps += 1
-        if self._num_steps == self.warn_after:
+        if self._num_steps == WARN_AFTER_STEPS:
             logger.warning(
                 "in %d steps in a row, since step %d, 100 %% of the groups have no spread of rewards: the reward "
                 "teaches nothing. %s",
@@ -76,7 +78,7 @@ class RewardRole(Role):
         self.models = rewarding_models(job.config, job.placement.roles)
         self.scorer = Scorer.of(self.config.reward, job.heartbeat.advance, models=self.models)
         self.limit = FailureLimit(self.scorer.parts, self.config.reward)
-        self.flat = FlatRewards(self.config.reward.warn_flat_steps)
+        self.flat = FlatRewards()
         self.training = self._training()
         self.records = RankRecords(job.job_store, job.waiter, self.name, self.grid.ranks)
         self.evaluations: EvaluationScoring | None = None

@@ -512,7 +512,8 @@ logger = logging.getLogger(__name__)
 
 SERVE_S = 0.005
 """Between two calls of `serve`."""
-
+REPORT_EVERY_S = 30.0
+"""A wait that lasts is reported, with what the awaited ranks are doing."""
 
 MOST_DESCRIBED = 8
 """Ranks of which a report says what they do: the heartbeats of all of them are for one rank to read."""
@@ -521,7 +522,7 @@ MOST_DESCRIBED = 8
 class Waiter:
     """How this rank waits for others, and reports what they do every `report_s`. For one thread at a time."""
 
-    def __init__(self, job_store: JobStore, report_s: float) -> None:
+    def __init__(self, job_store: JobStore, report_s: float = REPORT_EVERY_S) -> None:
         self.job_store = job_store
         self.rank = job_store.world.rank
         self.report_s = report_s

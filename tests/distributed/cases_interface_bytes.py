@@ -56,7 +56,7 @@ def every_way(hosts: list[list[str]]) -> dict[str, dict[str, Bytes]]:
         return {"received": [received for received, _ in of_hosts], "sent": [sent for _, sent in of_hosts]}
 
     found = {"weights": {"counted": counted(prepared_sync(group)), "due": weights_due(len(hosts))}}
-    waiter = Waiter(job_store, 30.0)
+    waiter = Waiter(job_store)
     world = job_store.world
     transport = Transport(rank, own_address(f"{NETWORK}.1"), world.store, world.background)
     exchange, to_each_rank = (Exchange(rank, transport, waiter, size) for size in (RANKS_PER_NODE, 1))

@@ -68,7 +68,7 @@ class Rank:
         world = job_store.world
         stores = [dist.PrefixStore(name, store) for store in (world.store, world.background)]
         transport = Transport(rank, LOOPBACK, *stores)
-        self.exchange = Exchange(rank, transport, Waiter(job_store, 30.0), RANKS_PER_NODE)
+        self.exchange = Exchange(rank, transport, Waiter(job_store), RANKS_PER_NODE)
         self.received: Received = {}
 
     def follow(

@@ -43,7 +43,7 @@ class Rank:
         job_store = JobStore(world, guarded=True)
         self.heartbeat = job_store.heartbeat
         self.heartbeat.interval_s = BEAT_S
-        self.waiter = Waiter(job_store, report_s=30.0)
+        self.waiter = Waiter(job_store)
         self.groups = {ranks: dist.new_group(list(ranks)) for ranks in [(2,), (0, 1), (0, 1, 2)]}
         self.transport = Transport(world.rank, LOOPBACK, world.store, world.background)
         self.sent: list[InTransit] = []

@@ -217,9 +217,6 @@ CONTRADICTIONS = {
     "data.eval.sources: got weights; expected none": {
         "data": {"train": {"path": "a"}, "eval": {"sources": [{"path": "b", "weight": 1.0}]}}
     },
-    "data.min_prompt_tokens: got 9; expected at most data.max_prompt_tokens 8": {
-        "data": {"train": {"path": "a"}, "min_prompt_tokens": 9, "max_prompt_tokens": 8}
-    },
     "data.solved_rate.low: got 0.6; expected at most data.solved_rate.high 0.5": {
         "data": {"train": {"path": "a"}, "solved_rate": {"low": 0.6, "high": 0.5}}
     },

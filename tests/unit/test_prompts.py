@@ -443,28 +443,22 @@ def test_what_is_left_out_is_counted_by_source_and_reason(tmp_path: Path, caplog
     rows = jsonl(
         tmp_path,
         {"prompt": "abc", "label": ""},
-        {"prompt": "a", "label": ""},
         {"prompt": 3},
         {"prompt": "a" * 9, "label": ""},
     )
     good = numbered(tmp_path, "good", 2)
-    dataset = load_sources(source(good), source(rows), on_bad_row="skip", min_prompt_tokens=2, max_prompt_tokens=8)
+    dataset = load_sources(source(good), source(rows), on_bad_row="skip", max_prompt_tokens=8)
     assert [row.prompt for row in dataset.rows] == ["good0", "good1", "abc"]
     report_dropped("data.train", dataset)
     (message,) = caplog.messages
-    assert message.startswith(
-        "data.train (rows): 1 bad rows skipped (unusable value: 1), 1 prompts too long, 1 prompts too short"
-    )
-    assert f"{rows}:3: the row has 3 under 'prompt'" in message
-    with pytest.raises(
-        DataError, match=r"data.train.sources.0: .* has no usable row \(data.max_prompt_tokens: 2, data.min"
-    ):
+    assert message.startswith("data.train (rows): 1 bad rows skipped (unusable value: 1), 1 prompts too long")
+    assert f"{rows}:2: the row has 3 under 'prompt'" in message
+    with pytest.raises(DataError, match=r"data.train.sources.0: .* has no usable row \(data.max_prompt_tokens: 2\)"):
         load_sources(
-            source(jsonl(tmp_path, {"prompt": "a", "label": ""}, name="s.jsonl")),
+            source(jsonl(tmp_path, {"prompt": "abc", "label": ""}, name="s.jsonl")),
             source(rows),
             on_bad_row="skip",
             max_prompt_tokens=2,
-            min_prompt_tokens=2,
         )
 
 

@@ -25,7 +25,7 @@ from rltrain.data.tokenizer import PromptEncoder, TextDecoder
 from rltrain.errors import ConfigError, DataError, RewardError
 from rltrain.rewards.functions import load_rewards
 from rltrain.rewards.scorer import Scores
-from rltrain.roles.reward import FlatRewards, RewardRole
+from rltrain.roles.reward import WARN_AFTER_STEPS, FlatRewards, RewardRole
 from rltrain.roles.reward_statistics import RewardStatistics, is_of_one_function
 from rltrain.roles.scoring import FailureLimit, RankRecords, Scorables, sample_records
 from rltrain.runtime.grid import Grid
@@ -339,20 +339,13 @@ def test_groups_without_a_spread_are_counted(groups: dict[int, list[float]], sha
 
 
 def test_the_first_flat_step_is_logged_and_a_row_of_them_warns(caplog: pytest.LogCaptureFixture) -> None:
-    watch, shares = FlatRewards(3), [0.5, 1.0, 0.9, 1.0, 1.0, 1.0, 1.0, 0.2, 1.0, 1.0, 1.0]
+    watch, shares = FlatRewards(), [0.5, 1.0, 0.9, *[1.0] * (WARN_AFTER_STEPS + 1), 0.2, *[1.0] * WARN_AFTER_STEPS]
     with caplog.at_level(logging.INFO):
         for step, share in enumerate(shares):
             watch.look(step, {"flat_groups": share, "reward_mean": 0.0})
     said = [(record.levelname, record.getMessage().partition(":")[0]) for record in caplog.records]
-    row = "in 3 steps in a row, since step {}, 100 % of the groups have no spread of rewards"
-    assert said == [("INFO", "step 1"), ("WARNING", row.format(3)), ("WARNING", row.format(8))]
-
-
-def test_the_warning_can_be_turned_off(caplog: pytest.LogCaptureFixture) -> None:
-    watch = FlatRewards(None)
-    for step in range(20):
-        watch.look(step, {"flat_groups": 1.0, "reward_mean": 0.0})
-    assert not caplog.records
+    row = f"in {WARN_AFTER_STEPS} steps in a row, since step {{}}, 100 % of the groups have no spread of rewards"
+    assert said == [("INFO", "step 1"), ("WARNING", row.format(3)), ("WARNING", row.format(5 + WARN_AFTER_STEPS))]
 
 
 ROWS = [

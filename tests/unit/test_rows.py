@@ -383,7 +383,6 @@ SETTINGS = st.fixed_dictionaries(
     {},
     optional={
         "max_prompt_tokens": st.just(8),
-        "min_prompt_tokens": st.just(2),
         "curriculum": st.just({"key": "level", "steps": 2}),
         "chat_template": st.just("never"),
     },
@@ -484,7 +483,7 @@ def test_what_decides_which_rows_are_usable_decides_which_index_is_found(tmp_pat
         return made.called
 
     assert is_made() and not is_made()
-    assert is_made(max_prompt_tokens=5) and is_made(min_prompt_tokens=2) and is_made(on_bad_row="skip")
+    assert is_made(max_prompt_tokens=5) and is_made(on_bad_row="skip")
     assert is_made(template=CHAT_TEMPLATE) and is_made(template=CHAT_TEMPLATE, system_prompt="s")
     assert is_made(file.model_copy(update={"label_key": "level"})) and is_made(curriculum={"key": "level", "steps": 1})
     os.utime(path, ns=(0, 1))

@@ -18,12 +18,14 @@ from rltrain.cli.main import main
 from rltrain.cli.tiny_model import Size, qwen3_weights
 from rltrain.config.explain import all_keys, expectation
 from rltrain.config.foreign import FOREIGN
-from rltrain.config.loader import RENAMED, load_config
+from rltrain.config.loader import REMOVED, RENAMED, load_config
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
 from rltrain.planning.description import describe_job
 from rltrain.planning.options import SHIPPED, DryRunOptions, shipped_folder
 from rltrain.planning.validation import check_config
+from rltrain.roles.reward import WARN_AFTER_STEPS
+from rltrain.runtime.job_store import REPORT_EVERY_S
 from rltrain.runtime.placement import resolve_placement, role_grids
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").rglob("*.yaml"))
@@ -396,9 +398,13 @@ def test_mistakes_in_an_override_are_named_with_its_text(refusal, override, expe
             "critic.critic_only_steps: unknown key (value 5); the key is now critic.critic_warmup_steps",
         ),
         ("weight_sync: {transport: golden}", 'weight_sync.transport: got "golden", which is now full_gather'),
+        (
+            "timeouts: {report_s: 9}",
+            "timeouts.report_s: unknown key (value 9); the key is gone: waits are reported every 30 s",
+        ),
     ],
 )
-def test_what_has_another_name_now_is_refused_with_that(refusal, section, expected):
+def test_what_has_another_name_now_or_is_gone_is_refused_with_that(refusal, section, expected):
     assert refusal(f"{MINIMAL}{section}\n").endswith(f":8: {expected}")
 
 
@@ -407,6 +413,9 @@ def test_what_is_named_as_the_present_name_exists():
     for old, new in RENAMED.items():
         key, _, old_value = old.partition("=")
         assert (new in keys and key not in keys) if not old_value else new in expectation(tuple(key.split("."))), old
+    assert not keys & {*REMOVED}
+    numbers = {"reward.warn_flat_steps": WARN_AFTER_STEPS, "timeouts.report_s": REPORT_EVERY_S}
+    assert all(f" {number:g} " in REMOVED[key] for key, number in numbers.items())
 
 
 @pytest.mark.parametrize(
