@@ -215,7 +215,7 @@ def test_what_passes_is_for_the_config_to_say():
     at = {t: metrics_of(records, num_samples=2, threshold=t) for t in (0.4, 0.5, 0.9)}
     assert [at[threshold]["pass@1"] for threshold in at] == [1.0, 0.5, 0.0]
     assert at[0.9]["best@2"] == pytest.approx(0.8)
-    right = {1: of_samples((0, 0, 9)), 2: of_samples((1, 4, 9))}  # whose rewards are 1
+    right = {row + 1: of_samples(*((row, 4 * row + n, row) for n in range(4))) for row in (0, 1)}  # of reward 1
     passed = [score(config_of(pass_threshold=at), right, step=5)[1]["eval/hard/pass@1"] for at in (0.9, 1.0)]
     assert passed == [1.0, 0.0]
 
