@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rltrain.checkpoint.saved_state import MASTER, Destination, SavedState
-from rltrain.config.schema import Muon
+from rltrain.config.models import Muon
 from rltrain.errors import CheckpointError
 from rltrain.offload import activations as activation_offload
 from rltrain.offload.device_memory import DeviceMemory
