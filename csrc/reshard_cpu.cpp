@@ -4,7 +4,6 @@
 // Everything is exact to the bit, so all agree.
 #include <new>
 
-#include "reshard_cpu_crc32.h"
 #include "reshard_cpu_loops.h"
 #include "reshard_cpu_signals.h"
 #include "reshard_cpu_work.h"
@@ -237,14 +236,6 @@ int rs_cpu_checksum(const rs_slice* slices, int64_t n, void* const* bases, int t
   return 0;
 } catch (const std::bad_alloc&) {
   return 1;
-}
-
-// Whether this processor has instructions that rs_cpu_crc32 is fast with.
-int rs_cpu_crc32_is_fast(void) { return crc32::is_fast(); }
-
-// zlib's crc32: of n bytes that follow those whose checksum is crc. Only where rs_cpu_crc32_is_fast.
-uint32_t rs_cpu_crc32(uint32_t crc, const void* data, int64_t n) {
-  return ~crc32::by_folds(~crc, (const uint8_t*)data, n);
 }
 
 // The bound that copies of slices are measured against: one contiguous copy. Returns as rs_cpu_copy does.

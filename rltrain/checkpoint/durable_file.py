@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Self
 
 import torch
+from isal.isal_zlib import crc32
 from torch import Tensor
 
-from rltrain.reshard.native import crc32
 from rltrain.runtime.machine import JobThread
 
 # Blocks are written in their order by a thread, while whoever makes them makes the next ones.

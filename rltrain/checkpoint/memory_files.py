@@ -16,10 +16,11 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from isal.isal_zlib import crc32
+
 from rltrain.checkpoint.run_files import READ_BYTES, FileRecord, SavedFile, TensorRows
 from rltrain.checkpoint.safetensors_file import LENGTH_BYTES, TYPE_NAMES
 from rltrain.errors import CheckpointError
-from rltrain.reshard.native import crc32
 from rltrain.runtime.machine import JobThread
 from rltrain.runtime.messages import family_of
 

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from isal.isal_zlib import crc32
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rltrain.checkpoint.durable_file import BEHIND_BYTES, DurableFile
 from rltrain.checkpoint.safetensors_file import SafetensorsFile, TensorEntry
 from rltrain.errors import CheckpointError
-from rltrain.reshard.native import crc32
 from rltrain.runtime.whole_files import flush
 
 # A file of a run's checkpoint as its readers see it, who say what they are about to read of it.

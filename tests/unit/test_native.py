@@ -9,15 +9,12 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import setuptools
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rltrain.errors import UserError
 from rltrain.reshard import native
@@ -310,21 +307,3 @@ def test_the_library_loads_without_a_gpu_and_counts_devices(compiled: tuple[Path
         assert library.rs_cuda_num_blocks(0) < 0
     needed = subprocess.run(["ldd", compiled[0]], capture_output=True, text=True, check=True).stdout
     assert "libcuda" not in needed, "it must load where there is neither a driver nor a CUDA toolkit"
-
-
-BYTES = bytes(range(251)) * 80
-
-
-@pytest.fixture
-def every_length_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "SHORT_BYTES", 0)
-
-
-@pytest.mark.usefixtures("every_length_counts")
-@given(first=st.integers(0, 200), lengths=st.lists(st.integers(0, 5000), min_size=1, max_size=4))
-def test_pieces_give_what_zlib_gives_of_the_whole(first: int, lengths: list[int]) -> None:
-    found, at = 0, first
-    for length in lengths:
-        found = native.crc32(memoryview(BYTES)[at : at + length], found)
-        at += length
-    assert found == zlib.crc32(BYTES[first:at])
