@@ -273,10 +273,7 @@ RUN = (
     "python -m rltrain.sandbox.means",
     "python examples/",
     "python tools/make_",
-    *(
-        f"python tools/convert_checkpoint.py {what}"
-        for what in ("hf-to-megatron", "megatron-to-hf", "inspect", "verify")
-    ),
+    *(f"rltrain convert {what}" for what in ("hf-to-megatron", "megatron-to-hf", "inspect", "verify")),
 )
 """How commands begin that need neither a GPU nor minutes; `run-to-hf` needs a run, as in test_convert_checkpoint.py."""
 
@@ -362,7 +359,7 @@ def check_config(values: argparse.Namespace, command: Command, folder: Path) -> 
     if config is None:
         return
     world = world_of(command.text)
-    if is_placeholder(str(config)) or str(config) in made_before(command):
+    if is_placeholder(str(config)) or str(config) in made_before(command) | shown_on(command.page):
         config, world = QUICKSTART, (4, 4)
     options: dict[str, Any] = {"world_size": world[0], "ranks_per_node": world[1]}
     if getattr(values, "dry_run", False):
@@ -395,6 +392,11 @@ def check_shell_script(script: Path, arguments: list[str], parse: Any, monkeypat
 def made_before(command: Command) -> set[str]:
     """The files that commands of the same page make."""
     return {other.makes for other in COMMANDS if other.page == command.page and other.makes}
+
+
+def shown_on(page: str) -> set[str]:
+    """Returns the files that a page shows; its configs are checked as examples."""
+    return {str(example.file) for example in EXAMPLES if example.page == page and example.file is not None}
 
 
 def test_the_readme_begins_with_the_main_job_and_the_tests_and_ci_runs_both() -> None:
@@ -585,11 +587,9 @@ def test_a_config_that_is_refused_is_found(text: str, expected: str, folder: Pat
 SETTINGS = [one for page in PAGES if page.parent.name != "coming_from" for one in settings_of(page)]
 """The pages of coming_from/ quote settings of other trainers beside ours."""
 STANDS_FOR_VALUES = {
-    "checks: {max_logprob_diff: ..., max_kl: ...}": "leaves out numbers",
     "advantages.overlong_penalty: {buffer_tokens: B, factor: f}": "letters for numbers",
     "preference.center_coef: c": "a letter for a number",
     "loss.kl.adaptive: {target, horizon}": "names of keys",
-    "reward.functions: [{function, weight, name}]": "names of keys",
 }
 
 
