@@ -1,4 +1,4 @@
-"""Algorithms that learn from given texts, pairs or a teacher, and the one that trains nothing."""
+"""Algorithms for demonstrations, preference pairs and teachers, and the algorithm for evaluation alone."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from rltrain.data.row_index import IndexFolder
     from rltrain.data.tokenizer import ModelLimits
 
-# On-policy distillation: the actor learns to be like a teacher on what it draws itself.
+# On-policy distillation: the actor imitates a teacher on its own samples.
 
 
 class Distillation(Algorithm):
-    """Agarwal et al. 2024, "On-Policy Distillation of Language Models"; Gu et al. 2024, "MiniLLM".
+    """Trains on the distance from a teacher alone. Rewards are logged but not learned from.
 
-    Rewards are logged and teach nothing: all that is learned from is the distance from the teacher, which any other
-    algorithm may have beside its own advantages.
+    Every other algorithm can add the same distance to its own advantages. Agarwal et al. 2024, "On-Policy Distillation
+    of Language Models"; Gu et al. 2024, "MiniLLM".
     """
 
     name = "distillation"
@@ -33,9 +33,9 @@ class Distillation(Algorithm):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         if self.penalizes_reward():
-            yield "loss.kl.where: got reward; expected loss: algorithm distillation does not learn from rewards"
+            yield "loss.kl.where: got reward; expected loss: algorithm distillation uses no rewards"
         if self.config.advantages.overlong_penalty is not None:
-            yield "advantages.overlong_penalty: got one; expected null: algorithm distillation learns from no rewards"
+            yield "advantages.overlong_penalty: got one; expected null: algorithm distillation uses no rewards"
 
     def with_advantages(self, experience: "Experience", token_rewards: "Tensor | None" = None) -> "Experience":
         import torch
@@ -43,7 +43,7 @@ class Distillation(Algorithm):
         return experience.with_fields(advantages=torch.zeros(experience.num_tokens))
 
 
-# No training: the rollout draws the evaluation sets with the weights of model.path, and the reward scores them.
+# Evaluation alone: the rollout answers the evaluation sets with the weights of model.path, and the reward scores them.
 
 
 class Evaluate(Algorithm):
@@ -59,7 +59,7 @@ class Evaluate(Algorithm):
 
     def problems(self) -> Iterator[str]:
         if not self.config.evaluations:
-            yield "evaluation.sets: got none, and no data.eval; expected either: algorithm evaluate does nothing else"
+            yield "evaluation.sets: got none, and no data.eval; expected one of them: algorithm evaluate only evaluates"
 
     def samples_per_group(self) -> int:
         return 1
@@ -68,11 +68,11 @@ class Evaluate(Algorithm):
         return False
 
 
-# What algorithms have in common that learn from responses in the rows.
+# The common part of algorithms with responses in the rows.
 
 
 class Supervised(Algorithm):
-    """Nothing is generated to train on."""
+    """Base class of algorithms that train on given responses. Nothing is generated for training."""
 
     generates = False
     reads_responses = True
@@ -90,16 +90,19 @@ class Supervised(Algorithm):
         return self.config.data.max_response_tokens
 
 
-# What algorithms have in common that learn from pairs of responses, of which one was preferred.
+# The common part of algorithms for preference pairs.
 
 
 class FromPairs(Supervised):
-    """Nothing is generated, also not for evaluations: data.eval has pairs too."""
+    """Base class of algorithms that train on pairs of a chosen and a rejected response.
+
+    Nothing is generated, even for evaluations: data.eval also contains pairs.
+    """
 
     from_pairs = True
 
     has_no_use_for: ClassVar[frozenset[str]] = frozenset()
-    """Keys of the section preference that are for another algorithm."""
+    """Keys of config section preference without meaning for this algorithm."""
 
     def needs(self) -> dict[str, str]:
         return {"actor": f"algorithm {self.name}"}
@@ -112,11 +115,11 @@ class FromPairs(Supervised):
             if section in self.config.model_fields_set:
                 yield (
                     f"{section}: got a section for algorithms that learn from rewards with algorithm {self.name}; "
-                    "expected none: the section preference is its own"
+                    "expected none. Its settings are in section preference"
                 )
         for key in sorted(self.has_no_use_for & self.config.preference.model_fields_set):
             value = getattr(self.config.preference, key)
-            yield f"preference.{key}: got {value} with algorithm {self.name}, which has no use for it; remove the key"
+            yield f"preference.{key}: got {value} with algorithm {self.name}, but it does not use the key; remove it"
 
     def samples_per_group(self) -> int:
         return 2
@@ -127,7 +130,7 @@ class FromPairs(Supervised):
         return Preferences(self.config, indexes, model)
 
 
-# DPO: the actor comes to prefer what was preferred, as far as that takes it away from the reference.
+# DPO: the actor learns to prefer the chosen response, relative to the reference.
 
 
 class Dpo(FromPairs):
@@ -142,8 +145,8 @@ class Dpo(FromPairs):
         preference = self.config.preference
         if preference.loss == "ipo" and preference.label_smoothing:
             yield (
-                f"preference.label_smoothing: got {preference.label_smoothing} with preference.loss ipo, which is "
-                "of no probabilities; expected 0, or preference.loss: sigmoid"
+                f"preference.label_smoothing: got {preference.label_smoothing} with preference.loss ipo; expected 0, "
+                "or preference.loss: sigmoid, since ipo has no probabilities to smooth"
             )
 
     def loss_function(self) -> "LossFunction":
@@ -152,7 +155,7 @@ class Dpo(FromPairs):
         return direct_preference_loss(self.config.preference)
 
 
-# Reward models: the actor, with a head that gives scores, comes to score what was preferred above what was not.
+# Reward models: an actor with a scalar head learns to score the chosen response above the rejected one.
 
 
 class RewardModelling(FromPairs):
@@ -165,9 +168,10 @@ class RewardModelling(FromPairs):
         return ranking_loss(self.config.preference)
 
 
-# SFT: the actor learns demonstrations by heart.
+# SFT: the actor maximizes the likelihood of demonstrations.
 #
-# With the actor alone an evaluation is the loss of held-out demonstrations. Other roles are there to answer prompts.
+# A run with the actor alone evaluates by the loss of held-out demonstrations. Evaluations by generated answers need
+# more roles.
 
 
 class Sft(Supervised):
