@@ -26,8 +26,8 @@ from rltrain.training.packing import ContextShare, MicroBatch, Packing, make_mic
 # The input is logits, or hidden states and the vocabulary's weights. In the second case logits are computed for some
 # rows at a time, in forward and again in backward. They are never held for all rows.
 
-CHUNK_ELEMENTS = 1 << 26  # fp32 working memory per pass is bounded by this many logits
-ABSENT = -1e30  # maximum of a shard that holds padding columns only; finite, so that 0 * (ABSENT - maximum) is 0
+CHUNK_ELEMENTS = 1 << 26  # most logits in fp32 working memory per pass
+ABSENT = -1e30  # maximum of a shard of padding columns alone; finite, so that 0 * (ABSENT - maximum) is 0
 
 
 @dataclass(frozen=True)
