@@ -48,8 +48,7 @@ def data_parallel(
     chunk: torch.nn.Module,
     groups: ProcessGroupCollection,
 ) -> DistributedDataParallel:
-    """Returns `chunk` with its gradient buffers. Since 0.19 Megatron warns if it lays them out itself; the warning is
-    hidden."""
+    """Returns `chunk` with its gradient buffers. Hides Megatron's warning about their layout, new in 0.19."""
     logger = logging.getLogger(DistributedDataParallel.__module__)
     logger.addFilter(_is_no_advice)
     try:
