@@ -234,8 +234,7 @@ def whiten(advantages: Tensor, mask: Tensor, sums: Tensor) -> Tensor:
 
 
 def gains_of_best(rewards: Tensor, groups: Groups, k: int) -> Tensor:
-    """Returns each sample's mean gain over all sets of k episodes of its group with its own episode in it, fp64
-    [samples].
+    """Returns each sample's mean gain over all sets of k episodes of its group that contain its own, fp64 [samples].
 
     The gain is the best reward of the set minus the best reward of the others in it. Trajectories of an episode share
     its mean reward and its gain. A group with fewer than k episodes forms a single set. The only episode of a group
@@ -256,10 +255,9 @@ def gains_of_best(rewards: Tensor, groups: Groups, k: int) -> Tensor:
 
 @cache
 def second_chances(size: int, k: int) -> Tensor:
-    """Returns the probabilities [i, j] of i being the best and j the second best of a random set of k places with i in
-    it.
+    """Returns the probability that place i is the best and place j the second best of a random set of k places with i.
 
-    Places are in ascending order of reward. fp64, shape [size, size].
+    Places are in ascending order of reward. fp64, shape [i, j] = [size, size].
     """
     if k < 2:  # noqa: PLR2004 - a set of one has no second
         return torch.zeros(size, size, dtype=torch.float64)
@@ -346,7 +344,7 @@ def overlong_penalties(experience: Experience, settings: schema.OverlongPenalty,
 
 
 def lengths_from_first_drawn(experience: Experience) -> Tensor:
-    """Returns the number of tokens from the first response token on, int64 [samples]. It is 0 without response tokens."""
+    """Returns the number of tokens from the first response token on, int64 [samples]: 0 without response tokens."""
     num_before = torch.zeros(experience.num_samples, dtype=torch.int64)
     drawn = torch.zeros(experience.num_tokens + 1, dtype=torch.int64)
     drawn[1:] = experience.response_mask.cumsum(0)

@@ -57,7 +57,7 @@ class Algorithm:
     needs_actor_squares: ClassVar[bool] = False
     """Whether the actor's evaluation before its first update must also compute the field actor_squares."""
     uses: ClassVar[frozenset[str]] = frozenset()
-    """Keys of config section advantages with an effect on this algorithm, in addition to USED_BY_ALL."""
+    """Keys of config section advantages that this algorithm uses, in addition to USED_BY_ALL."""
 
     config: Config
 
@@ -68,13 +68,12 @@ class Algorithm:
         return {**needed, "reference": f"loss.kl.coef {coef}"} if coef else needed
 
     def usable_roles(self) -> frozenset[str]:
-        """Returns the roles with a task in the run. A reference without a KL penalty is included: it reports the
-        distance."""
+        """Returns the roles that have a task in the run. A reference without a KL penalty only reports the distance."""
         unused = set() if self.needs_actor_logprobs() else {"inference"}
         return frozenset({*self.needs(), *optional_roles()} - unused)
 
     def problems(self) -> Iterator[str]:
-        """Yields a sentence for the user for each setting of the config outside this algorithm's abilities."""
+        """Yields a sentence for the user about each setting that this algorithm cannot handle."""
         if self.config.rollout.sampling.temperature == 0:
             yield (
                 f"rollout.sampling.temperature: got 0; expected above 0: algorithm {self.name} needs different samples "
@@ -109,11 +108,12 @@ class Algorithm:
         return self.config.batch.samples_per_prompt
 
     def greedy_samples_per_group(self) -> int:
-        """Returns the number of greedy samples per prompt, generated in addition as a baseline."""
+        """Returns the number of greedy samples per prompt. They are generated as a baseline, beside the training
+        samples."""
         return 0
 
     def is_greedy(self, experience: "Experience") -> "Tensor":
-        """Returns a bool mask of the greedy samples, shape [samples]. They have the last sample ids of their group."""
+        """Returns which samples are greedy, bool [samples]. They have the last sample ids of their group."""
         from rltrain.data.experience import SIBLINGS_APART
 
         sampled, greedy = self.samples_per_group(), self.greedy_samples_per_group()
@@ -128,8 +128,7 @@ class Algorithm:
         return self.config.loss.old_logprobs == "actor"
 
     def needs_whole_step(self) -> bool:
-        """Returns whether `over_whole_step` changes advantages. Then gradients must wait for the last chunk of the
-        step."""
+        """Returns whether `over_whole_step` changes advantages. If so, gradients wait for the step's last chunk."""
         return "whiten" in self.uses and self.config.advantages.whiten
 
     def temperature(self) -> float:

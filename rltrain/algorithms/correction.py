@@ -3,25 +3,25 @@
 A token has probability pi under the actor at the start of the step, and mu under the engine. Its ratio is pi / mu. The
 ratio of a sequence is the product of its tokens' ratios, or their geometric mean. The methods are:
 
-    tis      weight min(max(ratio, low), high): truncated importance sampling (Ionides 2008; Yao et al. 2025, "Your
-             Efficient RL Framework Secretly Brings You Off-Policy RL Training")
-    mis      weight ratio, with tokens outside [low, high] excluded: masked importance sampling (Liu et al. 2025, "When
-             Speed Kills Stability")
-    icepop   weight ratio within [low, high], 0 outside; tokens with weight 0 still count in the divisor (Ling Team
-             2025, "Every Step Evolves")
-    mask     weight 1 within [low, high], with tokens outside excluded
+- tis: weight min(max(ratio, low), high). Truncated importance sampling (Ionides 2008; Yao et al. 2025, "Your Efficient
+  RL Framework Secretly Brings You Off-Policy RL Training").
+- mis: weight ratio, with tokens outside [low, high] excluded. Masked importance sampling (Liu et al. 2025, "When Speed
+  Kills Stability").
+- icepop: weight ratio within [low, high], else 0. Tokens of weight 0 still count in the divisor (Ling Team 2025, "Every
+  Step Evolves").
+- mask: weight 1 within [low, high], with tokens outside excluded.
 
 Excluded tokens leave the response mask, so they count in no sum and no divisor.
 
 With loss.old_logprobs: actor, the ratio of the policy loss is present weights over pi. With tis this is decoupled PPO:
 mu is the behaviour policy and pi the proximal one (Hilton et al. 2022, "Batch size-invariance for policy optimization";
 Fu et al. 2025, "AReaL"). With loss.old_logprobs: rollout, pi is the probability under the present weights. The ratio of
-the policy loss already corrects for the engine then, so weights are allowed for loss.policy: reinforce alone.
+the policy loss then corrects for the engine already, so only method mask or loss.policy: reinforce are allowed.
 
 With loss.correction.normalize the weights are divided by their mean. The size of a step then does not depend on the
-distance of the whole step from the engine: self-normalized importance sampling (Owen 2013, "Monte Carlo theory, methods
-and examples", section 9.2). The mean is over response tokens, or over sequences for weights of sequences. With mis it
-is over the tokens within [low, high]. Other exclusions come after the mean.
+distance of the whole step from the engine. This is self-normalized importance sampling (Owen 2013, "Monte Carlo theory,
+methods and examples", section 9.2). The mean is over response tokens, or over sequences for weights of sequences. With
+mis it is over the tokens within [low, high]. Other exclusions come after the mean.
 """
 
 from collections.abc import Mapping

@@ -38,7 +38,7 @@ def kl_estimate(actor_logprobs: Tensor, reference_logprobs: Tensor, estimator: E
 # tokens, for all roles side by side.
 
 TELLING = ("reference", "teacher")
-"""Roles with a possible distribution in the experience."""
+"""Roles that may leave a distribution in the experience."""
 
 MIN_REST = 1e-5
 """Lower bound for the probability of all other tokens together. Smaller values are rounding errors."""
@@ -79,7 +79,7 @@ def told_of(role: str, experience: Experience, of_asked: Sequence[Tensor]) -> tu
 
 
 def _telling(experience: Experience) -> list[str]:
-    """Returns the roles with a distribution in the experience."""
+    """Returns the roles that left a distribution in the experience."""
     fields = [(role, f"{role}_top_ids") for role in TELLING]
     return [role for role, name in fields if experience.has(name) and getattr(experience, name).shape[1]]
 
@@ -140,8 +140,8 @@ def teacher_distance(
     """Returns the distance on response tokens with a gradient, and the distance to report, [tokens] each.
 
     It is computed over the teacher's likeliest tokens if the experience has them. Otherwise it is estimated from the
-    sampled token: k2 for the loss, because its gradient is the gradient of the reverse KL on average, and k3 for the
-    report, because of its low variance. Needs teacher_logprobs.
+    sampled token. The loss uses k2, because its gradient is that of the reverse KL on average. The report uses k3,
+    because of its low variance. Needs teacher_logprobs.
     """
     both = told_of("teacher", experience, of_asked)
     if both is not None:

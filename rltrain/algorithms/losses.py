@@ -131,7 +131,7 @@ def sample_sums(experience: Experience, values: Tensor) -> Tensor:
 
 
 def sample_means(experience: Experience, values: Tensor) -> Tensor:
-    """Returns each sample's mean over its response tokens, at all its tokens, [tokens]. `values` must be 0 elsewhere."""
+    """Returns each sample's mean over its response tokens, [tokens]. `values` must be 0 outside the response."""
     means = sample_sums(experience, values) / response_lengths(experience).clamp(min=1)
     return means[sample_index(experience)]
 

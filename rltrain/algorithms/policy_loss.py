@@ -143,9 +143,9 @@ def clip_cov(tokens: ResponseTokens, settings: schema.Loss) -> Surrogate:
 
 
 def drawn_tokens(tokens: ResponseTokens, settings: schema.ClipCov, clip_binds: Tensor) -> Tensor:
-    """Returns a random choice of response tokens with a covariance between low and high, as a bool mask [tokens].
+    """Returns a bool mask [tokens] of randomly chosen response tokens with a covariance between low and high.
 
-    It chooses the share settings.ratio of all response tokens, and none with a binding clip.
+    Their number is the share settings.ratio of all response tokens. Tokens with a binding clip are never chosen.
     """
     covariance = covariances(tokens)
     within = (covariance > settings.low) & (covariance < settings.high) & tokens.mask & ~clip_binds
@@ -158,14 +158,14 @@ def drawn_tokens(tokens: ResponseTokens, settings: schema.ClipCov, clip_binds: T
     return chosen
 
 
-# Divergence proximal policy optimization: a token stops learning if its distribution has moved too far.
+# Divergence proximal policy optimization: a token gets no gradient once its distribution has moved too far.
 
 PROBABILITY_EPS = 1e-8
 """Added to the probability of all other tokens, because that may be 0."""
 
 
 def dppo(tokens: ResponseTokens, settings: schema.Loss) -> Surrogate:
-    """Returns -sg[min(r, c)] A log pi, or 0 for tokens beyond a bound, with sg stopping gradients and c =
+    """Returns -sg[min(r, c)] A log pi, or 0 for tokens beyond a bound. sg stops gradients, c is
     settings.dppo.ratio_max.
 
     A token is beyond the bound if its probability already moved too far in the direction of A. The distance compares
@@ -448,7 +448,7 @@ def kl_term(tokens: ResponseTokens, settings: schema.Kl, of_asked: Sequence[Tens
 
 
 def _metrics(experience: Experience, logprobs: Tensor, old: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Returns metrics to average [tokens], and maxima: the distances of the present weights from the other log-probs."""
+    """Returns metrics to average [tokens], and maxima: the distances of the present log-probs from the others."""
     current = logprobs.masked_fill(~experience.response_mask, 0)
     difference = (current - of_response(experience, "rollout_logprobs")).abs()
     token_means = {"ppo_kl": of_response(experience, old) - current, "train_rollout_logprob_abs_diff": difference}

@@ -41,7 +41,7 @@ class GroupRelative(Algorithm):
         yield from super().problems()
 
     def problems_of_penalties(self, reason: str) -> Iterator[str]:
-        """Yields problems of reward penalties, with `reason` as the explanation."""
+        """Yields problems of penalties that change rewards. `reason` explains why the algorithm forbids them."""
         if self.penalizes_reward():
             yield f"loss.kl.where: got reward; expected loss: {reason}"
         if self.config.advantages.overlong_penalty is not None:
@@ -88,8 +88,8 @@ class Gdpo(GroupRelative):
         A_i = sum over f of w_f (r_(f, i) - mean(r_f)) / std(r_f)        over the responses of a prompt
         A_i becomes (A_i - mean(A)) / std(A)        over all response tokens of the step
 
-    The weights w_f come from reward.functions and from placed models for scoring responses. A response without a score
-    of a function (None) is left out of that function's groups. With advantages.normalize_std: false the first division
+    The weights w_f come from reward.functions and from placed models that score responses. A response that a function
+    does not score (None) is left out of that function's groups. With advantages.normalize_std: false the first division
     is left out.
     """
 
@@ -328,9 +328,9 @@ class OptimalTokenBaseline(GroupRelative):
         A_(i, t) = G_(i, t) - sum over j of W_(j, t) G_(j, t) / sum over j of W_(j, t)
         W_(j, t) = sum over s <= t of rho_(j, s)^2 (1 - 2 p_(j, s) + sum over tokens v of p_(j, s)(v)^2)
 
-    The sums over j are over the responses of the prompt with a t-th token. G is the return from token t on. p is the
-    actor's probability, so the bracket is the squared norm of the gradient of the log-prob with respect to the logits.
-    rho is the weight of loss.correction, or 1.
+    The sums over j are over the responses of the prompt that have a t-th token. G is the return from token t on, and p
+    the actor's probability. The bracket is the squared norm of the log-prob's gradient with respect to the logits. The
+    weight rho is that of loss.correction, or 1.
 
     If only response i has a t-th token, A is G there. The only response of a group has A = 0. A KL penalty in the
     reward is subtracted token by token.
@@ -433,12 +433,12 @@ TOKEN_FIELDS = ("advantages", "response_mask")
 
 
 class OwnAdvantages(Algorithm):
-    """Calls advantages.function once per step with the samples of all replicas, by its parameter names:
+    """Calls advantages.function once per step with the samples of all replicas. Its parameter names select a form.
 
-        (rewards, groups)        rewards and prompt numbers [samples]; it returns advantages [samples]
-        (token_level_rewards, response_mask, index)        the form of verl and SkyRL: two tensors [samples, longest
-                                 response] and a numpy array [samples]; it returns advantages of the first shape,
-                                 alone or followed by the returns
+    - (rewards, groups): rewards and prompt numbers, [samples] each. It returns advantages [samples].
+    - (token_level_rewards, response_mask, index): the form of verl and SkyRL. The first two are [samples, longest
+      response], `index` is a numpy array [samples]. It returns advantages of the first shape, alone or followed by the
+      returns.
 
     A KL penalty in the reward is subtracted token by token.
     """

@@ -102,7 +102,7 @@ class FromPairs(Supervised):
     from_pairs = True
 
     has_no_use_for: ClassVar[frozenset[str]] = frozenset()
-    """Keys of config section preference without meaning for this algorithm."""
+    """Keys of config section preference that this algorithm does not use."""
 
     def needs(self) -> dict[str, str]:
         return {"actor": f"algorithm {self.name}"}

@@ -355,7 +355,7 @@ class SteppingOptimizer:
     `param_groups` are the same dictionaries, with their lr and weight_decay. Gradients must be whole and clipped before
     `step`. It also writes the weights, and may overwrite the gradients.
 
-    With cpu_offload that share of masters and states is always on the host. Their keys keep shape and gradient on the
+    With cpu_offload, this share of masters and states is always on the host. Their keys keep shape and gradient on the
     device but have no memory.
     """
 

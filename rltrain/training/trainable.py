@@ -32,7 +32,7 @@ from rltrain.training.optimizers import ADAM_STATES, MUON_STATES
 from rltrain.training.packing import MicroBatch
 from rltrain.training.shards import within
 
-# A model with a log-prob per token, or with a score per token prefix.
+# Models that return a log-prob per token, or a score per prefix of a sample.
 
 Outputs = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
 """(micro-batch, model outputs of this rank's rows [rows, ...]) -> (scalar loss, a result to keep)."""
@@ -343,7 +343,7 @@ class LateCopies:
 
 
 class LateTensors(Mapping[str, Tensor]):
-    """A mapping of `tensors` that finishes the pending copies of `late` before the first access."""
+    """A mapping of `tensors` that finishes the pending copies of `late` before each access."""
 
     def __init__(self, tensors: Mapping[str, Tensor], late: LateCopies) -> None:
         self._tensors, self._late = tensors, late
@@ -486,8 +486,8 @@ class TrainedModel(RoleModel):
         Returns loss, grad_norm (before clipping), lr, SKIPPED, and the loss function's metrics over the whole
         mini-batch, equal on all ranks. With fp16 also LOSS_SCALE and OVERFLOWED.
 
-        A mini-batch without response tokens counts as a step but changes no weights. A step with a loss or gradient
-        norm that is not finite is skipped: it changes neither weights nor optimizer state.
+        A mini-batch without response tokens counts as a step but changes no weights. If the loss or the gradient norm
+        is not finite, the step is skipped. It counts too, but changes neither weights nor optimizer state.
 
         Raises before any weight changes, on all ranks: DivergenceError if more steps in a row would be skipped than
         `on_divergence` allows, ConfigError if no rank had a sample. The accumulated gradients are consumed in every

@@ -286,7 +286,7 @@ def _described(
 ) -> PackedSeqParams:
     """Returns the packed sequences, with the routers' inputs as attributes.
 
-    Attributes, because layers are recomputed in backward, when the next micro-batch may have started.
+    They belong to the sequences because layers are recomputed in backward, when the next micro-batch may have started.
     """
     sequences = model.sequences(batch.segments)
     if shares is not None and model.architecture.moe:

@@ -198,8 +198,8 @@ def _obstacle_to_shared_sequences(
 # Settings of Megatron's config for attention, experts and recomputation.
 
 WITH_TRANSFORMER_ENGINE: tuple[RecomputedModule, ...] = ("layernorm", "mla_up_proj")
-"""Modules with outputs discarded in the middle of a layer. Megatron's function for this needs Transformer Engine's FP8
-state."""
+"""Modules whose outputs Megatron discards in the middle of a layer. Its function for this needs Transformer Engine's
+FP8 state."""
 
 
 def config_class(architecture: Architecture) -> type[TransformerConfig]:
