@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rltrain.data.tokenizer import ModelLimits
 
 
-def _of_one(values: "Tensor") -> "Tensor":
+def _unchanged(values: "Tensor") -> "Tensor":
     return values
 
 
@@ -28,9 +28,9 @@ class Replicas:
     Collective over: the actor's ranks.
     """
 
-    total: Callable[["Tensor"], "Tensor"] = _of_one
+    total: Callable[["Tensor"], "Tensor"] = _unchanged
     """Sums a tensor over all replicas."""
-    gathered: Callable[["Tensor"], "Tensor"] = _of_one
+    gathered: Callable[["Tensor"], "Tensor"] = _unchanged
     """Concatenates every replica's tensor along the first dimension, in the same order on all of them."""
 
 

@@ -49,7 +49,7 @@ def asked_tokens(experience: Experience) -> Tensor | None:
 
     The model must return their log-probs in addition to the log-prob of the token itself.
     """
-    asked = [getattr(experience, f"{role}_top_ids") for role in _telling(experience)]
+    asked = [getattr(experience, f"{role}_top_ids") for role in _roles_with_distribution(experience)]
     return torch.cat(asked, dim=1) if asked else None
 
 
@@ -69,16 +69,16 @@ def told_of(role: str, experience: Experience, of_asked: Sequence[Tensor]) -> tu
     They are 0 outside the response. Returns None if the role left no distribution. `of_asked` is that of
     `divergence_from`.
     """
-    telling = _telling(experience)
-    if role not in telling:
+    roles = _roles_with_distribution(experience)
+    if role not in roles:
         return None
-    theirs = [getattr(experience, f"{other}_top_logprobs") for other in telling]
+    theirs = [getattr(experience, f"{other}_top_logprobs") for other in roles]
     mine = torch.split(of_asked[0], [logprobs.shape[1] for logprobs in theirs], dim=1)
-    outside, number = ~experience.response_mask[:, None], telling.index(role)
+    outside, number = ~experience.response_mask[:, None], roles.index(role)
     return mine[number].masked_fill(outside, 0), theirs[number].masked_fill(outside, 0)
 
 
-def _telling(experience: Experience) -> list[str]:
+def _roles_with_distribution(experience: Experience) -> list[str]:
     """Returns the roles that left a distribution in the experience."""
     fields = [(role, f"{role}_top_ids") for role in TELLING]
     return [role for role, name in fields if experience.has(name) and getattr(experience, name).shape[1]]

@@ -65,8 +65,8 @@ class _Blockwise(torch.autograd.Function):
         sums = queries.new_empty(queries.shape[:-1], dtype=_wide(queries))
         ctx.settings = scale, window, softcap, block_tokens
         for rows, columns in _blocks(queries.size(2), block_tokens, window):
-            bent = _bent(queries[:, :, rows], keys[:, :, columns], scale, softcap)
-            scores = _masked(bent, rows, columns, window)
+            capped = _capped_scores(queries[:, :, rows], keys[:, :, columns], scale, softcap)
+            scores = _masked(capped, rows, columns, window)
             sums[:, :, rows] = scores.logsumexp(-1)
             if sinks is not None:
                 sums[:, :, rows] = sums[:, :, rows].logaddexp(sinks.to(sums.dtype)[:, None])
@@ -85,13 +85,13 @@ class _Blockwise(torch.autograd.Function):
         of_queries = torch.empty_like(queries)
         of_keys, of_values = torch.zeros_like(keys, dtype=wide), torch.zeros_like(values, dtype=wide)
         for rows, columns in _blocks(queries.size(2), block_tokens, window):
-            bent = _bent(queries[:, :, rows], keys[:, :, columns], scale, softcap)
-            shares = (_masked(bent, rows, columns, window) - sums[:, :, rows, None]).exp_()
+            capped = _capped_scores(queries[:, :, rows], keys[:, :, columns], scale, softcap)
+            shares = (_masked(capped, rows, columns, window) - sums[:, :, rows, None]).exp_()
             rows_given = _by_group(given[:, :, rows], keys)
             of_shares = (rows_given @ values[:, :, columns].mT).view_as(shares).to(wide)
             of_scores = shares * (of_shares - along[:, :, rows, None])
             if softcap is not None:
-                of_scores *= 1 - (bent / softcap).square()
+                of_scores *= 1 - (capped / softcap).square()
             of_scores = _by_group(of_scores.mul_(scale).to(queries.dtype), keys)
             of_queries[:, :, rows] = (of_scores @ keys[:, :, columns]).view_as(queries[:, :, rows])
             of_keys[:, :, columns] += of_scores.mT @ _by_group(queries[:, :, rows], keys)
@@ -118,7 +118,7 @@ def _by_group(of_heads: Tensor, keys: Tensor) -> Tensor:
     return of_heads.reshape(len(keys), keys.size(1), -1, of_heads.size(-1))
 
 
-def _bent(queries: Tensor, keys: Tensor, scale: float, softcap: float | None) -> Tensor:
+def _capped_scores(queries: Tensor, keys: Tensor, scale: float, softcap: float | None) -> Tensor:
     """Returns unmasked scores [sequences, heads, n, m], with softcap, in fp32 or wider."""
     scores = (_by_group(queries, keys) @ keys.mT).to(_wide(queries)) * scale
     scores = scores if softcap is None else scores.div_(softcap).tanh_().mul_(softcap)
