@@ -61,7 +61,7 @@ class ResponseTokens:
 
 @dataclass(frozen=True)
 class Surrogate:
-    """The surrogate loss: minimizing it maximizes the expected reward."""
+    """A surrogate loss. Minimizing it maximizes the expected reward."""
 
     per_token: Tensor
     """Loss per token, [tokens]. The policy loss is a weighted sum of it. Values outside the response are arbitrary."""

@@ -23,7 +23,7 @@ MIN_SAMPLES_PER_GROUP = 2
 
 
 class GroupRelative(Algorithm):
-    """Base class of algorithms with one advantage per response, computed within its prompt group.
+    """The base class of algorithms with one advantage per response, computed within its prompt group.
 
     A KL penalty in the reward is summed over the response and subtracted from its reward.
     """

@@ -72,7 +72,7 @@ class Evaluate(Algorithm):
 
 
 class Supervised(Algorithm):
-    """Base class of algorithms that train on given responses. Nothing is generated for training."""
+    """The base class of algorithms that train on given responses. Nothing is generated for training."""
 
     generates = False
     reads_responses = True
@@ -94,7 +94,7 @@ class Supervised(Algorithm):
 
 
 class FromPairs(Supervised):
-    """Base class of algorithms that train on pairs of a chosen and a rejected response.
+    """The base class of algorithms that train on pairs of a chosen and a rejected response.
 
     Nothing is generated, even for evaluations: data.eval also contains pairs.
     """

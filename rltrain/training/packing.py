@@ -142,6 +142,7 @@ def pack(
 
     A longer sample has a micro-batch of its own. Every sample is in exactly one micro-batch, and samples keep their
     order. The samples of a pair stay together, and the limit applies to pairs.
+
     The rows of all ranks of a `share` are padded to a multiple of `multiple_of` tokens. With `equal_lengths` all
     micro-batches are padded to the longest. Their number is a multiple of `count_multiple_of`. If there are too few
     samples, some micro-batches have only padding.

@@ -614,8 +614,9 @@ def mark_parallel_weights(model: torch.nn.Module) -> None:
     """Marks sharded weights for gradient norms, and experts' weights for data parallelism.
 
     Megatron marks shards during weight initialization, and that is skipped here. It marks experts only if ep is above
-    1. With etp below tp, other ranks share an expert's weights than the other weights even so. Transformer Engine marks
-    every weight of a product as a shard, even weights held whole by all tensor-parallel ranks.
+    1. But with etp below tp an expert's weights are shared by other ranks than the remaining weights, and need the mark
+    too. Transformer Engine marks every weight of a product as a shard, even weights held whole by all tensor-parallel
+    ranks.
     """
     axes = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, DeferredHead: 0, RowParallelLinear: 1}
     for module in model.modules():

@@ -70,8 +70,8 @@ class Adapter(torch.nn.Module):
     def _mark(self) -> None:
         """Marks the parameters for Megatron.
 
-        Gradient norms need shards and copies on several ranks. Data parallelism needs the parameters of experts.
-        Sequence parallelism needs gradients to sum over the ranks' tokens.
+        Gradient norms must tell shards from copies. Data parallelism must know the parameters of experts. Sequence
+        parallelism must know which gradients to sum over the ranks' tokens.
         """
         is_shard = {"a": self.cut == "columns", "b": self.cut == "rows"}
         for name, parameter in (("a", self.a), ("b", self.b)):

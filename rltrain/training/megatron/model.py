@@ -245,9 +245,7 @@ def activation_settings(architecture: Architecture, *, cuda: bool) -> dict[str, 
     silu = architecture.activation == "silu"
     return {
         "gated_linear_unit": True,
-        "activation_func": F.silu
-        if silu
-        else F.gelu,  # the tanh form if Megatron fuses it, and in block_spec
+        "activation_func": F.silu if silu else F.gelu,  # the tanh form if Megatron fuses it, and in block_spec
         "bias_activation_fusion": cuda and silu,
         "use_te_activation_func": not (cuda and silu),  # a fused one, chosen in block_spec
     }
@@ -256,8 +254,8 @@ def activation_settings(architecture: Architecture, *, cuda: bool) -> dict[str, 
 def splits_sequences(architecture: Architecture, grid: Grid, parallel: schema.Parallel) -> bool:
     """Returns whether tensor-parallel ranks split the tokens outside of attention and MLPs (sequence parallelism).
 
-    Megatron trains experts in no other way. Without it Megatron's latent attention has wrong gradients. For the rotated
-    key each rank would have only its own heads' part, and gradients of the queries' norm would be summed.
+    Megatron requires it for experts. Without it, Megatron's latent attention has wrong gradients. For the rotated key
+    each rank would have only its own heads' part, and gradients of the queries' norm would be summed.
     """
     return grid.tp > 1 and (parallel.sequence_parallel or architecture.is_split_by_tokens)
 
