@@ -57,13 +57,12 @@ class GroupRelative(Algorithm):
         return with_sample_advantages(experience, self.of_groups, of=self.compares, token_rewards=token_rewards)
 
 
-# GRPO: rewards are normalized within the prompt group.
-
-
 class Grpo(GroupRelative):
-    """Shao et al. 2024, "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models", 4.1.2:
+    """GRPO: rewards are normalized within the prompt group.
 
         A_i = (r_i - mean(r)) / std(r)        over the responses of a prompt
+
+    Shao et al. 2024, "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models", 4.1.2.
 
     Dr. GRPO (Liu et al. 2025, "Understanding R1-Zero-Like Training: A Critical Perspective") does not divide by std(r).
     Set advantages.normalize_std: false and loss.normalization: dr_grpo for it.
@@ -76,21 +75,19 @@ class Grpo(GroupRelative):
         return groups.standardized(rewards) if self.config.advantages.normalize_std else groups.centred(rewards)
 
 
-# GDPO: the scores of several reward functions, each normalized within the prompt group.
-
 MIN_FUNCTIONS = 2
 
 
 class Gdpo(GroupRelative):
-    """Liu et al. 2026, "GDPO: Group reward-Decoupled Normalization Policy Optimization for Multi-reward RL
-    Optimization":
+    """GDPO: the scores of several reward functions, each normalized within the prompt group.
 
         A_i = sum over f of w_f (r_(f, i) - mean(r_f)) / std(r_f)        over the responses of a prompt
         A_i becomes (A_i - mean(A)) / std(A)        over all response tokens of the step
 
     The weights w_f come from reward.functions and from placed models that score responses. A response that a function
     does not score (None) is left out of that function's groups. With advantages.normalize_std: false the first division
-    is left out.
+    is left out. Liu et al. 2026, "GDPO: Group reward-Decoupled Normalization Policy Optimization for Multi-reward RL
+    Optimization".
     """
 
     name = "gdpo"
@@ -119,17 +116,15 @@ class Gdpo(GroupRelative):
         return advantages
 
 
-# GPG: centred within the prompt group, and scaled by the share of samples with a learning signal.
-
-
 class Gpg(GroupRelative):
-    """Chu et al. 2025, "GPG: A Simple and Strong Reinforcement Learning Baseline for Model Reasoning":
+    """GPG: rewards are centred within the prompt group and scaled by the share of samples with a learning signal.
 
         A_i = alpha (r_i - mean(r))        over the responses of a prompt
         alpha = B / (B - M)        for B samples of the step, M of them from prompts with equal rewards
 
-    With advantages.scale_by: rewarded, as in verl, B - M is the number of samples with a non-zero reward. The paper's
-    loss has no ratio: set loss.policy: reinforce.
+    Chu et al. 2025, "GPG: A Simple and Strong Reinforcement Learning Baseline for Model Reasoning". The paper's loss
+    has no ratio: set loss.policy: reinforce. With advantages.scale_by: rewarded, as in verl, B - M is the number of
+    samples with a non-zero reward.
     """
 
     name = "gpg"
@@ -156,17 +151,16 @@ class Gpg(GroupRelative):
         return experience.with_fields(advantages=experience.advantages * (num_samples / max(num_counted, 1)))
 
 
-# MaxRL: the gradient of the log of a prompt's success rate instead of the success rate itself.
-
-
 class MaxRl(GroupRelative):
-    """Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning", with the mean as control variate:
+    """MaxRL: the gradient of the log of a prompt's success rate, instead of the success rate itself.
 
         A_i = (r_i - mean(r)) / mean(r)        over the responses of a prompt, 0 if mean(r) is 0
 
     For n responses with k successes, this is 1/k times the sum of the successes' gradients, minus 1/n times the sum of
     all gradients. Its expectation is the gradient of -sum over m < n of (1 - p)^m / m: the first terms of log p for a
     success rate p. Rewards must be probabilities of success, from 0 to 1.
+
+    Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning", with the mean as control variate.
     """
 
     name = "maxrl"
@@ -183,17 +177,14 @@ class MaxRl(GroupRelative):
         return groups.centred(rewards).masked_fill(fails, 0) / means.masked_fill(fails, 1)
 
 
-# pass_at_k: a response is rewarded for improving the best of k responses.
-
-
 class PassAtK(GroupRelative):
-    """Walder and Karkhanis 2025, "Pass@K Policy Optimization: Solving Harder Reinforcement Learning Problems", the
-    estimator with the leave-one-out baseline of k - 1 samples:
+    """pass_at_k: a response is rewarded for improving the best of k responses.
 
         A_i = mean over the sets I of k responses with i in I of (max of r over I - max of r over I without i)
 
     over the n responses of a prompt. The paper's s_i is k / n times A_i. The sum over i of s_i grad log p_i is an
-    unbiased estimate of the gradient of E[max of k rewards].
+    unbiased estimate of the gradient of E[max of k rewards]. Walder and Karkhanis 2025, "Pass@K Policy Optimization:
+    Solving Harder Reinforcement Learning Problems", the estimator with the leave-one-out baseline of k - 1 samples.
 
     With k = n it is the best reward minus the second best, for the best response alone: Tang et al. 2025, "Optimizing
     Language Models for Inference Time Objectives using Reinforcement Learning". advantages.normalize_std divides by the
@@ -219,16 +210,14 @@ class PassAtK(GroupRelative):
         return groups.over_deviations(gains, rewards) if self.config.advantages.normalize_std else gains
 
 
-# RLOO: the baseline of a response is the mean reward of the other responses to its prompt.
-
-
 class Rloo(GroupRelative):
-    """Ahmadian et al. 2024, "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback
-    in LLMs" (Kool et al. 2019, "Buy 4 REINFORCE Samples, Get a Baseline for Free!"):
+    """RLOO: the baseline of a response is the mean reward of the other responses to its prompt.
 
         A_i = r_i - 1/(n - 1) sum over j != i of r_j        over the n responses of a prompt
 
-    The only episode of a group has its own mean as the baseline.
+    The only episode of a group has its own mean as the baseline. Ahmadian et al. 2024, "Back to Basics: Revisiting
+    REINFORCE Style Optimization for Learning from Human Feedback in LLMs" (Kool et al. 2019, "Buy 4 REINFORCE Samples,
+    Get a Baseline for Free!").
     """
 
     name = "rloo"
@@ -237,17 +226,14 @@ class Rloo(GroupRelative):
         return (rewards - groups.others_means(rewards)).masked_fill(groups.are_equal(rewards), 0)
 
 
-# ReMax: the baseline of a response is the reward of the greedy response to its prompt.
-
-
 class ReMax(Algorithm):
-    """Li et al. 2024, "ReMax: A Simple, Effective, and Efficient Reinforcement Learning Method for Aligning Large
-    Language Models":
+    """ReMax: the baseline of a response is the reward of the greedy response to its prompt.
 
         A_i = r(x, y_i) - r(x, greedy y)
 
     One greedy response per prompt is generated and scored, but not trained on. A KL penalty in the reward comes from
-    the sampled response alone.
+    the sampled response alone. Li et al. 2024, "ReMax: A Simple, Effective, and Efficient Reinforcement Learning Method
+    for Aligning Large Language Models".
     """
 
     name = "remax"
@@ -274,16 +260,14 @@ class ReMax(Algorithm):
         return with_sample_advantages(experience, lambda rewards, _: rewards, token_rewards=token_rewards)
 
 
-# REINFORCE++: returns per token, normalized over all tokens of the step.
-
-
 class ReinforcePlusPlus(Algorithm):
-    """Hu et al. 2025, "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage Normalization":
+    """REINFORCE++: returns per token, normalized over all tokens of the step.
 
         A_t = sum over i >= t of gamma^(i - t) (r at the last token - beta KL_i)
         A_t becomes (A_t - mean(A)) / std(A)        over all response tokens of the step
 
-    A KL penalty in the reward is subtracted token by token. The paper uses gamma 1 and the estimator k1.
+    A KL penalty in the reward is subtracted token by token. Hu et al. 2025, "REINFORCE++: Stabilizing Critic-Free
+    Policy Optimization with Global Advantage Normalization", uses gamma 1 and the estimator k1.
     """
 
     name = "reinforce_plus_plus"
@@ -296,17 +280,15 @@ class ReinforcePlusPlus(Algorithm):
         return with_returns_to_go(experience, token_rewards, gamma=self.config.advantages.gamma)
 
 
-# REINFORCE++ with a baseline: centred within the prompt group, normalized over the step.
-
-
 class ReinforcePlusPlusBaseline(GroupRelative):
-    """Hu et al. 2025, "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage Normalization",
-    the variant for several responses to a prompt:
+    """REINFORCE++ with a baseline: rewards are centred within the prompt group and normalized over the step.
 
         A_i = r_i - mean(r)        over the responses of a prompt
         A_i becomes (A_i - mean(A)) / std(A)        over all response tokens of the step
 
-    The paper has the KL penalty in the loss: loss.kl.where: loss and estimator k2.
+    Hu et al. 2025, "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage Normalization", the
+    variant for several responses to a prompt. The paper has the KL penalty in the loss: loss.kl.where: loss and
+    estimator k2.
     """
 
     name = "reinforce_plus_plus_baseline"
@@ -316,14 +298,12 @@ class ReinforcePlusPlusBaseline(GroupRelative):
         return groups.centred(rewards)
 
 
-# The optimal token baseline: a weighted mean of the other responses' returns at the same token position.
-
 EPS = 1e-8
 """Added to the sum of the weights, as in verl."""
 
 
 class OptimalTokenBaseline(GroupRelative):
-    """Li et al. 2026, "The Optimal Token Baseline: Variance Reduction for Long-Horizon LLM-RL", in verl's version:
+    """The optimal token baseline: a weighted mean of the responses' returns at the same token position.
 
         A_(i, t) = G_(i, t) - sum over j of W_(j, t) G_(j, t) / sum over j of W_(j, t)
         W_(j, t) = sum over s <= t of rho_(j, s)^2 (1 - 2 p_(j, s) + sum over tokens v of p_(j, s)(v)^2)
@@ -333,7 +313,8 @@ class OptimalTokenBaseline(GroupRelative):
     weight rho is that of loss.correction, or 1.
 
     If only response i has a t-th token, A is G there. The only response of a group has A = 0. A KL penalty in the
-    reward is subtracted token by token.
+    reward is subtracted token by token. Li et al. 2026, "The Optimal Token Baseline: Variance Reduction for
+    Long-Horizon LLM-RL", in verl's version.
     """
 
     name = "optimal_token_baseline"
@@ -386,16 +367,13 @@ class OptimalTokenBaseline(GroupRelative):
         return energy * weights_of(experience, log_ratio, settings)[0].square()
 
 
-# PPO: a token's advantage is relative to the critic's value.
-
-
 class Ppo(Algorithm):
-    """Schulman et al. 2017, "Proximal Policy Optimization Algorithms", with the advantages of Schulman et al. 2016,
-    "High-Dimensional Continuous Control Using Generalized Advantage Estimation":
+    """PPO: advantages are estimated from the critic's values by GAE, and whitened over the response tokens of a step.
 
         A_t = sum over l of (gamma lambda)^l delta_(t + l),   delta_t = r_t + gamma V_(t + 1) - V_t
 
-    The advantages are whitened over the response tokens of a step.
+    Schulman et al. 2017, "Proximal Policy Optimization Algorithms", with the advantages of Schulman et al. 2016,
+    "High-Dimensional Continuous Control Using Generalized Advantage Estimation".
     """
 
     name = "ppo"
@@ -433,7 +411,9 @@ TOKEN_FIELDS = ("advantages", "response_mask")
 
 
 class OwnAdvantages(Algorithm):
-    """Calls advantages.function once per step with the samples of all replicas. Its parameter names select a form.
+    """Advantages from the user function advantages.function.
+
+    It is called once per step with the samples of all replicas. Its parameter names select a form.
 
     - (rewards, groups): rewards and prompt numbers, [samples] each. It returns advantages [samples].
     - (token_level_rewards, response_mask, index): the form of verl and SkyRL. The first two are [samples, longest

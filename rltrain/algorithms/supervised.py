@@ -15,14 +15,13 @@ if TYPE_CHECKING:
     from rltrain.data.row_index import IndexFolder
     from rltrain.data.tokenizer import ModelLimits
 
-# On-policy distillation: the actor imitates a teacher on its own samples.
-
 
 class Distillation(Algorithm):
-    """Trains on the distance from a teacher alone. Rewards are logged but not learned from.
+    """On-policy distillation: the actor imitates a teacher on its own samples.
 
-    Every other algorithm can add the same distance to its own advantages. Agarwal et al. 2024, "On-Policy Distillation
-    of Language Models"; Gu et al. 2024, "MiniLLM".
+    It trains on the distance from the teacher alone. Rewards are logged but not learned from. Every other algorithm can
+    add the same distance to its own advantages. Agarwal et al. 2024, "On-Policy Distillation of Language Models"; Gu et
+    al. 2024, "MiniLLM".
     """
 
     name = "distillation"
@@ -43,10 +42,9 @@ class Distillation(Algorithm):
         return experience.with_fields(advantages=torch.zeros(experience.num_tokens))
 
 
-# Evaluation alone: the rollout answers the evaluation sets with the weights of model.path, and the reward scores them.
-
-
 class Evaluate(Algorithm):
+    """Evaluation alone: the rollout answers the evaluation sets with the weights of model.path, and they are scored."""
+
     name = "evaluate"
     generates = False
     trains = False
@@ -68,9 +66,6 @@ class Evaluate(Algorithm):
         return False
 
 
-# The common part of algorithms with responses in the rows.
-
-
 class Supervised(Algorithm):
     """The base class of algorithms that train on given responses. Nothing is generated for training."""
 
@@ -88,9 +83,6 @@ class Supervised(Algorithm):
 
     def longest_response(self) -> int | None:
         return self.config.data.max_response_tokens
-
-
-# The common part of algorithms for preference pairs.
 
 
 class FromPairs(Supervised):
@@ -130,10 +122,9 @@ class FromPairs(Supervised):
         return Preferences(self.config, indexes, model)
 
 
-# DPO: the actor learns to prefer the chosen response, relative to the reference.
-
-
 class Dpo(FromPairs):
+    """DPO: the actor learns to prefer the chosen response, relative to the reference."""
+
     name = "dpo"
     has_no_use_for = frozenset({"center_coef"})
 
@@ -155,10 +146,9 @@ class Dpo(FromPairs):
         return direct_preference_loss(self.config.preference)
 
 
-# Reward models: an actor with a scalar head learns to score the chosen response above the rejected one.
-
-
 class RewardModelling(FromPairs):
+    """Reward models: an actor with a scalar head learns to score the chosen response above the rejected one."""
+
     name = "reward_model"
     has_no_use_for = frozenset({"loss", "beta", "label_smoothing", "sft_coef"})
 
@@ -168,13 +158,13 @@ class RewardModelling(FromPairs):
         return ranking_loss(self.config.preference)
 
 
-# SFT: the actor maximizes the likelihood of demonstrations.
-#
-# A run with the actor alone evaluates by the loss of held-out demonstrations. Evaluations by generated answers need
-# more roles.
-
-
 class Sft(Supervised):
+    """SFT: the actor maximizes the likelihood of demonstrations.
+
+    A run with the actor alone evaluates by the loss of held-out demonstrations. Evaluations by generated answers need
+    more roles.
+    """
+
     name = "sft"
 
     def needs(self) -> dict[str, str]:
