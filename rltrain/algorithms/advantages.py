@@ -1,4 +1,4 @@
-"""Advantages of samples and tokens: compared within groups, estimated from values, whitened; rewards shaped before."""
+"""Advantages per sample and per token: comparison within groups, GAE, whitening, and penalties in the reward."""
 
 import math
 from collections.abc import Callable
@@ -14,35 +14,38 @@ from rltrain.algorithms.losses import response_lengths, sample_index
 from rltrain.config import schema
 from rltrain.data.experience import SIBLINGS_APART, Experience
 
-# Samples as members of prompt groups, in which an episode counts once, however many trajectories it has.
+# Prompt groups. An episode counts once, even with several trajectories.
 
 STD_EPS = 1e-6
-"""Beside a standard deviation that something is divided by."""
+"""Added to a standard deviation before a division."""
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of some samples, which need not be contiguous or of equal size.
+    """The group and the episode of each sample. Groups may have any order and different sizes.
 
-    A group's size is its number of episodes; a sample weighs as much as its share of its episode. Values are [samples]
-    fp64, one for each; so are results, where nothing else is said.
+    A group's size is its number of episodes. A sample weighs 1 / (samples of its episode). Values are fp64 [samples],
+    and so are the results unless stated otherwise.
     """
 
     index: Tensor
-    """[samples] int64 the group of each, from 0 on."""
+    """Group of each sample, int64 [samples], from 0."""
     episodes: Tensor
-    """[samples] int64 the episode of each, from 0 on."""
+    """Episode of each sample, int64 [samples], from 0."""
 
     @classmethod
     def of(cls, group_ids: Tensor, episodes: Tensor | None = None) -> "Groups":
-        """`episodes` [samples] int64: samples of equal ones are trajectories of one episode; None: each is one."""
+        """Builds the groups. Samples with equal `episodes`, int64 [samples], are trajectories of one episode.
+
+        With None, each sample is an episode.
+        """
         _, index = torch.unique(group_ids, return_inverse=True)
         if episodes is None:
             return cls(index, torch.arange(len(index), device=index.device))
         return cls(index, torch.unique(episodes, return_inverse=True)[1])
 
     def select(self, chosen: Tensor) -> "Groups":
-        """Those of the samples that are `chosen` [samples] bool."""
+        """Returns the groups of the chosen samples. `chosen` is bool [samples]."""
         return Groups.of(self.index[chosen], self.episodes[chosen])
 
     @cached_property
@@ -51,51 +54,52 @@ class Groups:
 
     @cached_property
     def shares(self) -> Tensor:
-        """One over the number of samples of each one's episode."""
+        """Weight of each sample: 1 / (number of samples in its episode)."""
         share: Tensor = 1 / self.episodes.bincount().double()[self.episodes]
         return share
 
     @cached_property
     def sizes(self) -> Tensor:
-        """Of each sample's group."""
+        """Number of episodes in each sample's group."""
         return self._sums(torch.ones_like(self.shares)).round()
 
     def means(self, values: Tensor) -> Tensor:
-        """Of each sample's group."""
+        """Returns the mean of each sample's group."""
         return self._sums(values) / self.sizes
 
     def others_means(self, values: Tensor) -> Tensor:
-        """Of the other episodes of each sample's group; the sample's own where there is no other."""
+        """Returns the mean over the other episodes of each sample's group, or the sample's own episode mean if there
+        are none."""
         own = self.episode_means(values)
         return ((self._sums(values) - own) / (self.sizes - 1)).where(self.sizes > 1, own)
 
     def episode_means(self, values: Tensor) -> Tensor:
-        """Of each sample's episode."""
+        """Returns the mean of each sample's episode."""
         zeros = values.new_zeros(len(self.index))
         return zeros.index_add(0, self.episodes, values * self.shares)[self.episodes]
 
     def are_equal(self, values: Tensor) -> Tensor:
-        """[samples] bool: whether all values of the sample's group are the same."""
+        """Returns whether all values of a sample's group are equal, bool [samples]."""
         zeros = values.new_zeros(self.num_groups)
         largest = zeros.scatter_reduce(0, self.index, values, "amax", include_self=False)
         smallest = zeros.scatter_reduce(0, self.index, values, "amin", include_self=False)
         return (largest == smallest)[self.index]
 
     def centred(self, values: Tensor) -> Tensor:
-        """Less the group's mean: exactly 0 where all of a group are equal."""
+        """Returns the values minus their group's mean: exactly 0 if all values of the group are equal."""
         return (values - self.means(values)).masked_fill(self.are_equal(values), 0)
 
     def deviations(self, values: Tensor) -> Tensor:
-        """Of each sample's group the standard deviation of a sample (n - 1); 0 of a group of one."""
+        """Returns the standard deviation (n - 1) of each sample's group. It is 0 for a group of one."""
         variance = self._sums(self.centred(values).square()) / (self.sizes - 1).clamp(min=1)
         return variance.sqrt()
 
     def standardized(self, values: Tensor) -> Tensor:
-        """Centred and divided by the group's standard deviation: exactly 0 where all of a group are equal."""
+        """Returns centred values divided by their group's standard deviation: exactly 0 if all values are equal."""
         return self.over_deviations(self.centred(values), values)
 
     def over_deviations(self, values: Tensor, of: Tensor) -> Tensor:
-        """`values` divided by the group's standard deviation of the values `of`."""
+        """Returns `values` divided by the group's standard deviation of `of`."""
         return values / (self.deviations(of) + STD_EPS)
 
     def _sums(self, values: Tensor) -> Tensor:
@@ -103,20 +107,20 @@ class Groups:
         return zeros.index_add(0, self.index, values * self.shares)[self.index]
 
 
-# Advantages of whole samples, by which each of their response tokens is trained.
+# One advantage per sample, copied to each of its response tokens.
 
 Estimator = Callable[[Tensor, Groups], Tensor]
-"""([members, ...] fp64 values, [members] groups) -> [members] fp64 advantages."""
+"""(values, fp64 [members, ...], groups of the members) -> advantages, fp64 [members]."""
 
 
 def with_sample_advantages(
     experience: Experience, estimator: Estimator, *, of: str = "rewards", token_rewards: Tensor | None = None
 ) -> Experience:
-    """`experience` with its samples' advantages on every response token, 0 elsewhere.
+    """Returns `experience` with each sample's advantage on all its response tokens, and 0 on the other tokens.
 
-    The estimator gets the field `of`; every group must be whole. Of `token_rewards` [tokens], such as a KL penalty,
-    a sample gets the sum beside its reward: with one advantage per sample, a penalty on every token and its sum on the
-    sample are the same. A sample without a token in the response mask is no member of its group.
+    The estimator gets the field `of`. Every group must be whole. `token_rewards` [tokens], for example a KL penalty,
+    are summed per sample and added to its value. With one advantage per sample this equals a penalty on every token.
+    Samples without a token in the response mask are not members of their group.
     """
     values = getattr(experience, of).double()
     index = sample_index(experience)
@@ -133,15 +137,14 @@ def with_sample_advantages(
 
 # Generalized advantage estimation per token (Schulman et al. 2016, equations 11 to 16), and discounted returns.
 #
-# A sample's reward comes with its last response token, or with those of its turns. After its end there is nothing: a
-# response that was cut by the token limit ends like any other, as is usual in training language models, so no value is
-# put in the place of what it lacks.
+# A sample's reward is at its last response token, or at the ends of its turns. Every response is a finished episode: as
+# usual for language models, a truncated response is not bootstrapped with a value.
 
 
 def with_gae(experience: Experience, token_rewards: Tensor | None = None, *, gamma: float, lam: float) -> Experience:
-    """`experience` with advantages and returns (advantage + value) on response tokens, 0 elsewhere.
+    """Returns `experience` with advantages and returns (advantage + value) on response tokens, and 0 on the others.
 
-    Needs rewards and values; `token_rewards` as in `rewards_at_tokens`.
+    Needs rewards and values. `token_rewards` are those of `rewards_at_tokens`.
     """
     positions, samples, rewards = rewards_at_tokens(experience, token_rewards)
     values = experience.values[positions].double()
@@ -154,9 +157,10 @@ def with_gae(experience: Experience, token_rewards: Tensor | None = None, *, gam
 
 
 def with_returns_to_go(experience: Experience, token_rewards: Tensor | None = None, *, gamma: float) -> Experience:
-    """`experience` with, as advantage of each response token, sum over k of gamma^k times the reward k tokens later.
+    """Returns `experience` with discounted returns as advantages: the sum over k of gamma^k times the reward k tokens
+    later.
 
-    Needs rewards; `token_rewards` as in `rewards_at_tokens`.
+    Needs rewards. `token_rewards` are those of `rewards_at_tokens`.
     """
     positions, samples, rewards = rewards_at_tokens(experience, token_rewards)
     to_go = _gae(rewards, torch.zeros_like(rewards), samples, gamma, 1.0)
@@ -165,11 +169,11 @@ def with_returns_to_go(experience: Experience, token_rewards: Tensor | None = No
 
 
 def rewards_at_tokens(experience: Experience, token_rewards: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns of the n response tokens where they stand, which samples they are of, and their rewards, fp64.
+    """Returns positions, sample indices and fp64 rewards of the n response tokens, shape [n] each.
 
-    `token_rewards` [tokens] come on top of the samples' rewards, such as a KL penalty. What of a sample's reward came
-    with its turns (turn_rewards, where they are there) stands at the ends of these, the rest at its last token. Tokens
-    out of the response mask are no steps: the tokens around them follow one another.
+    `token_rewards` [tokens], for example a KL penalty, are added. Rewards of turns (turn_rewards, if present) are at
+    the ends of the turns. The rest of a sample's reward is at its last response token. Tokens outside the response mask
+    are skipped, so the response tokens around them are neighbours.
     """
     positions = torch.nonzero(experience.response_mask).flatten()
     samples = sample_index(experience)[positions]
@@ -181,15 +185,16 @@ def rewards_at_tokens(experience: Experience, token_rewards: Tensor | None) -> t
 
 
 def _is_last(samples: Tensor) -> Tensor:
-    """[n] bool: whether the next token belongs to another sample."""
+    """Returns a bool mask [n] of the last token of each sample."""
     return torch.cat([samples[1:] != samples[:-1], samples.new_ones(min(len(samples), 1), dtype=torch.bool)])
 
 
 def _gae(rewards: Tensor, values: Tensor, samples: Tensor, gamma: float, lam: float) -> Tensor:
-    """[n] sum over k of (gamma lam)^k delta[t + k] within t's sample, delta = reward + gamma next value - value.
+    """Returns the sum over k of (gamma lam)^k delta[t + k] within t's sample, fp64 [n].
 
-    All tokens of all samples at once: when the window of the sums is doubled, each sum gains the one that starts where
-    it ended. As many rounds as the longest response has binary digits.
+    delta is reward + gamma * next value - value. All tokens of all samples are summed at once by doubling the window:
+    each sum gains the sum of the next window. The number of rounds is the number of binary digits of the longest
+    response.
     """
     next_values = values.roll(-1).masked_fill(_is_last(samples), 0)
     advantages = rewards + gamma * next_values - values
@@ -203,18 +208,21 @@ def _gae(rewards: Tensor, values: Tensor, samples: Tensor, gamma: float, lam: fl
     return advantages
 
 
-# Advantages over all response tokens of a step: mean 0 and standard deviation 1.
+# Whitening over all response tokens of a step.
 
 
 def moments(experience: Experience) -> Tensor:
-    """[3] fp64 number, sum and sum of squares of the response tokens' advantages; to be added up over ranks."""
+    """Returns count, sum and sum of squares of the response tokens' advantages, fp64 [3]. The caller sums them over
+    ranks."""
     advantages = experience.advantages[experience.response_mask].double()
     return torch.stack([advantages.new_tensor(len(advantages)), advantages.sum(), advantages.square().sum()])
 
 
 def whiten(advantages: Tensor, mask: Tensor, sums: Tensor) -> Tensor:
-    """[tokens] advantages that have mean 0 and standard deviation (n - 1) 1 over the tokens whose moments make up
-    `sums`; 0 outside the mask."""
+    """Returns advantages [tokens] with mean 0 and standard deviation (n - 1) of 1, and 0 outside the mask.
+
+    `sums` are the `moments` over all tokens of the step.
+    """
     num_tokens, total, squares = sums.tolist()
     mean = total / max(num_tokens, 1)
     variance = max(squares - num_tokens * mean**2, 0) / max(num_tokens - 1, 1)
@@ -222,15 +230,15 @@ def whiten(advantages: Tensor, mask: Tensor, sums: Tensor) -> Tensor:
     return whitened.masked_fill(~mask, 0).to(advantages.dtype)
 
 
-# What a sample adds to the best of k samples of its group.
+# The gain of a sample for the best of k samples of its group.
 
 
 def gains_of_best(rewards: Tensor, groups: Groups, k: int) -> Tensor:
-    """[samples] fp64 mean over the sets of k episodes of its group that hold the sample's, of the set's best reward
-    less that of the others.
+    """Returns each sample's mean gain over all sets of k episodes of its group that contain its own, fp64 [samples].
 
-    Trajectories of an episode share its mean reward and its gain. Of a group of fewer episodes all are taken; one
-    that is alone has nothing to be compared with: 0.
+    The gain is the best reward of the set minus the best reward of the others in it. Trajectories of an episode share
+    its mean reward and its gain. A group with fewer than k episodes forms a single set. The only episode of a group
+    gains 0.
     """
     of_episodes = groups.episode_means(rewards)
     gains = torch.zeros_like(of_episodes)
@@ -247,8 +255,10 @@ def gains_of_best(rewards: Tensor, groups: Groups, k: int) -> Tensor:
 
 @cache
 def second_chances(size: int, k: int) -> Tensor:
-    """[size, size] fp64 for places in ascending order: the chance that place j is the second best of a set of k places
-    that holds place i, and i its best."""
+    """Returns the probability that place i is the best and place j the second best of a random set of k places with i.
+
+    Places are in ascending order of reward. fp64, shape [i, j] = [size, size].
+    """
     if k < 2:  # noqa: PLR2004 - a set of one has no second
         return torch.zeros(size, size, dtype=torch.float64)
     all_sets = comb(size - 1, k - 1)
@@ -256,13 +266,14 @@ def second_chances(size: int, k: int) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64)
 
 
-# Rewards less those of the greedy responses to the same prompts.
+# Rewards relative to the greedy response of the same prompt.
 
 
 def less_greedy_rewards(experience: Experience, greedy: Tensor) -> Experience:
-    """The samples that are not `greedy` [samples] bool, their rewards less the mean of the greedy ones' of their group.
+    """Returns the samples outside `greedy` (bool [samples]), each reward minus the mean reward of its group's greedy
+    samples.
 
-    ValueError where a group has none.
+    Raises ValueError if a group has no greedy sample.
     """
     groups, index = torch.unique(experience.group_ids, return_inverse=True)
     zeros = torch.zeros(len(groups), dtype=torch.float64)
@@ -274,19 +285,19 @@ def less_greedy_rewards(experience: Experience, greedy: Tensor) -> Experience:
     return experience.with_fields(rewards=rewards).select(torch.nonzero(~greedy).flatten())
 
 
-# Packed tokens as other trainers have them: a row for each sample, of its response from the first token on.
+# Packed tokens in the padded form of other trainers: a row per sample, beginning with its first response token.
 
 
 @dataclass(frozen=True)
 class Rectangle:
-    """What was observed between the turns of a response stands in the rows as well, out of the mask."""
+    """The index of packed response tokens in a padded tensor. Observations between the turns are included."""
 
     tokens: Tensor
-    """[n] the tokens that are in it."""
+    """Packed indices of the included tokens, shape [n]."""
     places: Tensor
-    """[n] where each stands, row by row."""
+    """Flat indices of these tokens in the padded tensor, shape [n]."""
     shape: tuple[int, int]
-    """Samples, and tokens of the longest response."""
+    """Number of samples, and number of tokens of the longest response."""
 
     @classmethod
     def of(cls, experience: Experience) -> "Rectangle":
@@ -304,28 +315,28 @@ class Rectangle:
         return cls(tokens, places, (experience.num_samples, width))
 
     def padded(self, values: Tensor) -> Tensor:
-        """[samples, longest] of `values` [tokens], 0 behind what is there. Gradients flow."""
+        """Returns `values` [tokens] as [samples, longest], padded with 0 at the end. Gradients flow."""
         flat = values.new_zeros(self.shape[0] * self.shape[1])
         return flat.index_put((self.places,), values[self.tokens]).view(self.shape)
 
     def packed(self, rows: Tensor, num_tokens: int) -> Tensor:
-        """[tokens] what `rows` [samples, longest] hold of each token, 0 of those that are not in it."""
+        """Returns the values of `rows` [samples, longest] as [num_tokens], with 0 for all other tokens."""
         return rows.new_zeros(num_tokens).index_put((self.tokens,), rows.reshape(-1)[self.places])
 
 
-# Responses that are too long: a penalty that grows with their length, and none of those that were cut in the loss.
+# Long responses: a length penalty, and the exclusion of truncated responses from the loss.
 #
 # Yu et al. 2025, "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", section 3.4.
 
 
 def overlong_penalties(experience: Experience, settings: schema.OverlongPenalty, max_response_tokens: int) -> Tensor:
-    """[samples] fp64 at most 0, to be added to the rewards (equation 13):
+    """Returns a penalty per sample, fp64 [samples], at most 0. The caller adds it to the rewards (equation 13):
 
-        0                                            where |y| <= L - buffer
-        factor ((L - buffer) - |y|) / buffer         where L - buffer < |y| <= L
+        0                                            if |y| <= L - buffer
+        factor ((L - buffer) - |y|) / buffer         if L - buffer < |y| <= L
 
-    with L the most tokens that a response may have, and |y| the tokens from the first that was drawn on: what was
-    observed between turns takes room too. 0 where nothing was drawn.
+    L is `max_response_tokens`. |y| counts the tokens from the first response token on, including observations between
+    turns. The penalty is 0 for a sample without response tokens.
     """
     lengths = lengths_from_first_drawn(experience).double()
     excess = (lengths - (max_response_tokens - settings.buffer_tokens)).clamp(min=0, max=settings.buffer_tokens)
@@ -333,7 +344,7 @@ def overlong_penalties(experience: Experience, settings: schema.OverlongPenalty,
 
 
 def lengths_from_first_drawn(experience: Experience) -> Tensor:
-    """[samples] int64 tokens from the first response token on; 0 where there is none."""
+    """Returns the number of tokens from the first response token on, int64 [samples]: 0 without response tokens."""
     num_before = torch.zeros(experience.num_samples, dtype=torch.int64)
     drawn = torch.zeros(experience.num_tokens + 1, dtype=torch.int64)
     drawn[1:] = experience.response_mask.cumsum(0)
@@ -345,29 +356,29 @@ def lengths_from_first_drawn(experience: Experience) -> Tensor:
 
 
 def without_truncated(experience: Experience) -> Experience:
-    """`experience` with nothing of truncated samples in the response mask.
+    """Returns `experience` with truncated samples removed from the response mask.
 
-    To be called once advantages are made, in which they count: they are compared with, and not trained on.
+    Call it after the advantages are made: truncated samples count in comparisons but are not trained on.
     """
     cut = experience.truncated[sample_index(experience)]
     return experience.with_fields(response_mask=experience.response_mask & ~cut)
 
 
 def num_truncated(experience: Experience) -> int:
-    """Truncated samples with a response."""
+    """Returns the number of truncated samples with a response."""
     return int((experience.truncated & (response_lengths(experience) > 0)).sum())
 
 
-# The distance from the reference as a reward: what it takes off each token, and a coefficient that adapts.
+# The KL penalty in the reward: its value per token, and an adaptive coefficient.
 
 MAX_ERROR = 0.2
-"""By which a KL counts at most as too large or too small, relative to the target."""
+"""Limit of the KL's relative error in one update of the coefficient."""
 
 
 def response_kl(experience: Experience, kl: schema.Kl) -> Tensor:
-    """[tokens] the KL estimate of response tokens, 0 elsewhere.
+    """Returns the KL estimate of response tokens, and 0 for the others, shape [tokens].
 
-    Needs reference_logprobs; the actor's own log-probs are actor_logprobs where present, else rollout_logprobs.
+    Needs reference_logprobs. The actor's log-probs are actor_logprobs if present, else rollout_logprobs.
     """
     assert kl.estimator != "full", "it is no estimate of a drawn token"
     drawn = experience.actor_logprobs if experience.has("actor_logprobs") else experience.rollout_logprobs
@@ -375,8 +386,10 @@ def response_kl(experience: Experience, kl: schema.Kl) -> Tensor:
 
 
 def mean_kl_sums(experience: Experience, token_kl: Tensor) -> Tensor:
-    """[2] fp64 sum over responses of the mean of `token_kl` over their tokens, and their number; to be added up over
-    ranks and parts of a step. Samples without a response count nowhere."""
+    """Returns the sum over responses of the mean `token_kl` of their tokens, and the number of responses, fp64 [2].
+
+    The caller sums them over ranks and parts of a step. Samples without a response do not count.
+    """
     lengths = response_lengths(experience).double()
     of_samples = torch.zeros_like(lengths).index_add(0, sample_index(experience), token_kl.double())
     num_responses = (lengths > 0).sum()
@@ -385,20 +398,21 @@ def mean_kl_sums(experience: Experience, token_kl: Tensor) -> Tensor:
 
 @dataclass
 class KlCoefficient:
-    """That of the penalty, from step to step. With loss.kl.adaptive it follows the distance that was measured
-    (Ziegler et al. 2019, "Fine-Tuning Language Models from Human Preferences", section 2.2):
+    """The coefficient of the KL penalty. With loss.kl.adaptive it changes after every step.
+
+    It follows Ziegler et al. 2019, "Fine-Tuning Language Models from Human Preferences", section 2.2:
 
         e = clip(KL / target - 1, -0.2, 0.2)
         coef becomes coef (1 + e n / horizon)        after a step of n responses
 
-    KL is the mean over responses of the mean over their tokens; in the paper it is the sum over the tokens.
+    KL is the mean over responses of the mean over their tokens. In the paper it is the sum over the tokens.
     """
 
     settings: schema.Kl
     coef: float
 
     def after(self, measured_kl: float, num_responses: float) -> None:
-        """A step with these; nothing changes without responses."""
+        """Updates the coefficient after a step. Nothing changes if there were no responses."""
         adaptive = self.settings.adaptive
         if adaptive is not None and num_responses:
             error = min(max(measured_kl / adaptive.target - 1, -MAX_ERROR), MAX_ERROR)

@@ -1,4 +1,4 @@
-"""What an algorithm says of a run: its roles, its demands on the config, what the actor learns from, by which loss."""
+"""The base class of algorithms: required roles, config problems, training data, advantages and the loss."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,145 +17,155 @@ if TYPE_CHECKING:
     from rltrain.data.tokenizer import ModelLimits
 
 
-def _of_one(values: "Tensor") -> "Tensor":
+def _unchanged(values: "Tensor") -> "Tensor":
     return values
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """What all of the actor's replicas have together; as it is by default, of one that has no others. Collective over:
-    the actor's ranks."""
+    """Reductions over the actor's data-parallel replicas. The defaults suit a single replica.
 
-    total: Callable[["Tensor"], "Tensor"] = _of_one
-    """Adds up a tensor."""
-    gathered: Callable[["Tensor"], "Tensor"] = _of_one
-    """Puts theirs [n] one behind the other, on each in the same order."""
+    Collective over: the actor's ranks.
+    """
+
+    total: Callable[["Tensor"], "Tensor"] = _unchanged
+    """Sums a tensor over all replicas."""
+    gathered: Callable[["Tensor"], "Tensor"] = _unchanged
+    """Concatenates every replica's tensor along the first dimension, in the same order on all of them."""
 
 
 USED_BY_ALL = frozenset({"overlong_penalty", "mask_truncated"})
 
 
-# Checks, plans and --dry-run ask it too, and start in a moment because they do not load torch: what needs torch is
-# imported inside the methods that only the actor calls.
+# Checks, plans and --dry-run use this class too. They start fast because they load no torch, so the methods of the
+# actor import torch themselves.
 @dataclass(frozen=True)
 class Algorithm:
-    """The algorithm of one config. Unless a method says otherwise it learns from responses that the rollout draws."""
+    """The algorithm of one config. By default it trains on responses of the rollout."""
 
     name: ClassVar[str]
     generates: ClassVar[bool] = True
-    """Whether training is on responses of the rollout, which otherwise is there for evaluations alone."""
+    """Whether training uses responses of the rollout. Otherwise the rollout serves evaluations alone."""
     reads_responses: ClassVar[bool] = False
-    """Whether the responses that are trained on stand in the rows."""
+    """Whether the responses for training come from the rows."""
     from_pairs: ClassVar[bool] = False
-    """Whether training and evaluations are on pairs of samples that are compared, which therefore stay together."""
+    """Whether training and evaluation use pairs of samples. The samples of a pair stay together."""
     trains: ClassVar[bool] = True
-    """Whether anything is trained; otherwise the run is one evaluation of model.path."""
+    """Whether the run trains. Otherwise it is a single evaluation of model.path."""
     per_token: ClassVar[bool] = False
-    """Whether the tokens of a response have advantages of their own."""
+    """Whether every token of a response has its own advantage."""
     needs_actor_squares: ClassVar[bool] = False
-    """Whether the actor's evaluation of the samples before its first update is to give actor_squares as well."""
+    """Whether the actor's evaluation before its first update must also compute the field actor_squares."""
     uses: ClassVar[frozenset[str]] = frozenset()
-    """Keys of section advantages that change what it does, beside those of every algorithm (USED_BY_ALL)."""
+    """Keys of config section advantages that this algorithm uses, in addition to USED_BY_ALL."""
 
     config: Config
 
     def needs(self) -> dict[str, str]:
-        """The roles without which the run cannot be made, each with what needs it."""
+        """Returns the required roles, each with the part of the config that requires it."""
         needed = dict.fromkeys(("actor", "rollout", "reward"), f"algorithm {self.name}")
         coef = self.config.loss.kl.coef
         return {**needed, "reference": f"loss.kl.coef {coef}"} if coef else needed
 
     def usable_roles(self) -> frozenset[str]:
-        """Roles that have a task in the run. A reference that no penalty needs still gives the distance from it."""
+        """Returns the roles that have a task in the run. A reference without a KL penalty only reports the distance."""
         unused = set() if self.needs_actor_logprobs() else {"inference"}
         return frozenset({*self.needs(), *optional_roles()} - unused)
 
     def problems(self) -> Iterator[str]:
-        """What the config asks for and this algorithm cannot do, in sentences for the user."""
+        """Yields a sentence for the user about each setting that this algorithm cannot handle."""
         if self.config.rollout.sampling.temperature == 0:
             yield (
-                f"rollout.sampling.temperature: got 0; expected above 0: algorithm {self.name} learns from "
-                "differing samples, and greedy ones are equal"
+                f"rollout.sampling.temperature: got 0; expected above 0: algorithm {self.name} needs different samples "
+                "of a prompt, and greedy samples are equal"
             )
         yield from self._kl_problems()
         overlong, longest = self.config.advantages.overlong_penalty, self.config.rollout.sampling.max_response_tokens
         if overlong is not None and overlong.buffer_tokens > longest:
             yield (
                 f"advantages.overlong_penalty.buffer_tokens: got {overlong.buffer_tokens}; expected at most "
-                f"rollout.sampling.max_response_tokens {longest}, before which they lie"
+                f"rollout.sampling.max_response_tokens {longest}, since the buffer is the end of the longest response"
             )
         given, defaults = self.config.advantages, Advantages()
         for key in sorted(given.model_fields_set - self.uses - USED_BY_ALL):
             value, default = getattr(given, key), getattr(defaults, key)
             if value != default:
                 yield (
-                    f"advantages.{key}: got {value}; expected {default}, or nothing: algorithm {self.name} does not "
-                    "look at it"
+                    f"advantages.{key}: got {value}; expected {default}, or no value: algorithm {self.name} does not "
+                    "use it"
                 )
 
     def _kl_problems(self) -> Iterator[str]:
         kl = self.config.loss.kl
         if kl.adaptive is not None and not self.penalizes_reward():
             yield (
-                f"loss.kl.adaptive: got one with loss.kl.coef {kl.coef} and loss.kl.where {kl.where}; expected a "
-                "coefficient above 0 to start from, and where: reward: it is the reward's penalty that adapts"
+                f"loss.kl.adaptive: got one with loss.kl.coef {kl.coef} and loss.kl.where {kl.where}; expected an "
+                "initial coefficient above 0 and where: reward, since only the penalty in the reward can adapt"
             )
 
     def samples_per_group(self) -> int:
-        """Samples of one prompt that are trained on."""
+        """Returns the number of training samples per prompt."""
         return self.config.batch.samples_per_prompt
 
     def greedy_samples_per_group(self) -> int:
-        """Samples of one prompt that are drawn beside them, each token the most likely one, to be compared with."""
+        """Returns the number of greedy samples per prompt. They are generated as a baseline, beside the training
+        samples."""
         return 0
 
     def is_greedy(self, experience: "Experience") -> "Tensor":
-        """[samples] bool: which are of those. They come last in their group, by their ids."""
+        """Returns which samples are greedy, bool [samples]. They have the last sample ids of their group."""
         from rltrain.data.experience import SIBLINGS_APART
 
         sampled, greedy = self.samples_per_group(), self.greedy_samples_per_group()
         return experience.sample_ids % SIBLINGS_APART % (sampled + greedy) >= sampled
 
     def first_actor_step(self) -> int:
-        """The first step in which the actor learns."""
+        """Returns the first step with an update of the actor."""
         return 0
 
     def needs_actor_logprobs(self) -> bool:
-        """Whether the actor evaluates the samples before its first update."""
+        """Returns whether the actor computes log-probs of the samples before its first update."""
         return self.config.loss.old_logprobs == "actor"
 
     def needs_whole_step(self) -> bool:
-        """Whether `over_whole_step` changes advantages, so that no gradient can be made before the last chunk."""
+        """Returns whether `over_whole_step` changes advantages. If so, gradients wait for the step's last chunk."""
         return "whiten" in self.uses and self.config.advantages.whiten
 
     def temperature(self) -> float:
-        """That of the distribution whose log-probs the actor takes."""
+        """Returns the sampling temperature for the actor's log-probs."""
         return self.config.rollout.sampling.temperature
 
     def longest_response(self) -> int | None:
-        """Returns the most tokens of a response that is trained on. None: the model's positions alone limit it."""
+        """Returns the largest number of response tokens in a training sample. None: only the model's positions limit
+        it."""
         return self.config.rollout.sampling.max_response_tokens
 
     def training_data(
         self, indexes: "IndexFolder | None", model: "ModelLimits"
     ) -> "Demonstrations | Preferences | None":
-        """What training is on where nothing is generated; `indexes` and `model` as in load_prompts."""
+        """Returns the rows for training, or None if the rollout generates the samples.
+
+        `indexes` and `model` are those of `load_prompts`.
+        """
         return None
 
     def compared_with_greedy(self, experience: "Experience") -> "Experience":
-        """Scored `experience` without its greedy samples, whose rewards have been used. Groups are whole."""
+        """Returns scored `experience` without its greedy samples, after their rewards served as a baseline.
+
+        Groups must be whole. The base class has no greedy samples and returns `experience` unchanged.
+        """
         return experience
 
     def with_advantages(self, experience: "Experience", token_rewards: "Tensor | None" = None) -> "Experience":
-        """Scored `experience` with advantages, and with returns where a critic is to learn from them.
+        """Returns scored `experience` with advantages, and with returns if a critic learns from them.
 
-        `token_rewards` [tokens] come beside the samples' rewards, such as a penalty for the distance from the
-        reference. Groups are whole but for greedy samples.
+        `token_rewards` [tokens] are added to the rewards of the samples, for example a KL penalty. Groups must be
+        whole, apart from greedy samples.
         """
         raise NotImplementedError(f"algorithm {self.name} has no advantages")
 
     def over_whole_step(self, experience: "Experience", replicas: Replicas) -> "Experience":
-        """A step's samples on this replica as they are trained on.
+        """Returns this replica's samples of a whole step, with their final advantages.
 
         Collective over: the actor's ranks.
         """
@@ -167,13 +177,13 @@ class Algorithm:
         return experience.with_fields(advantages=whiten(experience.advantages, experience.response_mask, sums))
 
     def loss_function(self) -> "LossFunction":
-        """The actor's."""
+        """Returns the loss function of the actor."""
         from rltrain.algorithms.policy_loss import policy_loss
 
         config = self.config
         return policy_loss(config.loss, config.rollout.sampling.max_response_tokens, config.teacher)
 
     def penalizes_reward(self) -> bool:
-        """Whether the distance from the reference is taken off the rewards."""
+        """Returns whether the KL penalty is subtracted from the rewards."""
         kl = self.config.loss.kl
         return bool(kl.coef) and kl.where == "reward"

@@ -1,26 +1,27 @@
-"""Off-policy correction: what tokens count for that other weights, or other arithmetic, drew than the actor's.
+"""Off-policy correction: weights for tokens from other weights or other arithmetic than the actor's.
 
-Of a token with probability pi under the actor at the step's start and mu under the engine that drew it the ratio is
-pi / mu; of a sequence it is the product of its tokens' ratios, or their geometric mean.
+A token has probability pi under the actor at the start of the step, and mu under the engine. Its ratio is pi / mu. The
+ratio of a sequence is the product of its tokens' ratios, or their geometric mean. The methods are:
 
-    tis      weight min(max(ratio, low), high): truncated importance sampling (Ionides 2008; Yao et al. 2025, "Your
-             Efficient RL Framework Secretly Brings You Off-Policy RL Training")
-    mis      weight ratio, what lies outside [low, high] is left out: masked importance sampling (Liu et al. 2025, "When
-             Speed Kills Stability")
-    icepop   weight ratio within [low, high], 0 outside, where the token goes on counting in the divisor (Ling Team
-             2025, "Every Step Evolves")
-    mask     weight 1 within [low, high], what lies outside is left out
+- tis: weight min(max(ratio, low), high). Truncated importance sampling (Ionides 2008; Yao et al. 2025, "Your Efficient
+  RL Framework Secretly Brings You Off-Policy RL Training").
+- mis: weight ratio, with tokens outside [low, high] excluded. Masked importance sampling (Liu et al. 2025, "When Speed
+  Kills Stability").
+- icepop: weight ratio within [low, high], else 0. Tokens of weight 0 still count in the divisor (Ling Team 2025, "Every
+  Step Evolves").
+- mask: weight 1 within [low, high], with tokens outside excluded.
 
-With loss.old_logprobs: actor the policy's ratio is of the present weights over pi, so that with tis this is decoupled
-PPO (Hilton et al. 2022, "Batch size-invariance for policy optimization"; Fu et al. 2025, "AReaL"): mu is the behaviour
-policy, pi the proximal one. With loss.old_logprobs: rollout pi is that of the present weights, and nothing is weighed.
+Excluded tokens leave the response mask, so they count in no sum and no divisor.
 
-Left out means: out of the response mask, so that a token counts in no sum and no divisor.
+With loss.old_logprobs: actor, the ratio of the policy loss is present weights over pi. With tis this is decoupled PPO:
+mu is the behaviour policy and pi the proximal one (Hilton et al. 2022, "Batch size-invariance for policy optimization";
+Fu et al. 2025, "AReaL"). With loss.old_logprobs: rollout, pi is the probability under the present weights. The ratio of
+the policy loss then corrects for the engine already, so only method mask or loss.policy: reinforce are allowed.
 
-With loss.correction.normalize weights are divided by their mean, so that a step's size does not depend on how far all
-of it is from the engine: self-normalized importance sampling (Owen 2013, "Monte Carlo theory, methods and examples",
-section 9.2). The mean is over response tokens, or of weights of sequences over those; with mis over what the method
-leaves in, and whatever else leaves tokens out comes after it.
+With loss.correction.normalize the weights are divided by their mean. The size of a step then does not depend on the
+distance of the whole step from the engine. This is self-normalized importance sampling (Owen 2013, "Monte Carlo theory,
+methods and examples", section 9.2). The mean is over response tokens, or over sequences for weights of sequences. With
+mis it is over the tokens within [low, high]. Other exclusions come after the mean.
 """
 
 from collections.abc import Mapping
@@ -38,19 +39,22 @@ from rltrain.data.experience import Experience
 
 @dataclass(frozen=True)
 class Corrected:
-    """What a micro-batch is trained on. No gradient."""
+    """The corrected micro-batch for training, without gradients."""
 
     experience: Experience
-    """The response mask has what was not left out."""
+    """The micro-batch with excluded tokens removed from the response mask."""
     weights: Tensor | None
-    """[tokens] fp32, of the policy loss; 0 outside that mask. None: there is no correction."""
+    """Weight of each token in the policy loss, fp32 [tokens], 0 outside the mask. None: no correction is configured."""
     token_means: dict[str, Tensor]
-    """[tokens] each, metrics that are means over the response tokens of the micro-batch as it was."""
+    """Metrics per token, [tokens] each. Their means are over the response tokens of the uncorrected micro-batch."""
 
 
 def corrected(experience: Experience, logprobs: Tensor, settings: schema.Loss) -> Corrected:
-    """`logprobs` [tokens] are those of the present weights. Needs rollout_logprobs, and actor_logprobs if
-    settings.old_logprobs is "actor"; for opsm_delta the advantages, for normalize weight_means."""
+    """Applies loss.correction to a micro-batch. `logprobs` [tokens] are those of the present weights.
+
+    Needs rollout_logprobs, and actor_logprobs if settings.old_logprobs is "actor". opsm_delta needs advantages, and
+    normalize needs weight_means.
+    """
     correction = settings.correction
     if not is_asked_for(correction):
         return Corrected(experience, None, {})
@@ -87,7 +91,10 @@ def is_asked_for(correction: schema.Correction) -> bool:
 
 
 def rejections(experience: Experience, actor: Tensor, drawn: Tensor, correction: schema.Correction) -> Tensor:
-    """[tokens] bool: what the masks and the estimated KL find. Both log-probs [tokens] are 0 outside the response."""
+    """Returns a bool mask [tokens] of the tokens rejected by the masks and by the estimated KL.
+
+    Both log-probs [tokens] are 0 outside the response.
+    """
     found = torch.zeros_like(experience.response_mask)
     for bounds in correction.masks:
         found = found | ~within(experience, actor - drawn, bounds)
@@ -98,7 +105,7 @@ def rejections(experience: Experience, actor: Tensor, drawn: Tensor, correction:
 
 
 def within(experience: Experience, log_ratio: Tensor, bounds: schema.RatioMask) -> Tensor:
-    """[tokens] bool: which a mask leaves in. `log_ratio` [tokens] is 0 outside the response."""
+    """Returns a bool mask [tokens] of the tokens within `bounds`. `log_ratio` [tokens] is 0 outside the response."""
     ratio = ratios(experience, log_ratio, "token" if bounds.level == "every_token" else bounds.level)
     inside = (ratio >= bounds.low) & (ratio <= bounds.high)
     if bounds.level != "every_token":
@@ -108,7 +115,8 @@ def within(experience: Experience, log_ratio: Tensor, bounds: schema.RatioMask) 
 
 
 def ratios(experience: Experience, log_ratio: Tensor, level: schema.CorrectionLevel) -> Tensor:
-    """[tokens] each token's own ratio or that of its sequence. `log_ratio` [tokens] is 0 outside the response."""
+    """Returns each token's own ratio or the ratio of its sequence, [tokens]. `log_ratio` [tokens] is 0 outside the
+    response."""
     if level == "sequence":
         log_ratio = sample_sums(experience, log_ratio)[sample_index(experience)]
     elif level == "geometric":
@@ -117,8 +125,10 @@ def ratios(experience: Experience, log_ratio: Tensor, level: schema.CorrectionLe
 
 
 def weights_of(experience: Experience, log_ratio: Tensor, correction: schema.Correction) -> tuple[Tensor, Tensor]:
-    """[tokens] what the method makes of the ratios, and bool which are within its bounds. `log_ratio` [tokens] is 0
-    outside the response."""
+    """Returns the weights of the configured method and a bool mask of the ratios within its bounds, [tokens] each.
+
+    `log_ratio` [tokens] is 0 outside the response.
+    """
     assert correction.high is not None, "without it there are no weights"
     ratio = ratios(experience, log_ratio, correction.level)
     inside = (ratio >= correction.low) & (ratio <= correction.high)
@@ -130,8 +140,11 @@ def weights_of(experience: Experience, log_ratio: Tensor, correction: schema.Cor
 
 
 def weight_sums(experience: Experience, present: Tensor | None, settings: schema.Loss) -> Tensor:
-    """[2] fp64 sum and number of the weights that loss.correction.normalize takes the mean of; to be added up over
-    ranks. `present` [tokens] are log-probs of the present weights, needed where settings.old_logprobs is "rollout"."""
+    """Returns sum and number of the weights for the mean of loss.correction.normalize, fp64 [2].
+
+    The caller sums them over ranks. `present` [tokens] are log-probs of the present weights. They are required if
+    settings.old_logprobs is "rollout".
+    """
     correction, mask = settings.correction, experience.response_mask
     actor = of_response(experience, "actor_logprobs") if present is None else present.masked_fill(~mask, 0)
     weights, inside = weights_of(experience, actor - of_response(experience, "rollout_logprobs"), correction)
@@ -142,14 +155,14 @@ def weight_sums(experience: Experience, present: Tensor | None, settings: schema
 
 
 def with_weight_mean(experience: Experience, sums: Tensor) -> Experience:
-    """Its weights are to be divided by the mean that `sums` of `weight_sums` give; by 1 where that is 0."""
+    """Returns `experience` with the weights' mean from summed `weight_sums`, or 1 if their sum is 0."""
     total, number = sums.tolist()
     mean = total / number if total else 1.0
     return experience.with_fields(weight_means=torch.full((experience.num_samples,), mean))
 
 
 def _weight_metrics(experience: Experience, weights: Tensor) -> dict[str, Tensor]:
-    """Parts of the metrics that `summarize` makes of their means, and those that are means themselves."""
+    """Returns the parts of the metrics for `summarize`, and metrics used as plain means."""
     lengths = response_lengths(experience)
     used = sample_sums(experience, ((weights != 0) & experience.response_mask).to(weights.dtype))
     of_token = sample_index(experience)
@@ -164,8 +177,11 @@ def _weight_metrics(experience: Experience, weights: Tensor) -> dict[str, Tensor
 
 
 def summarize(metrics: Mapping[str, float]) -> dict[str, float]:
-    """A mini-batch's metrics with the effective sample size ess = (sum w)^2 / (n sum w^2), a share of its n response
-    tokens, and the share of rejected_sequences, in the place of the means that they are made of."""
+    """Returns a mini-batch's metrics with ess and rejected_sequences in place of their parts.
+
+    ess is the effective sample size (sum w)^2 / (n sum w^2), a share of the n response tokens. rejected_sequences is a
+    share of the sequences.
+    """
     if "correctable_sequences" not in metrics:
         return dict(metrics)
     parts = ("tis_weight_square", "correctable_sequences")
@@ -176,29 +192,32 @@ def summarize(metrics: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-# Samples drawn by older weights than those being trained: how old they are, and what becomes of them.
+# Stale samples: their age, and their treatment.
 #
-# Staleness of a token is the training step less the version of the policy that drew it.
+# The staleness of a token is the training step minus the version of its policy.
 
 OnStale = Literal["drop", "mask", "correct"]
 
 
 def token_staleness(experience: Experience, step: int) -> Tensor:
-    """[tokens] int64 step - policy version of response tokens, 0 elsewhere."""
+    """Returns step - policy version of response tokens, and 0 elsewhere, int64 [tokens]."""
     return (step - experience.policy_version.long()).masked_fill(~experience.response_mask, 0)
 
 
 def apply_staleness_limit(
     experience: Experience, step: int, limit: int, how: OnStale
 ) -> tuple[Experience, dict[str, int]]:
-    """`experience` without what is staler than `limit`, and counts to be added up over ranks and parts of a step.
+    """Returns `experience` without stale tokens, and counts. The caller sums the counts over ranks and parts of a step.
 
-    drop takes samples with a token over the limit out of the response mask whole, mask takes out such tokens alone,
-    correct leaves them in: their loss is to be weighed as loss.correction says. What is out of the mask counts
-    nowhere, in a group's mean as little as in a loss; samples stay, so that no rank waits for one.
+    - drop removes every sample with a token over the limit from the response mask.
+    - mask removes only the tokens over the limit.
+    - correct removes nothing: loss.correction weighs the stale tokens.
 
-    Counts: stale_samples and stale_tokens are those over the limit (in samples that were dropped, the tokens over the
-    limit alone); tokens, staleness_sum and staleness_max (to be combined by maximum) are of what is left to train on.
+    Removed tokens count neither in a group's mean nor in a loss. The samples themselves stay, so no rank waits for a
+    missing sample.
+
+    The counts stale_samples and stale_tokens are those over the limit. A dropped sample adds only its tokens over the
+    limit. tokens, staleness_sum and staleness_max describe the remaining tokens. Combine staleness_max by maximum.
     """
     stale = token_staleness(experience, step) > limit
     of_sample = sample_index(experience)

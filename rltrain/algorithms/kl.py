@@ -1,7 +1,7 @@
-"""Monte-Carlo estimators of KL(actor || reference) from log-probs of tokens the actor drew.
+"""Estimators of KL(actor || reference) from the log-probs of sampled tokens, and KL over the vocabulary.
 
-J. Schulman, "Approximating KL Divergence" (2020), http://joschu.net/blog/kl-approx.html, with
-r = reference probability / actor probability of the token:
+J. Schulman, "Approximating KL Divergence" (2020), http://joschu.net/blog/kl-approx.html, with r = reference probability
+/ actor probability of the token:
 
     k1 = -log r                unbiased, high variance, may be negative
     k2 = (log r)^2 / 2         biased, low variance; its gradient is an unbiased estimate of the KL's gradient
@@ -22,7 +22,7 @@ Estimator = Literal["k1", "k2", "k3"]
 
 
 def kl_estimate(actor_logprobs: Tensor, reference_logprobs: Tensor, estimator: Estimator) -> Tensor:
-    """Per-token estimate, in the shape of the arguments; differentiable with respect to both."""
+    """Returns the estimate per token, in the shape of the arguments. It is differentiable with respect to both."""
     log_ratio = reference_logprobs - actor_logprobs
     if estimator == "k1":
         return -log_ratio
@@ -31,66 +31,72 @@ def kl_estimate(actor_logprobs: Tensor, reference_logprobs: Tensor, estimator: E
     return torch.expm1(log_ratio) - log_ratio
 
 
-# KL over the vocabulary, from the log-probs of several tokens in the place of each one.
+# KL over the vocabulary, from the log-probs of several candidate tokens at each position.
 #
-# Whoever knows a distribution leaves its likeliest tokens and their log-probs in the experience, as `<role>_top_ids`
-# and `<role>_top_logprobs` [tokens, k]; k is 0 where nobody asks. The model in training says what it thinks of the same
-# tokens, all roles' beside each other.
+# A reference or teacher stores its likeliest tokens and their log-probs in the experience, as `<role>_top_ids` and
+# `<role>_top_logprobs` [tokens, k]. k is 0 if no loss needs them. The trained model computes its log-probs of the same
+# tokens, for all roles side by side.
 
 TELLING = ("reference", "teacher")
-"""Roles that may leave a distribution."""
+"""Roles that may leave a distribution in the experience."""
 
 MIN_REST = 1e-5
-"""Probability of all other tokens together below which it is rounding."""
+"""Lower bound for the probability of all other tokens together. Smaller values are rounding errors."""
 
 
 def asked_tokens(experience: Experience) -> Tensor | None:
-    """[tokens, n] whose log-probs a loss wants in each token's place, beside that of the token; None where it wants
-    none."""
-    asked = [getattr(experience, f"{role}_top_ids") for role in _telling(experience)]
+    """Returns the candidate tokens of all roles, [tokens, n], or None if there are none.
+
+    The model must return their log-probs in addition to the log-prob of the token itself.
+    """
+    asked = [getattr(experience, f"{role}_top_ids") for role in _roles_with_distribution(experience)]
     return torch.cat(asked, dim=1) if asked else None
 
 
 def divergence_from(role: str, experience: Experience, of_asked: Sequence[Tensor]) -> Tensor | None:
-    """[tokens] KL(policy || role) on response tokens, 0 elsewhere; None where the role left no distribution.
+    """Returns KL(policy || role) on response tokens and 0 elsewhere, [tokens], or None without a distribution of the
+    role.
 
-    `of_asked` holds the policy's log-probs of `asked_tokens`, or nothing where there are none. Gradients flow to them.
+    `of_asked` contains the policy's log-probs of `asked_tokens`. It is empty if there are none. Gradients flow to it.
     """
     both = told_of(role, experience, of_asked)
     return None if both is None else reverse_kl(*both)
 
 
 def told_of(role: str, experience: Experience, of_asked: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
-    """[tokens, k] log-probs of the role's likeliest tokens, the policy's and the role's, 0 outside the response; None
-    where the role left no distribution. `of_asked` as in divergence_from."""
-    telling = _telling(experience)
-    if role not in telling:
+    """Returns log-probs of the role's likeliest tokens under the policy and under the role, [tokens, k] each.
+
+    They are 0 outside the response. Returns None if the role left no distribution. `of_asked` is that of
+    `divergence_from`.
+    """
+    roles = _roles_with_distribution(experience)
+    if role not in roles:
         return None
-    theirs = [getattr(experience, f"{other}_top_logprobs") for other in telling]
+    theirs = [getattr(experience, f"{other}_top_logprobs") for other in roles]
     mine = torch.split(of_asked[0], [logprobs.shape[1] for logprobs in theirs], dim=1)
-    outside, number = ~experience.response_mask[:, None], telling.index(role)
+    outside, number = ~experience.response_mask[:, None], roles.index(role)
     return mine[number].masked_fill(outside, 0), theirs[number].masked_fill(outside, 0)
 
 
-def _telling(experience: Experience) -> list[str]:
-    """The roles that left a distribution."""
+def _roles_with_distribution(experience: Experience) -> list[str]:
+    """Returns the roles that left a distribution in the experience."""
     fields = [(role, f"{role}_top_ids") for role in TELLING]
     return [role for role, name in fields if experience.has(name) and getattr(experience, name).shape[1]]
 
 
 def reverse_kl(policy: Tensor, other: Tensor) -> Tensor:
-    """[tokens] sum of p (log p - log q) over k tokens and, as one more outcome, all the others.
+    """Returns the sum of p (log p - log q) over k tokens and one more outcome, all other tokens, shape [tokens].
 
-    `policy` and `other` [tokens, k] are log-probs of the same k tokens of each token's vocabulary. Gradients flow to
-    both. It is a lower bound of the KL over the whole vocabulary, and equal to it where the k tokens are all.
+    `policy` and `other` [tokens, k] are log-probs of the same k tokens per position. Gradients flow to both. The result
+    is a lower bound of the KL over the whole vocabulary. It is exact if the k tokens are the whole vocabulary.
     """
     return forward_kl(other, policy)
 
 
 def forward_kl(policy: Tensor, other: Tensor, *, rest: bool = True, min_logprob: float | None = None) -> Tensor:
-    """[tokens] sum of q (log q - log p), q the other's: as `reverse_kl` with the two changed over.
+    """Returns the sum of q (log q - log p) with q of `other`, [tokens]: `reverse_kl` with exchanged arguments.
 
-    Without `rest` over the k tokens alone, at least 0. Log-probs below `min_logprob` count as it.
+    Without `rest` the sum is over the k tokens alone and at least 0. Log-probs are raised to `min_logprob`.
     """
     if min_logprob is not None:
         policy, other = policy.clamp(min=min_logprob), other.clamp(min=min_logprob)
@@ -102,23 +108,24 @@ def forward_kl(policy: Tensor, other: Tensor, *, rest: bool = True, min_logprob:
 
 
 def _rest(logprobs: Tensor) -> Tensor:
-    """[tokens] probability of all other tokens together."""
+    """Returns the probability of all other tokens together, [tokens]."""
     return torch.clamp(1 - logprobs.exp().sum(1), min=MIN_REST)
 
 
-# The distance from a teacher: the reverse KL, KL(actor || teacher), as advantages or as a term of the loss, or there
-# the forward KL, KL(teacher || actor).
+# The distance from a teacher. The reverse KL, KL(actor || teacher), serves as advantage or loss term. The forward KL,
+# KL(teacher || actor), serves as loss term.
 #
-# On samples that the actor draws it is what on-policy distillation minimizes (Agarwal et al. 2024, "On-Policy
+# On the actor's own samples the reverse KL is the objective of on-policy distillation (Agarwal et al. 2024, "On-Policy
 # Distillation of Language Models").
 
 
 def with_teacher_advantages(experience: Experience, coef: float, most: float | None = None) -> Experience:
-    """Advantages, lowered by coef * (log p - log q) on response tokens, a distance of at most `most`.
+    """Subtracts coef * (log p - log q) from the advantages of response tokens, with the distance limited to +-`most`.
 
-    p is a drawn token's probability under the actor, q under the teacher. The mean of log p - log q over what the actor
-    draws is the reverse KL of that token's distribution, and its policy gradient that of the reverse KL. Needs
-    advantages and teacher_logprobs; the actor's log-probs are actor_logprobs where present, else rollout_logprobs.
+    p is the sampled token's probability under the actor, q under the teacher. The mean of log p - log q over the
+    actor's samples is the reverse KL, and its policy gradient is the gradient of the reverse KL.
+
+    Needs advantages and teacher_logprobs. The actor's log-probs are actor_logprobs if present, else rollout_logprobs.
     """
     drawn = experience.actor_logprobs if experience.has("actor_logprobs") else experience.rollout_logprobs
     distance = (drawn - experience.teacher_logprobs).masked_fill(~experience.response_mask, 0)
@@ -130,10 +137,11 @@ def with_teacher_advantages(experience: Experience, coef: float, most: float | N
 def teacher_distance(
     experience: Experience, logprobs: Tensor, of_asked: Sequence[Tensor], settings: schema.Teacher
 ) -> tuple[Tensor, Tensor]:
-    """[tokens] the distance on response tokens, with a gradient, and what to report of it.
+    """Returns the distance on response tokens with a gradient, and the distance to report, [tokens] each.
 
-    Over the teacher's likeliest tokens where it left such. Else estimated from the drawn token, by k2, whose gradient
-    is that of the reverse KL on average; k3, which has less variance, is what to report. Needs teacher_logprobs.
+    It is computed over the teacher's likeliest tokens if the experience has them. Otherwise it is estimated from the
+    sampled token. The loss uses k2, because its gradient is that of the reverse KL on average. The report uses k3,
+    because of its low variance. Needs teacher_logprobs.
     """
     both = told_of("teacher", experience, of_asked)
     if both is not None:
@@ -144,7 +152,7 @@ def teacher_distance(
 
 
 def _over_tokens(policy: Tensor, teacher: Tensor, settings: schema.Teacher) -> Tensor:
-    """[tokens] from log-probs [tokens, k] of the actor and the teacher."""
+    """Returns the distance [tokens] from log-probs [tokens, k] of actor and teacher."""
     if settings.kl == "forward":
         distance = forward_kl(policy, teacher, rest=settings.rest, min_logprob=settings.min_logprob)
     else:

@@ -1,4 +1,4 @@
-"""Loss functions: what all of them share, and those of SFT, preferences, ranking and the critic."""
+"""Loss functions: their shared parts, and the losses of SFT, preference pairs, ranking and the critic."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -12,19 +12,19 @@ from torch.nn.functional import logsigmoid
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 
-# What every loss function has in common: sums that are divided once, and what each token counts for in them.
+# The common part of loss functions: sums with one division per mini-batch, and the weight of each token.
 
 Normalization = Literal["token_mean", "sequence_mean", "dr_grpo"]
 
 
 @dataclass(frozen=True)
 class LossOutput:
-    """One micro-batch's share of a mini-batch's loss and metrics, undivided: all are scalars.
+    """One micro-batch's part of a mini-batch's loss and metrics, before the division. All values are scalars.
 
-    The mini-batch's loss is the sum of `loss` over all its micro-batches and data-parallel ranks over the sum of
-    `divisor`; so are the metrics in `sums`. Those in `token_sums` are divided by the number of response tokens instead,
-    and `maxima` are combined by maximum. The micro-batches of one mini-batch may therefore come at any time and in any
-    number. Only `loss` carries a gradient.
+    The mini-batch's loss is the sum of `loss` divided by the sum of `divisor`, over all micro-batches and data-parallel
+    ranks. Metrics in `sums` are divided in the same way. Metrics in `token_sums` are divided by the number of response
+    tokens. `maxima` are combined by maximum. So the split into micro-batches and their order do not matter. Only `loss`
+    carries a gradient.
     """
 
     loss: Tensor
@@ -35,31 +35,34 @@ class LossOutput:
 
 
 LossFunction = Callable[..., LossOutput]
-"""(micro-batch, what the model says of each of its tokens: [tokens] each) -> LossOutput.
+"""(micro-batch, model outputs of shape [tokens] each) -> LossOutput.
 
-A policy's loss function is given logprobs and entropy, a critic's values. The micro-batch's tensors are on their
-device. They stand at the index of the token they belong to; what they hold outside the response mask is ignored. A
-micro-batch of no samples gives zeros, under the same names.
+A policy's loss function gets logprobs and entropy, a critic's gets values. The micro-batch's tensors are on the same
+device. An output has the index of its own token, and outputs outside the response mask are ignored. A micro-batch
+without samples gives zeros under the same names.
 """
 
 
 @dataclass(frozen=True)
 class TokenWeights:
-    """What the tokens of a micro-batch count for."""
+    """The weights of a micro-batch's tokens in the loss."""
 
     factor: Tensor
-    """[tokens] fp32, by which each token's loss goes into the sum."""
+    """Factor of each token's loss in the sum, fp32 [tokens]."""
     divisor: Tensor
-    """Scalar that the micro-batch adds to the divisor."""
+    """The micro-batch's part of the divisor, a scalar."""
 
 
 def token_weights(experience: Experience, normalization: Normalization, max_response_tokens: int = 1) -> TokenWeights:
-    """Factors (0 outside the response) and divisor under a normalization. Samples without a response count nowhere.
+    """Returns the factors (0 outside the response) and the divisor of a normalization.
 
-    token_mean: every response token of the mini-batch weighs the same. sequence_mean: every sequence weighs the same,
-    and so does every token within one. dr_grpo: every token weighs 1 / (sequences * max_response_tokens), which
-    removes the preference for short answers that dividing by a length gives (Liu et al. 2025, "Understanding
-    R1-Zero-Like Training"); the paper also leaves advantages undivided by the standard deviation.
+    - token_mean: every response token of the mini-batch has the same weight.
+    - sequence_mean: every sequence has the same weight, and so does every token within one.
+    - dr_grpo: every token weighs 1 / (sequences * max_response_tokens).
+
+    dr_grpo removes the bias of a division by length towards short answers (Liu et al. 2025, "Understanding R1-Zero-Like
+    Training"). The paper also does not divide advantages by the standard deviation. Samples without a response do not
+    count.
     """
     mask = experience.response_mask.float()
     if normalization == "token_mean":
@@ -72,7 +75,7 @@ def token_weights(experience: Experience, normalization: Normalization, max_resp
 
 
 def divisor_shares(experience: Experience, normalization: Normalization, max_response_tokens: int = 1) -> Tensor:
-    """[samples] what each adds to the divisor of `token_weights`."""
+    """Returns each sample's part of the divisor of `token_weights`, [samples]."""
     lengths = response_lengths(experience)
     if normalization == "token_mean":
         return lengths.float()
@@ -81,8 +84,10 @@ def divisor_shares(experience: Experience, normalization: Normalization, max_res
 
 @dataclass(frozen=True)
 class SharedLoss:
-    """A loss function whose divisor is not the number of response tokens: `shares` tells what each sample adds to it,
-    [samples]."""
+    """A loss function with its own divisor instead of the number of response tokens.
+
+    `shares` returns each sample's part of the divisor, [samples].
+    """
 
     function: LossFunction
     shares: Callable[[Experience], Tensor]
@@ -92,65 +97,69 @@ class SharedLoss:
 
 
 def sample_shares(loss_function: LossFunction, experience: Experience) -> Tensor:
-    """[samples] what each counts for in the loss, so that other losses of samples can be added to it: their sum over a
-    mini-batch is its divisor, as far as loss.correction leaves nothing out."""
+    """Returns each sample's weight in the loss, [samples]. Other losses per sample can be added with these weights.
+
+    Their sum over a mini-batch is the divisor, unless loss.correction excludes tokens.
+    """
     if isinstance(loss_function, SharedLoss):
         return loss_function.shares(experience)
     return divisor_shares(experience, "token_mean")
 
 
 def sample_index(experience: Experience) -> Tensor:
-    """[tokens] the sample each packed token belongs to."""
+    """Returns the sample of each packed token, [tokens]."""
     samples = torch.arange(experience.num_samples, device=experience.lengths.device)
     return torch.repeat_interleave(samples, experience.lengths, output_size=experience.num_tokens)
 
 
 def response_lengths(experience: Experience) -> Tensor:
-    """[samples] number of response tokens."""
+    """Returns the number of response tokens per sample, [samples]."""
     zeros = torch.zeros_like(experience.lengths)
     return zeros.index_add(0, sample_index(experience), experience.response_mask.to(zeros.dtype))
 
 
 def sample_sums(experience: Experience, values: Tensor) -> Tensor:
-    """[samples] sum of `values` [tokens] over each sample's tokens, 0 outside the response.
+    """Returns the sum of `values` over each sample's tokens, [samples]. `values` [tokens] must be 0 outside the
+    response.
 
-    In one order on every rank and in every run, unlike index_add on a GPU: a clip that depends on a sum is then decided
-    alike on all tensor-parallel ranks.
+    The order of summation is fixed, unlike index_add on a GPU. So a clip of such a sum has the same outcome on all
+    tensor-parallel ranks and in every run.
     """
-    # unsafe leaves out checks that refuse a micro-batch of no samples, and that wait for a GPU.
+    # unsafe skips two kinds of checks: some reject a micro-batch without samples, others wait for the GPU.
     total: Tensor = torch.segment_reduce(values, "sum", lengths=experience.lengths, unsafe=True)
     return total
 
 
 def sample_means(experience: Experience, values: Tensor) -> Tensor:
-    """[tokens] at every token the mean of `values`, 0 outside the response, over its sample's response tokens."""
+    """Returns each sample's mean over its response tokens, [tokens]. `values` must be 0 outside the response."""
     means = sample_sums(experience, values) / response_lengths(experience).clamp(min=1)
     return means[sample_index(experience)]
 
 
 def of_response(experience: Experience, name: str) -> Tensor:
-    """[tokens] the named field, 0 outside the response. ValueError where the experience lacks it."""
+    """Returns the named field [tokens] with 0 outside the response. Raises ValueError if the experience lacks it."""
     values: Tensor = getattr(experience, name)
     return values.masked_fill(~experience.response_mask, 0)
 
 
 def masked_sum(values: Tensor, weights: Tensor) -> Tensor:
-    """Scalar sum of values * weights over tokens of non-zero weight; values elsewhere may be anything, even NaN."""
+    """Returns the scalar sum of values * weights over tokens with non-zero weight. Other values may be anything, even
+    NaN."""
     return (values.masked_fill(weights == 0, 0) * weights).sum()
 
 
 def masked_max(values: Tensor, mask: Tensor) -> Tensor:
-    """Scalar maximum over the mask of values known to be >= 0; 0 for an empty mask."""
+    """Returns the scalar maximum over the mask, or 0 for an empty mask. Values must be at least 0."""
     return torch.cat([values.detach()[mask], values.new_zeros(1)]).max()
 
 
-# The loss of supervised fine-tuning: mean negative log-likelihood of the response tokens.
+# SFT: mean negative log-likelihood of the response tokens.
 
 
 def likelihood_loss() -> LossFunction:
-    """Cross-entropy over response tokens, every response token of the mini-batch weighing the same.
+    """Returns the cross-entropy loss over response tokens. Every response token of the mini-batch has the same weight.
 
-    The entropy is left out where the model's evaluation has none.
+    The entropy metric is left out if the model computes no entropy.
     """
 
     def loss_function(experience: Experience, logprobs: Tensor, entropy: Tensor | None = None) -> LossOutput:
@@ -164,23 +173,27 @@ def likelihood_loss() -> LossFunction:
     return loss_function
 
 
-# Pairs of samples of which one was preferred: what is compared, and what is reported of it.
+# Pairs of a chosen and a rejected sample, and their metrics.
 
 
 def sides(experience: Experience, of_samples: Tensor) -> tuple[Tensor, Tensor]:
-    """[pairs] each, in one order: what `of_samples` [samples] has of the chosen samples, and of the rejected ones."""
+    """Splits `of_samples` [samples] into chosen and rejected samples, [pairs] each, in the same order of pairs."""
     return of_samples[experience.chosen], of_samples[~experience.chosen]
 
 
 def response_sums(experience: Experience, of_tokens: Tensor) -> Tensor:
-    """[samples] sums over response tokens. What `of_tokens` [tokens] hold elsewhere is ignored; gradients flow."""
+    """Returns sums over response tokens, [samples]. Values of `of_tokens` [tokens] elsewhere are ignored. Gradients
+    flow."""
     zeros = of_tokens.new_zeros(experience.num_samples)
     return zeros.index_add(0, sample_index(experience), of_tokens.masked_fill(~experience.response_mask, 0))
 
 
 def comparison(experience: Experience, rewards: Tensor) -> dict[str, Tensor]:
-    """Sums over pairs of what `rewards` [samples] say of them: whether the chosen sample has more, by how much, what
-    each has; and how many of the samples were cut."""
+    """Returns metrics as sums over pairs, from the `rewards` [samples].
+
+    They are the number of pairs with a higher reward of the chosen sample, the margin, both rewards, and half the
+    number of truncated samples.
+    """
     chosen, rejected = sides(experience, rewards.detach())
     cut_chosen, cut_rejected = sides(experience, experience.truncated.float())
     return {
@@ -193,25 +206,28 @@ def comparison(experience: Experience, rewards: Tensor) -> dict[str, Tensor]:
 
 
 def num_pairs(experience: Experience) -> Tensor:
-    """Scalar fp32."""
+    """Returns the number of pairs as an fp32 scalar."""
     return experience.chosen.sum(dtype=torch.float32)
 
 
 def pair_shares(experience: Experience) -> Tensor:
-    """[samples] fp32: each is half of a pair."""
+    """Returns fp32 [samples] of 0.5: each sample is half of a pair."""
     return torch.full_like(experience.lengths, 0.5, dtype=torch.float32)
 
 
-# Losses of a policy that learns from pairs, against a reference: DPO, its form for uncertain labels, and IPO.
+# Policy losses for pairs relative to a reference: DPO, DPO with label smoothing, and IPO.
 
 
 def preference_loss(log_ratio_difference: Tensor, settings: schema.Preference) -> Tensor:
-    """[pairs] loss of h = log(p(chosen) / p_ref(chosen)) - log(p(rejected) / p_ref(rejected)), [pairs].
+    """Returns the loss [pairs] of h = log(p(chosen) / p_ref(chosen)) - log(p(rejected) / p_ref(rejected)), [pairs].
 
-    sigmoid: -log sigmoid(beta h), Rafailov et al. 2023, "Direct Preference Optimization", equation 7; with the share e
-    of labels taken to be wrong (label_smoothing) -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h), Mitchell 2023,
-    "A note on DPO with noisy preferences". ipo: (h - 1 / (2 beta))^2, Azar et al. 2023, "A General Theoretical Paradigm
-    to Understand Learning from Human Preferences", equation 17.
+    sigmoid: -log sigmoid(beta h), Rafailov et al. 2023, "Direct Preference Optimization", equation 7.
+
+    sigmoid with label_smoothing e, the assumed share of wrong labels: -(1 - e) log sigmoid(beta h) - e log
+    sigmoid(-beta h), Mitchell 2023, "A note on DPO with noisy preferences".
+
+    ipo: (h - 1 / (2 beta))^2, Azar et al. 2023, "A General Theoretical Paradigm to Understand Learning from Human
+    Preferences", equation 17.
     """
     if settings.loss == "ipo":
         return (log_ratio_difference - 1 / (2 * settings.beta)).square()
@@ -220,15 +236,17 @@ def preference_loss(log_ratio_difference: Tensor, settings: schema.Preference) -
 
 
 def direct_preference_loss(settings: schema.Preference) -> LossFunction:
-    """(micro-batch of whole pairs, log-probs, ...) -> its mean over pairs, and what DPO takes for rewards: beta times
-    the log-ratio of a response.
+    """Builds the DPO loss function: (micro-batch of whole pairs, log-probs, ...) -> mean loss over pairs.
 
-    With sft_coef comes that times the chosen response's mean negative log-prob per token, Pang et al. 2024, "Iterative
-    Reasoning Preference Optimization", equation 1. The micro-batch needs reference_logprobs.
+    Its metrics include DPO's implicit rewards: beta times the log-ratio of a response. The micro-batch needs
+    reference_logprobs.
+
+    With sft_coef it adds sft_coef times the chosen response's mean negative log-prob per token. Pang et al. 2024,
+    "Iterative Reasoning Preference Optimization", equation 1.
     """
 
     def loss_function(experience: Experience, logprobs: Tensor, *of_distributions: Tensor) -> LossOutput:
-        # Long responses have large sums, of which the difference would be rounding.
+        # Subtract before summing: long responses have large sums, and their difference would be mostly rounding.
         log_ratios = response_sums(experience, logprobs - experience.reference_logprobs)
         chosen, rejected = sides(experience, log_ratios)
         loss = preference_loss(chosen - rejected, settings).sum()
@@ -244,21 +262,23 @@ def direct_preference_loss(settings: schema.Preference) -> LossFunction:
     return SharedLoss(loss_function, pair_shares)
 
 
-# The loss of a reward model that learns from pairs.
+# The loss of reward models for pairs.
 
 
 def sample_scores(experience: Experience, scores: Tensor) -> Tensor:
-    """[samples] of a sample its score up to and with its last token, of `scores` [tokens]; gradients flow."""
+    """Returns each sample's score at its last token, [samples], from `scores` [tokens]. Gradients flow."""
     return scores[experience.offsets()[1:] - 1]
 
 
 def ranking_loss(settings: schema.Preference) -> LossFunction:
-    """(micro-batch of whole pairs, scores [tokens]) -> its mean over pairs of -log sigmoid(chosen - rejected - margin)
-    of their samples' scores: Bradley and Terry 1952 as in Ouyang et al. 2022, "Training language models to follow
-    instructions", equation 1, with the margin of Touvron et al. 2023, "Llama 2", equation 2, where rows have one.
+    """Builds the reward model's loss function: (micro-batch of whole pairs, scores [tokens]) -> mean loss over pairs.
 
-    With center_coef comes that times (chosen + rejected)^2, which keeps scores around 0: Eisenstein et al. 2023,
-    "Helping or Herding?", equation 2.
+    The loss of a pair is -log sigmoid(chosen - rejected - margin) of the two samples' scores: Bradley and Terry 1952,
+    as in Ouyang et al. 2022, "Training language models to follow instructions", equation 1. The margin of the row, if
+    any, is from Touvron et al. 2023, "Llama 2", equation 2.
+
+    With center_coef it adds center_coef (chosen + rejected)^2 to keep scores near 0: Eisenstein et al. 2023, "Helping
+    or Herding?", equation 2.
     """
 
     def loss_function(experience: Experience, scores: Tensor) -> LossOutput:
@@ -277,17 +297,17 @@ def ranking_loss(settings: schema.Preference) -> LossFunction:
     return SharedLoss(loss_function, pair_shares)
 
 
-# The critic's loss: squared error of its values, clipped, and how much of the returns' variance they explain.
+# The critic's loss: clipped squared error of the values, and the explained variance of the returns.
 
-# A variance of returns below this share of their mean square is rounding.
+# Share of the mean square. A smaller variance of returns counts as rounding error.
 RELATIVE_ROUNDING = 1e-12
 
 
 def before_tokens(scores: Tensor, lengths: Tensor) -> Tensor:
-    """[tokens] the value of the state before every token: the score of its sample up to the token before, and 0 at a
-    sample's first one. Gradients flow.
+    """Returns the value of the state before every token, [tokens]: the score at the previous token of the same sample.
 
-    `scores` [tokens] are a value model's, `lengths` [samples] those of the samples.
+    It is 0 at a sample's first token. `scores` [tokens] are those of a value model. `lengths` [samples] count tokens.
+    Gradients flow.
     """
     follows = torch.ones_like(scores)
     follows[(lengths.cumsum(0) - lengths)] = 0
@@ -295,7 +315,7 @@ def before_tokens(scores: Tensor, lengths: Tensor) -> Tensor:
 
 
 def of_states(loss_function: LossFunction) -> LossFunction:
-    """`loss_function` of values, for a model that gives scores."""
+    """Adapts a `loss_function` of values to a model with scores."""
 
     def of_scores(experience: Experience, scores: Tensor) -> LossOutput:
         return loss_function(experience, before_tokens(scores, experience.lengths))
@@ -306,22 +326,23 @@ def of_states(loss_function: LossFunction) -> LossFunction:
 def clipped_value_loss(
     values: Tensor, returns: Tensor, old_values: Tensor, clip: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Per-token loss max((v - R)^2, (v_old + clip(v - v_old, -clip, clip) - R)^2) / 2, and where the clip binds (bool).
+    """Returns the loss per token and a bool mask of the tokens with a binding clip.
 
-    As in OpenAI's baselines for PPO, of whose paper's L^VF this is the clipped variant. None: no clip.
+    The loss is max((v - R)^2, (v_old + clip(v - v_old, -clip, clip) - R)^2) / 2. This is the clipped variant of PPO's
+    L^VF in OpenAI's baselines. None for `clip` means no clip.
     """
     unclipped = (values - returns).square()
     if clip is None:
         return unclipped / 2, torch.zeros_like(values, dtype=torch.bool)
-    # A value between these bounds stays as it is. old + (value - old) may round, and the clip would seem to bind.
+    # A value between these bounds is unchanged. old + (value - old) may round, and the clip would seem to bind.
     clipped = (values.clamp(old_values - clip, old_values + clip) - returns).square()
     return torch.maximum(unclipped, clipped) / 2, (clipped > unclipped).detach()
 
 
 def value_loss(clip: float | None) -> LossFunction:
-    """The critic's loss function: (micro-batch, values [tokens]) -> its mean over response tokens.
+    """Builds the critic's loss function: (micro-batch, values [tokens]) -> mean loss over response tokens.
 
-    The micro-batch needs returns, and the values that they were made from. `summarize` turns the metrics into reported
+    The micro-batch needs returns, and the values used to compute them. `summarize` turns the raw metrics into reported
     ones.
     """
 
@@ -330,7 +351,7 @@ def value_loss(clip: float | None) -> LossFunction:
         current, returns = values.masked_fill(~mask, 0), of_response(experience, "returns")
         per_token, clip_binds = clipped_value_loss(current, returns, of_response(experience, "values"), clip)
         weights = token_weights(experience, "token_mean")
-        # A variance is a small difference of large sums.
+        # Double precision: a variance is a small difference of large sums.
         residual, returns = returns.double() - current.detach().double(), returns.double()
         token_means = {
             "value_mean": current.detach(),
@@ -350,8 +371,10 @@ def value_loss(clip: float | None) -> LossFunction:
 
 
 def summarize(metrics: Mapping[str, float]) -> dict[str, float]:
-    """`metrics` of a mini-batch with explained_variance, 1 - variance(returns - values) / variance(returns), in the
-    place of the means that it is made of. NaN where all returns are equal: there is nothing to explain."""
+    """Returns a mini-batch's metrics with explained_variance in place of the raw means.
+
+    It is 1 - variance(returns - values) / variance(returns), or NaN if all returns are equal.
+    """
     moments = ("return_square", "residual_mean", "residual_square")
     reported = {name: value for name, value in metrics.items() if name not in moments}
     square = metrics["return_square"]

@@ -1,4 +1,4 @@
-"""Policy losses by name, and the loss of a policy that is made of one of them."""
+"""Policy losses by name, and the whole loss of a policy: policy loss, entropy bonus and KL terms."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,19 +27,19 @@ from rltrain.algorithms.reinforcement import OwnFunction
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 
-# What policy losses are made of, and what they give.
+# Inputs and outputs of a policy loss.
 
 
 @dataclass(frozen=True)
 class ResponseTokens:
-    """A micro-batch's tokens as a policy loss sees them: [tokens], 0 outside the response mask, the ratio 1 there.
+    """The tokens of a micro-batch, as arguments of a policy loss. Tensors have shape [tokens].
 
-    Only `logprobs` and `ratio` carry a gradient.
+    Outside the response mask all values are 0, except `ratio`: it is 1. Only `logprobs` and `ratio` carry a gradient.
     """
 
     experience: Experience
     logprobs: Tensor
-    """Of the weights that are trained."""
+    """Log-probs under the trained weights."""
     old_logprobs: Tensor
     ratio: Tensor
     """exp(logprobs - old_logprobs)."""
@@ -47,7 +47,7 @@ class ResponseTokens:
 
     @classmethod
     def of(cls, experience: Experience, logprobs: Tensor, old: str) -> "ResponseTokens":
-        """`old` is the field that the ratio's denominator comes from."""
+        """Builds the tokens. `old` is the experience field for the ratio's denominator."""
         # Values outside the response must not reach exp: an infinity there turns a zero gradient into NaN.
         logprobs = logprobs.masked_fill(~experience.response_mask, 0)
         old_logprobs = of_response(experience, old)
@@ -61,38 +61,39 @@ class ResponseTokens:
 
 @dataclass(frozen=True)
 class Surrogate:
-    """What is minimized in the place of the expected reward's negative."""
+    """A surrogate loss. Minimizing it maximizes the expected reward."""
 
     per_token: Tensor
-    """[tokens] of which the policy loss is a weighted sum; without meaning outside the response."""
+    """Loss per token, [tokens]. The policy loss is a weighted sum of it. Values outside the response are arbitrary."""
     shares: dict[str, Tensor] = field(default_factory=dict)
-    """[tokens] bool, no gradient: metrics that are shares of the response tokens, of the same names in every call."""
+    """Metrics as bool masks [tokens] without gradient: shares of the response tokens. The names are the same in every
+    call."""
     total: Tensor | None = None
-    """Scalar: the weighted sum itself, where it is not known of tokens."""
+    """Scalar: the weighted sum itself, if the loss is not known per token."""
 
 
-# CISPO: the ratio weighs the log-prob's gradient and is clipped itself, so that every token goes on teaching.
+# CISPO: the clipped ratio is a constant weight of the log-prob, so every token keeps a gradient.
 
 
 def cispo(tokens: ResponseTokens, settings: schema.Loss) -> Surrogate:
-    """-sg[clip(r, 1 - low, 1 + high)] A log pi; sg stops gradients.
+    """Returns -sg[clip(r, 1 - low, 1 + high)] A log pi, with sg stopping gradients.
 
-    MiniMax 2025, "MiniMax-M1", section 3.1, where there is no lower bound: clip_low 1 or more.
+    MiniMax 2025, "MiniMax-M1", section 3.1. The paper has no lower bound: set clip_low to 1 or more.
     """
     ratio = tokens.ratio.detach()
     weight = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     return Surrogate(-weight * tokens.advantages * tokens.logprobs, {"pg_clipfrac": weight != ratio})
 
 
-# PPO's clipped surrogate, with DAPO's separate bounds and a second clip where configured.
+# PPO's clipped surrogate, with DAPO's separate bounds and an optional second clip.
 
 
 def clip(tokens: ResponseTokens, settings: schema.Loss) -> Surrogate:
-    """-min(r A, clip(r, 1 - low, 1 + high) A), and where A < 0 at most -c A with c = settings.dual_clip.
+    """Returns -min(r A, clip(r, 1 - low, 1 + high) A). For A < 0 it is at most -c A with c = settings.dual_clip.
 
     Schulman et al. 2017, "Proximal Policy Optimization Algorithms", equation 7; separate bounds as in DAPO (Yu et al.
-    2025, equation 10); the second clip as in Ye et al. 2020, "Mastering Complex Control in MOBA Games with Deep
-    Reinforcement Learning": without it one token of a large ratio and a negative advantage has no bound.
+    2025, equation 10). The second clip is from Ye et al. 2020, "Mastering Complex Control in MOBA Games with Deep
+    Reinforcement Learning". Without it, one token with a large ratio and a negative advantage is unbounded.
     """
     ratio, advantages = tokens.ratio, tokens.advantages
     unclipped = -ratio * advantages
@@ -106,14 +107,15 @@ def clip(tokens: ResponseTokens, settings: schema.Loss) -> Surrogate:
     return Surrogate(per_token, shares)
 
 
-# How much of the policy's entropy a token's update costs: its part in the covariance of log-probs and advantages.
+# The covariance of log-probs and advantages: a measure of the entropy lost by training on a token.
 
 
 def covariances(tokens: ResponseTokens) -> Tensor:
-    """[tokens] (log pi - mean log pi) (A - mean A), means over the micro-batch's response tokens; 0 outside.
+    """Returns (log pi - mean log pi) (A - mean A) per token, and 0 outside the response, shape [tokens].
 
-    Cui et al. 2025, "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", section 4. Their
-    implementation takes the means over a micro-batch too: another split into micro-batches chooses other tokens.
+    The means are over the micro-batch's response tokens, as in the implementation of the paper. Another split into
+    micro-batches therefore selects other tokens. Cui et al. 2025, "The Entropy Mechanism of Reinforcement Learning for
+    Reasoning Language Models", section 4.
     """
     logprobs, advantages = tokens.logprobs.detach(), tokens.advantages
     count = tokens.mask.sum().clamp(min=1)
@@ -122,18 +124,18 @@ def covariances(tokens: ResponseTokens) -> Tensor:
 
 
 def number_chosen(tokens: ResponseTokens, ratio: float) -> int:
-    """`ratio` of the micro-batch's response tokens, rounded down, and at least one."""
+    """Returns `ratio` times the number of response tokens in the micro-batch, rounded down and at least 1."""
     return max(int(ratio * int(tokens.mask.sum())), 1)
 
 
-# Clip-Cov: PPO's clip, and no gradient from a few of the tokens whose update costs the most entropy.
+# Clip-Cov: PPO's clip, without gradient for a few of the tokens with the largest loss of entropy.
 
 
 def clip_cov(tokens: ResponseTokens, settings: schema.Loss) -> Surrogate:
-    """PPO's clipped loss, 0 for the tokens that `drawn_tokens` gives.
+    """Returns PPO's clipped loss, and 0 for the tokens chosen by `drawn_tokens`.
 
-    Cui et al. 2025, "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", section 4. Of the
-    micro-batch, as in their implementation.
+    Cui et al. 2025, "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", section 4. Tokens
+    are chosen per micro-batch, as in their implementation.
     """
     clipped = clip(tokens, settings)
     chosen = drawn_tokens(tokens, settings.clip_cov, clipped.shares["pg_clipfrac"])
@@ -141,12 +143,14 @@ def clip_cov(tokens: ResponseTokens, settings: schema.Loss) -> Surrogate:
 
 
 def drawn_tokens(tokens: ResponseTokens, settings: schema.ClipCov, clip_binds: Tensor) -> Tensor:
-    """[tokens] bool: a share `ratio` of the response tokens, drawn from those with a covariance between low and high
-    that the clip lets through."""
+    """Returns a bool mask [tokens] of randomly chosen response tokens with a covariance between low and high.
+
+    Their number is the share settings.ratio of all response tokens. Tokens with a binding clip are never chosen.
+    """
     covariance = covariances(tokens)
     within = (covariance > settings.low) & (covariance < settings.high) & tokens.mask & ~clip_binds
     candidates = torch.nonzero(within).flatten()
-    # The same draw on every tensor-parallel rank, and in a run that is repeated.
+    # The same choice on every tensor-parallel rank, and in a repeated run.
     generator = torch.Generator().manual_seed(len(candidates))
     order = torch.randperm(len(candidates), generator=generator)[: number_chosen(tokens, settings.ratio)]
     chosen = torch.zeros_like(tokens.mask)
@@ -154,19 +158,19 @@ def drawn_tokens(tokens: ResponseTokens, settings: schema.ClipCov, clip_binds: T
     return chosen
 
 
-# Divergence proximal policy optimization: how far a token's distribution moved says when it stops teaching.
+# Divergence proximal policy optimization: a token gets no gradient once its distribution has moved too far.
 
 PROBABILITY_EPS = 1e-8
-"""Beside the probability of all other tokens, which may be 0."""
+"""Added to the probability of all other tokens, because that may be 0."""
 
 
 def dppo(tokens: ResponseTokens, settings: schema.Loss) -> Surrogate:
-    """-sg[min(r, c)] A log pi, and 0 where the token's probability has gone further than a bound in the direction in
-    which A moves it; sg stops gradients, c is settings.dppo.ratio_max.
+    """Returns -sg[min(r, c)] A log pi, or 0 for tokens beyond a bound. sg stops gradients, c is
+    settings.dppo.ratio_max.
 
-    Qi et al. 2026, "Rethinking the Trust Region in LLM Reinforcement Learning", arXiv:2602.04879, equations 13 and 14:
-    the distance is that of two outcomes, the token and all others; clip_low is its bound for A < 0, clip_high for
-    A > 0.
+    A token is beyond the bound if its probability already moved too far in the direction of A. The distance compares
+    two outcomes: the token, and all other tokens together. The bound is clip_low for A < 0 and clip_high for A > 0. Qi
+    et al. 2026, "Rethinking the Trust Region in LLM Reinforcement Learning", arXiv:2602.04879, equations 13 and 14.
     """
     present, old = tokens.logprobs.detach().exp(), tokens.old_logprobs.exp()
     distance = (present - old).abs() if settings.dppo.divergence == "tv" else binary_kl(old, present)
@@ -180,21 +184,21 @@ def dppo(tokens: ResponseTokens, settings: schema.Loss) -> Surrogate:
 
 
 def binary_kl(old: Tensor, present: Tensor) -> Tensor:
-    """[tokens] KL(old || present) of a token of these probabilities and all others as one outcome."""
+    """Returns KL(old || present) of two outcomes, [tokens]: a token with these probabilities, and all other tokens."""
     others = torch.log((1 - old + PROBABILITY_EPS) / (1 - present + PROBABILITY_EPS))
     return old * (old.log() - present.log()) + (1 - old) * others
 
 
-# Geometric-mean policy optimization: a sequence counts by the geometric mean of its tokens' clipped ratios.
+# Geometric-mean policy optimization: a sequence is weighted by the geometric mean of its tokens' clipped ratios.
 
 
 def geometric_mean(tokens: ResponseTokens, settings: schema.Loss) -> Surrogate:
-    """-A exp(mean over the sequence of l_t) at every token of a sequence, with l = min(log r, high) where its advantage
-    A is positive, and max(log r, -low) where it is negative: the bounds are of log-ratios.
+    """Returns -A exp(mean over the sequence of l_t) for every token of a sequence.
 
-    Zhao et al. 2025, "Geometric-Mean Policy Optimization", whose bounds e^-0.4 and e^0.4 are clip_low =
-    clip_high = 0.4. A is the mean of a sequence's advantages. Under normalization sequence_mean value and gradient are
-    those of a mean over sequences.
+    l is min(log r, high) for tokens with A > 0, and max(log r, -low) for A < 0: the bounds are for log-ratios. The
+    factor A is the mean of the sequence's advantages. With normalization sequence_mean, value and gradient equal a mean
+    over sequences. Zhao et al. 2025, "Geometric-Mean Policy Optimization": their bounds e^-0.4 and e^0.4 are clip_low =
+    clip_high = 0.4.
     """
     log_ratio = tokens.logprobs - tokens.old_logprobs
     positive, negative = tokens.advantages > 0, tokens.advantages < 0
@@ -205,15 +209,17 @@ def geometric_mean(tokens: ResponseTokens, settings: schema.Loss) -> Surrogate:
     return Surrogate(-ratio * advantage, {"pg_clipfrac": held != log_ratio})
 
 
-# Group sequence policy optimization: one ratio for a whole sequence, clipped as one.
+# Group sequence policy optimization: one clipped ratio for a whole sequence.
 
 
 def gspo(tokens: ResponseTokens, settings: schema.Loss) -> Surrogate:
-    """-min(s_t A_t, clip(s_t, 1 - low, 1 + high) A_t) with s_t = sg[s] pi_t / sg[pi_t], where s is the geometric mean
-    of the sequence's ratios and sg stops gradients: s_t is s in value, and moves with its own token alone.
+    """Returns -min(s_t A_t, clip(s_t, 1 - low, 1 + high) A_t) with s_t = sg[s] pi_t / sg[pi_t].
 
-    Zheng et al. 2025, "Group Sequence Policy Optimization", section 4.3. Where a sequence's tokens have one
-    advantage, and under normalization sequence_mean, value and gradient are those of section 4.1, of whole sequences.
+    s is the geometric mean of the sequence's ratios, and sg stops gradients. So s_t has the value of s, but only the
+    gradient of its own token.
+
+    Zheng et al. 2025, "Group Sequence Policy Optimization", section 4.3. With one advantage per sequence and
+    normalization sequence_mean, value and gradient equal those of section 4.1 for whole sequences.
     """
     log_ratio = (tokens.logprobs - tokens.old_logprobs).detach()
     of_sequence = sample_means(tokens.experience, log_ratio)
@@ -223,14 +229,14 @@ def gspo(tokens: ResponseTokens, settings: schema.Loss) -> Surrogate:
     return Surrogate(torch.maximum(unclipped, clipped), {"pg_clipfrac": clipped > unclipped})
 
 
-# KL-Cov: no clip, and a penalty on the few tokens whose update costs the most entropy.
+# KL-Cov: no clip, but a penalty for the few tokens with the largest loss of entropy.
 
 
 def kl_cov(tokens: ResponseTokens, settings: schema.Loss) -> Surrogate:
-    """-r A, and for the tokens of `largest_covariances` coef |log r| more.
+    """Returns -r A, plus coef |log r| for the tokens of `largest_covariances`.
 
-    Cui et al. 2025, "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", section 4. Of the
-    micro-batch, and with |log r| for the divergence from the old policy, as in their implementation.
+    Cui et al. 2025, "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", section 4. As in
+    their implementation, tokens are chosen per micro-batch, and |log r| is the divergence from the old policy.
     """
     chosen = largest_covariances(tokens, settings.kl_cov.ratio)
     distance = (tokens.logprobs - tokens.old_logprobs).abs().masked_fill(~chosen, 0)
@@ -239,7 +245,7 @@ def kl_cov(tokens: ResponseTokens, settings: schema.Loss) -> Surrogate:
 
 
 def largest_covariances(tokens: ResponseTokens, ratio: float) -> Tensor:
-    """[tokens] bool: the share `ratio` of the response tokens with the largest covariance."""
+    """Returns the share `ratio` of the response tokens with the largest covariance, as a bool mask [tokens]."""
     covariance = covariances(tokens).masked_fill(~tokens.mask, -torch.inf)
     order = torch.argsort(covariance, descending=True, stable=True)[: number_chosen(tokens, ratio)]
     chosen = torch.zeros_like(tokens.mask)
@@ -247,29 +253,35 @@ def largest_covariances(tokens: ResponseTokens, ratio: float) -> Tensor:
     return chosen & tokens.mask
 
 
-# A policy loss that is a function of the user's.
+# The user's own policy loss.
 
 PACKED = ("logprobs", "old_logprobs", "advantages")
 OF_PACKED = (*PACKED, "mask", "ratio", "rollout_logprobs", "lengths")
 PADDED = ("log_probs", "old_log_probs", "advantages")
 OF_PADDED = (*PADDED, "loss_mask", "rollout_logprobs", "config")
-"""SkyRL's names."""
+"""The parameter names of SkyRL."""
 
 
 def own_policy_loss(settings: schema.Loss) -> Callable[[ResponseTokens, schema.Loss], Surrogate]:
-    """That of settings.function, by its parameters' names. ConfigError where there is none that can be called.
+    """Returns a policy loss from the user function settings.function, in one of two forms chosen by its parameter
+    names.
 
-    (logprobs, old_logprobs, advantages, ...) gives [tokens] the loss of each, which is weighed and averaged as any
-    other. (log_probs, old_log_probs, advantages, ...) is SkyRL's form: rows of samples, advantages with the factors of
-    loss.normalization in them, and the answer is their sum, perhaps with a dict of metrics, which is left.
+    (logprobs, old_logprobs, advantages, ...) returns the loss per token, [tokens]. It is weighted and averaged like any
+    other policy loss.
+
+    (log_probs, old_log_probs, advantages, ...) is SkyRL's form with padded rows of samples. The advantages contain the
+    factors of loss.normalization. The function returns the sum of the loss, or a tuple of the sum and a dict of
+    metrics. The metrics are ignored.
+
+    Raises ConfigError if the function does not exist or its parameters do not fit.
     """
     function = OwnFunction.of(settings.function or "", "loss.function")
     is_padded = function.takes(PADDED)
     function.require_known((PACKED, PADDED), OF_PADDED if is_padded else OF_PACKED)
     if is_padded and is_asked_for(settings.correction):
         raise function.error(
-            f"gives a sum, whose tokens loss.correction cannot weigh; expected no loss.correction, or a function of "
-            f"({', '.join(PACKED)}) that gives the loss of each token"
+            f"returns a sum, and loss.correction needs the loss of each token; expected no loss.correction, or a "
+            f"function of ({', '.join(PACKED)}) that returns the loss of each token"
         )
     made = _of_rows if is_padded else _of_tokens
 
@@ -325,26 +337,27 @@ def _form(answer: Any) -> str:
     return f"a tensor of shape {tuple(answer.shape)}" if isinstance(answer, Tensor) else f"{answer!r:.60}"
 
 
-# REINFORCE: the policy gradient as it stands, with no ratio and no clip.
+# REINFORCE: the plain policy gradient, without ratio or clip.
 
 
 def reinforce(tokens: ResponseTokens, settings: schema.Loss) -> Surrogate:
-    """-A log pi.
+    """Returns -A log pi.
 
-    Williams 1992, "Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement Learning". What
-    other weights drew, loss.correction weighs: with old_logprobs rollout by the present weights against the engine.
+    Williams 1992, "Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement Learning". For
+    samples of other weights, loss.correction supplies importance weights. With old_logprobs: rollout they compare the
+    present weights with the engine.
     """
     return Surrogate(-tokens.advantages * tokens.logprobs)
 
 
-# Soft adaptive policy optimization: a smooth gate in the place of the clip.
+# Soft adaptive policy optimization: a smooth gate instead of a clip.
 
 
 def sapo(tokens: ResponseTokens, settings: schema.Loss) -> Surrogate:
-    """-4 / tau sigmoid(tau (r - 1)) A with tau = tau_pos where A > 0, else tau_neg. At r = 1 its gradient is that of
-    -r A, and it fades with the distance from there.
+    """Returns -4 / tau sigmoid(tau (r - 1)) A, with tau = tau_pos for A > 0, else tau_neg.
 
-    Gao et al. 2025, "Soft Adaptive Policy Optimization", equations 5 and 6.
+    At r = 1 its gradient is that of -r A, and it fades as r moves away from 1. Gao et al. 2025, "Soft Adaptive Policy
+    Optimization", equations 5 and 6.
     """
     positive = tokens.advantages > 0
     tau = torch.where(positive, settings.sapo.tau_pos, settings.sapo.tau_neg).to(tokens.ratio.dtype)
@@ -352,7 +365,7 @@ def sapo(tokens: ResponseTokens, settings: schema.Loss) -> Surrogate:
     return Surrogate(-gate * tokens.advantages)
 
 
-# Policy losses by the names that a config gives them.
+# The table of policy losses by their config names.
 
 PolicyLoss = Callable[[ResponseTokens, schema.Loss], Surrogate]
 
@@ -362,20 +375,21 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
 
 
 def policy_loss_of(settings: schema.Loss) -> PolicyLoss:
-    """That of settings.policy. ConfigError where it is the user's and cannot be called."""
+    """Returns the policy loss of settings.policy. Raises ConfigError if the user's own function cannot be called."""
     return own_policy_loss(settings) if settings.policy == "own" else POLICY_LOSSES[settings.policy]
 
 
-# The loss of a policy that learns from what it drew: a surrogate of the ratio, corrected for who drew the tokens, with
-# an entropy bonus and a KL term where configured. Algorithms differ in where the advantages come from.
+# The loss of a policy: a surrogate with off-policy correction, an entropy bonus and optional KL terms. Algorithms
+# differ only in their advantages.
 
 
 def policy_loss(settings: schema.Loss, max_response_tokens: int, teacher: schema.Teacher | None = None) -> LossFunction:
-    """The policy's loss function of one job. `max_response_tokens` is a divisor under normalization dr_grpo.
+    """Builds the policy's loss function of one job. `max_response_tokens` is part of the divisor of normalization
+    dr_grpo.
 
-    The micro-batch needs advantages, actor_logprobs if settings.old_logprobs is "actor", and reference_logprobs if
-    the loss holds a KL term. Where it has teacher_logprobs the distance from the `teacher` is reported and, if that
-    says so, part of the loss. `correction.summarize` turns its metrics into reported ones.
+    The micro-batch needs advantages, and actor_logprobs if settings.old_logprobs is "actor". It needs
+    reference_logprobs if the loss has a KL term. With teacher_logprobs, the distance from `teacher` is reported, and
+    added to the loss if teacher.where is "loss". `correction.summarize` turns the raw metrics into reported ones.
     """
     surrogate_of, old = policy_loss_of(settings), f"{settings.old_logprobs}_logprobs"
 
@@ -417,12 +431,14 @@ def policy_loss(settings: schema.Loss, max_response_tokens: int, teacher: schema
 
 
 def kl_term(tokens: ResponseTokens, settings: schema.Kl, of_asked: Sequence[Tensor] = ()) -> Tensor:
-    """[tokens] KL(policy || reference) over the vocabulary where the reference left its distribution, else its estimate
-    from the drawn token.
+    """Returns KL(policy || reference) over the vocabulary, or its estimate from the sampled token, shape [tokens].
 
-    An estimate is times the ratio by default (DeepSeek-AI 2025, "DeepSeek-V3.2", section 3.1). The mean over tokens
-    that the old policy drew is then the KL, and its gradient is the KL's. Of the estimators alone only k2 has the KL's
-    gradient, and only where the old policy is the present one."""
+    The KL over the vocabulary is for estimator "full", with the distribution of the reference in the experience.
+
+    By default an estimate is multiplied by the ratio (DeepSeek-AI 2025, "DeepSeek-V3.2", section 3.1). Its mean over
+    tokens of the old policy is then the KL, and its gradient is the KL's gradient. Without the ratio, only k2 has the
+    KL's gradient, and only if old and present policy are equal.
+    """
     if settings.estimator == "full":
         over_vocabulary = divergence_from("reference", tokens.experience, of_asked)
         assert over_vocabulary is not None, "the reference leaves its distribution with estimator full"
@@ -432,7 +448,7 @@ def kl_term(tokens: ResponseTokens, settings: schema.Kl, of_asked: Sequence[Tens
 
 
 def _metrics(experience: Experience, logprobs: Tensor, old: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """[tokens] to be averaged, and maxima: how far the present weights are from the others, of all response tokens."""
+    """Returns metrics to average [tokens], and maxima: the distances of the present log-probs from the others."""
     current = logprobs.masked_fill(~experience.response_mask, 0)
     difference = (current - of_response(experience, "rollout_logprobs")).abs()
     token_means = {"ppo_kl": of_response(experience, old) - current, "train_rollout_logprob_abs_diff": difference}

@@ -1,4 +1,4 @@
-"""The algorithms by the names that a config gives them."""
+"""The table of all algorithms by their config name."""
 
 from rltrain.algorithms.algorithm import Algorithm
 from rltrain.algorithms.reinforcement import (
@@ -29,5 +29,5 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 
 
 def algorithm_of(config: Config) -> Algorithm:
-    """That of `config`."""
+    """Returns the algorithm of `config.algorithm`, bound to `config`."""
     return ALGORITHMS[config.algorithm](config)

@@ -1,4 +1,4 @@
-"""Algorithms that learn from rewards, each with its roles and how its advantages are made."""
+"""Algorithms for learning from rewards: their roles, their limits and their advantages."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,16 +17,19 @@ if TYPE_CHECKING:
     from rltrain.algorithms.losses import LossFunction
     from rltrain.data.experience import Experience
 
-# Algorithms that give a response one advantage, by comparing it with the other responses to its prompt.
+# Algorithms with one advantage per response, from a comparison within the prompt group.
 
 MIN_SAMPLES_PER_GROUP = 2
 
 
 class GroupRelative(Algorithm):
-    """The distance from the reference is taken off a response's reward as a whole."""
+    """The base class of algorithms with one advantage per response, computed within its prompt group.
+
+    A KL penalty in the reward is summed over the response and subtracted from its reward.
+    """
 
     compares: ClassVar[str] = "rewards"
-    """The field of the experience that `of_groups` gets."""
+    """Experience field passed to `of_groups`."""
 
     def problems(self) -> Iterator[str]:
         samples = self.config.batch.samples_per_prompt
@@ -38,14 +41,14 @@ class GroupRelative(Algorithm):
         yield from super().problems()
 
     def problems_of_penalties(self, reason: str) -> Iterator[str]:
-        """Yields problems of penalties that change rewards, which this `reason` forbids."""
+        """Yields problems of penalties that change rewards. `reason` explains why the algorithm forbids them."""
         if self.penalizes_reward():
             yield f"loss.kl.where: got reward; expected loss: {reason}"
         if self.config.advantages.overlong_penalty is not None:
             yield f"advantages.overlong_penalty: got one; expected null: {reason}"
 
     def of_groups(self, rewards: "Tensor", groups: "Groups") -> "Tensor":
-        """[members] fp64 advantages of the samples that are trained on, from their rewards."""
+        """Returns the advantages of the training samples from their rewards, fp64, shape [members]."""
         raise NotImplementedError(f"algorithm {self.name} compares nothing")
 
     def with_advantages(self, experience: "Experience", token_rewards: "Tensor | None" = None) -> "Experience":
@@ -54,16 +57,15 @@ class GroupRelative(Algorithm):
         return with_sample_advantages(experience, self.of_groups, of=self.compares, token_rewards=token_rewards)
 
 
-# GRPO: a response is as good as its reward compares with those of the other responses to its prompt.
-
-
 class Grpo(GroupRelative):
-    """Shao et al. 2024, "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models", 4.1.2:
+    """GRPO: rewards are normalized within the prompt group.
 
         A_i = (r_i - mean(r)) / std(r)        over the responses of a prompt
 
-    Dr. GRPO (Liu et al. 2025, "Understanding R1-Zero-Like Training: A Critical Perspective") leaves it undivided:
-    advantages.normalize_std false, with loss.normalization dr_grpo.
+    Shao et al. 2024, "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models", 4.1.2.
+
+    Dr. GRPO (Liu et al. 2025, "Understanding R1-Zero-Like Training: A Critical Perspective") does not divide by std(r).
+    Set advantages.normalize_std: false and loss.normalization: dr_grpo for it.
     """
 
     name = "grpo"
@@ -73,20 +75,19 @@ class Grpo(GroupRelative):
         return groups.standardized(rewards) if self.config.advantages.normalize_std else groups.centred(rewards)
 
 
-# GDPO: several reward functions, each compared within the prompt by itself.
-
 MIN_FUNCTIONS = 2
 
 
 class Gdpo(GroupRelative):
-    """Liu et al. 2026, "GDPO: Group reward-Decoupled Normalization Policy Optimization for Multi-reward RL
-    Optimization":
+    """GDPO: the scores of several reward functions, each normalized within the prompt group.
 
         A_i = sum over f of w_f (r_(f, i) - mean(r_f)) / std(r_f)        over the responses of a prompt
         A_i becomes (A_i - mean(A)) / std(A)        over all response tokens of the step
 
-    with the weights w_f of reward.functions, and of placed models that score responses. A response that a function is
-    not for (None) is no member of that function's groups. advantages.normalize_std false leaves out the first division.
+    The weights w_f come from reward.functions and from placed models that score responses. A response that a function
+    does not score (None) is left out of that function's groups. With advantages.normalize_std: false the first division
+    is left out. Liu et al. 2026, "GDPO: Group reward-Decoupled Normalization Policy Optimization for Multi-reward RL
+    Optimization".
     """
 
     name = "gdpo"
@@ -98,14 +99,14 @@ class Gdpo(GroupRelative):
         if len(self.config.reward_weights) < MIN_FUNCTIONS:
             yield (
                 f"reward.functions: got {len(self.config.reward.functions or ())}; expected at least {MIN_FUNCTIONS}: "
-                "algorithm gdpo normalises each apart, and for one alone there is grpo"
+                "algorithm gdpo normalizes each function separately. For a single function use algorithm grpo"
             )
         yield from self.problems_of_penalties(
-            "algorithm gdpo looks at what each of reward.functions gave, of which that is none"
+            "algorithm gdpo uses the scores of the single reward functions, and a penalty is not one of them"
         )
 
     def of_groups(self, rewards: "Tensor", groups: "Groups") -> "Tensor":
-        """`rewards` are [members, functions], NaN where a function is not for the sample."""
+        """Takes `rewards` of shape [members, functions]. NaN marks a function without a score for the sample."""
         advantages = rewards.new_zeros(len(rewards))
         for part, weight in zip(rewards.unbind(1), self.config.reward_weights, strict=True):
             known = ~part.isnan()
@@ -115,17 +116,15 @@ class Gdpo(GroupRelative):
         return advantages
 
 
-# GPG: compared within the prompt, and scaled by how few samples of the step teach anything.
-
-
 class Gpg(GroupRelative):
-    """Chu et al. 2025, "GPG: A Simple and Strong Reinforcement Learning Baseline for Model Reasoning":
+    """GPG: rewards are centred within the prompt group and scaled by the share of samples with a learning signal.
 
         A_i = alpha (r_i - mean(r))        over the responses of a prompt
-        alpha = B / (B - M)        of the B samples of the step, M of which are of prompts with equal rewards
+        alpha = B / (B - M)        for B samples of the step, M of them from prompts with equal rewards
 
-    With advantages.scale_by rewarded, verl's, B - M is the number of samples whose reward is not 0. The paper's loss
-    has no ratio: loss.policy reinforce.
+    Chu et al. 2025, "GPG: A Simple and Strong Reinforcement Learning Baseline for Model Reasoning". The paper's loss
+    has no ratio: set loss.policy: reinforce. With advantages.scale_by: rewarded, as in verl, B - M is the number of
+    samples with a non-zero reward.
     """
 
     name = "gpg"
@@ -152,17 +151,16 @@ class Gpg(GroupRelative):
         return experience.with_fields(advantages=experience.advantages * (num_samples / max(num_counted, 1)))
 
 
-# MaxRL: the gradient of a prompt's log-likelihood of success instead of its success rate.
-
-
 class MaxRl(GroupRelative):
-    """Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning", with the mean as control variate:
+    """MaxRL: the gradient of the log of a prompt's success rate, instead of the success rate itself.
 
-        A_i = (r_i - mean(r)) / mean(r)        over the responses of a prompt, 0 where mean(r) is 0
+        A_i = (r_i - mean(r)) / mean(r)        over the responses of a prompt, 0 if mean(r) is 0
 
-    Over n responses with k successes that is 1/k times the sum of the successes' gradients less 1/n times that of all:
-    in expectation the gradient of the log of the success rate p, as its series -sum over m < n of (1 - p)^m / m.
-    Rewards are chances of success, from 0 to 1.
+    For n responses with k successes, this is 1/k times the sum of the successes' gradients, minus 1/n times the sum of
+    all gradients. Its expectation is the gradient of -sum over m < n of (1 - p)^m / m: the first terms of log p for a
+    success rate p. Rewards must be probabilities of success, from 0 to 1.
+
+    Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning", with the mean as control variate.
     """
 
     name = "maxrl"
@@ -170,7 +168,7 @@ class MaxRl(GroupRelative):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         yield from self.problems_of_penalties(
-            "algorithm maxrl divides by the mean reward of a prompt, which is to be its rate of success"
+            "algorithm maxrl divides by the mean reward of a prompt, and that must be its success rate"
         )
 
     def of_groups(self, rewards: "Tensor", groups: "Groups") -> "Tensor":
@@ -179,19 +177,18 @@ class MaxRl(GroupRelative):
         return groups.centred(rewards).masked_fill(fails, 0) / means.masked_fill(fails, 1)
 
 
-# pass_at_k: a response is as good as it improves the best of k responses to its prompt.
-
-
 class PassAtK(GroupRelative):
-    """Walder and Karkhanis 2025, "Pass@K Policy Optimization: Solving Harder Reinforcement Learning Problems", the
-    estimator with the leave-one-out baseline of k - 1 samples:
+    """pass_at_k: a response is rewarded for improving the best of k responses.
 
-        A_i = mean over the sets I of k responses that hold i of (max of r over I - max of r over I without i)
+        A_i = mean over the sets I of k responses with i in I of (max of r over I - max of r over I without i)
 
-    over the responses of a prompt; k / n times that is the paper's s_i, whose sum over i of s_i grad log p_i is an
-    unbiased estimate of the gradient of E[max of k rewards]. With k = n it is Tang et al. 2025, "Optimizing Language
-    Models for Inference Time Objectives using Reinforcement Learning": the best response's reward less the second
-    best's. advantages.normalize_std divides by the standard deviation of the prompt's rewards.
+    over the n responses of a prompt. The paper's s_i is k / n times A_i. The sum over i of s_i grad log p_i is an
+    unbiased estimate of the gradient of E[max of k rewards]. Walder and Karkhanis 2025, "Pass@K Policy Optimization:
+    Solving Harder Reinforcement Learning Problems", the estimator with the leave-one-out baseline of k - 1 samples.
+
+    With k = n it is the best reward minus the second best, for the best response alone: Tang et al. 2025, "Optimizing
+    Language Models for Inference Time Objectives using Reinforcement Learning". advantages.normalize_std divides by the
+    standard deviation of the prompt's rewards.
     """
 
     name = "pass_at_k"
@@ -213,16 +210,14 @@ class PassAtK(GroupRelative):
         return groups.over_deviations(gains, rewards) if self.config.advantages.normalize_std else gains
 
 
-# RLOO: a response is as good as its reward exceeds the mean of the others to its prompt.
-
-
 class Rloo(GroupRelative):
-    """Ahmadian et al. 2024, "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback
-    in LLMs" (Kool et al. 2019, "Buy 4 REINFORCE Samples, Get a Baseline for Free!"):
+    """RLOO: the baseline of a response is the mean reward of the other responses to its prompt.
 
         A_i = r_i - 1/(n - 1) sum over j != i of r_j        over the n responses of a prompt
 
-    An episode that is alone has nothing to be compared with: its mean is the baseline.
+    The only episode of a group has its own mean as the baseline. Ahmadian et al. 2024, "Back to Basics: Revisiting
+    REINFORCE Style Optimization for Learning from Human Feedback in LLMs" (Kool et al. 2019, "Buy 4 REINFORCE Samples,
+    Get a Baseline for Free!").
     """
 
     name = "rloo"
@@ -231,17 +226,14 @@ class Rloo(GroupRelative):
         return (rewards - groups.others_means(rewards)).masked_fill(groups.are_equal(rewards), 0)
 
 
-# ReMax: a response is as good as its reward exceeds that of the greedy response to its prompt.
-
-
 class ReMax(Algorithm):
-    """Li et al. 2024, "ReMax: A Simple, Effective, and Efficient Reinforcement Learning Method for Aligning Large
-    Language Models":
+    """ReMax: the baseline of a response is the reward of the greedy response to its prompt.
 
         A_i = r(x, y_i) - r(x, greedy y)
 
-    The greedy response to each prompt is drawn and scored beside the sampled ones, and not trained on. A distance from
-    the reference that is taken off the reward is that of the sampled response alone.
+    One greedy response per prompt is generated and scored, but not trained on. A KL penalty in the reward comes from
+    the sampled response alone. Li et al. 2024, "ReMax: A Simple, Effective, and Efficient Reinforcement Learning Method
+    for Aligning Large Language Models".
     """
 
     name = "remax"
@@ -250,8 +242,8 @@ class ReMax(Algorithm):
         yield from super().problems()
         if self.config.env.agent is not None:
             yield (
-                "env.agent: got one with algorithm remax; expected none: each of its requests says itself how its "
-                "tokens are drawn, and remax needs an episode that is drawn greedily"
+                "env.agent: got one with algorithm remax; expected none: an agent's requests choose their own sampling "
+                "parameters, and remax needs a greedy episode"
             )
 
     def greedy_samples_per_group(self) -> int:
@@ -268,17 +260,14 @@ class ReMax(Algorithm):
         return with_sample_advantages(experience, lambda rewards, _: rewards, token_rewards=token_rewards)
 
 
-# REINFORCE++: every token is as good as what comes of it compares with all tokens of the step.
-
-
 class ReinforcePlusPlus(Algorithm):
-    """Hu et al. 2025, "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage Normalization":
+    """REINFORCE++: returns per token, normalized over all tokens of the step.
 
         A_t = sum over i >= t of gamma^(i - t) (r at the last token - beta KL_i)
         A_t becomes (A_t - mean(A)) / std(A)        over all response tokens of the step
 
-    The distance from the reference, where loss.kl is in the reward, is taken off token by token. The paper has no
-    discount (gamma 1) and estimates it by k1.
+    A KL penalty in the reward is subtracted token by token. Hu et al. 2025, "REINFORCE++: Stabilizing Critic-Free
+    Policy Optimization with Global Advantage Normalization", uses gamma 1 and the estimator k1.
     """
 
     name = "reinforce_plus_plus"
@@ -291,17 +280,15 @@ class ReinforcePlusPlus(Algorithm):
         return with_returns_to_go(experience, token_rewards, gamma=self.config.advantages.gamma)
 
 
-# REINFORCE++ with a baseline: compared within the prompt, normalised over the step.
-
-
 class ReinforcePlusPlusBaseline(GroupRelative):
-    """Hu et al. 2025, "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage Normalization",
-    the variant for several responses to a prompt:
+    """REINFORCE++ with a baseline: rewards are centred within the prompt group and normalized over the step.
 
         A_i = r_i - mean(r)        over the responses of a prompt
         A_i becomes (A_i - mean(A)) / std(A)        over all response tokens of the step
 
-    The paper has the distance from the reference in the loss: loss.kl.where loss, estimator k2.
+    Hu et al. 2025, "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage Normalization", the
+    variant for several responses to a prompt. The paper has the KL penalty in the loss: loss.kl.where: loss and
+    estimator k2.
     """
 
     name = "reinforce_plus_plus_baseline"
@@ -311,23 +298,23 @@ class ReinforcePlusPlusBaseline(GroupRelative):
         return groups.centred(rewards)
 
 
-# The optimal token baseline: every token is compared with what comes of the other responses at its place.
-
 EPS = 1e-8
-"""Of the weights' sum, as in verl."""
+"""Added to the sum of the weights, as in verl."""
 
 
 class OptimalTokenBaseline(GroupRelative):
-    """Li et al. 2026, "The Optimal Token Baseline: Variance Reduction for Long-Horizon LLM-RL", as verl has it:
+    """The optimal token baseline: a weighted mean of the responses' returns at the same token position.
 
         A_(i, t) = G_(i, t) - sum over j of W_(j, t) G_(j, t) / sum over j of W_(j, t)
         W_(j, t) = sum over s <= t of rho_(j, s)^2 (1 - 2 p_(j, s) + sum over tokens v of p_(j, s)(v)^2)
 
-    over the responses j to the prompt that have a token in the t-th place. G is what is still to come of the reward, p
-    the actor's probability, so that the bracket is the squared norm of the log-prob's gradient by the logits, and rho
-    the weight of loss.correction, or 1. Of a token beyond all other responses A is G. A response that is alone has A 0.
+    The sums over j are over the responses of the prompt that have a t-th token. G is the return from token t on, and p
+    the actor's probability. The bracket is the squared norm of the log-prob's gradient with respect to the logits. The
+    weight rho is that of loss.correction, or 1.
 
-    The distance from the reference, where loss.kl is in the reward, is taken off token by token.
+    If only response i has a t-th token, A is G there. The only response of a group has A = 0. A KL penalty in the
+    reward is subtracted token by token. Li et al. 2026, "The Optimal Token Baseline: Variance Reduction for
+    Long-Horizon LLM-RL", in verl's version.
     """
 
     name = "optimal_token_baseline"
@@ -339,14 +326,14 @@ class OptimalTokenBaseline(GroupRelative):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        reason = f"algorithm {self.name} weighs by the actor's probabilities of all tokens at the step's start"
+        reason = f"algorithm {self.name} needs the actor's probabilities of all tokens at the start of the step"
         if not self.needs_actor_logprobs():
             yield f"loss.old_logprobs: got {self.config.loss.old_logprobs}; expected actor: {reason}"
         if self.config.model.router_replay == "recompute":
-            yield f"model.router_replay: got recompute; expected null or rollout: {reason}, which it evaluates without"
+            yield f"model.router_replay: got recompute; expected null or rollout: {reason}, without the routing"
 
     def with_advantages(self, experience: "Experience", token_rewards: "Tensor | None" = None) -> "Experience":
-        """Needs actor_logprobs and actor_squares, with loss.correction rollout_logprobs."""
+        """Needs the fields actor_logprobs and actor_squares, and rollout_logprobs if loss.correction is set."""
         import torch
 
         from rltrain.algorithms.advantages import Rectangle, with_returns_to_go
@@ -368,7 +355,7 @@ class OptimalTokenBaseline(GroupRelative):
         )
 
     def _energies(self, experience: "Experience") -> "Tensor":
-        """[tokens] fp64 squared norms of the gradients, by the weights of the correction."""
+        """Returns the squared gradient norms times the squared correction weights, fp64, shape [tokens]."""
         from rltrain.algorithms.correction import weights_of
         from rltrain.algorithms.losses import of_response
 
@@ -380,16 +367,13 @@ class OptimalTokenBaseline(GroupRelative):
         return energy * weights_of(experience, log_ratio, settings)[0].square()
 
 
-# PPO: every token is as good as what comes of it compares with what the critic expected there.
-
-
 class Ppo(Algorithm):
-    """Schulman et al. 2017, "Proximal Policy Optimization Algorithms", with the advantages of Schulman et al. 2016,
-    "High-Dimensional Continuous Control Using Generalized Advantage Estimation":
+    """PPO: advantages are estimated from the critic's values by GAE, and whitened over the response tokens of a step.
 
         A_t = sum over l of (gamma lambda)^l delta_(t + l),   delta_t = r_t + gamma V_(t + 1) - V_t
 
-    whitened over the response tokens of a step.
+    Schulman et al. 2017, "Proximal Policy Optimization Algorithms", with the advantages of Schulman et al. 2016,
+    "High-Dimensional Continuous Control Using Generalized Advantage Estimation".
     """
 
     name = "ppo"
@@ -417,23 +401,26 @@ class Ppo(Algorithm):
         return with_gae(experience, token_rewards, gamma=settings.gamma, lam=settings.gae_lambda)
 
 
-# Advantages by a function of the user's, which is given a whole step.
+# Advantages from a user function of a whole step.
 
 OF_SAMPLES = ("rewards", "groups")
 OF_TOKENS = ("token_level_rewards", "response_mask", "index")
-"""verl's and SkyRL's names."""
+"""The parameter names of verl and SkyRL."""
 COEFFICIENTS = ("gamma", "lambd", "lam")
 TOKEN_FIELDS = ("advantages", "response_mask")
 
 
 class OwnAdvantages(Algorithm):
-    """advantages.function is called once a step with the samples of all replicas, by its parameters' names:
+    """Advantages from the user function advantages.function.
 
-        (rewards, groups)        [samples] rewards and numbers of prompts; it gives [samples] advantages
-        (token_level_rewards, response_mask, index)        verl's and SkyRL's: [samples, longest response] twice, and an
-                                 array [samples]; it gives advantages of that shape, alone or before the returns
+    It is called once per step with the samples of all replicas. Its parameter names select a form.
 
-    The distance from the reference, where loss.kl is in the reward, is taken off token by token.
+    - (rewards, groups): rewards and prompt numbers, [samples] each. It returns advantages [samples].
+    - (token_level_rewards, response_mask, index): the form of verl and SkyRL. The first two are [samples, longest
+      response], `index` is a numpy array [samples]. It returns advantages of the first shape, alone or followed by the
+      returns.
+
+    A KL penalty in the reward is subtracted token by token.
     """
 
     name = "own"
@@ -448,25 +435,25 @@ class OwnAdvantages(Algorithm):
         if advantages.mask_truncated:
             yield "advantages.mask_truncated: got true; expected false: the function of algorithm own sees all samples"
         if "teacher" in self.config.placed_roles and teacher.where == "advantage":
-            yield "teacher.where: got advantage; expected loss: the function of algorithm own says what advantages are"
+            yield "teacher.where: got advantage; expected loss: the function of algorithm own computes the advantages"
 
     @cached_property
     def function(self) -> "OwnFunction":
-        """ConfigError where there is none that can be called."""
+        """The user function. Raises ConfigError if there is no such function, or if its parameters do not fit."""
         found = OwnFunction.of(self.config.advantages.function or "", "advantages.function")
         known = OF_SAMPLES if found.takes(OF_SAMPLES) else OF_TOKENS
         found.require_known((OF_SAMPLES, OF_TOKENS), (*known, *COEFFICIENTS))
         return found
 
     def loss_function(self) -> "LossFunction":
-        _ = self.function  # one that cannot be called is told of before anything is drawn
+        _ = self.function  # reports an unusable function before any sample is generated
         return super().loss_function()
 
     def needs_whole_step(self) -> bool:
         return True
 
     def with_advantages(self, experience: "Experience", token_rewards: "Tensor | None" = None) -> "Experience":
-        """The rewards of tokens stand in the place of advantages until the step is whole."""
+        """Stores the rewards per token in the field advantages until the step is whole."""
         import torch
 
         from rltrain.algorithms.advantages import rewards_at_tokens
@@ -492,7 +479,7 @@ class OwnAdvantages(Algorithm):
         return experience.with_fields(advantages=advantages.to(experience.rewards.dtype))
 
     def _groups(self, sample_ids: "Tensor") -> "Tensor":
-        """Numbers of the prompts, from 0 on."""
+        """Returns consecutive numbers of the prompts, from 0, shape [samples]."""
         import torch
 
         from rltrain.data.experience import SIBLINGS_APART
@@ -502,7 +489,7 @@ class OwnAdvantages(Algorithm):
         return groups
 
     def _advantages(self, step: "Experience") -> "Tensor":
-        """[tokens] of a step, what its function says."""
+        """Returns the user function's advantages of a whole step, shape [tokens]."""
         from torch import Tensor
 
         from rltrain.algorithms.advantages import Rectangle
@@ -528,12 +515,12 @@ class OwnAdvantages(Algorithm):
         return answer[sample_index(step)] if of_samples else rows.packed(answer, step.num_tokens)
 
 
-# Functions of the user's that an algorithm calls with what their parameters' names ask for.
+# User functions. Their parameter names select their arguments.
 
 
 @dataclass(frozen=True)
 class OwnFunction:
-    """What `name` under `config_key` names."""
+    """The user function `name`, given under `config_key`."""
 
     name: str
     config_key: str
@@ -542,26 +529,26 @@ class OwnFunction:
 
     @classmethod
     def of(cls, name: str, config_key: str) -> "OwnFunction":
-        """ConfigError where there is no such function."""
+        """Finds the function. Raises ConfigError if it does not exist."""
         function = locate(name, config_key)
         return cls(name, config_key, function, inspect.signature(function).parameters)
 
     def takes(self, names: Sequence[str]) -> bool:
-        """Whether it has parameters of all these names."""
+        """Returns whether the function has parameters of all these names."""
         return all(name in self.parameters for name in names)
 
     def require_known(self, forms: Sequence[Sequence[str]], known: Sequence[str]) -> None:
-        """ConfigError unless it has the parameters of one of the forms, and without a default only known ones."""
+        """Raises ConfigError if the parameters match none of `forms`, or if one without a default is not in `known`."""
         if not any(self.takes(names) for names in forms):
             expected = " or ".join(f"({', '.join(names)})" for names in forms)
             raise self.error(f"takes ({', '.join(self.parameters)}); expected parameters {expected}")
         variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         for name, parameter in self.parameters.items():
             if parameter.kind not in variable and parameter.default is parameter.empty and name not in known:
-                raise self.error(f"asks for {name}; what there is to ask for is {', '.join(known)}")
+                raise self.error(f"asks for parameter {name}; available are {', '.join(known)}")
 
     def call(self, values: Mapping[str, Any]) -> Any:
-        """With those of the values that it has parameters for. ConfigError where it raises."""
+        """Calls the function with its parameters' values out of `values`. Raises ConfigError if the function raises."""
         try:
             return self.function(**{name: value for name, value in values.items() if name in self.parameters})
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Algorithms that learn from given texts, pairs or a teacher, and the one that trains nothing."""
+"""Algorithms for demonstrations, preference pairs and teachers, and the algorithm for evaluation alone."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar
@@ -15,14 +15,13 @@ if TYPE_CHECKING:
     from rltrain.data.row_index import IndexFolder
     from rltrain.data.tokenizer import ModelLimits
 
-# On-policy distillation: the actor learns to be like a teacher on what it draws itself.
-
 
 class Distillation(Algorithm):
-    """Agarwal et al. 2024, "On-Policy Distillation of Language Models"; Gu et al. 2024, "MiniLLM".
+    """On-policy distillation: the actor imitates a teacher on its own samples.
 
-    Rewards are logged and teach nothing: all that is learned from is the distance from the teacher, which any other
-    algorithm may have beside its own advantages.
+    It trains on the distance from the teacher alone. Rewards are logged but not learned from. Every other algorithm can
+    add the same distance to its own advantages. Agarwal et al. 2024, "On-Policy Distillation of Language Models"; Gu et
+    al. 2024, "MiniLLM".
     """
 
     name = "distillation"
@@ -33,9 +32,9 @@ class Distillation(Algorithm):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         if self.penalizes_reward():
-            yield "loss.kl.where: got reward; expected loss: algorithm distillation does not learn from rewards"
+            yield "loss.kl.where: got reward; expected loss: algorithm distillation uses no rewards"
         if self.config.advantages.overlong_penalty is not None:
-            yield "advantages.overlong_penalty: got one; expected null: algorithm distillation learns from no rewards"
+            yield "advantages.overlong_penalty: got one; expected null: algorithm distillation uses no rewards"
 
     def with_advantages(self, experience: "Experience", token_rewards: "Tensor | None" = None) -> "Experience":
         import torch
@@ -43,10 +42,9 @@ class Distillation(Algorithm):
         return experience.with_fields(advantages=torch.zeros(experience.num_tokens))
 
 
-# No training: the rollout draws the evaluation sets with the weights of model.path, and the reward scores them.
-
-
 class Evaluate(Algorithm):
+    """Evaluation alone: the rollout answers the evaluation sets with the weights of model.path, and they are scored."""
+
     name = "evaluate"
     generates = False
     trains = False
@@ -59,7 +57,7 @@ class Evaluate(Algorithm):
 
     def problems(self) -> Iterator[str]:
         if not self.config.evaluations:
-            yield "evaluation.sets: got none, and no data.eval; expected either: algorithm evaluate does nothing else"
+            yield "evaluation.sets: got none, and no data.eval; expected one of them: algorithm evaluate only evaluates"
 
     def samples_per_group(self) -> int:
         return 1
@@ -68,11 +66,8 @@ class Evaluate(Algorithm):
         return False
 
 
-# What algorithms have in common that learn from responses in the rows.
-
-
 class Supervised(Algorithm):
-    """Nothing is generated to train on."""
+    """The base class of algorithms that train on given responses. Nothing is generated for training."""
 
     generates = False
     reads_responses = True
@@ -90,16 +85,16 @@ class Supervised(Algorithm):
         return self.config.data.max_response_tokens
 
 
-# What algorithms have in common that learn from pairs of responses, of which one was preferred.
-
-
 class FromPairs(Supervised):
-    """Nothing is generated, also not for evaluations: data.eval has pairs too."""
+    """The base class of algorithms that train on pairs of a chosen and a rejected response.
+
+    Nothing is generated, even for evaluations: data.eval also contains pairs.
+    """
 
     from_pairs = True
 
     has_no_use_for: ClassVar[frozenset[str]] = frozenset()
-    """Keys of the section preference that are for another algorithm."""
+    """Keys of config section preference that this algorithm does not use."""
 
     def needs(self) -> dict[str, str]:
         return {"actor": f"algorithm {self.name}"}
@@ -112,11 +107,11 @@ class FromPairs(Supervised):
             if section in self.config.model_fields_set:
                 yield (
                     f"{section}: got a section for algorithms that learn from rewards with algorithm {self.name}; "
-                    "expected none: the section preference is its own"
+                    "expected none. Its settings are in section preference"
                 )
         for key in sorted(self.has_no_use_for & self.config.preference.model_fields_set):
             value = getattr(self.config.preference, key)
-            yield f"preference.{key}: got {value} with algorithm {self.name}, which has no use for it; remove the key"
+            yield f"preference.{key}: got {value} with algorithm {self.name}, but it does not use the key; remove it"
 
     def samples_per_group(self) -> int:
         return 2
@@ -127,10 +122,9 @@ class FromPairs(Supervised):
         return Preferences(self.config, indexes, model)
 
 
-# DPO: the actor comes to prefer what was preferred, as far as that takes it away from the reference.
-
-
 class Dpo(FromPairs):
+    """DPO: the actor learns to prefer the chosen response, relative to the reference."""
+
     name = "dpo"
     has_no_use_for = frozenset({"center_coef"})
 
@@ -142,8 +136,8 @@ class Dpo(FromPairs):
         preference = self.config.preference
         if preference.loss == "ipo" and preference.label_smoothing:
             yield (
-                f"preference.label_smoothing: got {preference.label_smoothing} with preference.loss ipo, which is "
-                "of no probabilities; expected 0, or preference.loss: sigmoid"
+                f"preference.label_smoothing: got {preference.label_smoothing} with preference.loss ipo; expected 0, "
+                "or preference.loss: sigmoid, since ipo has no probabilities to smooth"
             )
 
     def loss_function(self) -> "LossFunction":
@@ -152,10 +146,9 @@ class Dpo(FromPairs):
         return direct_preference_loss(self.config.preference)
 
 
-# Reward models: the actor, with a head that gives scores, comes to score what was preferred above what was not.
-
-
 class RewardModelling(FromPairs):
+    """Reward models: an actor with a scalar head learns to score the chosen response above the rejected one."""
+
     name = "reward_model"
     has_no_use_for = frozenset({"loss", "beta", "label_smoothing", "sft_coef"})
 
@@ -165,12 +158,13 @@ class RewardModelling(FromPairs):
         return ranking_loss(self.config.preference)
 
 
-# SFT: the actor learns demonstrations by heart.
-#
-# With the actor alone an evaluation is the loss of held-out demonstrations. Other roles are there to answer prompts.
-
-
 class Sft(Supervised):
+    """SFT: the actor maximizes the likelihood of demonstrations.
+
+    A run with the actor alone evaluates by the loss of held-out demonstrations. Evaluations by generated answers need
+    more roles.
+    """
+
     name = "sft"
 
     def needs(self) -> dict[str, str]:

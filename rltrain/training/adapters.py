@@ -1,4 +1,4 @@
-"""Low-rank adapters on every backend: how they begin, and what turns them on and off."""
+"""Low-rank adapters on every backend: initial values, switching them off, and merged weights."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -15,12 +15,14 @@ from rltrain.config.models import Lora
 from rltrain.models.lora import A, B, target_of
 from rltrain.reshard.layout import Layout
 
-# How low-rank adapters begin, whatever the backend: the same numbers in every layout.
+# Initial values of low-rank adapters. They are the same in every layout and backend.
 
 
 def begin_adapters(layout: Layout, rank: int, parameters: Mapping[str, Tensor], settings: Lora, seed: int) -> None:
-    """Fill `parameters`, those of `rank` in the adapters' `layout`, as model.lora says. CheckpointError where its files
-    are not of such adapters."""
+    """Fills `parameters`, the adapters of `rank` in `layout`, with the initial values of model.lora.
+
+    Raises CheckpointError if its files do not fit the adapters.
+    """
     if settings.path is None:
         draw_adapters(layout, rank, parameters, settings.targets, seed)
     else:
@@ -31,11 +33,10 @@ def begin_adapters(layout: Layout, rank: int, parameters: Mapping[str, Tensor], 
 def draw_adapters(
     layout: Layout, rank: int, parameters: Mapping[str, Tensor], targets: Collection[str] | None, seed: int
 ) -> None:
-    """Fill `parameters`, those of `rank` in the adapters' `layout` but a head's: B with zeros, and A as He et al. 2015,
-    "Delving deep into rectifiers", section 2.2, with the negative slope sqrt(5) that PEFT takes: uniform up to
-    1 / sqrt(inputs).
+    """Initializes `parameters`, the adapters of `rank` in `layout`, except those of a head: B with zeros, A at random.
 
-    Each A has a generator of its own. Those of matrices that are not among `targets` are zero.
+    A is uniform within 1 / sqrt(inputs): He et al. 2015, "Delving deep into rectifiers", section 2.2, with PEFT's
+    negative slope sqrt(5). Each A has its own generator. With `targets`, the A of all other matrices is zero.
     """
     mine = layout.on(rank)
     flats = [parameters[name].detach().view(-1) for name, _ in mine.parameters]
@@ -61,18 +62,17 @@ def _drawn(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
-# What low-rank adapters are on every backend: whether they add anything, what they drop, and weights that have them
-# merged.
+# The state of adapters on every backend: on or off, dropout, and merged weights.
 
 SEEDS = 2**62
 
 
 class AdapterMode(ABC):
-    """Of all adapters of a model together. `seed` is for what is dropped."""
+    """The adapters of a model. `seed` is for dropout."""
 
     layout: Layout
     parameters: Mapping[str, Tensor]
-    """This rank's, as in `layout.on(rank)`."""
+    """This rank's adapters, as in `layout.on(rank)`."""
 
     def __init__(self, dropout: float, seed: int) -> None:
         self.is_on = True
@@ -80,15 +80,15 @@ class AdapterMode(ABC):
 
     @abstractmethod
     def merged(self, name: str, weight: Tensor) -> Tensor:
-        """`weight`, the model's of this name, with what its adapter adds, where it has one."""
+        """Returns the model's `weight` of this name, with its adapter merged if it has one."""
 
     def held(self) -> list[Tensor]:
-        """Returns all tensors that the adapters have on the device."""
+        """Returns all tensors of the adapters on the device."""
         return [*self.parameters.values()]
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """The model is the base alone."""
+        """Switches the adapters off, so the model is the base alone."""
         self.is_on = False
         try:
             yield
@@ -97,8 +97,10 @@ class AdapterMode(ABC):
 
     @contextmanager
     def drawing(self, *at: int) -> Iterator[None]:
-        """Around what is computed in training at some point of a run: what is dropped follows from it and the seed, and
-        no one else's random numbers change."""
+        """Activates dropout for a training computation. The masks depend on the seed and on `at`, the point of the run.
+
+        Other random states are unchanged.
+        """
         if not self._dropout:
             yield
             return
@@ -112,8 +114,11 @@ class AdapterMode(ABC):
                 self._draws = False
 
     def dropped(self, inputs: Tensor, rank: int = 0) -> Tensor:
-        """`inputs` without what is dropped. The mask is drawn from a seed of torch's generator on the host, whose state
-        recomputation restores: ranks that give the same `rank` draw the same one, others do not."""
+        """Applies dropout to `inputs`.
+
+        The mask's seed comes from torch's generator on the host, since recomputation restores its state. Ranks with the
+        same `rank` drop the same elements, other ranks do not.
+        """
         if not self._draws:
             return inputs
         generator = torch.Generator(inputs.device).manual_seed(int(torch.randint(SEEDS, ())) + rank)
@@ -122,7 +127,7 @@ class AdapterMode(ABC):
 
 
 class MadeWeights(Mapping[str, Tensor]):
-    """`weights` by name as `made(name, weight)` makes them of these, when they are asked for; none is kept."""
+    """A mapping with `made(name, weight)` for each of `weights`, computed on access and not kept."""
 
     def __init__(self, weights: Mapping[str, Tensor], made: Callable[[str, Tensor], Tensor]) -> None:
         self._weights, self._made = weights, made

@@ -1,4 +1,4 @@
-"""The training backends by name, and what every one of them makes: the models of roles."""
+"""The training backends by name, and their common interface: building the models of roles."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -23,11 +23,11 @@ from rltrain.training.trainable import RoleModel, TrainedModel
 
 @dataclass(frozen=True)
 class ModelSite:
-    """This rank's place for the model of a role, which lives on the ranks of `grid`.
+    """A rank's inputs for building the model of a role on the ranks of `grid`.
 
-    The head of `architecture` says what the model tells of a token, and what its loss functions get: a vocabulary's its
-    log-prob, and the entropy of the distribution that it was drawn from; a value head's the score of its sample up to
-    and with it, as transformers' models for sequence classification have it, of which no temperature changes anything.
+    The head of `architecture` decides the model's outputs per token, and so the arguments of its loss functions. A
+    vocabulary head returns the token's log-prob and the entropy of its distribution. A value head returns the score of
+    the sample's prefix, as in transformers' models for sequence classification. Temperature does not affect scores.
     """
 
     config: Config
@@ -37,21 +37,21 @@ class ModelSite:
     groups: ProcessGroups
     architecture: Architecture
     on_micro_batch: Callable[[Sequence[int], bool], None]
-    """To be called with every micro-batch that begins: with the lengths of its samples, and whether gradients are made.
-    So others see the model getting on, and what it computes is counted."""
+    """Called at the start of every micro-batch with its sample lengths and whether gradients are computed. It shows the
+    model's progress and counts its work."""
 
     checkpoint: str | None = None
-    """The folder that the model starts from, where that is not the role's."""
+    """Folder with the initial weights, if it is not the role's checkpoint."""
 
     def load_weights(self, layout: Layout, parameters: Mapping[str, Tensor]) -> None:
-        """Fill `parameters`, this rank's in `layout`, from the checkpoint that the model starts from."""
+        """Fills `parameters`, this rank's in `layout`, from the initial checkpoint."""
         path, key = self.config.checkpoint_of(self.role)
         path = self.checkpoint or path
         load_parameters(Path(path), layout, self.world.rank, parameters, config_key=key)
 
 
 class TrainingBackend(ABC):
-    """Makes models of a role. Every rank of the job can tell a layout, also one that has no share of the model."""
+    """Builds models of a role. Every rank of the job can compute a layout, even without a part of the model."""
 
     evaluated: type[RoleModel]
     trained: type[TrainedModel]
@@ -61,9 +61,9 @@ class TrainingBackend(ABC):
         """Returns the layout of the site's model."""
 
     def adapters_layout(self, site: ModelSite) -> Layout:
-        """Returns the layout of the low-rank adapters that the site's role learns."""
+        """Returns the layout of the low-rank adapters trained by the site's role."""
         lora = site.config.lora_of(site.role)
-        assert lora is not None, "of a role that learns adapters"
+        assert lora is not None, "the role must train adapters"
         return self.layout_of_adapters(site, lora)
 
     @abstractmethod
@@ -72,13 +72,16 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def build(self, site: ModelSite, lora: Lora | None, *, trains: bool) -> PackedModel:
-        """Returns the site's model with adapters `lora`, before weights are loaded and adapters begin.
+        """Returns the site's model with adapters `lora`, without loaded weights or initialized adapters.
 
-        `trains` says whether anything of it is trained. Collective over: the role's ranks.
+        `trains` is whether any part of it is trained. Collective over: the role's ranks.
         """
 
     def frozen_model(self, site: ModelSite) -> RoleModel:
-        """With the weights of the role's checkpoint. Collective over: the role's ranks."""
+        """Returns a model for evaluation with the weights of the role's checkpoint.
+
+        Collective over: the role's ranks.
+        """
         model = self.build(site, None, trains=False)
         model.on_micro_batch = site.on_micro_batch
         site.load_weights(model.layout, model.weights)
@@ -87,10 +90,11 @@ class TrainingBackend(ABC):
     def trained_model(
         self, site: ModelSite, settings: Trained, *, total_updates: int, state: Sequence[AnyFile] | None = None
     ) -> TrainedModel:
-        """With the weights of the role's checkpoint, or as `save_state` of all its ranks left it in the files `state`,
-        whatever their layout was. The learning rate decays over `total_updates`.
+        """Returns a model for training with the weights of the role's checkpoint, or with a saved training state.
 
-        CheckpointError where a file is missing or damaged, or of another model. Collective over: the role's ranks.
+        `state` are the files written by `save_state` of all its ranks, in any layout. The learning rate decays over
+        `total_updates`. Raises CheckpointError if a file is missing or damaged, or of another model. Collective over:
+        the role's ranks.
         """
         lora, rank = site.config.lora_of(site.role), site.world.rank
         model = self.build(site, lora, trains=True)
@@ -106,7 +110,7 @@ class TrainingBackend(ABC):
         return trained
 
 
-# A process imports the backends that its roles name, once the config has been checked: each takes seconds.
+# A process imports only the backends of its roles, after the config was checked. Each import takes seconds.
 
 
 def _megatron() -> TrainingBackend:
@@ -125,5 +129,5 @@ BACKENDS: dict[str, Callable[[], TrainingBackend]] = {"megatron": _megatron, "fs
 
 
 def training_backend(config: Config, role: str) -> TrainingBackend:
-    """The one that trains or evaluates the model of a role."""
+    """Returns the backend of a role's model."""
     return BACKENDS[config.backend_of(role)]()

@@ -1,7 +1,7 @@
-"""Experts that compute with rounded weights, whatever the backend: config.model.fake_quantization.
+"""Experts with rounded weights in every backend: config.model.fake_quantization.
 
-What is trained is not rounded. Its gradient is that of the rounded weights, as if rounding were the identity: the
-straight-through estimator, Bengio et al. 2013, "Estimating or Propagating Gradients Through Stochastic Neurons".
+The trained weights stay unrounded. They get the gradient of the rounded weights, as if rounding were the identity. This
+is the straight-through estimator: Bengio et al. 2013, "Estimating or Propagating Gradients Through Stochastic Neurons".
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def rounded(weight: Tensor, settings: FakeQuantization) -> Tensor:
-    """What a layer computes with in the place of its `weight` [..., outputs, inputs], which gets its gradient."""
+    """Returns the rounded `weight` [..., outputs, inputs]. Gradients pass unchanged to `weight`."""
     made: Tensor = _StraightThrough.apply(weight, settings.group_size, settings.scale_divisor)
     return made
 
@@ -35,8 +35,10 @@ def rounded(weight: Tensor, settings: FakeQuantization) -> Tensor:
 def rounded_weights(
     weights: Mapping[str, Tensor], settings: FakeQuantization | None, dtype: torch.dtype
 ) -> Mapping[str, Tensor]:
-    """`weights` by name, those of experts as a model that computes in `dtype` has them `rounded`: each is made when it
-    is asked for, in the type that it has."""
+    """Returns `weights` by name, with experts rounded as in a model that computes in `dtype`.
+
+    Each rounded weight is computed on access and keeps its own type.
+    """
     if settings is None:
         return weights
 

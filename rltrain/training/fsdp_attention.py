@@ -14,56 +14,62 @@ from rltrain.models.delta_rule import PackedStates, convolve, gated_delta_rule, 
 from rltrain.training.packed_attention import PackedRows, attend_rows, packed_rows
 from rltrain.training.packing import ContextShare, WholeSequences, back_from_heads, positions_of, spread_over_heads
 
-# Context parallelism by heads: every rank attends with all tokens in some heads.
+# Context parallelism by heads: every rank attends over all tokens in some heads.
 
 
 @dataclass(frozen=True, eq=False)
 class SequenceSlices:
-    """Packed sequences of which each rank of `group` has slices, and in attention all tokens of its heads."""
+    """Packed sequences with slices on each rank of `group`. In attention a rank has all tokens of its heads."""
 
     positions: Tensor
-    """[rows of this rank] position of each in its sequence."""
+    """Position of each row in its sequence, [rows of this rank]."""
     packed: PackedRows
     """All sequences, laid end to end."""
     whole: WholeSequences
     group: dist.ProcessGroup
 
     def scattered(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Queries, keys and values [rows of this rank, heads, ...] -> [tokens, heads of this rank, ...] each. With
-        fewer key-value heads than ranks several ranks have the same one. Collective over: the group."""
+        """Exchanges queries, keys and values [rows of this rank, heads, ...] for [tokens, heads of this rank, ...]
+        each.
+
+        With fewer key-value heads than ranks, several ranks have the same head. Collective over: the group.
+        """
         size = self.group.size()
         copied = [x.repeat_interleave(max(1, size // x.size(1)), dim=1) for x in tensors]
         return [spread_over_heads(x.unflatten(1, (size, -1)), self.whole, self.group) for x in copied]
 
     def gathered(self, attended: Tensor) -> Tensor:
-        """[tokens, heads of this rank, ...] -> [rows of this rank, heads, ...]. Collective over: the group."""
+        """Exchanges [tokens, heads of this rank, ...] for [rows of this rank, heads, ...].
+
+        Collective over: the group.
+        """
         return back_from_heads(attended, self.whole, self.group).flatten(1, 2)
 
     def own_heads(self, of_heads: Tensor) -> Tensor:
-        """[heads] -> [heads of this rank]"""
+        """Selects this rank's heads: [heads] -> [heads of this rank]."""
         return of_heads.unflatten(0, (self.group.size(), -1))[self.group.rank()]
 
 
 def spread_heads(
     lengths: Sequence[int], share: ContextShare, device: torch.device, group: dist.ProcessGroup
 ) -> SequenceSlices:
-    """For packed sequences of these lengths, of each of which this rank has two slices."""
+    """Returns the slices of packed sequences of these lengths. This rank has two slices of each."""
     packed, whole = packed_rows(lengths, device, PackedRows), WholeSequences.of(lengths, share.size, device)
     return SequenceSlices(positions_of(lengths, share).to(device), packed, whole, group)
 
 
-# Attention of transformers' models over packed sequences, in the place of its own.
+# Attention over packed sequences in transformers' models.
 #
-# transformers gives its layers every further argument of a model's call, and they give it to attention: so the
-# sequences arrive here.
+# transformers passes unknown arguments of a model's call to its layers, and these pass them to attention. So attention
+# receives the sequences.
 
 NAME = "rltrain_packed"
 SEQUENCES = "rltrain_sequences"
-"""The argument by which a model's call passes the sequences."""
+"""Argument of a model's call for the sequences."""
 
 
 class HeadRows(NamedTuple):
-    """[tokens, heads, ...] each"""
+    """Query, key and value, [tokens, heads, ...] each."""
 
     query: Tensor
     key: Tensor
@@ -81,18 +87,19 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, heads, rows, head_dim], key and value [1, kv_heads, rows, ...] -> [1, rows, heads, head_dim of value].
+    """Returns attention [1, rows, heads, head_dim of value] of query [1, heads, rows, head_dim] and key and value [1,
+    kv_heads, rows, ...].
 
-    A token attends to those before it in its sequence, of which `sliding_window` leaves the last ones; where it is not
-    among `arguments` transformers has it in the mask alone, by the attribute of `module`. `softcap` bends scores, and
-    `s_aux` [heads] is one more score that nothing is taken from. Collective over: the context-parallel group.
+    A token attends to its sequence up to itself, within the last `sliding_window` tokens. If `arguments` lacks the
+    window, it is the attribute of `module`. `softcap` limits scores by tanh. `s_aux` [heads] are attention sinks: one
+    more score per head, without a value. Collective over: the context-parallel group.
     """
     window = arguments.get("sliding_window", getattr(module, "sliding_window", None))
     sequences = arguments.get(SEQUENCES)
     if sequences is None:
         raise RuntimeError(
-            f"{type(module).__name__} of transformers does not pass on what its model is called with, so that it could "
-            "not tell packed sequences apart: actor.backend fsdp cannot train it"
+            f"{type(module).__name__} of transformers does not pass the arguments of its model's call to attention, so "
+            "it cannot separate packed sequences and actor.backend fsdp cannot train it; use actor.backend: megatron"
         )
     rows = HeadRows(*(x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value)))
     scale = scaling if scaling is not None else query.size(-1) ** -0.5
@@ -105,21 +112,21 @@ def packed_attention(
 
 
 def register() -> None:
-    """Have transformers know it as NAME."""
+    """Registers this attention in transformers as NAME."""
     AttentionInterface.register(NAME, packed_attention)
 
 
-# Gated delta nets of transformers' models over packed sequences, in the place of their own computation.
+# Gated delta nets over packed sequences in transformers' models.
 #
-# transformers' own takes packed sequences by the kernels of flash-linear-attention alone, and else for one sequence.
-# Of what lies between the projections nothing is kept for backward: it is computed again.
+# transformers' own forward handles packed sequences only with the kernels of flash-linear-attention. Everything between
+# the projections is recomputed in backward.
 
 CLASS_ENDING = "GatedDeltaNet"
-"""Of the names of transformers' classes."""
+"""Ending of the names of transformers' classes."""
 
 
 def compute_packed(module: torch.nn.Module) -> None:
-    """Have all gated delta nets in `module` tell packed sequences apart."""
+    """Makes all gated delta nets in `module` treat packed sequences separately."""
     for part in module.modules():
         if type(part).__name__.endswith(CLASS_ENDING):
             part.forward = _forward_of(part)
@@ -129,7 +136,7 @@ def _forward_of(net: Any) -> Callable[..., Tensor]:
     def forward(
         hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **arguments: Any
     ) -> Tensor:
-        """hidden_states [1, rows, hidden] -> as much."""
+        """Maps hidden_states [1, rows, hidden] to the same shape."""
         sequences: PackedRows = arguments[SEQUENCES]
         kernel = net.conv_kernel_size
         packed = sequences.once("delta net", lambda: packed_states(sequences.lengths, kernel, hidden_states.device))
@@ -147,8 +154,8 @@ def _forward_of(net: Any) -> Callable[..., Tensor]:
 
 
 def _projected(net: Any, hidden: Tensor) -> tuple[Tensor, ...]:
-    """[rows, ...] what the convolution mixes; of each head the gate [heads, value_dim], and what tells how much of a
-    token it takes in and keeps of its state [heads]."""
+    """Returns the convolution's input, and per head the gate [heads, value_dim], the inputs' weights and the state's
+    decays [heads]. All have a first dimension of rows."""
     if not hasattr(net, "in_proj_qkvz"):
         of_rows = (net.in_proj_qkv(hidden), net.in_proj_z(hidden), net.in_proj_b(hidden), net.in_proj_a(hidden))
         mixed, gate, weights, decays = (kind[0] for kind in of_rows)
@@ -159,7 +166,10 @@ def _projected(net: Any, hidden: Tensor) -> tuple[Tensor, ...]:
 
 
 def _heads(net: Any, packed: PackedStates, mixed: Tensor, gate: Tensor, weights: Tensor, decays: Tensor) -> Tensor:
-    """[rows, all values]. Parameters are read here: they are gathered again before they are needed again."""
+    """Returns the heads' outputs, [rows, all values].
+
+    Parameters are read here, so FSDP gathers them again before the recomputation.
+    """
     convolved, _ = convolve(mixed, net.conv1d.weight[:, 0], packed)
     sizes = ((net.key_dim, net.head_k_dim), (net.key_dim, net.head_k_dim), (net.value_dim, net.head_v_dim))
     queries, keys, values = (

@@ -1,4 +1,4 @@
-"""FSDP2 as a training backend: evaluation, training and state of a sharded model."""
+"""The FSDP2 training backend: evaluation, training and state of a sharded model."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,12 +26,14 @@ from rltrain.training.packing import MicroBatch
 from rltrain.training.shards import replica_of
 from rltrain.training.trainable import Optimized, Outputs, Range, RoleModel, TrainedModel
 
-# A sharded model, evaluated.
+# Evaluation of a sharded model.
 
 
 def run(model: ShardedModel, micro_batches: Sequence[MicroBatch], outputs: Outputs, *, backward: bool) -> list[Any]:
-    """Forward (and backward) over the micro-batches; what `outputs` kept of each that has samples. Losses are summed,
-    and gradients over all ranks. Collective over: the role's ranks."""
+    """Runs forward, and backward if asked, over the micro-batches. Returns the kept results of those with samples.
+
+    Losses are summed, and gradients are summed over all ranks. Collective over: the role's ranks.
+    """
     kept = []
     for batch in micro_batches:
         model.on_micro_batch(batch.lengths, backward)
@@ -47,7 +49,7 @@ def run(model: ShardedModel, micro_batches: Sequence[MicroBatch], outputs: Outpu
 
 
 class ShardedEvaluableModel(RoleModel):
-    """Where a RoleModel is collective over a replica it is over the role's ranks, of which each has all results."""
+    """A sharded model for evaluation. It is collective over all the role's ranks, and each of them has all results."""
 
     model: ShardedModel
 
@@ -57,15 +59,14 @@ class ShardedEvaluableModel(RoleModel):
         return kept
 
 
-# AdamW over the shards of a model, with the norm of its whole gradient.
+# AdamW over the shards of a model, clipped by the norm of the whole gradient.
 
 NORM_EPSILON = 1e-6
-"""Megatron's, in the factor that clips."""
+"""Megatron's constant in the clipping factor."""
 
 
 class ShardedAdam:
-    """Works on this rank's shards, which are fp32, as tensors of their own: what a step does to an element depends on
-    no other."""
+    """AdamW on this rank's fp32 shards. A step is elementwise, so shards are independent of each other."""
 
     def __init__(self, model: ShardedModel, settings: schema.Optimizer) -> None:
         self.model, self.settings = model, settings
@@ -86,10 +87,10 @@ class ShardedAdam:
             fused=True,
         )
         self.num_steps = 0
-        """That changed weights."""
+        """Number of steps with changed weights."""
 
     def gradients(self) -> dict[str, Tensor]:
-        """Of shards that have any, by name."""
+        """Returns the gradients of shards by name, for shards with a gradient."""
         held = ((name, self.named[name].grad) for name in self.shards)
         return {name: local_shard(gradient) for name, gradient in held if gradient is not None}
 
@@ -102,7 +103,7 @@ class ShardedAdam:
             torch._foreach_mul_(found, factor)
 
     def gradient_norm(self) -> float:
-        """Of all shards together. Collective over: the ranks that share one copy of the model."""
+        """Returns the norm over all shards. Collective over: the ranks of one copy of the model."""
         found = [*self.gradients().values()]
         squares = torch.zeros((), dtype=torch.float32, device=self.model.device)
         if found:
@@ -111,7 +112,7 @@ class ShardedAdam:
         return float(squares.sqrt())
 
     def step(self, rate: float, norm: float) -> None:
-        """At learning rate `rate`, with gradients clipped whose norm is `norm`."""
+        """Makes a step at learning rate `rate`. Gradients are clipped by their `norm`."""
         limit = self.settings.clip_grad
         if limit and limit / (norm + NORM_EPSILON) < 1:
             self.scale_gradients(limit / (norm + NORM_EPSILON))
@@ -125,17 +126,17 @@ class ShardedAdam:
         self.num_steps += 1
 
     def moments(self, name: str) -> dict[str, Tensor]:
-        """Of a shard; none before the first step."""
+        """Returns the moments of a shard. There are none before the first step."""
         state = self.adam.state.get(self.shards[name], {})
         return {moment: state[moment] for moment in ADAM_STATES if moment in state}
 
     def states(self) -> Iterator[Tensor]:
-        """All tensors that it keeps."""
+        """Yields all tensors of the optimizer's state."""
         for state in self.adam.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
     def make_states(self, num_steps: int) -> None:
-        """Zero moments, counted as after `num_steps`."""
+        """Makes zero moments with a step count of `num_steps`."""
         self.num_steps = num_steps
         for shard in self.shards.values():
             state = {moment: torch.zeros_like(shard) for moment in ADAM_STATES}
@@ -143,11 +144,11 @@ class ShardedAdam:
             self.adam.state[shard] = {"step": step, **state}
 
 
-# A sharded model together with its gradients and optimizer.
+# A sharded model with gradients and an optimizer.
 
 
 class ShardedTrainableModel(ShardedEvaluableModel, TrainedModel):
-    """Gradients are reduced to shards after every micro-batch."""
+    """A sharded model for training. Gradients are reduced to shards after every micro-batch."""
 
     def make_optimizer(self) -> Mapping[str, MemoryPart]:
         self.optimizer = optimizer = ShardedAdam(self.model, self.settings.optimizer)
@@ -203,7 +204,7 @@ class ShardedTrainableModel(ShardedEvaluableModel, TrainedModel):
         }
 
     def answered_for(self, kept: Mapping[str, Optimized]) -> tuple[list[str], Array, Mapping[str, Range]]:
-        """All of them by the first of the ranks with equal shards."""
+        """The first rank of those with equal shards saves all of them."""
         layout, rank = self.model.learned_layout, dist.get_rank()
         mine = layout.on(rank)
         if replica_of(layout, rank)[0]:
@@ -220,7 +221,7 @@ class ShardedTrainableModel(ShardedEvaluableModel, TrainedModel):
         self._gather_adapters()
 
     def _gather_adapters(self) -> None:
-        """Collective over: the role's ranks."""
+        """Gathers the adapters' A matrices. Collective over: the role's ranks."""
         if self.model.adapters:
             self.model.adapters.gather(self.model.named_learned())
 

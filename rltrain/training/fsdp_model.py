@@ -1,4 +1,4 @@
-"""transformers' model of a checkpoint, sharded by fully_shard, with adapters and rounded experts."""
+"""The transformers model of a checkpoint, sharded by fully_shard, with adapters and rounded experts."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,12 +40,14 @@ from rltrain.training.logprobs import Logits, PackedModel, groups_of_rank
 from rltrain.training.packed_attention import PackedRows, packed_rows
 from rltrain.training.packing import MicroBatch, Packing
 
-# transformers' experts, whose matrices are stacked in parameters of a layer, with low-rank adapters beside them.
+# Low-rank adapters of transformers' experts. The experts' matrices are stacked in parameters of a layer.
 
 
 def compute_beside_adapters(experts: Any, matrix: str, adapter: torch.nn.Module, mode: AdapterMode) -> None:
-    """Give the module `experts` an adapter of its parameter `matrix`, gate_up_proj or down_proj. Its forward is then
-    the one below: what transformers computes takes the stacked matrices alone."""
+    """Adds an adapter to the parameter `matrix` of the module `experts`, gate_up_proj or down_proj.
+
+    The module's forward is replaced by the one below, because transformers' own uses only the stacked matrices.
+    """
     if not hasattr(experts, "lora"):
         experts.lora = torch.nn.ModuleDict()
         experts.forward = _forward_of(experts, experts.forward, mode)
@@ -54,7 +56,7 @@ def compute_beside_adapters(experts: Any, matrix: str, adapter: torch.nn.Module,
 
 def _forward_of(experts: Any, plain: Callable[..., Tensor], mode: AdapterMode) -> Callable[..., Tensor]:
     def forward(hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """hidden [tokens, hidden]; of each token the experts that it visits, and their weights, [tokens, visits]."""
+        """Computes the experts' output. `hidden` is [tokens, hidden]. `chosen` and `weights` are [tokens, visits]."""
         if not mode.is_on:
             return plain(hidden, chosen, weights)
         order = chosen.flatten().argsort(stable=True)
@@ -67,7 +69,7 @@ def _forward_of(experts: Any, plain: Callable[..., Tensor], mode: AdapterMode) -
             inner.append(experts.act_fn(gate) * up)
         made = torch.cat(_products(experts, "down_proj", inner))
         weighted = made * weights.flatten().index_select(0, order)[:, None]
-        # Summed visit by visit of each token: a sum that adds up rows where they come has no order of its own on GPUs.
+        # Summed in a fixed order of each token's visits. On GPUs, adding rows by index has no fixed order.
         visits = torch.zeros_like(weighted).index_copy(0, order, weighted)
         return visits.view(*chosen.shape, -1).sum(1).to(hidden.dtype)
 
@@ -75,7 +77,7 @@ def _forward_of(experts: Any, plain: Callable[..., Tensor], mode: AdapterMode) -
 
 
 def _products(experts: Any, matrix: str, inputs: list[Tensor]) -> list[Tensor]:
-    """Of each expert's tokens with its matrix, and with its adapter where there is one."""
+    """Returns each expert's products with its matrix, plus those of its adapter if there is one."""
     weights = getattr(experts, matrix)
     found = [F.linear(own, weights[number]) for number, own in enumerate(inputs)]
     if matrix not in experts.lora:
@@ -83,28 +85,30 @@ def _products(experts: Any, matrix: str, inputs: list[Tensor]) -> list[Tensor]:
     return [one + other for one, other in zip(found, experts.lora[matrix].of_experts(inputs), strict=True)]
 
 
-# Low-rank adapters beside the linear layers of transformers' models: x W.T + alpha / rank * (x A.T) B.T, Hu et al.
-# 2021, "LoRA", section 4.1. They are sharded with the decoder layer that they are in, B in the rows of W, which has no
-# gradient; those of experts by expert, as the experts are.
+# Low-rank adapters of transformers' linear layers: x W.T + alpha / rank * (x A.T) B.T, Hu et al. 2021, "LoRA", section
+# 4.1. They are sharded with their decoder layer: B by rows, like the frozen W. Adapters of experts are sharded by
+# expert.
 
 
 class ShardedAdapter(torch.nn.Module):
-    """That of one layer: `a` [rank, inputs] and `b` [outputs, rank], without memory. Of the experts of a layer
-    [experts, matrices * rank, inputs] and [experts, outputs, rank]."""
+    """The adapter of one layer: `a` [rank, inputs] and `b` [outputs, rank], created without memory.
+
+    For the experts of a layer they are [experts, matrices * rank, inputs] and [experts, outputs, rank].
+    """
 
     def __init__(self, a: tuple[int, ...], b: tuple[int, ...], adapters: "ShardedAdapters") -> None:
         super().__init__()
         self.a, self.b = (torch.nn.Parameter(torch.empty(shape, device="meta")) for shape in (a, b))
-        self._adapters = (adapters,)  # not a part of the module
+        self._adapters = (adapters,)  # in a tuple, so it is no submodule
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """[..., inputs] -> what is added to [..., outputs]."""
+        """Returns the addition to the layer's output [..., outputs] from inputs [..., inputs]."""
         (adapters,) = self._adapters
         a, b = (half.to(inputs.dtype) for half in (self.a, self.b))
         return F.linear(F.linear(adapters.dropped(inputs), a) * adapters.scale, b)
 
     def of_experts(self, inputs: list[Tensor]) -> list[Tensor]:
-        """The same for what each of the experts gets; their matrices are equal in size."""
+        """Returns the additions for each expert's inputs. The experts' matrices have equal sizes."""
         (adapters,) = self._adapters
         a, b = (half.to(inputs[0].dtype) for half in (self.a, self.b))
         added = []
@@ -116,22 +120,25 @@ class ShardedAdapter(torch.nn.Module):
 
 
 class ShardedAdapters(AdapterMode):
-    """Those of a model whose other parameters are frozen; `settings.targets` and what is kept with them in one
-    parameter elsewhere have one, so that states go from backend to backend."""
+    """The adapters of a model. Its other parameters are frozen.
+
+    `settings.targets` get adapters. So do matrices fused with a target in another backend's parameters, so that states
+    can move between backends.
+    """
 
     def __init__(self, module: torch.nn.Module, architecture: Architecture, settings: Lora, seed: int) -> None:
-        """To be called before `module` is sharded."""
+        """Adds the adapters. Call it before `module` is sharded."""
         super().__init__(settings.dropout, seed)
         self.scale = settings.scale
         self.adapted = architecture.adapted(settings.rank, settings.targets)
         self.names: dict[str, str] = {}
-        """Of the adapters as in their layout, by the names of the modules' parameters."""
+        """Adapter names as in their layout, by the names of the module's parameters."""
         self.whole_a: dict[str, Tensor] = {}
-        """A, whole, by the name of the weight that it goes with; of experts every rank has what it needs."""
+        """Whole A matrices by the name of their weight. Experts are not included: every rank has what it needs."""
         whole = whole_parameters(self.adapted)
         shapes = dict(zip(whole.names, whole.shapes, strict=True))
         self.heads = [name for name in shapes if not name.endswith((A, B))]
-        """Of scores, which is learned as well."""
+        """Heads for scores. They are trained as well."""
         for name in (name for name in shapes if name.endswith(A)):
             layer = name.removeprefix(PEFT_PREFIX).removesuffix(A)
             other = PEFT_PREFIX + layer + B
@@ -152,7 +159,7 @@ class ShardedAdapters(AdapterMode):
 
     @torch.no_grad()
     def gather(self, sharded: Mapping[str, Tensor]) -> None:
-        """Have every rank hold A whole, to merge its rows with. Collective over: the role's ranks."""
+        """Gathers the whole A on every rank, for merging it with the rank's rows. Collective over: the role's ranks."""
         for name, parameter in sharded.items():
             if name.endswith(A) and parameter.dim() == 2:
                 assert isinstance(parameter, DTensor)
@@ -168,7 +175,7 @@ class ShardedAdapters(AdapterMode):
 
     @torch.no_grad()
     def merged(self, name: str, weight: Tensor) -> Tensor:
-        """A `weight` is a shard in rows or of experts."""
+        """Returns the merged weight. `weight` is a shard of rows or of experts."""
         layer, halves = PEFT_PREFIX + name.removesuffix(WEIGHT), self.parameters
         a = halves.get(layer + A) if weight.dim() == 3 else self.whole_a.get(name)
         if a is None:
@@ -180,16 +187,18 @@ class ShardedAdapters(AdapterMode):
 
 
 def _inside(module: torch.nn.Module, name: str) -> str:
-    """What `module` calls a layer of transformers' model within it."""
+    """Returns the name of a transformers layer within `module`."""
     return f"language_model.{name}" if hasattr(module, "language_model") else name
 
 
-# transformers' experts, computing with rounded weights.
+# Rounded weights in transformers' experts.
 
 
 def round_experts(model: torch.nn.Module, settings: FakeQuantization) -> None:
-    """Have the matrices of experts in `model` be rounded in every pass, once they are gathered; adapters are not. To be
-    called after adapters were added, whose layers look their matrices up."""
+    """Makes experts in `model` round their gathered matrices in every pass. Adapters are not rounded.
+
+    Call it after adapters were added, because their layers look up the matrices.
+    """
     for name, part in model.named_modules():
         held = [own for own, _ in part.named_parameters(recurse=False) if is_expert(f"{name}.{own}")]
         if held and not isinstance(part, ShardedAdapter):
@@ -210,11 +219,11 @@ def _of_rounded(
     return forward
 
 
-# transformers' own model of a checkpoint's config.json, made without memory for its parameters.
+# The transformers model of a checkpoint's config.json, with parameters on the meta device.
 
 
 class ValueModel(torch.nn.Module):
-    """A decoder with a score of every token, named as in transformers' models for sequence classification."""
+    """A decoder with a score per token, named as in transformers' models for sequence classification."""
 
     def __init__(self, model: torch.nn.Module, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -223,27 +232,29 @@ class ValueModel(torch.nn.Module):
         self.score = torch.nn.Linear(hidden_size, NUM_LABELS, bias=False, dtype=dtype)
 
     def forward(self, **arguments: Any) -> Tensor:
-        """[1, rows] fp32"""
+        """Returns scores, fp32 [1, rows]."""
         hidden = getattr(self, self.prefix)(**arguments).last_hidden_state
         return hidden.float() @ self.score.weight[0].float()
 
 
 class Policy(torch.nn.Module):
-    """A causal language model as it is, of whose output nothing but the logits is kept."""
+    """A causal language model with the logits as its only output."""
 
     def __init__(self, language_model: torch.nn.Module) -> None:
         super().__init__()
         self.language_model = language_model
 
     def forward(self, **arguments: Any) -> Tensor:
-        """[1, rows, vocabulary]"""
+        """Returns logits, [1, rows, vocabulary]."""
         logits: Tensor = self.language_model(**arguments).logits
         return logits
 
 
 def empty_model(folder: Path, architecture: Architecture, dtype: torch.dtype) -> torch.nn.Module:
-    """With the head that `architecture` has, its parameters of `dtype` on torch's meta device, never in training mode:
-    without dropout."""
+    """Returns the model with the head of `architecture`, its parameters in `dtype` on torch's meta device.
+
+    It is in eval mode, so it has no dropout.
+    """
     register()
     family = FAMILIES.get(architecture.family)
     kind: Any = CONFIG_MAPPING[family.built_as] if family and family.built_as else AutoConfig
@@ -259,31 +270,33 @@ def empty_model(folder: Path, architecture: Architecture, dtype: torch.dtype) ->
 
 
 def checkpoint_names(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The parameters of an `empty_model` by transformers' names; those that are tied once."""
+    """Returns the parameters of an `empty_model` by transformers' names. Tied parameters appear once."""
     return {name.removeprefix("language_model."): parameter for name, parameter in module.named_parameters()}
 
 
 def decoder_layers(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """In order: those that transformers says are not to be split."""
+    """Returns the decoder layers in order: the modules that transformers marks as not to be split."""
     kinds = {kind for part in module.modules() for kind in getattr(part, "_no_split_modules", None) or ()}
     return [part for part in module.modules() if type(part).__name__ in kinds]
 
 
 def give_memory(module: torch.nn.Module, device: torch.device, given: dict[int, Any]) -> None:
-    """To the parameters of `module` that have none, contents undefined. `given` keeps those that are tied together."""
+    """Gives memory with undefined contents to the meta parameters of `module`. `given` keeps tied parameters tied."""
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is None or not parameter.is_meta:
                 continue
             if id(parameter) not in given:
                 empty = torch.nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
-                given[id(parameter)] = (parameter, empty)  # the former too: its id must stay its own
+                given[id(parameter)] = (parameter, empty)  # keeps the old one, so its id is not reused
             part._parameters[name] = given[id(parameter)][1]
 
 
 def _train_padding_tokens(module: torch.nn.Module) -> None:
-    """Makes embeddings give the pad token's row its gradient, as Megatron does. transformers drops that gradient,
-    although a policy can draw the token as any other."""
+    """Makes embeddings train the pad token's row, as Megatron does.
+
+    transformers drops that gradient, but a policy can sample the token like any other.
+    """
     for part in module.modules():
         if isinstance(part, torch.nn.Embedding):
             part.padding_idx = None
@@ -291,7 +304,7 @@ def _train_padding_tokens(module: torch.nn.Module) -> None:
 
 @contextmanager
 def _parameters_without_memory() -> Iterator[None]:
-    """Buffers, such as rotary frequencies, are made as ever."""
+    """Creates parameters on the meta device. Buffers, such as rotary frequencies, are created normally."""
     original = torch.nn.Module.register_parameter
 
     def register(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
@@ -306,11 +319,11 @@ def _parameters_without_memory() -> Iterator[None]:
         torch.nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
-# A model of transformers, its parameters sharded over the ranks of a role by torch's fully_shard (FSDP2).
+# A transformers model with parameters sharded over a role's ranks by torch's fully_shard (FSDP2).
 
 
 class ShardedModel(PackedModel):
-    """This rank's shards of a model, and the model that gathers them layer by layer."""
+    """This rank's shards of a model, and its module. The module gathers the shards layer by layer."""
 
     adapters: ShardedAdapters | None
 
@@ -329,9 +342,12 @@ class ShardedModel(PackedModel):
         lora: Lora | None = None,
         seed: int = 0,
     ) -> None:
-        """Weights not yet loaded. Shards of what is trained are in fp32, whatever the model computes in: with `trains`
-        all of it, with `lora` adapters alone, whose random numbers come of `seed`. `on_host` are shards and gradients
-        that come to the device when layers are gathered."""
+        """Builds the sharded model without loaded weights.
+
+        Trained shards are fp32 for every dtype of the computation: all with `trains`, only the adapters with `lora`.
+        `seed` is for adapters. With `on_host` shards and gradients are on the host, and layers move to the device when
+        gathered.
+        """
         layout = layout_of_model(architecture, grid, dtype=model.dtype, trains=trains)
         own = SimpleNamespace(**groups_of_rank(grid, groups), all=groups[grid.ranks])
         super().__init__(architecture, grid, own, layout, device, model)
@@ -360,21 +376,22 @@ class ShardedModel(PackedModel):
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
-        """What the sharded parameters hold, in their memory."""
+        """The local shards by name, in their own memory."""
         return local_shards(self.named())
 
     @property
     def packing(self) -> Packing:
-        """All ranks have as many micro-batches, as each gathers what the others compute with."""
+        """The packing requirements. All ranks have the same number of micro-batches, because each gathers the others'
+        shards."""
         return Packing(self.device, self.share, together=self.pg_collection.all)
 
     def named(self) -> dict[str, torch.nn.Parameter]:
-        """The sharded parameters, DTensors, by transformers' names. Without adapters."""
+        """Returns the sharded parameters, DTensors, by transformers' names, without adapters."""
         known = self.adapters.names if self.adapters else {}
         return {name: parameter for name, parameter in checkpoint_names(self.module).items() if name not in known}
 
     def named_learned(self) -> dict[str, torch.nn.Parameter]:
-        """Those that training changes; adapters by their names in checkpoints."""
+        """Returns the trained parameters. Adapters have their names in checkpoints."""
         if self.adapters is None:
             return self.named()
         found = checkpoint_names(self.module)
@@ -382,13 +399,13 @@ class ShardedModel(PackedModel):
         return learned | {name: found[name] for name in self.adapters.heads}
 
     def sequences(self, lengths: Sequence[int]) -> PackedRows | SequenceSlices:
-        """Packed end to end; with context parallelism whole ones, of which this rank has its slices."""
+        """Describes sequences packed end to end. With context parallelism this rank has slices of whole sequences."""
         if self.share.size > 1:
             return spread_heads(lengths, self.share, self.device, self.pg_collection.cp)
         return packed_rows(lengths, self.device, PackedRows)
 
     def outputs(self, batch: MicroBatch) -> Tensor:
-        """[rows of this rank with padding, ...] logits or values. Collective over: the role's ranks."""
+        """Returns logits or values of this rank's rows with padding, [rows, ...]. Collective over: the role's ranks."""
         sequences = self.sequences(batch.segments)
         found: Tensor = self.module(
             input_ids=batch.padded_tokens[None],
@@ -402,13 +419,13 @@ class ShardedModel(PackedModel):
         return Logits(outputs)
 
     def give_up_gathered(self) -> None:
-        """Weights that a forward without backward has left whole: they are void once the shards change."""
+        """Frees whole weights left by a forward without backward. They are outdated once the shards change."""
         for part in self.module.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()
 
     def _shard(self, fsdp: schema.Fsdp, policy: MixedPrecisionPolicy, offload: OffloadPolicy) -> None:
-        """Layer by layer, so that no more than one is ever whole here."""
+        """Gives memory to and shards one layer after the other, so at most one layer is whole on a rank."""
         mesh, given = self._mesh(), dict[int, object]()
         units = [*decoder_layers(self.module), self.module]
         for unit in units:
@@ -416,11 +433,11 @@ class ShardedModel(PackedModel):
             reshard = fsdp.reshard_after_forward and unit is not self.module
             fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
             assert isinstance(unit, FSDPModule)
-            # Gradients are sums, divided once by what the whole mini-batch says; gloo knows no other reduction.
+            # Gradients are sums with one division per mini-batch, and gloo supports no other reduction.
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
             if hasattr(unit, "set_reduce_scatter_unused_params"):  # torch 2.12 and later
-                # Without it ranks reduce alike too: a pass of a rank, of padding alone as well, uses every parameter.
+                # Older releases reduce alike too, since every pass uses every parameter, even with padding alone.
                 unit.set_reduce_scatter_unused_params(True, recurse=False)
 
     def _mesh(self) -> DeviceMesh:
@@ -434,41 +451,43 @@ class ShardedModel(PackedModel):
 
 
 def layout_of_model(architecture: Architecture, grid: Grid, *, dtype: str, trains: bool) -> Layout:
-    """Where the shards lie of a model that computes in `dtype`."""
+    """Returns the layout of the shards of a model with the compute type `dtype`."""
     return fsdp_layout(architecture, grid, dtype="float32" if trains else dtype)
 
 
 @torch.no_grad()
 def local_shard(sharded: Tensor) -> Tensor:
-    """What this rank holds of a sharded parameter or gradient: its own memory."""
+    """Returns this rank's shard of a sharded parameter or gradient, in its own memory."""
     assert isinstance(sharded, DTensor)
     shard: Tensor = sharded.to_local()
     return shard.detach()
 
 
 def local_shards(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns what this rank holds of sharded parameters by name, without those of which it holds nothing."""
+    """Returns this rank's shards by name, without empty ones."""
     shards = {name: local_shard(parameter) for name, parameter in named.items()}
     return {name: shard for name, shard in shards.items() if shard.numel()}
 
 
 def _check_parameters(module: torch.nn.Module, architecture: Architecture, folder: Path) -> None:
-    """ConfigError where transformers' model has other parameters than its layout."""
+    """Raises ConfigError if transformers' model and its layout have different parameters."""
     whole = whole_parameters(architecture)
     expected = dict(zip(whole.names, whole.shapes, strict=True))
     found = {name: tuple(parameter.shape) for name, parameter in checkpoint_names(module).items()}
     if found != expected:
         name = next(name for name in [*found, *expected] if found.get(name) != expected.get(name))
         raise ConfigError(
-            f"the model in {folder} has {name} as {expected.get(name, 'nothing')} in its checkpoint's terms and as "
-            f"{found.get(name, 'nothing')} in transformers' modules, which actor.backend fsdp cannot bring together; "
-            "expected actor.backend: megatron"
+            f"the model in {folder} has {name} with shape {expected.get(name, 'none')} in its checkpoint and "
+            f"{found.get(name, 'none')} in transformers' modules; actor.backend fsdp needs equal ones, so use "
+            "actor.backend: megatron"
         )
 
 
 def _recompute(module: torch.nn.Module, recompute: schema.Recompute) -> None:
-    """Have decoder layers keep nothing but what goes into them. Only they themselves are in training mode: transformers
-    asks that, and nothing inside them drops anything out."""
+    """Makes decoder layers keep only their inputs for backward.
+
+    Only these layers are set to training mode, as transformers requires. Nothing inside them has dropout.
+    """
     layers = decoder_layers(module)
     for part in module.modules():
         if isinstance(part, PreTrainedModel):

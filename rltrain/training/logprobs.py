@@ -1,4 +1,4 @@
-"""Log-probs and entropies from logits that are spread over ranks, and what a model tells of every token."""
+"""Log-probs and entropies from tensor-parallel logits, and the interface of a model for packed samples."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -21,13 +21,13 @@ from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.adapters import AdapterMode
 from rltrain.training.packing import ContextShare, MicroBatch, Packing, make_micro_batches, of_all_tokens
 
-# Log-probs and entropy from logits whose columns are spread over a tensor-parallel group.
+# Log-probs and entropy from logits with columns split over a tensor-parallel group.
 #
-# Logits are given, or hidden states and the vocabulary's weights: then logits are made for some rows at a time, in
-# forward and once more in backward, and never held for all.
+# The input is logits, or hidden states and the vocabulary's weights. In the second case logits are computed for some
+# rows at a time, in forward and again in backward. They are never held for all rows.
 
-CHUNK_ELEMENTS = 1 << 26  # fp32 working memory per pass is bounded by this many logits
-ABSENT = -1e30  # maximum of a shard that holds padding columns only; finite, so that 0 * (ABSENT - maximum) is 0
+CHUNK_ELEMENTS = 1 << 26  # most logits in fp32 working memory per pass
+ABSENT = -1e30  # maximum of a shard of padding columns alone; finite, so that 0 * (ABSENT - maximum) is 0
 
 
 @dataclass(frozen=True)
@@ -35,20 +35,20 @@ class Logits:
     """This rank's columns of the padded vocabulary, for some rows."""
 
     states: Tensor
-    """[rows, columns] the logits; with `weight` the hidden states [rows, hidden] that they are made of, equal on all
-    ranks of the tensor-parallel group."""
+    """Logits [rows, columns]. With `weight`, hidden states [rows, hidden], equal on all ranks of the tensor-parallel
+    group."""
     weight: Tensor | None = None
-    """[columns, hidden]"""
+    """Weights of the vocabulary head, [columns, hidden], or None."""
     rows_at_once: int | None = None
-    """Of those that are made. None: all."""
+    """Number of rows computed at a time from hidden states. None: all."""
     wide: bool = False
-    """Whether they are made in fp32, of states and weights in half precision."""
+    """Whether logits are computed in fp32 from states and weights in half precision."""
 
     def __len__(self) -> int:
         return len(self.states)
 
     def __getitem__(self, rows: slice) -> Tensor:
-        """[rows, columns]"""
+        """Returns the logits of `rows`, [rows, columns]."""
         states = self.states[rows]
         if self.weight is None:
             return states
@@ -59,14 +59,14 @@ class Logits:
         return self.states.size(1) if self.weight is None else len(self.weight)
 
     def chunks(self) -> list[slice]:
-        """Rows that are looked at together."""
+        """Returns the slices of rows to process together."""
         rows = max(1, CHUNK_ELEMENTS // self.num_columns)
         if self.weight is not None:
             rows = min(rows, self.rows_at_once or rows)
         return [slice(first, first + rows) for first in range(0, len(self), rows)]
 
     def valid_columns(self, vocab_size: int, group: dist.ProcessGroup) -> tuple[int, int]:
-        """(token of the first column, columns that are no padding)"""
+        """Returns the token id of the first column, and the number of columns without padding."""
         first = group.rank() * self.num_columns
         return first, min(max(vocab_size - first, 0), self.num_columns)
 
@@ -74,13 +74,15 @@ class Logits:
 def vocab_parallel_logprobs(
     logits: Logits, labels: Tensor, *, vocab_size: int, temperature: float, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of `labels`, and entropies [rows], of the distributions softmax(logits / temperature), both fp32.
+    """Returns log-probs of `labels` under softmax(logits / temperature), and the entropies [rows], both fp32.
 
-    Columns of `logits` past `vocab_size` are padding and take no part. `labels` are token ids: one for each row,
-    [rows], or several, [rows, n], and log-probs have their shape. Computed in fp32 whatever the logits' dtype. Both
-    results are the same on every rank of `group`; gradients flow to what the logits are made of, assume equal upstream
-    gradients on its ranks, and are of the local columns alone. Collective over: the tensor-parallel group (one
-    all-gather forward, none backward).
+    Columns of `logits` past `vocab_size` are padding and are ignored. `labels` are token ids, one per row [rows] or
+    several [rows, n]. Log-probs have the shape of `labels`. The arithmetic is fp32 for logits of any dtype.
+
+    Both results are equal on every rank of `group`. Gradients flow to the inputs of the logits, for the local columns
+    alone. They assume equal upstream gradients on all ranks.
+
+    Collective over: the tensor-parallel group (one all-gather forward, none backward).
     """
     if not temperature > 0:
         raise ValueError(f"log-probs need a temperature above 0, got {temperature}")
@@ -96,7 +98,8 @@ def vocab_parallel_logprobs(
 def vocab_parallel_top(
     logits: Logits, count: int, *, vocab_size: int, temperature: float, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """The `count` likeliest tokens of every row, likeliest first: ids [rows, count] int64 and log-probs, fp32.
+    """Returns ids (int64) and log-probs (fp32) of the `count` likeliest tokens per row, [rows, count], in descending
+    order.
 
     `count` is at most `vocab_size`. Collective over: the tensor-parallel group (three all-gathers).
     """
@@ -116,9 +119,10 @@ def vocab_parallel_top(
 
 @torch.no_grad()
 def vocab_parallel_squares(logits: Logits, *, vocab_size: int, temperature: float, group: dist.ProcessGroup) -> Tensor:
-    """[rows] fp32 sum of the squares of all tokens' probabilities: how likely two draws are the same token.
+    """Returns the sum of squared probabilities over the vocabulary, fp32 [rows].
 
-    Collective over: the tensor-parallel group (one all-gather).
+    It is the probability of two samples being the same token. Collective over: the tensor-parallel group (one
+    all-gather).
     """
     _, num_valid = logits.valid_columns(vocab_size, group)
     own = torch.zeros(3, len(logits), dtype=torch.float32, device=logits.states.device)
@@ -135,8 +139,8 @@ def vocab_parallel_squares(logits: Logits, *, vocab_size: int, temperature: floa
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
-    """Saves what the logits are made of (no copy), the labels [rows, n] and two numbers per row; recomputes the rest
-    backward."""
+    """Saves the inputs of the logits without a copy, the labels [rows, n] and two numbers per row. Backward recomputes
+    the rest."""
 
     @staticmethod
     def forward(
@@ -187,8 +191,11 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 
 
 def _local_statistics(logits: Logits, labels: Tensor, num_valid: int, scale: float) -> Tensor:
-    """[3 + n, rows] over the local columns z: max z, sum e^(z - max), sum (z - max) e^(z - max), z at each of the n
-    labels or 0."""
+    """Returns statistics over the local columns z, [3 + n, rows].
+
+    They are max z, sum e^(z - max), sum (z - max) e^(z - max), and z at each of the n labels (0 for labels of other
+    ranks).
+    """
     statistics = torch.zeros(3 + labels.size(1), len(logits), dtype=torch.float32, device=logits.states.device)
     if num_valid == 0:
         statistics[0] = ABSENT
@@ -207,7 +214,8 @@ def _local_statistics(logits: Logits, labels: Tensor, num_valid: int, scale: flo
 
 
 def _combine(statistics: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The statistics over all columns from those of every shard, [shards, 3 + n, rows]; the labels' are [n, rows]."""
+    """Combines the statistics of every shard, [shards, 3 + n, rows], into those of all columns. The labels' are [n,
+    rows]."""
     if statistics.size(0) == 1:
         return statistics[0, 0], statistics[0, 1], statistics[0, 2], statistics[0, 3:]
     maxima, exp_sums, weighted_sums = statistics[:, :3].unbind(1)
@@ -231,17 +239,18 @@ def _gather(statistics: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _local_labels(labels: Tensor, num_valid: int) -> tuple[Tensor, Tensor]:
-    """Column of each label [rows, n], clamped into the shard; and whether it lies in the shard."""
+    """Returns the column of each label [rows, n], clamped into the shard, and whether the label is in the shard."""
     return labels.clamp(0, num_valid - 1), (labels >= 0) & (labels < num_valid)
 
 
-# What a model says of every token, by its head: the numbers that its loss function gets.
+# The outputs of a model per token, by its head. They are the arguments of its loss function.
 
 
 def groups_of_rank(grid: Grid, groups: ProcessGroups) -> dict[str, dist.ProcessGroup | None]:
-    """Returns this rank's groups in `grid` by the names of model_group_lists, or None where it is in no such group.
+    """Returns this rank's process groups in `grid`, by the names of model_group_lists. None: the rank is in no such
+    group.
 
-    It makes no group: `groups` holds them all.
+    It only looks them up in `groups` and creates none.
     """
     rank, found = dist.get_rank(), dict[str, dist.ProcessGroup | None]()
     for name, rank_lists in model_group_lists(grid).items():
@@ -251,7 +260,7 @@ def groups_of_rank(grid: Grid, groups: ProcessGroups) -> dict[str, dist.ProcessG
 
 
 class PackedModel(ABC):
-    """This rank's part of a model, which takes packed samples; a backend has its modules."""
+    """This rank's part of a model for packed samples. Each backend supplies the modules."""
 
     def __init__(
         self,
@@ -262,57 +271,62 @@ class PackedModel(ABC):
         device: torch.device,
         settings: schema.Model,
     ) -> None:
-        """`groups` has `tp`, over which the logits' columns are spread, `cp`, which shares sequences, and `dp`."""
+        """Takes `groups` with `tp` for the columns of the logits, `cp` for shared sequences, and `dp`."""
         self.architecture, self.grid, self.pg_collection = architecture, grid, groups
         self.share = ContextShare(groups.cp.rank(), groups.cp.size())
         self.layout, self.device = layout, device
         self.dtype: torch.dtype = getattr(torch, settings.dtype)
-        """That it computes in."""
+        """The dtype of the computation."""
         self.fake_quantization = settings.fake_quantization
         self.adapters: AdapterMode | None = None
         self.on_micro_batch: Callable[[Sequence[int], bool], None] = lambda lengths, backward: None
-        """Called with every micro-batch that begins, so that others see the model getting on."""
+        """Called at the start of every micro-batch with its sample lengths and whether gradients are computed. It shows
+        the model's progress."""
 
     @property
     @abstractmethod
     def weights(self) -> Mapping[str, Tensor]:
-        """This rank's parameters by name, as in layout.on(rank). Without adapters."""
+        """This rank's parameters by name, as in layout.on(rank), without adapters."""
 
     @property
     @abstractmethod
     def packing(self) -> Packing:
-        """Returns how the model takes micro-batches."""
+        """The packing requirements of the model."""
 
     @abstractmethod
     def logits_of(self, outputs: Tensor) -> Logits:
-        """What it put out for some rows, [rows, ...], as logits."""
+        """Returns the model's outputs for some rows, [rows, ...], as logits."""
 
     def distribution(self, temperature: float) -> dict[str, Any]:
-        """Returns how the functions above take the logits."""
+        """Returns the keyword arguments of the vocab_parallel functions."""
         vocab_size, group = self.architecture.vocab_size, self.pg_collection.tp
         return {"vocab_size": vocab_size, "temperature": temperature, "group": group}
 
     def micro_batches(self, experience: Experience, max_tokens: int) -> list[MicroBatch]:
-        """`experience` in micro-batches of at most `max_tokens` on each rank of context parallelism. Collective over:
-        the ranks of `packing.together`."""
+        """Splits `experience` into micro-batches of at most `max_tokens` on each rank of context parallelism.
+
+        Collective over: the ranks of `packing.together`.
+        """
         return make_micro_batches(experience, max_tokens, self.packing)
 
     @property
     def learned_layout(self) -> Layout:
-        """Where what training changes lies: the adapters, if there are any."""
+        """The layout of the trained parameters: the adapters if there are any, else the weights."""
         return self.adapters.layout if self.adapters else self.layout
 
     @property
     def learned(self) -> Mapping[str, Tensor]:
-        """This rank's share of that, as in learned_layout.on(rank)."""
+        """This rank's trained parameters, as in learned_layout.on(rank)."""
         return self.adapters.parameters if self.adapters else self.weights
 
 
 @dataclass(frozen=True)
 class Objective:
-    """`token_outputs` takes (model, micro-batch, the last stage's output for its rows, temperature) and gives the
-    tensors [tokens, ...] that the loss function takes, differentiable, of which an evaluation gives the first. It may
-    be collective over the tensor- and context-parallel groups. `of_nothing` gives them for experience without samples.
+    """The outputs of a model head per token.
+
+    `token_outputs` takes (model, micro-batch, output of the last stage for its rows, temperature) and returns the
+    differentiable arguments of the loss function, [tokens, ...]. An evaluation returns the first of them. It may be
+    collective over the tensor- and context-parallel groups. `of_nothing` returns them for experience without samples.
     """
 
     token_outputs: Callable[[PackedModel, MicroBatch, Tensor, float], tuple[Tensor, ...]]
@@ -320,9 +334,11 @@ class Objective:
 
 
 def token_logprobs(model: PackedModel, batch: MicroBatch, outputs: Tensor, temperature: float) -> tuple[Tensor, ...]:
-    """Log-prob of every token given those before it in its sample, and the entropy of the distribution it was drawn
-    from; both [tokens] fp32, 0 at a sample's first token. Where the experience asks for others, their log-probs as
-    well, [tokens, n]. Collective over: the tensor- and context-parallel groups."""
+    """Returns the log-prob of every token given its prefix, and the entropy of its distribution, fp32 [tokens] each.
+
+    Both are 0 at a sample's first token. If the experience has candidate tokens, their log-probs follow, [tokens, n].
+    Collective over: the tensor- and context-parallel groups.
+    """
     labels, asked = batch.experience.tokens, asked_tokens(batch.experience)
     if asked is not None:
         labels = torch.cat([labels[:, None], asked], dim=1)
@@ -335,22 +351,29 @@ def token_logprobs(model: PackedModel, batch: MicroBatch, outputs: Tensor, tempe
 def likeliest_tokens(
     model: PackedModel, batch: MicroBatch, outputs: Tensor, temperature: float, count: int
 ) -> tuple[Tensor, Tensor]:
-    """The `count` likeliest tokens in the place of every token and their log-probs, [tokens, count], 0 at a sample's
-    first token. Collective over: the tensor- and context-parallel groups."""
+    """Returns the `count` likeliest tokens at each token's position, and their log-probs, [tokens, count] each.
+
+    Both are 0 at a sample's first token. Collective over: the tensor- and context-parallel groups.
+    """
     ids, logprobs = vocab_parallel_top(model.logits_of(outputs), count, **model.distribution(temperature))
     return at_drawn(model, batch, ids), at_drawn(model, batch, logprobs)
 
 
 def squared_probabilities(model: PackedModel, batch: MicroBatch, outputs: Tensor, temperature: float) -> Tensor:
-    """[tokens] in the place of every token the sum of the squares of all tokens' probabilities, 0 at a sample's first
-    one. Collective over: the tensor- and context-parallel groups."""
+    """Returns the sum of squared probabilities over the vocabulary at each token's position, [tokens].
+
+    It is 0 at a sample's first token. Collective over: the tensor- and context-parallel groups.
+    """
     squares = vocab_parallel_squares(model.logits_of(outputs), **model.distribution(temperature))
     return at_drawn(model, batch, squares)
 
 
 def at_drawn(model: PackedModel, batch: MicroBatch, of_rows: Tensor) -> Tensor:
-    """[tokens, ...] what a model makes of a sample's tokens up to and with each one, at the index of the token that
-    follows; 0 at a sample's first token. Gradients flow. Collective over: the context-parallel group."""
+    """Moves model outputs from each token to the following token of the same sample, [tokens, ...].
+
+    The output at a token depends on the sample's tokens up to it. The result is 0 at a sample's first token. Gradients
+    flow. Collective over: the context-parallel group.
+    """
     moved = of_all_tokens(batch, of_rows, model.pg_collection.cp).roll(1, dims=0)
     drawn = torch.ones(batch.num_tokens, dtype=moved.dtype, device=moved.device)
     drawn[batch.experience.offsets()[:-1]] = 0
@@ -371,10 +394,10 @@ def _no_scores(experience: Experience) -> tuple[Tensor]:
 
 
 POLICY = Objective(token_logprobs, _no_logprobs)
-"""Loss functions get the log-prob of every token, and the entropy of the distribution that it was drawn from; then the
-log-probs of other tokens in its place, where the experience names such."""
+"""Loss functions get the log-prob of every token and the entropy of its distribution. Log-probs of candidate tokens
+follow if the experience has some."""
 
 SCORE = Objective(_scores, _no_scores)
-"""Loss functions get at every token the score of its sample up to and with it. Temperature plays no part."""
+"""Loss functions get the score of the sample at every token, for its prefix up to there. Temperature is ignored."""
 
 OBJECTIVES: dict[Head, Objective] = {"vocabulary": POLICY, "value": SCORE}

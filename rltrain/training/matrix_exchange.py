@@ -1,4 +1,4 @@
-"""Whole matrices from the boxes of them that ranks hold, and back: every matrix comes together on one rank."""
+"""Exchange of matrix boxes between ranks: every matrix is assembled on one rank, and its result is sent back."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,31 +14,31 @@ from rltrain.reshard.layout import BOX_FIELDS, PIECE
 from rltrain.runtime.group_messages import gather_bytes
 
 ROUND_ELEMENTS = 1 << 25
-"""Of matrices that a rank has whole at a time, on average."""
+"""Average number of matrix elements assembled on a rank at a time."""
 
 Shape = tuple[int, int]
 
 
 @dataclass(frozen=True, eq=False)
 class Round:
-    """Matrices that come together at once. Boxes are rows of PIECE; what goes between two ranks does so by tensor, row
+    """The matrices assembled at one time. Boxes are rows of PIECE. Between two ranks they are ordered by tensor, row
     and column."""
 
     owned: Mapping[int, Shape]
-    """By tensor, those that come together here."""
+    """Shapes of the matrices assembled on this rank, by tensor."""
     sent: Sequence[Array]
-    """To every rank, in order: what this one gives it of matrices that it owns."""
+    """Boxes sent to each rank for its matrices, in rank order."""
     received: Sequence[Array]
-    """From every rank, of those owned here."""
+    """Boxes received from each rank for this rank's matrices."""
     held: Sequence[Array]
-    """Of every rank's matrices, what lies here."""
+    """Boxes of each rank's matrices on this rank."""
     held_by: Sequence[Array]
-    """Of matrices owned here, what lies on every rank."""
+    """Boxes of this rank's matrices on each rank."""
 
 
 @dataclass
 class MatrixExchange:
-    """Among the ranks of `group`, all of which make the same calls. `rounds` are alike on all in number and order."""
+    """An exchange among the ranks of `group`. All make the same calls, with `rounds` equal in number and order."""
 
     group: dist.ProcessGroup
     rounds: list[Round] = field(default_factory=list)
@@ -52,8 +52,11 @@ class MatrixExchange:
         device: torch.device,
         round_elements: int = ROUND_ELEMENTS,
     ) -> "MatrixExchange":
-        """`boxes` are what this rank holds of matrices, `parameter`, `offset` and `stride` saying where; `shapes` those
-        of all tensors. Ranks together hold each matrix, and what several hold is equal. Collective over: `group`."""
+        """Plans the exchange from `boxes`, this rank's pieces of matrices with `parameter`, `offset` and `stride`.
+
+        `shapes` are those of all tensors. The ranks together hold every matrix. Copies of a box on several ranks are
+        equal. Collective over: `group`.
+        """
         tables = _gathered(boxes, group, device)
         owners = _owners(tables, shapes)
         exchange = cls(group)
@@ -76,10 +79,11 @@ class MatrixExchange:
         function: Callable[[Tensor], Tensor],
         device: torch.device,
     ) -> None:
-        """Have `function` make new matrices of all, [count, rows, columns] of equal shapes at a time, in fp32.
+        """Replaces all matrices by the results of `function`.
 
-        `sources` gives the flat fp32 tensor that holds the boxes of a parameter here; `apply` is called with every box
-        that this rank holds, and what it has become, [rows, cols]. Collective over: the group.
+        `function` gets matrices of one shape at a time, fp32 [count, rows, columns]. `sources` returns the flat fp32
+        tensor of a parameter's boxes on this rank. `apply` is called with every box of this rank and its result, [rows,
+        cols]. Collective over: the group.
         """
         for one in self.rounds:
             given = [_packed(table, sources, device) for table in one.sent]
@@ -104,13 +108,13 @@ class MatrixExchange:
 
 
 def _gathered(boxes: Array, group: dist.ProcessGroup, device: torch.device) -> list[Array]:
-    """The tables of all ranks, sorted by tensor, row and column."""
+    """Returns the tables of all ranks, sorted by tensor, row and column."""
     tables = [np.frombuffer(of_rank, dtype=PIECE) for of_rank in gather_bytes(boxes.tobytes(), group, device)]
     return [table[np.lexsort([table[name] for name in reversed(BOX_FIELDS)])] for table in tables]
 
 
 def _owners(tables: Sequence[Array], shapes: Sequence[Sequence[int]]) -> dict[int, int]:
-    """By tensor, one of the ranks that hold some of it: the costliest first, to the one with the least to do."""
+    """Returns an owner of each tensor among its holders. The costliest go first, each to the rank with least load."""
     holders: dict[int, list[int]] = defaultdict(list)
     for rank, table in enumerate(tables):
         for tensor in np.unique(table["tensor"]).tolist():
@@ -145,7 +149,7 @@ def _round(
 
 
 def _givers(held: Sequence[Array], owners: Mapping[int, int]) -> list[np.ndarray]:
-    """Which boxes each rank gives: of equal ones the owner's, or else the first rank's."""
+    """Returns the boxes sent by each rank, as masks. Of equal boxes, the owner's is used, else the first rank's."""
     seen: dict[tuple[int, ...], int] = {}
     keys = [[tuple(int(box[name]) for name in BOX_FIELDS) for box in table] for table in held]
     for rank, of_rank in enumerate(keys):
@@ -160,7 +164,7 @@ def _elements(table: Array) -> int:
 
 
 def view_of(flat: Tensor, box: np.void) -> Tensor:
-    """[rows, cols]: where a box lies in its parameter."""
+    """Returns the view of a box in its flat parameter, [rows, cols]."""
     return flat[int(box["offset"]) :].as_strided((int(box["rows"]), int(box["cols"])), (int(box["stride"]), 1))
 
 

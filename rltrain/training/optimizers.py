@@ -1,4 +1,4 @@
-"""The optimizer of one model's parameters: AdamW or Muon, on the device or on the host."""
+"""AdamW and Muon for one model's parameters, on the device or on the host."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,22 +15,24 @@ from rltrain.config import schema
 from rltrain.offload.host_memory import HostTensors
 from rltrain.training.matrix_exchange import MatrixExchange, view_of
 
-# fp32 values kept in bf16 whose mean error is zero, without a random generator.
+# Stochastic rounding of fp32 to bf16 without a random generator. Its mean error is zero.
 
 DROPPED_BITS = 16
-"""Of fp32, that bf16 does not have."""
+"""Number of bits of fp32 missing in bf16."""
 LOW_BITS = (1 << DROPPED_BITS) - 1
 STEP_FACTOR, VALUE_FACTOR, MIX_FACTORS = 0x9E3779B1, 0x27D4EB2F, (0x2C1B3C6D, 0x297A2D39)
 """Odd 32-bit numbers with about as many ones as zeros."""
 
 
 def keep_rounded(kept: Tensor, values: Tensor, weights: Tensor, step: int, salt: int) -> None:
-    """Write fp32 `values` to `kept`, bf16, each to one of its two neighbours, the nearer the likelier.
+    """Writes fp32 `values` into `kept`, bf16, rounding each to one of its two neighbours. The nearer one is likelier.
 
-    To the nearest alone, a moment that decays by less than half of bf16's spacing (2**-9) in a step would stay as it
-    is: the second one with a beta2 above 0.998. What decides is a hash of the value, of the weight it belongs to, of
-    `step` and of `salt`, all fp32 of one shape: so a run repeats and resumes bit for bit, in any layout that gives it
-    these numbers. `weights` may be on the way to anything; they only tell elements apart.
+    With rounding to the nearest, a moment could never decay by less than half of bf16's spacing (2**-9) per step. The
+    second moment would be stuck for a beta2 above 0.998.
+
+    The choice is a hash of the value, its weight, `step` and `salt`. So a run repeats and resumes bit for bit in every
+    layout with the same numbers. `weights` only distinguish elements, so they may have any values. All tensors have one
+    shape.
     """
     bits = values.view(torch.int32)
     noise = bits * _signed(VALUE_FACTOR)
@@ -50,16 +52,16 @@ def _signed(number: int) -> int:
     return number - (1 << 32) if number >= 1 << 31 else number
 
 
-# AdamW (Loshchilov and Hutter 2019, algorithm 2) in fp32, with moments that are kept in fp32 or bf16.
+# AdamW (Loshchilov and Hutter 2019, algorithm 2) in fp32, with moments stored in fp32 or bf16.
 
 CHUNK_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 24}
-"""Whose moments in fp32 exist at a time, where they are kept in bf16: as many as a processor's cache has, six times as
-fast as 1 << 22, or a device's kernels are worth launching for."""
+"""Number of elements with fp32 copies of bf16 moments at a time. On a CPU they fit into the cache: 1 << 16 is six times
+as fast as 1 << 22. On a GPU they are enough for a kernel launch."""
 
 
 @dataclass(frozen=True)
 class AdamRule:
-    """A step's numbers for some parameters."""
+    """The numbers of one step for some parameters."""
 
     lr: float
     beta1: float
@@ -67,12 +69,12 @@ class AdamRule:
     eps: float
     weight_decay: float
     step: int
-    """The first one is 1."""
+    """Step number, from 1."""
 
 
 @dataclass(frozen=True, eq=False)
 class AdamTensors:
-    """Of one parameter or a range of it: flat, of one size, on one device; the moments fp32 or bf16."""
+    """The tensors of a parameter or a range of it: flat, of one size, on one device. Moments are fp32 or bf16."""
 
     weights: Tensor
     gradient: Tensor
@@ -80,13 +82,13 @@ class AdamTensors:
     exp_avg_sq: Tensor
 
     def cut(self, size: int) -> Iterator["AdamTensors"]:
-        """In ranges of at most `size` elements."""
+        """Yields ranges of at most `size` elements."""
         parts = (tensor.split(size) for tensor in (self.weights, self.gradient, self.exp_avg, self.exp_avg_sq))
         yield from map(AdamTensors, *parts)
 
 
 def adam_step(parameters: Sequence[AdamTensors], rule: AdamRule) -> None:
-    """Move weights and moments by one step; gradients, fp32, are left as they are."""
+    """Updates weights and moments by one step. The fp32 gradients are unchanged."""
     parameters = [one for one in parameters if one.weights.numel()]
     if not parameters:
         return
@@ -103,7 +105,7 @@ def adam_step(parameters: Sequence[AdamTensors], rule: AdamRule) -> None:
 
 
 def _fused(parameters: Sequence[AdamTensors], rule: AdamRule) -> None:
-    """By torch's kernel, the one that torch.optim.AdamW(fused=True) takes: the same numbers."""
+    """Calls the kernel of torch.optim.AdamW(fused=True), for the same numbers."""
     if not parameters:
         return
     step = torch.tensor(float(rule.step), device=parameters[0].weights.device)
@@ -124,21 +126,21 @@ def _fused(parameters: Sequence[AdamTensors], rule: AdamRule) -> None:
     )
 
 
-# Adam on the host for weights on a device: gradients come down and weights go up while it computes on others.
+# Adam on the host for weights on a device. Copies in both directions overlap with the computation.
 
 BUCKET_ELEMENTS = 1 << 24
-"""That are on their way at a time, in one direction."""
+"""Number of elements in transfer at a time, per direction."""
 DEPTH = 2
-"""Buckets on the host at once: the one that is computed on, and the next one."""
+"""Number of buckets on the host at once: the current one and the next one."""
 
 Wait = Callable[[], None]
 
 
 @dataclass(frozen=True, eq=False)
 class HostParameter:
-    """What a step on the host works on. `weights` and `gradient` are flat on the device, the others flat on the host.
+    """The tensors of a step on the host. `weights` and `gradient` are flat on the device, the others flat on the host.
 
-    `master` is fp32; None where the weights are fp32 themselves, which then come down too.
+    `master` is fp32. None: the weights are fp32 themselves, and they are copied to the host too.
     """
 
     weights: Tensor
@@ -149,7 +151,7 @@ class HostParameter:
     rule: AdamRule
 
     def cut(self, size: int) -> Iterator["HostParameter"]:
-        """In ranges of at most `size` elements."""
+        """Yields ranges of at most `size` elements."""
         for first in range(0, self.weights.numel(), size):
             of = slice(first, first + size)
             master = None if self.master is None else self.master[of]
@@ -159,23 +161,23 @@ class HostParameter:
 
 
 class Copies:
-    """Copies between host and device that are done when they return: the device is the host."""
+    """Synchronous copies between host and device, for a CPU as the device."""
 
     def begin(self) -> None:
-        """What was asked for before comes before the copies that follow."""
+        """Makes the next copies wait for all earlier work."""
 
     def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Wait:
-        """Copy every (destination, source), pinned on the host; what has the host wait until that is done."""
+        """Copies every (destination, source). Host tensors are pinned. Returns a function that waits for the copies."""
         for destination, source in pairs:
             destination.copy_(source, non_blocking=True)
         return lambda: None
 
     def end(self) -> None:
-        """Have what is asked for from here on come after the copies."""
+        """Makes later work wait for the copies."""
 
 
 class CudaHostCopies(Copies):
-    """On a stream of their own."""
+    """Copies on a separate CUDA stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -196,8 +198,11 @@ class CudaHostCopies(Copies):
 
 
 class HostSteps:
-    """Steps on the host by buckets, in memory that is kept: gradients of one come down and weights of one go up, each
-    on a stream of its own, while a third is computed on. Both directions of the link are in use."""
+    """Optimizer steps on the host, bucket by bucket, in permanent staging memory.
+
+    The gradients of one bucket are copied down and the weights of another up, each on its own stream, while a third one
+    is computed. So both directions of the link are in use.
+    """
 
     def __init__(self, device: torch.device, *, bucket_elements: int = BUCKET_ELEMENTS) -> None:
         self._bucket_elements = bucket_elements
@@ -206,11 +211,11 @@ class HostSteps:
         names = [f"{what} {slot}" for what in ("gradient", "weights") for slot in range(DEPTH)]
         like = torch.empty(bucket_elements, device="meta")
         self.staging = HostTensors(dict.fromkeys(names, like), device).tensors
-        """fp32; weights of another type take less of it."""
+        """Staging buffers, fp32. Weights of a smaller type use a part of them."""
         self._threads = _threads_of_a_rank() if device.type == "cuda" else None
 
     def run(self, parameters: Iterable[HostParameter]) -> None:
-        """One step of each; later work on the device comes after it."""
+        """Makes one step for each parameter. Later work on the device waits for it."""
         buckets = list(_buckets(parameters, self._bucket_elements))
         self._down.begin()
         self._up.begin()
@@ -223,7 +228,7 @@ class HostSteps:
                 gone.append(self._send(bucket, number))
                 if number + DEPTH < len(buckets):
                     if any(one.master is None for one in buckets[number + DEPTH]):
-                        gone[number]()  # weights come down to where others go up from
+                        gone[number]()  # the slot of the arriving weights must have been sent
                     arrived.append(self._bring(buckets[number + DEPTH], number + DEPTH))
         self._up.end()
 
@@ -236,7 +241,7 @@ class HostSteps:
         return self._down.copy(pairs)
 
     def _compute(self, bucket: Sequence[HostParameter], number: int, await_sent: Wait) -> None:
-        """`await_sent` waits for the weights of the bucket before that lay in the same place."""
+        """Computes a bucket. `await_sent` waits until the previous bucket in the same staging slot was sent."""
         for one, gradient, weights in self._staged(bucket, number):
             master = weights if one.master is None else one.master
             adam_step([AdamTensors(master, gradient, one.exp_avg, one.exp_avg_sq)], one.rule)
@@ -249,7 +254,7 @@ class HostSteps:
         return self._up.copy((one.weights, weights) for one, _, weights in self._staged(bucket, number))
 
     def _staged(self, bucket: Sequence[HostParameter], number: int) -> Iterator[tuple[HostParameter, Tensor, Tensor]]:
-        """With the gradients and the weights of each on the host."""
+        """Yields each parameter with its gradients and its weights on the host."""
         slot, first = number % DEPTH, 0
         for one in bucket:
             count = one.weights.numel()
@@ -272,7 +277,7 @@ def _buckets(parameters: Iterable[HostParameter], size: int) -> Iterator[list[Ho
 
 
 def _threads_of_a_rank() -> int:
-    """Of the machine's processors, this rank's share: torchrun has ranks compute with one."""
+    """Returns this rank's share of the machine's processors. torchrun's default is one thread per rank."""
     return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
@@ -289,23 +294,26 @@ def _threads(number: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-# Muon's update: a matrix of momenta made orthogonal (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
+# Muon's update: orthogonalized momentum (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of Jordan's quintic: singular values from about 0.02 on come to between 0.7 and 1.2 in five passes."""
+"""Coefficients of Jordan's quintic. Five passes bring singular values from about 0.02 up to between 0.7 and 1.2."""
 EPS = 1e-7
 UPDATE_RMS = 0.2
-"""About what AdamW's updates have (Liu et al. 2025, arXiv:2502.16982, section 2.2)."""
+"""Approximate root mean square of AdamW's updates (Liu et al. 2025, arXiv:2502.16982, section 2.2)."""
 
 
 def update_scale(rows: int, columns: int) -> float:
-    """What an orthogonal matrix is multiplied by so that its elements' root mean square is UPDATE_RMS, whatever its
-    shape: learning rate and weight decay of AdamW then fit (equation 4 there)."""
+    """Returns the factor for an orthogonal matrix to get elements with the root mean square UPDATE_RMS, for every
+    shape.
+
+    AdamW's learning rate and weight decay then fit Muon too (equation 4 of the same paper).
+    """
     return UPDATE_RMS * sqrt(max(rows, columns))
 
 
 def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
-    """[count, rows, columns], in the type of `matrices`, made of their singular vectors with values near 1."""
+    """Returns matrices [count, rows, columns] with the singular vectors of `matrices` and singular values near 1."""
     a, b, c = COEFFICIENTS
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if is_tall else matrices
@@ -317,7 +325,7 @@ def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
     return x.mT if is_tall else x
 
 
-# The optimizer of one model's parameters, or of a part of them: AdamW or Muon, on the device or on the host.
+# The optimizer of a model's parameters or a part of them.
 
 ADAM_STATES = ("exp_avg", "exp_avg_sq")
 MUON_STATES = ("momentum",)
@@ -327,14 +335,14 @@ MUON_STATES = ("momentum",)
 class Slot:
     """A parameter, or this rank's shard of it.
 
-    `key` is what a backend's `param_groups` name it by; it has the gradient, and is fp32. `weights`, flat, are what the
-    model computes with. They are the key's own memory, or the key is a master of weights in another type.
+    `key` identifies it in a backend's `param_groups`. It is fp32 and has the gradient. `weights`, flat, are the weights
+    of the model's computation. They share the key's memory, or the key is a master copy of weights of another type.
     """
 
     key: Tensor
     weights: Tensor
     matrices: bool = False
-    """Whether Muon moves it."""
+    """Whether Muon updates it."""
 
     @property
     def has_master(self) -> bool:
@@ -342,12 +350,13 @@ class Slot:
 
 
 class SteppingOptimizer:
-    """In the place of a torch optimizer, for as much of one as backends use: `param_groups` (the same dictionaries,
-    with their lr and weight_decay), `state` and `step`. Gradients are whole and clipped when `step` is called, which
-    writes the weights too, and may use up the gradients.
+    """A replacement of a torch optimizer with the parts needed by backends: `param_groups`, `state` and `step`.
 
-    With cpu_offload masters and states of as many parameters lie on the host for good, and there are none of them on
-    the device: a key then keeps its shape and its gradient, and has no memory.
+    `param_groups` are the same dictionaries, with their lr and weight_decay. Gradients must be whole and clipped before
+    `step`. It also writes the weights, and may overwrite the gradients.
+
+    With cpu_offload, this share of masters and states is always on the host. Their keys keep shape and gradient on the
+    device but have no memory.
     """
 
     def __init__(
@@ -358,7 +367,7 @@ class SteppingOptimizer:
         device: torch.device,
         exchange: MatrixExchange | None = None,
     ) -> None:
-        """`exchange` is of the slots with matrices, by their numbers."""
+        """Takes an `exchange` for the slots with matrices, by their numbers."""
         self.param_groups, self.settings, self._device = param_groups, settings, device
         self._slots = slots
         self._group_of = {key: group for group in param_groups for key in group["params"]}
@@ -374,22 +383,22 @@ class SteppingOptimizer:
             self._move_to_host()
 
     def master(self, key: Tensor) -> Tensor:
-        """fp32: what the step works on, on the host or on the device."""
+        """Returns the fp32 weights of the step, on the host or on the device."""
         return self._masters.get(key, key)
 
     def has_host_master(self, key: Tensor) -> bool:
         return key in self._masters
 
     def host_masters(self) -> list[Tensor]:
-        """That lie on the host for good."""
+        """Returns the masters with a permanent place on the host."""
         return list(self._masters.values())
 
     def host_states(self) -> list[Tensor]:
-        """As the masters; they are there before the first step."""
+        """Returns the states with a permanent place on the host. They exist before the first step."""
         return [tensor for state in self._host_states.values() for tensor in state.values()]
 
     def make_states(self, num_steps: int) -> None:
-        """Zero states, counted as after `num_steps`."""
+        """Makes zero states with a step count of `num_steps`."""
         self.num_steps = num_steps
         for slot in self._slots:
             if slot.key in self._host_states:
@@ -401,7 +410,7 @@ class SteppingOptimizer:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Collective over: the exchange's group, where there is one."""
+        """Makes one step. Collective over: the exchange's group, if there is an exchange."""
         if not self.state:
             self.make_states(0)
         self.num_steps += 1
@@ -435,7 +444,8 @@ class SteppingOptimizer:
         )
 
     def _muon(self, exchange: MatrixExchange) -> None:
-        """Momentum where it lies, in the place of the gradients; then whole matrices, and what they become."""
+        """Adds momentum to local shards, into the gradients' memory. Then it exchanges, orthogonalizes and applies
+        whole matrices."""
         settings = self.settings.muon
         for slot in self._slots:
             if slot.matrices:

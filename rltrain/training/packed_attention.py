@@ -1,4 +1,4 @@
-"""Causal attention within sequences that lie end to end, by torch's kernels or block by block."""
+"""Causal attention over packed sequences, by torch's kernels or block by block."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,12 +11,13 @@ from torch.autograd.function import once_differentiable
 from rltrain.models.attention import attend, attend_packed, attends_packed, sees
 from rltrain.models.flops import SCORES_AT_ONCE
 
-# Causal attention that does more with scores than kernels know, block by block of queries: of scores no more than a
-# block's are ever in memory, and backward computes them anew from what FlashAttention keeps (Dao 2023,
-# arXiv:2307.08691, section 3.1): queries, keys, values, what came of them, and the logarithm of each query's sum.
+# Blockwise causal attention with softcap and sinks, beyond the options of torch's kernels.
+#
+# Only the scores of one block of queries are in memory. As in FlashAttention, backward recomputes them from queries,
+# keys, values, outputs and each query's log-sum-exp (Dao 2023, arXiv:2307.08691, section 3.1).
 
 LEAST_TOKENS = 16
-"""Queries of every sequence in a block, however many sequences there are."""
+"""Least number of queries per sequence in a block, for any number of sequences."""
 
 
 def attend_blockwise(
@@ -30,10 +31,16 @@ def attend_blockwise(
     sinks: Tensor | None = None,
     block_tokens: int | None = None,
 ) -> Tensor:
-    """queries [sequences, heads, n, head_dim], keys and values [sequences, kv_heads, n, ...] -> [sequences, heads, n,
-    head_dim of values]. With `window` a token attends to so many, itself among them; with `softcap` scores x become
-    softcap * tanh(x / softcap); `sinks` [heads] are one score more of each head, of nothing. Scores are multiplied by
-    `scale`, or 1 / sqrt(head_dim); `block_tokens` queries are computed at a time, or as many as have SCORES_AT_ONCE."""
+    """Returns attention [sequences, heads, n, head_dim of values].
+
+    `queries` are [sequences, heads, n, head_dim], `keys` and `values` [sequences, kv_heads, n, ...].
+
+    - `scale` multiplies the scores. None: 1 / sqrt(head_dim).
+    - `window` is the number of tokens that a token attends to, including itself.
+    - `softcap` turns scores x into softcap * tanh(x / softcap).
+    - `sinks` [heads] are one more score per head, without a value.
+    - `block_tokens` is the number of queries at a time. None: as many as have SCORES_AT_ONCE scores.
+    """
     scale = queries.size(-1) ** -0.5 if scale is None else scale
     if block_tokens is None:
         block_tokens = max(SCORES_AT_ONCE // (queries.shape[:3].numel() or 1), window or 0, LEAST_TOKENS)
@@ -58,8 +65,8 @@ class _Blockwise(torch.autograd.Function):
         sums = queries.new_empty(queries.shape[:-1], dtype=_wide(queries))
         ctx.settings = scale, window, softcap, block_tokens
         for rows, columns in _blocks(queries.size(2), block_tokens, window):
-            bent = _bent(queries[:, :, rows], keys[:, :, columns], scale, softcap)
-            scores = _masked(bent, rows, columns, window)
+            capped = _capped_scores(queries[:, :, rows], keys[:, :, columns], scale, softcap)
+            scores = _masked(capped, rows, columns, window)
             sums[:, :, rows] = scores.logsumexp(-1)
             if sinks is not None:
                 sums[:, :, rows] = sums[:, :, rows].logaddexp(sinks.to(sums.dtype)[:, None])
@@ -78,13 +85,13 @@ class _Blockwise(torch.autograd.Function):
         of_queries = torch.empty_like(queries)
         of_keys, of_values = torch.zeros_like(keys, dtype=wide), torch.zeros_like(values, dtype=wide)
         for rows, columns in _blocks(queries.size(2), block_tokens, window):
-            bent = _bent(queries[:, :, rows], keys[:, :, columns], scale, softcap)
-            shares = (_masked(bent, rows, columns, window) - sums[:, :, rows, None]).exp_()
+            capped = _capped_scores(queries[:, :, rows], keys[:, :, columns], scale, softcap)
+            shares = (_masked(capped, rows, columns, window) - sums[:, :, rows, None]).exp_()
             rows_given = _by_group(given[:, :, rows], keys)
             of_shares = (rows_given @ values[:, :, columns].mT).view_as(shares).to(wide)
             of_scores = shares * (of_shares - along[:, :, rows, None])
             if softcap is not None:
-                of_scores *= 1 - (bent / softcap).square()
+                of_scores *= 1 - (capped / softcap).square()
             of_scores = _by_group(of_scores.mul_(scale).to(queries.dtype), keys)
             of_queries[:, :, rows] = (of_scores @ keys[:, :, columns]).view_as(queries[:, :, rows])
             of_keys[:, :, columns] += of_scores.mT @ _by_group(queries[:, :, rows], keys)
@@ -96,7 +103,7 @@ class _Blockwise(torch.autograd.Function):
 
 
 def _blocks(length: int, block_tokens: int, window: int | None) -> Iterator[tuple[slice, slice]]:
-    """Queries, and the keys that any of them attends to."""
+    """Yields slices of queries, each with the slice of its keys."""
     for first in range(0, length, block_tokens):
         last = min(first + block_tokens, length)
         yield slice(first, last), slice(0 if window is None else max(0, first - window + 1), last)
@@ -107,12 +114,12 @@ def _wide(like: Tensor) -> torch.dtype:
 
 
 def _by_group(of_heads: Tensor, keys: Tensor) -> Tensor:
-    """[sequences, heads, n, m] -> [sequences, kv_heads, heads of each * n, m]"""
+    """Reshapes [sequences, heads, n, m] to [sequences, kv_heads, heads of each * n, m]."""
     return of_heads.reshape(len(keys), keys.size(1), -1, of_heads.size(-1))
 
 
-def _bent(queries: Tensor, keys: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """Scores [sequences, heads, n, m], not yet masked, in fp32 or wider."""
+def _capped_scores(queries: Tensor, keys: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Returns unmasked scores [sequences, heads, n, m], with softcap, in fp32 or wider."""
     scores = (_by_group(queries, keys) @ keys.mT).to(_wide(queries)) * scale
     scores = scores if softcap is None else scores.div_(softcap).tanh_().mul_(softcap)
     return scores.view(*queries.shape[:-1], keys.size(2))
@@ -123,40 +130,39 @@ def _masked(scores: Tensor, rows: slice, columns: slice, window: int | None) -> 
     return scores.masked_fill(~sees(queries, keys, window), -torch.inf)
 
 
-# Causal attention within each of several sequences that lie end to end, by torch's kernels.
+# Causal attention within packed sequences, by torch's kernels.
 
-# Sequences share a padded batch while the shortest is at least this fraction of the longest: attention over padding
-# costs up to the square of the inverse, a batch of its own costs a handful of kernel launches.
+# Sequences share a padded batch if the shortest has at least this fraction of the longest's length. Attention over
+# padding costs up to the inverse square. A further batch costs a few kernel launches.
 SHORTEST_FRACTION = 0.6
-SHORT_TOKENS = 128  # below this width launches cost more than padding, whatever the fraction
+SHORT_TOKENS = 128  # below this width launches cost more than padding at any fraction
 
 Derived = TypeVar("Derived")
 
 
 @dataclass
 class PackedRows:
-    """Where each packed sequence lies, for kernels that take them as they lie and for those that take padded
-    batches."""
+    """The places of packed sequences, for kernels on packed rows and for kernels on padded batches."""
 
     positions: Tensor = field(kw_only=True)
-    """[tokens] position of each token in its sequence."""
+    """Position of each token in its sequence, [tokens]."""
     pad_index: Tensor = field(kw_only=True)
-    """[slots] the token that fills each slot of the padded batches; a sequence's last token fills its padding."""
+    """Token of each slot of the padded batches, [slots]. Padding repeats its sequence's last token."""
     unpad_index: Tensor = field(kw_only=True)
-    """[tokens] slot of each token."""
+    """Slot of each token, [tokens]."""
     batches: tuple[tuple[int, int], ...] = field(kw_only=True)
-    """(sequences, width) of each padded batch; their slots follow each other."""
+    """(sequences, width) of each padded batch, in the order of their slots."""
     boundaries: Tensor = field(kw_only=True)
-    """[sequences + 1] int32: where each sequence starts, and the last one ends."""
+    """Starts of the sequences and the end of the last one, int32 [sequences + 1]."""
     longest: int = field(kw_only=True)
-    """Tokens of the longest sequence."""
+    """Length of the longest sequence in tokens."""
     lengths: tuple[int, ...] = field(kw_only=True)
-    """Of the sequences, in their order."""
+    """Lengths of the sequences, in order."""
     derived: dict[str, Any] = field(kw_only=True, default_factory=dict)
-    """What `once` has made."""
+    """Cache of `once`."""
 
     def once(self, name: str, make: Callable[[], Derived]) -> Derived:
-        """What `make` gives, the same for all layers of the micro-batch."""
+        """Returns the cached result of `make`, shared by all layers of the micro-batch."""
         if name not in self.derived:
             self.derived[name] = make()
         derived: Derived = self.derived[name]
@@ -167,8 +173,7 @@ Rows = TypeVar("Rows", bound=PackedRows)
 
 
 def packed_rows(lengths: Sequence[int], device: torch.device, kind: type[Rows]) -> Rows:
-    """Padded batches of sequences of similar length, for sequences packed in the order of `lengths`, as a `kind` of
-    PackedRows."""
+    """Builds padded batches of packed sequences with similar lengths, as a `kind` of PackedRows."""
     sizes = torch.tensor(lengths)
     starts = sizes.cumsum(0) - sizes
     positions = torch.arange(int(sizes.sum())) - torch.repeat_interleave(starts, sizes)
@@ -192,12 +197,12 @@ def packed_rows(lengths: Sequence[int], device: torch.device, kind: type[Rows]) 
 
 
 def boundaries_of(lengths: Sequence[int], device: torch.device) -> Tensor:
-    """[sequences + 1] int32"""
+    """Returns the starts of the sequences and the end of the last one, int32 [sequences + 1]."""
     return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
 
 
 def similar_lengths(sizes: Tensor) -> list[Tensor]:
-    """Sequence numbers in groups of similar length, longest first."""
+    """Returns groups of sequence numbers with similar lengths, the longest first."""
     descending, order = sizes.sort(descending=True, stable=True)
     groups, first = [], 0
     while first < len(order):
@@ -219,9 +224,12 @@ def attend_rows(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """query [tokens, heads, head_dim], key and value [tokens, kv_heads, ...] -> [tokens, heads, head_dim of value]: of
-    all sequences at once where that can be, else in padded batches. With `window` a token attends to so many, itself
-    among them; with `softcap` scores are bent; `sinks` [heads] are one score more of each, of nothing."""
+    """Returns attention [tokens, heads, head_dim of value] of query [tokens, heads, head_dim] and key and value
+    [tokens, kv_heads, ...].
+
+    All sequences are computed at once if the kernel allows it, else in padded batches. `scale`, `window`, `softcap` and
+    `sinks` are those of attend_blockwise.
+    """
     if softcap is None and sinks is None and attends_packed(query, key, value):
         return attend_packed(query, key, value, packed.boundaries, packed.longest, scale=scale, window=window)
     padded = [_Reindex.apply(x, packed.pad_index, packed.unpad_index) for x in (query, key, value)]
@@ -229,7 +237,7 @@ def attend_rows(
     for num_sequences, width in packed.batches:
         slots = slice(first, first + num_sequences * width)
         q, k, v = (x[slots].view(num_sequences, width, *x.shape[1:]).transpose(1, 2) for x in padded)
-        # Padding needs no mask: it comes after the real tokens, which causality keeps from attending to it.
+        # Padding needs no mask: it comes after the real tokens, and causal attention never looks ahead.
         if softcap is None and sinks is None:
             attended = _attend_padded(q, k, v, scale, window)
         else:
@@ -249,7 +257,7 @@ def _attend_padded(query: Tensor, key: Tensor, value: Tensor, scale: float | Non
 
 
 class _Reindex(torch.autograd.Function):
-    """Rows of `x` by `pad_index`; its gradient is a gather too, since rows of padding get none."""
+    """Selects rows of `x` by `pad_index`. Its gradient is a gather too, because rows of padding get no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, pad_index: Tensor, unpad_index: Tensor) -> Tensor:

@@ -12,27 +12,27 @@ from torch import Tensor
 
 from rltrain.data.experience import Experience
 
-# Which tokens of packed sequences each rank of context parallelism computes.
+# The tokens of packed sequences on each rank of context parallelism.
 #
-# Every sequence is padded and cut into twice as many equal slices as there are ranks, of which rank r has slice r and
-# the r-th from behind. A token attends to all before it: so every rank has as much to do as the others, in every
-# sequence (Llama 3, arXiv:2407.21783, section 3.3.2). Transformer Engine cuts packed sequences the same way.
+# Every sequence is padded and cut into equal slices, two per rank. Rank r has slice r from the front and slice r from
+# the end. A token attends to all earlier tokens, so this gives every rank the same work in every sequence (Llama 3,
+# arXiv:2407.21783, section 3.3.2). Transformer Engine cuts packed sequences in the same way.
 
 
 @dataclass(frozen=True)
 class ContextShare:
-    """What rank `rank` of `size` computes of every sequence: of one rank all."""
+    """The part of every sequence on rank `rank` of `size` context-parallel ranks. A single rank has everything."""
 
     rank: int = 0
     size: int = 1
 
     @property
     def multiple(self) -> int:
-        """Of which a sequence's padded length is one."""
+        """Padded lengths of sequences are multiples of this number."""
         return 2 * self.size if self.size > 1 else 1
 
     def slices(self) -> tuple[int, int]:
-        """The two that the rank has of 2 * size."""
+        """Returns the rank's two slice numbers out of 2 * size."""
         return self.rank, 2 * self.size - 1 - self.rank
 
 
@@ -40,9 +40,9 @@ WHOLE = ContextShare()
 
 
 def places_of(lengths: Sequence[int], share: ContextShare) -> Tensor:
-    """[rows] int64: where the tokens that a rank computes lie in sequences of `lengths` tokens, laid end to end.
+    """Returns the places of this rank's tokens in sequences of `lengths` tokens laid end to end, int64 [rows].
 
-    A sequence's two slices follow each other, sequence by sequence. Lengths are multiples of `share.multiple`.
+    Sequence by sequence, the rank's two slices follow each other. Lengths must be multiples of `share.multiple`.
     """
     sizes = torch.tensor(lengths, dtype=torch.int64)
     each, starts = sizes // (2 * share.size), sizes.cumsum(0) - sizes
@@ -51,67 +51,68 @@ def places_of(lengths: Sequence[int], share: ContextShare) -> Tensor:
 
 
 def positions_of(lengths: Sequence[int], share: ContextShare) -> Tensor:
-    """Returns [rows] the position of each token of `places_of` in its sequence."""
+    """Returns the position of each token of `places_of` within its sequence, [rows]."""
     sizes = torch.tensor(lengths)
     return ranges(torch.zeros_like(sizes), sizes)[places_of(lengths, share)]
 
 
 def places_of_all(lengths: Sequence[int], size: int) -> Tensor:
-    """[tokens] as `places_of`, of all ranks, one after the other: the order in which their rows are gathered."""
+    """Returns `places_of` of all ranks in rank order, [tokens]. This is the order of gathered rows."""
     return torch.cat([places_of(lengths, ContextShare(rank, size)) for rank in range(size)])
 
 
 def inverse(order: Tensor) -> Tensor:
-    """Of a permutation."""
+    """Returns the inverse of a permutation."""
     result = torch.empty_like(order)
     result[order] = torch.arange(len(order))
     return result
 
 
 def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
-    """The integers from each start on, as many as its length, one range after the other."""
+    """Returns concatenated ranges of integers. Range i has `lengths[i]` integers from `starts[i]` on."""
     begin = lengths.cumsum(0) - lengths
     return torch.repeat_interleave(starts - begin, lengths) + torch.arange(int(lengths.sum()))
 
 
-# Micro-batches: samples packed end to end, balanced by tokens.
+# Micro-batches of packed samples, balanced by tokens.
 
 LEFT_ON_HOST = frozenset({"routed_experts"})
-"""Fields that are much larger than others, and of which a rank needs those of its own layers."""
+"""Very large fields. A rank moves only the part of its own layers to the device."""
 
 
 @dataclass(frozen=True)
 class Slices:
-    """What a rank computes of samples that it shares with other ranks. Rows are tokens and the samples' padding."""
+    """A rank's rows of samples shared with other ranks. Rows are tokens and the samples' padding."""
 
     token_of_row: Tensor
-    """[rows of this rank] the token that each row is of; any one where that is padding."""
+    """Token of each row of this rank, [rows]. A row of padding has an arbitrary token."""
     row_of_token: Tensor
-    """[tokens] each token's row among those of all ranks, one rank's after the other."""
+    """Row of each token among the rows of all ranks in rank order, [tokens]."""
     sample_of_row: Tensor
-    """[rows of this rank + padding behind the last sample] the number of the sample whose token a row is; that of
-    samples where it is padding."""
+    """Sample of each row, [rows of this rank + padding after the last sample]. Padding has the number of samples
+    instead."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some samples of a mini-batch, packed. `experience` has all of them, without padding, whoever computes what.
+    """Some packed samples of a mini-batch.
 
-    Padding follows the last sample and, where several ranks share the samples, every one.
+    `experience` has all their tokens without padding, also those computed by other ranks. Padding follows the last
+    sample. If several ranks share the samples, padding follows every sample.
     """
 
     experience: Experience
     token_index: Tensor
-    """[tokens] where the tokens stand in the mini-batch, host."""
+    """Index of each token in the mini-batch, [tokens], on the host."""
     padded_tokens: Tensor
-    """[rows + padding behind the last sample] token ids that this rank computes, device."""
+    """Token ids computed by this rank, [rows + padding after the last sample], on the device."""
     lengths: tuple[int, ...]
-    """Of the samples."""
+    """Lengths of the samples in tokens."""
     segments: tuple[int, ...]
-    """Lengths of the samples with their padding, then of pieces of padding no longer than the longest sample: together
-    what all ranks that share the samples compute."""
+    """Lengths of the padded samples, followed by pieces of padding no longer than the longest sample. They cover the
+    tokens of all ranks sharing the samples."""
     slices: Slices | None = None
-    """None: this rank computes all tokens."""
+    """This rank's slices. None: it computes all tokens."""
 
     @property
     def num_tokens(self) -> int:
@@ -119,11 +120,11 @@ class MicroBatch:
 
     @property
     def num_rows(self) -> int:
-        """Of the model's output here, those of the samples."""
+        """Number of rows of the model's output on this rank, without padding after the last sample."""
         return self.num_tokens if self.slices is None else len(self.slices.token_of_row)
 
     def rows_of(self, values: Tensor) -> Tensor:
-        """[rows, ...] what `values` [tokens, ...] are at the tokens that this rank computes."""
+        """Selects the values of this rank's tokens from `values` [tokens, ...]: shape [rows, ...]."""
         return values if self.slices is None else values[self.slices.token_of_row.to(values.device)]
 
 
@@ -137,13 +138,16 @@ def pack(
     count_multiple_of: int = 1,
     share: ContextShare = WHOLE,
 ) -> list[MicroBatch]:
-    """Micro-batches of at most `max_tokens` tokens before padding (a longer sample stands alone), on `device`.
+    """Packs samples into micro-batches of at most `max_tokens` tokens before padding, on `device`.
 
-    Every sample is in exactly one micro-batch, and samples keep their order within it. Those of a pair stay together,
-    and count as one where `max_tokens` limits. What all ranks of a `share` compute together is padded to a multiple of
-    `multiple_of` tokens; with `equal_lengths` all are padded to the length of the longest. There is a multiple of
-    `count_multiple_of` micro-batches; where samples are too few for that, some have padding alone. A pure function:
-    ranks that hold the same samples get the same micro-batches, each with its own share of their tokens.
+    A longer sample has a micro-batch of its own. Every sample is in exactly one micro-batch, and samples keep their
+    order. The samples of a pair stay together, and the limit applies to pairs.
+
+    The rows of all ranks of a `share` are padded to a multiple of `multiple_of` tokens. With `equal_lengths` all
+    micro-batches are padded to the longest. Their number is a multiple of `count_multiple_of`. If there are too few
+    samples, some micro-batches have only padding.
+
+    A pure function: ranks with the same samples get the same micro-batches, each with its own share of the tokens.
     """
     bins = [
         torch.tensor(samples, dtype=torch.int64) for samples in _sample_bins(experience, max_tokens, count_multiple_of)
@@ -158,25 +162,25 @@ def pack(
 
 @dataclass(frozen=True)
 class Packing:
-    """How a model takes micro-batches. The first five settings are for `pack`."""
+    """The packing requirements of a model. The first five settings are arguments of `pack`."""
 
     device: torch.device
     share: ContextShare = WHOLE
     rows_multiple: int = 1
-    """Of which the rows on each rank of the share are a multiple."""
+    """The number of rows per rank of the share is a multiple of this."""
     equal_lengths: bool = False
     count_multiple_of: int = 1
     together: dist.ProcessGroup | None = None
-    """Ranks of which none can compute alone: all have as many micro-batches. None: this one can."""
+    """Ranks with the same number of micro-batches, because none of them can compute alone. None: this rank can."""
     padding: Literal["least", "longest", "longest of all"] = "least"
-    """Rows of a micro-batch of padding alone: the fewest, as many as the rank's longest has, or as many as the longest
-    of all has, to which the others are padded too."""
+    """Rows of a padding-only micro-batch: the fewest possible, those of the rank's longest one, or those of the longest
+    of all ranks. In the last case all other micro-batches are padded to the same length."""
 
 
 def make_micro_batches(experience: Experience, max_tokens: int, how: Packing) -> list[MicroBatch]:
-    """Returns `experience` in micro-batches of at most `max_tokens` tokens on each rank that shares samples.
+    """Splits `experience` into micro-batches of at most `max_tokens` tokens on each rank of the share.
 
-    Some may have padding alone. Collective over: the ranks of `how.together`.
+    Some may have only padding. Collective over: the ranks of `how.together`.
     """
     share, batches = how.share, list[MicroBatch]()
     if experience.num_samples:
@@ -203,8 +207,10 @@ def make_micro_batches(experience: Experience, max_tokens: int, how: Packing) ->
 
 
 def padded_to(batch: MicroBatch, length: int, share: ContextShare = WHOLE) -> MicroBatch:
-    """The same samples and as much padding behind them as makes `length` rows on each rank of `share`, a multiple of 2
-    where these are several."""
+    """Returns the micro-batch padded at the end to `length` rows on each rank of `share`.
+
+    `length` must be even if several ranks share the samples.
+    """
     num_samples, behind = len(batch.lengths), (0, length - len(batch.padded_tokens))
     slices = batch.slices
     if slices is not None:
@@ -219,13 +225,13 @@ def padded_to(batch: MicroBatch, length: int, share: ContextShare = WHOLE) -> Mi
 
 
 def padding_alone(like: Experience, length: int, device: torch.device, share: ContextShare = WHOLE) -> MicroBatch:
-    """A micro-batch of no samples, with the fields of `like`, of `length` rows on each rank of `share`."""
+    """Returns a micro-batch without samples, with the fields of `like` and `length` rows on each rank of `share`."""
     nothing = torch.zeros(0, dtype=torch.int64)
     return _micro_batch(like.select(nothing), nothing, (length * share.size,), share, device)
 
 
 def _on_device(samples: Experience, device: torch.device) -> Experience:
-    """All but the fields of which a model takes its own part, when it takes the micro-batch."""
+    """Moves all fields to `device` except LEFT_ON_HOST. A model moves its own part of those later."""
     columns = samples.columns().items()
     return Experience(**{name: value if name in LEFT_ON_HOST else value.to(device) for name, value in columns})
 
@@ -250,7 +256,7 @@ def _micro_batch(
 def _sliced(
     samples: Experience, segments: tuple[int, ...], share: ContextShare, device: torch.device
 ) -> tuple[Tensor, Slices]:
-    """The token ids that this rank computes, host, and which they are, on `device`."""
+    """Returns the token ids of this rank (host) and their slices (on `device`)."""
     num_places, of_samples = sum(segments), segments[: samples.num_samples]
     sizes = torch.tensor(of_samples, dtype=torch.int64)
     places = ranges(sizes.cumsum(0) - sizes, samples.lengths)
@@ -268,7 +274,7 @@ def _sliced(
 
 
 def _sample_bins(experience: Experience, max_tokens: int, count_multiple_of: int) -> list[list[int]]:
-    """The samples of each micro-batch, ascending."""
+    """Returns the samples of each micro-batch in ascending order."""
     if not experience.has("chosen"):
         return balanced_bins(experience.lengths.tolist(), max_tokens, count_multiple_of)
     _, pair_of, sizes = torch.unique_consecutive(experience.group_ids, return_inverse=True, return_counts=True)
@@ -279,10 +285,10 @@ def _sample_bins(experience: Experience, max_tokens: int, count_multiple_of: int
 
 
 def balanced_bins(lengths: Sequence[int], max_tokens: int, count_multiple_of: int = 1) -> list[list[int]]:
-    """Indices of `lengths` in as few bins as longest-first placement needs, each bin's indices ascending.
+    """Distributes the indices of `lengths` over as few bins as longest-first placement needs, each in ascending order.
 
-    No bin exceeds `max_tokens` unless it holds a single length that does. Bins are ordered by their first index. Their
-    number is a multiple of `count_multiple_of`: the last ones are empty where `lengths` are too few for that.
+    No bin exceeds `max_tokens`, except for a single longer item. Bins are ordered by their first index. Their number is
+    a multiple of `count_multiple_of`. If there are too few items, the last bins are empty.
     """
     alone = [[i] for i, length in enumerate(lengths) if length > max_tokens]
     others = sorted((i for i, length in enumerate(lengths) if length <= max_tokens), key=lambda i: -lengths[i])
@@ -298,7 +304,7 @@ def balanced_bins(lengths: Sequence[int], max_tokens: int, count_multiple_of: in
 
 
 def _longest_first(lengths: Sequence[int], descending: Sequence[int], num_bins: int) -> list[list[int]]:
-    """Each index goes to the bin with the fewest tokens so far."""
+    """Puts each index into the bin with the fewest tokens so far."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     loads = [(0, number) for number in range(num_bins)]
     for i in descending:
@@ -311,7 +317,7 @@ def _longest_first(lengths: Sequence[int], descending: Sequence[int], num_bins: 
 def _segments_of(
     lengths: Sequence[list[int]], multiple_of: int, equal_lengths: bool, each_multiple_of: int
 ) -> list[tuple[int, ...]]:
-    """`MicroBatch.segments` of samples of these lengths, of every micro-batch."""
+    """Returns `MicroBatch.segments` for each micro-batch, from its samples' lengths."""
     padded = [[_up_to(length, each_multiple_of) for length in of_batch] for of_batch in lengths]
     totals = [_up_to(sum(of_batch), math.lcm(multiple_of, each_multiple_of)) for of_batch in padded]
     if equal_lengths and totals:
@@ -329,14 +335,14 @@ def _segments(lengths: list[int], padded_length: int) -> tuple[int, ...]:
     return (*lengths, *[longest] * whole_pieces, *[rest] * (rest > 0))
 
 
-# What ranks that share sequences made of their rows, for all tokens, on each of them.
+# Outputs of context-parallel ranks, gathered for all tokens on every rank.
 
 
 def of_all_tokens(batch: MicroBatch, of_rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[tokens, ...] of the samples of a micro-batch what every rank made of its own rows.
+    """Gathers the outputs of every rank's rows for all tokens of a micro-batch, [tokens, ...].
 
-    All ranks make the same loss of them, so each takes the gradients of its rows: their sum over the ranks is that of
-    the loss. Collective over: the context-parallel group.
+    All ranks compute the same loss from them, so each rank takes the gradients of its own rows. Their sum over the
+    ranks is the gradient of the loss. Collective over: the context-parallel group.
     """
     if batch.slices is None:
         return of_rows
@@ -345,7 +351,7 @@ def of_all_tokens(batch: MicroBatch, of_rows: Tensor, group: dist.ProcessGroup) 
 
 
 class _Gathered(torch.autograd.Function):
-    """[rows of this rank, ...] -> [rows of all ranks, ...], one rank's after the other."""
+    """Gathers [rows of this rank, ...] into [rows of all ranks, ...], in rank order."""
 
     @staticmethod
     def forward(ctx: Any, of_rows: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -360,48 +366,49 @@ class _Gathered(torch.autograd.Function):
         return gradients[0][first : first + ctx.num_rows].contiguous(), None
 
 
-# All tokens on each of the ranks that share sequences, in some of the heads (DeepSpeed-Ulysses, arXiv:2309.14509).
+# Ulysses: every rank has all tokens, but only some heads (DeepSpeed-Ulysses, arXiv:2309.14509).
 
 
 @dataclass(frozen=True, eq=False)
 class WholeSequences:
-    """All sequences, laid end to end, of which every rank has some rows."""
+    """The order of tokens in packed sequences shared by several ranks."""
 
     lengths: tuple[int, ...]
     row_of_place: Tensor
-    """[tokens] the row of all ranks, one's after the other, of each token."""
+    """Row of each token among all ranks' rows in rank order, [tokens]."""
     place_of_row: Tensor
-    """[tokens] the inverse."""
+    """The inverse permutation, [tokens]."""
     derived: dict[str, Any] = field(default_factory=dict)
-    """What layers make once for all of them."""
+    """Cache of values made once for all layers."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], size: int, device: torch.device) -> "WholeSequences":
-        """Returns packed sequences of these lengths that `size` ranks share."""
+        """Builds the order for packed sequences of these lengths on `size` ranks."""
         order = places_of_all(lengths, size)
         return cls(tuple(lengths), inverse(order).to(device), order.to(device))
 
 
 def spread_over_heads(x: Tensor, whole: WholeSequences, group: dist.ProcessGroup) -> Tensor:
-    """x [rows of this rank, ranks, what a rank's heads have ...] -> [tokens of all ranks, what this rank's have ...].
+    """Exchanges x [rows of this rank, ranks, values of a rank's heads ...] for [tokens of all ranks, values of this
+    rank's heads ...].
 
-    Collective over: `group`, and in backward.
+    Collective over: `group`, in forward and backward.
     """
     received: Tensor = _AllToAll.apply(x.transpose(0, 1).flatten(0, 1), group)
     return received.index_select(0, whole.row_of_place)
 
 
 def back_from_heads(x: Tensor, whole: WholeSequences, group: dist.ProcessGroup) -> Tensor:
-    """The way back: [tokens of all ranks, what this rank's heads have ...] -> [rows of this rank, ranks, ...].
+    """Exchanges [tokens of all ranks, values of this rank's heads ...] for [rows of this rank, ranks, ...].
 
-    Collective over: `group`, and in backward.
+    It is the inverse of `spread_over_heads`. Collective over: `group`, in forward and backward.
     """
     by_rank: Tensor = _AllToAll.apply(x.index_select(0, whole.place_of_row), group)
     return by_rank.unflatten(0, (group.size(), -1)).transpose(0, 1)
 
 
 class _AllToAll(torch.autograd.Function):
-    """Equal parts of the first dimension, one for each rank; gradients go back the same way."""
+    """Sends equal parts of the first dimension to all ranks. Gradients take the same way back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

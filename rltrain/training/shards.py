@@ -1,4 +1,4 @@
-"""Which boxes of a checkpoint's tensors lie in a range of a parameter, and which of its pieces a rank answers for."""
+"""Boxes of checkpoint tensors within a range of a parameter, and the pieces saved by a rank."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,8 @@ from rltrain.runtime.placement import RankList, model_group_lists
 
 
 def within(pieces: Array, starts: IntArray, stops: IntArray) -> Array:
-    """What `pieces` have in elements `starts[i]` to `stops[i]` of every flattened parameter i, at most 3 boxes a piece.
+    """Cuts `pieces` to elements `starts[i]` to `stops[i]` of every flattened parameter i, into at most 3 boxes per
+    piece.
 
     Offsets count from `starts[i]`.
     """
@@ -38,17 +39,17 @@ def within(pieces: Array, starts: IntArray, stops: IntArray) -> Array:
 
 
 def _elements_before(pieces: Array, position: IntArray) -> IntArray:
-    """How many of each piece's elements, row by row, lie before a position of its parameter."""
+    """Returns the number of each piece's elements, row by row, before a position of its parameter."""
     row, col = np.divmod(position - pieces["offset"], pieces["stride"])
     before: IntArray = row * pieces["cols"] + np.minimum(col, pieces["cols"])
     return np.clip(before, 0, elements(pieces))
 
 
 def answered_for(layout: Layout, rank: int, groups: Sequence[RankList] = ()) -> Array:
-    """The pieces of `rank` that no group of ranks before its own holds as well: of all groups one has each box.
+    """Returns the pieces of `rank` to save: those not held by an earlier group of ranks. So one group has each box.
 
-    `groups` are ranks that hold the same boxes; those of one group answer for the same pieces. Without them the ranks
-    of each of the layout's parts are one.
+    Ranks of one of the `groups` hold the same boxes and get the same pieces. By default the ranks of each part of the
+    layout form a group.
     """
     fragments = fragments_of(layout).of_part
     part_of = dict(zip(layout.ranks, layout.parts, strict=True))
@@ -67,14 +68,13 @@ def answered_for(layout: Layout, rank: int, groups: Sequence[RankList] = ()) -> 
 
 
 def sharing_groups(grid: Grid) -> tuple[Sequence[RankList], Sequence[RankList]]:
-    """(of what is no expert's, of experts) the ranks among which an optimizer's states of a parameter are shared
-    out."""
+    """Returns the groups of ranks with shared optimizer states: (for other parameters, for experts)."""
     lists = model_group_lists(grid)
     return lists["dp_cp"], lists["expt_dp"]
 
 
 def replica_of(layout: Layout, rank: int) -> tuple[int, int]:
-    """(index, size) of `rank` among the ranks with its part."""
+    """Returns (index, size) of `rank` among the ranks with its part of the layout."""
     mine = layout.parts[layout.ranks.index(rank)]
     replicas = [other for other, part in zip(layout.ranks, layout.parts, strict=True) if part == mine]
     return replicas.index(rank), len(replicas)

@@ -1,4 +1,4 @@
-"""The models of roles on every backend: what is evaluated and trained, and the state that is saved of it."""
+"""The models of roles on every backend: evaluation, training, and saved training states."""
 
 import math
 import threading
@@ -32,70 +32,74 @@ from rltrain.training.optimizers import ADAM_STATES, MUON_STATES
 from rltrain.training.packing import MicroBatch
 from rltrain.training.shards import within
 
-# A model that says of every token its log-prob, or the score of its sample up to there.
+# Models that return a log-prob per token, or a score per prefix of a sample.
 
 Outputs = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
-"""(micro-batch, what a model makes of its rows on this rank [rows, ...]) -> (loss scalar, anything to keep)."""
+"""(micro-batch, model outputs of this rank's rows [rows, ...]) -> (scalar loss, a result to keep)."""
 Forward = Callable[[Sequence[MicroBatch], Outputs], list[Any]]
-"""As RoleModel.forward."""
+"""The signature of RoleModel.forward."""
 
 
 @dataclass(frozen=True, eq=False)
 class Adapted:
-    """What a trained model with low-rank adapters (config.lora) has besides. Its `parameters` are the base, frozen."""
+    """The additional parts of a trained model with low-rank adapters (config.lora). Its `parameters` are the frozen
+    base."""
 
     base: "RoleModel"
-    """The model without what the adapters add, in the same memory."""
+    """The model with its adapters off, in the same memory."""
     layout: Layout
     parameters: Mapping[str, Tensor]
-    """The adapters, by name and shape as in `layout.on(rank)`."""
+    """The adapters, with the names and shapes of `layout.on(rank)`."""
 
 
 class RoleModel(ABC):
-    """This rank's share of a model that can be evaluated.
+    """This rank's part of a model for evaluation.
 
     Every rank of a replica passes the same samples, perhaps none, and gets the same result. Micro-batches have at most
-    `max_tokens`, but for longer samples. Evaluating is collective over the replica, and where ranks hold shards or
-    experts for other replicas over all of them.
+    `max_tokens` tokens, except for a longer single sample. Collective over: the replica. If ranks hold shards or
+    experts of other replicas, collective over all replicas.
     """
 
     def __init__(self, model: PackedModel, *, is_base: bool = False) -> None:
-        """With `is_base` the model's adapters are off while it is evaluated: it is what it was before they learned."""
+        """Wraps `model`. With `is_base` its adapters are off during evaluation: it is the model before training."""
         self.model, self.device, self._is_base = model, model.device, is_base
         self.objective = OBJECTIVES[model.architecture.head]
         self.layout = model.layout
-        """Where its parameters lie, on all ranks that have a share."""
+        """Location of the parameters on all ranks of the model."""
         self.parameters = model.weights
-        """By name and shape as in `layout.on(rank)`: what they hold is there while part "weights" is on the device."""
+        """This rank's parameters, with the names and shapes of `layout.on(rank)`. Valid while part "weights" is on the
+        device."""
         self.published = self.parameters
-        """What other models in training and checkpoints get, by the names of `parameters`. What is not a parameter is
-        made when it is asked for, while part "weights" is on the device, and is not kept."""
+        """Weights for other models in training and for checkpoints, by the names of `parameters`. Tensors other than
+        parameters are computed on access, while part "weights" is on the device, and are not kept."""
         self.served = self.parameters
-        """What engines get: the same, with the weights rounded that the model computes with rounded
+        """Weights for engines: `published`, with rounding if the model computes with rounded weights
         (config.model.fake_quantization)."""
         self.adapted: Adapted | None = None
-        """Of a model in training that has adapters."""
+        """The adapters of a trained model, if it has any."""
         self.parts: Mapping[str, MemoryPart] = {"weights": MemoryPart(self._weights)}
-        """What it has on the device, by the names of tasks.roles: "weights", and of a model in training also
-        "master_weights", "optimizer" and "gradients". None shares memory with another."""
+        """Memory parts on the device, by the names of tasks.roles. Every model has "weights". A trained model also has
+        "master_weights", "optimizer" and "gradients". Parts share no memory."""
 
     @abstractmethod
     def forward(self, micro_batches: Sequence[MicroBatch], outputs: Outputs) -> list[Any]:
-        """What `outputs` keeps of each micro-batch with samples, on ranks where the model ends; without gradients."""
+        """Returns the results kept by `outputs` for each micro-batch with samples, without gradients. They are on the
+        ranks of the last pipeline stage."""
 
     def shared(self, results: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Returns the results of the ranks where the model ends, on every rank of the replica."""
+        """Sends the results of the last pipeline stage to every rank of the replica, and returns them."""
         return results
 
     def evaluate(self, experience: Experience, *, max_tokens: int, temperature: float = 1.0) -> Tensor:
-        """[tokens] fp32 in host memory: each token's log-prob, 0 at a sample's first one, or score. No gradients."""
+        """Returns each token's log-prob or score, fp32 [tokens] in host memory, without gradients. A sample's first
+        token has log-prob 0."""
         return self._evaluate(experience, max_tokens, temperature)[0]
 
     def distributions(
         self, experience: Experience, *, count: int, max_tokens: int, temperature: float = 1.0
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """In the place of each token: its own log-prob [tokens], the `count` likeliest tokens and their log-probs, both
-        [tokens, count]. As `evaluate`."""
+        """Returns each token's log-prob [tokens], and the `count` likeliest tokens at its position with their
+        log-probs, [tokens, count] each. Otherwise it is like `evaluate`."""
         shape = experience.num_tokens, count
 
         def likeliest(batch: MicroBatch, of_tokens: Tensor) -> Sequence[Tensor]:
@@ -108,7 +112,7 @@ class RoleModel(ABC):
     def log_probs(
         self, experience: Experience, *, count: int, max_tokens: int, temperature: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What `distributions` gives; with a `count` of 0 what `evaluate` does, and no other tokens."""
+        """Returns the results of `distributions`. With a `count` of 0 it only calls `evaluate`."""
         if count:
             return self.distributions(experience, count=count, max_tokens=max_tokens, temperature=temperature)
         logprobs = self.evaluate(experience, max_tokens=max_tokens, temperature=temperature)
@@ -118,8 +122,8 @@ class RoleModel(ABC):
     def evaluate_squares(
         self, experience: Experience, *, max_tokens: int, temperature: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """What `evaluate` gives, and [tokens] in the place of each token the sum of the squares of all tokens'
-        probabilities. Of a model with a vocabulary's head."""
+        """Returns the result of `evaluate`, and the sum of squared probabilities over the vocabulary at each position,
+        [tokens]. The model must have a vocabulary head."""
 
         def squares_of(batch: MicroBatch, of_tokens: Tensor) -> Sequence[Tensor]:
             return (squared_probabilities(self.model, batch, of_tokens, temperature),)
@@ -131,9 +135,12 @@ class RoleModel(ABC):
     def evaluate_routing(
         self, experience: Experience, *, max_tokens: int, temperature: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """What `evaluate` gives, and as `Experience.routed_experts` the experts that tokens visited in the layers of
-        this rank. Of a backend whose routers tell what they choose; others are refused with it."""
-        raise NotImplementedError(f"{type(self).__name__} does not tell which experts its routers choose")
+        """Returns the result of `evaluate`, and the chosen experts in the layers of this rank.
+
+        The experts have the form of `Experience.routed_experts`. Raises NotImplementedError if the backend cannot
+        record routing.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not report the experts chosen by its routers")
 
     @torch.no_grad()
     def _evaluate(
@@ -145,10 +152,8 @@ class RoleModel(ABC):
         empty: Sequence[Tensor] = (),
         forward: Forward | None = None,
     ) -> list[Tensor]:
-        """Returns the objective's first output, then `empty` filled with what `further` gives of each micro-batch.
-
-        Every rank of the replica has them, in host memory.
-        """
+        """Returns the objective's first output, followed by `empty` filled with the results of `further` per
+        micro-batch. Every rank of the replica gets them, in host memory."""
         empty = [torch.zeros(experience.num_tokens), *empty]
         results = [tensor.to(self.device) for tensor in empty]
 
@@ -172,23 +177,22 @@ class RoleModel(ABC):
         return [*self.parameters.values(), *(adapters.held() if adapters else ())]
 
 
-# What an optimizer step tells beside its metrics of a loss.
+# Metrics of an optimizer step in addition to those of the loss.
 
 SKIPPED = "skipped_updates"
-"""The metric of an optimizer step that is 1 where it changed nothing because its loss or gradient norm was not finite,
-else 0."""
+"""Metric of an optimizer step: 1 if the step was skipped because its loss or gradient norm was not finite, else 0."""
 LOSS_SCALE, OVERFLOWED = "loss_scale", "overflowed_updates"
-"""Metrics of an optimizer step of a model in fp16: its loss scale afterwards, and 1 where the step is among the SKIPPED
-because gradients overflowed that a smaller scale may save, else 0."""
+"""Metrics of an fp16 model's optimizer step: the loss scale after it, and 1 or 0 for an overflow of the gradients. An
+overflow is also among SKIPPED. A smaller loss scale may avoid it."""
 
-# What an optimizer step knows of its mini-batch beside the gradients, and when a step is left out.
+# The pending mini-batch of an optimizer step, and the rules for skipped steps.
 
-# Beside the metrics of a mini-batch while they are reduced.
+# Keys next to the metrics of a mini-batch during the reduction.
 NUM_SAMPLES, DIVISOR = "num_samples", "divisor"
 
 
 class Pending:
-    """What was accumulated since the last optimizer step."""
+    """Counts and loss outputs accumulated since the last optimizer step."""
 
     def __init__(self) -> None:
         self.num_samples = 0
@@ -197,12 +201,12 @@ class Pending:
         self.outputs: list[LossOutput] = []
 
     def count(self, experience: Experience) -> None:
-        """A part with these samples begins."""
+        """Counts the samples and response tokens of the next part."""
         self.num_samples += experience.num_samples
         self.response_tokens += int(experience.response_mask.sum())
 
     def reduced(self, replicas: dist.ProcessGroup, device: torch.device) -> dict[str, float]:
-        """The mini-batch's metrics with NUM_SAMPLES and DIVISOR. Collective over: the data-parallel group."""
+        """Returns the mini-batch's metrics with NUM_SAMPLES and DIVISOR. Collective over: the data-parallel group."""
         first = self.outputs[0]
         counts = torch.tensor([self.num_samples, self.response_tokens], dtype=torch.float64, device=device)
         rows = [(o.divisor, o.loss, *o.sums.values(), *o.token_sums.values()) for o in self.outputs]
@@ -220,13 +224,13 @@ class Pending:
 
 
 class SkippedSteps:
-    """Counts optimizer steps in a row that were left out. `role` is for messages."""
+    """Counts consecutive skipped optimizer steps. `role` is for messages."""
 
     def __init__(self, role: str, max_skipped: int) -> None:
         self.role, self.max_skipped, self.num_skipped = role, max_skipped, 0
 
     def require_samples(self, num_samples: float, update: int, num_replicas: int) -> None:
-        """ConfigError where optimizer step `update` has no sample on any replica."""
+        """Raises ConfigError if optimizer step `update` has no sample on any replica."""
         if not num_samples:
             raise ConfigError(
                 f"optimizer step {update} of the {self.role} has no sample on any of its {num_replicas} data-parallel "
@@ -234,14 +238,15 @@ class SkippedSteps:
             )
 
     def is_to_skip(self, what: str, value: float, update: int) -> bool:
-        """Whether the optimizer step is to be left out because of this. DivergenceError where too many were."""
+        """Returns whether the optimizer step must be skipped because `value` is not finite. Raises DivergenceError if
+        too many steps in a row were skipped."""
         if math.isfinite(value):
             return False
         if self.num_skipped < self.max_skipped:
             return True
         before = ""
         if self.num_skipped:
-            before = f", after {self.num_skipped} in a row that were skipped (on_divergence.max_skipped)"
+            before = f", after {self.num_skipped} skipped steps in a row (on_divergence.max_skipped)"
         raise DivergenceError(
             f"the {self.role}'s {what} is {value} at optimizer step {update}{before}; its weights were left "
             f"as they were. Lower {self.role}.optimizer.lr, or look at this step's rewards and log-probs."
@@ -252,20 +257,18 @@ class SkippedSteps:
 
 
 def _scalars(rows: list[tuple[Tensor, ...]], device: torch.device) -> Tensor:
-    """[rows, columns] fp64."""
+    """Returns the rows as one tensor, fp64 [rows, columns]."""
     values = [value.detach().to(device, torch.float64) for row in rows for value in row]
     return torch.stack(values).view(len(rows), -1)
 
 
-# The learning rate as a function of the optimizer step.
+# The learning rate per optimizer step.
 
 
 def learning_rate(settings: schema.Optimizer, update: int, total_updates: int) -> float:
-    """Rate for optimizer step number `update` (from 0) of `total_updates`.
-
-    Rises linearly to `settings.lr`, reached with the last warm-up step; then constant, or falling towards
-    `settings.min_lr`, which would be reached one step after the last.
-    """
+    """Returns the learning rate of optimizer step `update` (from 0) of `total_updates`. It rises linearly and reaches
+    `settings.lr` with the last warm-up step. Then it is constant or falls. It would reach `settings.min_lr` one step
+    after the last."""
     if update < settings.warmup_steps:
         return settings.lr * (update + 1) / settings.warmup_steps
     if settings.decay == "constant":
@@ -275,12 +278,15 @@ def learning_rate(settings: schema.Optimizer, update: int, total_updates: int) -
     return settings.min_lr + (settings.lr - settings.min_lr) * remaining
 
 
-# Copies of a training state that are made while training goes on, until something is about to change the state.
+# Copies of a training state, made while training continues. They must be finished before the state changes.
 
 
 class LateCopies:
-    """What is to be copied still, of a model on `device`. Whoever needs the copies, or is about to change or move what
-    they are of, calls `settle`, from any thread: it makes those that are left, or waits for who makes them."""
+    """A queue of pending copies of a model's state on `device`.
+
+    Call `settle` before you read the copies, and before you change or move their sources. It makes the remaining
+    copies, or waits for another thread to finish them. It may be called from any thread.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -292,14 +298,14 @@ class LateCopies:
         self._written: torch.cuda.Event | None = None
 
     def begin(self) -> None:
-        """What is issued on the device so far has written the state that is to be copied."""
+        """Marks the state as complete: work already issued on the device has written it."""
         self.settle()
         if self._stream is not None:
             self._written = torch.cuda.current_stream(self._device).record_event()
 
     def add(self, part: MemoryPart, values: Tensor, first: int, count: int, into: Tensor | None) -> Tensor:
-        """What will be a copy of `count` elements from `first` of `values`, a tensor of `part`; `into` where that is
-        given. RuntimeError where the part was dropped."""
+        """Returns a tensor for a future copy of `count` elements of `values` from `first` on, or `into` if given.
+        `values` belongs to `part`. Raises RuntimeError if the part was dropped."""
         part.require_kept()
         copy = torch.empty(count, dtype=values.dtype) if into is None else into
         self._left.append(partial(part.read, values, first, count, into=copy))
@@ -315,12 +321,12 @@ class LateCopies:
             self._waited_s += time.perf_counter() - begin
 
     def take_waited_s(self) -> float:
-        """Seconds since the last call that the thread which trains was in `settle`."""
+        """Returns the seconds spent by the training thread in `settle` since the last call."""
         waited_s, self._waited_s = self._waited_s, 0.0
         return waited_s
 
     def _make_one(self) -> bool:
-        with self._lock:  # kept while it copies: who finds nothing left finds all copies made
+        with self._lock:  # held during the copy: an empty queue means that all copies are made
             if not self._left:
                 return False
             with self._beside():
@@ -329,7 +335,7 @@ class LateCopies:
             return True
 
     def _beside(self) -> AbstractContextManager[None]:
-        """On a stream of their own copies wait for nothing that is issued later."""
+        """Selects a separate stream, so copies do not wait for work issued later."""
         if self._stream is None or self._written is None:
             return nullcontext()
         self._stream.wait_event(self._written)
@@ -337,7 +343,7 @@ class LateCopies:
 
 
 class LateTensors(Mapping[str, Tensor]):
-    """`tensors`, of which some are copies that `late` has yet to make: whoever takes one finds them made."""
+    """A mapping of `tensors` that finishes the pending copies of `late` before each access."""
 
     def __init__(self, tensors: Mapping[str, Tensor], late: LateCopies) -> None:
         self._tensors, self._late = tensors, late
@@ -353,10 +359,10 @@ class LateTensors(Mapping[str, Tensor]):
         return len(self._tensors)
 
 
-# What an optimizer works on, and where it lies.
+# The tensors of an optimizer, and their location.
 
 MOMENTS = (*ADAM_STATES, *MUON_STATES)
-"""What optimizers keep of every parameter: AdamW's, then Muon's."""
+"""Moments kept by optimizers per parameter: first AdamW's, then Muon's."""
 
 Range = tuple[int, int]
 """(start, stop) in a flattened parameter."""
@@ -364,11 +370,11 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Optimized:
-    """What the optimizer works on of one parameter: its elements from `first`, flattened.
+    """The optimizer's state of one parameter, for its flattened elements from `first` on.
 
-    `master` is fp32: the weights themselves or a copy; `part` is the one of the model's parts that it lies in. A shard
-    is this rank's alone among those with the same parameter; else all have the same. `moments` by their names, some of
-    MOMENTS, none before the first step.
+    `master` is fp32: the weights themselves or a copy. `part` names its memory part. With `is_shard` the elements
+    belong to this rank alone. Otherwise all ranks of the parameter hold the same elements. `moments` are named as in
+    MOMENTS. There are none before the first step.
     """
 
     master: Tensor
@@ -379,24 +385,24 @@ class Optimized:
 
     @property
     def range(self) -> Range:
-        """The elements of the parameter that it has."""
+        """The covered elements of the parameter."""
         return self.first, self.first + self.master.numel()
 
 
 def limits(names: Sequence[str], ranges: Mapping[str, Range]) -> tuple[IntArray, IntArray]:
-    """(starts, stops) by parameter: nothing of those that have no range."""
+    """Returns (starts, stops) per parameter. A parameter without a range gets an empty one."""
     found = np.array([ranges.get(name, (0, 0)) for name in names], dtype=np.int64).reshape(-1, 2)
     return found[:, 0], found[:, 1]
 
 
-# A model together with its gradients and optimizer.
+# A model with gradients and an optimizer.
 
 
 class TrainedModel(RoleModel):
-    """With gradients and an optimizer, around a model whose weights are loaded, unless `load_state` follows.
+    """A role model with gradients and an optimizer. Load the model's weights first, or call `load_state` afterwards.
 
-    An optimizer step is any number of calls of `accumulate`, at least one on every rank, and one of `step`. What is
-    accumulated are sums: `step` alone reduces them over data parallelism and divides them, once.
+    An optimizer step consists of calls of `accumulate`, at least one on every rank, and one call of `step`. Accumulated
+    values are sums. Only `step` reduces them over data parallelism and divides them, once.
     """
 
     def __init__(
@@ -408,14 +414,15 @@ class TrainedModel(RoleModel):
         max_skipped: int = 0,
         role: str = "actor",
     ) -> None:
-        """The learning rate decays over `total_updates`. `role` is for messages. Collective over: the role's ranks."""
+        """Builds the optimizer. The learning rate decays over `total_updates`. `role` is for messages. Collective over:
+        the role's ranks."""
         super().__init__(model)
         self.settings, self.role, self.skipped = settings, role, SkippedSteps(role, max_skipped)
         self.total_updates, self.num_updates = total_updates, 0
         self.groups = model.pg_collection
         self.parts = {**self.parts, **self.make_optimizer()}
         self.late = LateCopies(self.device)
-        """Of the state that was saved last: made before one of the parts moves."""
+        """Pending copies of the last saved state. They are made before one of the parts moves."""
         for part in self.parts.values():
             part.settle = self.late.settle
         self.published = self.readable_weights()
@@ -429,14 +436,12 @@ class TrainedModel(RoleModel):
 
     @abstractmethod
     def make_optimizer(self) -> Mapping[str, MemoryPart]:
-        """Makes the gradients' memory and the optimizer, and returns their parts by the names of `parts`.
-
-        Collective over: the role's ranks.
-        """
+        """Makes the gradient memory and the optimizer, and returns their parts by the names of `parts`. Collective
+        over: the role's ranks."""
 
     @abstractmethod
     def without_adapters(self) -> RoleModel:
-        """Returns the same model for evaluation with its adapters off."""
+        """Returns the same model for evaluation, with its adapters off."""
 
     def readable_weights(self) -> Mapping[str, Tensor]:
         """Returns the `parameters` on the model's device."""
@@ -445,9 +450,9 @@ class TrainedModel(RoleModel):
     def train_batches(
         self, mini_batches: Iterable[Experience], loss_function: LossFunction, *, temperature: float = 1.0
     ) -> list[dict[str, float]]:
-        """`accumulate` and `step` for one after the other, of each of which every rank passes its replica's share.
+        """Calls `accumulate` and `step` for each mini-batch. Every rank passes its replica's share.
 
-        A backend may communicate between replicas while it computes; all of it is over when this returns.
+        A backend may overlap communication between replicas with computation. All of it is finished on return.
         Collective over: the role's ranks.
         """
         metrics = []
@@ -462,28 +467,33 @@ class TrainedModel(RoleModel):
     def train_batch(
         self, experience: Experience, loss_function: LossFunction, *, temperature: float = 1.0
     ) -> dict[str, float]:
-        """`train_batches` with one. Collective over: the role's ranks."""
+        """Calls `train_batches` with one mini-batch. Collective over: the role's ranks."""
         (metrics,) = self.train_batches([experience], loss_function, temperature=temperature)
         return metrics
 
     def accumulate(self, experience: Experience, loss_function: LossFunction, *, temperature: float = 1.0) -> None:
-        """Add the gradients of `experience`, this replica's share of a part of the mini-batch. It may be empty.
+        """Adds the gradients of `experience`, this replica's share of a part of the mini-batch. It may be empty.
 
-        Every rank of the replica passes the same samples; all parts of a mini-batch have the same fields and loss
-        function. Collective over: this replica, or as evaluating is.
+        Every rank of the replica passes the same samples. All parts of a mini-batch have the same fields and loss
+        function. Collective over: the ranks of an evaluation (see RoleModel).
         """
-        # Other roles may have the device, and the gradients may leave it, before the next part or the step follows.
+        # Before the next part, other roles may use the device and the gradients may leave it.
         self._accumulate(experience, loss_function, temperature, is_whole=False)
 
     def step(self) -> dict[str, float]:
-        """The optimizer step on what was accumulated. Collective over: the role's ranks.
+        """Makes the optimizer step on the accumulated gradients.
 
-        Returns loss, grad_norm (before clipping), lr, SKIPPED, with fp16 LOSS_SCALE and OVERFLOWED, and the metrics of
-        the loss function over the whole mini-batch, equal on all ranks. A mini-batch of samples without response tokens
-        counts as a step and leaves the weights as they are; so does, with the state of the optimizer, one whose loss or
-        gradient norm is not finite, which is skipped. Raises on all ranks, before any weight changes, DivergenceError
-        where more in a row would be skipped than `on_divergence` has, and ConfigError when no rank had a sample. What
-        was accumulated is used up in any case.
+        Returns loss, grad_norm (before clipping), lr, SKIPPED, and the loss function's metrics over the whole
+        mini-batch, equal on all ranks. With fp16 also LOSS_SCALE and OVERFLOWED.
+
+        A mini-batch without response tokens counts as a step but changes no weights. If the loss or the gradient norm
+        is not finite, the step is skipped. It counts too, but changes neither weights nor optimizer state.
+
+        Raises before any weight changes, on all ranks: DivergenceError if more steps in a row would be skipped than
+        `on_divergence` allows, ConfigError if no rank had a sample. The accumulated gradients are consumed in every
+        case.
+
+        Collective over: the role's ranks.
         """
         metrics = self._step()
         self.finish_steps()
@@ -502,18 +512,18 @@ class TrainedModel(RoleModel):
             pending.outputs += self.backward(micro_batches, loss_function, temperature, is_whole=is_whole)
         pending.num_parts += 1
         if not experience.num_samples and self.ends_here:
-            # Other replicas have metrics, whose names and number this one needs to take part in reducing them.
+            # Other replicas have metrics. This one needs their names and number for the reduction.
             pending.outputs.append(self.output_of_nothing(experience, loss_function))
 
     def _drawing(self, part: int) -> AbstractContextManager[None]:
-        """Around a part of a mini-batch, in which adapters draw what they drop: equal on ranks with equal tokens."""
+        """Seeds the adapters' dropout for a part of a mini-batch. Ranks with the same tokens drop the same elements."""
         adapters = self.model.adapters
         return adapters.drawing(self.num_updates, part, *self.place_in_replicas()) if adapters else nullcontext()
 
     def _step(self) -> dict[str, float]:
-        """As `step`; the new weights may still be on their way."""
+        """Makes the step. The new weights may still be in transfer on return."""
         if self._pending is None:
-            raise RuntimeError("step() needs accumulate() before it, on every rank; a share may be empty")
+            raise RuntimeError("step() was called without accumulate(). Every rank must call it, even without samples")
         pending, self._pending = self._pending, None
         with self.reducing():
             return self._apply(pending)
@@ -536,32 +546,32 @@ class TrainedModel(RoleModel):
 
     @abstractmethod
     def forget_gradients(self) -> None:
-        """Clears the gradients, because a mini-batch begins."""
+        """Clears the gradients at the beginning of a mini-batch."""
 
     @abstractmethod
     def backward(
         self, micro_batches: Sequence[MicroBatch], loss_function: LossFunction, temperature: float, *, is_whole: bool
     ) -> list[LossOutput]:
-        """Adds the gradients of the micro-batches, which are a whole mini-batch or a part of one.
-
-        Returns what `loss_of` keeps of each with samples, on ranks where the model ends. Collective as `accumulate` is.
-        """
+        """Adds the gradients of micro-batches of a whole mini-batch or a part of it. Returns the outputs kept by
+        `loss_of` for each micro-batch with samples, on the ranks of the last pipeline stage. Collective over: the ranks
+        of `accumulate`."""
 
     @property
     def ends_here(self) -> bool:
-        """Whether the model ends on this rank."""
+        """Whether this rank has the last pipeline stage."""
         return True
 
     def output_of_nothing(self, experience: Experience, loss_function: LossFunction) -> LossOutput:
-        """Returns what `backward` would keep of `experience`, which has no samples."""
+        """Returns the output of `backward` for `experience` without samples."""
         return loss_function(experience, *self.objective.of_nothing(experience))
 
     @abstractmethod
     def place_in_replicas(self) -> tuple[int, ...]:
-        """Returns numbers that differ between ranks which hold different tokens or layers."""
+        """Returns numbers unique to this rank's tokens and layers. Ranks with other tokens or layers have other
+        numbers."""
 
     def reducing(self) -> AbstractContextManager[None]:
-        """Is entered around every optimizer step."""
+        """Returns a context manager around every optimizer step."""
         return nullcontext()
 
     def reduced(self, pending: "Pending") -> dict[str, float]:
@@ -570,25 +580,23 @@ class TrainedModel(RoleModel):
 
     @abstractmethod
     def update(self, divisor: float, rate: float) -> tuple[float, bool]:
-        """Divides and clips the gradients, and applies them unless their norm is not finite.
-
-        Returns the norm, and whether a loss scale has made it overflow. Collective over: the role's ranks.
-        """
+        """Divides and clips the gradients, and applies them if their norm is finite. Returns the norm, and whether it
+        overflowed because of the loss scale. Collective over: the role's ranks."""
 
     def scale_metrics(self, *, overflowed: bool) -> dict[str, float]:
-        """Returns LOSS_SCALE and OVERFLOWED of a model in fp16."""
+        """Returns LOSS_SCALE and OVERFLOWED of an fp16 model."""
         return {}
 
     def finish_steps(self) -> None:
         """Waits until all weights have arrived."""
 
     def loss_of(self, loss_function: LossFunction, temperature: float) -> Outputs:
-        """What a pass makes of a micro-batch: its loss, and that with its sums to keep."""
+        """Returns a function from a micro-batch and its outputs to the loss and the loss output to keep."""
 
         def loss(batch: MicroBatch, outputs: Tensor) -> tuple[Tensor, LossOutput]:
             token_outputs = self.objective.token_outputs(self.model, batch, outputs, temperature)
             output = loss_function(batch.experience, *token_outputs)
-            # A copy: pipeline schedules free the storage of what a stage returns.
+            # A copy: pipeline schedules free the storage of a stage's outputs.
             kept = LossOutput(
                 output.loss.detach().clone(), output.divisor, output.sums, output.token_sums, output.maxima
             )
@@ -596,18 +604,19 @@ class TrainedModel(RoleModel):
 
         return loss
 
-    # The training state, saved and loaded through layouts: master weights, the optimizer's moments, its steps. Of a
-    # model with adapters it is theirs: the base is in its checkpoint. Every element is saved by one rank, so a state
-    # can be loaded in any other layout, by either backend.
+    # The training state: master weights, the optimizer's moments and its step count, saved and loaded through layouts.
+    # With adapters it is the state of the adapters, since the base is in its checkpoint. Every element is saved by one
+    # rank, so any layout and backend can load it.
 
     def save_state(self) -> Contents:
-        """This rank's share of weights and optimizer, wherever `parts` lie, in memory that the next call writes over.
+        """Returns this rank's share of weights and optimizer, wherever `parts` are. The next call overwrites the
+        memory.
 
-        It is copied when somebody takes it, at the latest before the next optimizer step or before a part moves.
-        RuntimeError where a part was dropped, and where gradients wait for an optimizer step. Not collective.
+        It is copied on access, at the latest before the next optimizer step or before a part moves. Raises RuntimeError
+        if a part was dropped, or if gradients wait for an optimizer step. Not collective.
         """
         if self._pending is not None:
-            raise RuntimeError("gradients wait for their optimizer step; a training state is saved before or after it")
+            raise RuntimeError("gradients wait for their optimizer step; save a training state before or after it")
         kept, flats = self.kept(), dict[str, Tensor]()
         names, pieces, shares = self.answered_for(kept)
 
@@ -626,11 +635,13 @@ class TrainedModel(RoleModel):
         return Contents(LateTensors(saved.tensors, self.late), saved.metadata)
 
     def load_state(self, files: Sequence[AnyFile]) -> None:
-        """Go on from what `save_state` left on all ranks, whatever their backend and layout. Before the first step.
+        """Restores a state saved by `save_state` on all ranks of any backend and layout. Call it before the first step.
 
-        Fills weights, master weights and moments of a model that is on the device; of the files only what this rank
-        needs is read. CheckpointError where one is missing or damaged, where they do not belong together or to a model
-        of these tensors or to another optimizer, and where they lack a part of one. Collective over: the role's ranks.
+        It fills weights, master weights and moments of a model on the device. Each rank reads only its own part of the
+        files.
+
+        Raises CheckpointError if a file is missing, damaged or incomplete, or if the files do not belong together, to a
+        model with these tensors or to this optimizer. Collective over: the role's ranks.
         """
         saved = SavedState(files, self.model.learned_layout.tensors)
         saved.require_optimizer(self.counts().optimizer, self.role)
@@ -641,7 +652,7 @@ class TrainedModel(RoleModel):
         self.go_on(saved.counts)
 
     def take_copying_s(self) -> float:
-        """Seconds since the last call that training waited for what `save_state` left to be copied."""
+        """Returns the seconds since the last call that training waited for copies of `save_state`."""
         return self.late.take_waited_s()
 
     def _destinations(self, moments: Sequence[str]) -> Iterator[Destination]:
@@ -660,18 +671,16 @@ class TrainedModel(RoleModel):
 
     @abstractmethod
     def optimized(self) -> dict[str, Optimized]:
-        """Returns what the optimizer has on this rank, by the names of `model.learned`."""
+        """Returns the optimizer's state on this rank, by the names of `model.learned`."""
 
     def kept(self) -> dict[str, Optimized]:
-        """Returns what is saved: `optimized`, and what else training changes."""
+        """Returns the state to save: `optimized`, and other values changed by training."""
         return self.optimized()
 
     @abstractmethod
     def answered_for(self, kept: Mapping[str, Optimized]) -> tuple[list[str], Array, Mapping[str, Range]]:
-        """Returns the names of this rank's parameters, the pieces that it saves, and each parameter's saved range.
-
-        Offsets of pieces count from the start of the range.
-        """
+        """Returns this rank's parameter names, its pieces to save, and the saved range of each parameter. Offsets of
+        pieces count from the start of the range."""
 
     @abstractmethod
     def counts(self) -> Counts:
@@ -679,7 +688,7 @@ class TrainedModel(RoleModel):
 
     @abstractmethod
     def make_states(self, num_steps: int) -> None:
-        """Makes zero moments as the optimizer does in its first step, and counts `num_steps`."""
+        """Makes zero moments as in the optimizer's first step, and counts `num_steps`."""
 
     def go_on(self, counts: Counts) -> None:
-        """Is called after a state with these counts was loaded. Collective over: the role's ranks."""
+        """Adopts the counts of a loaded state. Collective over: the role's ranks."""

@@ -46,7 +46,7 @@ def test_a_step_that_is_not_finite_changes_nothing_on_any_rank(ranks: Ranks, way
         assert skipped["same"] and not math.isfinite(skipped["loss"])
         assert skipped["skipped"] == [1, 0, 1, 0] and skipped["finite"] == [True, False, True]
         assert all(math.isfinite(value) for value in skipped["weights"])
-        assert "after 2 in a row that were skipped (on_divergence.max_skipped)" in run["diverged"]
+        assert "after 2 skipped steps in a row (on_divergence.max_skipped)" in run["diverged"]
 
 
 @EVERY

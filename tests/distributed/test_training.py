@@ -181,7 +181,7 @@ def test_divergence_on_one_rank_stops_all_before_the_weights_change(ranks: Ranks
 
 def test_recomputing_norms_needs_transformer_engine(ranks: Ranks) -> None:
     for rank in ranks:
-        assert rank["norms"].startswith("model.recompute.modules: got layernorm, which Megatron recomputes with")
+        assert rank["norms"].startswith("model.recompute.modules: got layernorm, but Megatron needs Transformer Engine")
 
 
 def test_megatron_global_state_is_never_initialized(ranks: Ranks) -> None:

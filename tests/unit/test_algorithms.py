@@ -414,11 +414,11 @@ def test_a_micro_batch_of_no_samples_gives_zeros() -> None:
     ("function", "correction", "told"),
     [
         ("of_others", {}, r"takes \(logits\); expected parameters \(logprobs, old_logprobs, advantages\) or"),
-        ("of_more", {}, "asks for temperature; what there is to ask for is logprobs"),
+        ("of_more", {}, "asks for parameter temperature; available are logprobs"),
         ("one_number", {}, r"returned a tensor of shape \(\); expected the loss of each of"),
         ("rows", {}, r"returned a tensor of shape \(\d+, \d+\); expected a tensor with one number"),
         ("raises", {}, "raised KeyError: 'no loss'"),
-        ("clipped_rows", {"high": 2.0}, "gives a sum, whose tokens loss.correction cannot weigh"),
+        ("clipped_rows", {"high": 2.0}, "returns a sum, and loss.correction needs the loss of each token"),
         ("missing", {}, "has no function 'missing'"),
     ],
 )
@@ -504,7 +504,7 @@ def test_an_answer_of_another_shape_is_refused() -> None:
     ("sections", "told"),
     [
         ({"algorithm": "own"}, "advantages.function: got null"),
-        ({"advantages": {"function": "a.py:b"}}, "algorithm grpo does not look at it"),
+        ({"advantages": {"function": "a.py:b"}}, "algorithm grpo does not use it"),
         ({"algorithm": "own", "advantages": {"function": "a.py:b", "mask_truncated": True}}, "sees all samples"),
     ],
 )

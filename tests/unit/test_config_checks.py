@@ -121,7 +121,7 @@ CONTRADICTIONS = {
     | {"preference": {"loss": "ipo", "label_smoothing": 0.1}},
     "loss: got a section for algorithms that learn from rewards with algorithm dpo; expected none": DPO
     | {"loss": {"kl": {"coef": 0.1}}},
-    "preference.center_coef: got 0.1 with algorithm dpo, which has no use for it; remove the key": DPO
+    "preference.center_coef: got 0.1 with algorithm dpo, but it does not use the key; remove it": DPO
     | {"preference": {"center_coef": 0.1}},
     "batch.mini_batches: got 3 with batch.prompts_per_step 8 and 1 samples per prompt; expected a divisor of 8": DPO
     | {"batch": {"prompts_per_step": 8, "mini_batches": 3}},
@@ -161,7 +161,7 @@ CONTRADICTIONS = {
         "algorithm": "rloo",
         "batch": {"samples_per_prompt": 1},
     },
-    "advantages.gamma: got 0.9; expected 1.0, or nothing: algorithm grpo does not look at it": {
+    "advantages.gamma: got 0.9; expected 1.0, or no value: algorithm grpo does not use it": {
         "advantages": {"gamma": 0.9}
     },
     "advantages.k: got 5 with batch.samples_per_prompt 4; expected 2 to 4": {
@@ -169,7 +169,7 @@ CONTRADICTIONS = {
         "batch": {"samples_per_prompt": 4},
         "advantages": {"k": 5},
     },
-    "reward.functions: got 0; expected at least 2: algorithm gdpo normalises each apart": {"algorithm": "gdpo"},
+    "reward.functions: got 0; expected at least 2: algorithm gdpo normalizes each function": {"algorithm": "gdpo"},
     "loss.kl.where: got reward; expected loss: algorithm maxrl divides by the mean reward": {
         "algorithm": "maxrl",
         "loss": {"kl": {"coef": 0.1, "where": "reward"}},
@@ -178,7 +178,7 @@ CONTRADICTIONS = {
         "algorithm": "maxrl",
         "advantages": {"overlong_penalty": {"buffer_tokens": 8}},
     },
-    "loss.kl.where: got reward; expected loss: algorithm distillation does not learn from rewards": TAUGHT
+    "loss.kl.where: got reward; expected loss: algorithm distillation uses no rewards": TAUGHT
     | {"placement": GRPO | {"teacher": 4}, "teacher": {"path": "m"}, "loss": {"kl": {"coef": 0.1, "where": "reward"}}},
     "teacher.kl: got forward with teacher.where advantage and teacher.top_k 0; expected teacher.where: loss": TAUGHT
     | {"teacher": {"path": "m", "kl": "forward"}},
@@ -197,7 +197,7 @@ CONTRADICTIONS = {
     "data.max_response_tokens: got 8 with algorithm grpo, whose rows have no responses; remove the key": {
         "data": {"train": {"path": "t"}, "max_response_tokens": 8}
     },
-    "loss.kl.adaptive: got one with loss.kl.coef 0.1 and loss.kl.where loss; expected a coefficient above 0": {
+    "loss.kl.adaptive: got one with loss.kl.coef 0.1 and loss.kl.where loss; expected an initial coefficient": {
         "loss": {"kl": {"coef": 0.1, "adaptive": {"target": 0.1}}}
     },
     "rollout.sampling.temperature: got 0; expected above 0": {"rollout": {"sampling": {"temperature": 0}}},

@@ -241,7 +241,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         "evaluation": KEEP,
         "data": {"train": {"path": "t"}},
     },
-    "evaluation.sets: got none, and no data.eval; expected either": {
+    "evaluation.sets: got none, and no data.eval; expected one of them": {
         "algorithm": "evaluate",
         "data": {"train": {"path": "t"}},
         "placement": {"rollout,reward": 0},

@@ -213,7 +213,7 @@ def test_float32_takes_local_layers(monkeypatch: pytest.MonkeyPatch) -> None:
         (tiny_architecture("deepseek_v3", head_dim=192, mla=replace(LATENT, value_head_dim=128)), BY_HEADS, None),
         (tiny_architecture("deepseek_v3", head_dim=24), {}, "the model's keys and values have 24 and 5"),
         (tiny_architecture("qwen3", head_dim=16, num_kv_heads=1), {}, None),
-        (tiny_architecture("qwen3", head_dim=16, num_kv_heads=1), BY_HEADS, "it shares out the 1 key-value heads"),
+        (tiny_architecture("qwen3", head_dim=16, num_kv_heads=1), BY_HEADS, "it distributes the 1 key-value heads"),
     ],
 )
 def test_sequences_that_ranks_share_take_local_layers_where_it_has_no_kernel(

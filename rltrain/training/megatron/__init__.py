@@ -1,3 +1,3 @@
 from rltrain.training.megatron.uncompiled import import_megatron
 
-import_megatron()  # before a module of this package does
+import_megatron()  # before any module of this package imports it

@@ -30,25 +30,25 @@ from rltrain.training.megatron.norms import ProjectionNorm, parameter_device
 from rltrain.training.megatron.versions import ModulesOfSpec
 from rltrain.training.packed_attention import PackedRows, attend_rows, boundaries_of, packed_rows
 
-# Attention over packed sequences without Transformer Engine, and tensor parallelism above the number of KV heads.
+# Packed attention without Transformer Engine, also with more tensor-parallel ranks than KV heads.
 
 
 @dataclass
 class PackedSequences(PackedSeqParams, PackedRows):
     """Packed sequences for Megatron's layers.
 
-    `qkv_format` is deliberately not "thd": Megatron then keeps its plain rotary embedding, which takes one row per
-    token here, in place of one that splits the tokens by sequence in every layer.
+    `qkv_format` is deliberately not "thd". Megatron then keeps its plain rotary embedding with one row per token,
+    instead of splitting the tokens by sequence in every layer.
     """
 
 
 def packed_sequences(lengths: Sequence[int], device: torch.device) -> PackedSequences:
-    """For sequences packed in the order of `lengths`."""
+    """Describes sequences packed in the order of `lengths`."""
     return packed_rows(lengths, device, PackedSequences)
 
 
 def thd_sequences(lengths: Sequence[int], device: torch.device) -> PackedSeqParams:
-    """The same sequences as Transformer Engine's kernels take them."""
+    """Describes the sequences for Transformer Engine's kernels."""
     boundaries = boundaries_of(lengths, device)
     return PackedSeqParams(
         qkv_format="thd",
@@ -60,9 +60,9 @@ def thd_sequences(lengths: Sequence[int], device: torch.device) -> PackedSeqPara
 
 
 class PositionRotaryEmbedding(torch.nn.Module):
-    """Takes the place of Megatron's rotary embedding: makes the angles for the positions of packed sequences.
+    """A replacement for Megatron's rotary embedding, with angles for the positions of packed sequences.
 
-    Where layers differ in their base, the angles of all bases lie beside each other.
+    If layers have different bases, the angles of all bases are side by side.
     """
 
     def __init__(self, *inverse_frequencies: Tensor) -> None:
@@ -70,20 +70,23 @@ class PositionRotaryEmbedding(torch.nn.Module):
         self.inverse_frequencies = inverse_frequencies
 
     def get_rotary_seq_len(self, *unused: Any) -> Tensor:
-        """Returns the positions of the packed sequences, which are given last. The model passes them to `forward`."""
+        """Returns the positions of the packed sequences, from the last argument. The model passes them to `forward`."""
         packed: PackedSequences = unused[-1]
         return packed.positions
 
     def forward(self, positions: Tensor, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
-        """Angles [tokens, 1, 1, bases * rotated elements of a head], the two halves of what is rotated alike."""
+        """Returns angles [tokens, 1, 1, bases * rotated elements of a head]. Both halves of the rotated elements are
+        equal."""
         angles = [torch.outer(positions.float(), frequencies) for frequencies in self.inverse_frequencies]
         return torch.cat([half for of_base in angles for half in (of_base, of_base)], dim=-1)[:, None, None, :]
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal core attention within each packed sequence by torch's kernels: of all at once where that can be, else in
-    padded batches. With `window` a token attends to so many, itself among them; with `softcap` scores are bent. With
-    `sinks` every head has a further score, `softmax_offset` [heads], of nothing."""
+    """Causal core attention within each packed sequence by torch's kernels.
+
+    All sequences are computed at once if the kernel allows it, else in padded batches. `window` and `softcap` are those
+    of attend_blockwise. With `sinks` every head has one more score without a value: `softmax_offset` [heads].
+    """
 
     def __init__(
         self,
@@ -108,7 +111,7 @@ class PackedAttention(torch.nn.Module):
 
     @property
     def takes_scores(self) -> bool:
-        """Whether more is done with scores than a kernel for plain attention knows."""
+        """Whether the scores need more than a plain attention kernel."""
         return self.softcap is not None or self.softmax_offset is not None
 
     def forward(
@@ -121,9 +124,12 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: PackedSequences,
         **unused: Any,
     ) -> Tensor:
-        """query [tokens, 1, heads, head_dim], key and value [tokens, 1, kv_heads, head_dim]
-        -> [tokens, 1, heads * head_dim of value]. Latent attention leaves out the dimension of size 1. What comes wider
-        than `value` was rotated so, and is rounded here."""
+        """Maps query [tokens, 1, heads, head_dim], key and value [tokens, 1, kv_heads, head_dim] to [tokens, 1, heads *
+        head_dim of value].
+
+        Latent attention leaves out the dimension of size 1. Queries and keys may be wider than `value` after rotation.
+        They are rounded here.
+        """
         packed = packed_seq_params
         query, key = query.to(value.dtype), key.to(value.dtype)
         query, key, value = (x.flatten(1, -2) for x in (query, key, value))
@@ -134,10 +140,10 @@ class PackedAttention(torch.nn.Module):
 
 
 class GroupedSelfAttention(SelfAttention):
-    """Megatron's self-attention, also where the tensor-parallel size exceeds the number of KV heads.
+    """Megatron's self-attention, also for more tensor-parallel ranks than KV heads.
 
-    Megatron's own version of that case asks the global parallel state for rank and group, which a model on its own
-    process groups does not have.
+    For that case Megatron's own version asks the global parallel state for rank and group, but this model has its own
+    process groups.
     """
 
     def get_query_key_value_tensors(
@@ -147,8 +153,10 @@ class GroupedSelfAttention(SelfAttention):
         output_gate: bool = False,
         split_qkv: bool = True,
     ) -> Any:
-        """As Megatron has them, but that queries and keys are fp32 where Transformer Engine does not rotate them, which
-        rounds once: in half precision each of three operations would round."""
+        """Returns Megatron's tensors, with fp32 queries and keys unless Transformer Engine rotates them.
+
+        Transformer Engine's rotation rounds once. In half precision each of three operations would round.
+        """
         query, key, value, *gate = self._projected(hidden_states, key_value_states, output_gate, split_qkv)
         if self.config.apply_rope_fusion or query.dtype == torch.float64:
             return query, key, value, *gate
@@ -177,20 +185,20 @@ class GroupedSelfAttention(SelfAttention):
         return self.q_layernorm(query), self.k_layernorm(key), value, *gate
 
 
-# Self-attention over packed sequences on CPUs, from the projection to the heads to that from them.
+# Self-attention over packed sequences on CPUs, between the two projections.
 
 LONGEST_BY_PRODUCTS = 64
-"""Tokens up to which batched products with a matrix of scores take 0.6 of the time of torch's kernel, and scores the
-memory of queries a few times."""
+"""Longest sequence for batched products with score matrices. Up to it they take 0.6 of the time of torch's kernel, and
+scores take only a few times the memory of queries."""
 
 
 class PaddedRows(NamedTuple):
-    """Which rows of `head_dim` elements stand where, when heads of tokens become heads of padded sequences."""
+    """Row indices for converting heads of tokens to heads of padded sequences. A row has `head_dim` elements."""
 
     padding: Tensor
-    """[sequences * heads * width] the row of the heads [tokens, heads] for each row of [sequences, heads, width]."""
+    """Source row in [tokens, heads] of each row of [sequences, heads, width]: shape [sequences * heads * width]."""
     unpadding: Tensor
-    """The other way round: [tokens * heads]."""
+    """The opposite direction: shape [tokens * heads]."""
 
     @classmethod
     def of(cls, packed: PackedSequences, num_heads: int) -> "PaddedRows":
@@ -212,8 +220,8 @@ class PaddedRows(NamedTuple):
 class ShortAttention(torch.autograd.Function):
     """Causal attention within each packed sequence, by batched products over sequences of nearly one length.
 
-    `heads` [tokens, groups, heads of a group, head_dim]: a group's queries, then its keys, then its values. -> [tokens,
-    1, all queries * head_dim].
+    `heads` are [tokens, groups, heads of a group, head_dim]: a group's queries, then its key, then its value. The
+    result is [tokens, 1, all queries * head_dim].
     """
 
     @staticmethod
@@ -226,7 +234,7 @@ class ShortAttention(torch.autograd.Function):
         padded = heads.reshape(-1, head_dim).index_select(0, rows.padding)
         padded = padded.view(num_sequences * num_groups, per_group * width, head_dim)
         queries, keys, values = padded.split([num_queries * width, width, width], dim=1)
-        # Padding needs no mask: it comes after the real tokens, which causality keeps from attending to it.
+        # Padding needs no mask: it comes after the real tokens, and causal attention never looks ahead.
         unseen = torch.full((width, width), -torch.inf, dtype=heads.dtype).triu_(1)
         if window is not None and window < width:
             unseen += torch.full_like(unseen, -torch.inf).tril_(-window)
@@ -257,8 +265,10 @@ class ShortAttention(torch.autograd.Function):
 
 
 class OwnRotary(NamedTuple):
-    """What of the model's rotary angles a layer takes: those of base number `base`, for the first `size` elements of
-    its heads, which are multiplied by `magnitude` besides; with `pairs` neighbours are rotated together."""
+    """A layer's part of the model's rotary angles: base number `base`, for the first `size` elements of its heads.
+
+    These elements are also multiplied by `magnitude`. With `pairs` neighbouring elements are rotated together.
+    """
 
     size: int
     base: int = 0
@@ -266,12 +276,12 @@ class OwnRotary(NamedTuple):
     pairs: bool = False
 
     def angles(self, of_model: Tensor) -> Tensor:
-        """[tokens, 1, 1, size] of the angles of all bases."""
+        """Selects the layer's angles [tokens, 1, 1, size] from those of all bases."""
         return of_model.narrow(-1, self.base * self.size, self.size)
 
 
 class FusedSelfAttention(GroupedSelfAttention):
-    """Megatron's self-attention, on CPUs in full precision as few operations on all heads at once."""
+    """Megatron's self-attention. On CPUs in full precision it runs few operations on all heads at once."""
 
     def __init__(self, *arguments: Any, rotary: OwnRotary, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -303,7 +313,8 @@ class FusedSelfAttention(GroupedSelfAttention):
         return projection
 
     def get_query_key_value_tensors(self, *arguments: Any, **settings: Any) -> Any:
-        """As GroupedSelfAttention has them, such that Megatron's rotation, of halves and by angles alone, does."""
+        """Returns the tensors of GroupedSelfAttention in the form of Megatron's rotation: of halves, without a
+        magnitude."""
         query, key, value, *gate = super().get_query_key_value_tensors(*arguments, **settings)
         if self.rotary.pairs:
             query, key = (halves_of_pairs(heads, self.rotary.size) for heads in (query, key))
@@ -316,7 +327,7 @@ class FusedSelfAttention(GroupedSelfAttention):
         return query, key, value, *gate
 
     def _turned(self, projected: Tensor, angles: Tensor, packed: PackedSequences) -> Tensor:
-        """[tokens, groups, heads of a group, head_dim]."""
+        """Returns normalized and rotated heads, [tokens, groups, heads of a group, head_dim]."""
         head_dim = self.hidden_size_per_attention_head
         heads = projected.view(len(projected), self.num_query_groups_per_partition, -1, head_dim)
         if self.rotary.pairs:
@@ -332,7 +343,7 @@ class FusedSelfAttention(GroupedSelfAttention):
         return turned
 
     def _attended(self, heads: Tensor, packed: PackedSequences) -> Tensor:
-        """[tokens, 1, queries * head_dim]."""
+        """Returns the attention output, [tokens, 1, queries * head_dim]."""
         core = self.core_attention
         scale = core.softmax_scale or heads.size(-1) ** -0.5
 
@@ -350,7 +361,7 @@ class FusedSelfAttention(GroupedSelfAttention):
 
 
 def rotation(angles: Tensor, heads: Tensor, magnitude: float = 1.0) -> tuple[Tensor, Tensor]:
-    """As TurnedHeads takes them for these heads, from the angles [tokens, 1, 1, rotated elements of a head]."""
+    """Returns cos and sin for TurnedHeads from angles [tokens, 1, 1, rotated elements of a head]."""
     size, unturned = angles.size(-1), (0, heads.size(-1) - angles.size(-1))
     cos = torch.nn.functional.pad(angles.cos() * magnitude, unturned, value=1.0)
     sin = torch.nn.functional.pad(angles.sin() * magnitude, unturned)
@@ -366,8 +377,7 @@ def rotation(angles: Tensor, heads: Tensor, magnitude: float = 1.0) -> tuple[Ten
 class ExplicitLatentAttention(ModulesOfSpec, MLASelfAttention):
     """Megatron's latent attention on explicit process groups.
 
-    Megatron's own asks the global parallel state for the group over which queries are split that are made from the
-    hidden state.
+    Megatron's own asks the global parallel state for the group of the queries' projection from the hidden state.
     """
 
     def __init__(
@@ -382,13 +392,15 @@ class ExplicitLatentAttention(ModulesOfSpec, MLASelfAttention):
         super().__init__(config, replace(submodules, linear_q_proj=with_group), pg_collection=pg_collection, **settings)
         for name in ("linear_q_up_proj", "linear_kv_up_proj"):
             projection: Any = getattr(self, name, None)
-            if hasattr(projection, "eps"):  # Transformer Engine's, which has the latent's norm inside
+            if hasattr(projection, "eps"):  # Transformer Engine's, with the latent's norm inside
                 projection.eps = LATENT_NORM_EPS
 
 
 class LatentSelfAttention(ExplicitLatentAttention):
-    """The same of Megatron's own layers, of which those that make the latents are split as well, and ask the global
-    parallel state when they are to be put together."""
+    """Latent attention of Megatron's own layers. Their projections to latents are split too.
+
+    Megatron's own asks the global parallel state for the group to gather these latents.
+    """
 
     def __init__(self, config: MLATransformerConfig, *arguments: Any, **settings: Any) -> None:
         super().__init__(config, *arguments, **settings)
@@ -398,7 +410,8 @@ class LatentSelfAttention(ExplicitLatentAttention):
 
 
 def _whole_latent(projection: ColumnParallelLinear, _: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-    """(all elements of the latents of this rank's tokens, the projection's bias), from a share of all tokens' latents.
+    """Returns (all elements of the latents of this rank's tokens, the projection's bias), from a share of all tokens'
+    latents.
 
     Collective over: the tensor-parallel group.
     """
@@ -409,20 +422,19 @@ def _whole_latent(projection: ColumnParallelLinear, _: Any, output: tuple[Tensor
 
 
 class LatentRotaryEmbedding(PositionRotaryEmbedding):
-    """The rotary embedding of MLASelfAttention for the positions in packed sequences."""
+    """The rotary embedding of MLASelfAttention for positions in packed sequences."""
 
     def __init__(self, architecture: Architecture, device: torch.device) -> None:
         super().__init__(inverse_frequencies(architecture).to(device))
         self.magnitude = architecture.rotation_magnitude
 
     def forward(self, positions: Tensor, packed_seq: bool = False, cp_group: Any = None) -> Any:
-        """Angles [tokens, 1, rotated elements], as all heads of packed tokens take them, and `magnitude` unless it
-        is 1."""
+        """Returns angles [tokens, 1, rotated elements] for all heads, with `magnitude` unless it is 1."""
         return _beside(self.magnitude, super().forward(positions)[:, 0])
 
 
 class ScaledRotaryEmbedding(RotaryEmbedding):
-    """Megatron's rotary embedding, which Transformer Engine's layers take, with the model's own frequencies."""
+    """Megatron's rotary embedding for Transformer Engine's layers, with the model's own frequencies."""
 
     def __init__(
         self, architecture: Architecture, config: MLATransformerConfig, device: torch.device, like: Any
@@ -437,17 +449,17 @@ class ScaledRotaryEmbedding(RotaryEmbedding):
         self.magnitude = architecture.rotation_magnitude
 
     def forward(self, *arguments: Any, **settings: Any) -> Any:
-        """As Megatron's, and `magnitude` unless it is 1."""
+        """Returns Megatron's angles, with `magnitude` unless it is 1."""
         return _beside(self.magnitude, super().forward(*arguments, **settings))
 
 
 def _beside(magnitude: float, angles: Tensor) -> Tensor | tuple[Tensor, float]:
-    """What Megatron expects of a rotary embedding, as attention_settings tells it: angles, or both."""
+    """Returns the form expected by Megatron under attention_settings: angles, or angles and magnitude."""
     return angles if magnitude == 1 else (angles, magnitude)
 
 
 def rotate_by_position(model: torch.nn.Module, architecture: Architecture, device: torch.device) -> None:
-    """Give all latent attention in `model` one rotary embedding, of the model's frequencies."""
+    """Gives all latent attention in `model` a rotary embedding with the model's frequencies."""
     packed = LatentRotaryEmbedding(architecture, device)
     for module in model.modules():
         if isinstance(module, LatentSelfAttention):

@@ -1,4 +1,4 @@
-"""Megatron as a training backend: micro-batches through its schedules, gradients, optimizer, memory and state."""
+"""The Megatron training backend: schedules over micro-batches, gradients, optimizer, memory parts and saved state."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -75,15 +75,16 @@ from rltrain.training.trainable import (
     limits,
 )
 
-# Messages between the stages of a pipeline: hidden states to the stage behind, their gradients to the one before.
+# Messages between pipeline stages: hidden states to the next stage, gradients to the previous one.
 
 
 class PairOfStages(P2PCommunicator):
-    """Between two interleaved stages, of which each is both the one before and the one behind the other.
+    """Messages of a pipeline with two interleaved stages. Each stage is both the previous and the next one of the
+    other.
 
-    Nothing but their order tells two messages apart that go from one rank to the other in one exchange: NCCL knows no
-    tags, and gloo's are not used. Megatron issues what goes to, and comes from, the stage before first, on both ranks;
-    so the gradient that one sends there would be taken for the hidden state that the other awaits from there.
+    Messages from one rank to another in one exchange are matched by order alone: NCCL has no tags, and gloo's are not
+    used. On both ranks Megatron first issues all messages of the previous stage. So one rank's gradient would be
+    received as the other rank's hidden state.
     """
 
     def _communicate(
@@ -96,8 +97,10 @@ class PairOfStages(P2PCommunicator):
         tensor_shape: Sequence[int],
         wait_on_reqs: bool = True,
     ) -> tuple[Tensor | None, Tensor | None, None]:
-        """As Megatron's, of shapes that are known, and done when it returns: hidden states first, then gradients, on
-        either side. Collective over: the pipeline-parallel group."""
+        """Exchanges tensors of known shapes: hidden states first, then gradients, on both ranks. Returns when finished.
+
+        Collective over: the pipeline-parallel group.
+        """
         other = self.next_rank
         hidden, gradient = (
             torch.empty(
@@ -126,16 +129,16 @@ class PairOfStages(P2PCommunicator):
 
 
 def stage_messages(group: dist.ProcessGroup, config: ModelParallelConfig) -> P2PCommunicator:
-    """What a pipeline over `group` exchanges tensors by."""
+    """Returns the object for messages between the stages of a pipeline over `group`."""
     is_pair = group.size() == 2 and (config.virtual_pipeline_model_parallel_size or 1) > 1
     return (PairOfStages if is_pair else P2PCommunicator)(group, config)
 
 
-# Of a micro-batch the experts that are given, cut as its tokens and the layers are, and those that were chosen.
+# Routing choices of a micro-batch: given experts, sliced like its tokens and layers, and recorded experts.
 
 
 def given_choices(model: LanguageModel, batch: MicroBatch) -> dict[int, Tensor]:
-    """`Choices.given` of the layers of this rank, on its device; none where the micro-batch brings none."""
+    """Returns `Choices.given` of this rank's layers, on its device. It is empty if the micro-batch has no routing."""
     if not batch.experience.has("routed_experts"):
         return {}
     shape = RoutingShape.of(model.architecture)
@@ -150,8 +153,10 @@ def given_choices(model: LanguageModel, batch: MicroBatch) -> dict[int, Tensor]:
 
 
 def found_choices(model: LanguageModel, batch: MicroBatch, found: Mapping[int, Tensor]) -> Tensor:
-    """[tokens, token_bytes] what routers chose, as the field of an Experience, on the device; NOT_RECORDED in layers of
-    other pipeline stages. Collective over: the tensor- and context-parallel groups."""
+    """Returns the routers' choices as an Experience field, [tokens, token_bytes], on the device.
+
+    Layers of other pipeline stages are NOT_RECORDED. Collective over: the tensor- and context-parallel groups.
+    """
     shape = RoutingShape.of(model.architecture)
     result = shape.unknown(batch.num_tokens).to(model.device)
     for layer, place in _own_layers(model).items():
@@ -163,7 +168,7 @@ def found_choices(model: LanguageModel, batch: MicroBatch, found: Mapping[int, T
 
 
 def _holds_token(model: LanguageModel, batch: MicroBatch) -> Tensor:
-    """[rows] of this rank's slices: not those of the samples' padding."""
+    """Returns a bool mask [rows] of this rank's slices, False for padding."""
     assert batch.slices is not None
     share = model.share
     of_all = torch.zeros(share.size * batch.num_rows, dtype=torch.bool)
@@ -172,7 +177,7 @@ def _holds_token(model: LanguageModel, batch: MicroBatch) -> Tensor:
 
 
 def _gathered(of_rank: Tensor, model: LanguageModel) -> Tensor:
-    """Of all tensor-parallel ranks, whose tokens follow each other."""
+    """Concatenates the rows of all tensor-parallel ranks, in rank order."""
     group = model.pg_collection.tp
     whole = of_rank.new_empty(group.size() * len(of_rank), *of_rank.shape[1:])
     dist.all_gather_into_tensor(whole, of_rank, group=group)
@@ -180,13 +185,13 @@ def _gathered(of_rank: Tensor, model: LanguageModel) -> Tensor:
 
 
 def _own_layers(model: LanguageModel) -> dict[int, int]:
-    """Those of this rank that have experts, and their places among all that do."""
+    """Returns this rank's layers with experts, each with its index among all layers with experts."""
     places = [layer for layer, sparse in enumerate(model.architecture.sparse_layers) if sparse]
     chunks = chunks_of(model.architecture, model.grid)[model.pg_collection.pp.rank()]
     return {layer: places.index(layer) for chunk in chunks for layer in chunk.layers if layer in places}
 
 
-# Micro-batches through Megatron's schedules, and what comes out of them by token.
+# Megatron's schedules over micro-batches, and their results per token.
 
 PIPELINED = (forward_backward_pipelining_without_interleaving, forward_backward_pipelining_with_interleaving)
 
@@ -202,15 +207,17 @@ def run_schedule(
     found: Sequence[dict[int, Tensor]] | None = None,
     predicts: bool = False,
 ) -> list[Any]:
-    """Run forward (and backward) over the micro-batches; what `outputs` kept of each that has samples, on the last
-    pipeline stage only.
+    """Runs forward, and backward if asked, over the micro-batches.
 
-    `chunks` are the model's, or their data-parallel wrappers. `shares` gives [samples] what each counts for, in losses
-    that layers add to the gradients, and in their statistics; None: there is nothing of that. `found` takes, for every
-    micro-batch, what routers choose in this rank's layers. With `predicts` the layer that predicts a further token adds
-    its loss, of which `outputs` keeps a LossOutput. Losses are summed: nothing is divided by the number of
-    micro-batches, and no gradient is reduced. Collective over: this replica, and where replicas hold experts for each
-    other all of them.
+    Returns the results kept by `outputs` for each micro-batch with samples, on the last pipeline stage only.
+
+    - `chunks` are the model's chunks or their data-parallel wrappers.
+    - `shares` returns each sample's weight [samples] in layers' own losses and statistics. None: layers add no losses.
+    - `found` receives the routers' choices in this rank's layers, for every micro-batch.
+    - `predicts` adds the loss of the multi-token prediction layer. `outputs` must then keep a LossOutput.
+
+    Losses are summed without division by the number of micro-batches, and no gradient is reduced. Collective over: this
+    replica, or all replicas if they hold experts for each other.
     """
     groups, config, chunks = model.pg_collection, model.config, list(chunks or model.chunks)
 
@@ -257,17 +264,17 @@ def _last_stage(
     predicted: Predicted | None,
     logits: Tensor,
 ) -> tuple[Tensor, Tensor, Any]:
-    """Of what the last chunk put out: the loss, Megatron's count of tokens and what is kept."""
+    """Returns the loss, Megatron's token count and the result to keep, from the outputs of the last chunk."""
     no_tokens = torch.zeros((), dtype=torch.int)
     if not batch.num_tokens:
         nothing = logits[0, :0].sum()
         return nothing if predicted is None else nothing + predicted.made[:0].sum(), no_tokens, None
     loss, kept = outputs(batch, logits[0, : batch.num_rows])
     if predicted is not None:
-        assert shares is not None, "in training"
+        assert shares is not None, "needed in training"
         further = model.prediction_loss(batch, predicted.made, shares(batch.experience))
         loss, kept = loss + model.prediction.coef * further, with_loss(kept, further)
-    # Megatron would divide by its count; TrainableModel divides, once all parts of a mini-batch are there.
+    # Megatron would divide by its count. TrainableModel divides once, after all parts of a mini-batch.
     return loss, no_tokens, kept
 
 
@@ -277,8 +284,10 @@ def _described(
     shares: Callable[[Experience], Tensor] | None,
     found: dict[int, Tensor] | None,
 ) -> PackedSeqParams:
-    """The packed sequences, and beside them what routers of all layers are to know: layers are computed anew in
-    backward, when the next micro-batch is on its way already."""
+    """Returns the packed sequences, with the routers' inputs as attributes.
+
+    They belong to the sequences because layers are recomputed in backward, when the next micro-batch may have started.
+    """
     sequences = model.sequences(batch.segments)
     if shares is not None and model.architecture.moe:
         vars(sequences)["routed_samples"] = routed_samples(batch, shares(batch.experience))
@@ -288,7 +297,7 @@ def _described(
     return sequences
 
 
-# Megatron's model evaluated by its schedules.
+# Evaluation of a Megatron model.
 
 
 class EvaluableModel(RoleModel):
@@ -297,7 +306,7 @@ class EvaluableModel(RoleModel):
     def evaluate_routing(
         self, experience: Experience, *, max_tokens: int, temperature: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """Collective over: this replica."""
+        """Implements RoleModel.evaluate_routing. Collective over: this replica."""
         shape = RoutingShape.of(self.model.architecture)
         routed = shape.packed(shape.unknown(experience.num_tokens))
 
@@ -316,7 +325,7 @@ class EvaluableModel(RoleModel):
         outputs: Outputs,
         found: Sequence[dict[int, Tensor]] | None = None,
     ) -> list[Any]:
-        """`found` as in run_schedule."""
+        """Implements RoleModel.forward. `found` is that of run_schedule."""
         was_training = self.model.training
         self.model.eval()
         kept = run_schedule(self.model, micro_batches, outputs, backward=False, found=found)
@@ -330,27 +339,27 @@ class EvaluableModel(RoleModel):
         return results
 
 
-# What a model's optimizer keeps of every parameter, whichever class of optimizer it is.
+# The optimizer's state per parameter, for every class of optimizer.
 
 
 def step_count(optimizer: MegatronOptimizer) -> Tensor | int:
-    """How many steps the optimizer has made: a number, or a tensor among its states. 0 also where it has no shares."""
+    """Returns the number of steps of the optimizer: a number, or a tensor of its states. It is 0 without shares."""
     if own := stepping(members(optimizer)[0]):
         return own.num_steps
     if not megatron_optimizer.USING_PYTORCH_OPTIMIZER:
         return next((group["step"] for group in optimizer.param_groups if "step" in group), 0)
-    # Every parameter has a gradient in every step, so one's count is that of all.
+    # Every parameter has a gradient in every step, so one count holds for all.
     return next((state["step"] for _, state in optimizer.state.items()), 0)
 
 
 def optimizer_name(optimizer: MegatronOptimizer) -> str:
-    """As config key optimizer.name has it."""
+    """Returns the value of config key optimizer.name."""
     own = stepping(members(optimizer)[0])
     return own.settings.name if own else "adamw"
 
 
 def make_states(optimizer: MegatronOptimizer, num_steps: int) -> None:
-    """Zero moments as the optimizer would make them in its first step, counted as after `num_steps`."""
+    """Makes zero moments as in the optimizer's first step, with a step count of `num_steps`."""
     for member in members(optimizer):
         if own := stepping(member):
             own.make_states(num_steps)
@@ -366,16 +375,17 @@ def make_states(optimizer: MegatronOptimizer, num_steps: int) -> None:
                 member.state[master] = state
 
 
-# What training holds on the device beside the weights, in the parts that come and go on their own.
+# Memory parts of training in addition to the weights.
 
 
 def training_parts(
     model: LanguageModel, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer
 ) -> dict[str, MemoryPart]:
-    """master_weights, optimizer and gradients, none of which shares memory with another or with the weights.
+    """Returns the parts master_weights, optimizer and gradients. They share no memory with each other or with the
+    weights.
 
-    With fp32 weights the optimizer works on these themselves, and master_weights is empty. What an optimizer with
-    cpu_offload has on the host belongs to the parts and stays there.
+    With fp32 weights the optimizer updates the weights themselves, and master_weights is empty. The host tensors of an
+    optimizer with cpu_offload belong to the parts and stay on the host.
     """
     owned = [own for member in members(optimizer) if (own := stepping(member))]
     return {
@@ -383,13 +393,13 @@ def training_parts(
             lambda: _master_weights(model, optimizer), [master for own in owned for master in own.host_masters()]
         ),
         "optimizer": PartOnHost(lambda: _states(optimizer), [state for own in owned for state in own.host_states()]),
-        # Beside the buffers Megatron keeps fp32 gradients of the master weights until it makes the next ones.
+        # Megatron also keeps fp32 gradients of the master weights until it makes the next ones.
         "gradients": MemoryPart(lambda: _gradients(chunks), forget=lambda: optimizer.zero_grad(set_to_none=True)),
     }
 
 
 def _master_weights(model: LanguageModel, optimizer: MegatronOptimizer) -> list[Tensor]:
-    """What the optimizer works on, but for views of the weights, and for keys whose masters are on the host."""
+    """Returns the master weights on the device, without views of the weights and without those on the host."""
     weights = {_storage(parameter) for parameter in model.parameters()}
     found = []
     for member in members(optimizer):
@@ -400,7 +410,7 @@ def _master_weights(model: LanguageModel, optimizer: MegatronOptimizer) -> list[
 
 
 def _states(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
-    """Moments and step counts; none before the first step."""
+    """Yields moments and step counts. There are none before the first step."""
     for _, state in optimizer.state.items():
         yield from (value for value in state.values() if isinstance(value, Tensor))
 
@@ -410,11 +420,11 @@ def _gradients(chunks: Sequence[DistributedDataParallel]) -> list[Tensor]:
 
 
 def _storage(tensor: Tensor) -> int:
-    """Tells storages apart, also those that are empty at the moment."""
+    """Returns an identifier of the storage. It also distinguishes empty storages."""
     return tensor.untyped_storage()._cdata
 
 
-# A model together with its gradients and optimizer.
+# A Megatron model with gradients and an optimizer.
 
 
 class TrainableModel(EvaluableModel, TrainedModel):
@@ -430,7 +440,7 @@ class TrainableModel(EvaluableModel, TrainedModel):
         if is_replaced(settings.optimizer):
             replace_steps(model, self.optimizer, settings.optimizer)
         self.loss_scale = MegatronLossScale(self.optimizer, model.config)
-        # Else Megatron's schedules would reduce the gradients after every part of a mini-batch.
+        # Otherwise Megatron's schedules would reduce the gradients after every part of a mini-batch.
         model.config.finalize_model_grads_func = None
         return training_parts(model, self.chunks, self.optimizer)
 
@@ -445,7 +455,7 @@ class TrainableModel(EvaluableModel, TrainedModel):
     def backward(
         self, micro_batches: Sequence[MicroBatch], loss_function: LossFunction, temperature: float, *, is_whole: bool
     ) -> list[LossOutput]:
-        """Of a whole mini-batch reducing begins meanwhile."""
+        """Adds gradients. For a whole mini-batch, their reduction begins during backward."""
         if not micro_batches:
             return []
         if is_whole:
@@ -529,13 +539,13 @@ class TrainableModel(EvaluableModel, TrainedModel):
         return found
 
     def kept(self) -> dict[str, Optimized]:
-        """With the routers' biases, which follow the experts' loads."""
+        """Adds the routers' biases, since they change with the experts' loads."""
         biases = {name: bias for name, bias in self.model.learned.items() if name.endswith(ROUTER_BIAS)}
         kept = {name: Optimized(bias, 0, is_shard=False, part="weights", moments={}) for name, bias in biases.items()}
         return kept | self.optimized()
 
     def answered_for(self, kept: Mapping[str, Optimized]) -> tuple[list[str], Array, Mapping[str, Range]]:
-        """Shards by those that have them; of what several ranks have whole each saves a part."""
+        """Each shard is saved by its owner. Of a parameter held whole by several ranks, each saves a part."""
         layout, rank = self.model.learned_layout, dist.get_rank()
         names = [name for name, _ in layout.on(rank).parameters]
         shares, tables = dict[str, Range](), []
@@ -561,7 +571,7 @@ class TrainableModel(EvaluableModel, TrainedModel):
 
 
 def _share(one: Optimized, index: int, replicas: int) -> Range:
-    """What rank number `index` of as many that share a parameter saves of it."""
+    """Returns the range saved by rank number `index` of `replicas` ranks with the same parameter."""
     count = one.master.numel()
     return one.range if one.is_shard else (count * index // replicas, count * (index + 1) // replicas)
 

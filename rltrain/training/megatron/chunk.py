@@ -1,4 +1,4 @@
-"""Consecutive layers of a model, built of megatron-core's modules, and what they are built by."""
+"""Consecutive layers of a model, built of megatron-core's modules, and the options for building them."""
 
 from dataclasses import dataclass
 from typing import Any, cast
@@ -41,13 +41,15 @@ from rltrain.training.megatron.prediction import (
     told_following,
 )
 
-# What a model is built by, beside its architecture and its grid.
+# Options of a model in addition to its architecture and grid.
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """What a config says of a model and of its role's parallel sizes, on `device`, of Transformer Engine's modules or
-    Megatron's own."""
+    """Settings of a model and its role's parallel sizes, on `device`.
+
+    `transformer_engine` selects Transformer Engine's modules instead of Megatron's own.
+    """
 
     model: schema.Model
     parallel: schema.Parallel
@@ -60,22 +62,23 @@ class ModelOptions:
         return self.model.head != self.model.dtype
 
 
-# Consecutive layers of a model of rltrain.models, built of megatron-core's modules, with the ends that they have.
+# Consecutive layers of a model with optional embedding and head, built of megatron-core's modules.
 
 VOCABULARY_PARAMETERS = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 class ModelChunk(LanguageModule):
-    """Consecutive layers of a model, sharded over tensor parallelism, with the ends that `chunk` has.
+    """Consecutive layers of a model, sharded over tensor parallelism, with the embedding and head of `chunk`.
 
-    Takes packed micro-batches: input_ids [1, tokens] and packed_seq_params=LanguageModel.sequences(lengths), with
-    context parallelism the ids of `LanguageModel.share` alone. Returns hidden states, or with the head the logits
-    [1, tokens, padded vocabulary / tp] or, where `architecture` has a value head, the values [1, tokens], fp32 and
-    whole on every tensor-parallel rank. With `model.logits_chunk_tokens` what logits are made of takes their place:
-    [1, tokens, hidden].
+    It takes packed micro-batches: input_ids [1, tokens] and packed_seq_params=LanguageModel.sequences(lengths). With
+    context parallelism the ids are those of `LanguageModel.share` alone.
 
-    It stands on LanguageModule and TransformerBlock because Megatron deprecates GPTModel from release 0.19 on.
-    Parameters have the names that they have in GPTModel.
+    It returns hidden states on chunks without the head. With a vocabulary head it returns logits [1, tokens, padded
+    vocabulary / tp], or with `model.logits_chunk_tokens` the logits' inputs [1, tokens, hidden]. With a value head it
+    returns values [1, tokens], fp32 and whole on every tensor-parallel rank.
+
+    It is based on LanguageModule and TransformerBlock because Megatron deprecates GPTModel since release 0.19.
+    Parameters have the names of GPTModel.
     """
 
     rotary_pos_emb: torch.nn.Module
@@ -92,7 +95,7 @@ class ModelChunk(LanguageModule):
         *,
         number: int | None,
     ) -> None:
-        """`number` is that of this chunk among the rank's, or None where the rank has no other."""
+        """Takes `number`, the index of this chunk on the rank, or None if the rank has no other chunk."""
         super().__init__(config=config, pg_collection=collection)
         # Megatron's schedules, its gradient buffers and LanguageModule read these attributes.
         self.model_type, self.vp_stage = ModelType.encoder_or_decoder, number
@@ -118,13 +121,14 @@ class ModelChunk(LanguageModule):
         mark_parallel_weights(self)
         if options.model.fake_quantization:
             round_experts(self, options.model.fake_quantization)
-        # Rows of padding in the vocabulary are in no checkpoint; with zero gradients they stay as they are made here.
+        # Padding rows of the vocabulary are in no checkpoint. Their gradients are zero, so they keep the zeros set
+        # here.
         for name, parameter in self.named_parameters():
             if name in VOCABULARY_PARAMETERS:
                 parameter.data.zero_()
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
-        """Takes the hidden states of the previous pipeline stage, as Megatron's schedules give them."""
+        """Sets the hidden states of the previous pipeline stage. Megatron's schedules call it."""
         (hidden_states,) = input_tensor if isinstance(input_tensor, list) else [input_tensor]
         self.decoder.set_input_tensor(hidden_states)
 
@@ -136,7 +140,8 @@ class ModelChunk(LanguageModule):
         *,
         packed_seq_params: PackedSeqParams,
     ) -> Tensor:
-        """Returns hidden states, logits or values, as the class describes. Positions and masks come with the sequences.
+        """Returns hidden states, logits or values, as described in the class. Positions and masks come with the
+        sequences.
 
         Collective over: the tensor- and context-parallel groups.
         """
@@ -152,8 +157,8 @@ class ModelChunk(LanguageModule):
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         outputs, _ = self.output_layer(hidden_states, weight=weight)
         told = told_following(packed_seq_params)
-        if told is not None:  # after the head, so that the head's weights have arrived
-            assert self.mtp_settings is not None, "of a model that learns to predict"
+        if told is not None:  # after the head: its weights have arrived
+            assert self.mtp_settings is not None, "the model must train multi-token prediction"
             inputs = hidden_states, self.embedding(input_ids=told.following[None], position_ids=None)
             told.states = self.mtp.only(
                 *(inputs if self.mtp_settings.trains == "model" else (one.detach() for one in inputs)), **settings
@@ -172,14 +177,14 @@ class ModelChunk(LanguageModule):
 
     @property
     def vocabulary(self) -> Tensor:
-        """Of a chunk with the head: this rank's [padded vocabulary / tp, hidden]."""
+        """This rank's vocabulary weights of a chunk with the head, [padded vocabulary / tp, hidden]."""
         own = cast(Tensor | None, self.output_layer.weight)
         return cast(Tensor, self.embedding.word_embeddings.weight) if own is None else own
 
     def _add_head(self, architecture: Architecture, collection: ProcessGroupCollection, options: ModelOptions) -> None:
         """Adds the projection to the vocabulary or the value head, if this chunk has the head.
 
-        Collective over: first and last pipeline stage, where embeddings are tied.
+        Collective over: first and last pipeline stage, if embeddings are tied.
         """
         if architecture.head == "value":
             if self.pre_process:
@@ -217,7 +222,7 @@ class ModelChunk(LanguageModule):
         options: ModelOptions,
         number: int | None,
     ) -> None:
-        """The layer that predicts a further token, where the chunk has it."""
+        """Adds the multi-token prediction layer, if the chunk has it."""
         self.mtp_settings = options.model.mtp
         if architecture.predicts and chunk.embedding and not chunk.head:
             mark_shared(self.embedding)

@@ -1,7 +1,7 @@
-"""Context parallelism without Transformer Engine: attention of a rank that has two slices of every packed sequence.
+"""Context parallelism without Transformer Engine: a rank has two slices of every packed sequence.
 
-Either all ranks get all keys and values, whose gradients are summed on the way back (Llama 3, arXiv:2407.21783, section
-3.3.2), or each gets all tokens of some heads (DeepSpeed-Ulysses, arXiv:2309.14509).
+Either all ranks gather all keys and values, with summed gradients in backward (Llama 3, arXiv:2407.21783, section
+3.3.2). Or each rank gets all tokens of some heads (DeepSpeed-Ulysses, arXiv:2309.14509).
 """
 
 from collections.abc import Sequence
@@ -32,33 +32,33 @@ from rltrain.training.packing import (
 )
 
 RING, BY_HEADS = "p2p", "a2a"
-"""Megatron's names: keys and values go round, which Transformer Engine has; all-to-all of heads."""
+"""Megatron's names of Transformer Engine's ring of keys and values, and of the all-to-all of heads."""
 
 
 @dataclass
 class SlicedSequences(PackedSeqParams):
-    """Which rows of all ranks the slices of this one attend to.
+    """This rank's slices, and the rows of all ranks that they attend to.
 
-    Rows are numbered as they are gathered: one rank's after the other. A slice's keys are those of its sequence up to
-    and with its own last token.
+    Rows are numbered in gathered order, rank by rank. The keys of a slice are those of its sequence up to its own last
+    token.
     """
 
     positions: Tensor = field(kw_only=True)
-    """[rows of this rank] position of each in its sequence."""
+    """Position of each row in its sequence, [rows of this rank]."""
     key_rows: Tensor = field(kw_only=True)
-    """[keys] the row of each slice's keys, slice after slice."""
+    """Row of each key, slice after slice, [keys]."""
     boundaries: Tensor = field(kw_only=True)
-    """[slices + 1] int32: where each slice begins among this rank's rows, and the last one ends."""
+    """Starts of the slices among this rank's rows and the end of the last one, int32 [slices + 1]."""
     key_boundaries: Tensor = field(kw_only=True)
-    """[slices + 1] int32: where its keys begin in `key_rows`."""
+    """Starts of the slices' keys in `key_rows` and the end of the last ones, int32 [slices + 1]."""
     num_rows: Tensor = field(kw_only=True)
     num_keys: Tensor = field(kw_only=True)
-    """[slices] host: of each."""
+    """Number of keys of each slice, [slices], on the host. `num_rows` is the number of its rows."""
     of_all: WholeSequences = field(kw_only=True)
 
     @cached_property
     def padded(self) -> "PaddedSlices":
-        """The same for kernels that take padded batches."""
+        """The slices for kernels on padded batches."""
         return _padded_slices(self)
 
 
@@ -66,7 +66,7 @@ class SlicedSequences(PackedSeqParams):
 class PaddedSlices:
     batches: tuple["SliceBatch", ...]
     slot_of_row: Tensor
-    """[rows of this rank] each row's slot in those batches, one batch's after the other."""
+    """Slot of each row in the concatenated batches, [rows of this rank]."""
 
 
 @dataclass(frozen=True)
@@ -74,19 +74,19 @@ class SliceBatch:
     """Slices with similar numbers of keys, padded to one shape [slices, width of tokens, width of keys]."""
 
     rows: Tensor
-    """[slices, tokens] this rank's row in each slot; a slice's last one fills its padding."""
+    """This rank's row in each slot, [slices, tokens]. A slice's last row fills its padding."""
     key_rows: Tensor
-    """[slices, keys]"""
+    """Row of each key, [slices, keys]."""
     sees: Tensor
-    """[slices, 1, tokens, keys] whether a token attends to a key."""
+    """Whether a token attends to a key, [slices, 1, tokens, keys]."""
 
 
 @dataclass
 class SpreadHeads(PackedSeqParams):
-    """Sequences whose heads are computed on different ranks, each of all tokens."""
+    """Sequences for attention with different heads on different ranks, each for all tokens."""
 
     positions: Tensor = field(kw_only=True)
-    """[rows of this rank] position of each in its sequence."""
+    """Position of each row in its sequence, [rows of this rank]."""
     whole: PackedSequences = field(kw_only=True)
     """All sequences, laid end to end."""
     of_all: WholeSequences = field(kw_only=True)
@@ -95,7 +95,7 @@ class SpreadHeads(PackedSeqParams):
 def sequences_of_share(
     lengths: Sequence[int], share: ContextShare, device: torch.device, *, by_heads: bool
 ) -> SlicedSequences | SpreadHeads:
-    """For packed sequences of these lengths, of each of which this rank has two slices."""
+    """Describes packed sequences of these lengths. This rank has two slices of each."""
     positions = positions_of(lengths, share).to(device)
     of_all = WholeSequences.of(lengths, share.size, device)
     if not by_heads:
@@ -104,10 +104,10 @@ def sequences_of_share(
 
 
 def thd_slices(lengths: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> PackedSeqParams:
-    """The same for Transformer Engine, which takes the lengths of whole sequences and cuts them itself among the ranks
-    of `group`, and issues the messages of its ring together.
+    """Describes the sequences for Transformer Engine.
 
-    Padding counts as tokens of its sequence: it comes last, where no other token attends to it.
+    It takes the lengths of whole sequences, slices them itself over the ranks of `group`, and issues the messages of
+    its ring together. Padding counts as tokens of its sequence. It comes last, so no other token attends to it.
     """
     sequences = thd_sequences(lengths, device)
     sequences.cp_group = plain_group(group)
@@ -117,7 +117,7 @@ def thd_slices(lengths: Sequence[int], group: dist.ProcessGroup, device: torch.d
 
 
 class GatheredKeysAttention(torch.nn.Module):
-    """Causal core attention of the tokens of this rank's slices to all before them in their sequences."""
+    """Causal core attention of this rank's slices to all earlier tokens of their sequences."""
 
     def __init__(self, *, softmax_scale: float | None, pg_collection: ProcessGroupCollection, **unused: Any) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class GatheredKeysAttention(torch.nn.Module):
         packed_seq_params: SlicedSequences,
         **unused: Any,
     ) -> Tensor:
-        """As PackedAttention.forward, of this rank's rows. Collective over: the context-parallel group."""
+        """Computes PackedAttention.forward for this rank's rows. Collective over: the context-parallel group."""
         query, key, value = (x.flatten(1, -2).to(value.dtype) for x in (query, key, value))
         both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=self.group)
         keys, values = both.split([key.size(-1), value.size(-1)], dim=-1)
@@ -143,8 +143,8 @@ class GatheredKeysAttention(torch.nn.Module):
 class SpreadHeadsAttention(torch.nn.Module):
     """Causal core attention of all tokens in this rank's share of the heads.
 
-    The number of heads is a multiple of the number of ranks; with fewer key-value heads than ranks several have the
-    same one.
+    The number of heads is a multiple of the number of ranks. With fewer key-value heads than ranks, several ranks have
+    the same head.
     """
 
     def __init__(self, *, pg_collection: ProcessGroupCollection, **settings: Any) -> None:
@@ -162,7 +162,7 @@ class SpreadHeadsAttention(torch.nn.Module):
         packed_seq_params: SpreadHeads,
         **unused: Any,
     ) -> Tensor:
-        """As PackedAttention.forward, of this rank's rows. Collective over: the context-parallel group."""
+        """Computes PackedAttention.forward for this rank's rows. Collective over: the context-parallel group."""
         packed, num_ranks = packed_seq_params, self.group.size()
         key_value = torch.cat([x.flatten(1, -2).to(value.dtype) for x in (key, value)], dim=-1)
         copies = max(1, num_ranks // key_value.size(1))
@@ -178,7 +178,7 @@ class SpreadHeadsAttention(torch.nn.Module):
 def with_context_parallelism(
     block: TransformerBlockSubmodules, config: TransformerConfig
 ) -> TransformerBlockSubmodules:
-    """Layers of Megatron's own modules with the core attention that `config` asks for."""
+    """Replaces the core attention in layers of Megatron's own modules, as `config` requires, and returns the block."""
     attention = SpreadHeadsAttention if config.cp_comm_type == BY_HEADS else GatheredKeysAttention
     for layer in block.layer_specs or [] if config.context_parallel_size > 1 else []:
         modules = layer.submodules.self_attention.submodules
@@ -220,7 +220,7 @@ def _padded_slices(sequences: SlicedSequences) -> PaddedSlices:
             sees=(key.to(device) <= last_seen.to(device)[:, :, None])[:, None],
         )
         batches.append(batch)
-        # Of a row in several slots any will do: they attend to the same.
+        # A row in several slots may use any of them: all have the same result.
         slot_of_row[rows.flatten()] = num_slots + torch.arange(rows.numel())
         num_slots += rows.numel()
     return PaddedSlices(tuple(batches), slot_of_row.to(device))
@@ -231,8 +231,10 @@ def _boundaries(sizes: Tensor) -> Tensor:
 
 
 def attend_slices(query: Tensor, keys: Tensor, values: Tensor, packed: SlicedSequences, scale: float | None) -> Tensor:
-    """query [rows of this rank, heads, head_dim], keys and values [rows of all ranks, kv_heads, ...] -> [rows of this
-    rank, heads, head_dim of values]."""
+    """Returns attention [rows of this rank, heads, head_dim of values].
+
+    `query` is [rows of this rank, heads, head_dim]. `keys` and `values` are [rows of all ranks, kv_heads, ...].
+    """
     if attends_packed(query, keys, values):
         keys, values = (x.index_select(0, packed.key_rows) for x in (keys, values))
         return attend_packed(

@@ -1,4 +1,4 @@
-"""Routers and experts: balance, replay, gpt-oss's matrices and rounded weights."""
+"""Routers and experts: load balance, routing replay, gpt-oss's matrices and rounded weights."""
 
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -26,10 +26,10 @@ from rltrain.training.fake_quantization import rounded
 from rltrain.training.megatron.norms import parameter_device
 from rltrain.training.packing import MicroBatch
 
-# Routers whose choice of experts is given: the engine's that drew the tokens, or the actor's own of an earlier pass.
+# Routing replay: experts are given by the engine that sampled the tokens, or by an earlier pass of the actor.
 #
 # Ma et al. 2025, "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers"
-# (arXiv:2510.11370); Zheng et al. 2025, "Stabilizing Reinforcement Learning with LLMs" (arXiv:2512.01374), has both
+# (arXiv:2510.11370). Zheng et al. 2025, "Stabilizing Reinforcement Learning with LLMs" (arXiv:2512.01374), has both
 # kinds.
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
@@ -37,26 +37,29 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Choices:
-    """Of a micro-batch on this rank, by layer: [tokens of this rank, top_k] experts that are `given`, NOT_RECORDED for
-    tokens that choose themselves; and where they are to be noted those that were `found`."""
+    """The routing of a micro-batch on this rank, by layer: experts [tokens of this rank, top_k].
+
+    `given` experts are replayed. A token with NOT_RECORDED chooses itself. `found` receives the chosen experts, unless
+    it is None.
+    """
 
     given: Mapping[int, Tensor]
     found: dict[int, Tensor] | None = None
 
 
 class ReplayedChoice:
-    """A router's, in the place of Megatron's `RouterReplay`, whose lists are one for all models of a process and say
-    nothing of micro-batches that are under way at once.
+    """The replay of one router, instead of Megatron's `RouterReplay`.
 
-    Weights of the chosen experts are the router's own scores of them: so gradients flow to the router.
+    Megatron's has one list for all models of a process and cannot separate micro-batches in flight. The weights of
+    given experts are the router's own scores, so gradients flow to the router.
     """
 
     def __init__(self, device: Any) -> None:
         self.layer = 0
         self.choices: Choices | None = None
         self.counts = torch.zeros(2, dtype=torch.int64, device=device)
-        """Choices that were given for tokens of passes with gradients, and those among them that the router would not
-        have made, since the last step."""
+        """Two counts since the last step, in passes with gradients: given choices, and those that the router would not
+        have made."""
 
     def get_replay_topk(
         self,
@@ -66,7 +69,10 @@ class ReplayedChoice:
         group_topk: int | None = None,
         default_compute_topk: TopK | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(scores, numbers) [tokens, top_k] of the chosen experts, of `scores` [tokens, experts], as Megatron asks."""
+        """Returns scores and numbers of the chosen experts, [tokens, top_k] each, from `scores` [tokens, experts].
+
+        Megatron calls it.
+        """
         assert default_compute_topk is not None, "Megatron gives its own way of choosing"
         best, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if self.choices is None:
@@ -84,18 +90,20 @@ class ReplayedChoice:
         return scores.gather(1, chosen), chosen
 
 
-# Routers that know which tokens are whose: losses that balance experts, their loads, and biases that follow these.
+# Routers that know the sample of each token: balance losses, loads, and biases that follow the loads.
 
 NAMES_OF_LOSSES = ("moe_aux_loss", "moe_z_loss")
 REPLAYED, DIFFERING = "replayed_choices", "replayed_choices_differing"
-"""Metrics of an optimizer step in which choices were given."""
+"""Metrics of an optimizer step with given choices."""
 
 
 @dataclass(frozen=True)
 class RoutedSamples:
-    """Whose the tokens of a micro-batch are. `of_token` [rows of this rank, padding among them] are numbers of samples,
-    that of padding being the last; of each, `lengths` [samples + 1] are the tokens, on whichever ranks they are, and
-    `shares` [samples + 1] what it counts for in the loss: nothing for padding."""
+    """The samples of a micro-batch's tokens.
+
+    `of_token` [rows of this rank with padding] are sample numbers. Padding has the last number. `lengths` [samples + 1]
+    count the tokens of each on all ranks. `shares` [samples + 1] are the weights in the loss, 0 for padding.
+    """
 
     of_token: Tensor
     lengths: Tensor
@@ -103,7 +111,7 @@ class RoutedSamples:
 
 
 def routed_samples(batch: MicroBatch, shares: Tensor) -> RoutedSamples:
-    """`shares` [samples] are on the micro-batch's device."""
+    """Returns the samples of a micro-batch's tokens. `shares` [samples] are on the micro-batch's device."""
     lengths = torch.tensor([*batch.lengths, sum(batch.segments) - batch.num_tokens], device=shares.device)
     if batch.slices is None:
         numbers = torch.arange(len(lengths), device=shares.device)
@@ -123,16 +131,16 @@ class SparseLayer(TransformerLayer):
 
 
 class SampleRouter(TopKRouter):
-    """Megatron's router with losses of its own, and a bias that changes between optimizer steps alone.
+    """Megatron's router with its own losses, and a bias that only changes between optimizer steps.
 
-    Megatron's losses are of whole micro-batches, whatever these hold, and it counts tokens in padding and over groups
-    of the global parallel state.
+    Megatron's losses treat a micro-batch as a whole, count tokens of padding, and use groups of the global parallel
+    state.
     """
 
     def __init__(
         self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None, **settings: Any
     ) -> None:
-        """`settings` are what some releases of Megatron give besides."""
+        """Takes `settings` because some releases of Megatron pass more arguments."""
         super().__init__(config=config, pg_collection=pg_collection, **settings)
         device = torch.cuda.current_device()
         if self.score_function == "sigmoid":
@@ -142,18 +150,22 @@ class SampleRouter(TopKRouter):
         self.is_recomputed = config.recompute_granularity == "selective" and "moe" in config.recompute_modules
         self.waiting: deque[tuple[RoutedSamples | None, Choices | None]] = deque()
         self.load = torch.zeros(self.num_experts, dtype=torch.int64, device=device)
-        """[experts] tokens of samples that this rank's part of the mini-batch sent to each, since the last step."""
+        """Tokens sent to each expert by this rank's part of the mini-batch, since the last step, [experts]. Padding
+        does not count."""
         self.replayed = self.router_replay = ReplayedChoice(device)
         self.losses = torch.zeros(len(NAMES_OF_LOSSES), dtype=torch.float64, device=device)
-        """NAMES_OF_LOSSES for this rank's tokens since then, undivided and before the coefficients."""
+        """NAMES_OF_LOSSES for this rank's tokens since the last step, undivided and without coefficients."""
 
     def set_layer_number(self, layer_number: int) -> None:
         super().set_layer_number(layer_number)
         self.replayed.layer = layer_number - 1
 
     def forward(self, *arguments: Any, **settings: Any) -> Any:
-        """Where all of a layer's experts are computed anew, later micro-batches may have been on their way before: what
-        was told of those that wait for it is taken in their order, which is that of backward."""
+        """Restores the micro-batch's samples and choices before a recomputation.
+
+        If all experts of a layer are recomputed, later micro-batches may have started before. So the inputs wait in a
+        queue, in the order of backward.
+        """
         if self.is_recomputed and self.training:
             if torch.is_grad_enabled():
                 self.samples, self.replayed.choices = self.waiting.popleft()
@@ -162,7 +174,7 @@ class SampleRouter(TopKRouter):
         return super().forward(*arguments, **settings)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Weights and choice of experts [tokens, experts], of `logits` [tokens, 1, experts].
+        """Returns weights and choice of experts, [tokens, experts] each, from `logits` [tokens, 1, experts].
 
         Collective over: the tensor- and context-parallel ranks, with a balance loss.
         """
@@ -189,8 +201,11 @@ class SampleRouter(TopKRouter):
         return values[first : first + count]
 
     def _imbalance(self, logits: Tensor, of_token: Tensor, samples: RoutedSamples) -> Tensor:
-        """[tokens] sum over experts of the token's score times how many of its sample's tokens have the expert among
-        their best, over the mean of all experts: 1 where loads are even. Gradients flow through the scores."""
+        """Returns the balance loss per token, [tokens]. It is 1 for even loads.
+
+        It is the sum over experts of the token's score times the expert's load, relative to the mean load. The load
+        counts the tokens of the same sample with the expert among their best. Gradients flow through the scores.
+        """
         scores = logits.softmax(-1) if self.score_function == "softmax" else logits.sigmoid()
         scores = scores / scores.sum(-1, keepdim=True)
         with torch.no_grad():
@@ -203,7 +218,7 @@ class SampleRouter(TopKRouter):
 
     @staticmethod
     def _size(logits: Tensor, *_: Any) -> Tensor:
-        """[tokens] squared log-sum-exp."""
+        """Returns the squared log-sum-exp, [tokens]."""
         return logits.logsumexp(-1).square()
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
@@ -215,15 +230,17 @@ class SampleRouter(TopKRouter):
 
 @dataclass(frozen=True)
 class Loads:
-    """Of a mini-batch: `tokens` [layers, experts] of the whole model, zeros where a layer has no experts, and the
-    metrics that come of them."""
+    """The expert loads of a mini-batch and their metrics.
+
+    `tokens` [layers, experts] are for the whole model, with zeros for layers without experts.
+    """
 
     tokens: Tensor
     metrics: Mapping[str, float]
 
 
 class Routers:
-    """Those of a rank's layers; the layers of this stage need have none."""
+    """The routers of a rank's layers. The stage may have none."""
 
     def __init__(
         self, model: torch.nn.Module, architecture: Architecture, settings: schema.MoE, groups: ProcessGroupCollection
@@ -235,7 +252,7 @@ class Routers:
         self._settings, self._groups = settings, groups
 
     def take(self, divisor: float, device: torch.device) -> Loads:
-        """What was counted since the last call; losses over `divisor`. Collective over: the role's ranks."""
+        """Returns the counts since the last call, and losses over `divisor`. Collective over: the role's ranks."""
         tokens = torch.zeros(len(self._has_experts), self._num_experts, dtype=torch.int64, device=device)
         losses = torch.zeros(len(NAMES_OF_LOSSES), dtype=torch.float64, device=device)
         replayed = torch.zeros(2, dtype=torch.int64, device=device)
@@ -249,7 +266,7 @@ class Routers:
             for counted in (tokens, losses, replayed):
                 dist.all_reduce(counted, group=group)
         of_layers = tokens.cpu()[self._has_experts].double()
-        num_choices = int(tokens[: self._num_layers].sum())  # the layer of the further token is given none
+        num_choices = int(tokens[: self._num_layers].sum())  # the prediction layer gets no choices
         metrics = load_metrics(of_layers) | replay_metrics(*replayed.tolist(), num_choices=num_choices)
         for name, loss, coefficient in zip(
             NAMES_OF_LOSSES, losses.tolist(), (self._settings.aux_loss_coef, self._settings.z_loss_coef), strict=True
@@ -264,7 +281,7 @@ class Routers:
 
     @torch.no_grad()
     def update_biases(self, loads: Loads) -> None:
-        """Raise the biases of experts with fewer tokens than the mean, and lower the others'."""
+        """Raises the biases of experts with fewer tokens than the mean, and lowers the others."""
         rate = self._settings.bias_update_rate
         for layer, router in self._routers.items():
             tokens = loads.tokens[layer].double()
@@ -273,7 +290,7 @@ class Routers:
 
 
 def load_metrics(tokens: Tensor) -> dict[str, float]:
-    """Of `tokens` [layers with experts, experts] that went to each."""
+    """Returns metrics of `tokens` [layers with experts, experts], the tokens sent to each expert."""
     relative = _relative(tokens)
     busiest = relative.amax(-1)
     return {
@@ -285,24 +302,26 @@ def load_metrics(tokens: Tensor) -> dict[str, float]:
 
 
 def replay_metrics(num_given: int, num_differing: int, *, num_choices: int) -> dict[str, float]:
-    """Of the choices that routers made for tokens of samples; none where none was given."""
+    """Returns metrics of replayed choices, empty if no choices were given."""
     if not num_given:
         return {}
     return {REPLAYED: num_given / num_choices, DIFFERING: num_differing / num_given}
 
 
 def _relative(tokens: Tensor) -> Tensor:
-    """Over the mean of each layer; 0 where a layer had none."""
+    """Returns the loads relative to the mean of each layer, or 0 for layers without tokens."""
     return tokens / tokens.mean(-1, keepdim=True).clamp(min=1e-9)
 
 
-# gpt-oss's experts as Megatron builds experts one by one: matrices [inputs, outputs], biases, an activation of gates
-# and what they gate that lie in turn; and the router that has a bias too.
+# gpt-oss's experts, built one by one by Megatron: matrices [inputs, outputs], biases, an activation of alternating
+# gates and values, and a router with a bias.
 
 
 class _Linear(torch.nn.Module):
-    """An expert's product with `kernel` [inputs, outputs]. Tokens come to the ranks that the expert is cut over, and
-    what these make of them is summed, elsewhere."""
+    """An expert's product with `kernel` [inputs, outputs].
+
+    If the expert is split over ranks, the dispatcher sends tokens to them and sums their results.
+    """
 
     def __init__(self, num_inputs: int, num_outputs: int, num_biases: int, config: TransformerConfig) -> None:
         super().__init__()
@@ -312,7 +331,7 @@ class _Linear(torch.nn.Module):
 
 
 class GateUp(_Linear):
-    """Cut by outputs: neighbours, a gate and what it gates, stay together."""
+    """The first matrix, split by outputs. A gate and its value are neighbours and stay together."""
 
     def __init__(
         self,
@@ -327,12 +346,12 @@ class GateUp(_Linear):
         super().__init__(input_size, share, share, config)
 
     def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """(product, bias), as Megatron's MLP takes them."""
+        """Returns (product, bias), as Megatron's MLP expects."""
         return inputs @ self.kernel, self.bias
 
 
 class Down(_Linear):
-    """Cut by inputs. Every rank of an expert has the whole bias and adds its share of it."""
+    """The second matrix, split by inputs. Every rank of an expert has the whole bias and adds its share of it."""
 
     def __init__(
         self,
@@ -348,8 +367,10 @@ class Down(_Linear):
         self.bias.shared = tp_group.rank() != 0  # type: ignore[attr-defined]  # counts once in a gradient's norm
 
     def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """(this rank's part of the product, as much of the bias). Of the bias every rank has the whole gradient: they
-        have the same tokens."""
+        """Returns this rank's part of the product and of the bias.
+
+        Every rank has the whole gradient of the bias, because all have the same tokens.
+        """
         share: Tensor = self.bias
         if self.num_ranks > 1:
             share = share - share.detach() * (1 - 1 / self.num_ranks)
@@ -357,7 +378,7 @@ class Down(_Linear):
 
 
 class ClampedSwiGlu(torch.nn.Module):
-    """As Megatron builds the activation of an MLP."""
+    """The activation, with the constructor expected by Megatron's MLP."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -367,7 +388,7 @@ class ClampedSwiGlu(torch.nn.Module):
 
 
 class BiasedRouter(SampleRouter):
-    """With a bias of its logits."""
+    """A router with a bias of its logits."""
 
     def __init__(
         self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None, **settings: Any
@@ -378,15 +399,18 @@ class BiasedRouter(SampleRouter):
         self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
-# Megatron's experts, its own or Transformer Engine's, computing with rounded weights.
+# Rounded weights in Megatron's own and Transformer Engine's experts.
 
 PRODUCT, WEIGHTS = "_forward_impl", "_get_weight_tensors"
-"""What Megatron's linear layers call with their weight, and what Transformer Engine's grouped ones call for theirs."""
+"""Method of Megatron's linear layers with the weight as an argument, and method of Transformer Engine's grouped layers
+with the weights as the result."""
 
 
 def round_experts(model: torch.nn.Module, settings: FakeQuantization) -> None:
-    """Have the matrices of experts in `model` be rounded in every pass. ConfigError where the installed Transformer
-    Engine lets nobody do so."""
+    """Makes experts in `model` round their matrices in every pass.
+
+    Raises ConfigError if the installed Transformer Engine does not allow it.
+    """
     holders = {name.rpartition(".")[0] for name, _ in model.named_parameters() if is_expert(name)}
     for name in sorted(holders):
         layer: Any = model.get_submodule(name)
@@ -397,7 +421,7 @@ def round_experts(model: torch.nn.Module, settings: FakeQuantization) -> None:
         else:
             raise ConfigError(
                 f"model.fake_quantization: the experts of the installed Transformer Engine ({type(layer).__name__}) "
-                f"have no {WEIGHTS}, by which their weights could be rounded; expected a release that has it, or "
+                f"have no {WEIGHTS}, and rounding needs it; expected a release of Transformer Engine with it, or "
                 "model.transformer_impl: local"
             )
 

@@ -1,4 +1,4 @@
-"""Layers for CPUs: norms, activations and rotation in few passes, and products by oneDNN."""
+"""Layers for CPUs: norms, activations and rotation with few passes over memory, and matrix products by oneDNN."""
 
 from functools import partial
 from typing import Any
@@ -12,21 +12,24 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Layers of a model as autograd functions of few passes over memory, for CPUs.
+# Autograd functions with few passes over memory, for CPUs.
 #
-# There torch's own make a pass, and backward several, of each operation of a formula. Every function here is one of
-# these formulas, and is differentiable once.
+# On CPUs torch makes a pass, and in backward several, for each operation of a formula. Each function here computes a
+# whole formula, and is differentiable once.
 
 Gradients = tuple[Tensor | None, ...]
 
 
 def takes_fused(x: Tensor) -> bool:
-    """Whether these functions are faster than torch's: it has kernels for GPUs, and rounds half precision otherwise."""
+    """Returns whether these functions are faster than torch's.
+
+    On GPUs torch has better kernels, and in half precision it rounds differently.
+    """
     return x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
 
 
 class RmsNorm(torch.autograd.Function):
-    """x [..., n] / sqrt(mean x^2 + eps) * weight [n] (Zhang and Sennrich 2019, "Root Mean Square Layer
+    """Computes x [..., n] / sqrt(mean x^2 + eps) * weight [n] (Zhang and Sennrich 2019, "Root Mean Square Layer
     Normalization")."""
 
     @staticmethod
@@ -47,8 +50,8 @@ class RmsNorm(torch.autograd.Function):
 
 
 class SwiGlu(torch.autograd.Function):
-    """silu(gate) * up, of gate and up beside each other: [..., 2 n] -> [..., n] (Shazeer 2020, "GLU Variants Improve
-    Transformer")."""
+    """Computes silu(gate) * up for gate and up side by side: [..., 2 n] to [..., n] (Shazeer 2020, "GLU Variants
+    Improve Transformer")."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
@@ -71,8 +74,11 @@ class SwiGlu(torch.autograd.Function):
 
 
 class GatedActivation(torch.nn.Module):
-    """The activation of a gate times what it gates, as Megatron builds the activation of an MLP. GELU is its
-    approximation with tanh (Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2), as in Megatron's fused one."""
+    """The gated activation of an MLP, with the constructor expected by Megatron.
+
+    GELU is the tanh approximation (Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2), as in Megatron's fused
+    version.
+    """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -88,18 +94,21 @@ class GatedActivation(torch.nn.Module):
         return product
 
     def sharded_state_dict(self, *unused: Any, **also_unused: Any) -> dict[str, Any]:
-        """Nothing: Megatron's checkpoints ask every module of an MLP."""
+        """Returns an empty dict. Megatron's checkpoints call it for every module of an MLP."""
         return {}
 
 
 class TurnedHeads(torch.autograd.Function):
-    """Heads [tokens, groups, heads of a group, head_dim], of which the last of a group are values, as attention takes
-    them: queries and keys are normalised, where `weight` [heads of a group, head_dim] is given, and rotated.
+    """Normalizes and rotates queries and keys of heads [tokens, groups, heads of a group, head_dim] for attention.
 
-    A rotation takes elements i and i + size / 2 of the first `size` elements of a head for a point in the plane (Su et
-    al. 2021, "RoFormer"); `cos` and `sin`, of the heads' shape, are of its angles, the sines of the first half
-    negative. Values, and elements behind those, take part in all of it, since memory is faster read as it lies: they
-    have weight and cosine 1 and sine 0.
+    The last head of a group is the values. Queries and keys are normalized if `weight` [heads of a group, head_dim] is
+    given.
+
+    A rotation treats elements i and i + size / 2 of the first `size` elements of a head as a point in the plane (Su et
+    al. 2021, "RoFormer"). `cos` and `sin` have the shape of the heads. The sines of the first half are negative.
+
+    All arithmetic includes the values and the elements after `size`, because contiguous memory is faster. They have
+    weight and cosine 1 and sine 0.
     """
 
     @staticmethod
@@ -138,24 +147,24 @@ def _rotated(heads: Tensor, cos: Tensor, sin: Tensor, size: int, *, forwards: bo
 
 
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:
-    """[..., 1]."""
+    """Returns 1 / sqrt(mean x^2 + eps), [..., 1]."""
     return _mean(x * x).add_(eps).rsqrt_()
 
 
 def _mean(x: Tensor) -> Tensor:
-    """Over the last dimension, which stays as one of size 1: a product is faster than a sum over so few elements."""
+    """Returns the mean over the last dimension, kept with size 1. A product is faster here than a sum."""
     size = x.size(-1)
     return x @ x.new_full((size, 1), 1 / size)
 
 
 # Megatron's parallel linear layers on CPUs, with matrix products by oneDNN.
 #
-# In float32 torch takes MKL there, which uses half the width of the vector units of processors that are not Intel's.
-# oneDNN, which torch has as well, takes less than half of its time on those. It makes machine code for every number of
-# rows that is new, which takes as long as a small product: micro-batches keep to multiples of `rows_multiple`.
+# In float32 torch uses MKL. On processors not made by Intel, MKL uses half the width of the vector units. There oneDNN,
+# part of torch as well, takes less than half of MKL's time. oneDNN compiles code for every new number of rows, at the
+# cost of a small product. So micro-batches are padded to multiples of `rows_multiple`.
 
 LEAST_ROWS = 64
-"""Below it a call of oneDNN costs more than it saves."""
+"""With fewer rows a call of oneDNN costs more than it saves."""
 
 
 def _has_onednn() -> bool:
@@ -166,17 +175,17 @@ HAS_ONEDNN = _has_onednn()
 
 
 def takes_onednn(rows: Tensor) -> bool:
-    """Whether `rows_product` with these [n, inner] is oneDNN's."""
+    """Returns whether `rows_product` uses oneDNN for these rows [n, inner]."""
     return _serves(rows.device, rows.dtype) and len(rows) >= LEAST_ROWS
 
 
 def rows_multiple(device: torch.device, dtype: torch.dtype) -> int:
-    """To a multiple of what a number of rows is best padded."""
+    """Returns the best multiple for padding the number of rows."""
     return LEAST_ROWS if _serves(device, dtype) else 1
 
 
 def rows_product(rows: Tensor, matrix: Tensor) -> Tensor:
-    """rows [n, inner] and matrix [m, inner] -> rows @ matrix.T [n, m], without a gradient."""
+    """Returns rows @ matrix.T [n, m] of rows [n, inner] and matrix [m, inner], without a gradient."""
     if not takes_onednn(rows):
         return rows @ matrix.t()
     product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, matrix, None, "none", [], "")
@@ -184,9 +193,9 @@ def rows_product(rows: Tensor, matrix: Tensor) -> Tensor:
 
 
 def columns_product(left: Tensor, right: Tensor) -> Tensor:
-    """left [rows, n] and right [rows, m] -> left.T @ right [n, m], without a gradient.
+    """Returns left.T @ right [n, m] of left [rows, n] and right [rows, m], without a gradient.
 
-    oneDNN is faster where the narrower one's columns are its rows.
+    oneDNN is faster if the columns of the narrower one are its rows.
     """
     if not takes_onednn(left):
         return left.t() @ right
@@ -200,7 +209,7 @@ def _serves(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class Product(torch.autograd.Function):
-    """inputs [..., inner] @ weight [outer, inner].T. Of a frozen weight the inputs are not kept."""
+    """Computes inputs [..., inner] @ weight [outer, inner].T. For a frozen weight the inputs are not kept."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
@@ -218,8 +227,10 @@ class Product(torch.autograd.Function):
 
 
 class _Product:
-    """Of a parallel linear layer: everything but the product stays Megatron's, which also has the sequence-parallel
-    case to itself, where communication goes on meanwhile."""
+    """A mixin of parallel linear layers with oneDNN's product. Everything else is Megatron's.
+
+    With sequence parallelism the product is Megatron's too, since it overlaps with communication.
+    """
 
     def _forward_impl(
         self,

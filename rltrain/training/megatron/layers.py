@@ -1,4 +1,4 @@
-"""The modules a model is made of: Megatron's or Transformer Engine's; heads, delta nets, residuals."""
+"""The modules of a model: layer specs of Megatron or Transformer Engine, heads, delta nets and residual streams."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -54,28 +54,28 @@ from rltrain.training.megatron.norms import LatentNorm, ProjectionNorm, RMSNorm,
 from rltrain.training.megatron.versions import dense_mlp
 from rltrain.training.packing import WholeSequences, back_from_heads, spread_over_heads
 
-# Gated delta nets in attention's place, over packed sequences, by torch alone.
+# Gated delta nets over packed sequences, in plain torch.
 #
-# megatron-core has such a module, which needs the kernels of flash-linear-attention and takes no packed sequences.
-# Parameters have its names and shapes but for the norm, which multiplies by its weight here as in checkpoints.
+# megatron-core's own module needs the kernels of flash-linear-attention and takes no packed sequences. Parameters have
+# its names and shapes. The norm's weight is different: it is the factor itself, as in checkpoints.
 #
-# Of what lies between the projections nothing is kept for backward, where it is computed again: it is many times what
-# attention keeps, since every head has a state for every chunk, in float32.
+# Everything between the projections is recomputed in backward. It would be many times the activations of attention,
+# since every head has an fp32 state for every chunk.
 
 PACKED = "delta net"
-"""What layers make once of sequences."""
+"""Key of the values computed once for all layers."""
 
 
 @dataclass
 class DeltaSubmodules:
-    """The projections into a delta net and out of it."""
+    """The input and output projections of a delta net."""
 
     in_proj: Any
     out_proj: Any
 
 
 class DepthwiseConvolution(torch.nn.Module):
-    """Holds the weight [channels, kernel] of a convolution of each channel by itself."""
+    """The weight of a depthwise convolution, [channels, kernel]."""
 
     def __init__(self, config: TransformerConfig, channels: int, kernel: int) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class DepthwiseConvolution(torch.nn.Module):
 
 
 class HeadNorm(torch.nn.Module):
-    """Holds the weight [value_dim] of the norm of all heads, which every tensor-parallel rank has."""
+    """The weight of the norm of all heads, [value_dim]. Every tensor-parallel rank has it."""
 
     def __init__(self, config: TransformerConfig, value_dim: int) -> None:
         super().__init__()
@@ -91,8 +91,11 @@ class HeadNorm(torch.nn.Module):
 
 
 class PackedDeltaNet(MegatronModule):
-    """The gated delta net of one layer; each tensor-parallel rank has some key heads with their value heads, which
-    context-parallel ones share out for all tokens."""
+    """The gated delta net of one layer.
+
+    Each tensor-parallel rank has some key heads with their value heads. Context-parallel ranks divide these heads, each
+    for all tokens.
+    """
 
     def __init__(
         self,
@@ -143,10 +146,10 @@ class PackedDeltaNet(MegatronModule):
         packed_seq_params: PackedSequences | SlicedSequences | SpreadHeads,
         **unused: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """[tokens (of this rank), 1, hidden] -> as much, and no bias.
+        """Maps [tokens (of this rank), 1, hidden] to the same shape, and None as the bias.
 
-        Collective over: the tensor-parallel group, as Megatron's linear layers are, and in backward for the norm; the
-        context-parallel one, whose ranks have all tokens of some heads each.
+        Collective over: the tensor-parallel group, like Megatron's linear layers, and in backward for the norm; the
+        context-parallel group, for exchanging tokens and heads.
         """
         projected, _ = self.in_proj(hidden_states)
         if isinstance(packed_seq_params, PackedSequences):
@@ -160,7 +163,7 @@ class PackedDeltaNet(MegatronModule):
         return output
 
     def _core(self, projected: Tensor, sequences: PackedSequences | WholeSequences, derived: dict[str, Any]) -> Tensor:
-        """[tokens of whole sequences, this rank's rows of in_proj] -> [tokens, this rank's values]."""
+        """Maps [tokens of whole sequences, this rank's rows of in_proj] to [tokens, this rank's values]."""
         if PACKED not in derived:
             derived[PACKED] = packed_states(sequences.lengths, self.delta.kernel, projected.device)
 
@@ -184,13 +187,13 @@ class PackedDeltaNet(MegatronModule):
         queries, keys = (part.unflatten(-1, (-1, delta.key_dim)) for part in (queries, keys))
         values = values.unflatten(-1, (-1, delta.value_dim))
         heads, _ = gated_delta_rule(queries, keys, values, *gates(weights, decays, log_rate, bias), packed)
-        # Every rank norms heads of its own by the same weight, whose gradient is that of all heads.
+        # Every rank uses the same weight for its own heads. The weight's gradient is the sum over all heads.
         weight = copy_to_tensor_model_parallel_region(self.gated_norm.weight, group=self.tp_group)
         return gated_norm(heads, gate.reshape(heads.shape), weight, self.config.layernorm_epsilon).flatten(1)
 
 
 def _sizes(delta: DeltaNet) -> list[int]:
-    """Of what is projected: queries, keys, values, their gates, weights, decays."""
+    """Returns the sizes of the projected queries, keys, values, gates, weights and decays."""
     return [delta.keys, delta.keys, delta.values, delta.values, delta.num_heads, delta.num_heads]
 
 
@@ -198,16 +201,17 @@ def _parameter(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.zeros(*shape, device=parameter_device(config), dtype=config.params_dtype))
 
 
-# A residual stream and a final projection in fp32, in models whose weights are in half precision.
+# An fp32 residual stream and final projection, in models with weights in half precision.
 #
-# Megatron's fp32_residual_connection makes the embedding fp32, and its first addition to the residual stream rounds
-# that again; the additions here keep it as it is.
+# Megatron's fp32_residual_connection makes the embedding fp32, but its first addition rounds the residual stream. These
+# additions keep it in fp32.
 
 Addition = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
 
 
 def residual_addition(training: bool, fused: bool) -> Addition:
-    """In the place of Megatron's get_bias_dropout_add: the sum has the wider type of the two. There is no dropout."""
+    """Returns a replacement for Megatron's get_bias_dropout_add. The sum has the wider of the two types. There is no
+    dropout."""
     return _add_to_residual
 
 
@@ -218,8 +222,8 @@ def _add_to_residual(added: tuple[Tensor, Tensor | None], residual: Tensor, drop
 
 
 class RoundedInput(torch.nn.Module):
-    """Stands where a norm is, in layers whose norms are fused with the product behind them: these take the weights'
-    type alone."""
+    """A replacement for a norm that only rounds to the weights' type. The fused norm and product after it need that
+    type."""
 
     def __init__(self, config: Any, **unused: Any) -> None:
         super().__init__()
@@ -230,7 +234,7 @@ class RoundedInput(torch.nn.Module):
 
 
 def widen_residual_stream(block: TransformerBlockSubmodules) -> None:
-    """Have the layers of a block keep what they add to as wide as it comes."""
+    """Makes the layers of a block keep the type of the residual stream."""
     for layer in block.layer_specs or ():
         modules = layer.submodules
         modules.self_attn_bda = modules.mlp_bda = residual_addition
@@ -240,7 +244,7 @@ def widen_residual_stream(block: TransformerBlockSubmodules) -> None:
 
 
 class WideProjection(ColumnParallelLinear):
-    """Megatron's vocabulary projection, whose logits are fp32. Gradients are made in the weights' type, as before."""
+    """Megatron's vocabulary projection with fp32 logits. Gradients are computed in the weights' type."""
 
     def _forward_impl(
         self,
@@ -275,14 +279,14 @@ class _WideProduct(torch.autograd.Function):
 
 
 def widen_projection(layer: ColumnParallelLinear) -> None:
-    """Megatron makes the layer itself, of a class that it does not let choose."""
+    """Gives the layer the class WideProjection. Megatron builds the layer itself with a fixed class."""
     layer.__class__ = WideProjection
 
 
-# The modules a model is made of: Megatron's own with torch kernels ("local"), or Transformer Engine's; value heads.
+# Modules of a model: Megatron's own with torch kernels ("local") or Transformer Engine's, and value heads.
 
 LOCAL_MLP = MLPSubmodules(linear_fc1=ColumnProduct, linear_fc2=RowProduct, activation_func=GatedActivation)
-# Experts have another number of tokens each time, for which oneDNN would make code each time.
+# Plain products for experts: their number of tokens varies, and oneDNN would compile code for every new number.
 LOCAL_EXPERT = MLPSubmodules(
     linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=GatedActivation
 )
@@ -292,10 +296,11 @@ Submodules = TypeVar("Submodules", SelfAttentionSubmodules, MLPSubmodules)
 
 
 class ValueHead(torch.nn.Module):
-    """One value per token, in fp32, in the place of the vocabulary projection.
+    """A head with one fp32 value per token instead of the vocabulary projection.
 
-    Every tensor-parallel rank has the whole weight [1, hidden]. With sequence parallelism each makes the values of its
-    own tokens, which are gathered: `weight.sequence_parallel` tells Megatron to sum the gradients of all ranks' tokens.
+    Every tensor-parallel rank has the whole weight [1, hidden]. With sequence parallelism each rank computes the values
+    of its own tokens, and they are gathered. Through `weight.sequence_parallel` Megatron sums the gradients of all
+    ranks' tokens.
     """
 
     def __init__(self, config: TransformerConfig, tp_group: dist.ProcessGroup) -> None:
@@ -307,13 +312,13 @@ class ValueHead(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden_states: Tensor, **unused: Any) -> tuple[Tensor, None]:
-        """[tokens (of this rank), 1, hidden] -> ([tokens, 1], no bias), as Megatron calls an output layer.
+        """Maps [tokens (of this rank), 1, hidden] to ([tokens, 1], no bias), like Megatron's output layer.
 
         Collective over: the tensor-parallel group, with sequence parallelism.
         """
         values = torch.nn.functional.linear(hidden_states.float(), self.weight.float()).squeeze(-1)
         if self.sequence_parallel:
-            # All ranks go on with the same loss, so each takes the gradient of its own tokens, not a sum over ranks.
+            # All ranks compute the same loss, so each takes the gradient of its own tokens, without a sum.
             values = gather_from_sequence_parallel_region(
                 values, tensor_parallel_output_grad=False, group=self.tp_group
             )
@@ -321,21 +326,24 @@ class ValueHead(torch.nn.Module):
 
 
 class DeferredHead(torch.nn.Module):
-    """Stands where Megatron has the vocabulary projection and puts out what that would have got, for logits that are
-    made where they are needed and never held for all tokens."""
+    """A replacement for the vocabulary projection that returns the projection's inputs.
+
+    Logits are computed later for some rows at a time, and never held for all tokens.
+    """
 
     def __init__(
         self, projection: ColumnParallelLinear, config: TransformerConfig, tp_group: dist.ProcessGroup
     ) -> None:
         super().__init__()
         self.tp_group, self.sequence_parallel = tp_group, config.sequence_parallel
-        self.weight = projection.weight  # None where the embedding's is on this rank and serves for both
+        self.weight = projection.weight  # None if it is tied to an embedding on this rank
 
     def forward(self, hidden_states: Tensor, **unused: Any) -> tuple[Tensor, None]:
-        """[tokens (of this rank), 1, hidden] -> ([tokens, 1, hidden], no bias), equal on all tensor-parallel ranks,
-        whose gradients, each of its own columns, are summed.
+        """Maps [tokens (of this rank), 1, hidden] to ([tokens, 1, hidden], no bias), equal on all tensor-parallel
+        ranks.
 
-        Collective over: the tensor-parallel group, with sequence parallelism, and in backward.
+        In backward the ranks' gradients, each from its own columns, are summed. Collective over: the tensor-parallel
+        group, with sequence parallelism, and in backward.
         """
         if self.sequence_parallel:
             return gather_from_sequence_parallel_region(hidden_states, group=self.tp_group), None
@@ -345,7 +353,7 @@ class DeferredHead(torch.nn.Module):
 def block_spec(
     architecture: Architecture, config: TransformerConfig, layers: range, transformer_engine: bool
 ) -> TransformerBlockSubmodules:
-    """The modules of one pipeline stage's layers and of the final norm."""
+    """Returns the modules of one pipeline stage's layers and of the final norm."""
     kinds = architecture.layer_kinds[layers.start : layers.stop]
     return _block_of(architecture, config, layers, kinds, transformer_engine)
 
@@ -353,10 +361,10 @@ def block_spec(
 def predicting_layer_spec(
     architecture: Architecture, config: TransformerConfig, transformer_engine: bool
 ) -> ModuleSpec:
-    """That of the decoder layer in the one that predicts a further token."""
+    """Returns the spec of the decoder layer inside the multi-token prediction layer."""
     last, kinds = range(architecture.num_layers - 1, architecture.num_layers), (architecture.predicting_kind,)
     specs = _block_of(architecture, config, last, kinds, transformer_engine).layer_specs
-    assert specs, "of one layer"
+    assert specs, "one layer"
     return specs[0]
 
 
@@ -385,7 +393,7 @@ def _block_of(
 def word_embedding(
     config: TransformerConfig, vocab_size: int, max_positions: int, collection: ProcessGroupCollection
 ) -> LanguageModelEmbedding:
-    """Returns the embedding of `vocab_size` words, padding among them, cut over the tensor-parallel group."""
+    """Returns an embedding of `vocab_size` tokens with padding, split over the tensor-parallel group."""
     return LanguageModelEmbedding(
         config=config,
         vocab_size=vocab_size,
@@ -396,7 +404,7 @@ def word_embedding(
 
 
 def _transformer_engine_layer(architecture: Architecture, config: TransformerConfig, experts: bool) -> ModuleSpec:
-    """Returns a layer of Transformer Engine's modules, in which norms are part of the matrix that follows them."""
+    """Returns a layer of Transformer Engine's modules. Norms are fused with the matrix after them."""
     from megatron.core.extensions import transformer_engine as engine
 
     latent = architecture.mla is not None
@@ -513,7 +521,7 @@ def _local_attention(architecture: Architecture, number: int) -> ModuleSpec:
 
 
 def _head_norms(architecture: Architecture) -> tuple[Any, Any]:
-    """Of queries and of keys."""
+    """Returns the norms of queries and of keys."""
     if not architecture.norms_projections:
         return (RMSNorm, RMSNorm) if architecture.qk_norm else (IdentityOp, IdentityOp)
     counts = architecture.num_heads, architecture.num_kv_heads
@@ -559,7 +567,7 @@ def _local_experts(architecture: Architecture) -> ModuleSpec:
 
 
 def _with_bias(linear: Any) -> type[torch.nn.Module]:
-    """`linear` with a bias: Megatron's config gives biases to attention's output and to MLPs, or to neither."""
+    """Returns `linear` with a bias. Megatron's config can only set it for attention's output and MLPs together."""
 
     class Biased(linear):
         def __init__(self, *arguments: Any, **settings: Any) -> None:
@@ -569,20 +577,20 @@ def _with_bias(linear: Any) -> type[torch.nn.Module]:
 
 
 def _with_post_norm_of(architecture: Architecture, submodules: Submodules, name: str) -> Submodules:
-    """`submodules`, of which that of `name` ends in a norm where the architecture has one there."""
+    """Returns `submodules` with a norm after the module `name`, if the architecture has post-norms."""
     if not architecture.post_norms:
         return submodules
     return replace(submodules, **{name: _with_post_norm(getattr(submodules, name))})
 
 
 def _with_post_norm(linear: Any) -> type[torch.nn.Module]:
-    """`linear`, which puts the hidden state out, with a norm of what it puts out."""
+    """Returns `linear`, an output projection to the hidden state, with a norm of its outputs."""
 
     class Normed(linear):
         def __init__(self, *arguments: Any, config: TransformerConfig, **settings: Any) -> None:
             super().__init__(*arguments, config=config, **settings)
             self.post_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
-            self.register_forward_hook(_normed)  # a hook, so that others can come before it
+            self.register_forward_hook(_normed)  # a hook, so other hooks can run before it
 
     return Normed
 
@@ -592,22 +600,23 @@ def _normed(linear: Any, _: Any, output: tuple[Tensor, Tensor | None]) -> tuple[
 
 
 def scale_embedding(embedding: torch.nn.Module, scale: float, dtype: torch.dtype) -> None:
-    """Have what a token's embedding begins the residual stream with multiplied by `scale`, rounded to `dtype`."""
+    """Multiplies the embeddings by `scale`, rounded to `dtype`, at the start of the residual stream."""
     rounded = float(torch.tensor(scale, dtype=dtype))
     embedding.register_forward_hook(lambda module, inputs, embedded: embedded * rounded)
 
 
 def bend_logits(projection: torch.nn.Module, cap: float) -> None:
-    """Have the logits x that `projection` puts out be cap * tanh(x / cap)."""
+    """Turns the logits x of `projection` into cap * tanh(x / cap)."""
     projection.register_forward_hook(lambda module, inputs, output: (soft_capped(output[0], cap), output[1]))
 
 
 def mark_parallel_weights(model: torch.nn.Module) -> None:
-    """Tell gradient norms which weights are shards, and data parallelism which ranks share an expert's.
+    """Marks sharded weights for gradient norms, and experts' weights for data parallelism.
 
-    Megatron does the first while it initialises weights, which is skipped, and the second only where ep is above 1;
-    where etp is below tp other ranks share an expert's weights than share the others all the same. Transformer Engine
-    marks every weight of a product as a shard, those that all tensor-parallel ranks have as well.
+    Megatron marks shards during weight initialization, and that is skipped here. It marks experts only if ep is above
+    1. But with etp below tp an expert's weights are shared by other ranks than the remaining weights, and need the mark
+    too. Transformer Engine marks every weight of a product as a shard, even weights held whole by all tensor-parallel
+    ranks.
     """
     axes = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, DeferredHead: 0, RowParallelLinear: 1}
     for module in model.modules():
@@ -620,5 +629,5 @@ def mark_parallel_weights(model: torch.nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if is_expert(name):
             parameter.allreduce = False  # type: ignore[attr-defined]
-            # No two ranks of an expert's model-parallel group hold the same elements, even where it is not cut.
+            # No two ranks of an expert's model-parallel group hold the same elements, even without a split.
             parameter.tensor_model_parallel = True  # type: ignore[attr-defined]

@@ -1,10 +1,12 @@
-"""Low-rank adapters beside Megatron's parallel linear layers, its own or Transformer Engine's: x W.T + alpha / rank *
-(x A.T) B.T, Hu et al. 2021, "LoRA", section 4.1. W stays as it was loaded and has no gradient.
+"""Low-rank adapters of Megatron's and Transformer Engine's parallel linear layers: x W.T + alpha / rank * (x A.T) B.T,
+Hu et al. 2021, "LoRA", section 4.1. W is frozen.
 
-B of a layer that is cut by rows is cut like it, A of one that is cut by columns; the other half every tensor-parallel
-rank has. What goes between the ranks are the `rank` numbers of a token between A and B, summed over those that have a
-part of the inputs. An expert's tokens come and go by the dispatcher, which sums what its ranks make: nothing more has
-to be sent there, but the gradients of the half that all of them have are parts of a sum.
+If a layer is split by rows, B is split like it. If it is split by columns, A is. Every tensor-parallel rank has the
+other half whole. Ranks communicate only the `rank` numbers per token between A and B, summed over ranks with parts of
+the inputs.
+
+An expert's tokens are moved by the dispatcher, and it sums the results of the expert's ranks. So adapters of experts
+communicate nothing in forward. The gradients of their whole half are partial sums.
 """
 
 from collections.abc import Sequence
@@ -32,12 +34,15 @@ from rltrain.reshard.megatron_layout import AdapterPair, adapter_pairs
 from rltrain.training.adapters import AdapterMode
 
 NAME = "lora"
-"""Of the module that has a layer's adapters, within the layer."""
+"""Name of the submodule with a layer's adapters."""
 
 
 class Adapter(torch.nn.Module):
-    """That of one layer, or of several matrices that are one layer: `a` [parts * rank, inputs] has theirs one below the
-    other, `b` [outputs, rank] the rows that `segments` say, in order."""
+    """The adapter of one layer, or of several matrices in one layer.
+
+    `a` [parts * rank, inputs] has the matrices' parts below each other. `b` [outputs, rank] has the rows of `segments`,
+    in order.
+    """
 
     def __init__(
         self,
@@ -49,7 +54,7 @@ class Adapter(torch.nn.Module):
         *,
         sequence_parallel: bool,
     ) -> None:
-        """Zeros, of the type and on the device of `like`."""
+        """Creates zeros with the type and device of `like`."""
         super().__init__()
         self.a, self.b = (
             torch.nn.Parameter(torch.zeros(shape, dtype=like.dtype, device=like.device)) for shape in (pair.a, pair.b)
@@ -63,8 +68,11 @@ class Adapter(torch.nn.Module):
         self._mark()
 
     def _mark(self) -> None:
-        """Tell gradient norms which parameters are shards and which are whole on several ranks, data parallelism which
-        ranks share an expert's, and sequence parallelism whose gradients are sums over the ranks' tokens."""
+        """Marks the parameters for Megatron.
+
+        Gradient norms must tell shards from copies. Data parallelism must know the parameters of experts. Sequence
+        parallelism must know which gradients to sum over the ranks' tokens.
+        """
         is_shard = {"a": self.cut == "columns", "b": self.cut == "rows"}
         for name, parameter in (("a", self.a), ("b", self.b)):
             if is_shard[name] or self.of_expert:
@@ -77,15 +85,15 @@ class Adapter(torch.nn.Module):
 
     @property
     def partial(self) -> Tensor | None:
-        """The parameter whose gradients are to be summed over the ranks that an expert is cut over, if any."""
+        """The parameter with partial gradients on the ranks of a split expert, or None."""
         if not self.of_expert or self.group.size() == 1:
             return None
         return self.a if self.cut == "rows" else self.b
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """[..., inputs (of this rank)] as the layer gets them -> what is added to its output, of the same shape.
+        """Returns the addition to the layer's output, from the layer's inputs [..., inputs (of this rank)].
 
-        Collective over: the layer's tensor-parallel group, and in backward, but for an expert's.
+        Collective over: the layer's tensor-parallel group, and in backward. Adapters of experts are not collective.
         """
         inner = self._summed(F.linear(self._dropped(inputs), self.a) * self.scale)
         parts = inner.split(self.rank, dim=-1)
@@ -97,7 +105,7 @@ class Adapter(torch.nn.Module):
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
-        """A copy of the layer's weight [outputs, inputs] with what the adapter adds, summed in fp32, rounded once."""
+        """Returns a copy of the layer's weight [outputs, inputs] with the adapter merged in fp32, rounded once."""
         factors = self.a.float().split(self.rank)
         added = torch.cat([self._rows(number).float() @ factor for number, factor in enumerate(factors)])
         if self.order is not None:
@@ -111,7 +119,7 @@ class Adapter(torch.nn.Module):
         return self.b.index_select(0, rows)
 
     def _summed(self, inner: Tensor) -> Tensor:
-        """[..., parts * rank] of all inputs and, where the layer's output is of all tokens, of these."""
+        """Sums [..., parts * rank] over all inputs. Gathers the tokens too if the layer's output is for all tokens."""
         if self.of_expert or self.cut is None:
             return inner
         if self.cut == "rows" and self.sequence_parallel:
@@ -128,17 +136,20 @@ class Adapter(torch.nn.Module):
 
 
 class ExpertAdapters(torch.nn.ModuleList):
-    """Those of the experts that Transformer Engine has in one layer."""
+    """The adapters of the experts in one layer of Transformer Engine."""
 
     def forward(self, inputs: Tensor, counts: Sequence[int]) -> Tensor:
-        """[tokens of all experts, inputs], of each expert so many -> what is added to the layer's output."""
+        """Returns the addition to the layer's output, from [tokens of all experts, inputs]. `counts` are tokens per
+        expert."""
         parts = inputs.split([*counts])
         return torch.cat([adapter(part) for adapter, part in zip(self, parts, strict=True)])
 
 
 class Adapters(AdapterMode):
-    """Those of a rank's part of a model, whose other parameters are frozen, but for a head of scores. `parameters`,
-    with that, are named as in `layout.on(rank)`."""
+    """The adapters of a rank's part of a model. Other parameters are frozen, except a head for scores.
+
+    `parameters` include this head, and have the names of `layout.on(rank)`.
+    """
 
     def __init__(
         self,
@@ -157,7 +168,7 @@ class Adapters(AdapterMode):
         self.layout = layout
         self.parameters = parameters = dict[str, Tensor]()
         self.of_weight: dict[str, Adapter] = {}
-        """By the name of the weight that it is added to."""
+        """Adapters by the name of their weight."""
         for pair in adapter_pairs(layout, rank):
             linear, weight = _module(chunks, pair.adapted), WEIGHT + pair.expert
             like = getattr(linear, weight.removeprefix("."))
@@ -166,16 +177,16 @@ class Adapters(AdapterMode):
             parameters |= dict(zip(pair.names, (adapter.a, adapter.b), strict=True))
             self.of_weight[pair.adapted + weight] = adapter
         for name in (name for name, _ in layout.on(rank).parameters if name not in self.parameters):
-            # A head of scores, of which there is no base that could tell anything.
+            # A head for scores: the base has none, so it is trained itself.
             module, _, own = name.rpartition(".")
             head: torch.nn.Parameter = getattr(_module(chunks, module), own)
             parameters[name] = head.requires_grad_(True)
         if chunks[0].pre_process:
-            # Layers that are computed anew have gradients only where what they are given has one.
+            # Recomputed layers have gradients only if their input needs one.
             chunks[0].embedding.register_forward_hook(_with_gradient)  # type: ignore[union-attr]
 
     def sum_gradients_of_experts(self) -> None:
-        """Complete what is whole on all ranks that an expert is cut over. Collective over: these ranks."""
+        """Sums the partial gradients of adapters over the ranks of each expert. Collective over: these ranks."""
         for adapter in self.of_weight.values():
             if adapter.partial is not None:
                 dist.all_reduce(adapter.partial.main_grad, group=adapter.group)  # type: ignore[attr-defined]
@@ -189,9 +200,9 @@ class Adapters(AdapterMode):
 def _rows_of_parts(
     segments: tuple[Segment, ...], num_parts: int, device: torch.device
 ) -> tuple[list[Tensor], Tensor | None]:
-    """Returns the rows of B that go with each part of A, and the order that brings the parts' rows back into B's.
+    """Returns the rows of B for each part of A, and the order that restores B's rows from the parts.
 
-    The order is None where they lie in it. Layers of equal shapes share the tensors.
+    The order is None if they are already in order. Layers of equal shapes share the tensors.
     """
     rows: list[list[int]] = [[] for _ in range(num_parts)]
     for segment in segments:
@@ -203,7 +214,7 @@ def _rows_of_parts(
 
 
 def is_adapter(parameter: str) -> bool:
-    """Whether one of this name in a model belongs to an adapter."""
+    """Returns whether the parameter of this name belongs to an adapter."""
     return f".{NAME}." in parameter
 
 
@@ -212,16 +223,17 @@ def _put_beside(linear: Any, adapter: Adapter, pair: AdapterPair) -> None:
         linear.lora.append(adapter)
         return
     linear.lora = ExpertAdapters([adapter]) if pair.expert else adapter
-    if hasattr(linear, "return_layernorm_output"):  # Transformer Engine's, whose inputs the norm inside makes
+    if hasattr(linear, "return_layernorm_output"):  # Transformer Engine's, with a norm inside
         linear.return_layernorm_output = True
-    if hasattr(linear, "fuse_wgrad_accumulation"):  # into gradients that frozen weights do not have
+    if hasattr(linear, "fuse_wgrad_accumulation"):  # frozen weights have no gradients
         linear.fuse_wgrad_accumulation = False
-    # Before hooks that norm what the layer puts out, or gather it.
+    # First of all hooks: others normalize or gather the layer's output.
     linear.register_forward_hook(_add, prepend=True)
 
 
 def _module(chunks: Sequence[torch.nn.Module], name: str) -> Any:
-    """The layer of this name as `local_parameters` has names: after the chunk's number where there are several."""
+    """Returns the layer of this name in `local_parameters`. With several chunks, the name begins with the chunk's
+    number."""
     number = 0
     if len(chunks) > 1:
         prefix, _, name = name.partition(".")
@@ -230,8 +242,11 @@ def _module(chunks: Sequence[torch.nn.Module], name: str) -> Any:
 
 
 def _add(linear: Any, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[Tensor, Any]:
-    """(output, bias) with what the adapters add, from what a layer returns. Transformer Engine's with a norm inside
-    return ((output, normed inputs), None) or (output, bias, normed inputs)."""
+    """Returns (output, bias) of a layer with the adapters' additions.
+
+    Transformer Engine's layers with a norm inside return ((output, normed inputs), None) or (output, bias, normed
+    inputs).
+    """
     output, bias, *rest = outputs
     if isinstance(output, tuple):
         output, normed = output

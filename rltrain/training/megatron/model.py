@@ -1,4 +1,4 @@
-"""One rank's part of a model on explicit process groups, and Megatron's config for it."""
+"""A rank's part of a Megatron model on explicit process groups, and Megatron's config for it."""
 
 import importlib.util
 import math
@@ -42,17 +42,17 @@ from rltrain.training.megatron.platform import adapt_to_platform
 from rltrain.training.megatron.prediction import prediction_loss
 from rltrain.training.packing import MicroBatch, Packing
 
-# Megatron's collection of process groups for one role, made from explicit rank lists.
+# Megatron's process group collection for one role, from explicit rank lists.
 
-# Fields that mean the same group as another one while there is a single optimizer instance per role.
+# Fields with the same group as another field, since a role has a single optimizer instance.
 ALIASES = {"intra_dp_cp": "dp_cp", "intra_expt_dp": "expt_dp"}
 UNUSED = ("inter_dist_opt", "hcp")
 
 
 def process_group_collection(grid: Grid, groups: ProcessGroups) -> ProcessGroupCollection:
-    """This rank's groups in `grid`, under Megatron's field names; None where the rank is in no such group.
+    """Returns this rank's groups in `grid` under Megatron's field names. None: the rank is in no such group.
 
-    Megatron's global parallel state stays uninitialised, so that roles with different grids can share a process.
+    Megatron's global parallel state stays uninitialised, so roles with different grids can share a process.
     """
     collection = ProcessGroupCollection()
     for field, group in groups_of_rank(grid, groups).items():
@@ -64,13 +64,13 @@ def process_group_collection(grid: Grid, groups: ProcessGroups) -> ProcessGroupC
     return collection
 
 
-# Which layers every stage of a pipeline holds, as Megatron's config says it.
+# The layers of every pipeline stage, in the form of Megatron's config.
 
 
 class StageLayout(PipelineParallelLayerLayout):
-    """Of `chunks` [stages][chunks of a stage], for the rank at `stage`.
+    """The layers of `chunks` [stages][chunks of a stage], for the rank at `stage`.
 
-    Megatron's own asks the global parallel state which stage and how many chunks are this rank's.
+    Megatron's own class asks the global parallel state for this rank's stage and number of chunks.
     """
 
     def __init__(self, chunks: Sequence[Sequence[Chunk]], stage: int) -> None:
@@ -81,7 +81,7 @@ class StageLayout(PipelineParallelLayerLayout):
     def get_layer_offset(
         self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> int:
-        """Layers before those of this rank's chunk `vp_stage` (None: it has one)."""
+        """Returns the number of layers before this rank's chunk `vp_stage`. None: the rank has one chunk."""
         before = (vp_stage or 0) * self.pipeline_model_parallel_size + self.stage
         by_depth = [chunk for interleaved in zip(*self.layout, strict=True) for chunk in interleaved]
         return sum(types.count(layer_type) for types in by_depth[:before])
@@ -89,7 +89,7 @@ class StageLayout(PipelineParallelLayerLayout):
     def get_num_layers_to_build(
         self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> int:
-        """In this rank's chunk `vp_stage`."""
+        """Returns the number of layers in this rank's chunk `vp_stage`."""
         types: list[LayerType] = self.layout[self.stage][vp_stage or 0]
         return types.count(layer_type)
 
@@ -99,28 +99,28 @@ def _layer_types(chunk: Chunk) -> list[LayerType]:
     return [*ends[0], *[LayerType.decoder] * len(chunk.layers), *ends[1]]
 
 
-# Which implementation of layers, and of the way of tokens to experts, can be had for a model, and what stands in the
-# way of the others.
+# The choice of Megatron's or Transformer Engine's layers and of the expert dispatcher, with the obstacles to each.
 
 HEAD_MULTIPLE, LARGEST_HEAD = 8, 256
-"""Of Transformer Engine's attention over sequences that ranks share out (2.20, utils.get_attention_backend)."""
+"""Limits of head sizes for context parallelism in Transformer Engine (2.20, utils.get_attention_backend)."""
 SINGLE_PARAMETER = "NVTE_GROUPED_LINEAR_SINGLE_PARAM"
-"""Of Transformer Engine: its grouped products then have one parameter for all experts."""
+"""Transformer Engine's variable. If it is set, grouped products have one parameter for all experts."""
 
 
 def uses_transformer_engine(
     model: schema.Model, device: torch.device, architecture: Architecture | None = None, grid: Grid | None = None
 ) -> bool:
-    """Whether model.transformer_impl means Transformer Engine here; ConfigError if it is asked for and cannot be had.
+    """Returns whether model.transformer_impl selects Transformer Engine here. Raises ConfigError if it is set but
+    unavailable.
 
-    It has no fused attention over packed sequences in float32, which therefore takes the local layers, no layers of
-    some architectures, and for sequences that ranks share out no heads of some sizes and numbers.
+    It lacks fused attention over packed sequences in float32, layers of some architectures, and with context
+    parallelism some sizes and numbers of heads. Those cases use the local layers.
     """
     obstacle = obstacle_to_transformer_engine(model, device)
     if obstacle is None and architecture is not None and (mechanisms := local_mechanisms(architecture)):
         obstacle = (
-            f"the model has {mechanisms[0]}, which rltrain trains by Megatron's local layers alone",
-            "use another",
+            f"the model has {mechanisms[0]}, and rltrain trains it only with Megatron's local layers",
+            "use another model",
         )
     if obstacle is None and architecture is not None and grid is not None and grid.cp > 1:
         obstacle = _obstacle_to_shared_sequences(model, architecture, grid)
@@ -133,17 +133,17 @@ def uses_transformer_engine(
 
 
 def check_names_of_experts(architecture: Architecture) -> None:
-    """ConfigError where Transformer Engine would keep a layer's experts in one parameter, under another name."""
+    """Raises ConfigError if Transformer Engine would keep a layer's experts in one parameter with another name."""
     if architecture.moe and os.environ.get(SINGLE_PARAMETER, "0") not in ("", "0"):
         raise ConfigError(
             f"the environment variable {SINGLE_PARAMETER} is {os.environ[SINGLE_PARAMETER]}: Transformer Engine would "
-            "keep all experts of a layer in one parameter, where weight syncs and checkpoints expect one for each; "
+            "keep all experts of a layer in one parameter, but weight syncs and checkpoints need one per expert; "
             "unset it, or set model.transformer_impl to local"
         )
 
 
 def check_dispatcher(architecture: Architecture, model: schema.Model, grid: Grid, device: torch.device) -> None:
-    """ConfigError where model.moe.dispatcher is deepep and that cannot be had."""
+    """Raises ConfigError if model.moe.dispatcher is deepep and DeepEP cannot be used."""
     if architecture.moe is None or model.moe.dispatcher != "deepep":
         return
     problem = None
@@ -152,63 +152,68 @@ def check_dispatcher(architecture: Architecture, model: schema.Model, grid: Grid
     elif not HAVE_DEEP_EP:
         problem = "megatron-core cannot import Buffer, EventHandle and EventOverlap of deep_ep"
     elif grid.ep * (grid.etp or grid.tp) == 1:
-        problem = "every rank has all experts whole (ep and etp are 1)"
+        problem = "every rank holds all experts (ep and etp are 1)"
     if problem:
         raise ConfigError(f"model.moe.dispatcher is deepep, but {problem}; set it to alltoall")
 
 
 def obstacle_to_transformer_engine(model: schema.Model, device: torch.device) -> tuple[str, str] | None:
-    """(what is in its way, what would help)."""
+    """Returns (obstacle, remedy), or None if Transformer Engine can be used."""
     if model.dtype == "float32":
         return (
-            "model.dtype is float32, for which it has no attention over packed sequences",
+            "model.dtype is float32, and Transformer Engine has no float32 attention over packed sequences",
             "set model.dtype to bfloat16",
         )
     if not HAVE_TE:
         return "transformer_engine.pytorch cannot be imported", "install transformer-engine for your CUDA version"
-    return ("this machine has no GPU", "run it on one that has") if device.type != "cuda" else None
+    return ("this machine has no GPU", "run on a machine with a GPU") if device.type != "cuda" else None
 
 
 def _obstacle_to_shared_sequences(
     model: schema.Model, architecture: Architecture, grid: Grid
 ) -> tuple[str, str] | None:
-    """(what of context parallelism is in its way, what would help). Its attention then takes the kernels of cuDNN or
-    flash-attn alone, and by heads every rank has some keys and values of its own."""
+    """Returns (obstacle, remedy) for context parallelism, or None.
+
+    There, Transformer Engine's attention uses only the kernels of cuDNN or flash-attn. With all_to_all every rank needs
+    key and value heads of its own.
+    """
     mla = architecture.mla
     sizes = (architecture.head_dim, mla.value_head_dim if mla else architecture.head_dim)
     if any(size % HEAD_MULTIPLE or size > LARGEST_HEAD for size in sizes):
         return (
-            f"with cp {grid.cp} it takes heads of at most {LARGEST_HEAD} elements, a multiple of {HEAD_MULTIPLE}, and "
+            f"with cp {grid.cp} its heads have at most {LARGEST_HEAD} elements, a multiple of {HEAD_MULTIPLE}, and "
             f"the model's keys and values have {sizes[0]} and {sizes[1]}",
             "set cp to 1",
         )
     num_kv_heads = max(1, architecture.num_kv_heads // grid.tp)
     if model.cp_communication == "all_to_all" and num_kv_heads % grid.cp:
         return (
-            f"by model.cp_communication all_to_all it shares out the {num_kv_heads} key-value heads of a "
-            f"tensor-parallel rank, which cp {grid.cp} does not divide",
+            f"with model.cp_communication all_to_all it distributes the {num_kv_heads} key-value heads of a "
+            f"tensor-parallel rank over cp {grid.cp} ranks, and cp does not divide their number",
             "set model.cp_communication to auto",
         )
     return None
 
 
-# What Megatron's config says of attention and of experts, for an architecture, and of recomputation.
+# Settings of Megatron's config for attention, experts and recomputation.
 
 WITH_TRANSFORMER_ENGINE: tuple[RecomputedModule, ...] = ("layernorm", "mla_up_proj")
-"""Modules whose outputs Megatron gives up in the middle of a layer: its function for that asks for the state of FP8."""
+"""Modules whose outputs Megatron discards in the middle of a layer. Its function for this needs Transformer Engine's
+FP8 state."""
 
 
 def config_class(architecture: Architecture) -> type[TransformerConfig]:
-    """Megatron's config that has the settings of `attention_settings`."""
+    """Returns the Megatron config class with the fields of `attention_settings`."""
     return MLATransformerConfig if architecture.mla else TransformerConfig
 
 
 def attention_settings(architecture: Architecture, *, transformer_engine: bool) -> dict[str, Any]:
-    """Heads and their sizes, and what scores are multiplied by. Rotary embeddings are replaced in ModelChunk."""
+    """Returns the settings of heads, their sizes and the scale of attention scores. ModelChunk replaces rotary
+    embeddings."""
     mla, magnitude = architecture.mla, architecture.rotation_magnitude
     if mla is None:
         scale = architecture.attention_scale
-        if transformer_engine and magnitude != 1:  # its fused rotation multiplies nothing, and whole heads are rotated
+        if transformer_engine and magnitude != 1:  # its fused rotation of whole heads does not apply the magnitude
             scale = architecture.score_scale * magnitude**2
         return {
             "num_query_groups": architecture.num_kv_heads,
@@ -224,39 +229,40 @@ def attention_settings(architecture: Architecture, *, transformer_engine: bool) 
         "qk_pos_emb_head_dim": mla.rope_head_dim,
         "v_head_dim": mla.value_head_dim,
         "rotary_base": architecture.rope_theta,
-        "rope_type": "rope" if magnitude == 1 else "yarn",  # whether rotary embeddings give a magnitude beside angles
-        "rotary_scaling_factor": yarn.factor if yarn else 1.0,  # of these two Megatron makes the scale of scores
+        "rope_type": "rope" if magnitude == 1 else "yarn",  # whether rotary embeddings have a magnitude
+        "rotary_scaling_factor": yarn.factor if yarn else 1.0,  # Megatron computes the scale of scores from these two
         "mscale_all_dim": yarn.mscale_all_dim if yarn else 0.0,
     }
 
 
 def activation_settings(architecture: Architecture, *, cuda: bool) -> dict[str, Any]:
-    """Of MLPs. On GPUs Megatron fuses that of the gate by itself where it is SiLU; another one is a module. Without a
-    gate it is Megatron's own."""
+    """Returns the settings of MLP activations.
+
+    On GPUs Megatron fuses a SiLU gate itself. Other gates are modules. Without a gate it is Megatron's own activation.
+    """
     if not architecture.gates_mlps:
         return {"gated_linear_unit": False, "activation_func": squared_relu, "bias_activation_fusion": False}
     silu = architecture.activation == "silu"
     return {
         "gated_linear_unit": True,
-        "activation_func": F.silu
-        if silu
-        else F.gelu,  # which is that by tanh where Megatron fuses it, and in block_spec
+        "activation_func": F.silu if silu else F.gelu,  # the tanh form if Megatron fuses it, and in block_spec
         "bias_activation_fusion": cuda and silu,
-        "use_te_activation_func": not (cuda and silu),  # any fused one: block_spec says which
+        "use_te_activation_func": not (cuda and silu),  # a fused one, chosen in block_spec
     }
 
 
 def splits_sequences(architecture: Architecture, grid: Grid, parallel: schema.Parallel) -> bool:
-    """Whether tensor-parallel ranks share out tokens where nothing else is shared out.
+    """Returns whether tensor-parallel ranks split the tokens outside of attention and MLPs (sequence parallelism).
 
-    Megatron trains experts in no other way, and its latent attention has wrong gradients in another: those of the
-    rotated key, of which every rank has only what its own heads add, and of the queries' norm, which it would sum.
+    Megatron requires it for experts. Without it, Megatron's latent attention has wrong gradients. For the rotated key
+    each rank would have only its own heads' part, and gradients of the queries' norm would be summed.
     """
     return grid.tp > 1 and (parallel.sequence_parallel or architecture.is_split_by_tokens)
 
 
 def expert_settings(architecture: Architecture, grid: Grid, settings: schema.MoE, *, grouped: bool) -> dict[str, Any]:
-    """Routing and experts, none for a dense model. `grouped`: all of a rank's experts in one kernel."""
+    """Returns the settings of routing and experts, empty for a dense model. `grouped`: one kernel for all experts of a
+    rank."""
     moe = architecture.moe
     if moe is None:
         return {}
@@ -277,7 +283,7 @@ def expert_settings(architecture: Architecture, grid: Grid, settings: schema.MoE
         "moe_router_topk_scaling_factor": moe.scaling,
         "moe_router_num_groups": moe.num_groups if chosen_groups else None,
         "moe_router_group_topk": moe.top_groups if chosen_groups else None,
-        # Routers have biases, losses and counts of their own.
+        # Routers have their own biases, losses and counts.
         "moe_router_enable_expert_bias": False,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": settings.aux_loss_coef,
@@ -288,13 +294,14 @@ def expert_settings(architecture: Architecture, grid: Grid, settings: schema.MoE
 
 
 def recompute_settings(recompute: schema.Recompute) -> dict[str, Any]:
-    """ConfigError where Megatron's way of doing it needs Transformer Engine, which is not there."""
+    """Returns the settings of recomputation. Raises ConfigError if they need Transformer Engine and it is not
+    installed."""
     lacking = [module for module in WITH_TRANSFORMER_ENGINE if recompute.repeats(module) and not HAVE_TE]
     if lacking:
         raise ConfigError(
-            f"model.recompute.modules: got {', '.join(lacking)}, which Megatron recomputes with Transformer Engine's "
-            "help alone, and transformer_engine.pytorch cannot be imported; expected core_attn, mlp, moe, "
-            "shared_experts, or model.recompute: full"
+            f"model.recompute.modules: got {', '.join(lacking)}, but Megatron needs Transformer Engine for it and "
+            "transformer_engine.pytorch cannot be imported; expected core_attn, mlp, moe, shared_experts, or "
+            "model.recompute: full"
         )
     if recompute.granularity == "none":
         return {}
@@ -304,15 +311,15 @@ def recompute_settings(recompute: schema.Recompute) -> dict[str, Any]:
     return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": layers}
 
 
-# One rank's part of a model of rltrain.models, built of megatron-core's modules on explicit process groups.
+# A rank's part of a model, built from megatron-core's modules on explicit process groups.
 
 ROUTER_BIAS = ".router.expert_bias"
 HOST_TENSORS = ("sort_input_by_local_experts", "restore_output_by_local_experts")
-"""Attributes of Megatron's token dispatchers, which are read as lists."""
+"""Attributes of Megatron's token dispatchers. They stay on the host because they are read as lists."""
 
 
 class LanguageModel(torch.nn.Module, PackedModel):
-    """One rank's part of the model: the chunks of its pipeline stage, by depth; several where stages interleave."""
+    """A rank's part of the model: the chunks of its pipeline stage by depth. Interleaved stages have several chunks."""
 
     adapters: Adapters | None
 
@@ -351,14 +358,13 @@ class LanguageModel(torch.nn.Module, PackedModel):
 
     @property
     def packing(self) -> Packing:
-        """Micro-batches are padded for sequence and pipeline parallelism and for fast matrix products.
+        """Pads micro-batches for sequence and pipeline parallelism and for fast matrix products.
 
-        Stages of a pipeline receive tensors of one shape, so there all micro-batches are padded to one length; balanced
-        packing keeps that padding small, and no shapes have to be sent. Interleaved stages take micro-batches in rounds
-        of as many as there are stages.
+        Pipeline stages receive tensors of one shape, so all micro-batches are padded to one length. Balanced packing
+        keeps this padding small, and no shapes are sent. Interleaved stages need a multiple of the number of stages.
 
-        Where replicas hold experts for each other all get as many micro-batches, of which some have no samples: none
-        can compute alone. With dispatcher allgather these have one length, too.
+        If replicas hold experts for each other, no replica can compute alone. All get the same number of micro-batches,
+        some without samples. With dispatcher allgather these also have one length.
         """
         config, stages = self.config, self.config.pipeline_model_parallel_size
         ranks_of_tokens = config.tensor_model_parallel_size if config.sequence_parallel else 1
@@ -373,7 +379,7 @@ class LanguageModel(torch.nn.Module, PackedModel):
         )
 
     def logits_of(self, outputs: Tensor) -> Logits:
-        """Of the last chunk."""
+        """Returns the last chunk's outputs as logits."""
         chunk_tokens = self.options.model.logits_chunk_tokens
         if chunk_tokens is None:
             return Logits(outputs)
@@ -382,20 +388,22 @@ class LanguageModel(torch.nn.Module, PackedModel):
 
     @property
     def prediction(self) -> schema.Mtp:
-        """How the layer that predicts a further token is trained, of a model that has one."""
-        assert self.options.model.mtp is not None, "of a model that learns to predict"
+        """Training settings of the layer for multi-token prediction. The model must have one."""
+        assert self.options.model.mtp is not None, "the model must train multi-token prediction"
         return self.options.model.mtp
 
     def prediction_loss(self, batch: MicroBatch, states: Tensor, shares: Tensor) -> Tensor:
-        """As megatron.prediction has it, of `states` of that layer. On the last pipeline stage."""
+        """Returns the loss of multi-token prediction from its layer's `states`. Call it on the last pipeline stage."""
         last = cast(ModelChunk, self.chunks[-1])
         vocabulary = last.vocabulary.detach() if self.prediction.trains == "layer" else last.vocabulary
         head = Logits(states, vocabulary, self.options.model.logits_chunk_tokens, self.options.has_wide_head)
         return prediction_loss(batch, head, shares, self.pg_collection, self.architecture.vocab_size)
 
     def sum_gradients_of_copies(self) -> None:
-        """Give both ends of a pipeline that has the embedding at either the sum of its gradients. Collective over: the
-        first and the last stage, where the model predicts a further token."""
+        """Sums the embedding's gradients of the first and last pipeline stage, if both have a copy.
+
+        Collective over: the first and the last stage, if the model predicts a further token.
+        """
         pipeline, ends = self.pg_collection.pp, self.pg_collection.embd
         if not self.architecture.predicts or pipeline.size() == 1:
             return
@@ -405,13 +413,15 @@ class LanguageModel(torch.nn.Module, PackedModel):
 
     @property
     def shares_experts(self) -> bool:
-        """Whether data-parallel replicas hold experts for each other, so that none computes without the others."""
+        """Whether data-parallel replicas hold experts for each other. Then no replica can compute alone."""
         grid = self.grid
         return self.architecture.moe is not None and (grid.tp * grid.cp) % (grid.ep * (grid.etp or grid.tp)) != 0
 
     def sequences(self, lengths: Sequence[int]) -> PackedSeqParams:
-        """Describe sequences packed end to end, for forward(): with context parallelism whole ones, with their padding,
-        of which this rank has its slices."""
+        """Describes sequences packed end to end, as an argument of forward().
+
+        With context parallelism they are whole padded sequences, and this rank has its slices of them.
+        """
         if self.share.size > 1 and self.options.transformer_engine:
             return thd_slices(lengths, self.pg_collection.cp, self.device)
         if self.share.size > 1:
@@ -429,13 +439,13 @@ def build_model(
     parallel: schema.Parallel,
     device: torch.device,
 ) -> LanguageModel:
-    """This rank's part of the model, weights not yet loaded. `grid` must divide the model, as megatron_layout says.
+    """Builds this rank's part of the model, without loaded weights. `grid` must divide the model as in megatron_layout.
 
-    ConfigError where Transformer Engine or DeepEP is asked for and missing.
-    Collective over: first and last pipeline stage, where embeddings are tied.
+    Raises ConfigError if Transformer Engine or DeepEP is requested and missing. Collective over: first and last
+    pipeline stage, if embeddings are tied.
     """
     adapt_to_platform()
-    # Nothing here draws random numbers: no dropout, and weights come from checkpoints.
+    # No random numbers are used: there is no dropout, and weights come from checkpoints.
     initialize_rng_tracker(inference_rng_tracker=True)
     gathers_tokens = splits_sequences(architecture, grid, parallel) or model.moe.dispatcher == "allgather"
     if gathers_tokens and parallel_state._GLOBAL_MEMORY_BUFFER is None:
@@ -452,7 +462,7 @@ def build_model(
 
 
 def layout_of_model(architecture: Architecture, grid: Grid, *, model: schema.Model, device: torch.device) -> Layout:
-    """Where the parameters lie that build_model makes. ConfigError as there."""
+    """Returns the layout of the parameters of build_model. Raises ConfigError in the same cases."""
     transformer_engine = uses_transformer_engine(model, device, architecture, grid)
     if transformer_engine:
         check_names_of_experts(architecture)
@@ -460,10 +470,10 @@ def layout_of_model(architecture: Architecture, grid: Grid, *, model: schema.Mod
 
 
 def local_parameters(model: LanguageModel) -> dict[str, Tensor]:
-    """This rank's parameters by Megatron's names, as in model.layout.on(rank), with the routers' biases, which
-    Megatron keeps as buffers. Without adapters.
+    """Returns this rank's parameters by Megatron's names, as in model.layout.on(rank), without adapters.
 
-    Parameters, not what they hold, which may move to other memory when a TrainableModel takes the model over.
+    The routers' biases are included. Megatron keeps them as buffers. The values of the returned parameters may move to
+    other memory when a TrainableModel takes over the model.
     """
     held: dict[str, Tensor] = {}
     for number, chunk in enumerate(model.chunks):
@@ -477,14 +487,14 @@ def local_parameters(model: LanguageModel) -> dict[str, Tensor]:
 def adapters_layout_of_model(
     architecture: Architecture, grid: Grid, settings: Lora, *, model: schema.Model, device: torch.device
 ) -> Layout:
-    """Where the adapters lie of a model that build_model makes. ConfigError as there."""
+    """Returns the layout of the adapters of a model of build_model. Raises ConfigError in the same cases."""
     transformer_engine = uses_transformer_engine(model, device, architecture)
     adapted = architecture.adapted(settings.rank, settings.targets)
     return megatron_layout(adapted, grid, dtype=model.dtype, transformer_engine=transformer_engine)
 
 
 def add_adapters(model: LanguageModel, settings: Lora, seed: int = 0) -> Adapters:
-    """Freeze a model that is built and give it adapters, all of them zero."""
+    """Freezes a built model and adds adapters. All of them are zero."""
     options = model.options
     model.adapters = Adapters(
         cast(Sequence[torch.nn.Module], model.chunks),
@@ -500,7 +510,7 @@ def add_adapters(model: LanguageModel, settings: Lora, seed: int = 0) -> Adapter
 
 
 def transformer_config(architecture: Architecture, grid: Grid, stage: int, options: ModelOptions) -> TransformerConfig:
-    """Megatron's, of pipeline stage `stage`."""
+    """Returns Megatron's config for pipeline stage `stage`."""
     model = options.model
     dtype, cuda = getattr(torch, model.dtype), options.device.type == "cuda"
     return config_class(architecture)(
@@ -533,12 +543,12 @@ def transformer_config(architecture: Architecture, grid: Grid, stage: int, optio
         bias_dropout_fusion=cuda,
         apply_rope_fusion=options.transformer_engine and architecture.mla is None,
         gradient_accumulation_fusion=cuda
-        # It would add to the gradients of rounded weights, which nobody has.
+        # Fusion would accumulate gradients into the rounded weights, and these are not kept.
         and model.fake_quantization is None
         and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
         deallocate_pipeline_outputs=True,
         batch_p2p_sync=False,
-        # Losses are normalised by counts over the whole mini-batch: gradients are to be summed, never averaged.
+        # Losses are normalized by counts over the whole mini-batch, so gradients are summed and never averaged.
         calculate_per_token_loss=True,
         **activation_settings(architecture, cuda=cuda),
         **recompute_settings(model.recomputed),

@@ -1,4 +1,4 @@
-"""Norms as Megatron builds them: of the hidden state, of heads, of all heads at once, of latents."""
+"""Norms with Megatron's constructors: of the hidden state, of single heads, of all heads at once, of latents."""
 
 from typing import Any
 
@@ -17,13 +17,15 @@ from rltrain.training.megatron.fused import RmsNorm, takes_fused
 
 
 def parameter_device(config: TransformerConfig) -> str | int:
-    """Where Megatron makes parameters."""
+    """Returns the device of new parameters in Megatron."""
     return "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm as Megatron builds norms; Megatron's own wrapper refuses sequence parallelism. With
-    `layernorm_zero_centered_gamma` it multiplies by 1 + weight."""
+    """torch's RMSNorm with Megatron's constructor. Megatron's own wrapper rejects sequence parallelism.
+
+    With `layernorm_zero_centered_gamma` it multiplies by 1 + weight.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps, device=parameter_device(config), dtype=config.params_dtype)
@@ -31,13 +33,13 @@ class RMSNorm(torch.nn.RMSNorm):
         self.offset = 1.0 if config.layernorm_zero_centered_gamma else 0.0
 
     def gain(self) -> Tensor:
-        """What it multiplies by, in fp32 where it is not the weight itself."""
+        """Returns the factor of the norm: the weight itself, or 1 + weight in fp32."""
         if not self.offset:
             return self.weight
         return self.weight.to(torch.promote_types(self.weight.dtype, torch.float32)) + self.offset
 
     def forward(self, x: Tensor) -> Tensor:
-        """In the weights' type, rounded once, also where `x` is wider."""
+        """Returns the norm in the weights' type, rounded once, even for wider `x`."""
         weight = self.gain()
         if not takes_fused(x):
             wide = x.to(torch.promote_types(x.dtype, weight.dtype))
@@ -49,7 +51,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class LayerNorm(torch.nn.LayerNorm):
-    """torch's LayerNorm, as RMSNorm above."""
+    """torch's LayerNorm with Megatron's constructor, like RMSNorm above."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps, device=parameter_device(config), dtype=config.params_dtype)
@@ -58,7 +60,7 @@ class LayerNorm(torch.nn.LayerNorm):
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """In the weights' type, rounded once, also where `x` is wider."""
+        """Returns the norm in the weights' type, rounded once, even for wider `x`."""
         wide = torch.promote_types(torch.promote_types(x.dtype, self.weight.dtype), torch.float32)
         gain, bias = self.weight.to(wide) + self.offset, self.bias.to(wide)
         normed = torch.nn.functional.layer_norm(x.to(wide), self.normalized_shape, gain, bias, self.eps)
@@ -66,12 +68,12 @@ class LayerNorm(torch.nn.LayerNorm):
 
 
 def hidden_norm(architecture: Architecture) -> type[LayerNorm | RMSNorm]:
-    """Of the hidden state."""
+    """Returns the class of the norms of the hidden state."""
     return LayerNorm if architecture.norm_bias else RMSNorm
 
 
 class LatentNorm(RMSNorm):
-    """The norm of a latent that queries, or keys and values, are made from."""
+    """The norm of a latent of queries, or of keys and values."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, **unused: Any) -> None:
         super().__init__(config, hidden_size, LATENT_NORM_EPS)
@@ -80,25 +82,25 @@ class LatentNorm(RMSNorm):
 class ProjectionNorm(RMSNorm):
     """The norm of all `num_heads` heads of a token's queries, or of its keys, at once.
 
-    Every tensor-parallel rank has the whole weight, and heads of its own, of which others may have the same. Megatron
-    sums the gradients of norms of heads over the ranks.
+    Every tensor-parallel rank has the whole weight and some heads. Other ranks may have the same heads. Megatron sums
+    the gradients of head norms over the ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, num_heads: int, **unused: Any) -> None:
         super().__init__(config, num_heads * hidden_size, eps)
         self.num_heads = num_heads
         self.tp_group: dist.ProcessGroup | None = None
-        """Set by the attention whose heads these are, before the first call."""
+        """Set by the attention layer before the first call."""
 
     def forward(self, heads: Tensor) -> Tensor:
-        """[..., this rank's heads, head_dim], rounded once. Collective over: the tensor-parallel group."""
+        """Normalizes [..., this rank's heads, head_dim], rounding once. Collective over: the tensor-parallel group."""
         assert self.tp_group is not None and self.eps is not None
         count, head_dim, num_ranks = heads.size(-2), heads.size(-1), self.tp_group.size()
         wide = heads.to(torch.promote_types(heads.dtype, torch.float32))
         squares = wide.square().sum((-2, -1), keepdim=True) * (self.num_heads / (count * num_ranks))
         if num_ranks > 1:
             summed = reduce_from_tensor_model_parallel_region(squares, group=self.tp_group)
-            # Each rank's heads depend on the sum, whose gradient is therefore that of all of them.
+            # All ranks' heads depend on the sum, so its gradient is summed over the ranks.
             squares = copy_to_tensor_model_parallel_region(summed, group=self.tp_group)
         first = self.tp_group.rank() * self.num_heads // num_ranks
         gain = self.gain().view(self.num_heads, head_dim)[first : first + count]

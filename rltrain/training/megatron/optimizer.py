@@ -28,22 +28,22 @@ from rltrain.training.optimizers import Slot, SteppingOptimizer
 from rltrain.training.shards import within
 from rltrain.training.trainable import LOSS_SCALE, OVERFLOWED
 
-# Data-parallel communication while the model computes: gradients during backward, weights during the next forward.
+# Overlap of data-parallel communication: gradients during backward, weights during the next forward.
 #
-# Megatron has both for replicas that run the same forward and backward. Here some replicas have no samples of a
-# mini-batch and run neither, so when a collective begins is decided here, such that all replicas begin the same ones
-# in the same order; buckets, collectives and the waits of modules for their weights are Megatron's.
+# Megatron's overlap assumes equal forward and backward passes on all replicas. Here a replica without samples of a
+# mini-batch runs neither. So the start of each collective is decided here, in the same order on all replicas. Buckets,
+# collectives and the waits of modules for their weights are Megatron's.
 
 FP32_BYTES = 4
 
 BucketGroup = Any
-"""Megatron's, of buckets that are reduced, and gathered, by one call."""
+"""Megatron's group of buckets, reduced and gathered by one call."""
 
 
 def data_parallel_config(
     settings: schema.Trained, replicas: int, device: torch.device
 ) -> DistributedDataParallelConfig:
-    """What Megatron's wrapper of the model is to do, with this many `replicas` of a parameter."""
+    """Returns the settings of Megatron's data-parallel wrapper, for this many `replicas` of a parameter."""
     wanted = device.type == "cuda" if settings.overlap == "auto" else settings.overlap
     overlap, sharded = wanted and replicas > 1, settings.distributed_optimizer and replicas > 1
     bucket_mb = settings.gradient_bucket_mb
@@ -52,15 +52,15 @@ def data_parallel_config(
         use_distributed_optimizer=sharded,
         overlap_grad_reduce=overlap,
         overlap_param_gather=overlap and sharded,
-        align_param_gather=True,  # a module that waits for its weights begins no other gather
+        align_param_gather=True,  # a module's wait for its weights begins no other gather
         bucket_size=None if bucket_mb is None else max(1, int(bucket_mb * 2**20 / FP32_BYTES)),
     )
 
 
 class GradientReduction:
-    """Begins to reduce a bucket's gradients once the last backward has added to all of them, and all before it began.
+    """Reduces each bucket once its gradients are complete and all earlier buckets have begun.
 
-    The order of buckets is that in which backward completes them: the last layers' first.
+    Buckets are ordered as backward completes them: the last layers first.
     """
 
     def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
@@ -69,23 +69,23 @@ class GradientReduction:
             # Megatron's own count would begin buckets in the order of this replica's backward.
             group.register_grad_ready = partial(self._added, group)
         self._backwards = 0
-        """In which every parameter gets its last gradients of the mini-batch; 0: others follow."""
+        """Number of backward passes until all gradients of the mini-batch are complete. 0: more passes follow."""
         self._times: Counter[torch.nn.Parameter] = Counter()
         self._missing: Counter[BucketGroup] = Counter()
         self._begun = 0
 
     def expect(self, num_backwards: int) -> None:
-        """The next backwards of this replica are as many, and the last of the mini-batch."""
+        """Announces the last `num_backwards` backward passes of this replica in the mini-batch."""
         self._backwards = num_backwards
         self._missing = Counter({group: len(group.params) for group in self._groups})
 
     def begin_rest(self) -> None:
-        """What backward has not begun. To be called by every replica, before any other collective of theirs."""
+        """Begins the remaining reductions. Every replica must call it before any other collective of the replicas."""
         while self._begun < len(self._groups):
             self._begin_next()
 
     def finish(self) -> None:
-        """Have the device wait for what was begun. The next mini-batch may follow."""
+        """Makes the device wait for the reductions. The next mini-batch may follow."""
         for group in self._groups:
             if group.grad_reduce_handle is not None:
                 group.grad_reduce_handle.wait()
@@ -94,14 +94,14 @@ class GradientReduction:
         self._times.clear()
 
     def _added(self, group: BucketGroup, parameter: torch.nn.Parameter, *_: bool) -> None:
-        """A backward has added to the gradient of a parameter."""
+        """Counts a gradient of a parameter, and begins the reductions of complete buckets."""
         if not self._backwards:
             return
         self._times[parameter] += 1
         if self._times[parameter] > self._backwards:
             raise RuntimeError(
                 f"a parameter of shape {tuple(parameter.shape)} gets gradients {self._times[parameter]} times in "
-                f"{self._backwards} backward passes: its bucket may have been reduced before. Set overlap: false"
+                f"{self._backwards} backward passes, so its bucket may be reduced too early. Set overlap: false"
             )
         self._missing[group] -= self._times[parameter] == self._backwards
         while self._begun < len(self._groups) and not self._missing[self._groups[self._begun]]:
@@ -113,10 +113,10 @@ class GradientReduction:
 
 
 class ParameterGather:
-    """Gathers the weights that the optimizer's shards make, while the next mini-batch's forward already runs.
+    """Gathers the new weights from the optimizer's shards, while the next mini-batch's forward already runs.
 
-    Every replica begins all gathers after the optimizer's step, the first layers' first. In forward a module waits for
-    its own weights; who reads them otherwise calls `finish` before.
+    Every replica begins all gathers after the optimizer's step, the first layers first. In forward a module waits for
+    its own weights. Other readers must call `finish` before.
     """
 
     def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
@@ -124,7 +124,7 @@ class ParameterGather:
         self.finish()
 
     def begin(self) -> None:
-        """Collective over: the ranks with the same parameters."""
+        """Begins all gathers. Collective over: the ranks with the same parameters."""
         for group in self._groups:
             if group.buckets[0].param_data.is_cpu:
                 _gather_by_bucket(group)
@@ -132,7 +132,7 @@ class ParameterGather:
                 group.start_param_sync()
 
     def finish(self) -> None:
-        """Have the device wait for all weights; no forward gathers what is there."""
+        """Makes the device wait for all weights, and prevents further gathers in forward."""
         for group in self._groups:
             if group.param_gather_handle is not None:
                 group.param_gather_handle.wait()
@@ -141,9 +141,9 @@ class ParameterGather:
 
 
 def _gather_by_bucket(group: BucketGroup) -> None:
-    """Begins to gather the weights of a group of buckets, by one collective for each bucket.
+    """Begins to gather the weights of a group of buckets, with one collective per bucket.
 
-    Megatron coalesces them. Gloo crashes or hangs when several coalesced all-gathers run at once (pytorch issue 65231).
+    Megatron coalesces them. Gloo crashes or hangs with several coalesced all-gathers at once (pytorch issue 65231).
     """
     replicas = group.intra_distributed_optimizer_instance_group
     group.param_gather_handle = _Collectives(
@@ -156,7 +156,7 @@ def _gather_by_bucket(group: BucketGroup) -> None:
 
 
 class _Collectives(list[dist.Work]):
-    """Collectives that are waited for together."""
+    """A list of collectives with a common wait."""
 
     def wait(self) -> None:
         for work in self:
@@ -164,18 +164,18 @@ class _Collectives(list[dist.Work]):
 
 
 def _last_layers_first(chunks: Sequence[DistributedDataParallel]) -> list[BucketGroup]:
-    """The order in which backward completes them, and the same on all replicas."""
+    """Returns the bucket groups in the order of backward. It is the same on all replicas."""
     parameters = (parameter for chunk in chunks for parameter in chunk.module.parameters())
     depth = {parameter: index for index, parameter in enumerate(parameters)}
     groups = [group for chunk in chunks for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
     return sorted(groups, key=lambda group: -min(depth[parameter] for parameter in group.params))
 
 
-# Megatron's dynamic loss scale: what losses are multiplied by in fp16, so that small gradients do not become zero.
+# Megatron's dynamic loss scale: a factor of fp16 losses, so that small gradients do not underflow.
 
 
 def scaler_settings(settings: schema.LossScale) -> dict[str, Any]:
-    """What Megatron's OptimizerConfig calls them."""
+    """Returns the loss scale settings under the names of Megatron's OptimizerConfig."""
     return {
         "initial_loss_scale": settings.initial,
         "min_loss_scale": settings.minimum,
@@ -185,10 +185,10 @@ def scaler_settings(settings: schema.LossScale) -> dict[str, Any]:
 
 
 class MegatronLossScale:
-    """Of a model's optimizer. Of one that needs none, since its weights are not fp16, it says nothing.
+    """The loss scale of a model's optimizer. Without fp16 weights there is none.
 
-    The optimizer divides gradients by it before it looks at them, and halves or doubles it: after gradients that
-    overflowed, or a number of steps in which none did. All ranks of the role have the same.
+    The optimizer divides gradients by the scale before using them. It halves the scale after overflows and doubles it
+    after a number of steps without one. The scale is equal on all ranks of the role.
     """
 
     def __init__(self, optimizer: MegatronOptimizer, config: TransformerConfig) -> None:
@@ -201,7 +201,7 @@ class MegatronLossScale:
         return 1.0 if self._scaler is None else float(self._scaler.scale)
 
     def can_fall(self) -> bool:
-        """Whether gradients that overflow may be the scale's doing."""
+        """Returns whether a smaller scale may avoid an overflow of gradients."""
         return self._scaler is not None and self.value > float(self._scaler.min_scale)
 
     def metrics(self, *, overflowed: bool) -> dict[str, float]:
@@ -210,13 +210,13 @@ class MegatronLossScale:
         return {LOSS_SCALE: self.value, OVERFLOWED: float(overflowed)}
 
     def state(self) -> str:
-        """For `load`; empty where there is none."""
+        """Returns the state for `load`, empty without a loss scale."""
         if self._scaler is None:
             return ""
         return json.dumps([self.value, self._scaler._growth_tracker, self._scaler._hysteresis_tracker])
 
     def load(self, state: str) -> None:
-        """Go on from a `state`, where the run that saved it had one too."""
+        """Restores a `state`, unless it is empty or this model has no loss scale."""
         if self._scaler is None or not state:
             return
         scale, growth, hysteresis = json.loads(state)
@@ -224,12 +224,14 @@ class MegatronLossScale:
         self._scaler._growth_tracker, self._scaler._hysteresis_tracker = growth, hysteresis
 
 
-# Megatron's optimizer for one role, which may live on some of the world's ranks.
+# Megatron's optimizer for a role on some of the world's ranks.
 
 
 class OptimizerWithExperts(ChainedOptimizer):
-    """One optimizer for what all ranks of data parallelism share, and one for experts, which fewer ranks share. In fp16
-    they have one loss scale."""
+    """A pair of optimizers with one loss scale: one for parameters of all data-parallel ranks, one for experts.
+
+    Experts are shared by fewer ranks.
+    """
 
     def __init__(self, chained_optimizers: list[MegatronOptimizer]) -> None:
         super().__init__(chained_optimizers)
@@ -239,8 +241,10 @@ class OptimizerWithExperts(ChainedOptimizer):
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
-        """As Megatron has it, but that the loss scale follows from both members' gradients together, and moves once.
-        Collective over: the role's ranks."""
+        """Prepares gradients like Megatron, but updates the loss scale once, for overflows in either member.
+
+        Collective over: the role's ranks.
+        """
         if self.grad_scaler is None:
             return bool(super().prepare_grads())
         overflowed = False
@@ -253,8 +257,7 @@ class OptimizerWithExperts(ChainedOptimizer):
 
     @torch.no_grad()
     def clip_grad_norm(self, clip_grad: float) -> float:
-        """The norm of all gradients together, each counted once, and clips them by it. Collective over: the role's
-        ranks."""
+        """Returns the norm of all gradients, each counted once, and clips them. Collective over: the role's ranks."""
         norm = float(self.get_grad_norm())
         for member in self.chained_optimizers:
             parameters = member.get_parameters()
@@ -264,19 +267,20 @@ class OptimizerWithExperts(ChainedOptimizer):
 
 
 def members(optimizer: MegatronOptimizer) -> Sequence[MegatronOptimizer]:
-    """The optimizers that it consists of."""
+    """Returns the single optimizers of `optimizer`."""
     return optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
 def build_optimizer(
     chunks: Sequence[DistributedDataParallel], settings: schema.Optimizer, groups: ProcessGroupCollection
 ) -> MegatronOptimizer:
-    """AdamW over the parameters of a model's `chunks`, sharded over data parallelism where these say so; fp32 master
-    weights, and in fp16 a loss scale. What makes the steps may be replaced: training/megatron/optimizer.py.
+    """Builds AdamW over the parameters of a model's `chunks`, sharded over data parallelism if their config says so.
 
-    Weights must be loaded before: parameters in half precision are copied to their masters here. Goes past Megatron's
-    `get_megatron_optimizer`, which gathers parameter groups over the whole world and so hangs when some ranks of the
-    world hold another role.
+    It has fp32 master weights, and in fp16 a loss scale. `replace_steps` may replace its steps.
+
+    Weights must be loaded before: parameters in half precision are copied to their masters here. Megatron's
+    `get_megatron_optimizer` is not used. It gathers parameter groups over the whole world, and hangs if some ranks of
+    the world have another role.
     """
     config = OptimizerConfig(
         optimizer="adam",
@@ -330,7 +334,7 @@ def build_optimizer(
 def _parameter_groups(
     parameters: Sequence[torch.nn.Parameter], settings: schema.Optimizer, of_experts: bool
 ) -> list[dict[str, object]]:
-    """Matrices, which decay, and vectors (norm weights, biases), which do not; on some stages there may be none."""
+    """Returns two groups, perhaps empty: matrices with weight decay, vectors (norm weights, biases) without."""
     shared = {"is_expert_parallel": of_experts, "default_config": True, "is_decoupled_lr": False, "lr_mult": 1.0}
     if megatron_optimizer.USING_PYTORCH_OPTIMIZER:
         shared["fused"] = True
@@ -347,17 +351,20 @@ def _parameter_groups(
     ]
 
 
-# What makes the steps of Megatron's optimizers, where that is not torch's or Transformer Engine's Adam.
+# Other optimizer steps than the Adam of torch or Transformer Engine.
 
 
 def is_replaced(settings: schema.Optimizer) -> bool:
-    """Whether the settings ask for something that Megatron's own Adam does not do everywhere."""
+    """Returns whether the settings need more than Megatron's own Adam."""
     return settings.name != "adamw" or settings.moments_dtype != "float32" or bool(settings.cpu_offload)
 
 
 def replace_steps(model: LanguageModel, optimizer: MegatronOptimizer, settings: schema.Optimizer) -> None:
-    """Have a new `optimizer` make its steps as the settings say: gradients, their norm, loss scale and the gathering of
-    weights stay Megatron's. Collective over: with muon the ranks of the model's pipeline stage."""
+    """Replaces the steps of a new `optimizer` as the settings say.
+
+    Gradients, their norm, the loss scale and the gathering of weights stay Megatron's. Collective over: with muon, the
+    ranks of the model's pipeline stage.
+    """
     names = {id(parameter): name for name, parameter in local_parameters(model).items()}
     matrices = _matrix_pieces(model) if settings.name == "muon" else {}
     for member in members(optimizer):
@@ -379,12 +386,12 @@ def replace_steps(model: LanguageModel, optimizer: MegatronOptimizer, settings: 
 
 
 def stepping(member: MegatronOptimizer) -> SteppingOptimizer | None:
-    """What replaced a member's steps."""
+    """Returns the replacement of a member's steps, or None."""
     return member.optimizer if isinstance(member.optimizer, SteppingOptimizer) else None
 
 
 def masters(member: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
-    """The parameters of which a member has something here, with what it works on."""
+    """Yields the parameters with a share in this member, each with its master."""
     groups: list[tuple[list[Any], list[Any]]] = []
     if isinstance(member, DistributedOptimizer):
         groups += zip(member.model_fp32_groups, member.shard_fp32_groups, strict=True)
@@ -399,7 +406,7 @@ def masters(member: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, Ten
 
 
 def first_of(member: MegatronOptimizer, parameter: torch.nn.Parameter) -> int:
-    """Where a member's share of a flattened parameter begins."""
+    """Returns the start of a member's share in the flattened parameter."""
     if not isinstance(member, DistributedOptimizer):
         return 0
     first: int = member._get_model_param_range_map(parameter)["param"].start
@@ -407,7 +414,7 @@ def first_of(member: MegatronOptimizer, parameter: torch.nn.Parameter) -> int:
 
 
 def _weights(member: MegatronOptimizer, parameter: torch.nn.Parameter, key: Tensor) -> Tensor:
-    """Flat: what the model computes with, of the member's share."""
+    """Returns the model's own weights of the member's share, flat."""
     if parameter.dtype == key.dtype:
         return key.detach().view(-1)
     first = first_of(member, parameter)
@@ -415,7 +422,7 @@ def _weights(member: MegatronOptimizer, parameter: torch.nn.Parameter, key: Tens
 
 
 def _matrix_pieces(model: LanguageModel) -> Mapping[str, Array]:
-    """By name, the pieces of parameters that consist of nothing but matrices that are made orthogonal."""
+    """Returns the pieces of parameters that consist only of matrices for Muon, by name."""
     on, tensors = model.layout.on(dist.get_rank()), model.layout.tensors
     found: dict[str, Array] = {}
     for number, (name, _) in enumerate(on.parameters):
@@ -427,7 +434,7 @@ def _matrix_pieces(model: LanguageModel) -> Mapping[str, Array]:
 
 
 def _boxes(found: list[tuple[str, Slot]], firsts: list[int], matrices: Mapping[str, Array], none: Array) -> Array:
-    """What this rank's slots hold of matrices; `parameter` is the slot's number. `none` where they hold nothing."""
+    """Returns this rank's boxes of matrices, with the slot's number as `parameter`. `none` is an empty table."""
     tables = [none]
     for number, ((name, slot), first) in enumerate(zip(found, firsts, strict=True)):
         if slot.matrices:

@@ -1,4 +1,4 @@
-"""What megatron-core needs to run where there is no CUDA device. Nothing here takes effect where there is one."""
+"""Adaptations of megatron-core to machines without a CUDA device. With CUDA none of them takes effect."""
 
 import functools
 import types
@@ -26,12 +26,13 @@ Patch = Callable[[], None]
 
 
 def current_device_is_the_cpu() -> None:
-    """Megatron allocates parameters' gradients, receive buffers and collectives' outputs on the current CUDA device."""
+    """Allocates on the CPU: Megatron puts gradients, receive buffers and outputs of collectives on the current CUDA
+    device."""
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
 
 
 def cuda_literals_mean_the_cpu() -> None:
-    """Schedules, optimizers, loss scales and gradient norms make small tensors with a literal device="cuda"."""
+    """Replaces the literal device="cuda" of small tensors in schedules, optimizers, loss scales and gradient norms."""
     stand_in = _torch_with(**{name: _on_cpu(getattr(torch, name)) for name in ("tensor", "zeros")})
     for module in (
         megatron.core.optimizer.clip_grads,
@@ -44,7 +45,8 @@ def cuda_literals_mean_the_cpu() -> None:
 
 
 def tensor_types_are_cuda_types() -> None:
-    """Optimizers recognise parameters and gradients by the names of CUDA tensor types when set up and when clipping."""
+    """Pretends CUDA tensor types: optimizers recognize parameters and gradients by their names, at setup and in
+    clipping."""
     for owner, name in (
         (distrib_optimizer.DistributedOptimizer, "__init__"),
         (megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params, "__init__"),
@@ -54,26 +56,26 @@ def tensor_types_are_cuda_types() -> None:
 
 
 def tied_embeddings_stay_on_the_cpu() -> None:
-    """The first and last pipeline stage's copies of a tied embedding are moved by Tensor.cuda()."""
+    """Makes Tensor.cuda() do nothing for the tied embedding's copies on the first and last pipeline stage."""
     name = "setup_embeddings_and_output_layer"
     setattr(LanguageModule, name, _within(_cuda_is_identity, getattr(LanguageModule, name)))
 
 
 def recomputation_keeps_no_cuda_random_state() -> None:
-    """Activation recomputation saves and restores the CUDA generator's state beside the CPU's."""
+    """Skips the CUDA generator's state in activation recomputation. Only the CPU's is saved and restored."""
     megatron.core.tensor_parallel.random._get_cuda_rng_state = lambda *args, **kwargs: torch.empty(0)
     megatron.core.tensor_parallel.random._set_cuda_rng_state = lambda *args, **kwargs: None
 
 
 def experts_get_tokens_without_streams() -> None:
-    """Counts of the tokens for each expert are copied to the host on a CUDA stream of their own."""
+    """Replaces the CUDA stream for copying the experts' token counts to the host."""
     stream = types.SimpleNamespace(record_event=lambda: types.SimpleNamespace(synchronize=lambda: None))
     cuda = types.SimpleNamespace(Stream=lambda: stream, current_stream=lambda: stream, stream=nullcontext)
     megatron.core.transformer.moe.token_dispatcher.torch = _torch_with(cuda=cuda)
 
 
 def uneven_shares_are_exchanged() -> None:
-    """Ranks that an expert is cut over get all tokens of each other, unequally many; gloo takes equal shares alone."""
+    """Exchanges unequal numbers of tokens between the ranks of a split expert. gloo only takes equal ones."""
     stand_in = types.ModuleType("torch.distributed")
     stand_in.__dict__.update(
         torch.distributed.__dict__, all_gather=_all_gather_uneven, reduce_scatter=_reduce_scatter_uneven
@@ -82,28 +84,28 @@ def uneven_shares_are_exchanged() -> None:
 
 
 def counts_of_tokens_are_numbers() -> None:
-    """They become arrays, as all-to-all takes them, only on their way to the host from a CUDA device."""
+    """Converts token counts to arrays for all-to-all. Megatron only does so when copying them from a CUDA device."""
     megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu = _as_numbers
 
 
 def routers_use_torch() -> None:
-    """They take Megatron's wrapper of Transformer Engine's matrix product, which can be imported without it, for it."""
+    """Hides Transformer Engine's matrix product from routers. Megatron's wrapper can be imported without it and seems
+    usable."""
     megatron.core.transformer.moe.moe_utils.te_general_gemm = None
 
 
 def latent_attention_knows_no_transformer_engine() -> None:
-    """It, too, takes Megatron's wrappers for Transformer Engine: it asks whether a layer is one of its."""
+    """Hides Transformer Engine from latent attention. Megatron's wrappers can be imported without it."""
     megatron.core.transformer.multi_latent_attention.HAVE_TE = False
 
 
 def slices_of_angles_are_cut_on_the_cpu() -> None:
-    """YaRN's angles are made once with the model, and cut among the ranks of context parallelism by indices that are
-    pinned and sent to a CUDA device."""
+    """Slices YaRN's angles for context parallelism on the CPU. Megatron sends pinned indices to a CUDA device."""
     megatron.core.models.common.embeddings.yarn_rotary_pos_embedding.get_pos_emb_on_this_cp_rank = _slices_of_rank
 
 
 def gradient_buckets_have_no_stream() -> None:
-    """Since 0.19 the buckets of gradients ask for the current CUDA stream, for events that CUDA graphs leave."""
+    """Hides the current CUDA stream from gradient buckets. Since 0.19 they ask for it because of CUDA graphs."""
     cuda = types.SimpleNamespace(**{**vars(torch.cuda), "current_stream": lambda: None})
     megatron.core.distributed.param_and_grad_buffer.torch = _torch_with(cuda=cuda)
 
@@ -127,9 +129,9 @@ _applied: set[Patch] = set()
 
 
 def adapt_to_platform() -> None:
-    """Make megatron-core usable on this machine; call before building models. Repeated calls change nothing.
+    """Makes megatron-core usable on this machine. Call it before building models. Repeated calls change nothing.
 
-    Without CUDA every patch of PATCHES is applied; with CUDA, none.
+    Without CUDA every patch of PATCHES is applied, with CUDA none.
     """
     if torch.cuda.is_available():
         return
@@ -140,7 +142,7 @@ def adapt_to_platform() -> None:
 
 
 def _torch_with(**replaced: Any) -> types.ModuleType:
-    """What stands for torch in a module of Megatron: all of it, but for some names."""
+    """Returns a copy of the torch module with some names replaced, for a module of Megatron."""
     stand_in = types.ModuleType("torch")
     stand_in.__dict__.update(torch.__dict__, **replaced)
     return stand_in
@@ -195,7 +197,7 @@ def _within(context: Callable[[], Any], function: Callable[..., Any]) -> Callabl
 
 @contextmanager
 def _replaced(name: str, method: Callable[..., Any]) -> Iterator[None]:
-    """A method of torch.Tensor, replaced for the duration."""
+    """Replaces a method of torch.Tensor within the context."""
     original = getattr(torch.Tensor, name)
     setattr(torch.Tensor, name, method)
     try:

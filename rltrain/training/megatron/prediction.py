@@ -1,8 +1,7 @@
-"""The layer that predicts a further token, beside the end of a model, and its loss.
+"""The multi-token prediction layer at the end of a model, and its loss.
 
-Megatron's own block for that takes its groups from the global parallel state; this is the same layer, with the same
-names. What belongs to a row is decided where all tokens of a micro-batch are known, so no rank asks another for the
-token that follows its last one.
+It has the layers and names of Megatron's own block. Megatron's takes its groups from the global parallel state. Here
+the following token of each row is found while all tokens of a micro-batch are known, so ranks need not exchange tokens.
 """
 
 from dataclasses import dataclass, field, replace
@@ -28,30 +27,32 @@ from rltrain.training.megatron.norms import RMSNorm, parameter_device
 from rltrain.training.packing import MicroBatch, of_all_tokens
 
 LOSS = "mtp_loss"
-"""The metric of its loss."""
+"""Name of the metric of its loss."""
 AHEAD = 2
-"""The row of token i is given token i + 1, and predicts token i + 2."""
+"""The row of token i gets token i + 1 and predicts token i + 2."""
 
 
 @dataclass
 class Predicted:
-    """With the packed sequences of a micro-batch: `following` [rows + padding] the token behind that of each row, 0
-    at a sample's end. The layer leaves `states` [rows + padding, hidden] there, equal on all ranks of the
-    tensor-parallel group."""
+    """The layer's input and output of a micro-batch. It travels with the packed sequences.
+
+    `following` [rows + padding] is the token after each row's token, or 0 at a sample's end. The layer stores `states`
+    [rows + padding, hidden], equal on all ranks of the tensor-parallel group.
+    """
 
     following: Tensor
     states: Tensor | None = field(default=None, init=False)
 
     @property
     def made(self) -> Tensor:
-        assert self.states is not None, "the model's last chunk has made them"
+        assert self.states is not None, "made by the model's last chunk"
         return self.states
 
 
 def tell_following(sequences: PackedSeqParams, batch: MicroBatch) -> Predicted:
-    """Have the tokens that follow reach the layer with the packed sequences."""
+    """Attaches the following tokens to the packed sequences, for the layer."""
     following = batch.experience.tokens.roll(-1)
-    following[batch.experience.offsets()[1:] - 1] = 0  # whoever packed which samples: routers count those rows too
+    following[batch.experience.offsets()[1:] - 1] = 0  # a fixed token, since routers count these rows too
     rows = batch.rows_of(following)
     padded = torch.nn.functional.pad(rows, (0, len(batch.padded_tokens) - len(rows)))
     told = Predicted(padded.to(batch.padded_tokens.device))
@@ -60,12 +61,15 @@ def tell_following(sequences: PackedSeqParams, batch: MicroBatch) -> Predicted:
 
 
 def told_following(sequences: PackedSeqParams) -> Predicted | None:
-    """What `tell_following` told, if it did."""
+    """Returns the attachment of `tell_following`, or None."""
     return cast(Predicted | None, vars(sequences).get("predicted"))
 
 
 class PredictionLayer(torch.nn.Module):
-    """Every tensor-parallel rank has the matrix of the projection whole: cut, its outputs would have to be gathered."""
+    """The multi-token prediction layer.
+
+    Every tensor-parallel rank has the whole projection matrix. With a split one, its outputs would have to be gathered.
+    """
 
     def __init__(
         self,
@@ -77,7 +81,7 @@ class PredictionLayer(torch.nn.Module):
         *,
         vp_stage: int | None,
     ) -> None:
-        """`number` of the layer, from 1, behind the others of its chunk."""
+        """Takes `number`, the layer's number from 1, after the others of its chunk."""
         super().__init__()
         self.hidden_first, self.config, self.tp_group = shape.hidden_first, config, collection.tp
         norm = (config, config.hidden_size, config.layernorm_epsilon)
@@ -89,7 +93,7 @@ class PredictionLayer(torch.nn.Module):
             device=parameter_device(config),
             dtype=config.params_dtype,
         )
-        # Each rank has tokens of its own there, whose gradients Megatron then sums.
+        # With sequence parallelism each rank has its own tokens, and Megatron sums their gradients.
         self.eh_proj.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.transformer_layer = build_module(
             decoder_layer, config=config, layer_number=number, pg_collection=collection, vp_stage=vp_stage
@@ -97,13 +101,16 @@ class PredictionLayer(torch.nn.Module):
 
     @property
     def mtp_model_layer(self) -> torch.nn.Module:
-        """Returns the decoder layer by the name that Megatron's CUDA graphs have for it since 0.19."""
+        """The decoder layer under the name expected by Megatron's CUDA graphs since 0.19."""
         return cast(torch.nn.Module, self.transformer_layer)
 
     def forward(self, hidden: Tensor, embedded: Tensor, **settings: Any) -> Tensor:
-        """[tokens (of this rank), 1, hidden] each, what the model makes of every token and the embedding of the one
-        that follows -> [tokens, hidden], of all of the tensor-parallel group, as the head takes it. `settings` are what
-        decoder layers are told. Collective over: the tensor-parallel group, and in backward."""
+        """Returns the states for the head, [tokens, hidden], for all tokens of the tensor-parallel group.
+
+        `hidden` are the model's states of every token, `embedded` the embeddings of the following tokens, [tokens (of
+        this rank), 1, hidden] each. `settings` are arguments of decoder layers. Collective over: the tensor-parallel
+        group, and in backward.
+        """
         parts = self.hnorm(hidden), self.enorm(embedded)
         joined = self.eh_proj(torch.cat(parts if self.hidden_first else parts[::-1], dim=-1))
         states, _ = self.transformer_layer(hidden_states=joined, **settings)
@@ -114,7 +121,7 @@ class PredictionLayer(torch.nn.Module):
 
 
 class PredictionLayers(torch.nn.Module):
-    """One, under the name that Megatron's block of several has for it."""
+    """A container of the single layer, under the name of Megatron's block of several layers."""
 
     def __init__(self, layer: PredictionLayer) -> None:
         super().__init__()
@@ -128,8 +135,10 @@ class PredictionLayers(torch.nn.Module):
 def copy_of_embedding(
     config: TransformerConfig, vocab_size: int, max_positions: int, collection: ProcessGroupCollection
 ) -> LanguageModelEmbedding:
-    """On the last stage of a pipeline, whose first one has the embedding too: both get the sum of both's gradients, so
-    that the copies stay equal, and count once in their norm."""
+    """Returns a copy of the embedding for the last pipeline stage. The first stage has the embedding too.
+
+    Both get the sum of both gradients, so the copies stay equal. They count once in the gradient norm.
+    """
     embedding = word_embedding(config, vocab_size, max_positions, collection)
     embedding.word_embeddings.weight.shared = True
     mark_shared(embedding)
@@ -137,20 +146,22 @@ def copy_of_embedding(
 
 
 def mark_shared(embedding: LanguageModelEmbedding) -> None:
-    """Have data parallelism cut its gradient where it cuts that of the other stage."""
+    """Marks the embedding as shared, so data parallelism splits its gradient in the same way on both stages."""
     embedding.word_embeddings.weight.shared_embedding = True
 
 
 def weights_of_rows(batch: MicroBatch, shares: Tensor) -> Tensor:
-    """[tokens] what the loss counts for in the row of every token: only where the token that is predicted is one of the
-    sample's response. Those of a sample come to its share together. On the micro-batch's device."""
+    """Returns each row's weight in the loss, [tokens], on the micro-batch's device.
+
+    A row counts only if its predicted token is in the sample's response. The weights of a sample sum to its share.
+    """
     experience = batch.experience
     counted = experience.response_mask.float()
     offsets = experience.offsets().to(counted.device)
     numbers = torch.repeat_interleave(
         torch.arange(experience.num_samples, device=counted.device), experience.lengths.to(counted.device)
     )
-    # The first tokens of a sample are predicted by no row of it.
+    # No row of a sample predicts its first tokens.
     place = torch.arange(len(counted), device=counted.device) - offsets[numbers]
     counted = counted * (place >= AHEAD)
     counts = torch.zeros(experience.num_samples, device=counted.device).index_add(0, numbers, counted)
@@ -159,10 +170,10 @@ def weights_of_rows(batch: MicroBatch, shares: Tensor) -> Tensor:
 
 
 def prediction_loss(batch: MicroBatch, made_of: Logits, shares: Tensor, groups: Any, vocab_size: int) -> Tensor:
-    """The cross-entropy of the token after next, each sample's mean over those of its response, which counts for its
-    part of `shares` [samples]: a scalar. `made_of` has the layer's states and the head's weights.
+    """Returns the cross-entropy of the token after next, a scalar.
 
-    Collective over: the tensor- and context-parallel groups.
+    Each sample's mean over its response tokens has its weight in `shares` [samples]. `made_of` has the layer's states
+    and the head's weights. Collective over: the tensor- and context-parallel groups.
     """
     logits = replace(made_of, states=made_of.states[: batch.num_rows])
     labels = batch.rows_of(batch.experience.tokens.roll(-AHEAD))
@@ -172,6 +183,6 @@ def prediction_loss(batch: MicroBatch, made_of: Logits, shares: Tensor, groups: 
 
 
 def with_loss(output: LossOutput, loss: Tensor) -> LossOutput:
-    """What is kept of a micro-batch, with that of the further token."""
+    """Returns the kept output of a micro-batch with the loss of the prediction layer."""
     sums = {**output.sums, LOSS: loss.detach().clone()}
     return LossOutput(output.loss, output.divisor, sums, output.token_sums, output.maxima)

@@ -1,4 +1,4 @@
-"""Imports megatron-core without what of it nothing here uses and every process would pay for."""
+"""Imports megatron-core without expensive and unused parts."""
 
 import importlib
 import sys
@@ -10,12 +10,12 @@ import torch
 
 
 def import_megatron() -> None:
-    """Without wandb and tensorboard; and without CUDA, where nothing would be compiled, without torch's compiler.
+    """Imports Megatron without wandb and tensorboard, and without torch's compiler if there is no GPU.
 
-    Megatron hands its fused functions to torch.compile when its modules are imported. That loads torch's compiler, a
-    third of the CPU time of importing this package, for functions that models on CPUs do not call: they stay as they
-    are written. wandb, a sixth of that time, and tensorboard are for timers and an engine of Megatron that
-    have no part in a job here; the job's own metrics import them where the config asks for them.
+    Megatron passes its fused functions to torch.compile at import. Loading torch's compiler takes a third of the CPU
+    time of importing this package, and models on CPUs do not call these functions. So they stay uncompiled. wandb takes
+    a sixth of that time. wandb and tensorboard serve Megatron's timers and engine, and jobs use neither. The job's own
+    metrics import them if the config asks for them.
     """
     on_cpu = not torch.cuda.is_available()
     with _absent("wandb"), _absent("torch.utils.tensorboard"), _uncompiled() if on_cpu else nullcontext():
@@ -40,7 +40,7 @@ def _as_written(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _absent(package: str) -> Iterator[None]:
-    """What is imported meanwhile does not find `package`, unless it was there before."""
+    """Makes imports of `package` fail within the context, unless it was already imported."""
     if package in sys.modules:
         yield
         return

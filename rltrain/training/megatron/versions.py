@@ -1,6 +1,6 @@
-"""What differs between the releases of megatron-core that rltrain trains with, 0.16.1 to 0.19.
+"""Differences between the supported releases of megatron-core, 0.16.1 to 0.19.
 
-Each entry names the release that brought the difference. It can go when no older release is supported.
+Each entry names the release with the change. It can go when no older release is supported.
 """
 
 import logging
@@ -21,10 +21,10 @@ LATENT_MODULES = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_l
 
 
 def skip_separate_gradient_norms(members: Sequence[MegatronOptimizer]) -> None:
-    """Tells optimizers that no parameter belongs to a group with a gradient norm of its own.
+    """Marks the optimizers as having no parameter groups with a separate gradient norm.
 
-    Since 0.19 they ask all ranks for such groups before they clip. A pipeline stage without parameters of its own does
-    not take part, so the others would wait for it. rltrain marks no parameter so.
+    Since 0.19 they ask all ranks for such groups before clipping. A pipeline stage without parameters does not take
+    part, so the others would wait for it. rltrain has no such groups.
     """
     groups = getattr(optimizers, "SEPARATE_GRAD_NORM_GROUPS", ())
     for member in members:
@@ -32,10 +32,10 @@ def skip_separate_gradient_norms(members: Sequence[MegatronOptimizer]) -> None:
 
 
 class ModulesOfSpec:
-    """Latent attention made of the modules that its spec names.
+    """A mixin of latent attention: it uses the modules named by its spec.
 
-    Since 0.19 Megatron replaces the projection of queries without a latent by one with a norm inside, which Moonlight
-    does not have.
+    Since 0.19 Megatron replaces the projection of queries without a latent by one with a norm inside. Moonlight has no
+    such norm.
     """
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def data_parallel(
     chunk: torch.nn.Module,
     groups: ProcessGroupCollection,
 ) -> DistributedDataParallel:
-    """Returns `chunk` with its gradient buffers. Since 0.19 Megatron warns where it lays these out by itself."""
+    """Returns `chunk` with its gradient buffers. Hides Megatron's warning about their layout, new in 0.19."""
     logger = logging.getLogger(DistributedDataParallel.__module__)
     logger.addFilter(_is_no_advice)
     try:
@@ -62,7 +62,7 @@ def _is_no_advice(record: logging.LogRecord) -> bool:
 
 
 def dense_mlp(submodules: MLPSubmodules) -> Any:
-    """Returns the spec of an MLP for a layer. Since 0.17 a layer takes a function, and warns of a ModuleSpec."""
+    """Returns the spec of an MLP for a layer. Since 0.17 a layer takes a function, and warns about a ModuleSpec."""
     if hasattr(MLP, "as_mlp_submodule"):
         return partial(MLP.as_mlp_submodule, submodules=submodules)
     return ModuleSpec(module=MLP, submodules=submodules)
