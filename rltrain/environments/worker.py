@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import IO, Any
 
-from rltrain.environments import gymnasium_adapter, nemo_rl, one_by_one, openenv, own, skyrl_gym, slime, trl_environment
+from rltrain.environments import gymnasium_adapter, one_by_one, openenv, own, slime
 from rltrain.environments.batch import EnvironmentFactory
 from rltrain.environments.convention import EnvironmentConvention
 from rltrain.environments.encoding import BadAnswer, Json, decode_action, encode_openings, encode_results, to_line
 from rltrain.environments.interface import Environment
+from rltrain.environments.other_frameworks import NemoRl, SkyRLGym, TrlEnvironment
 from rltrain.errors import ConfigError, UserError
 from rltrain.rewards.locating import locate
 from rltrain.runtime.machine import become_worker, describe_raised
@@ -37,12 +38,12 @@ BUILT_IN = {
 CONVENTIONS: Sequence[EnvironmentConvention] = (
     slime,
     own,
-    nemo_rl,
+    NemoRl,
     openenv,
     gymnasium_adapter,
-    skyrl_gym,
+    SkyRLGym,
     one_by_one,
-    trl_environment,
+    TrlEnvironment,
 )
 """The first that recognises what was named plays it."""
 EXPECTED = (
