@@ -32,8 +32,8 @@ from rltrain.data.tokenizer import end_token_ids
 from rltrain.errors import CheckpointError, UserError
 from rltrain.models import canonical_tensors, read_architecture
 from rltrain.models.checkpoint_model import num_predicting
+from rltrain.models.of_roles import read_unlisted
 from rltrain.models.table import read_weight_map, stored_names
-from rltrain.models.unlisted import read_unlisted
 from rltrain.reshard.fsdp_layout import fsdp_layout
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.json_text import MOST_NESTED, parse_json, parse_json_at
