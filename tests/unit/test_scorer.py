@@ -271,11 +271,11 @@ def test_a_user_s_module_is_found_in_the_working_directory(tmp_path: Path, monke
         (f"{MODULE}:whole", {"label": "x"}, "cannot be called with (prompt, response, label)"),
         ("os:getcwd", {}, "cannot be called with (prompt, response, label)"),
         (f"{MODULE}:as_for_nobody", {}, "takes (data_source, text, gold) and would get the prompt as 'data_source'"),
-        (f"{MODULE}:as_for_nobody", {}, "expected (prompt, response, label), which may take row, messages, turns"),
+        (f"{MODULE}:as_for_nobody", {}, "expected (prompt, response, label) with optional row, messages, turns"),
         (
             f"{MODULE}:verl_with_a_tokenizer",
             {},
-            "it has verl's form and takes 'tokenizer' besides, which nothing fills",
+            "it has verl's form, but no value for 'tokenizer'",
         ),
         (f"{MODULE}:trl_with_environments", {}, "it has TRL's form and takes 'environments' besides"),
         (f"{MODULE}:slime_with_more", {}, "it has slime's form and takes 'evaluator' besides"),
