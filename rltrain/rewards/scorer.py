@@ -186,8 +186,8 @@ def _pattern(verdict: str) -> re.Pattern[str]:
         raise ConfigError(f"judge.verdict: {verdict!r} is not a regular expression: {error}") from error
     if pattern.groups != 1:
         raise ConfigError(
-            f"judge.verdict: got {verdict!r} with {pattern.groups} groups; expected one, around the number. Write other "
-            "groups as (?:...)"
+            f"judge.verdict: got {verdict!r} with {pattern.groups} groups; expected one, around the number. Write "
+            "other groups as (?:...)"
         )
     return pattern
 

@@ -36,7 +36,8 @@ from rltrain.runtime.machine import become_worker, kill_worker, start_worker
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
-"""Seconds for a worker to import the function's module. Also the limit of its first call, because that may import more."""
+"""Seconds for a worker to import the function's module. Also the limit of its first call, because it may import
+more."""
 LESS_AFTER_A_HANG = 8
 """After each consecutive hang in a first call, the next first call has this many times less time."""
 SAY_AFTER_S = 10.0
@@ -164,7 +165,7 @@ class WorkerProcess:
         return reply
 
     def _call(self, request: Request, limit_s: float, why: str, limit: str) -> Reply:
-        """Returns the process's reply. If there is none, the process is killed, because it exceeded `limit` or ended."""
+        """Returns the process's reply. Without one, the process is killed, because it exceeded `limit` or ended."""
         assert self.process is not None
         try:
             tell = partial(self.shared.tell_silence, request.described, limit_s, why)
@@ -307,7 +308,7 @@ class FunctionWorkers:
             self._idle.put(process)
 
     def _answers(self, process: WorkerProcess, request: Request) -> list[Answer]:
-        """Returns the answers to a request. If a process died or hung with several calls, each call is repeated alone."""
+        """Returns the answers to a request. If a process died or hung with several calls, each is repeated alone."""
         reply = process.ask(request)
         self.on_scored()
         if reply.seconds is None and len(request.calls) > 1:
