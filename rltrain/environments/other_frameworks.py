@@ -26,8 +26,8 @@ OWN_OPTIONS = ("metadata_key",)
 
 
 class NemoRl:
-    """`env.options` are the environment's cfg, but for `metadata_key`, the column that is an episode's first metadata
-    ("extra_env_info"; the whole row where it has none)."""
+    """A NeMo-RL environment. `env.options` are its cfg, except for `metadata_key`. That is the column with an episode's
+    first metadata (default "extra_env_info"). Without this column it is the whole row."""
 
     @staticmethod
     def recognises(thing: Any) -> bool:
@@ -46,7 +46,7 @@ class NemoRl:
         self.metadata: list[Any] = []
 
     def reset(self, rows: Sequence[Row], seeds: Sequence[int]) -> Sequence[None]:
-        """First observations are the rows' prompts."""
+        """Begins the episodes. Their first observations are the prompts of the rows."""
         prompts = [row[self.prompt_key] for row in rows]
         self.logs = [as_messages(prompt) for prompt in prompts]
         self.metadata = [row.get(self.metadata_key, row) for row in rows]
@@ -85,7 +85,7 @@ def _plain(values: Any) -> Sequence[Any]:
 
 
 def _summed(rewards: Any) -> Sequence[float]:
-    """Several rewards by name are added."""
+    """Returns the sum of rewards given by name."""
     if isinstance(rewards, Mapping):
         return [sum(parts) for parts in zip(*map(_plain, rewards.values()), strict=True)]
     return _plain(rewards)
@@ -95,7 +95,8 @@ def _summed(rewards: Any) -> Sequence[float]:
 
 
 class SkyRLGym:
-    """`env.options` are the environment's env_config; `extras` are the row's columns, with max_turns of the options."""
+    """A SkyRL-Gym environment. `env.options` are its env_config. Its `extras` are the row's columns and the option
+    max_turns."""
 
     @staticmethod
     def recognises(thing: Any) -> bool:
@@ -140,7 +141,7 @@ class SkyRLGym:
 
 
 class AttributeDict(dict[str, Any]):
-    """Whose keys are attributes as well, as those of the config that SkyRL-Gym's environments expect."""
+    """A dict with its keys as attributes, like the config of SkyRL-Gym's environments."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -150,19 +151,19 @@ class AttributeDict(dict[str, Any]):
         return AttributeDict(value) if isinstance(value, dict) else value
 
 
-# TRL's environment_factory: an object per episode with reset(**row), methods that are tools, and a reward.
+# TRL's environment_factory: an object per episode with reset(**row), tool methods, and a reward.
 
 NO_TOOLS = ("reset", "get_reward", "close", "get_state", "load_state", "offload", "onload")
 JSON_TYPES: Mapping[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array"}
 
 
 class TrlEnvironment:
-    """A turn that calls tools is answered by what they return; one that does not ends the episode. Its reward is then
-    `get_reward()`, or the attribute `reward`. An error of a tool is its answer."""
+    """A TRL environment. A turn with tool calls is answered with their results, or with the error of a tool. A turn
+    without calls ends the episode. Its reward is `get_reward()`, or the attribute `reward`."""
 
     @staticmethod
     def recognises(thing: Any) -> bool:
-        """By a reset that takes any columns, no step, and a tool or a reward."""
+        """Recognises objects with a reset, no step, and a tool or a reward."""
         parameters = parameters_of(thing, "reset")
         if parameters is None or hasattr(thing, "step") or hasattr(thing, "init"):
             return False
@@ -183,7 +184,7 @@ class TrlEnvironment:
         self.num_turns = self.num_calls = self.num_errors = 0
 
     def reset(self, row: Row, seed: int) -> Opening:
-        """What its reset returns is added to the row's prompt."""
+        """Begins an episode. The text returned by the environment's reset is appended to the row's prompt."""
         self.num_turns = self.num_calls = self.num_errors = 0
         added = self.environment.reset(**row)
         if not added:
@@ -233,8 +234,8 @@ def _tool_names(thing: Any) -> Sequence[str]:
 
 
 def tool_schema(name: str, function: Callable[..., Any]) -> Mapping[str, Any]:
-    """As OpenAI writes it, from the types of the parameters and the docstring, whose lines "name: meaning" or "name
-    (type): meaning" describe the parameters."""
+    """Returns the schema of a tool in OpenAI's form, from the parameter types and the docstring. Docstring lines "name:
+    meaning" or "name (type): meaning" describe parameters."""
     lines = [line.strip() for line in (inspect.getdoc(function) or "").splitlines()]
     hints = typing.get_type_hints(function)
     properties, required = {}, []
