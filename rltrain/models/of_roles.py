@@ -1,4 +1,4 @@
-"""The architecture of every role's model: the actor's, but for a value head and a role's own checkpoint."""
+"""The architectures of all roles' models. Includes families without a table, described by transformers."""
 
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
@@ -21,7 +21,8 @@ from rltrain.tasks.roles import DECLARED
 
 
 def role_architectures(config: Config, roles: Iterable[str]) -> dict[str, Architecture]:
-    """By role, with that of the trained model under actor. CheckpointError where a config.json cannot be used."""
+    """Returns the architecture of each role's model. The trained model is under "actor". Raises CheckpointError if a
+    config.json cannot be used."""
     return {role: _architecture(config, role) for role in ("actor", *roles)}
 
 
@@ -40,14 +41,14 @@ def _architecture(config: Config, role: str) -> Architecture:
 
 
 def _read(config: Config, role: str, path: Path, key: str) -> Architecture:
-    """Of a family without a table by transformers, which takes seconds to load, where backend fsdp may have it."""
+    """Returns the architecture in a folder. Loads transformers only if backend fsdp uses a family without a table."""
     if config.backend_of(role) == "fsdp" and is_unlisted(path):
         return read_unlisted(path, key)
     return read_architecture(path, key)
 
 
 def are_quickly_read(config: Config) -> bool:
-    """Whether `role_architectures` does without transformers, which takes seconds to load."""
+    """Returns whether `role_architectures` works without transformers. Loading transformers takes seconds."""
     roles = ("actor", *config.placed_roles)
     return not any(config.backend_of(r) == "fsdp" and is_unlisted(Path(config.checkpoint_of(r)[0])) for r in roles)
 
@@ -57,23 +58,23 @@ def _expect_one_architecture(config: Config, first: Architecture) -> None:
         if _read(config, "teacher", Path(path), f"teacher.path.{name}") != first:
             raise ConfigError(
                 f"teacher.path.{name}: the model in {path} has another architecture than the first of teacher.path; "
-                "expected teachers of one architecture, since they share a layout and take each other's place"
+                "all teachers need the same architecture, because they share a layout"
             )
 
 
 def reference_uses_actor_modules(
     config: Config, grids: Mapping[str, Grid], architectures: Mapping[str, Architecture]
 ) -> bool:
-    """Whether the reference has the actor's ranks, layout and architecture, and so needs no model of its own: its
-    weights take the place of the actor's."""
+    """Returns whether the reference shares the actor's modules. It needs the actor's ranks, layout and architecture.
+    Its weights then replace the actor's during its task."""
     return not config.makes_actor_weights and _share_modules(config, grids, architectures)
 
 
 def reference_is_actors_base(
     config: Config, grids: Mapping[str, Grid], architectures: Mapping[str, Architecture]
 ) -> bool:
-    """Whether the reference is what the actor is without its adapters, in the same memory: it has the actor's ranks,
-    layout and checkpoint, and stays as it is."""
+    """Returns whether the reference is the actor without adapters, in the same memory. It needs the actor's ranks,
+    layout and checkpoint, and no refresh."""
     return (
         config.model.lora is not None
         and not config.reference.refresh_every
@@ -92,18 +93,18 @@ def _share_modules(config: Config, grids: Mapping[str, Grid], architectures: Map
     )
 
 
-# Models of families without a table, as transformers builds them.
+# Models of families without a table, built by transformers.
 
 WANTED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
-"""What transformers calls sizes that families' own files may call otherwise."""
+"""transformers' names of required sizes. The files of a family can have other names."""
 FFN_FACTOR = 4
-"""Of the hidden size, where a config names none: GPT-2's."""
+"""The default MLP size relative to the hidden size, as in GPT-2."""
 
 
 @lru_cache(maxsize=8)
 def read_unlisted(path: Path, config_key: str = "model.path") -> Architecture:
-    """By `path`/config.json. CheckpointError where transformers builds no causal language model of it, or one that
-    backend fsdp could not train."""
+    """Returns the architecture in `path`/config.json. Raises CheckpointError if transformers cannot build a causal
+    language model from it, or if backend fsdp could not train that model."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
@@ -117,9 +118,9 @@ def read_unlisted(path: Path, config_key: str = "model.path") -> Architecture:
             model: Any = AutoModelForCausalLM.from_config(config)
     except CheckpointError:
         raise
-    except Exception as problem:  # noqa: BLE001 - what transformers raises of odd values is any error
+    except Exception as problem:  # noqa: BLE001 - transformers raises any error for odd values
         raise CheckpointError(
-            f"{path}: transformers builds no causal language model of it: {problem} ({named_by(config_key)})"
+            f"{path}: transformers cannot build a causal language model from it: {problem} ({named_by(config_key)})"
         ) from None
     _refuse(path, config, model, config_key)
     named = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -153,7 +154,7 @@ def read_unlisted(path: Path, config_key: str = "model.path") -> Architecture:
 
 
 def _refuse_sizes(reader: ConfigReader) -> None:
-    """CheckpointError where one is larger than models are. Keys with "layer" in them count layers in any family."""
+    """Raises CheckpointError if a size is too large. In any family, keys with "layer" in them count layers."""
     for key, value in reader.values.items():
         most = LARGEST.get(key, LARGEST["num_hidden_layers"] if "layer" in key else None)
         if most is not None and type(value) is int and value > most:
@@ -164,16 +165,16 @@ def _refuse(path: Path, config: Any, model: Any, config_key: str) -> None:
     family = f"{path}: the family {config.model_type}"
     if not model._supports_attention_backend:
         raise CheckpointError(
-            f"{family} of transformers takes no attention but its own, which could not tell packed samples apart; "
+            f"{family} of transformers supports only its own attention, and that cannot separate packed samples; "
             f"expected another family ({named_by(config_key)})"
         )
     missing = [name for name in WANTED if not isinstance(getattr(config, name, None), int)]
     if missing:
-        raise CheckpointError(f"{family} says nothing of {', '.join(missing)} ({named_by(config_key)})")
+        raise CheckpointError(f"{family} has no {', '.join(missing)} in its config ({named_by(config_key)})")
     stacked = [name for name, parameter in model.named_parameters() if parameter.dim() not in (1, 2)]
     kept = [name for name in model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys()]
     if stacked or kept:
         raise CheckpointError(
-            f"{family} has {sorted([*stacked, *kept])[0]}, which is neither a matrix nor a vector that is trained; "
-            f"expected a dense family, or one that rltrain has a table for ({named_by(config_key)})"
+            f"{family} has {sorted([*stacked, *kept])[0]}, which is not a trainable matrix or vector; expected a dense "
+            f"family, or one with a table in rltrain ({named_by(config_key)})"
         )

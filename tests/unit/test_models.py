@@ -173,7 +173,7 @@ def test_a_value_that_no_frequency_follows_from_is_refused_by_its_key(
         ({"rope_theta": math.nan}, ["rope_theta is NaN", "a finite number"]),
         (
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
-            ["rope_scaling", "null beside rope_parameters", "move the scaling there"],
+            ["rope_scaling", "null if rope_parameters is set", "move the scaling there"],
         ),
         (
             {"original_max_position_embeddings": 32},

@@ -105,7 +105,7 @@ def test_what_there_is_is_not_refused(architecture: Architecture) -> None:
     ("architecture", "sections", "parts"),
     [
         (GEMMA, CP, ["actor.parallel.cp: got 2", "expected 1", "window of 3 tokens"]),
-        (GEMMA, TRANSFORMER_ENGINE, ["model.transformer_impl", "sliding windows and norms behind", LOCAL]),
+        (GEMMA, TRANSFORMER_ENGINE, ["model.transformer_impl", "sliding windows and norms after", LOCAL]),
         (GEMMA, SGLANG, ["rollout.engine: got sglang", "sliding windows", "expected embedded"]),
         (GLM, SGLANG, ["got sglang", "model_type glm4_moe", "embedded"]),
         (GEMMA2, CP, ["actor.parallel.cp: got 2", "expected 1", "bends its scores"]),
