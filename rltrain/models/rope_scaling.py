@@ -276,7 +276,7 @@ def _read_rotated(config: ConfigReader, rope: ConfigReader, head_dim: int) -> in
         holder, rotated = config, config.count(ROTARY_DIM)
     if not 0 < rotated <= head_dim or rotated % 2:
         key = PARTIAL if given is not None else ROTARY_DIM
-        raise holder.error(key, f"an even number of rotated elements, at most the {head_dim} of a head")
+        raise holder.error(key, f"an even number of rotated elements, at most all {head_dim} elements of a head")
     return None if rotated == head_dim else rotated
 
 

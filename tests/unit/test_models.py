@@ -307,7 +307,7 @@ def test_windows_are_those_of_transformers(family: str, way: dict[str, Any], tmp
 @pytest.mark.parametrize(
     ("family", "changes", "parts"),
     [
-        ("qwen2", {"layer_types": [SLIDING] * LAYERS}, ["layer_types", "use_sliding_window is not true"]),
+        ("qwen2", {"layer_types": [SLIDING] * LAYERS}, ["layer_types", "unless use_sliding_window is true"]),
         ("qwen2", {**ON, "sliding_window": 7, "layer_types": [SLIDING]}, ["layer_types", "each of 4 layers"]),
         ("qwen2", {**ON, "sliding_window": 7, "layer_types": [[], 1, None, 2]}, ["layer_types", "each of 4 layers"]),
         ("qwen3", {**ON, "sliding_window": None}, ["sliding_window is null", "use_sliding_window is true"]),
