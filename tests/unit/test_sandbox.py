@@ -136,7 +136,7 @@ def test_a_program_that_is_not_there_is_an_error(sandbox: Sandbox) -> None:
 def test_a_program_that_cannot_be_seen_is_an_error(tmp_path: Path) -> None:
     script = tmp_path / "script"
     script.touch()
-    with pytest.raises(SandboxError, match="name its folder as readable"):
+    with pytest.raises(SandboxError, match="Add its folder to the readable paths"):
         sandbox_by("kernel").run([str(script)])
 
 
