@@ -18,7 +18,7 @@ FAILURE_KINDS: tuple[FailureKind, ...] = ("error", "step_time", "episode_time", 
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """Limits of an episode. The engine has the limits on tokens."""
+    """The limits of an episode. The engine has the limits on tokens."""
 
     step_s: float = 60.0
     """Seconds of one call. A process over this limit is killed."""

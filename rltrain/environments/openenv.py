@@ -145,8 +145,8 @@ def _as_result(observation: Any) -> Result:
 
 
 class OverHttp:
-    """POST /reset and /step. The server has a single episode for all clients. Use one server per worker, or a
-    WebSocket."""
+    """A connection by POST /reset and /step. The server has a single episode for all clients. Use one server per
+    worker, or a WebSocket."""
 
     def __init__(self, url: str, timeout_s: float, headers: Mapping[str, str]) -> None:
         import httpx

@@ -96,7 +96,7 @@ class Sample(SlimeSample):
 
 
 class EnvironmentArguments:
-    """env.options as attributes, with defaults for common ones. Any other attribute raises an error with the cure."""
+    """The args of a generate function: env.options as attributes, with defaults for common ones."""
 
     def __init__(self, factory: EnvironmentFactory) -> None:
         self.sglang_router_ip = ENGINE
@@ -118,7 +118,7 @@ class EnvironmentArguments:
 
 
 class GenerateState:
-    """slime's access to the tokenizer."""
+    """The object through which slime's functions get the tokenizer."""
 
     def __init__(self, args: EnvironmentArguments) -> None:
         self.args = args

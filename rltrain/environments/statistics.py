@@ -12,7 +12,7 @@ OF_INFO = "info/"
 
 
 class EpisodeStatistics:
-    """Sums over finished episodes, including their earlier steps.
+    """The sums over finished episodes, including their earlier steps.
 
     Call `acted` and `happened` in the order of the events.
     """

@@ -167,7 +167,7 @@ def attend_packed(
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Causal attention within each of several concatenated sequences, in one launch without padding.
+    """Computes causal attention within each of several concatenated sequences, in one launch without padding.
 
     queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim] -> [tokens, heads, head_dim].
     `boundaries` [sequences + 1] int32 has the start of each sequence and the end of the last one. `longest` is the

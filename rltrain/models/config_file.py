@@ -31,7 +31,7 @@ SHOWN_CHARS = 200
 
 
 class ConfigReader:
-    """Typed access to one JSON object. Every error names the file, the key, the value and the expected value."""
+    """A typed reader of one JSON object. Every error names the file, the key, the value and the expected value."""
 
     def __init__(
         self, file: Path, values: Mapping[str, Any] | None = None, *, prefix: str = "", config_key: str = "model.path"

@@ -89,7 +89,7 @@ def packed_states(lengths: Sequence[int], kernel: int, device: torch.device) -> 
 def convolve(
     inputs: Tensor, weight: Tensor, packed: PackedStates, before: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """SiLU of each channel's causal convolution within its sample, rounded once to the dtype of `inputs`.
+    """Computes SiLU of each channel's causal convolution within its sample, rounded once to the dtype of `inputs`.
 
     inputs [tokens, channels]. weight [channels, kernel], with the token itself last. before [samples, kernel - 1,
     channels] are the inputs before each sample (None: zeros). Returns the outputs [tokens, channels] and the last
@@ -110,7 +110,7 @@ def convolve(
 
 
 def convolve_step(inputs: Tensor, weight: Tensor, before: Tensor) -> Tensor:
-    """`convolve` for one token per sample, inputs [samples, channels]. Updates `before` in place."""
+    """Computes `convolve` for one token per sample, inputs [samples, channels]. Updates `before` in place."""
     wide = _wide(inputs)
     window = torch.cat([before, inputs[:, None].to(before.dtype)], dim=1)
     before.copy_(window[:, 1:])
@@ -135,7 +135,7 @@ def gated_delta_rule(
     packed: PackedStates,
     initial: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The gated delta rule for concatenated samples.
+    """Computes the gated delta rule for concatenated samples.
 
     - queries and keys: [tokens, key_heads, key_dim], each for several consecutive value heads
     - values: [tokens, heads, value_dim]
@@ -174,7 +174,8 @@ def gated_delta_rule(
 def delta_rule_step(
     queries: Tensor, keys: Tensor, values: Tensor, weights: Tensor, decays: Tensor, states: Tensor
 ) -> Tensor:
-    """`gated_delta_rule` for one token per sample. Updates `states` [samples, heads, key_dim, value_dim] in place."""
+    """Computes `gated_delta_rule` for one token per sample. Updates `states` [samples, heads, key_dim, value_dim] in
+    place."""
     shared = values.size(1) // keys.size(1)
     q, k = (_unit(x.to(states.dtype)).repeat_interleave(shared, 1) for x in (queries, keys))
     states.mul_(decays.to(states.dtype).exp()[..., None, None])
@@ -185,14 +186,15 @@ def delta_rule_step(
 
 
 def gated_norm(heads: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of each head [..., value_dim] times SiLU of its gate, in fp32, rounded once to the dtype of `gate`."""
+    """Returns RMSNorm of each head [..., value_dim] times SiLU of its gate. Computed in fp32 and rounded once to the
+    dtype of `gate`."""
     wide = _wide(heads)
     normed = F.rms_norm(heads.to(wide), heads.shape[-1:], weight.to(wide), eps)
     return (normed * F.silu(gate.to(wide))).to(gate.dtype)
 
 
 class _Chunks(NamedTuple):
-    """Inputs of the scan over chunks, [chunks, heads, tokens, ...]."""
+    """The inputs of the scan over chunks, [chunks, heads, tokens, ...]."""
 
     queries: Tensor
     """Queries of the state before the chunk."""
@@ -224,7 +226,7 @@ def _scanned(chunks: _Chunks, state: Tensor, num_samples: tuple[int, ...]) -> tu
 
 
 def _in_chunks(x: Tensor, packed: PackedStates) -> Tensor:
-    """[tokens, heads, ...] -> [chunks, heads, chunk_tokens, ...], with zeros for padding."""
+    """Reorders [tokens, heads, ...] to [chunks, heads, chunk_tokens, ...], with zeros for padding."""
     rows: Tensor = _Rows.apply(x, packed.token_of_place, packed.place_of_token)
     return rows.view(-1, packed.chunk_tokens, *x.shape[1:]).transpose(1, 2)
 

@@ -9,7 +9,7 @@ from rltrain.models.config_file import ConfigReader
 
 @dataclass(frozen=True)
 class ExpertLayers:
-    """Layers with a router and experts as their MLP. Every token visits `top_k` experts.
+    """The layers with a router and experts as their MLP. Every token visits `top_k` experts.
 
     - `ffn_hidden_size`: the size of one expert.
     - `shared_ffn_hidden_size`: the total size of the shared experts, visited by every token. 0 if there are none.

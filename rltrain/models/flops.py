@@ -29,7 +29,7 @@ BACKWARD = 2
 
 @dataclass(frozen=True)
 class ForwardFlops:
-    """FLOPs of one token in a forward pass through the whole model.
+    """The FLOPs of one token in a forward pass through the whole model.
 
     `layers` and `head` count its projections. `attention` counts each attended position (including itself), over all
     layers without a window. `sliding` is the same for layers with a window of at most `window` positions.

@@ -12,7 +12,7 @@ from rltrain.models.windows import LAYER_TYPES
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's scaling of rotary frequencies."""
+    """The scaling of rotary frequencies in Llama 3."""
 
     factor: float
     low_freq_factor: float
@@ -23,8 +23,8 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN's scaling of rotary frequencies (arXiv:2309.00071). `mscale` and `mscale_all_dim` are 0 if the checkpoint
-    has none. With `truncate` the bounds of the interpolated range are rounded to whole frequency indices."""
+    """The scaling of rotary frequencies by YaRN (arXiv:2309.00071). `mscale` and `mscale_all_dim` are 0 if the
+    checkpoint has none. With `truncate` the bounds of the interpolated range are rounded to whole frequency indices."""
 
     factor: float
     beta_fast: float
@@ -52,7 +52,7 @@ class YarnScaling:
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """Divides all frequencies by `factor`."""
+    """The division of all frequencies by `factor`."""
 
     factor: float
     magnitude: ClassVar[float] = 1.0

@@ -169,7 +169,7 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class CanonicalTensors:
-    """Names and shapes of a checkpoint's tensors. The number of a tensor is its index."""
+    """The names and shapes of a checkpoint's tensors. The number of a tensor is its index."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]

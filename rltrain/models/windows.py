@@ -15,8 +15,8 @@ SWITCHED_WINDOW, FIRST_SWITCHED = 4096, 28
 
 @dataclass(frozen=True)
 class Windows:
-    """Sliding windows. In the layers marked in `layers` [layers], a token attends to the last `size` tokens including
-    itself."""
+    """The sliding windows of a model. In the layers marked in `layers` [layers], a token attends to the last `size`
+    tokens including itself."""
 
     size: int
     layers: tuple[bool, ...]

@@ -216,7 +216,7 @@ MAX_LOGGED_FAILURES = 10
 
 
 class FailureLog:
-    """Logs the first failures of `who` as warnings."""
+    """A log of the first failures of `who`, as warnings."""
 
     def __init__(self, who: str) -> None:
         self.who, self.num_failures = who, 0

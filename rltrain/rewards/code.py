@@ -155,7 +155,7 @@ class CallTests(Tests):
 
 @dataclass(frozen=True)
 class StatementTests(Tests):
-    """Statements that raise if the program is wrong. They run after the program in the same process."""
+    """Statements, such as asserts, that raise an error if the program is wrong. They run in its process, after it."""
 
     before: str
     statements: Sequence[str]

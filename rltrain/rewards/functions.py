@@ -165,8 +165,8 @@ def _check_meaning(names: Sequence[str]) -> None:
 
 
 class Verl(Convention):
-    """verl's convention compute_score(data_source, solution_str, ground_truth, extra_info), with any subset of them. It
-    is `batched` if the names end in s and take lists."""
+    """The convention of verl: compute_score(data_source, solution_str, ground_truth, extra_info), with any subset of
+    them. It is `batched` if the names end in s and take lists."""
 
     def __init__(self, signature: Signature, options: Options) -> None:
         self.batched = "solution_strs" in signature.named
@@ -198,8 +198,8 @@ class Verl(Convention):
 
 
 class Trl(Convention):
-    """TRL's convention (prompts, completions, completion_ids, **columns). Each is a list with one entry per sample of a
-    prompt. For chat prompts, completions are lists of messages."""
+    """The convention of TRL: (prompts, completions, completion_ids, **columns). Each is a list with one entry per
+    sample of a prompt. For chat prompts, completions are lists of messages."""
 
     batched = True
     allows_none = True
@@ -244,7 +244,7 @@ class Trl(Convention):
 
 
 class Slime(Convention):
-    """slime's convention custom_rm(args, sample), or (args, samples) with all samples of a prompt. Options are
+    """The convention of slime: custom_rm(args, sample), or (args, samples) with all samples of a prompt. Options are
     attributes of args."""
 
     passes_options = False

@@ -25,7 +25,9 @@ def is_url(name: str) -> bool:
 
 
 class RemoteJudge:
-    """Posts {"prompt", "response", "label", "messages", "row"} and the fields of `payload` to `url` as JSON.
+    """A reward function at a URL.
+
+    It posts {"prompt", "response", "label", "messages", "row"} and the fields of `payload` to `url` as JSON.
 
     The answer is JSON: a number, or an object with "score" or "reward". Its other numbers become metrics. Each request
     may take `timeout_s` seconds. Refused connections and the answers 429 and 5xx are retried up to `retries` times,

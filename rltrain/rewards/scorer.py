@@ -282,7 +282,7 @@ Part = RewardFunction | RewardingModel
 
 @dataclass(frozen=True)
 class PendingScores:
-    """Scores of `samples` in progress."""
+    """The scores of `samples` in progress."""
 
     samples: Sequence[Scorable]
     answers: Sequence[Sequence[Future[list[Answer]]]]
@@ -298,7 +298,7 @@ class Scorer:
     """Scores samples with all functions in parallel. Only one thread at a time may use it. Close it at the end.
 
     `models` are further parts of the reward, with scores of their own. `settings` are shared by all functions.
-    `on_scored` is called while other ranks wait for the scores (see FunctionWorkers).
+    `on_scored` reports progress to waiting ranks (see FunctionWorkers).
     """
 
     def __init__(

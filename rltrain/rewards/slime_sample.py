@@ -64,7 +64,7 @@ class SlimeSample:
 
 
 class RewardArguments(SimpleNamespace):
-    """reward.options as attributes, with defaults for common ones."""
+    """The args of a reward function: reward.options as attributes, with defaults for common ones."""
 
     rm_type: str | None = None
     rm_url: str | None = None

@@ -47,7 +47,7 @@ READ_BYTES = 65536
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Calls sent to a process at once. An asynchronous function can have many, any other function one."""
+    """The calls sent to a process at once. An asynchronous function can have many, any other function one."""
 
     function: RewardFunction
     calls: Sequence[Sequence[Scorable]]

@@ -16,8 +16,8 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a program together with all processes that it starts, unless noted otherwise. At a limit, processes are
-    ended or an operation fails."""
+    """The limits of a program together with all processes that it starts, unless noted otherwise. At a limit, processes
+    are ended or an operation fails."""
 
     wall_s: float = 10.0
     cpu_s: float = 10.0
