@@ -120,7 +120,7 @@ def read_unlisted(path: Path, config_key: str = "model.path") -> Architecture:
         raise
     except Exception as problem:  # noqa: BLE001 - transformers raises any error for odd values
         raise CheckpointError(
-            f"{path}: transformers cannot build a causal language model from it: {problem} ({named_by(config_key)})"
+            f"{path}: transformers builds no causal language model from it: {problem} ({named_by(config_key)})"
         ) from None
     _refuse(path, config, model, config_key)
     named = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

@@ -353,7 +353,7 @@ def test_a_setting_takes_what_works(
 
 def test_without_means_it_refuses_and_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "means", lambda: {"bubblewrap": FAILS, "kernel": FAILS})
-    with pytest.raises(ConfigError, match="a.b: auto: .*bubblewrap: no namespaces; kernel: .*a.b: none runs them"):
+    with pytest.raises(ConfigError, match="a.b: auto: .*bubblewrap: no namespaces; kernel: .*or a.b: none for limits"):
         require("auto", key="a.b")
     monkeypatch.setattr(machine, "means", lambda: {"bubblewrap": FAILS, "kernel": WORKS})
     with pytest.raises(ConfigError, match="or env.sandbox: kernel, which works here"):

@@ -277,10 +277,10 @@ def test_a_user_s_module_is_found_in_the_working_directory(tmp_path: Path, monke
             {},
             "it has verl's form, but no value for 'tokenizer'",
         ),
-        (f"{MODULE}:trl_with_environments", {}, "it has TRL's form and takes 'environments' besides"),
-        (f"{MODULE}:slime_with_more", {}, "it has slime's form and takes 'evaluator' besides"),
+        (f"{MODULE}:trl_with_environments", {}, "it has TRL's form, but no value for 'environments'"),
+        (f"{MODULE}:slime_with_more", {}, "it has slime's form, but no value for 'evaluator'"),
         ("nowhere.py:score", {}, "there is no file '"),
-        ("http://127.0.0.1:1/score", {"header": "x"}, "expected token_env, the name of an environment variable"),
+        ("http://127.0.0.1:1/score", {"header": "x"}, "expected token_env (the name of an environment variable)"),
         ("http://127.0.0.1:1/score", {"token_env": "NO_SUCH_TOKEN"}, "no environment variable 'NO_SUCH_TOKEN'"),
     ],
 )
