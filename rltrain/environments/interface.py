@@ -93,11 +93,11 @@ class StepResult:
 
 
 Opening = Observation | StepResult | None
-"""The beginning of an episode: its prompt, or None for the row's own prompt. A StepResult ends the episode at once."""
+"""The beginning of an episode: its prompt, or None for the row's own prompt. A StepResult can end it at once."""
 
 
 class Environment(Protocol):
-    """A batch of episodes that step together. An environment for a single episode gets batches of one.
+    """A batch of episodes that step together. Environments for a single episode are wrapped (see one_by_one.py).
 
     A worker process builds it by `factory(**env.options)`. A process can hold several environments, but calls one at a
     time. So an environment may block. Its prints go to standard error. An exception fails the episodes of its batch and

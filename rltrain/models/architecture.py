@@ -145,8 +145,8 @@ class Architecture:
     - `head_dim`: elements of a query's head. `head`: the output of the model.
     - `moe`, `mla`: None without experts or without latent attention.
     - `output_bias`: a bias on the output of attention. `mlp_bias`: biases in MLPs.
-    - `rotary_dim`: the number of rotated elements at the start of a head (None: all). Element i rotates with element i
-      + half of them, or with its neighbour if `rotates_pairs`.
+    - `rotary_dim`: the number of rotated elements at the start of a head (None: all). Each element of their first half
+      rotates with its counterpart in the second half, or with its neighbour if `rotates_pairs`.
     - `sliding_rope_theta`: the rotary base of layers with `windows`, if they have another.
     - `attention_scale`: the factor on scores, by default 1 / sqrt(head_dim).
     - `qk_norm`: norms of queries and keys per head, or over all heads of a token if `norms_projections`.
