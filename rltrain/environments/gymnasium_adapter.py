@@ -17,7 +17,7 @@ from rltrain.rewards.locating import locate
 # numpy is imported on demand, so that workers of other environments start sooner.
 
 HIGHLIGHTED = re.compile(r"\x1b\[[0-9;]+m(.*?)\x1b\[0m")
-"""The mark of a place in text drawings."""
+"""Colour codes around a marked place in text drawings."""
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 SIGNIFICANT_DIGITS = 4
 

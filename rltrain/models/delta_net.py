@@ -15,7 +15,7 @@ from rltrain.models.table import Layer, Part, Row, Table, in_layer
 LAYER_TYPES = {"full_attention": False, "linear_attention": True}
 """Layer types of config.json. True for a gated delta net."""
 ATTENTION_INTERVAL = 4
-"""The last of so many layers has attention, if config.json has neither an interval nor layer types."""
+"""The default interval of layers with attention. Each is the last of so many layers."""
 DECODER_PREFIX = "model."
 """The prefix of a decoder's tensors in files of a language model alone."""
 NESTED_PREFIX = "model.language_model."
