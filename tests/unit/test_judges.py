@@ -294,7 +294,7 @@ def test_models_say_what_they_have_to_before_the_reward_asks() -> None:
     [
         ({"architectures": ["Qwen2ForCausalLM"]}, "architectures is .* expected a classifier"),
         ({"architectures": ["Qwen2ForSequenceClassification"]}, "id2label is absent; expected one label"),
-        ({"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "a", "1": "b"}}, "and not 2"),
+        ({"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "a", "1": "b"}}, "not 2"),
     ],
 )
 def test_a_reward_model_gives_one_score(tmp_path: Any, says: dict[str, Any], expected: str) -> None:
