@@ -82,8 +82,8 @@ def _refuse_more_than(stored: int | None, reader: ConfigReader, architecture: Ar
     if stored is not None and sum(sizes) * SMALLEST_ELEMENT_BITS > stored * 8:
         largest = max(range(len(sizes)), key=sizes.__getitem__)
         raise CheckpointError(
-            f"{reader.file}: its sizes are those of a model of {sum(sizes)} parameters ({tensors.names[largest]} has "
-            f"shape {list(tensors.shapes[largest])}), but the folder's files have {stored} bytes; expected the sizes "
+            f"{reader.file}: its sizes are those of a model of {sum(sizes)} parameters: {tensors.names[largest]} has "
+            f"shape {list(tensors.shapes[largest])}, but the folder's files have {stored} bytes; expected the sizes "
             f"of the model in these files ({reader.named})"
         )
 

@@ -376,7 +376,7 @@ class Sandbox:
         shown = [visible.path for visible in self._visible]
         if self.means != "none" and not any(path == other or path.startswith(other + "/") for other in shown):
             raise SandboxError(
-                f"the program {path} is not readable in the sandbox; expected it below one of {', '.join(shown)}. Add "
+                f"the program {path} is not readable in the sandbox; expected it below {', '.join(shown)}. Add "
                 "its folder to the readable paths"
             )
         return path
