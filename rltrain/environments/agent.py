@@ -1,7 +1,7 @@
-"""A user's agent as an environment: it draws its turns by HTTP at the job's endpoint, one run of it per episode.
+"""A user's agent as an environment. It samples its turns over HTTP at the job's endpoint, with one run per episode.
 
-The agent is told where by what its own client reads: OPENAI_BASE_URL and OPENAI_API_KEY, ANTHROPIC_BASE_URL and
-ANTHROPIC_API_KEY. RLTRAIN_SESSION_URL is where rewards go, RLTRAIN_ROW names a file with the row of the data as JSON.
+Environment variables of common clients have the address: OPENAI_BASE_URL and OPENAI_API_KEY, ANTHROPIC_BASE_URL and
+ANTHROPIC_API_KEY. RLTRAIN_SESSION_URL is the address for rewards. RLTRAIN_ROW names a JSON file with the row.
 """
 
 import asyncio
@@ -23,28 +23,28 @@ from rltrain.sandbox.means import require
 from rltrain.sandbox.sandbox import Sandbox
 
 SESSION = "rltrain_session"
-"""The column that an agent's row has besides: its session's url and token."""
+"""The additional column of an agent's row, with the url and token of its session."""
 ROW_FILE = "row.json"
 MAX_EPISODES = 256
-"""Of one process at a time."""
+"""Maximal number of simultaneous episodes in a process."""
 LAST_OUTPUT_CHARS = 2000
-"""Of what a program that failed has printed."""
+"""Number of output characters in the error of a failed program."""
 
 
 class AgentFailed(BadAnswer):
-    """It ended otherwise than it should."""
+    """The agent's program failed."""
 
 
 class AgentEnvironment:
-    """An `Environment` whose episodes are over when they begin: `reset` awaits the agent's whole run.
+    """An `Environment` whose episodes end in `reset`, after the agent's whole run.
 
-    Either `command` is started for every episode, in a sandbox that reaches nothing but the endpoint (`sandbox` none:
-    as a plain process), or `function` is awaited in this process with the row and, by keyword, what it names of
-    base_url, api_key and session_url. The reward is a function's result, or the last line that a program prints, if it
-    is a JSON object with a number under "reward"; what was sent to the session's own place counts besides.
+    It starts `command` for every episode, in a sandbox with access to the endpoint only (`sandbox` none: as a plain
+    process). Or it awaits `function` in this process with the row. The function can have the keyword arguments
+    base_url, api_key and session_url. The reward is the function's result. A program can print it in its last line, as
+    a JSON object with a number under "reward". Rewards posted to the session are added.
 
-    A program runs in a folder of its own. It finds the files that the command names, and may import the modules that
-    lie in the folder in which the job was started.
+    A program runs in a separate folder. The files named in the command are available, and so are modules in the job's
+    working directory.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class AgentEnvironment:
 
 
 def client_environment(session: Mapping[str, str]) -> dict[str, str]:
-    """What clients of OpenAI's and Anthropic's APIs read, and the session's own place."""
+    """Returns the environment variables for clients of OpenAI's and Anthropic's APIs, and those of the session."""
     url, token = session["url"], session["token"]
     return {
         "OPENAI_BASE_URL": f"{url}/v1",
@@ -126,7 +126,8 @@ def client_environment(session: Mapping[str, str]) -> dict[str, str]:
 
 
 def printed_reward(output: bytes) -> float | None:
-    """Of a program whose last line is a JSON object with a number under "reward"."""
+    """Returns the reward printed by a program, or None. Its last line must be a JSON object with a number under
+    "reward"."""
     lines = output.decode(errors="replace").strip().splitlines()
     try:
         last = parse_json(lines[-1]) if lines else None

@@ -1,4 +1,4 @@
-"""Episodes that go on together in one environment, and which environment a job has."""
+"""Batches of episodes in one environment, and the description of a job's environment."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -8,36 +8,36 @@ from typing import Any, Literal
 from rltrain.environments.encoding import Json, decode_action, encode_action
 from rltrain.environments.interface import Action, Observation, Row, Trajectory
 
-# Episodes that go on together in one environment, as the rank that owns them sees them; and what it learns of each.
+# Batches of episodes, as the host sees them.
 
 FailureKind = Literal["error", "step_time", "episode_time", "process", "neighbour"]
-"""error: the environment raised, or returned what it should not. step_time, episode_time: over a limit. process: its
-process ended by itself. neighbour: its process was ended because of another episode."""
+"""error: the environment raised, or returned a wrong value. step_time, episode_time: over a limit. process: its process
+ended by itself. neighbour: its process was ended because of another episode."""
 FAILURE_KINDS: tuple[FailureKind, ...] = ("error", "step_time", "episode_time", "process", "neighbour")
 
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """What an episode may take of its environment. Limits on tokens are those of whoever draws them."""
+    """The limits of an episode. The engine has the limits on tokens."""
 
     step_s: float = 60.0
-    """One call; the process of one that takes longer is killed."""
+    """Seconds of one call. A process over this limit is killed."""
     episode_s: float | None = None
-    """All calls of an episode together."""
+    """Seconds of all calls of an episode together."""
     turns: int | None = None
-    """An episode with so many is over, whatever its environment says."""
+    """Maximal number of turns. The episode then ends, even if its environment would continue."""
     start_s: float = 120.0
-    """For a process to start and build an environment, for a reset for which one is built, and for the first calls of
-    a process, which import what they need. Half of it after each of them in a row that does not return."""
+    """Seconds for a process to start and build an environment. Also the limit of a reset with a new environment, and of
+    the first calls of a process, because they import modules. It halves after each consecutive hang."""
 
 
 DIFFERING = re.compile(r"[\d/\\_]")
-"""What a word has that differs between failures of one kind."""
+"""Characters of words that differ between similar failures."""
 
 
 @dataclass(frozen=True)
 class EpisodeFailure:
-    """Why an episode could not go on."""
+    """The reason why an episode failed."""
 
     kind: FailureKind
     description: str
@@ -48,51 +48,53 @@ class EpisodeFailure:
 
     @property
     def alike(self) -> str:
-        """Equal for failures that differ in numbers, paths and names of temporary files alone."""
+        """A key of similar failures. It is equal if only numbers, paths or names of temporary files differ."""
         words = self.description.split()
         return " ".join([self.kind, *(word for word in words if not DIFFERING.search(word))])
 
 
 @dataclass(frozen=True)
 class EpisodeEvent:
-    """What came of `begin`, or of an action: exactly one for each, but for episodes that were abandoned."""
+    """The result of `begin` or of an action. Each gets exactly one, unless its episode is abandoned."""
 
     episode: int
     observation: Observation | None
-    """None of `begin`: the row's own prompt. None where `done`, but for an episode that its limit of turns ended."""
+    """The next input of the model. None after `begin` means the row's own prompt. None if `done`, except at the limit
+    of turns."""
     reward: float = 0.0
     done: bool = False
     info: Mapping[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
-    """That the environment's call took, of the whole batch."""
+    """Seconds of the environment's call, for the whole batch."""
     failure: EpisodeFailure | None = None
-    """Then done."""
+    """The reason of a failed episode, or None. A failed episode is `done`."""
     truncated: bool = False
-    """Done by the limit of turns."""
+    """True if the limit of turns ended the episode."""
     trajectories: tuple[Trajectory, ...] = ()
 
 
 SavedBatch = Mapping[str, Json]
-"""A batch as JSON writes it: its episodes and what is needed to go on with them."""
+"""A batch as JSON: its episodes and the state to continue them."""
 
 
 @dataclass(eq=False)
 class EpisodeBatch:
-    """`environment` is its number in the worker `place`, the two ways to it; -1 before there is one."""
+    """The episodes of one environment. `environment` is its number in the worker `place`. Both are -1 before a worker
+    is chosen."""
 
     episodes: Sequence[int]
     rows: Sequence[Row]
     seeds: Sequence[int]
     live: set[int]
-    """Those that are not done and that somebody wants."""
+    """Episodes that are neither done nor abandoned."""
     place: int = -1
     environment: int = -1
     builds: bool = False
-    """The environment has still to be built."""
+    """True if the environment must still be built."""
     is_called: bool = False
-    """A call of it is under way."""
+    """True during a call to the environment."""
     actions: dict[int, Action] = field(default_factory=dict)
-    """Of live episodes, for the next step."""
+    """Actions of live episodes for the next step."""
     turns: int = 0
     seconds: float = 0.0
 
@@ -106,7 +108,7 @@ class EpisodeBatch:
         return bool(self.live) and not self.is_called and self.live <= self.actions.keys()
 
     def take_actions(self) -> list[Json]:
-        """Of all episodes, in order, None for those that are not live; they are no longer kept here."""
+        """Removes and returns the actions of all episodes, in order. They are None for episodes that are not live."""
         taken = [
             encode_action(self.actions.get(episode)) if episode in self.live else None for episode in self.episodes
         ]
@@ -125,7 +127,7 @@ class EpisodeBatch:
 
     @classmethod
     def load(cls, saved: SavedBatch) -> "EpisodeBatch":
-        """Without its rows and seeds, which its environment's state has in their place."""
+        """Returns a saved batch without its rows and seeds. The environment's state replaces them."""
         actions = {episode: action for episode, message in saved["actions"] if (action := decode_action(message))}
         return cls(
             tuple(saved["episodes"]),
@@ -138,25 +140,25 @@ class EpisodeBatch:
         )
 
 
-# Which environment a job has, as a rank knows it: nothing of it is imported there.
+# The job's environment, described without importing it.
 
 
 @dataclass(frozen=True)
 class EnvironmentFactory:
-    """What a worker needs to build environments. All but the first two is for those of other frameworks, which are told
-    of it in their own ways."""
+    """The parameters of a worker to build environments. Adapters of other frameworks use all fields, other environments
+    only the first two."""
 
     function: str
-    """env.function, as in the config: see registry.py."""
+    """env.function, as in the config. `worker.load_environment` resolves it."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """env.options: keyword arguments."""
     prompt_key: str = "prompt"
-    """data.train.prompt_key: the column of rows that has the prompt."""
+    """data.train.prompt_key: the column with the prompt."""
     label_key: str = "label"
     model_path: str | None = None
     """The folder of a checkpoint with the model's tokenizer."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """The run's, in SGLang's names."""
+    """The run's sampling parameters, in SGLang's names."""
 
     def as_message(self) -> dict[str, Any]:
         return asdict(self)

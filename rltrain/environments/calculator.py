@@ -1,4 +1,4 @@
-"""Tasks with a calculator, which evaluates arithmetic without running programs."""
+"""Tasks with a calculator. It evaluates arithmetic without running programs."""
 
 import ast
 import operator
@@ -8,11 +8,11 @@ from fractions import Fraction
 
 from rltrain.environments.tool_task import Tool, ToolFailed, ToolTask
 
-# Values of arithmetic expressions, without running them as programs.
+# Values of arithmetic expressions.
 
 MAX_CHARS = 200
 MAX_BITS = 4096
-"""Of the numerator and of the denominator of any value on the way."""
+"""Maximal bits of the numerator and the denominator of any intermediate value."""
 
 OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
@@ -24,14 +24,15 @@ OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
 }
 
 
-class NoValue(Exception):  # noqa: N818 - a finding about what a model wrote
-    """An expression has no value here: why, in words that the model is shown."""
+class NoValue(Exception):  # noqa: N818 - a finding about the model's text
+    """An expression has no value. The model sees the message."""
 
 
 def evaluate(expression: str) -> Fraction:
-    """The exact value of numbers, + - * / // % ** and brackets; ^ is **, and commas between digits are left out.
+    """Returns the exact value of numbers, + - * / // % ** and brackets. ^ means **, and commas between digits are
+    ignored.
 
-    Takes no longer than MAX_CHARS and MAX_BITS let it. Raises NoValue.
+    MAX_CHARS and MAX_BITS bound the time. Raises NoValue if there is no value.
     """
     text = expression.strip().replace("^", "**").replace(",", "")
     if len(text) > MAX_CHARS:
@@ -44,7 +45,7 @@ def evaluate(expression: str) -> Fraction:
 
 
 def shown(value: Fraction) -> str:
-    """A whole number as it is, any other as a decimal number of up to 12 digits."""
+    """Returns whole numbers exactly, and others as decimals of up to 12 digits."""
     if value.denominator == 1:
         return str(value.numerator)
     try:
@@ -108,8 +109,8 @@ def _bits(value: Fraction) -> int:
 
 
 class Calculator(ToolTask):
-    """See ToolTask. Without a chat template the model writes opening + expression + closing, and is shown equals + the
-    value + a newline."""
+    """A ToolTask with a calculator. Without a chat template the model writes opening + expression + closing. It then
+    sees equals + the value + a newline."""
 
     def __init__(
         self,

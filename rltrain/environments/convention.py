@@ -1,4 +1,4 @@
-"""A way in which environments are written, and the signatures by which it is recognised."""
+"""Conventions of environments, and the signatures to recognise them by."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -8,30 +8,31 @@ from rltrain.environments.batch import EnvironmentFactory
 from rltrain.environments.interface import Environment, Message
 from rltrain.errors import ConfigError, one_of
 
-# A way in which environments are written, by which the registry knows them and plays them.
+# The interface of a convention. The worker uses it to recognise and build environments.
 
 Build = Callable[..., Any]
-"""What env.function names: a class, or a function that returns an environment."""
+"""The object named by env.function: a class, or a function that returns an environment."""
 
 
 class EnvironmentConvention(Protocol):
-    """A module that has these two."""
+    """A module or class with two functions for one form of environments."""
 
     def recognises(self, thing: Any) -> bool:
-        """Of a class, of what a function returned, or of a function that is itself an episode."""
+        """Returns whether `thing` has this form. It is a class, the result of a function, or a function that plays a
+        whole episode."""
         ...
 
     def adapt(self, build: Build, factory: EnvironmentFactory) -> Environment:
-        """A new environment."""
+        """Returns a new environment."""
         ...
 
 
-# By the parameters of its methods an environment of another framework is told from the rest.
+# Signatures of methods. They distinguish the frameworks.
 
 
 def parameters_of(owner: Any, method: str | None = None) -> tuple[str, ...] | None:
-    """Names of the parameters of a function, or of a method of a class or of an instance, without the instance's own.
-    None where there is no such method, or nothing is known of it."""
+    """Returns the parameter names of a function, or of a method of a class or instance, without `self`. Returns None if
+    there is no such method or its signature is unknown."""
     function = owner if method is None else getattr(owner, method, None)
     if not callable(function):
         return None
@@ -43,20 +44,20 @@ def parameters_of(owner: Any, method: str | None = None) -> tuple[str, ...] | No
     return names[1:] if is_unbound else names
 
 
-# What environments of other frameworks make of a row's prompt and of env.options.
+# Prompts and options for adapters of other frameworks.
 
 
 def as_messages(prompt: str | Sequence[Message]) -> list[Message]:
-    """Returns the prompt as chat messages: a text is the user's."""
+    """Returns the prompt as chat messages. A text becomes a message of the user."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
 
 
 def with_shown(prompt: str | Sequence[Message], shown: str) -> str | list[Message]:
-    """Returns the prompt, and behind it what the environment shows first."""
+    """Returns the prompt followed by the environment's first observation."""
     return f"{prompt}\n{shown}" if isinstance(prompt, str) else [*prompt, *as_messages(shown)]
 
 
 def refuse_unknown_options(options: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Raises ConfigError for a key of env.options that is not `known`."""
+    """Raises ConfigError if `options` (env.options) has a key outside `known`."""
     if unknown := sorted(options.keys() - {*known}):
         raise ConfigError(f"env.options: {', '.join(unknown)} unknown; expected {one_of(unknown[0], known)}")

@@ -1,4 +1,4 @@
-"""What travels between a rank and its workers as JSON: rows, actions, and the checked answers of environments."""
+"""JSON messages between a rank and its workers: rows, actions, and the checked answers of environments."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,13 +12,13 @@ from rltrain.runtime.json_text import lone_surrogate
 Json = Any
 
 
-class BadAnswer(Exception):  # noqa: N818 - a finding about a user's environment, whose words say all
-    """An environment returned something else than it should."""
+class BadAnswer(Exception):  # noqa: N818 - a finding about a user's environment
+    """An environment returned a wrong value."""
 
 
 def to_line(message: Json, *, exactly: bool = False) -> bytes:
-    """One line. Numbers and arrays of numpy become plain ones, and what JSON does not know becomes text; or, `exactly`,
-    raises TypeError."""
+    """Returns the message as one line of JSON. Numbers and arrays of numpy become plain ones, and unknown objects
+    become text. With `exactly` such values raise TypeError."""
     return json.dumps(message, default=None if exactly else _plain).encode() + b"\n"
 
 
@@ -45,7 +45,7 @@ def decode_action(message: Json) -> Action | None:
 
 
 def encode_observation(observation: Observation | None) -> Json:
-    """Raises BadAnswer for what is no observation, and for a text that is no Unicode."""
+    """Returns the observation as JSON. Raises BadAnswer if it is no observation or not valid Unicode."""
     if isinstance(observation, str | Sequence) and (half := lone_surrogate(_plain_texts(observation))) is not None:
         raise BadAnswer(f"returned an observation with {half!r}, half of a surrogate pair; expected Unicode")
     if observation is None or isinstance(observation, str):
@@ -72,7 +72,7 @@ def decode_observation(message: Json) -> Observation | None:
 
 
 def encode_openings(openings: Sequence[Opening], count: int) -> Json:
-    """{"observation"} or a whole result for each; raises BadAnswer."""
+    """Returns {"observation"} or a whole result for each episode. Raises BadAnswer if the list is wrong."""
     return [
         encode_result(opening) if isinstance(opening, StepResult) else {"observation": encode_observation(opening)}
         for opening in _as_many(openings, count, "reset", "an observation")
@@ -80,7 +80,7 @@ def encode_openings(openings: Sequence[Opening], count: int) -> Json:
 
 
 def encode_results(results: Sequence[StepResult | None], live: Sequence[bool]) -> Json:
-    """None for episodes that are not live, whatever was said of them; raises BadAnswer."""
+    """Returns each result as JSON, and None for episodes that are not live. Raises BadAnswer if the list is wrong."""
     return [
         encode_result(result) if is_live else None
         for result, is_live in zip(_as_many(results, len(live), "step", "a StepResult"), live, strict=True)
@@ -95,7 +95,7 @@ def _as_many(values: Any, count: int, method: str, what: str) -> Sequence[Any]:
 
 def encode_result(result: Any) -> Json:
     if not isinstance(result, StepResult):
-        raise BadAnswer(f"step returned {_shown(result)} for an episode that goes on; expected a StepResult")
+        raise BadAnswer(f"step returned {_shown(result)} for an unfinished episode; expected a StepResult")
     return {
         "observation": None if result.done else encode_observation(result.observation),
         "reward": _number(result.reward),

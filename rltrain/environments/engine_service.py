@@ -1,4 +1,4 @@
-"""A rank's environments served to engines over TCP: both ends."""
+"""Serves a rank's environments to engines over TCP. Has both ends."""
 
 import secrets
 import threading
@@ -22,10 +22,10 @@ from rltrain.errors import EpisodeError
 from rltrain.runtime.machine import JobThread
 from rltrain.runtime.messages import Message, MessageServer, PeerLost, connect
 
-# A rank's environments, served to engines on whichever ranks: every engine begins episodes and gets their events.
+# The server of a rank's environments. Engines on any rank begin episodes and receive their events.
 
 LOOK_S = 0.002
-"""Between two looks for what engines want, while episodes are under way."""
+"""Seconds between two checks for requests of engines, while episodes are running."""
 IDLE_S = 0.05
 LOOK_FOR_THREAD_S = 0.5
 JOIN_S = 10.0
@@ -34,11 +34,10 @@ Result = TypeVar("Result")
 
 
 class EnvironmentService:
-    """Serves the host that `build` makes from a thread of its own, to which that belongs: so environments step while
-    this rank does something else.
+    """Serves the host made by `build` from a thread that owns the host. So environments step while this rank is busy.
 
-    An engine asks for no more than an answer for each of its episodes, and reads it between two decode steps; what it
-    has not read the server holds.
+    An engine has at most one open request per episode and reads the answers between two decode steps. The server keeps
+    unread answers.
     """
 
     def __init__(self, build: Callable[[], EnvironmentHost], address: str, num_engines: int) -> None:
@@ -47,11 +46,11 @@ class EnvironmentService:
         self._build, self._num_engines = build, num_engines
         self._server = MessageServer(address, self.token)
         self._peers: dict[int, int] = {}
-        """Episode -> the engine's connection."""
+        """Connection of the engine, by episode."""
         self._unclaimed: list[EpisodeEvent] = []
-        """Of episodes that go on from a checkpoint, before their engine has asked for them."""
+        """Events of resumed episodes before their engine has claimed them."""
         self._savers: dict[int, set[int]] = {}
-        """Number of a checkpoint -> engines that wait for it."""
+        """Engines waiting for a checkpoint, by its number."""
         self._saved: dict[int, list[SavedBatch]] = {}
         self._calls: SimpleQueue[Callable[[EnvironmentHost], None]] = SimpleQueue()
         self._failure: Exception | None = None
@@ -60,17 +59,18 @@ class EnvironmentService:
         self._thread.start()
 
     def where(self) -> dict[str, Any]:
-        """For `RemoteEnvironments`."""
+        """Returns the address for `RemoteEnvironments`."""
         return {"host": self.address, "port": self._server.port, "token": self.token}
 
     def call(self, what: Callable[[EnvironmentHost], Result]) -> Result:
-        """Of the host, in its thread, between two events; takes as long as that takes. Raises what that raises."""
+        """Calls `what` with the host in its thread, between two events, and waits for the result. Raises the exception
+        of `what`."""
         future: Future[Result] = Future()
 
         def run(host: EnvironmentHost) -> None:
             try:
                 future.set_result(what(host))
-            except BaseException as error:  # for whoever called
+            except BaseException as error:  # raised in the caller
                 future.set_exception(error)
 
         self._calls.put(run)
@@ -81,19 +81,19 @@ class EnvironmentService:
         return future.result()
 
     def take_saved(self, number: int) -> list[SavedBatch] | None:
-        """The episodes as they were when the last of the engines asked for the checkpoint of this number; None before
-        that. Once for each."""
+        """Returns the episodes saved for checkpoint `number` and forgets them. They are saved when the last engine has
+        reached the checkpoint. Returns None before that."""
         return self._saved.pop(number, None)
 
     def close(self) -> None:
-        """End the environments and their processes."""
+        """Ends the environments and their processes."""
         self._is_closed.set()
         self._thread.join(JOIN_S)
 
     def _run(self) -> None:
         try:
             host = self._build()
-        except Exception as error:  # for whoever calls first
+        except Exception as error:  # raised at the first call
             self._failure = error
             return
         with host:
@@ -126,7 +126,7 @@ class EnvironmentService:
             for event in events:
                 self._send(event)
         elif episode not in self._peers:
-            return  # it has ended, which the engine had yet to read
+            return  # it has ended, but the engine has not read that yet
         elif "action" in message:
             action = decode_action(message["action"])
             assert action is not None
@@ -136,8 +136,7 @@ class EnvironmentService:
             host.abandon(episode)
 
     def _save(self, host: EnvironmentHost, peer: int, number: int) -> None:
-        """Once all engines have come to a checkpoint, what goes on from it; all that has happened before it is sent to
-        them first."""
+        """Saves the episodes once all engines have reached a checkpoint. Earlier events are sent first."""
         savers = self._savers.setdefault(number, set())
         savers.add(peer)
         if len(savers) < self._num_engines:
@@ -172,18 +171,18 @@ def encode_event(event: EpisodeEvent) -> Message:
     }
 
 
-# An engine's end of the environments of a rank.
+# The client in an engine.
 
 
 class RemoteEnvironments:
-    """Those that an EnvironmentService serves on `rank`, as `where` says. Nothing here blocks but the connecting."""
+    """The environments of an EnvironmentService on `rank`, at the address `where`. Only connecting can block."""
 
     def __init__(self, rank: int, where: Mapping[str, Any]) -> None:
         self.rank = rank
         self.going_on = frozenset(where["episodes"])
-        """Episodes that go on from a checkpoint."""
+        """Episodes resumed from a checkpoint."""
         self.num_saved = 0
-        """The number of the last checkpoint that they have come to."""
+        """Number of the last checkpoint saved by the service."""
         self._connection = connect(where["host"], where["port"], where["token"])
 
     def begin(self, episode: int, row: Row, seed: int) -> None:
@@ -193,18 +192,19 @@ class RemoteEnvironments:
         self._send({"episode": episode, "action": encode_action(action)})
 
     def claim(self, episode: int) -> None:
-        """An episode that goes on is this engine's."""
+        """Claims a resumed episode for this engine."""
         self._send({"episode": episode, "claimed": True})
 
     def save(self, number: int) -> None:
-        """The engine has come to a checkpoint; they have as well when `num_saved` says so."""
+        """Reports that this engine has reached checkpoint `number`. The service has saved it once `num_saved` is at
+        least that."""
         self._send({"save": number})
 
     def abandon(self, episode: int) -> None:
         self._send({"episode": episode})
 
     def events(self) -> list[EpisodeEvent]:
-        """What has come since the last call."""
+        """Returns the events since the last call."""
         try:
             messages = self._connection.receive()
         except PeerLost as error:
@@ -222,7 +222,7 @@ class RemoteEnvironments:
             raise self._lost(error) from error
 
     def _lost(self, error: PeerLost) -> EpisodeError:
-        return EpisodeError(f"the environments on rank {self.rank} cannot be reached any more: {error}")
+        return EpisodeError(f"the environments on rank {self.rank} cannot be reached: {error}")
 
 
 def _decode_event(message: Message) -> EpisodeEvent:

@@ -1,6 +1,6 @@
-"""A text game: find a number by guesses, of which each is answered by where the number lies.
+"""A text game about guessing a number. The answer to a guess is the direction of the number.
 
-With its words replaced it can be played in the characters of the quickstart's tiny model: tools/make_text_game.py.
+With other words it fits the characters of the quickstart's tiny model (see tools/make_text_game.py).
 """
 
 import re
@@ -12,8 +12,8 @@ LAST_NUMBER = re.compile(r"\d+")
 
 
 class GuessNumber:
-    """The number is the row's `secret_key`, the rules are the row's prompt. The reward is 1 for the guess that is it,
-    of `max_guesses`; a turn's guess is its last number."""
+    """One game. The row's `secret_key` is the number, and its prompt has the rules. The guess of a turn is its last
+    number. The reward is 1 for the right guess within `max_guesses`."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class GuessNumber:
         self.secret = self.num_guesses = 0
 
     def reset(self, row: Row, seed: int) -> None:
-        """Its first observation is the row's prompt."""
+        """Begins a game. The first observation is the row's prompt."""
         self.secret = int(row[self.secret_key])
         self.num_guesses = 0
 

@@ -1,4 +1,4 @@
-"""Gymnasium's environments, one by one or vectorised, with observations and actions as text."""
+"""Gymnasium's environments, single or vectorised, with observations and actions as text."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -12,26 +12,27 @@ from rltrain.environments.one_by_one import one_by_one
 from rltrain.errors import ConfigError
 from rltrain.rewards.locating import locate
 
-# Observations of Gymnasium's environments as text, and texts as their actions. Knows spaces by what they have.
+# Observations as text, and texts as actions. Spaces are recognised by their attributes.
 #
-# numpy is imported where it is needed: workers that play something else start sooner without.
+# numpy is imported on demand, so that workers of other environments start sooner.
 
 HIGHLIGHTED = re.compile(r"\x1b\[[0-9;]+m(.*?)\x1b\[0m")
-"""How drawings in text mark a place."""
+"""Colour codes around a marked place in text drawings."""
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 SIGNIFICANT_DIGITS = 4
 
 Parse = Callable[[str], Any]
-"""Of what the model wrote: an action, or None where it is none."""
+"""Converts the model's text to an action. Returns None if it has none."""
 
 
 def without_colours(drawing: str) -> str:
-    """What was in colour stands in brackets."""
+    """Returns the drawing with brackets around coloured parts."""
     return HIGHLIGHTED.sub(r"[\1]", drawing).strip("\n")
 
 
 def observation_text(observation: Any) -> str:
-    """Numbers to 4 digits, arrays as lists of them, a mapping's entries on lines of their own."""
+    """Returns the observation as text. Numbers have 4 digits, arrays become lists, and entries of a mapping have
+    separate lines."""
     if isinstance(observation, str):
         return observation
     if isinstance(observation, Mapping):
@@ -42,7 +43,7 @@ def observation_text(observation: Any) -> str:
 
 
 def _numbers_text(value: Any) -> str:
-    """Of a number, or of nested lists of them."""
+    """Returns a number or nested lists of numbers as text."""
     if isinstance(value, list):
         is_nested = any(isinstance(item, list) for item in value)
         return ("\n" if is_nested else ", ").join(map(_numbers_text, value))
@@ -50,13 +51,13 @@ def _numbers_text(value: Any) -> str:
 
 
 def default_parse(space: Any, names: Sequence[str] = ()) -> Parse:
-    """Of the action space `space`. Among finitely many actions the last number of the text is meant, or the last of
-    `names`; of several numbers the last that are needed."""
+    """Returns the default parser for an action space. For finitely many actions it takes the last number or name in the
+    text. Otherwise it takes as many of the last numbers as the space needs."""
     if hasattr(space, "n"):
         return lambda text: _last_choice(text, int(space.n), int(getattr(space, "start", 0)), names)
     if getattr(space, "shape", None) is not None:
         return lambda text: _last_numbers(text, space)
-    raise TypeError(f"actions of {space} cannot be read from texts; env.options.parse names a function that can")
+    raise TypeError(f"actions of {space} cannot be read from texts; set env.options.parse to a function that can")
 
 
 def _last_choice(text: str, num_actions: int, start: int, names: Sequence[str]) -> int | None:
@@ -83,7 +84,7 @@ def _last_numbers(text: str, space: Any) -> Any:
 
 
 def action_help(space: Any, names: Sequence[str] = ()) -> str:
-    """What the model is told it may answer."""
+    """Returns the text that describes the possible answers to the model."""
     if names:
         return f"Answer with one of: {', '.join(names)}."
     if hasattr(space, "n"):
@@ -92,11 +93,11 @@ def action_help(space: Any, names: Sequence[str] = ()) -> str:
     return f"Answer with {prod(space.shape)} numbers."
 
 
-# Gymnasium's environments, one by one or vectorised: "gymnasium:FrozenLake-v1", or a user's class of them.
+# Registered environments ("gymnasium:FrozenLake-v1") and classes of the user.
 
 PREFIX = "gymnasium:"
 SEEDS_EACH = ("sync", "async")
-"""Vectorisations that take a seed for each episode; one that an environment brings itself takes one for all."""
+"""Vectorisations with a seed per episode. A custom vector environment takes one seed for all."""
 OPTIONS = ("make", "vectorization", "render", "parse", "action_names", "on_invalid")
 
 
@@ -106,12 +107,12 @@ def recognises(thing: Any) -> bool:
 
 
 def adapt(build: Build, factory: EnvironmentFactory) -> Environment:
-    """A user's class: `env.options.make` are its own arguments."""
+    """Returns an environment for a user's class. `env.options.make` are its arguments."""
     return one_by_one(lambda: GymnasiumEpisode(build, Texts(factory)))
 
 
 def registered(factory: EnvironmentFactory) -> Callable[[], Environment]:
-    """What builds the environment that Gymnasium knows by the name after PREFIX."""
+    """Returns a function that builds the environment registered under the name after PREFIX."""
     try:
         import gymnasium
     except ImportError as error:
@@ -139,12 +140,14 @@ def registered(factory: EnvironmentFactory) -> Callable[[], Environment]:
 
 
 class Texts:
-    """What env.options say of observations and actions as texts.
+    """The options about observations and actions as texts:
 
-    render, parse: functions, by name, (observation) -> text and (text) -> an action, or None where it is none. Without
-    render an environment that draws itself in text is shown so, else its observation's numbers are. action_names: of
-    finitely many actions, in order. on_invalid: "ask" (default; tells what is expected, and costs a turn) or "end" the
-    episode, as always where episodes are vectorised.
+    - render: the name of a function (observation) -> text. By default an environment's text drawing is shown, else the
+      numbers of its observation.
+    - parse: the name of a function (text) -> action, or None if there is no action.
+    - action_names: names of finitely many actions, in order.
+    - on_invalid: "ask" (default) describes the possible actions and costs a turn. "end" ends the episode. Vectorised
+      environments always end it.
     """
 
     def __init__(self, factory: EnvironmentFactory) -> None:
@@ -158,7 +161,8 @@ class Texts:
         self.prompt_key = factory.prompt_key
 
     def first(self, row: Row, shown: str, action_space: Any) -> Opening:
-        """The row's prompt, where it has one, with the observation; else what actions there are."""
+        """Returns the row's prompt with the observation. Without a prompt, a description of the actions follows the
+        observation."""
         prompt = row.get(self.prompt_key)
         if not prompt:
             return f"{shown}\n{action_help(action_space, self.names)}"
@@ -173,12 +177,12 @@ def _function(options: Mapping[str, Any], key: str) -> Callable[[Any], Any] | No
 
 
 def seed_of(row: Row, seed: int) -> int:
-    """The row's own, where it has one."""
+    """Returns the row's seed, or else `seed`."""
     return int(row.get("seed", seed))
 
 
 class GymnasiumEpisode:
-    """One episode. A column `reset_options` of a row is passed to its reset."""
+    """One episode. The row's column `reset_options` is passed to the reset."""
 
     def __init__(self, build: Build, texts: Texts) -> None:
         self.texts = texts
@@ -213,8 +217,8 @@ class GymnasiumEpisode:
 
 
 class VectorGymnasium:
-    """A batch, in one of Gymnasium's vector environments of as many. Episodes that are done are stepped on with any
-    action, as these want it, and nobody looks. Unless `seeds_each`, the first seed is that of all."""
+    """A batch in a vector environment of the same size. Finished episodes are stepped with any action, as Gymnasium
+    requires, and their results are ignored. Unless `seeds_each`, the first seed is used for all."""
 
     def __init__(self, make: Callable[[int], Any], texts: Texts, *, seeds_each: bool) -> None:
         self.make = make

@@ -1,4 +1,4 @@
-"""Runs episodes in worker processes of this rank: an error costs an episode, a hang is killed."""
+"""The host of a rank's environments. It runs episodes in worker processes, so errors and hangs cost episodes only."""
 
 import json
 import logging
@@ -24,22 +24,22 @@ from rltrain.environments.interface import Action, Row
 from rltrain.errors import ConfigError
 from rltrain.runtime.machine import kill_worker, start_worker
 
-# A rank's end of one worker process: what was asked of it, what has come back, and whether it is lost.
+# The connection of a rank to one worker process.
 
 WORKER_MODULE = "rltrain.environments.worker"
 READ_BYTES = 1 << 16
 GRACE_S = 5.0
-"""Beyond its limit for a call that the worker itself ends: those that are awaited beside each other."""
+"""Seconds beyond the limit of a call, for workers that end late calls themselves (concurrent environments)."""
 
 Kind = Literal["reset", "step", "get_state", "load_state", "offload", "onload", "close"]
 
 
 @dataclass(frozen=True)
 class Description:
-    """What a worker says of its environments."""
+    """A worker's description of its environments."""
 
     concurrent: bool
-    """They are awaited beside each other; else one is called at a time."""
+    """True if calls of a process are awaited concurrently. False if a process makes one call at a time."""
     saved: bool
     offloaded: bool
     tools: Sequence[Json] = ()
@@ -47,38 +47,38 @@ class Description:
 
 @dataclass(eq=False)
 class WorkerCall:
-    """`batch` is None of a call to all environments of a process."""
+    """A call to a worker. `batch` is None if the call is for all environments of a process."""
 
     number: int
     kind: Kind
     batch: EpisodeBatch | None
     limit_s: float
     builds: bool = False
-    """An environment is built for it."""
+    """True if the worker has to build an environment for this call."""
     sent: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True)
 class WorkerAnswer:
-    """`failure`: in the place of a result."""
+    """A worker's answer to a call, with a result or a `failure`."""
 
     result: Json
     seconds: float
     failure: EpisodeFailure | None
     is_rid: bool
-    """The worker has given up the environment."""
+    """True if the worker has discarded the environment."""
 
 
 @dataclass(frozen=True)
 class LostWorker:
-    """A process is gone or has to go: through `culprits`, by `failure`."""
+    """The reason why a process is gone or has to be killed: the `culprits` and their `failure`."""
 
     failure: EpisodeFailure
     culprits: Sequence[WorkerCall]
 
 
 class Patience:
-    """How long first calls may take: half as long after each in a row that did not return, in whichever process."""
+    """The time limit of first calls. It halves after each consecutive hang, over all processes."""
 
     def __init__(self, start_s: float) -> None:
         self.start_s = start_s
@@ -90,10 +90,10 @@ class Patience:
 
 
 class WorkerConnection:
-    """One worker process, started when it is first needed and again after it was lost, and the pipes to it.
+    """One worker process and the pipes to it. It starts at the first call, and again after a loss.
 
-    It never blocks. Calls wait in the pipe; a process that calls one environment at a time takes them in order, so
-    that the first of `calls` is the one at work, since it was sent or since the answer before it was ready.
+    No method blocks. Calls wait in the pipe. A process without concurrency takes them in order, so the first of `calls`
+    is running. It has run since it was sent, or since the previous answer.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class WorkerConnection:
         self.selector = selector
         self.process: subprocess.Popen[bytes] | None = None
         self.description: Description | None = None
-        """None until the process is ready."""
+        """The worker's description. None until the process is ready."""
         self.calls: dict[int, WorkerCall] = {}
         self._clear()
 
@@ -116,7 +116,7 @@ class WorkerConnection:
         self._idle_since = time.monotonic()
 
     def start(self) -> None:
-        """Unless it runs."""
+        """Starts the process if it is not running."""
         if self.process is not None:
             return
         self._clear()
@@ -129,7 +129,7 @@ class WorkerConnection:
         self._send(self.factory.as_message())
 
     def take_environment(self) -> tuple[int, bool]:
-        """(a number that no batch has, whether an environment has still to be built for it)."""
+        """Returns (an environment number without a batch, whether that environment must still be built)."""
         if self._free_environments:
             return self._free_environments.pop(), False
         self._num_environments += 1
@@ -139,7 +139,7 @@ class WorkerConnection:
         self._free_environments.append(number)
 
     def call(self, call: WorkerCall, message: dict[str, Any]) -> None:
-        """Its answer comes from `answers`."""
+        """Sends a call. `answers` yields its answer."""
         self.start()
         self.calls[call.number] = call
         self._send({"call": call.number, "do": call.kind, "limit_s": self._limit_of(call), **message})
@@ -149,7 +149,7 @@ class WorkerConnection:
         self.write()
 
     def write(self) -> None:
-        """As much of what was not sent yet as the pipe takes."""
+        """Writes as many of the unsent bytes as the pipe takes."""
         had_more = self._stdin.fileno() in self.selector.get_map()
         try:
             while self._unsent:
@@ -164,7 +164,7 @@ class WorkerConnection:
             self.selector.unregister(self._stdin)
 
     def answers(self) -> Iterator[tuple[WorkerCall, WorkerAnswer]]:
-        """Those that have come. Raises ConfigError where the process says that it cannot begin."""
+        """Yields the received answers with their calls. Raises ConfigError if the process refuses to start."""
         while self.process is not None and not self._is_ended:
             try:
                 chunk = os.read(self._stdout.fileno(), READ_BYTES)
@@ -203,13 +203,13 @@ class WorkerConnection:
     def _over_limit(self, call: WorkerCall, limit_s: float) -> EpisodeFailure:
         took = f"{call.kind} took longer than {limit_s:.3g} s"
         if limit_s < self.limits.step_s:
-            return EpisodeFailure("episode_time", f"{took}, all that env.episode_timeout_s left")
+            return EpisodeFailure("episode_time", f"{took}, the rest of env.episode_timeout_s")
         if limit_s > call.limit_s:
             return EpisodeFailure("step_time", f"{took}, in one of the first calls of its process or environment")
         return EpisodeFailure("step_time", f"{took} (env.step_timeout_s)")
 
     def deadline(self) -> float | None:
-        """When `loss` has to be asked for at the latest."""
+        """Returns the latest time for the next call of `loss`, or None without a limit."""
         if self.process is None:
             return None
         if self.description is None:
@@ -227,8 +227,8 @@ class WorkerConnection:
         return since + self._limit_of(call)
 
     def loss(self, now: float) -> LostWorker | None:
-        """Whether the process has ended or must, once `answers` has been read. Raises ConfigError where it has not
-        even begun."""
+        """Returns a loss if the process has ended or must end. Call it after `answers`. Raises ConfigError if the
+        process did not even start."""
         if self.process is None:
             return None
         ended = self._has_ended()
@@ -246,8 +246,8 @@ class WorkerConnection:
         return LostWorker(self._over_limit(overdue, limit_s), [overdue])
 
     def _has_ended(self) -> bool:
-        """Nobody can write any more; or, where a process that it has forked still could, it had exited before
-        `answers` was read the last time."""
+        """Returns whether all writers closed the pipe, or the process had exited before the last read of `answers`. A
+        forked child can keep the pipe open after the exit."""
         assert self.process is not None
         had_exited = self._has_exited
         self._has_exited = self.process.poll() is not None
@@ -259,11 +259,11 @@ class WorkerConnection:
         why = "ended" if ended else f"took longer than {self.limits.start_s:g} s"
         raise ConfigError(
             f"env.function: the worker process of {self.factory.function!r} {why} before its first environment was "
-            "built; its own message is on standard error"
+            "built; see its message on standard error"
         )
 
     def kill(self) -> list[WorkerCall]:
-        """With all that it has started. Returns the calls that were under way; it starts anew at the next one."""
+        """Kills the process and all its children, and returns the running calls. The next call starts a new process."""
         calls = list(self.calls.values())
         self.calls.clear()
         process, self.process, self.description = self.process, None, None
@@ -275,30 +275,28 @@ class WorkerConnection:
         return calls
 
 
-# Runs episodes in worker processes of this rank: an error costs an episode, a hang is killed, the rank never waits.
+# The host of a rank. It never blocks the rank.
 
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.5
-"""How often a wait looks whether a process is there that says nothing."""
+"""Seconds between two checks of silent processes."""
 CLOSE_S = 5.0
-"""For all environments to close, before their processes are killed."""
+"""Seconds for all environments to close before their processes are killed."""
 MAX_LOGGED_FAILURES = 10
 PLAYED = ("reset", "step")
-"""Calls that are an episode's own: they have its limits, and count to its time."""
+"""The calls of an episode. They have its limits and count toward its time."""
 
 
 class EnvironmentHost:
-    """Owned by one rank, and used by one thread of it, which also has to live as long as it does.
+    """Runs the episodes of one rank. Only one thread may use it, and that thread must live as long as the host.
 
-    `begin` begins an episode, `act` answers it with what the model drew, `events` says what has come of either. None
-    of them blocks. Up to `batch_size` episodes that are begun one after the other share an environment, and step when
-    all of them that are not done have acted; what has been begun when `events`, `wait` or `flush` is called goes ahead,
-    so that no batch waits for episodes that nobody begins. A batch stays in its process, the one with the fewest
-    episodes at the time.
+    `begin` begins an episode, `act` sends the model's action, and `events` returns the results. None of them blocks. Up
+    to `batch_size` consecutive episodes share an environment. They step once all unfinished ones have acted. `events`,
+    `wait` and `flush` start incomplete batches. A batch runs in the process with the fewest episodes and stays there.
 
-    Raises ConfigError from `describe`, `events` or `wait` where env.function cannot be used. `on_event` is called for
-    every event, when it is received.
+    `describe`, `events` and `wait` raise ConfigError if env.function cannot be used. `on_event` is called at every
+    received event.
     """
 
     def __init__(
@@ -318,10 +316,10 @@ class EnvironmentHost:
         patience = Patience(self.limits.start_s)
         self._workers = [WorkerConnection(factory, self.limits, patience, self._selector) for _ in range(num_workers)]
         self._loads = [0] * num_workers
-        """Live episodes of each."""
+        """Number of live episodes per worker."""
         self._begun: list[tuple[int, Row, int]] = []
         self._batches: dict[int, EpisodeBatch] = {}
-        """Of every episode that is not done, or of whose end nobody has heard."""
+        """Batch of every episode that is not done, or has unread events."""
         self._events: list[EpisodeEvent] = []
         self._controls: dict[int, Json] = {}
         self._numbers = count()
@@ -330,7 +328,7 @@ class EnvironmentHost:
             worker.start()
 
     def describe(self) -> Description:
-        """What the environments are, once the first process has built one. Waits for that, at most start_s."""
+        """Returns the description of the environments. Waits at most start_s until the first process has built one."""
         while True:
             for worker in self._workers:
                 if worker.description is not None:
@@ -339,7 +337,7 @@ class EnvironmentHost:
             self._receive(LOOK_S)
 
     def begin(self, episode: int, row: Row, seed: int) -> None:
-        """`episode`: any number that no other episode here has."""
+        """Begins an episode. `episode` is any number without another episode on this host."""
         if episode in self._batches or any(episode == number for number, _, _ in self._begun):
             raise ValueError(f"episode {episode} has begun already")
         self._begun.append((episode, row, seed))
@@ -347,13 +345,14 @@ class EnvironmentHost:
             self.flush()
 
     def flush(self) -> None:
-        """What has been begun goes ahead, be it less than a batch."""
+        """Starts the begun episodes, even if they are fewer than a batch."""
         if self._begun:
             self._reset(EpisodeBatch.of(self._begun))
             self._begun = []
 
     def act(self, episode: int, action: Action) -> None:
-        """An episode that has ended meanwhile takes no notice: its last event tells."""
+        """Sends the model's action to an episode. Does nothing if the episode has ended. Its last event reports the
+        end."""
         batch = self._batches[episode]
         if episode not in batch.live:
             return
@@ -361,7 +360,7 @@ class EnvironmentHost:
         self._step_if_all_acted(batch)
 
     def abandon(self, episode: int) -> None:
-        """Nobody wants it any more; no event of it comes from now on."""
+        """Gives up an episode. No more events come from it."""
         self._begun = [begun for begun in self._begun if begun[0] != episode]
         self._events = [event for event in self._events if event.episode != episode]
         batch = self._batches.pop(episode, None)
@@ -370,7 +369,7 @@ class EnvironmentHost:
             self._step_if_all_acted(batch)
 
     def events(self) -> list[EpisodeEvent]:
-        """What has come since the last call."""
+        """Returns the events since the last call."""
         self.flush()
         self._receive(0.0)
         events, self._events = self._events, []
@@ -380,7 +379,7 @@ class EnvironmentHost:
         return events
 
     def wait(self, seconds: float) -> bool:
-        """Until there is an event, or so long. Returns whether there is one."""
+        """Waits until there is an event, at most `seconds`. Returns whether there is one."""
         self.flush()
         end = time.monotonic() + seconds
         while not self._events:
@@ -391,10 +390,10 @@ class EnvironmentHost:
         return bool(self._events)
 
     def save(self) -> list[SavedBatch]:
-        """The episodes that can go on from a checkpoint: none unless the environment can save them.
+        """Returns the state of all episodes for a checkpoint. Empty if the environment cannot save them.
 
-        Waits for the calls that are under way, within their limits. Take `events` after it, and save what they bring
-        beside it. Actions of batches that cannot step yet are part of it.
+        Waits for running calls, within their limits. Read `events` afterwards and save them too. The state includes the
+        actions of batches that cannot step yet.
         """
         self.flush()
         self._settle()
@@ -404,7 +403,7 @@ class EnvironmentHost:
         return [batch.save(self._controls.pop(number)) for number, batch in calls.items() if number in self._controls]
 
     def resume(self, saved: Sequence[SavedBatch]) -> list[int]:
-        """Go on with them, as if they had never stopped. Returns the episodes that cannot, of which nothing is kept.
+        """Continues saved episodes. Returns the lost episodes, which are forgotten.
 
         Waits until their states are loaded, within the limits.
         """
@@ -427,8 +426,8 @@ class EnvironmentHost:
         return lost
 
     def tell_all(self, kind: Literal["offload", "onload"]) -> None:
-        """Have environments that hold device memory give it back, or take it again; waits until they have. Raises
-        ConfigError where they cannot."""
+        """Makes environments offload or restore their device memory, and waits for them. Does nothing if they do not
+        support it. Raises ConfigError if an environment fails."""
         if not self.describe().offloaded:
             return
         self._settle()
@@ -438,7 +437,8 @@ class EnvironmentHost:
         self._settle()
 
     def close(self) -> None:
-        """Nothing can be begun afterwards. Environments of processes that are idle close first, all in CLOSE_S."""
+        """Closes the environments of idle processes, within CLOSE_S for all, and kills all processes. The host cannot
+        be used afterwards."""
         idle = [worker for worker in self._workers if worker.description is not None and not worker.calls]
         for worker in idle:
             worker.call(WorkerCall(next(self._numbers), "close", None, CLOSE_S), {})
@@ -467,7 +467,7 @@ class EnvironmentHost:
         self._call(self._placed(batch), "reset", rows=batch.rows, seeds=batch.seeds)
 
     def _placed(self, batch: EpisodeBatch) -> EpisodeBatch:
-        """In the process with the fewest live episodes, and an environment of its own there."""
+        """Assigns the batch to the process with the fewest live episodes and reserves an environment there."""
         batch.place = self._loads.index(min(self._loads))
         self._loads[batch.place] += len(batch.live)
         self._workers[batch.place].start()
@@ -494,12 +494,12 @@ class EnvironmentHost:
         return min(self.limits.step_s, self.limits.episode_s - batch.seconds)
 
     def _settle(self) -> None:
-        """Until no call is under way."""
+        """Waits until no call is running."""
         while any(worker.calls for worker in self._workers):
             self._receive(LOOK_S)
 
     def _receive(self, seconds: float) -> None:
-        """Take what has come, within so long, and give up what will not."""
+        """Handles received data for at most `seconds`, and ends overdue processes."""
         deadlines = [deadline for worker in self._workers if (deadline := worker.deadline()) is not None]
         now = time.monotonic()
         for key, events in self._selector.select(max(min([now + min(seconds, LOOK_S), *deadlines]) - now, 0.0)):
@@ -565,7 +565,7 @@ class EnvironmentHost:
         )
 
     def _lost(self, worker: WorkerConnection, loss: LostWorker) -> None:
-        """Its process ends; batches that it has not begun begin elsewhere, and those that it knows are lost."""
+        """Kills a lost worker. Batches without a finished reset begin elsewhere. The others fail."""
         place = self._workers.index(worker)
         not_begun = {call.batch for call in worker.kill() if call.kind in ("reset", "load_state")}
         culprits = {call.batch for call in loss.culprits}
@@ -583,7 +583,7 @@ class EnvironmentHost:
                 self._fail(batch, neighbour)
 
     def _fail(self, batch: EpisodeBatch, failure: EpisodeFailure, seconds: float = 0.0) -> None:
-        """All its live episodes."""
+        """Fails all live episodes of the batch."""
         failed = [episode for episode in batch.episodes if episode in batch.live]
         for episode in failed:
             self._leave(batch, episode)
@@ -607,7 +607,7 @@ class EnvironmentHost:
         self.on_event()
 
     def _log(self, episodes: Sequence[int], failure: EpisodeFailure) -> None:
-        """A failure like an earlier one is not said again."""
+        """Logs a failure, unless a similar one was logged before."""
         num_said = len(self._logged_failures)
         self._logged_failures.add(failure.alike)
         if num_said < len(self._logged_failures) <= MAX_LOGGED_FAILURES:

@@ -1,4 +1,5 @@
-"""What an environment is: it sets tasks, and answers what the model said until an episode is done. Loads no torch."""
+"""The interface of environments. An environment sets tasks and answers the model until an episode is done. Loads no
+torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,28 +8,29 @@ from typing import Any, Literal, Protocol
 Row = Mapping[str, Any]
 """A row of the prompt file, with all its columns."""
 Message = Mapping[str, Any]
-"""A chat message as OpenAI writes it: role and content, and where they apply tool_calls, tool_call_id and name."""
+"""A chat message in OpenAI's form: role and content. It can also have tool_calls, tool_call_id and name."""
 
 
 @dataclass(frozen=True)
 class TokenIds:
-    """A turn that an environment asks for in token ids, as those do that have a tokenizer of their own."""
+    """A request for a turn in token ids, made by an environment with its own tokenizer."""
 
     ids: tuple[int, ...]
-    """The whole context of the turn. Where it goes on from what the engine has drawn and seen of the episode, the
-    trajectory does; any other context begins another trajectory of the episode."""
+    """The whole context of the turn. If it continues the tokens of the episode so far, the trajectory continues. Any
+    other context begins another trajectory of the episode."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """For this turn, in SGLang's names (max_new_tokens, temperature, stop, ...); what is not there is the run's."""
+    """Sampling parameters of this turn, in SGLang's names (max_new_tokens, temperature, stop, ...). Missing ones are
+    the run's."""
 
 
 Observation = str | Sequence[Message] | TokenIds
-"""What the model is shown next. A text is a message of the user; before the first turn, or without a chat template,
-it is the text itself."""
+"""The next input of the model. A text is a message of the user. Before the first turn, or without a chat template, it
+is the text itself."""
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that the model wrote, as the chat template's parser understood it."""
+    """A tool call of the model, parsed by the parser of the chat template."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -37,38 +39,39 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Action:
-    """What the model drew in one turn."""
+    """The model's output in one turn."""
 
     text: str
-    """Without special tokens and, where it wrote tool calls, as it stands before them."""
+    """The text without special tokens. If the model wrote tool calls, only the text before them."""
     tool_calls: tuple[ToolCall, ...] = ()
     truncated: bool = False
-    """Whether the turn was cut by a limit on tokens rather than ended by the model."""
+    """True if a limit on tokens cut the turn. False if the model ended it."""
     ids: tuple[int, ...] = ()
-    """All that was drawn, for an environment that asked in token ids. Others get none."""
+    """All token ids of the turn. Empty unless the environment asked in token ids."""
     logprobs: tuple[float, ...] = ()
-    """One per id."""
+    """Log-probs of the ids, one per id."""
     policy_version: int = 0
-    """The engine's when it drew the last token."""
+    """The engine's policy version at the last token."""
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """What an environment says of one sequence of tokens, where it says more than rewards and the end.
+    """One sequence of tokens with its training data, for environments with more to report than rewards and the end.
 
-    One whose tokens the engine has drawn turn by turn, through TokenIds, is recorded by the engine: of that `loss_mask`
-    and `reward` are taken. Any other, such as one drawn by HTTP from elsewhere, is taken as it is and needs `logprobs`.
+    If the engine sampled the tokens turn by turn, through TokenIds, it has recorded them. Then only `loss_mask` and
+    `reward` are used. Any other trajectory, such as one sampled elsewhere over HTTP, is used unchanged and needs
+    `logprobs`.
     """
 
     ids: tuple[int, ...]
-    """Prompt and response."""
+    """Token ids of prompt and response."""
     num_response_tokens: int
     reward: float | None
-    """None: as the reward function says."""
+    """The reward, or None to use the reward function."""
     loss_mask: tuple[bool, ...] | None = None
-    """Of the response's tokens; None: those that the model drew."""
+    """Mask over the response's tokens. None selects the tokens that the model sampled."""
     logprobs: tuple[float, ...] | None = None
-    """Of the response's tokens."""
+    """Log-probs of the response's tokens."""
     status: Literal["completed", "truncated", "aborted", "failed"] = "completed"
     trained_on: bool = True
     info: Mapping[str, Any] = field(default_factory=dict)
@@ -79,44 +82,47 @@ class StepResult:
     """An environment's answer to one action."""
 
     observation: Observation = ""
-    """Nobody reads it when `done`."""
+    """The next input of the model. Ignored if `done`."""
     reward: float = 0.0
-    """Of this turn; an episode's reward is the sum of its turns'."""
+    """The reward of this turn. An episode's reward is the sum over its turns."""
     done: bool = False
     info: Mapping[str, Any] = field(default_factory=dict)
-    """Its numbers are averaged over episodes, by their last turn, and logged as env/<name>."""
+    """Details to log. Numbers of an episode's last turn are averaged over episodes and logged as env/<name>."""
     trajectories: tuple[Trajectory, ...] = ()
-    """Of an episode that is done: where there are any, only those are trained on, and their rewards count."""
+    """The trajectories of a finished episode. If there are any, only they are trained on, with their own rewards."""
 
 
 Opening = Observation | StepResult | None
-"""How an episode begins: with its prompt; None: the row's own prompt is; a StepResult: it was over at once."""
+"""The beginning of an episode: its prompt, or None for the row's own prompt. A StepResult can end it at once."""
 
 
 class Environment(Protocol):
-    """A batch of episodes that go on together. One that is written for a single episode gets a batch of one.
+    """A batch of episodes that step together. Environments for a single episode are wrapped (see one_by_one.py).
 
-    Built by `factory(**env.options)` in a worker process, beside others of its kind, one of which is called at a time:
-    it may block, and what it prints goes to standard error. An exception costs the episodes of its batch, is counted,
-    and the environment is built anew. Where `step` is a coroutine function, so is `reset`, and those of a process are
-    awaited beside each other.
+    A worker process builds it by `factory(**env.options)`. A process can hold several environments, but calls one at a
+    time. So an environment may block. Its prints go to standard error. An exception fails the episodes of its batch and
+    is counted. The environment is then built again. If `step` is a coroutine function, `reset` must be one too, and the
+    environments of a process are awaited concurrently.
 
-    It may have besides: `get_state()`, which returns the state of the whole batch such that JSON can write it, and
-    `load_state(state)`, in the place of `reset`, where its episodes can be saved with a checkpoint and go on elsewhere;
-    `offload()` and `onload()`, where it holds memory of a device which other roles need between its turns; and `tools`,
-    of which the chat template tells the model, as OpenAI writes them: {"type": "function", "function": {"name",
-    "description", "parameters"}}.
+    Optional methods and attributes:
+
+    - `get_state()` returns the state of the whole batch as JSON values, and `load_state(state)` replaces `reset`. With
+      both, episodes are saved with a checkpoint and can continue in another process.
+    - `offload()` and `onload()` release and restore device memory, so that other roles can use it between turns.
+    - `tools` lists the tools for the chat template, in OpenAI's form: {"type": "function", "function": {"name",
+      "description", "parameters"}}.
     """
 
     def reset(self, rows: Sequence[Row], seeds: Sequence[int]) -> Sequence[Opening]:
-        """Begin an episode for each row. Also called again, for others: when all are done, or nobody wants those that
-        are not."""
+        """Begins an episode for each row. A later call begins other episodes, once all are done or the unfinished ones
+        are no longer needed."""
         ...
 
     def step(self, actions: Sequence[Action | None]) -> Sequence[StepResult | None]:
-        """One turn of every episode, in the order of the rows; None for those that are done or no longer wanted."""
+        """Plays one turn of every episode, in the order of the rows. An action is None if its episode is done or no
+        longer needed."""
         ...
 
     def close(self) -> None:
-        """Called once, after the last step, unless the process is killed. May be missing."""
+        """Releases resources. Called once after the last step, unless the process is killed. Optional."""
         ...

@@ -1,4 +1,4 @@
-"""Environments that are written for one episode at a time, as a batch of them."""
+"""Batches of environments for a single episode each."""
 
 import asyncio
 import inspect
@@ -12,19 +12,20 @@ from rltrain.environments.interface import Action, Environment, Opening, Row, St
 
 
 class SingleEnvironment(Protocol):
-    """One episode. Both methods may be coroutine functions."""
+    """An environment for one episode. Both methods may be coroutine functions."""
 
     def reset(self, row: Row, seed: int) -> Opening: ...
 
     def step(self, action: Action) -> StepResult:
-        """Or a tuple, as of StepResult's first fields: (observation, reward, done) or (..., info)."""
+        """Plays one turn. It may also return a tuple with StepResult's first fields: (observation, reward, done) or
+        (..., info)."""
         ...
 
 
 def recognises(thing: Any) -> bool:
-    """By a reset that takes a task and a seed, whatever they are called."""
+    """Recognises a reset with two parameters, a task and a seed, of any name."""
     begun_with = parameters_of(thing, "reset") or ()
-    is_another = begun_with == own.BEGUN_WITH or "options" in begun_with  # which is Gymnasium's
+    is_another = begun_with == own.BEGUN_WITH or "options" in begun_with  # Gymnasium's
     return len(begun_with) == 2 and not is_another and len(parameters_of(thing, "step") or ()) == 1
 
 
@@ -33,8 +34,8 @@ def adapt(build: Build, factory: EnvironmentFactory) -> Environment:
 
 
 class OneByOne:
-    """An Environment of environments for one episode each, built as they are needed. `close` is theirs if they have it,
-    as are `get_state`, `load_state`, `offload`, `onload` and `tools`."""
+    """A batch of single environments, built on demand. It has `close`, `get_state`, `load_state`, `offload`, `onload`
+    and `tools` if the single ones have them."""
 
     def __init__(self, build: Callable[[], Any]) -> None:
         self.build = build
@@ -59,14 +60,14 @@ class OneByOne:
                 single.close()
 
     def _needed(self, count: int) -> Sequence[Any]:
-        """Those of the first `count` episodes."""
+        """Returns the environments of the first `count` episodes."""
         self.num_episodes = count
         self.singles += [self.build() for _ in range(count - len(self.singles))]
         return self.singles[:count]
 
 
 class AwaitedOneByOne(OneByOne):
-    """The same of environments whose methods are coroutine functions; those of a batch are awaited together."""
+    """A batch of single environments with coroutine functions. It awaits them concurrently."""
 
     async def reset(self, rows: Sequence[Row], seeds: Sequence[int]) -> Sequence[Opening]:  # type: ignore[override]
         needed = zip(self._needed(len(rows)), rows, seeds, strict=True)
@@ -81,14 +82,14 @@ class AwaitedOneByOne(OneByOne):
 
 
 def one_by_one(build: Callable[[], Any]) -> Environment:
-    """For what builds environments for one episode."""
+    """Returns a batch of the single environments made by `build`."""
     spare = [build()]
     kind = AwaitedOneByOne if inspect.iscoroutinefunction(spare[0].step) else OneByOne
     return kind(lambda: spare.pop() if spare else build())
 
 
 def as_result(returned: Any) -> Any:
-    """A StepResult of a tuple of its fields; anything else as it is."""
+    """Returns a StepResult for a tuple of its fields, and any other value unchanged."""
     return StepResult(*returned) if isinstance(returned, tuple) and 2 <= len(returned) <= 4 else returned
 
 

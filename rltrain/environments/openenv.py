@@ -1,4 +1,4 @@
-"""OpenEnv's environments: a class of them in this process, or a server by its URL, over HTTP or a WebSocket."""
+"""OpenEnv's environments: a class in this process, or a server at a URL over HTTP or a WebSocket."""
 
 import inspect
 import json
@@ -22,11 +22,11 @@ TIMEOUT_S = 60.0
 PACKAGES = ("openenv", "openenv_core")
 
 Result = Mapping[str, Any]
-"""{"observation", "reward", "done"}, as OpenEnv's servers answer."""
+"""An answer of OpenEnv's servers: {"observation", "reward", "done"}."""
 
 
 class OpenEnvSession(Protocol):
-    """One episode's way to its environment."""
+    """A connection of one episode to its environment."""
 
     def reset(self, arguments: Mapping[str, Any]) -> Result: ...
 
@@ -36,20 +36,20 @@ class OpenEnvSession(Protocol):
 
 
 def recognises(thing: Any) -> bool:
-    """By a base class of OpenEnv's, or by a reset as its base class has."""
+    """Recognises subclasses of OpenEnv's classes, and objects with the reset of OpenEnv's base class."""
     bases = (thing if inspect.isclass(thing) else type(thing)).__mro__
     is_of_package = any(base.__module__.partition(".")[0] in PACKAGES for base in bases)
     return hasattr(thing, "step") and (is_of_package or "episode_id" in (parameters_of(thing, "reset") or ()))
 
 
 def adapt(build: Build, factory: EnvironmentFactory) -> Environment:
-    """A class that an OpenEnv server would serve; `env.options.make` are its arguments."""
+    """Returns an environment for a server-side class. `env.options.make` are its arguments."""
     make = factory.options.get("make") or {}
     return _environment(lambda: InProcess(build(**make), factory), factory)
 
 
 def served(factory: EnvironmentFactory) -> Callable[[], Environment]:
-    """What builds episodes of the server whose URL env.function is."""
+    """Returns a function that builds environments for the server at the URL env.function."""
     url = factory.function.rstrip("/")
     options = factory.options
     timeout_s, headers = float(options.get("timeout_s", TIMEOUT_S)), dict(options.get("headers") or {})
@@ -63,12 +63,13 @@ def _environment(open_session: Callable[[], OpenEnvSession], factory: Environmen
 
 
 class OpenEnvEpisode:
-    """One episode. Of env.options:
+    """One episode. Its env.options are:
 
-    action: a function, by name, of what the model wrote -> the fields of the action; without one they are the JSON
-    object that the text is, or else the text under `action_key` ("message"). A tool call's arguments are the action.
-    observation_key: the observation's field that is shown; without it all of it is, as JSON. reset_columns: columns of
-    the row that the reset gets beside the seed; by default none.
+    - action: the name of a function from the model's text to the fields of the action. By default the fields are the
+      text's JSON object. If there is none, the text becomes the field `action_key` ("message"). Arguments of a tool
+      call take precedence.
+    - observation_key: the field of the observation to show. By default all of it is shown as JSON.
+    - reset_columns: columns of the row passed to the reset in addition to the seed. By default none.
     """
 
     def __init__(self, session: OpenEnvSession, factory: EnvironmentFactory) -> None:
@@ -113,8 +114,8 @@ class OpenEnvEpisode:
 
 
 class InProcess:
-    """An instance of the class that a server serves. Its actions are made of its action class, where its step has the
-    type of one; `env.options.action` may make them as well."""
+    """An instance of a server-side class. If the type of its step's action is known, actions become instances of this
+    type."""
 
     def __init__(self, environment: Any, factory: EnvironmentFactory) -> None:
         self.environment = environment
@@ -123,7 +124,7 @@ class InProcess:
         self.begun_with = inspect.signature(environment.reset).parameters
 
     def reset(self, arguments: Mapping[str, Any]) -> Result:
-        """As a server does, with what the environment takes of them."""
+        """Resets the environment with the arguments that it accepts, as a server does."""
         takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in self.begun_with.values())
         taken = {name: value for name, value in arguments.items() if takes_any or name in self.begun_with}
         return _as_result(self.environment.reset(**taken))
@@ -137,15 +138,15 @@ class InProcess:
 
 
 def _as_result(observation: Any) -> Result:
-    """An observation has its reward and its end in itself."""
+    """Converts an observation to a result. OpenEnv's observations contain reward and end."""
     fields = dict(observation.model_dump()) if hasattr(observation, "model_dump") else dict(vars(observation))
     reward, done, metadata = fields.pop("reward", None), fields.pop("done", False), fields.pop("metadata", None)
     return {"observation": fields, "reward": reward, "done": done, "metadata": metadata}
 
 
 class OverHttp:
-    """POST /reset and /step. The server has one episode at a time for all who ask it: use as many servers as there are
-    workers, or a WebSocket."""
+    """A connection by POST /reset and /step. The server has a single episode for all clients. Use one server per
+    worker, or a WebSocket."""
 
     def __init__(self, url: str, timeout_s: float, headers: Mapping[str, str]) -> None:
         import httpx
@@ -170,7 +171,7 @@ class OverHttp:
 
 
 class OverWebSocket:
-    """The server's /ws, where every connection has an episode of its own."""
+    """A connection to the server's /ws. Every connection has a separate episode."""
 
     def __init__(self, url: str, timeout_s: float, headers: Mapping[str, str]) -> None:
         try:

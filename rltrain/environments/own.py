@@ -1,4 +1,4 @@
-"""Environments for rltrain, as interface.py says: reset(rows, seeds) and step(actions)."""
+"""The convention of rltrain's own interface: reset(rows, seeds) and step(actions)."""
 
 from typing import Any
 

@@ -13,11 +13,12 @@ BLOCK = re.compile(r"```python\s*\n(.*?)```", re.DOTALL)
 
 
 class PythonTool(ToolTask):
-    """See ToolTask. Every call is a program of its own: what it prints is the answer. Without a chat template the model
-    writes a block of ```python, and is shown a block of ```output.
+    """A ToolTask with Python. Every call is a separate program, and its output is the answer. Without a chat template
+    the model writes a block of ```python and sees a block of ```output.
 
-    `sandbox`: by which means, as env.sandbox says. `limits`: fields of the sandbox's Limits. `installed_packages`:
-    programs can import what is installed for this process.
+    - `sandbox`: auto, bubblewrap, kernel or none, as in docs/sandbox.md.
+    - `limits`: fields of the sandbox's Limits.
+    - `installed_packages`: programs can import the packages of this process.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class PythonTool(ToolTask):
         return f"the program was ended: it reached its limit of {outcome.ended_by}"
 
     def _shown(self, output: bytes) -> str:
-        """Its beginning and its end, where it is long."""
+        """Returns the output as text. If it is long, only its beginning and end."""
         text = output.decode(errors="replace").strip()
         half = self.max_output_chars // 2
         return text if len(text) <= self.max_output_chars else f"{text[:half]}\n...\n{text[-half:]}"

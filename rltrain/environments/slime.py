@@ -1,4 +1,4 @@
-"""slime's generate functions as episodes, and stand-ins for what they import of slime."""
+"""slime's generate functions as episodes, and replacements for the modules that they import from slime."""
 
 import asyncio
 import functools
@@ -19,19 +19,19 @@ from rltrain.environments.interface import Action, Environment, Opening, Row, St
 from rltrain.environments.one_by_one import one_by_one
 from rltrain.rewards.slime_sample import SlimeSample, SlimeStatus
 
-# How an episode that is a coroutine has the engine draw turns for it, in the middle of what it does.
+# Turns sampled by the engine for the coroutine of an episode.
 
 _EPISODE: ContextVar["Episode"] = ContextVar("episode")
 
 
 async def draw(ids: Sequence[int], sampling: Mapping[str, Any] | None = None) -> Action:
-    """The turn that the engine draws after `ids`, for the episode whose coroutine this is called in. Has `ids` and
-    `logprobs`. Several at once are drawn one after the other."""
+    """Samples a turn after `ids` with the engine, for the episode of the calling coroutine. The result has `ids` and
+    `logprobs`. Concurrent calls are served one after the other."""
     return await _EPISODE.get().draw(TokenIds(tuple(ids), sampling or {}))
 
 
 class Episode:
-    """A coroutine under way, seen from the one who draws for it."""
+    """A running coroutine and its requests for turns."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         self._wanted: asyncio.Queue[TokenIds] = asyncio.Queue()
@@ -49,11 +49,12 @@ class Episode:
             return await self._drawn.get()
 
     def answer(self, action: Action) -> None:
-        """With what was drawn for the turn that `next` returned."""
+        """Passes the sampled turn to the coroutine, after `next` returned its request."""
         self._drawn.put_nowait(action)
 
     async def next(self) -> tuple[TokenIds | None, Any]:
-        """(the next turn to be drawn, None), or (None, what the coroutine returned). Raises what it raised."""
+        """Returns (the next requested turn, None), or (None, the coroutine's result). Raises the coroutine's
+        exception."""
         wanted = asyncio.create_task(self._wanted.get())
         try:
             await asyncio.wait({wanted, self._task}, return_when=asyncio.FIRST_COMPLETED)
@@ -67,10 +68,10 @@ class Episode:
         self._task.cancel()
 
 
-# What functions written for slime import of it, where slime is not installed: Sample, post and GenerateState.
+# Replacements for an uninstalled slime: Sample, post and GenerateState.
 
 ENGINE = "rltrain.engine"
-"""The router's host where the engine draws for the episode itself: no name that could be found on a network."""
+"""The host of the router if the engine samples for the episode. It is not a valid network name."""
 NUM_AT_ONCE = 1 << 16
 POST_TIMEOUT_S = 600.0
 
@@ -80,7 +81,7 @@ ENDED = {"length": SlimeStatus.TRUNCATED, "abort": SlimeStatus.ABORTED, "stop": 
 
 @dataclass
 class Sample(SlimeSample):
-    """What slime's functions fill."""
+    """A sample to be filled by slime's functions."""
 
     multimodal_inputs: dict[str, Any] | None = None
     status: SlimeStatus = SlimeStatus.PENDING
@@ -88,14 +89,14 @@ class Sample(SlimeSample):
     non_generation_time: float = 0.0
 
     def update_from_meta_info(self, args: Any, meta_info: Mapping[str, Any]) -> None:
-        """With what the engine says of a turn."""
+        """Updates weight version and status from the engine's meta_info of a turn."""
         if "weight_version" in meta_info:
             self.weight_versions.append(meta_info["weight_version"])
         self.status = ENDED[meta_info["finish_reason"]["type"]]
 
 
 class EnvironmentArguments:
-    """env.options as attributes, beside what functions commonly read; anything else is an error that says so."""
+    """The args of a generate function: env.options as attributes, with defaults for common ones."""
 
     def __init__(self, factory: EnvironmentFactory) -> None:
         self.sglang_router_ip = ENGINE
@@ -113,11 +114,11 @@ class EnvironmentArguments:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise AttributeError(f"args has no {name!r}; what a function reads of args can stand in env.options")
+        raise AttributeError(f"args has no {name!r}; set it in env.options")
 
 
 class GenerateState:
-    """What functions ask for the tokenizer."""
+    """The object through which slime's functions get the tokenizer."""
 
     def __init__(self, args: EnvironmentArguments) -> None:
         self.args = args
@@ -136,7 +137,7 @@ _TOKENIZERS: dict[str, Any] = {}
 
 def tokenizer_of(path: str | None) -> Any:
     if path is None:
-        raise ValueError("there is no tokenizer: no checkpoint is known here")
+        raise ValueError("there is no tokenizer, because no checkpoint is known")
     if path not in _TOKENIZERS:
         from transformers import AutoTokenizer
 
@@ -145,8 +146,7 @@ def tokenizer_of(path: str | None) -> Any:
 
 
 class EpisodeTexts:
-    """Of an episode that posts texts: what was posted and drawn so far, as text and as ids. What comes behind it is
-    encoded alone, so that drawn ids stay as they were drawn."""
+    """The text and ids of an episode that posts texts. Only new text is encoded, so sampled ids never change."""
 
     def __init__(self, model_path: str | None) -> None:
         self.model_path = model_path
@@ -167,13 +167,14 @@ _TEXTS: ContextVar[EpisodeTexts] = ContextVar("texts")
 
 
 async def play(generate: Callable[..., Any], args: EnvironmentArguments, *rest: Any, **more: Any) -> Any:
-    """What the function returns, which may post texts."""
+    """Returns the function's result. The function may post texts."""
     _TEXTS.set(EpisodeTexts(args.hf_checkpoint))
     return await generate(args, *rest, **more)
 
 
 async def post(url: str, payload: Mapping[str, Any], max_retries: int = 60, headers: Any = None) -> Any:
-    """The JSON that is answered: by the engine, in SGLang's words, where `url` is the router's /generate."""
+    """Posts the payload and returns the JSON answer. If `url` is the router's /generate, the engine answers in SGLang's
+    form."""
     if url == f"http://{ENGINE}:0/generate":
         return await _generate(payload)
     import httpx
@@ -187,7 +188,7 @@ async def post(url: str, payload: Mapping[str, Any], max_retries: int = 60, head
 
 @functools.cache
 def _certificates() -> ssl.SSLContext:
-    """Returns the trusted certificates, which take 50 ms to read. Calls of many episodes share one event loop."""
+    """Returns the trusted certificates. Reading them takes 50 ms, and calls of many episodes share one event loop."""
     import httpx
 
     return httpx.create_ssl_context()
@@ -226,7 +227,7 @@ MODULES: Mapping[str, Mapping[str, Any]] = {
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """The last to be asked, so that an installed slime is found before."""
+    """An import finder at the end of sys.meta_path, so an installed slime comes first."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if name not in MODULES:
@@ -241,12 +242,12 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def provide() -> None:
-    """From now on they can be imported."""
+    """Makes the replacements importable."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())
 
 
-# slime's generate(args, sample, sampling_params): a coroutine that is a whole episode, and returns its Sample(s).
+# slime's generate(args, sample, sampling_params): a coroutine that plays a whole episode and returns its Sample(s).
 
 PARAMETERS = ("args", "sample", "sampling_params")
 
@@ -260,9 +261,11 @@ def adapt(build: Build, factory: EnvironmentFactory) -> Environment:
 
 
 class SlimeGenerate:
-    """One episode. `args` has env.options and what slime_modules.Arguments adds. What the function posts to the
-    router's /generate through slime's `post`, or asks of drawing.draw, the engine draws here and records; with
-    sglang_router_ip and sglang_router_port in env.options it goes by HTTP to whoever serves there."""
+    """One episode of a generate function. `args` has env.options and the defaults of EnvironmentArguments.
+
+    The engine samples and records the turns requested by `draw`, or by slime's `post` to the router's /generate. With
+    sglang_router_ip and sglang_router_port in env.options, `post` uses HTTP to that server instead.
+    """
 
     def __init__(self, generate: Build, factory: EnvironmentFactory) -> None:
         self.generate = generate

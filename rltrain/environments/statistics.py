@@ -1,4 +1,4 @@
-"""What is reported of a step's episodes: sums that add up over ranks, and the metrics that are made of them."""
+"""Statistics of a step's episodes: sums that add up over ranks, and metrics from these sums."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
@@ -12,9 +12,9 @@ OF_INFO = "info/"
 
 
 class EpisodeStatistics:
-    """Sums over the episodes that ended here, with what they took from their beginning on.
+    """The sums over finished episodes, including their earlier steps.
 
-    Call `acted` and `happened` in the order of what happens; the rest follows.
+    Call `acted` and `happened` in the order of the events.
     """
 
     def __init__(self) -> None:
@@ -22,14 +22,15 @@ class EpisodeStatistics:
         self._turns: Counter[int] = Counter()
         self._calls: Counter[int] = Counter()
         self.first_failure: str | None = None
-        """In words, with the traceback where there is one."""
+        """The description of the first failure, with the traceback if there is one."""
 
     def acted(self, episode: int, action: Action) -> None:
         self._turns[episode] += 1
         self._calls[episode] = len(action.tool_calls)
 
     def happened(self, event: EpisodeEvent) -> None:
-        """Seconds of a batch count to each of its episodes: they are what an episode waits."""
+        """Counts an event. The seconds of a batch count for each of its episodes, because each waits for the whole
+        batch."""
         num_calls = self._calls.pop(event.episode, 0)
         self._sums["seconds"] += event.seconds
         self._sums["tool_calls"] += num_calls
@@ -38,20 +39,21 @@ class EpisodeStatistics:
             self._ended(event)
 
     def waited(self, seconds: float) -> None:
-        """An engine's sample did, from its turn's end to the answer; more than the environment took is the queue's."""
+        """Counts an answer. `seconds` is the time of a sample from the end of its turn to the answer, including the
+        queue."""
         self._sums["answers"] += 1
         self._sums["waited"] += seconds
 
     def observed(self, num_tokens: int) -> None:
-        """Of an episode that has ended: tokens that its environment gave."""
+        """Counts the tokens of the environment in a finished episode."""
         self._sums["observed_tokens"] += num_tokens
 
     def began_anew(self, num_episodes: int) -> None:
-        """Episodes that could not go on from a checkpoint."""
+        """Counts episodes that could not continue from a checkpoint."""
         self._sums["anew"] += num_episodes
 
     def abandoned(self, episode: int) -> None:
-        """It does not count among those that ended."""
+        """Forgets an episode. It does not count as finished."""
         self._turns.pop(episode, None)
         self._calls.pop(episode, None)
 
@@ -69,13 +71,13 @@ class EpisodeStatistics:
                 self._sums[f"{OF_INFO}{name}/count"] += 1
 
     def take(self) -> dict[str, float]:
-        """The sums so far; they begin anew."""
+        """Returns the sums so far and resets them."""
         sums, self._sums, self.first_failure = dict(self._sums), defaultdict(float), None
         return sums
 
 
 def added(ranks: Iterable[Sums]) -> Sums:
-    """Of the sums of all ranks; names that a rank lacks are zero there."""
+    """Returns the sums over all ranks. Names missing on a rank count as zero."""
     total: defaultdict[str, float] = defaultdict(float)
     for sums in ranks:
         for name, value in sums.items():
@@ -84,7 +86,7 @@ def added(ranks: Iterable[Sums]) -> Sums:
 
 
 def metrics(sums: Sums) -> dict[str, float]:
-    """Without env/; empty where no episode ended."""
+    """Returns the metrics, without the prefix env/. Empty if no episode finished."""
     count = sums.get("episodes", 0)
     if not count:
         return {}

@@ -1,4 +1,4 @@
-"""A task with one tool: turns that use it are answered by what it says, one that does not gives the final answer."""
+"""Tasks with one tool. The tool answers turns that call it. A turn without a call has the final answer."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -11,33 +11,34 @@ from rltrain.rewards.math import math
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool of one text argument, called by the chat template's means, or by a text between marks."""
+    """A tool with one text argument. The model calls it in the form of the chat template, or by a text between
+    marks."""
 
     name: str
     description: str
     argument: str
     argument_description: str
     marked: re.Pattern[str]
-    """Its first group is the argument, in a turn without calls."""
+    """The pattern of a call in a text. Its first group is the argument."""
     answer_format: str
-    """Of the observation that answers a marked text; {} stands for what the tool said."""
+    """The format of the observation after a marked text. {} is the tool's result."""
 
     @property
     def schema(self) -> Mapping[str, Any]:
-        """As OpenAI writes it."""
+        """The schema in OpenAI's form."""
         properties = {self.argument: {"type": "string", "description": self.argument_description}}
         parameters = {"type": "object", "properties": properties, "required": [self.argument]}
         function = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": function}
 
 
-class ToolFailed(Exception):  # noqa: N818 - a finding about what a model wrote
-    """The tool cannot do what it was asked for: why, in words that the model is shown."""
+class ToolFailed(Exception):  # noqa: N818 - a finding about the model's text
+    """The tool cannot perform a call. The model sees the message."""
 
 
 class ToolTask:
-    """One episode. The reward is 1 where the final answer of the turn without a call equals the row's label, as the
-    reward function `math` compares them. What is wrong with a call is its answer."""
+    """One episode. The reward is 1 if the final answer equals the row's label, compared by the reward function `math`.
+    Errors of a call are its answer."""
 
     def __init__(self, tool: Tool, *, max_turns: int, label_key: str) -> None:
         self.tool = tool
@@ -48,11 +49,11 @@ class ToolTask:
         self.num_turns = self.num_calls = self.num_errors = 0
 
     def use(self, argument: str) -> str:
-        """What the tool says. Raises ToolFailed."""
+        """Returns the tool's result. Raises ToolFailed if there is none."""
         raise NotImplementedError
 
     def reset(self, row: Row, seed: int) -> None:
-        """The first observation is the row's prompt."""
+        """Begins an episode. The first observation is the row's prompt."""
         self.label = str(row[self.label_key])
         self.num_turns = self.num_calls = self.num_errors = 0
 

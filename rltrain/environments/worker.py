@@ -1,9 +1,10 @@
-"""The process that environments run in: `python -m rltrain.environments.worker`, started by a rank's host.
+"""The process of a rank's environments: `python -m rltrain.environments.worker`, started by the rank's host.
 
-It reads JSON lines from standard input: first what EnvironmentFactory.as_message says, then calls: {"call": a number,
-"do": a Kind, "limit_s", "environment": its number here} and what the kind needs. It answers each with one line:
-{"call", "result" or "error" or "timeout", "seconds", "finished": the machine's monotonic clock}. The answer to the
-first line has a "description", or why the environment was "refused". It ends when nobody writes or reads any more.
+It reads JSON lines from standard input. The first line is EnvironmentFactory.as_message. Every further line is a call:
+{"call": a number, "do": a Kind, "limit_s", "environment": its number} and the arguments of that kind. Each call gets
+one line as its answer: {"call", "result" or "error" or "timeout", "seconds", "finished"}. `finished` is the machine's
+monotonic clock. The answer to the first line has a "description", or the reason in "refused". The process ends when its
+pipes close.
 """
 
 import asyncio
@@ -17,16 +18,17 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import IO, Any
 
-from rltrain.environments import gymnasium_adapter, nemo_rl, one_by_one, openenv, own, skyrl_gym, slime, trl_environment
+from rltrain.environments import gymnasium_adapter, one_by_one, openenv, own, slime
 from rltrain.environments.batch import EnvironmentFactory
 from rltrain.environments.convention import EnvironmentConvention
 from rltrain.environments.encoding import BadAnswer, Json, decode_action, encode_openings, encode_results, to_line
 from rltrain.environments.interface import Environment
+from rltrain.environments.other_frameworks import NemoRl, SkyRLGym, TrlEnvironment
 from rltrain.errors import ConfigError, UserError
 from rltrain.rewards.locating import locate
 from rltrain.runtime.machine import become_worker, describe_raised
 
-# Finds the environment that env.function names, and how it is played, in a worker process.
+# Environments and conventions for env.function.
 
 BUILT_IN = {
     "agent": "rltrain.environments.agent:AgentEnvironment",
@@ -37,14 +39,14 @@ BUILT_IN = {
 CONVENTIONS: Sequence[EnvironmentConvention] = (
     slime,
     own,
-    nemo_rl,
+    NemoRl,
     openenv,
     gymnasium_adapter,
-    skyrl_gym,
+    SkyRLGym,
     one_by_one,
-    trl_environment,
+    TrlEnvironment,
 )
-"""The first that recognises what was named plays it."""
+"""The first convention that recognises the object is used."""
 EXPECTED = (
     "a class, or a function that returns an environment, with reset(rows, seeds) and step(actions) for a batch of "
     "episodes or reset(row, seed) and step(action) for one, or another form of docs/environments.md"
@@ -52,8 +54,8 @@ EXPECTED = (
 
 
 def load_environment(factory: EnvironmentFactory) -> Callable[[], Environment]:
-    """What builds one environment after the other. Raises ConfigError where env.function cannot be found, is nothing
-    that can be played, or does not take env.options."""
+    """Returns a function that builds an environment per call. Raises ConfigError if env.function cannot be found, has
+    no known form, or does not accept env.options."""
     function = factory.function
     if function.startswith(gymnasium_adapter.PREFIX):
         return gymnasium_adapter.registered(factory)
@@ -94,7 +96,7 @@ OWN_FILES = {__file__, *(inspect.getfile(convention.adapt) for convention in CON
 
 
 class WorkerEnvironments:
-    """Those of this process, by the numbers that the host gave them. The first is built at once."""
+    """The environments of this process, by the host's numbers. The first is built at once."""
 
     def __init__(self, build: Callable[[], Any]) -> None:
         self.build = build
@@ -114,7 +116,8 @@ class WorkerEnvironments:
         }
 
     def call(self, message: Json) -> Any:
-        """What the environment's method returns, perhaps to be awaited. Raises what it raises."""
+        """Calls the environment's method and returns its result, which can be an awaitable. Raises the method's
+        exception."""
         match message["do"]:
             case "offload" | "onload" as kind:
                 return [getattr(environment, kind)() for environment in self.built.values()]
@@ -138,13 +141,13 @@ class WorkerEnvironments:
         return self.built[number]
 
     def give_up(self, number: int) -> None:
-        """After an error: it is built anew when its number is called again."""
+        """Discards an environment after an error. The next call with its number builds a new one."""
         environment = self.built.pop(number, None)
         with suppress(Exception):
             _close(environment)
 
     def close(self) -> None:
-        """All of them; none is there afterwards."""
+        """Closes and removes all environments."""
         while self.built:
             _close(self.built.popitem()[1])
 
@@ -156,7 +159,7 @@ def _close(environment: Any) -> None:
 
 
 def result_of(message: Json, returned: Any) -> Json:
-    """As JSON; raises BadAnswer for what the environment should not have returned."""
+    """Returns the result as JSON. Raises BadAnswer if the environment returned a wrong value."""
     match message["do"]:
         case "reset":
             return encode_openings(returned, len(message["rows"]))
@@ -175,14 +178,14 @@ def failure_of(error: BaseException) -> Json:
 
 
 class CallServer:
-    """Answers calls, one at a time or, where environments are coroutines, beside each other."""
+    """Answers calls: one at a time, or concurrently if the environments are coroutines."""
 
     def __init__(self, environments: WorkerEnvironments, write: Callable[[bytes], None]) -> None:
         self.environments = environments
         self.write = write
 
     def serve(self, requests: Iterable[bytes]) -> None:
-        """Ends with them, or with a line that its writer did not live to complete."""
+        """Answers all requests. Ends after the last complete line."""
         for line in requests:
             if not line.endswith(b"\n"):
                 return
@@ -214,12 +217,12 @@ class CallServer:
         self.write(answer)
 
     def answer(self, message: Json, start: float, returned: Any) -> bytes:
-        """Raises where JSON cannot write it."""
+        """Returns the answer as a line. Raises an exception if JSON cannot represent it."""
         is_state = message["do"] == "get_state"
         return to_line(_timed(message, start) | {"result": result_of(message, returned)}, exactly=is_state)
 
     def failure(self, message: Json, start: float, failure: Json) -> bytes:
-        """The environment is not used again."""
+        """Discards the environment and returns the failure as a line."""
         if "environment" in message:
             self.environments.give_up(message["environment"])
         return to_line(_timed(message, start) | failure)

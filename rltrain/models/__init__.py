@@ -1,4 +1,4 @@
-"""What differs between model families: how their config reads, and one table of parameters for each."""
+"""Model families: their architectures, and one table of parameters per family."""
 
 from rltrain.models.architecture import MLA, Architecture, Unlisted
 from rltrain.models.canonical import (

@@ -1,4 +1,4 @@
-"""The shape of a model, read from config.json. A key that changes the computation is used or refused."""
+"""The architecture of a model, read from config.json. A key that changes the computation is either used or refused."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,14 +15,14 @@ from rltrain.models.table import CanonicalTensors, LayerKind, stored_names
 from rltrain.models.windows import WINDOW_SWITCH, Windows, read_windows
 from rltrain.runtime.json_text import read_json
 
-# The tokens that end a text, by the files of a checkpoint.
+# End-of-text tokens, from the files of a checkpoint.
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 
 
 def read_eos(path: Path, config: ConfigReader, vocab_size: int) -> tuple[int, ...]:
-    """generation_config.json is what ends a generation in transformers; config.json only where that says nothing. Both
-    name tokens of a vocabulary of `vocab_size`, or CheckpointError is raised."""
+    """Returns the ids of the end-of-text tokens. Like transformers it prefers generation_config.json over config.json.
+    Raises CheckpointError if an id is outside the vocabulary of `vocab_size`."""
     readers = [config]
     if (path / GENERATION_CONFIG_FILE).exists():
         readers.insert(0, ConfigReader(path / GENERATION_CONFIG_FILE, config_key=config.config_key))
@@ -39,22 +39,22 @@ def _read_ids(reader: ConfigReader, vocab_size: int) -> tuple[int, ...] | None:
 
 
 def check_padding(config: ConfigReader, vocab_size: int) -> None:
-    """CheckpointError where the pad token, for whose embedding transformers makes an exception, is none of the
-    vocabulary. Some configs say -1 where there is none."""
+    """Raises CheckpointError if the pad token is outside the vocabulary, because transformers treats its embedding
+    specially. The value -1 in some configs means no pad token."""
     if (token := config.values.get("pad_token_id")) is not None:
         config.token("pad_token_id", token, vocab_size, least=-1)
 
 
-# Multi-head latent attention: its shape, and how config.json describes it.
+# Multi-head latent attention.
 
 
 @dataclass(frozen=True)
 class MLA:
-    """Multi-head latent attention: queries, and keys with values, are made from latents of `q_rank` and `kv_rank`.
-    With `q_rank` None queries are made from the hidden state.
+    """The shape of multi-head latent attention. Queries come from a latent of size `q_rank`, or from the hidden state
+    if that is None. Keys and values come from a latent of size `kv_rank`.
 
-    A head's query and key have `plain_head_dim` elements without positions and `rope_head_dim` rotated ones; the
-    rotated part of the key is one for all heads. A head's value has `value_head_dim` elements.
+    A head's query and key have `plain_head_dim` elements without positions and `rope_head_dim` rotated ones. All heads
+    share the rotated part of the key. A head's value has `value_head_dim` elements.
     """
 
     q_rank: int | None
@@ -74,9 +74,9 @@ def read_mla(config: ConfigReader) -> MLA:
     )
 
 
-# Keys of config.json that change the computation, and families in which that is not supported.
+# Keys of config.json that change the computation.
 
-# Features that change the computation and that neither the trainer nor the engine has: key -> values that mean "off".
+# Unsupported features, except in families that list the key in `has`. Maps a key to the values that turn it off.
 UNSUPPORTED = {
     MLP_BIAS: (False, None),
     WINDOW_SWITCH: (False, None),
@@ -97,7 +97,7 @@ UNSUPPORTED = {
 
 
 def refuse_unsupported(config: ConfigReader, name: str) -> None:
-    """Raises CheckpointError where a key has a value that the family of this name is not supported with."""
+    """Raises CheckpointError if a key has an unsupported value for the family `name`."""
     family = FAMILIES[name]
     for key, off in UNSUPPORTED.items():
         if config.values.get(key) not in off and key not in family.has:
@@ -110,16 +110,16 @@ def refuse_unsupported(config: ConfigReader, name: str) -> None:
         raise config.error("attention_bias", f"False: nothing else is supported for {name}")
 
 
-# The shape of a model, read from the config.json of a Hugging Face checkpoint.
+# The architecture of a Hugging Face checkpoint.
 
 CONFIG_FILE = "config.json"
 Head = Literal["vocabulary", "value"]
-"""What stands on top of a model: a logit per token of the vocabulary, or one value."""
+"""The output of a model: logits of the vocabulary, or one value."""
 
 
 @dataclass(frozen=True)
 class AdapterTargets:
-    """Of which matrices there are low-rank adapters, by the last part of their names; None: of all."""
+    """The matrices with low-rank adapters, by the last part of their names. None selects all."""
 
     rank: int
     targets: tuple[str, ...] | None
@@ -127,10 +127,10 @@ class AdapterTargets:
 
 @dataclass(frozen=True)
 class Unlisted:
-    """A model of a family without a table: what transformers' own has, for backend fsdp alone.
+    """A model of a family without a table, described by transformers. Only backend fsdp supports it.
 
-    `prefix` begins the names of what is no head's; `classifier` is the class that has a score in the vocabulary's
-    place, empty where there is none.
+    `prefix` begins the names of all tensors outside the head. `classifier` is transformers' class with a score instead
+    of the vocabulary's head. It is empty if there is none.
     """
 
     tensors: CanonicalTensors
@@ -140,25 +140,28 @@ class Unlisted:
 
 @dataclass(frozen=True)
 class Architecture:
-    """Everything that layouts, the trainer and the engine need to know about a model's shape.
+    """The shape of a model, for layouts, the trainer and the engine. Some fields:
 
-    `head_dim` is that of queries; `head` is what the model ends in. `moe` and `mla` are None in models that have no
-    experts or no latent attention. `output_bias` tells of a bias on what attention adds to the hidden state, `mlp_bias`
-    of biases in MLPs. With `adapters` the tensors are those of low-rank adapters of such a model, and no others.
-
-    Of a head the first `rotary_dim` elements are rotated (None: all), each with the one that is half of them further
-    on, or with its neighbour where the model `rotates_pairs`; in layers with `windows` by `sliding_rope_theta` where
-    that is set. Scores are multiplied by `attention_scale`, or 1 / sqrt(head_dim). With `qk_norm` queries and keys are
-    normed head by head, or, where the model `norms_projections`, all heads of a token at once. Norms multiply by
-    `norm_offset` plus their weight; with `post_norms` there is one behind attention and one behind the MLP too.
-    With `norm_bias` they take the mean off first, and add a bias (LayerNorm).
-    Embeddings are multiplied by `embedding_scale`. Scores x become c * tanh(x / c) with c = `attention_softcap`, where
-    that is set, and logits by `logits_softcap`. With `attention_sinks` every head has one more score, a parameter,
-    which takes its share of attention and gives nothing. Layers that `delta` names are gated delta nets; what attention
-    of the others puts out is multiplied by the sigmoid of gates where the model has `gated_attention`. The names of the
-    decoder's tensors begin with `decoder_prefix`; with `stacked_experts` one tensor is of all experts of a layer. A
-    model that `predicts` has a layer that predicts a further token (models.prediction) among its tensors; those of
-    others that are left as their files have them are none of its.
+    - `head_dim`: elements of a query's head. `head`: the output of the model.
+    - `moe`, `mla`: None without experts or without latent attention.
+    - `output_bias`: a bias on the output of attention. `mlp_bias`: biases in MLPs.
+    - `rotary_dim`: the number of rotated elements at the start of a head (None: all). Each element of their first half
+      rotates with its counterpart in the second half, or with its neighbour if `rotates_pairs`.
+    - `sliding_rope_theta`: the rotary base of layers with `windows`, if they have another.
+    - `attention_scale`: the factor on scores, by default 1 / sqrt(head_dim).
+    - `qk_norm`: norms of queries and keys per head, or over all heads of a token if `norms_projections`.
+    - `norm_offset`: norms multiply by this plus their weight. `norm_bias`: norms are LayerNorms with a bias.
+    - `post_norms`: additional norms after attention and after the MLP.
+    - `embedding_scale`: the factor on embeddings.
+    - `attention_softcap`, `logits_softcap`: c in c * tanh(x / c) for scores and logits.
+    - `attention_sinks`: each head has a learned score with a share of attention but no value.
+    - `delta`: gated delta nets in some layers. `gated_attention`: sigmoid gates on the output of attention in the
+      others.
+    - `decoder_prefix`: the beginning of the names of the decoder's tensors.
+    - `stacked_experts`: one tensor has all experts of a layer.
+    - `predicts`: includes the layer for multi-token prediction (models.prediction). Otherwise such tensors stay
+      unchanged in the files and do not belong to the model.
+    - `adapters`: the tensors are only the low-rank adapters of such a model.
     """
 
     family: str
@@ -205,20 +208,21 @@ class Architecture:
     unlisted: Unlisted | None = None
 
     def value_model(self) -> "Architecture":
-        """The same decoder with a value head. Its embeddings are tied to nothing: no head resembles them."""
+        """Returns the same decoder with a value head. Its embeddings are not tied."""
         return replace(self, head="value", tied_embeddings=False, predicts=False)
 
     def predicting(self) -> "Architecture":
-        """The same with the layer that predicts a further token, of a family of models.prediction."""
+        """Returns the architecture with the layer for multi-token prediction. The family must be in
+        models.prediction."""
         return replace(self, predicts=True)
 
     def adapted(self, rank: int, targets: tuple[str, ...] | None) -> "Architecture":
-        """The low-rank adapters of such a model, as models.lora has them; `targets` None: of all matrices."""
+        """Returns the low-rank adapters of this model (models.lora). `targets` None means all matrices."""
         return replace(self, adapters=AdapterTargets(rank, targets))
 
     @property
     def classifier(self) -> str:
-        """transformers' class of the same decoder with a score in the vocabulary's place; empty where it has none."""
+        """The name of transformers' class with a score instead of the vocabulary's head. Empty if there is none."""
         if self.unlisted:
             return self.unlisted.classifier
         words = self.family.split("_")
@@ -235,35 +239,35 @@ class Architecture:
 
     @property
     def gates_mlps(self) -> bool:
-        """Whether what an MLP makes is multiplied by a gate."""
+        """True if MLPs have gates."""
         return self.activation != "relu_squared"
 
     @property
     def mlp_matrices(self) -> int:
-        """In an MLP: up and down, and the gate."""
+        """Number of matrices of an MLP: up, down and, if there is one, the gate."""
         return 3 if self.gates_mlps else 2
 
     @property
     def rotated_size(self) -> int:
-        """Elements of a head that are rotated."""
+        """Number of rotated elements of a head."""
         return self.mla.rope_head_dim if self.mla else self.rotary_dim or self.head_dim
 
     @property
     def rotation_magnitude(self) -> float:
-        """Returns the factor on the rotated elements of queries and keys. It is 1 without YaRN and LongRoPE."""
+        """The factor on the rotated elements of queries and keys. It is 1 without YaRN and LongRoPE."""
         return self.rope_scaling.magnitude if self.rope_scaling else 1.0
 
     @property
     def score_scale(self) -> float:
-        """What attention multiplies scores by: 1 / sqrt(head_dim) or what the model has instead. With YaRN, latent
-        attention multiplies all elements of heads, not the rotated ones alone."""
+        """The factor on scores, by default 1 / sqrt(head_dim). In latent attention with YaRN it includes the factor on
+        all elements of heads."""
         if self.attention_scale is not None:
             return self.attention_scale
         of_all = self.rope_scaling.magnitude_of_all if self.mla and isinstance(self.rope_scaling, YarnScaling) else 1.0
         return self.head_dim**-0.5 * of_all**2
 
     def window_of(self, layer: int) -> int | None:
-        """Tokens that those of a layer attend to at most; None where to all before them."""
+        """Returns the number of tokens attended to in a layer, including the token itself. None means no limit."""
         return self.windows.of(layer) if self.windows else None
 
     @property
@@ -272,48 +276,48 @@ class Architecture:
 
     @property
     def is_split_by_tokens(self) -> bool:
-        """Whether tensor-parallel ranks always have different tokens where the model is not cut (sequence parallel)."""
+        """True if tensor-parallel ranks always hold different tokens between split modules (sequence parallelism)."""
         return self.moe is not None or self.mla is not None
 
     @property
     def sparse_layers(self) -> tuple[bool, ...]:
-        """[layers]: which have experts."""
+        """True for each layer with experts, [layers]."""
         if self.moe is None:
             return (False,) * self.num_layers
         return tuple(layer not in self.moe.dense_layers for layer in range(self.num_layers))
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """[layers]"""
+        """The kind of each layer, [layers]."""
         delta = self.delta.layers if self.delta else (False,) * self.num_layers
         return tuple(map(LayerKind, self.sparse_layers, delta))
 
     @property
     def predicting_kind(self) -> LayerKind:
-        """Of the layer that predicts a further token: as the last one, with attention."""
+        """The kind of the multi-token prediction layer: the same MLP or experts as the last layer, with attention."""
         return LayerKind(sparse=self.sparse_layers[-1])
 
     @property
     def num_attention_layers(self) -> int:
-        """Of which every token's keys and values are kept."""
+        """Number of layers with keys and values."""
         return self.num_layers - (self.delta.num_layers if self.delta else 0)
 
     @property
     def expert_number_bytes(self) -> int:
-        """Of the smallest signed integer that numbers a layer's experts."""
+        """Bytes of the smallest signed integer for an expert's number."""
         return 1 if self.num_experts <= 128 else 2
 
     @property
     def routing_bytes(self) -> int:
-        """Of the numbers of the experts that a token visits, in all layers; 0 without experts."""
+        """Bytes per token for the numbers of its experts in all layers. 0 without experts."""
         return sum(self.sparse_layers) * self.moe.top_k * self.expert_number_bytes if self.moe else 0
 
 
 def read_config(path: Path, config_key: str = "model.path") -> Architecture:
-    """Read `path`/config.json, as written by transformers 4 or 5; the head is the vocabulary's.
+    """Returns the architecture in `path`/config.json, as written by transformers 4 or 5, with the vocabulary's head.
 
-    `config_key` is the key that names the folder, for messages. Raises CheckpointError where the file is missing or the
-    model needs something that is not supported.
+    `config_key` names the folder in messages. Raises CheckpointError if the file is missing or the model needs an
+    unsupported feature.
     """
     reader = ConfigReader(path / CONFIG_FILE, config_key=config_key)
     name = str(reader.values.get("model_type"))
@@ -370,7 +374,7 @@ def read_config(path: Path, config_key: str = "model.path") -> Architecture:
 
 
 def language_model(config: ConfigReader) -> ConfigReader:
-    """A reader of what config.json says of the language model, under the model_type that it has as a whole."""
+    """Returns a reader of the language model's part of config.json, with the model_type of the whole file."""
     name = config.values.get("model_type")
     family = FAMILIES.get(str(name))
     if family is None or family.nested is None:
@@ -384,7 +388,7 @@ def language_model(config: ConfigReader) -> ConfigReader:
 
 
 def is_unlisted(path: Path) -> bool:
-    """Whether `path`/config.json names a family without a table."""
+    """Returns whether `path`/config.json names a family without a table."""
     try:
         name = read_json(path / CONFIG_FILE)["model_type"]
     except (OSError, ValueError, KeyError, TypeError):

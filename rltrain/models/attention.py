@@ -1,7 +1,7 @@
-"""Attention by torch's kernels, for training and for engines. Apart from its siblings because it loads torch.
+"""Attention by torch's kernels, for training and engines. Loads torch.
 
-cuDNN's is left out: torch prefers it on Hopper and newer GPUs, where it builds a plan for every new shape, which takes
-tens of milliseconds of the host's time, and packed batches have a new shape nearly every time.
+cuDNN's kernel is disabled. torch prefers it on Hopper and newer GPUs, but it builds a plan for every new shape. That
+takes tens of milliseconds on the host, and nearly every packed batch has a new shape.
 """
 
 import math
@@ -29,14 +29,14 @@ CAUSAL_WINDOW = (-1, 0)
 FLASH_DEVICE = "cuda"
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 FLASH_HEAD_MULTIPLE, FLASH_LARGEST_HEAD = 8, 256
-"""Elements of a head that the flash kernels take."""
+"""Head sizes of the flash kernels: a multiple of the first, at most the second."""
 
 
 @cache
 def packed_kernel() -> Callable[..., object] | None:
-    """Returns torch's attention over packed rows, of 2.11 and later; earlier ones lack what a model needs of it.
+    """Returns torch's attention over packed rows (torch 2.11 or later), or None if it lacks a needed feature.
 
-    Loads torch's compiler, which takes a second, so it is asked for only where there are kernels for it.
+    It loads torch's compiler, and that takes a second. So call it only if the device has kernels for it.
     """
     try:
         from torch.nn.attention.varlen import varlen_attn
@@ -46,9 +46,10 @@ def packed_kernel() -> Callable[..., object] | None:
 
 
 def _with_grouped_heads(kernel: Callable[..., object]) -> Callable[..., object] | None:
-    """Returns `kernel` as torch 2.12 has it: with a scale, a window and `enable_gqa`; None where it has no window.
+    """Returns `kernel` with the interface of torch 2.12: a scale, a window and `enable_gqa`. Returns None if it has no
+    window.
 
-    torch 2.11's takes fewer heads of keys than of queries without being told.
+    torch 2.11 accepts fewer key heads without `enable_gqa`.
     """
     known = signature(kernel).parameters
     if not {"scale", "window_size"} <= known.keys():
@@ -73,10 +74,13 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """queries [..., heads, n, head_dim], keys and values [..., kv_heads, m, head_dim] -> [..., heads, n, head_dim of
-    values]. `bias` is added to the scores; their `scale` is 1 / sqrt(head_dim) unless given. With `softcap` they are
-    bent first; `sinks` [..., heads, n or 1, 1] are scores that take their share and give nothing (Xiao et al. 2023,
-    arXiv:2309.17453, as gpt-oss learns them). No fused kernel has either."""
+    """Returns attention of queries [..., heads, n, head_dim] over keys and values [..., kv_heads, m, head_dim], with
+    shape [..., heads, n, head_dim of values].
+
+    `bias` is added to the scores. `scale` is 1 / sqrt(head_dim) by default. `softcap` bends the scores first
+    (`soft_capped`). `sinks` [..., heads, n or 1, 1] are additional scores with a share but no value (Xiao et al. 2023,
+    arXiv:2309.17453, learned as in gpt-oss). No fused kernel supports the last two.
+    """
     if softcap is not None or sinks is not None:
         if causal:
             bias = torch.ones(queries.size(-2), keys.size(-2), dtype=torch.bool, device=queries.device).tril()
@@ -91,7 +95,7 @@ def attend(
 
 
 def soft_capped(values: Tensor, cap: float) -> Tensor:
-    """cap * tanh(values / cap), computed in fp32 and rounded once."""
+    """Returns cap * tanh(values / cap), computed in fp32 and rounded once."""
     return ((values.float() / cap).tanh() * cap).to(values.dtype)
 
 
@@ -105,7 +109,7 @@ def _attend_by_scores(
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    """By plain products, of so many queries at a time that their scores are no more than SCORES_AT_ONCE."""
+    """Computes attention by plain products. Queries are split so that at most SCORES_AT_ONCE scores exist at a time."""
     of_each = queries.shape[:-2].numel() * keys.size(-2)
     parts = queries.split(max(1, SCORES_AT_ONCE // max(of_each, 1)), -2)
     if len(parts) > 1:
@@ -132,14 +136,15 @@ def _attend_by_scores(
 
 
 def sees(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    """Whether a query at each of the positions `queries` [..., n] attends to keys at the positions `keys` [..., m]:
-    [..., n, m], to itself and those before it, with `window` to the last so many of them."""
+    """Returns whether queries at positions `queries` [..., n] attend to keys at positions `keys` [..., m], as [..., n,
+    m]. A query attends to itself and earlier positions, with `window` only to the last `window` of them."""
     distance = queries[..., :, None] - keys[..., None, :]
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 
 def attends_packed(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Whether `attend_packed` takes these: on a GPU, in half precision, all heads of one size, a recent torch."""
+    """Returns whether `attend_packed` accepts these tensors. It needs a GPU, half precision, equal head sizes and a
+    recent torch."""
     head_dim = queries.size(-1)
     return (
         queries.device.type == FLASH_DEVICE
@@ -162,13 +167,13 @@ def attend_packed(
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Causal attention within each of several sequences that lie end to end, in one launch without any padding.
+    """Computes causal attention within each of several concatenated sequences, in one launch without padding.
 
     queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim] -> [tokens, heads, head_dim].
-    `boundaries` [sequences + 1] int32 are where sequences start and the last one ends; `longest` of them in tokens.
-    Where a sequence has more keys than queries, `key_boundaries` and `longest_keys` are those of keys, and its queries
-    are the last of its tokens: the kernel's causality is aligned with the ends. With `window` a token attends to so
-    many, itself among them.
+    `boundaries` [sequences + 1] int32 has the start of each sequence and the end of the last one. `longest` is the
+    largest length in tokens. If a sequence has more keys than queries, `key_boundaries` and `longest_keys` describe the
+    keys. Its queries are then its last tokens, because the kernel aligns the ends. With `window` a token attends to so
+    many tokens, including itself.
     """
     kernel = packed_kernel()
     assert kernel is not None
@@ -198,12 +203,12 @@ def _without_cudnn() -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-# Rotary frequencies, which training and engines must compute alike. Apart from its siblings because it loads torch.
+# Rotary frequencies, equal in training and engines.
 
 
 def inverse_frequencies(architecture: Architecture, *, sliding: bool = False) -> Tensor:
-    """[rotated elements of a head / 2] fp32 angles per position, scaled as the model's are; with `sliding` those of
-    layers with a window, which are not scaled where they have a base of their own."""
+    """Returns the scaled fp32 angles per position, [rotated elements of a head / 2]. With `sliding` they are those of
+    layers with a window. These are not scaled if they have another base."""
     if sliding and architecture.sliding_rope_theta is not None:
         return _scaled(None, architecture.sliding_rope_theta, architecture.rotated_size)
     return _scaled(architecture.rope_scaling, architecture.rope_theta, architecture.rotated_size)
@@ -227,26 +232,25 @@ def _scaled(scaling: Scaling | None, theta: float, rotated: int) -> Tensor:
 
 
 def halves_of_pairs(heads: Tensor, size: int | None = None) -> Tensor:
-    """Elements 0, 2, 4, ... of the first `size` (None: all) of `heads` [..., head_dim], then 1, 3, 5, ... of them, then
-    the rest: some checkpoints have those side by side that are rotated together. Of queries and of keys alike, this
-    changes no score."""
+    """Reorders heads [..., head_dim] for checkpoints that rotate neighbours. Elements 0, 2, 4, ... of the first `size`
+    (None: all) come first, then 1, 3, 5, ..., then the rest. Scores do not change if queries and keys are reordered
+    alike."""
     size = heads.size(-1) if size is None else size
     halves = heads[..., :size].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     return halves if size == heads.size(-1) else torch.cat([halves, heads[..., size:]], dim=-1)
 
 
 def _kept_by_llama3(scaling: RopeScaling, frequencies: Tensor) -> Tensor:
-    """[rotated / 2] how much of each frequency stays: all of wavelengths below original_max_positions /
-    high_freq_factor, nothing of those above original_max_positions / low_freq_factor, a linear part of those
-    between."""
+    """Returns the unscaled fraction of each frequency, [rotated / 2]. It is 1 for wavelengths below
+    original_max_positions / high_freq_factor, 0 above original_max_positions / low_freq_factor, and linear between."""
     turns = scaling.original_max_positions * frequencies / (2 * math.pi)
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     return kept.clamp(0, 1)
 
 
 def _kept_by_yarn(scaling: YarnScaling, theta: float, rotated: int) -> Tensor:
-    """[rotated / 2] how much of each frequency stays: all of those that turn more than `beta_fast` times in the
-    original context, nothing of those that turn less than `beta_slow` times, a linear part of those between."""
+    """Returns the unscaled fraction of each frequency, [rotated / 2]. It is 1 for more than `beta_fast` turns in the
+    original context, 0 for fewer than `beta_slow`, and linear between."""
 
     def pair_that_turns(times: float) -> float:
         return rotated * math.log(scaling.original_max_positions / (times * 2 * math.pi)) / (2 * math.log(theta))

@@ -1,4 +1,4 @@
-"""The checkpoint's tensors of a model, numbered, with their shapes and types."""
+"""The numbered tensors of a model's checkpoint, with shapes and types."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -34,13 +34,12 @@ from rltrain.models.table import (
 )
 
 NUM_LABELS = 1
-"""Scores of a value head, in the terms of transformers' models for sequence classification."""
+"""Number of scores of a value head, called labels in transformers' models for sequence classification."""
 
 
 @lru_cache(maxsize=8)
 def table_of(architecture: Architecture) -> Table:
-    """The family's table, or that of its variant, with the head, the biases and the norms of heads that `architecture`
-    has."""
+    """Returns the table of the family or its variant, with the head, biases and norms of `architecture`."""
     table = FAMILIES[architecture.family].table
     if architecture.mla and architecture.mla.q_rank is None:
         table = MOONLIGHT
@@ -61,8 +60,8 @@ def table_of(architecture: Architecture) -> Table:
 
 
 def adaptable_table(architecture: Architecture) -> Table:
-    """The table of a model whose matrices may have adapters, of which each expert has its own however files hold
-    them."""
+    """Returns the table of the matrices with possible adapters. Experts are separate in it, because each has its own
+    adapters."""
     return table_of(replace(architecture, stacked_experts=False))
 
 
@@ -71,13 +70,13 @@ def _head_norms(architecture: Architecture) -> tuple[Row, Row]:
 
 
 def layer_of(architecture: Architecture, kind: LayerKind) -> Layer:
-    """The parameters of a layer of that kind."""
+    """Returns the parameters of a layer of this kind."""
     return table_of(architecture).layer(kind)
 
 
 def prediction_layer(architecture: Architecture) -> Layer:
-    """The parameters of the layer that predicts a further token, of a model that has one: its last tensors. None are of
-    another."""
+    """Returns the parameters of the multi-token prediction layer, the last tensors of the model. Empty if the model has
+    none."""
     if not architecture.predicts:
         return Layer(())
     return PREDICTIONS[architecture.family].layer(
@@ -86,7 +85,7 @@ def prediction_layer(architecture: Architecture) -> Layer:
 
 
 def sizes(architecture: Architecture) -> dict[str, int]:
-    """What the named dimensions of `Part` measure, in elements."""
+    """Returns the number of elements of each named dimension of `Part`."""
     measured = {
         "vocab": architecture.vocab_size,
         "hidden": architecture.hidden_size,
@@ -123,10 +122,10 @@ def sizes(architecture: Architecture) -> dict[str, int]:
 
 @lru_cache(maxsize=8)
 def canonical_tensors(architecture: Architecture) -> CanonicalTensors:
-    """The checkpoint's tensors in their fixed order: embedding, layer by layer, final norm, head unless it is tied, and
-    those of the layer that predicts a further token.
+    """Returns the checkpoint's tensors in their fixed order: embedding, layers, final norm, head unless it is tied, and
+    multi-token prediction.
 
-    In a layer, those that it has once come before those of its experts, which are ordered by expert.
+    In a layer, shared tensors come before those of the experts. The latter are ordered by expert.
     """
     if architecture.unlisted:
         return _unlisted_tensors(architecture, architecture.unlisted)
@@ -146,7 +145,7 @@ def canonical_tensors(architecture: Architecture) -> CanonicalTensors:
 
 
 def _in_order(architecture: Architecture) -> Iterator[tuple[tuple[Row, ...], int, int, tuple[int, ...]]]:
-    """Rows with the number of their layer, how many times they are there, and the dimensions before those of a row."""
+    """Yields (rows, number of the layer, number of copies, leading dimensions of their tensors)."""
     table = table_of(architecture)
 
     def of_layer(layer: Layer, number: int) -> Iterator[tuple[tuple[Row, ...], int, int, tuple[int, ...]]]:
@@ -173,7 +172,7 @@ def _unlisted_tensors(architecture: Architecture, unlisted: Unlisted) -> Canonic
 
 @lru_cache(maxsize=8)
 def first_tensors(architecture: Architecture) -> IntArray:
-    """[layers + 1]: the number of every layer's first tensor, and of what follows the last layer."""
+    """Returns the number of every layer's first tensor, and of the first tensor after the layers: [layers + 1]."""
     counts = [
         tensors_in(layer.rows) + tensors_in(layer.experts) * layer.expert_copies(architecture.num_experts)
         for layer in (layer_of(architecture, kind) for kind in architecture.layer_kinds)
@@ -186,7 +185,7 @@ def tensors_in(rows: tuple[Row, ...]) -> int:
 
 
 def element_types(architecture: Architecture, dtype: str) -> TypeArray:
-    """[tensors]: the type of every tensor in a model of `dtype`; some stay fp32."""
+    """Returns the element type of each tensor in a model of `dtype`, [tensors]. Some tensors stay fp32."""
     types = uniform(len(canonical_tensors(architecture).names), dtype)
     types[_marked(architecture, lambda row: row.float32)] = ElementType.FLOAT32
     return types
@@ -194,14 +193,15 @@ def element_types(architecture: Architecture, dtype: str) -> TypeArray:
 
 @lru_cache(maxsize=8)
 def quantizable_tensors(architecture: Architecture) -> NDArray[np.bool_]:
-    """[tensors]: which may be held in FP8: matrices of attention, MLPs and experts. Not to be written to."""
+    """Returns True for each tensor that can be held in FP8, [tensors]: matrices of attention, MLPs and experts.
+    Read-only."""
     marked = _marked(architecture, lambda row: row.quantizable)
     marked.setflags(write=False)
     return marked
 
 
 def _marked(architecture: Architecture, mark: Callable[[Row], bool]) -> NDArray[np.bool_]:
-    """[tensors]: whether the row of each has a mark."""
+    """Returns whether the row of each tensor has a mark, [tensors]."""
     if architecture.unlisted:
         return np.zeros(len(canonical_tensors(architecture).names), dtype=bool)
     marks = [mark(row) for rows, _, copies, _ in _in_order(architecture) for row in rows * copies for _ in row.parts]

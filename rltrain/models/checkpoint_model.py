@@ -1,4 +1,4 @@
-"""The model of a checkpoint folder, and what it has that some ways of training or serving lack."""
+"""The model of a checkpoint folder, and its features without general support."""
 
 import re
 from collections.abc import Collection, Iterable
@@ -14,21 +14,21 @@ from rltrain.models.rope_scaling import DynamicScaling, LongRopeScaling
 from rltrain.models.table import INDEX_FILE, SINGLE_FILE, read_weight_map, stored_names
 from rltrain.runtime.json_text import read_json
 
-# The model of a checkpoint folder: what its config.json says, held against the folder's files.
+# The model in config.json, compared with the files of the folder.
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
 EXPERT = re.compile(r"\.experts\.(\d{1,9})\.")
 COUNTS_OF_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 COUNTS_OF_FURTHER_LAYERS = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers")
-"""Layers that predict further tokens ahead."""
+"""Keys with the number of layers for multi-token prediction."""
 SMALLEST_ELEMENT_BITS = 4
 
 
 def read_architecture(path: Path, config_key: str = "model.path") -> Architecture:
-    """Returns what `path`/config.json describes, as written by transformers 4 or 5; the head is the vocabulary's.
+    """Returns the architecture in `path`/config.json, as written by transformers 4 or 5, with the vocabulary's head.
 
-    `config_key` is the key that names the folder, for messages. CheckpointError where the file is missing, where the
-    model needs something that is not supported, and where the folder's files hold a smaller model.
+    `config_key` names the folder in messages. Raises CheckpointError if the file is missing, the model needs an
+    unsupported feature, or the folder's files hold a smaller model.
     """
     architecture = read_config(path, config_key)
     reader = language_model(ConfigReader(path / CONFIG_FILE, config_key=config_key))
@@ -50,17 +50,18 @@ def _refuse_more_than_named(
 ) -> None:
     numbers = [int(match[1]) for name in names if (match := pattern.search(name))]
     if numbers and count > (named := max(numbers) + 1):
-        raise reader.error(key, f"at most {named}, as many as the folder's files have tensors of")
+        raise reader.error(key, f"at most {named}, the number in the folder's files")
 
 
 def refuse_more_than_stored(reader: ConfigReader, path: Path, architecture: Architecture) -> None:
-    """Raises CheckpointError where the folder's files are too small for a model of this size."""
+    """Raises CheckpointError if the folder's files are too small for a model of this size."""
     _, files = _stored(path, reader.config_key)
     _refuse_more_than(_total_bytes(path, files), reader, architecture)
 
 
 def _stored(path: Path, config_key: str) -> tuple[Collection[str], set[str]]:
-    """Returns the names of the tensors in a folder, and of their files. CheckpointError for a wrong index."""
+    """Returns the names of the tensors in a folder and of their files. Raises CheckpointError if the index is
+    invalid."""
     if not (path / SINGLE_FILE).exists() and (path / INDEX_FILE).exists():
         weight_map = read_weight_map(path, config_key)
         return weight_map.keys(), set(weight_map.values())
@@ -68,7 +69,7 @@ def _stored(path: Path, config_key: str) -> tuple[Collection[str], set[str]]:
 
 
 def _total_bytes(path: Path, files: Iterable[str]) -> int | None:
-    """Returns the size of all files; None where not all of them are there."""
+    """Returns the size of all files, or None if one is missing."""
     try:
         return sum((path / file).stat().st_size for file in files)
     except OSError:
@@ -76,26 +77,26 @@ def _total_bytes(path: Path, files: Iterable[str]) -> int | None:
 
 
 def _refuse_more_than(stored: int | None, reader: ConfigReader, architecture: Architecture) -> None:
-    tensors = canonical_tensors(architecture.value_model())  # without the vocabulary's head, which not all files have
+    tensors = canonical_tensors(architecture.value_model())  # no vocabulary head: not all files have one
     sizes = [prod(shape) for shape in tensors.shapes]
     if stored is not None and sum(sizes) * SMALLEST_ELEMENT_BITS > stored * 8:
         largest = max(range(len(sizes)), key=sizes.__getitem__)
         raise CheckpointError(
-            f"{reader.file}: its sizes are those of a model of {sum(sizes)} parameters, whose {tensors.names[largest]} "
-            f"has shape {list(tensors.shapes[largest])}, but the folder's files have {stored} bytes; expected the "
-            f"sizes of the model in these files ({reader.named})"
+            f"{reader.file}: its sizes are those of a model of {sum(sizes)} parameters: {tensors.names[largest]} has "
+            f"shape {list(tensors.shapes[largest])}, but the folder's files have {stored} bytes; expected the sizes "
+            f"of the model in these files ({reader.named})"
         )
 
 
-# What config.json says of a checkpoint that scores texts, as transformers' models for sequence classification.
+# Checkpoints that score texts, in the form of transformers' models for sequence classification.
 
 SUFFIX = "ForSequenceClassification"
 DEFAULT_LABELS = 2
-"""Of a config.json that names none."""
+"""The default number of labels."""
 
 
 def require_classifier(path: Path, config_key: str) -> None:
-    """CheckpointError where the model in `path` is none that gives one score."""
+    """Raises CheckpointError if the model in `path` does not produce exactly one score."""
     reader = ConfigReader(path / CONFIG_FILE, config_key=config_key)
     names = reader.values.get("architectures")
     if not isinstance(names, list) or not any(str(name).endswith(SUFFIX) for name in names):
@@ -103,21 +104,21 @@ def require_classifier(path: Path, config_key: str) -> None:
     labels = reader.values.get("id2label")
     num_labels = len(labels) if isinstance(labels, dict) else reader.count("num_labels", default=DEFAULT_LABELS)
     if num_labels != 1:
-        raise reader.error("id2label", f"one label, whose score is the reward, and not {num_labels}")
+        raise reader.error("id2label", f"one label (its score is the reward), not {num_labels}")
 
 
 def padding_token(path: Path, config_key: str) -> int | None:
-    """The token that stands for nothing: transformers scores a text at the last token that is another one."""
+    """Returns the padding token, or None. transformers scores a text at its last token other than this one."""
     token = ConfigReader(path / CONFIG_FILE, config_key=config_key).values.get("pad_token_id")
     return token if type(token) is int else None
 
 
-# Layers that predict further tokens.
+# Layers for multi-token prediction.
 
 
 def num_predicting(path: Path, family: str) -> int:
-    """How many layers that predict further tokens the config.json in `path` tells of, or where it says nothing the
-    names of tensors; 0 where it cannot be read, which others tell."""
+    """Returns the number of layers for multi-token prediction in `path`, by its config.json or else by tensor names.
+    Returns 0 if the file cannot be read. Other functions report that."""
     row = FAMILIES.get(family)
     if row is None or row.prediction is None:
         return 0
@@ -132,39 +133,40 @@ def num_predicting(path: Path, family: str) -> int:
     return int(any(name.startswith(row.prediction.prefix) for name in stored_names(path)))
 
 
-# What models of some families have beside attention, MLPs and norms of the usual kind, in words.
+# Features of models beyond standard attention, MLPs and norms, in words.
 
 
 def local_mechanisms(architecture: Architecture) -> list[str]:
-    """What a model has that is trained by Megatron's own layers alone."""
+    """Returns the features that can only be trained with Megatron's own layers."""
     found = {
         "sliding windows": architecture.windows is not None,
-        "norms behind attention and MLPs": architecture.post_norms,
-        "rotated neighbours in heads": architecture.rotates_pairs,
-        "norms of all heads at once": architecture.norms_projections,
-        "bent scores or logits": (architecture.attention_softcap, architecture.logits_softcap) != (None, None),
+        "norms after attention and MLPs": architecture.post_norms,
+        "rotation of neighbours in heads": architecture.rotates_pairs,
+        "norms over all heads": architecture.norms_projections,
+        "soft-capped scores or logits": (architecture.attention_softcap, architecture.logits_softcap) != (None, None),
         "attention sinks": architecture.attention_sinks,
-        "rotations that multiply a part of heads (YaRN, LongRoPE)": (
+        "scaled rotations of a part of heads (YaRN, LongRoPE)": (
             architecture.rotary_dim is not None and architecture.rotation_magnitude != 1
         ),
         "biases in MLPs": architecture.mlp_bias,
         "gated delta nets": architecture.delta is not None,
         "norms with biases": architecture.norm_bias,
-        "another activation than SiLU": architecture.activation != "silu",
+        "an activation other than SiLU": architecture.activation != "silu",
     }
     return [mechanism for mechanism, is_there in found.items() if is_there]
 
 
 def positions_of(architecture: Architecture) -> str:
-    """Returns how many positions a model has, with the reason if its config.json says more."""
+    """Returns the number of positions in words, with the reason if config.json has more."""
     told = f"{architecture.max_positions} positions"
     if isinstance(architecture.rope_scaling, LongRopeScaling):
         told += (
-            " (those of LongRoPE's short factors: the long ones would turn all tokens of a sample that outgrows them)"
+            " (the limit of LongRoPE's short factors: beyond it, the long factors would change the rotation of all "
+            "earlier tokens)"
         )
     if isinstance(architecture.rope_scaling, DynamicScaling):
         told += (
-            " (max_position_embeddings: dynamic RoPE scaling would turn all tokens of a sample that outgrows them; "
-            "yarn or linear in rope_scaling would not)"
+            " (max_position_embeddings: beyond it, dynamic RoPE scaling would change the rotation of all earlier "
+            "tokens; yarn or linear in rope_scaling would not)"
         )
     return told

@@ -23,16 +23,15 @@ LARGEST = {
     "original_max_position_embeddings": 2**31 - 1,
     "sliding_window": 2**31 - 1,
 }
-"""The largest values of counts that are read. Published models stay far below them; what is made of larger ones would
-fill any memory."""
+"""Limits of counts. Published models are far below them. Tensors of larger sizes would not fit into any memory."""
 LARGEST_COUNT = 2**20
-"""The largest value of other counts."""
+"""The limit of all other counts."""
 LARGEST_WHOLE_FLOAT = 2**53
 SHOWN_CHARS = 200
 
 
 class ConfigReader:
-    """Typed access to one JSON object; every complaint names the file, the key, the value and what was expected."""
+    """A typed reader of one JSON object. Every error names the file, the key, the value and the expected value."""
 
     def __init__(
         self, file: Path, values: Mapping[str, Any] | None = None, *, prefix: str = "", config_key: str = "model.path"
@@ -41,12 +40,12 @@ class ConfigReader:
         self.values = read_object(file, config_key) if values is None else values
 
     def inside(self, key: str, values: Mapping[str, Any]) -> "ConfigReader":
-        """A reader of the object `values` that stands under `key`."""
+        """Returns a reader of the object `values` under `key`."""
         return ConfigReader(self.file, values, prefix=f"{self.prefix}{key}.", config_key=self.config_key)
 
     @property
     def named(self) -> str:
-        """Returns where the user named the folder, for messages."""
+        """The config key of the folder, for messages."""
         return named_by(self.config_key)
 
     def error(self, key: str, expected: str) -> CheckpointError:
@@ -74,7 +73,8 @@ class ConfigReader:
         return value
 
     def are_all(self, key: str, allowed: Collection[object], count: int | None = None) -> bool:
-        """Whether a list stands under `key`, of `count` elements that are all among the texts or numbers `allowed`."""
+        """Returns whether the value of `key` is a list with elements from `allowed` only, of length `count` if
+        given."""
         values = self.values.get(key)
         return (
             isinstance(values, list)
@@ -83,7 +83,7 @@ class ConfigReader:
         )
 
     def token(self, key: str, value: object, vocab_size: int, *, least: int = 0) -> int:
-        """Returns `value`, which stands under `key`, as the number of a token that the model has."""
+        """Returns `value` as a token id of the vocabulary. `key` is for messages."""
         if type(value) is not int:
             raise self.error(key, "an integer or a list of integers")
         if not least <= value < vocab_size:
@@ -97,7 +97,7 @@ def _shown(value: object) -> str:
 
 
 def read_object(file: Path, config_key: str) -> dict[str, Any]:
-    """Returns the JSON object in a checkpoint's file. CheckpointError where there is none."""
+    """Returns the JSON object in a checkpoint's file. Raises CheckpointError if there is none."""
     try:
         text = file.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -110,7 +110,7 @@ def read_object(file: Path, config_key: str) -> dict[str, Any]:
 
 
 def parse_object(text: str, file: Path, config_key: str = "model.path") -> dict[str, Any]:
-    """Returns the JSON object in the text of a checkpoint's file. CheckpointError where it is none."""
+    """Returns the JSON object in the text of a checkpoint's file. Raises CheckpointError if there is none."""
     try:
         values = parse_json(text)
     except ValueError as problem:

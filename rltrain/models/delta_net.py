@@ -1,8 +1,7 @@
-"""Models of which most layers are gated delta nets in attention's place: their shape, how config.json describes them,
-and their tables.
+"""Models with gated delta nets instead of attention in most layers: their shape, config.json, and tables.
 
-Attention of the other layers puts out what a gate of its own lets through, and norms multiply by 1 + weight but for
-that of the delta nets' heads.
+The other layers have attention with gates on its output. Norms multiply by 1 + weight, except for the norm of the delta
+nets' heads.
 """
 
 from collections.abc import Collection
@@ -14,23 +13,24 @@ from rltrain.models.families import ATTENTION_OUTPUT, INPUT_NORM, LLAMA, QKV, QW
 from rltrain.models.table import Layer, Part, Row, Table, in_layer
 
 LAYER_TYPES = {"full_attention": False, "linear_attention": True}
-"""Of config.json: whether a layer is a gated delta net."""
+"""Layer types of config.json. True for a gated delta net."""
 ATTENTION_INTERVAL = 4
-"""Of so many layers the last one has attention, where config.json says neither that nor the types of layers."""
+"""The default interval of layers with attention. Each is the last of so many layers."""
 DECODER_PREFIX = "model."
-"""Of the names of a decoder's tensors, in files that hold nothing else."""
+"""The prefix of a decoder's tensors in files of a language model alone."""
 NESTED_PREFIX = "model.language_model."
-"""Of those in files that hold what encodes pictures too."""
+"""The prefix of a decoder's tensors in files with an image encoder."""
 STACKED_EXPERTS = ".mlp.experts.gate_up_proj"
-"""Ends the names of tensors that hold all experts of a layer; other files of the same families have one of each."""
+"""The end of names of tensors with all experts of a layer. Other files of the same families have one tensor per
+expert."""
 CHUNK_TOKENS = 64
-"""Of a sample that are computed together; the states of chunks follow one another."""
+"""Tokens of a sample to compute in parallel. Chunks are computed one after the other."""
 
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """The gated delta nets of a model: `layers` [layers] are those that are one. A key head and its query are for
-    `num_heads` / `num_key_heads` consecutive value heads; the convolution reads `kernel` tokens."""
+    """The gated delta nets of a model. `layers` [layers] is True for each of them. Each key head and its query serve
+    `num_heads` / `num_key_heads` consecutive value heads. The convolution reads `kernel` tokens."""
 
     layers: tuple[bool, ...]
     num_key_heads: int
@@ -41,17 +41,17 @@ class DeltaNet:
 
     @property
     def keys(self) -> int:
-        """Elements of a token's keys, and of its queries."""
+        """Elements of a token's keys. Queries have as many."""
         return self.num_key_heads * self.key_dim
 
     @property
     def values(self) -> int:
-        """Elements of a token's values, and of their gates."""
+        """Elements of a token's values. Their gates have as many."""
         return self.num_heads * self.value_dim
 
     @property
     def channels(self) -> int:
-        """Of the convolution: queries, keys and values."""
+        """Channels of the convolution: queries, keys and values."""
         return 2 * self.keys + self.values
 
     @property
@@ -59,11 +59,11 @@ class DeltaNet:
         return sum(self.layers)
 
     def shared_by(self, num_ranks: int) -> "DeltaNet":
-        """What one of `num_ranks` has of them."""
+        """Returns the share of one of `num_ranks` tensor-parallel ranks."""
         return replace(self, num_key_heads=self.num_key_heads // num_ranks, num_heads=self.num_heads // num_ranks)
 
     def sizes(self) -> dict[str, int]:
-        """What the dimensions measure that the tables below name."""
+        """Returns the sizes of the named dimensions in the tables below."""
         shared = self.num_heads // self.num_key_heads
         return {
             "delta_key_heads": self.num_key_heads,
@@ -110,8 +110,8 @@ def _read_layers(config: ConfigReader, num_layers: int) -> tuple[bool, ...]:
 
 
 def names_of_files(nested: bool, stacked: bool, stored: Collection[str]) -> tuple[str, bool]:
-    """(what the names of the decoder's tensors begin with, whether those of experts are stacked), by the names that
-    files have; where there are none, as published models have it: `nested` beside other models, and `stacked`."""
+    """Returns (prefix of the decoder's tensors, whether experts are stacked), according to the names in `stored`.
+    Without names it assumes the published layout: `nested` with other models, and `stacked`."""
     if not stored:
         return (NESTED_PREFIX if nested else DECODER_PREFIX), stacked
     nested = any(name.startswith(NESTED_PREFIX) for name in stored)
@@ -120,7 +120,7 @@ def names_of_files(nested: bool, stacked: bool, stored: Collection[str]) -> tupl
 
 IN_PROJECTION = "self_attention.in_proj.weight"
 NORM = "self_attention.gated_norm.weight"
-"""Megatron-core's own, out_norm, multiplies by 1 + weight: another name, lest one be taken for the other."""
+"""The norm of the heads. Megatron-core's out_norm multiplies by 1 + weight, so this norm has another name."""
 
 DELTA_INPUT_NORM = replace(
     INPUT_NORM,
@@ -129,7 +129,8 @@ DELTA_INPUT_NORM = replace(
 
 
 def _projections(*parts: tuple[str, ...]) -> Row:
-    """Queries, keys and values, gates of what heads put out, weights, decays: in this order on all sides but files."""
+    """Returns the row of input projections. Except in files, their order is queries, keys, values, gates of the output,
+    weights, decays."""
     return in_layer(
         *((f"linear_attn.{name}.weight", rows, "hidden") for name, rows in parts),
         megatron=IN_PROJECTION,
@@ -170,7 +171,7 @@ GATED_QKV = replace(
     QKV,
     parts=(Part(QKV.parts[0].name, ("heads*(head+head)", "hidden")), *QKV.parts[1:]),
 )
-"""Files have a head's gate behind its query."""
+"""In files, the gate of a head follows its query."""
 
 
 def _gated(layer: Layer) -> Layer:
@@ -178,13 +179,13 @@ def _gated(layer: Layer) -> Layer:
 
 
 def _delta(layer: Layer, projections: Row) -> Layer:
-    """A delta net in the place of a layer's attention."""
+    """Returns the layer with a delta net instead of attention."""
     rest = tuple(row for row in layer.rows if row not in (INPUT_NORM, QKV, ATTENTION_OUTPUT))
     return replace(layer, rows=(DELTA_INPUT_NORM, projections, *DELTA_REST, *rest))
 
 
 def _table(projections: Row) -> Table:
-    """Dense models have the MLP of Llama, others the experts of Qwen2-MoE."""
+    """Returns the table. Dense models have Llama's MLP, sparse ones the experts of Qwen2-MoE."""
     dense, sparse = LLAMA.dense, QWEN2_MOE.sparse
     assert sparse is not None
     return replace(

@@ -1,10 +1,10 @@
 """Gated delta nets (Yang, Kautz and Hatamizadeh 2024, "Gated Delta Networks", arXiv:2412.06464): a short causal
-convolution and the gated delta rule, of whole samples that lie end to end, and of one token each. For training and for
-engines alike. Apart from its siblings because it loads torch.
+convolution and the gated delta rule. For concatenated whole samples and for one token per sample, in training and
+engines. Loads torch.
 
-Of a sample a layer keeps a state S [key_dim, value_dim] for every value head and the last inputs of the convolution.
-A token with key k, value v, query q, decay g <= 0 and weight b makes S' = exp(g) S, S = S' + k (b (v - k S'))^T, and
-puts out q S. Keys and queries have unit length. Computed in float32 or what is wider.
+For each sample, a layer keeps a state S [key_dim, value_dim] per value head and the last inputs of the convolution. A
+token has a key k, value v, query q, decay g <= 0 and weight b. It computes S' = exp(g) S, then S = S' + k (b (v - k
+S'))^T, and outputs q S. Keys and queries have unit length. The arithmetic is fp32 or wider.
 """
 
 from collections.abc import Sequence
@@ -19,37 +19,40 @@ from rltrain.models.delta_net import CHUNK_TOKENS
 
 LEAST_CHUNK_TOKENS = 16
 UNIT_EPS = 1e-6
-"""Beside the squares of a key's or a query's elements, when it is brought to unit length."""
+"""Added to the sum of squares when a key or query is normalised to unit length."""
 
 
 class PackedStates(NamedTuple):
-    """How samples that lie end to end are computed: in chunks of `chunk_tokens`, of which those come first that begin
-    their samples, then the second ones of samples that have one, and so on, those of long samples always in front; and
-    with a gap before each sample, for what the convolution reads of the tokens before it."""
+    """The order of computation for concatenated samples.
+
+    Samples are cut into chunks of `chunk_tokens`. The first chunks of all samples come first, then all second chunks,
+    and so on. Longer samples come first among them. For the convolution, each sample has a gap before it for earlier
+    tokens.
+    """
 
     chunk_tokens: int
     token_of_place: Tensor
-    """[chunks * chunk_tokens] the token at each place in the chunks; the number of tokens where that is padding."""
+    """[chunks * chunk_tokens]: the token at each place in the chunks. Padding has the number of tokens."""
     place_of_token: Tensor
-    """[tokens]"""
+    """[tokens]: the place of each token in the chunks."""
     num_samples: tuple[int, ...]
-    """How many samples have a first chunk, a second one, ..."""
+    """Number of samples with a first chunk, with a second one, ..."""
     by_length: Tensor
-    """[samples] from the one that has most chunks."""
+    """[samples]: samples in order of decreasing number of chunks."""
     order: Tensor
-    """[samples] where each stands among those."""
+    """[samples]: position of each sample in `by_length`."""
     token_of_row: Tensor
-    """[gaps and tokens] the token in each row of the convolution's input; the number of tokens in a gap."""
+    """[gaps and tokens]: the token in each row of the convolution's input. Gaps have the number of tokens."""
     row_of_token: Tensor
-    """[tokens]"""
+    """[tokens]: the row of each token."""
     gaps: Tensor
-    """[samples, gap] the rows before each sample."""
+    """[samples, gap]: the rows before each sample."""
     tails: Tensor
-    """[samples, gap] the last rows of each sample, or of the gap before one that is shorter than that."""
+    """[samples, gap]: the last rows of each sample. A short sample includes rows of its gap."""
 
 
 def packed_states(lengths: Sequence[int], kernel: int, device: torch.device) -> PackedStates:
-    """For samples of these lengths, each at least 1, and a convolution over `kernel` tokens."""
+    """Returns the order for samples of these lengths (at least 1 each) and a convolution over `kernel` tokens."""
     sizes, gap = torch.tensor(lengths), kernel - 1
     longest = int(sizes.max())
     chunk = min(CHUNK_TOKENS, max(LEAST_CHUNK_TOKENS, 1 << (longest - 1).bit_length()))
@@ -86,11 +89,11 @@ def packed_states(lengths: Sequence[int], kernel: int, device: torch.device) -> 
 def convolve(
     inputs: Tensor, weight: Tensor, packed: PackedStates, before: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """SiLU of each channel's causal convolution within its sample, rounded once to the type of `inputs`.
+    """Computes SiLU of each channel's causal convolution within its sample, rounded once to the dtype of `inputs`.
 
-    inputs [tokens, channels]; weight [channels, kernel], the last of it for the token itself; before [samples, kernel -
-    1, channels] are the inputs before each sample, None: zeros. -> the outputs [tokens, channels], and the last inputs
-    of each sample, as the next call takes them before what follows.
+    inputs [tokens, channels]. weight [channels, kernel], with the token itself last. before [samples, kernel - 1,
+    channels] are the inputs before each sample (None: zeros). Returns the outputs [tokens, channels] and the last
+    inputs of each sample, the `before` of the next call.
     """
     rows: Tensor = _Rows.apply(inputs, packed.token_of_row, packed.row_of_token)
     if before is not None:
@@ -107,7 +110,7 @@ def convolve(
 
 
 def convolve_step(inputs: Tensor, weight: Tensor, before: Tensor) -> Tensor:
-    """As `convolve`, of one token of each sample [samples, channels]; `before` takes it in, in place."""
+    """Computes `convolve` for one token per sample, inputs [samples, channels]. Updates `before` in place."""
     wide = _wide(inputs)
     window = torch.cat([before, inputs[:, None].to(before.dtype)], dim=1)
     before.copy_(window[:, 1:])
@@ -116,8 +119,8 @@ def convolve_step(inputs: Tensor, weight: Tensor, before: Tensor) -> Tensor:
 
 
 def gates(weights: Tensor, decays: Tensor, log_rate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """(how much of a token each head takes in, the logarithm of what it keeps of its state) [tokens, heads] in fp32,
-    from what the token says of both, and each head's rate and bias [heads]."""
+    """Returns (weights, log decays), [tokens, heads] in fp32: the share of a token that each head takes, and the log of
+    the kept share of its state. The inputs are a token's projections, and each head's rate and bias [heads]."""
     wide = _wide(weights)
     rates = log_rate.to(wide).exp()
     return weights.to(wide).sigmoid(), -rates * F.softplus(decays.to(wide) + bias.to(wide))
@@ -132,13 +135,16 @@ def gated_delta_rule(
     packed: PackedStates,
     initial: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """queries and keys [tokens, key_heads, key_dim], each for as many consecutive value heads; values [tokens, heads,
-    value_dim]; weights and decays [tokens, heads] as `gates` gives them; initial [samples, heads, key_dim, value_dim]
-    are the states before the samples, None: zeros.
+    """Computes the gated delta rule for concatenated samples.
 
-    -> what heads put out [tokens, heads, value_dim], of the type of `values`, and the states behind the samples.
+    - queries and keys: [tokens, key_heads, key_dim], each for several consecutive value heads
+    - values: [tokens, heads, value_dim]
+    - weights and decays: [tokens, heads], as returned by `gates`
+    - initial: [samples, heads, key_dim, value_dim], the states before the samples (None: zeros)
 
-    Within a chunk the tokens' changes of the state, each of which depends on those before it, are the solution of a
+    Returns the outputs [tokens, heads, value_dim] in the dtype of `values`, and the states after the samples.
+
+    Within a chunk, each token's change of the state depends on the earlier ones. The changes are the solution of a
     triangular system (section 3.3 of the paper, and Yang et al. 2024, arXiv:2406.06484).
     """
     wide, shared = _wide(values), values.size(1) // keys.size(1)
@@ -168,7 +174,7 @@ def gated_delta_rule(
 def delta_rule_step(
     queries: Tensor, keys: Tensor, values: Tensor, weights: Tensor, decays: Tensor, states: Tensor
 ) -> Tensor:
-    """As `gated_delta_rule`, of one token of each sample; `states` [samples, heads, key_dim, value_dim] take it in, in
+    """Computes `gated_delta_rule` for one token per sample. Updates `states` [samples, heads, key_dim, value_dim] in
     place."""
     shared = values.size(1) // keys.size(1)
     q, k = (_unit(x.to(states.dtype)).repeat_interleave(shared, 1) for x in (queries, keys))
@@ -180,31 +186,33 @@ def delta_rule_step(
 
 
 def gated_norm(heads: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of each head [..., value_dim] times SiLU of its gate, in fp32, rounded once to the type of `gate`."""
+    """Returns RMSNorm of each head [..., value_dim] times SiLU of its gate. Computed in fp32 and rounded once to the
+    dtype of `gate`."""
     wide = _wide(heads)
     normed = F.rms_norm(heads.to(wide), heads.shape[-1:], weight.to(wide), eps)
     return (normed * F.silu(gate.to(wide))).to(gate.dtype)
 
 
 class _Chunks(NamedTuple):
-    """What the scan over chunks reads of each, [chunks, heads, tokens, ...]."""
+    """The inputs of the scan over chunks, [chunks, heads, tokens, ...]."""
 
     queries: Tensor
-    """Of the state before the chunk."""
+    """Queries of the state before the chunk."""
     scores: Tensor
-    """Of the chunk's own changes."""
+    """Scores of the chunk's own changes."""
     new: Tensor
-    """The changes, were there no state before the chunk."""
+    """The changes for a zero state before the chunk."""
     of_state: Tensor
-    """Keys by which that state is taken off them."""
+    """Keys for subtracting the state before the chunk from the changes."""
     keys: Tensor
-    """By which changes come into the state behind the chunk."""
+    """Keys for adding the changes to the state after the chunk."""
     kept: Tensor
-    """[chunks, heads, 1, 1] of the state before it."""
+    """The kept share of the state before the chunk, [chunks, heads, 1, 1]."""
 
 
 def _scanned(chunks: _Chunks, state: Tensor, num_samples: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """(outputs [chunks, heads, tokens, value_dim], states behind the samples), samples from long to short."""
+    """Returns (outputs [chunks, heads, tokens, value_dim], states after the samples), with samples from long to
+    short."""
     outputs, ended, first = [], [], 0
     for count in num_samples:
         ended.append(state[count:])
@@ -218,13 +226,14 @@ def _scanned(chunks: _Chunks, state: Tensor, num_samples: tuple[int, ...]) -> tu
 
 
 def _in_chunks(x: Tensor, packed: PackedStates) -> Tensor:
-    """[tokens, heads, ...] -> [chunks, heads, chunk_tokens, ...], zeros where there is no token."""
+    """Reorders [tokens, heads, ...] to [chunks, heads, chunk_tokens, ...], with zeros for padding."""
     rows: Tensor = _Rows.apply(x, packed.token_of_place, packed.place_of_token)
     return rows.view(-1, packed.chunk_tokens, *x.shape[1:]).transpose(1, 2)
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    """What is computed in. Without torch's own rule, which a step that is recorded would have to repeat."""
+    """Returns the dtype of the arithmetic. It avoids torch's type promotion, because a recorded step would repeat
+    it."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -233,8 +242,8 @@ def _unit(x: Tensor) -> Tensor:
 
 
 class _Rows(torch.autograd.Function):
-    """Rows of `x` by `index`, zeros where that is the number of its rows. `inverse` is as much for the other way: so
-    the gradient, too, is read by an index rather than added up."""
+    """Selects rows of `x` by `index`. The index len(x) selects zeros. `inverse` is the index of the other direction, so
+    the gradient is also a selection instead of a sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The experts of a model, and how config.json describes them."""
+"""The experts of a model, and their description in config.json."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -9,18 +9,18 @@ from rltrain.models.config_file import ConfigReader
 
 @dataclass(frozen=True)
 class ExpertLayers:
-    """Layers whose MLP is a router and experts, of which every token visits `top_k`.
+    """The layers with a router and experts as their MLP. Every token visits `top_k` experts.
 
-    `ffn_hidden_size` is that of one expert. `shared_ffn_hidden_size` is that of the experts that every token visits,
-    taken together; 0 where there are none. With `shared_gate` what they make is weighted, by a number between 0 and 1
-    that a gate gives each token. `dense_layers` have the MLP of a dense model instead.
-
-    An expert's weight is its share of `score`, among the chosen ones where `normalized`, times `scaling`. With
-    "sigmoid" experts are chosen by score plus a bias that the checkpoint holds, out of the best `top_groups` of
-    `num_groups` groups of consecutive experts.
-
-    Experts that are `interleaved` are gpt-oss's (models.gpt_oss): their matrices are [inputs, outputs], gates and what
-    these gate in turn, and they have biases, as the router has.
+    - `ffn_hidden_size`: the size of one expert.
+    - `shared_ffn_hidden_size`: the total size of the shared experts, visited by every token. 0 if there are none.
+    - `shared_gate`: a gate weights the output of shared experts by a number between 0 and 1 per token.
+    - `dense_layers`: layers with the MLP of a dense model.
+    - `score`, `normalized`, `scaling`: the weight of an expert is its score, divided by the sum over the chosen ones if
+      `normalized`, times `scaling`. With "sigmoid", a bias of the checkpoint is added to the scores to choose experts.
+    - `num_groups`, `top_groups`: only experts in the best `top_groups` of `num_groups` groups of consecutive experts
+      can be chosen.
+    - `interleaved`: gpt-oss's experts (models.families). Their matrices are [inputs, outputs] with interleaved gates
+      and up projections. Experts and router have biases.
     """
 
     num_experts: int
@@ -38,7 +38,7 @@ class ExpertLayers:
 
 
 def is_expert(parameter: str) -> bool:
-    """Whether one of this name, on whichever side, belongs to an expert that some tokens visit, and others do not."""
+    """Returns whether the parameter belongs to a routed expert. Works with the names of every side."""
     return ".experts." in parameter
 
 
@@ -77,7 +77,7 @@ def read_mixtral(config: ConfigReader, num_layers: int) -> ExpertLayers:
 
 def read_minimax_m2(config: ConfigReader, num_layers: int) -> ExpertLayers:
     if config.values.get("attn_type_list") and not config.are_all("attn_type_list", (1,)):
-        raise config.error("attn_type_list", "1 for every layer: attention, which alone is supported")
+        raise config.error("attn_type_list", "1 for every layer, since only attention is supported")
     return replace(read_mixtral(config, num_layers), score="sigmoid")
 
 
@@ -86,7 +86,8 @@ def read_gpt_oss(config: ConfigReader, num_layers: int) -> ExpertLayers:
 
 
 def _read_dense_layers(config: ConfigReader, num_layers: int) -> tuple[int, ...]:
-    """As DeepSeek counts them, or GLM-4.7-Flash lists them by transformers 5."""
+    """Returns the dense layers. DeepSeek's configs have their number, those of GLM-4.7-Flash by transformers 5 a list
+    of types."""
     kinds = config.values.get("mlp_layer_types")
     if kinds is not None:
         if not config.are_all("mlp_layer_types", ("dense", "sparse"), num_layers):
@@ -101,13 +102,13 @@ def _read_dense_layers(config: ConfigReader, num_layers: int) -> tuple[int, ...]
 def read_deepseek_v3(config: ConfigReader, num_layers: int) -> ExpertLayers:
     dense_layers = _read_dense_layers(config, num_layers)
     expert_size = config.count("moe_intermediate_size")
-    # transformers 5 writes GLM-4.5's as num_local_experts, which is a name for the same.
+    # transformers 5 writes GLM-4.5's number as num_local_experts.
     experts_key = "n_routed_experts" if "n_routed_experts" in config.values else "num_local_experts"
     top_k, num_experts = config.count("num_experts_per_tok"), config.count(experts_key)
     num_groups, top_groups = config.count("n_group", default=1), config.count("topk_group", default=1)
     if num_experts % num_groups:
         raise config.error("n_group", f"a divisor of {experts_key} = {num_experts}")
-    # Groups are ranked by their two best experts; megatron-core ranks them by their top_k / top_groups best.
+    # transformers ranks groups by their two best experts, megatron-core by their top_k / top_groups best.
     if top_groups < num_groups and top_k != 2 * top_groups:
         raise config.error("topk_group", f"half of num_experts_per_tok = {top_k}, or n_group = {num_groups}")
     if not config.take("norm_topk_prob", bool, default=True) or top_k == 1:
@@ -126,7 +127,7 @@ def read_deepseek_v3(config: ConfigReader, num_layers: int) -> ExpertLayers:
 
 
 def read_hy_v3(config: ConfigReader, num_layers: int) -> ExpertLayers:
-    """As DeepSeek-V3 under other keys: unless the first layer alone is dense, layers say what they are."""
+    """Reads DeepSeek-V3's values under other keys. By default only the first layer is dense."""
     expert_size = config.count("moe_intermediate_size")
     listed = config.values.get("mlp_layer_types") is not None or "first_k_dense_replace" in config.values
     return ExpertLayers(
@@ -141,11 +142,11 @@ def read_hy_v3(config: ConfigReader, num_layers: int) -> ExpertLayers:
 
 
 MOST_EXPERTS = 2**18
-"""In all layers. Kimi K2 has 23,040."""
+"""Maximal number of experts over all layers. Kimi K2 has 23,040."""
 
 
 def read_moe(read: Callable[[ConfigReader, int], ExpertLayers], config: ConfigReader, num_layers: int) -> ExpertLayers:
-    """Returns the experts that a family's `read` finds. CheckpointError where they are too many."""
+    """Returns the experts read by a family's `read`. Raises CheckpointError if there are too many."""
     moe = read(config, num_layers)
     if moe.top_k > moe.num_experts:
         raise config.error("num_experts_per_tok", f"at most {moe.num_experts}, the number of experts")

@@ -1,10 +1,10 @@
-"""The tables of all families: dense ones, experts, DeepSeek's and gpt-oss."""
+"""The tables of all families, except for those with gated delta nets."""
 
 from dataclasses import replace
 
 from rltrain.models.table import CHECKPOINT_LAYER, Layer, Part, Row, Split, Table, in_layer
 
-# Families of dense models; other families share many of their rows.
+# Dense families. Other families share many of their rows.
 
 INPUT_NORM = in_layer(
     ("input_layernorm.weight", "hidden"),
@@ -70,14 +70,14 @@ QK_NORMS = (
     in_layer(("self_attn.q_norm.weight", "head"), megatron="self_attention.q_layernorm.weight"),
     in_layer(("self_attn.k_norm.weight", "head"), megatron="self_attention.k_layernorm.weight"),
 )
-# Every tensor-parallel rank has them whole and takes the elements of its own heads, of which others may have some too.
+# Every tensor-parallel rank holds the whole norm and uses the elements of its heads. Several ranks can use the same.
 PROJECTION_NORMS = (
     in_layer(("self_attn.q_norm.weight", "queries"), megatron="self_attention.q_layernorm.weight"),
     in_layer(("self_attn.k_norm.weight", "keys"), megatron="self_attention.k_layernorm.weight"),
 )
 
-# As in transformers' models for sequence classification. Every tensor-parallel rank holds all of it: one row is nothing
-# beside a shard of the layers, and cut by columns it would cost every forward pass a sum over the ranks.
+# The head of transformers' models for sequence classification. Every tensor-parallel rank holds all of it. One row is
+# small compared with a shard of the layers. Split by columns it would need a sum over ranks in every forward pass.
 VALUE_HEAD = Row(
     parts=(Part("score.weight", ("labels", "hidden")),),
     megatron="output_layer.weight",
@@ -116,7 +116,7 @@ GATE_UP_IN_ONE = in_layer(
     quantizable=True,
 )
 
-# Phi-3's files hold what others keep in several tensors as the sections of one.
+# Phi-3's files combine several tensors into the sections of one.
 PHI3 = replace(
     LLAMA,
     dense=Layer(
@@ -136,7 +136,7 @@ PHI3 = replace(
     ),
 )
 
-# Norms before and behind attention and the MLP; Megatron-Bridge calls the latter so.
+# Norms before and after attention and the MLP. Megatron-Bridge uses these names for the norms after them.
 GEMMA2 = replace(
     LLAMA,
     dense=Layer(
@@ -178,7 +178,7 @@ GLM4 = replace(
     ),
 )
 
-# Norms have biases, and MLPs no gates.
+# Norms have biases, and MLPs have no gates.
 NEMOTRON = replace(
     LLAMA,
     dense=Layer(
@@ -219,14 +219,15 @@ NEMOTRON = replace(
 
 # Mixture-of-experts families with the attention of dense ones.
 
-# Transformer Engine fuses the norm with an MLP's first layer, but not with a router.
+# Transformer Engine fuses the norm with the first layer of an MLP, but not with a router.
 SPARSE_MLP_NORM = replace(POST_ATTENTION_NORM, megatron_te=None)
 
 ROUTER = in_layer(("mlp.gate.weight", "experts", "hidden"), megatron="mlp.router.weight")
 
 
 def expert_rows(block: str, gate: str, up: str, down: str) -> tuple[Row, Row]:
-    """An expert's matrices, given what the checkpoint calls the block of experts and the three of each."""
+    """Returns the rows of an expert's matrices. The arguments are the checkpoint's names of the block of experts and of
+    the three matrices."""
     expert = f"{block}.experts.{{expert}}"
     return (
         in_layer(
@@ -258,11 +259,11 @@ STACKED_EXPERTS = (
     ),
     replace(EXPERTS[1], parts=in_layer(("mlp.experts.down_proj", "hidden", "expert_ffn"), megatron="").parts),
 )
-"""Of files that hold those of all experts of a layer in one tensor."""
+"""Expert rows of files with one tensor for all experts of a layer."""
 
 
 def stacking_experts(table: Table) -> Table:
-    """A table whose files hold experts so."""
+    """Returns the table with `STACKED_EXPERTS`."""
     sparse, sparse_delta = (
         layer and replace(layer, experts=STACKED_EXPERTS, stacked=True) for layer in (table.sparse, table.sparse_delta)
     )
@@ -277,8 +278,8 @@ ROUTER_BIAS = in_layer(
 
 
 def shared_experts(block: str, engine: str | None = None) -> tuple[Row, Row]:
-    """The matrices of the experts that every token visits, given what the checkpoint calls their block, and the engine
-    where it has another name."""
+    """Returns the rows of the shared experts, visited by every token. `block` is their name in the checkpoint. `engine`
+    is their name in the engine, if it differs."""
     engine = engine or block
     return (
         in_layer(
@@ -306,7 +307,7 @@ QWEN3_MOE = replace(LLAMA, sparse=Layer(SPARSE, EXPERTS))
 QWEN2_MOE = replace(LLAMA, sparse=Layer((*SPARSE, *shared_experts("mlp.shared_expert"), SHARED_GATE), EXPERTS))
 GLM4_MOE = replace(LLAMA, sparse=Layer((*SPARSE, ROUTER_BIAS, *shared_experts("mlp.shared_experts")), EXPERTS))
 
-# The experts of GLM-4.5, under names of its own in files.
+# The experts of GLM-4.5, with other names in files.
 HY_V3 = replace(
     LLAMA,
     sparse=Layer(
@@ -341,18 +342,17 @@ MINIMAX_ROUTER_BIAS = in_layer(
 MINIMAX_M2 = replace(LLAMA, sparse=Layer((*MIXTRAL_SPARSE, MINIMAX_ROUTER_BIAS), MIXTRAL_EXPERTS))
 
 
-# DeepSeek-V3: latent attention, shared experts, a router with a bias; Moonlight: the same, but its queries are made
-# from the hidden state. DeepSeek-V3's layer that predicts further tokens ahead (multi-token prediction) is left
-# out: it is neither trained nor served, and a checkpoint written here lacks it.
+# DeepSeek-V3 has latent attention, shared experts and a router with a bias. Moonlight is the same, except that its
+# queries come directly from the hidden state. Layers for multi-token prediction are in models/prediction.py.
 #
-# The engine's names are those of SGLang with shared experts kept apart from the others
-# (--disable-shared-experts-fusion).
+# The engine's names are those of SGLang with separate shared experts (--disable-shared-experts-fusion).
 
 LATENT_NORM_EPS = 1e-6
-"""DeepSeek's norms of latents have this whatever config.json says of the others, and so have those of transformers."""
+"""The epsilon of DeepSeek's latent norms. As in transformers, config.json does not change it."""
 FUSED_LATENTS = "self_attn.fused_qkv_a_proj_with_mqa.weight"
 
-# Megatron's own layers split the projections to the latents, and gather what comes out; Transformer Engine's do not.
+# Megatron's own layers split the projections to the latents and gather the results. Transformer Engine's layers do not
+# split them.
 KV_LATENT = in_layer(
     ("self_attn.kv_a_proj_with_mqa.weight", "kv_rank_and_rope", "hidden"),
     megatron="self_attention.linear_kv_down_proj.weight",
@@ -425,10 +425,10 @@ DEEPSEEK_V3 = _family(LATENTS)
 MOONLIGHT = _family(KV_LATENT_AND_QUERIES)
 
 
-# gpt-oss: attention with sinks, and experts whose matrices files hold as [inputs, outputs], of all experts of a layer
-# in one tensor, with the outputs of gates and of what they gate in turn. Attention, routers and experts have biases.
+# gpt-oss has attention with sinks. Its files hold expert matrices as [inputs, outputs], with all experts of a layer in
+# one tensor. The outputs of gates and up projections are interleaved. Attention, routers and experts have biases.
 #
-# Every side keeps an expert's matrices as files have them: transposed they would be in no box of a file's tensor.
+# Every side keeps these matrices in the layout of the files. Transposed, they would not be boxes of the file's tensor.
 
 SINKS = in_layer(
     ("self_attn.sinks", "heads"),
@@ -442,7 +442,7 @@ GPT_OSS_ROUTER = (
 
 
 def _of_expert(split: Split, tensor: str, *dimensions: str, megatron: str) -> Row:
-    """`megatron` is a parameter of an expert."""
+    """Returns a row of an expert. `megatron` is the name of a parameter within the expert."""
     linear, _, parameter = megatron.partition(".")
     return in_layer(
         (f"mlp.experts.{tensor}", *dimensions),
@@ -461,4 +461,4 @@ GPT_OSS_EXPERTS = (
 GPT_OSS_SPARSE = (INPUT_NORM, QKV, SINKS, ATTENTION_OUTPUT, SPARSE_MLP_NORM, *GPT_OSS_ROUTER)
 
 GPT_OSS = replace(LLAMA, dense=Layer(()), sparse=Layer(GPT_OSS_SPARSE, GPT_OSS_EXPERTS, stacked=True))
-"""No layer is without experts."""
+"""All layers have experts."""

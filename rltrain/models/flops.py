@@ -1,15 +1,14 @@
-"""Floating-point operations of a model, counted from its architecture. A multiply-add is two.
+"""Floating-point operations of a model, computed from its architecture. A multiply-add counts as two.
 
-What is counted are matrix products, as in Kaplan et al. 2020 (arXiv:2001.08361, section 2.1: 2 per parameter and token
-forward, twice as many backward) and in the definition of model FLOPs utilisation in PaLM (Chowdhery et al. 2022,
-arXiv:2204.02311, appendix B): projections, experts that a token visits, attention's two products, the head. Norms,
-rotary embeddings, softmax and the embedding's look-up are left out. Attention counts the positions that a causal kernel
-reads, half of what PaLM counts: a token at position i attends to i + 1. Latent attention (DeepSeek-V2,
-arXiv:2405.04434, section 2.1) is counted as training computes it, keys and values of all heads made from the latent.
+Only matrix products count: projections, visited experts, the two products of attention, and the head. Norms, rotary
+embeddings, softmax and embeddings are ignored. A parameter costs 2 per token forward and 4 backward (Kaplan et al.
+2020, arXiv:2001.08361, section 2.1). The same products define PaLM's model FLOPs utilisation (Chowdhery et al. 2022,
+arXiv:2204.02311, appendix B). Attention counts the positions read by a causal kernel, half of PaLM's count: a token at
+position i attends to i + 1. Latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) counts as in training, with
+keys and values of all heads made from the latent.
 
-Recomputation is that of Korthikanti et al. 2022 (arXiv:2205.05198): "selective" repeats attention's two products,
-"full" the forward pass of all layers. Utilisation by convention leaves it out (MFU); with it, it is that of the
-hardware (HFU).
+Recomputation follows Korthikanti et al. 2022 (arXiv:2205.05198): "selective" repeats the two products of attention,
+"full" the forward pass of all layers. MFU ignores recomputation. HFU includes it.
 """
 
 from collections.abc import Collection
@@ -22,17 +21,18 @@ from rltrain.models.canonical import canonical_tensors, layer_of, sizes, table_o
 from rltrain.models.table import LayerKind, Row
 
 DELTA_PRODUCTS = 3
-"""Of a token with the state of a gated delta net's head: what is known of its key, its change, and its query's."""
+"""Products of a token with the state of a gated delta net's head: the known value of its key, the change, and the
+query's output."""
 BACKWARD = 2
-"""A backward pass over a forward pass: each product has two gradients, each a product of the same size."""
+"""FLOPs of a backward pass relative to forward. Each product has two gradients of the same size."""
 
 
 @dataclass(frozen=True)
 class ForwardFlops:
-    """Of one token in a forward pass through the whole model.
+    """The FLOPs of one token in a forward pass through the whole model.
 
-    `layers` and `head` are for its projections, `attention` for each position that it attends to, itself among them,
-    over all layers but those with a window: `sliding` is for those, in which it attends to `window` positions at most.
+    `layers` and `head` count its projections. `attention` counts each attended position (including itself), over all
+    layers without a window. `sliding` is the same for layers with a window of at most `window` positions.
     """
 
     layers: int
@@ -42,21 +42,22 @@ class ForwardFlops:
     window: int = 0
 
     def forward(self, lengths: Collection[int]) -> int:
-        """Of sequences of `lengths` tokens, each attending to itself alone."""
+        """Returns the FLOPs of sequences of `lengths` tokens. Each attends only to itself."""
         return sum(lengths) * (self.layers + self.head) + self._attended(lengths)
 
     def training(self, lengths: Collection[int], *, recompute: str = "none") -> int:
-        """Forward and backward of sequences of `lengths` tokens. `recompute` is model.recompute; "none" for MFU."""
+        """Returns the FLOPs of forward and backward for sequences of `lengths` tokens. `recompute` is model.recompute,
+        or "none" for MFU."""
         attention = self._attended(lengths)
         repeated = {"none": 0, "selective": attention, "full": attention + sum(lengths) * self.layers}
         return (1 + BACKWARD) * self.forward(lengths) + repeated[recompute]
 
     def of_token(self, context: float) -> float:
-        """Forward, of one token that attends to `context` positions."""
+        """Returns the forward FLOPs of one token that attends to `context` positions."""
         return self.layers + self.head + self.of_attention(context)
 
     def of_attention(self, context: float) -> float:
-        """Forward, of attention's products alone, of one token that attends to `context` positions."""
+        """Returns the forward FLOPs of attention's products for one token that attends to `context` positions."""
         return context * self.attention + min(context, self.window) * self.sliding
 
     def _attended(self, lengths: Collection[int]) -> int:
@@ -66,7 +67,7 @@ class ForwardFlops:
 
 @lru_cache(maxsize=64)
 def forward_flops(architecture: Architecture) -> ForwardFlops:
-    """What a forward pass costs, with the head that the model has: the vocabulary's, or a value's."""
+    """Returns the cost of a forward pass, including the model's head."""
     if architecture.unlisted:
         return _unlisted_flops(architecture)
     windows = architecture.windows
@@ -81,7 +82,7 @@ def forward_flops(architecture: Architecture) -> ForwardFlops:
 
 
 def _unlisted_flops(architecture: Architecture) -> ForwardFlops:
-    """Of the matrices that a number in their names says to be a layer's."""
+    """Returns the cost of a model without a table. Matrices with a number in their names belong to layers."""
     tensors = canonical_tensors(architecture)
     of_layers = [
         prod(shape)
@@ -97,8 +98,8 @@ def _unlisted_flops(architecture: Architecture) -> ForwardFlops:
 
 
 def layer_flops(architecture: Architecture, sparse: bool) -> int:
-    """Of one token in one layer, but for attention's two products: with experts (`sparse`), those that it visits. Of
-    models with gated delta nets the mean of their layers and of those with attention."""
+    """Returns the FLOPs per token of one layer, without attention's two products. With `sparse` it includes the visited
+    experts. In models with gated delta nets it is the mean over both kinds of layers."""
     if architecture.unlisted:
         return forward_flops(architecture).layers // architecture.num_layers
     once = 2 * _elements(architecture, layer_of(architecture, LayerKind(sparse)).rows)
@@ -110,53 +111,56 @@ def layer_flops(architecture: Architecture, sparse: bool) -> int:
 
 
 def expert_flops(architecture: Architecture) -> int:
-    """Of one token in the experts that it visits in one layer, of the model's that every token shares apart."""
+    """Returns the FLOPs per token of one layer's routed experts. Shared experts are counted in `layer_flops`."""
     moe = architecture.moe
     return 2 * moe.top_k * _elements(architecture, layer_of(architecture, LayerKind(sparse=True)).experts) if moe else 0
 
 
 def mlp_flops(architecture: Architecture) -> int:
-    """Of one token in the MLP of a layer without experts."""
+    """Returns the FLOPs per token of one dense MLP."""
     return 2 * architecture.mlp_matrices * architecture.hidden_size * architecture.ffn_hidden_size
 
 
 def attention_flops(architecture: Architecture) -> int:
-    """Of one token in one layer for each position that it attends to: a score and a weighted value of every head."""
+    """Returns the FLOPs per token and attended position in one layer: a score and a weighted value for every head."""
     value_head_dim = architecture.mla.value_head_dim if architecture.mla else architecture.head_dim
     return 2 * architecture.num_heads * (architecture.head_dim + value_head_dim)
 
 
 def latent_reading_flops(architecture: Architecture) -> int:
-    """As `attention_flops`, of engines that keep latents: queries and what is attended to are as wide as those."""
+    """Returns the `attention_flops` of engines that store latents. Queries and attended vectors then have the latents'
+    size."""
     mla = architecture.mla
     return 2 * architecture.num_heads * (2 * mla.kv_rank + mla.rope_head_dim) if mla else 0
 
 
 def positions_read(lengths: Collection[int], window: int | None = None) -> int:
-    """Pairs of a token and a position that it attends to, of `window` at most, in sequences of `lengths` tokens."""
+    """Returns the number of pairs (token, attended position) in sequences of `lengths` tokens, with at most `window`
+    positions per token."""
     beyond = (0 if window is None else max(0, length - window) for length in lengths)
     return sum((length * (length + 1) - more * (more + 1)) // 2 for length, more in zip(lengths, beyond, strict=True))
 
 
 def _elements(architecture: Architecture, rows: tuple[Row, ...]) -> int:
-    """Of the matrices in `rows`; vectors are multiplied with nothing but themselves."""
+    """Returns the number of elements of all matrices in `rows`. Vectors do not count."""
     size = sizes(architecture)
     shapes = [part.shape(size) for row in rows for part in row.parts]
     return sum(prod(shape) for shape in shapes if len(shape) == 2)
 
 
-# Attention that no kernel computes: how many scores are in memory at once. Apart from what computes them, which loads
+# Attention without a kernel: the number of simultaneous scores. This file has the constants, because it does not load
 # torch.
 
 SCORES_AT_ONCE = 2**25
 SCORE_COPIES = 6
-"""In fp32, of a block of scores on its way backward: bent ones, shares, gradients of both, and what is made between."""
+"""Number of fp32 copies of a block of attention scores in the backward pass: soft-capped scores, shares, gradients of
+both, and temporary ones."""
 FP32 = 4
 
 
 def block_bytes(architecture: Architecture, num_heads: int, num_tokens: int) -> int:
-    """Of a layer's scores and what is made of them, with `num_heads` on the rank and `num_tokens` in a micro-batch; 0
-    where a kernel computes attention."""
+    """Returns the bytes of a layer's scores and their copies. `num_heads` is the number on the rank, and `num_tokens`
+    the size of a micro-batch. Returns 0 if a kernel computes attention."""
     if architecture.attention_softcap is None and not architecture.attention_sinks:
         return 0
     return SCORE_COPIES * FP32 * min(SCORES_AT_ONCE, num_heads * num_tokens**2)

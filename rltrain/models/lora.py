@@ -1,9 +1,9 @@
-"""Tables of low-rank adapters, Hu et al. 2021, "LoRA", with the names of PEFT's files: A [rank, inputs] and B [outputs,
-rank] of each adapted matrix.
+"""Tables of low-rank adapters (Hu et al. 2021, "LoRA"), with the names of PEFT's files. Each adapted matrix has A
+[rank, inputs] and B [outputs, rank].
 
-Where training or an engine keeps several matrices in one parameter, their A lie one below the other in one parameter,
-and so do their B, cut as the matrices are. If one of them is adapted the others have adapters too, which stay zero:
-zeros have zero gradients.
+If training or an engine fuses several matrices into one parameter, their A are stacked in one parameter and their B in
+another. They are split like the matrices. If one of the matrices is adapted, all of them have adapters. The additional
+ones stay zero, because zeros have zero gradients.
 """
 
 from collections.abc import Collection
@@ -15,15 +15,14 @@ from rltrain.models.table import Layer, Part, Row, Split, Table
 PEFT_PREFIX = "base_model.model."
 A, B = ".lora_A.weight", ".lora_B.weight"
 ADAPTER_A, ADAPTER_B = ".lora.a", ".lora.b"
-"""What ends the names of training's parameters, after the name of the layer that they are added to, and of an engine's,
-after the name of the parameter that they are added to."""
+"""The end of adapter names. In training it follows the name of the adapted layer, in an engine the name of the adapted
+parameter."""
 WEIGHT = ".weight"
 NOTHING = Row(parts=(), megatron="", engine="")
 
 
 def adapters_of(table: Table, targets: Collection[str] | None, *, learns_head: bool = False) -> Table:
-    """The adapters of a family's matrices called `targets`, or of all; nothing else but, where it learns too, the
-    head."""
+    """Returns the adapters of the matrices in `targets` (None: all). With `learns_head` the table also has the head."""
     sparse, delta, sparse_delta = (
         _of_layer(layer, targets) if layer else None for layer in (table.sparse, table.delta, table.sparse_delta)
     )
@@ -39,21 +38,21 @@ def adapters_of(table: Table, targets: Collection[str] | None, *, learns_head: b
 
 
 def target_of(tensor: str) -> str:
-    """What PEFT calls the matrix in its target_modules: the last part of its module's name. `tensor` is a matrix, or an
-    adapter of one."""
+    """Returns PEFT's name of a matrix in target_modules, the last part of its module's name. `tensor` is a matrix or
+    one of its adapters."""
     for ending in (A, B, WEIGHT):
         if tensor.endswith(ending):
             return tensor.removesuffix(ending).rpartition(".")[2]
-    raise ValueError(f"{tensor} is the name of no matrix and of no adapter of one")
+    raise ValueError(f"{tensor} names neither a matrix nor an adapter")
 
 
 def matrix_of(tensor: str) -> str:
-    """The name of the matrix that an adapter `tensor` is of."""
+    """Returns the name of the matrix of an adapter."""
     return tensor.removeprefix(PEFT_PREFIX).removesuffix(A).removesuffix(B) + WEIGHT
 
 
 def targets_in(table: Table) -> tuple[str, ...]:
-    """All matrices that may be adapted, in the order of the table."""
+    """Returns the names of all adaptable matrices, in the order of the table."""
     layers = [layer for layer in (table.dense, table.sparse, table.delta, table.sparse_delta) if layer]
     rows = [row for layer in layers for row in (*layer.rows, *layer.experts) if row.adaptable]
     return tuple(dict.fromkeys(target_of(part.name) for row in rows for part in row.parts))
@@ -74,7 +73,8 @@ def _of_rows(rows: Collection[Row], targets: Collection[str] | None) -> tuple[Ro
 
 
 def _a_of(row: Row) -> Row:
-    """Tensor parallelism that cuts a matrix by columns cuts A; by rows B. The other one every rank has."""
+    """Returns the row of A. Tensor parallelism splits A of a matrix split by columns, and B of a matrix split by rows.
+    The other one is replicated."""
     by_columns = row.split == "columns"
     return _half(row, A, ADAPTER_A, (None, 1), row.split if by_columns else "replicated", None)
 

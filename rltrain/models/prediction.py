@@ -1,9 +1,9 @@
-"""The layer that predicts a further token (multi-token prediction, DeepSeek-V3, arXiv:2412.19437, section 2.2): which
-families have one that is trained, and its parameters.
+"""The layer for multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): its parameters, and the families
+that can train it.
 
-It is a decoder layer whose input is made of a token's last hidden state and the embedding of the token that follows,
-each normed, one beside the other, by one matrix. What it puts out is normed, and the model's head makes of it the
-logits of the token behind that one.
+It is a decoder layer that predicts one token further. Its input is a matrix times the normed last hidden state of a
+token, concatenated with the normed embedding of the next token. Its output is normed. The model's head turns it into
+logits of the token after the next.
 """
 
 from dataclasses import dataclass, replace
@@ -11,16 +11,18 @@ from dataclasses import dataclass, replace
 from rltrain.models.table import CHECKPOINT_LAYER, MEGATRON_LAYER, Layer, Part, Row
 
 MEGATRON_PREDICTION = "mtp.layers.0."
-"""What Megatron's names of its parameters begin with."""
+"""The beginning of Megatron's names of its parameters."""
 MEGATRON_DECODER_LAYER = MEGATRON_PREDICTION + "transformer_layer."
 
 
 @dataclass(frozen=True)
 class PredictionNames:
-    """A family's: the names in files of the two norms, the matrix and the last norm, and what begins those of the
-    decoder layer, in which "{depth}" is the number of the model's layers. With `hidden_first` the hidden state has the
-    first columns of the matrix, and the embedding the others. `counts` are the keys of config.json that tell how many
-    such layers there are."""
+    """A family's names in files: the two norms, the matrix, the last norm, and the prefix of the decoder layer.
+
+    "{depth}" in a name is the number of the model's layers. With `hidden_first` the matrix has the columns of the
+    hidden state first, otherwise those of the embedding. `counts` are the keys of config.json with the number of such
+    layers.
+    """
 
     prefix: str
     embedding_norm: str
@@ -31,7 +33,7 @@ class PredictionNames:
     counts: tuple[str, ...] = ("num_nextn_predict_layers",)
 
     def layer(self, decoder: Layer, depth: int) -> Layer:
-        """Its parameters, of which those of `decoder` are as a decoder layer of the model has them."""
+        """Returns the layer's parameters. `decoder` is the model's decoder layer of the same kind."""
         own = (
             _own(self.embedding_norm, "enorm.weight", depth, "hidden"),
             _own(self.hidden_norm, "hnorm.weight", depth, "hidden"),
@@ -53,7 +55,8 @@ def _own(name: str, megatron: str, depth: int, *dimensions: str) -> Row:
 
 
 def _moved(row: Row, prefix: str) -> Row:
-    """That of a decoder layer, in this one. No engine has it, and so none has it in FP8."""
+    """Returns a row of the decoder layer under the names of this layer. It is not quantizable, because engines do not
+    have the layer."""
     parts = tuple(replace(part, name=part.name.replace(CHECKPOINT_LAYER, prefix)) for part in row.parts)
     megatron, of_te = (
         name and name.replace(MEGATRON_LAYER, MEGATRON_DECODER_LAYER) for name in (row.megatron, row.megatron_te)
@@ -71,7 +74,7 @@ MIMO_PREDICTION = PredictionNames(
     final_norm="model.mtp_layers.0.final_layernorm.weight",
     hidden_first=True,
 )
-# Files may have copies of the embedding and the head there too, which stay as they are.
+# Files can also have copies of the embedding and the head here. These copies stay unchanged.
 DEEPSEEK_PREDICTION = PredictionNames(
     prefix="model.layers.{depth}.",
     embedding_norm="model.layers.{depth}.enorm.weight",

@@ -1,6 +1,6 @@
-"""Every family of models in one row: its tensors, how its config.json reads, and what cannot be done with it.
+"""All model families, one row each: tensors, the reading of config.json, and limitations.
 
-A family whose shape another has takes one row. What has no column is told by the row's functions and tables.
+A family of known shape is one row. Functions and tables in the row cover the rest.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,87 +40,87 @@ from rltrain.models.table import Table
 from rltrain.models.windows import WINDOW_SWITCH, ReadWindows, by_layer_types, in_every_layer, switched
 
 Activation = Literal["silu", "gelu_tanh", "clamped_swish", "relu_squared"]
-"""Of the gate of an MLP; GELU by its approximation with tanh, gpt-oss's as models.clamped_swiglu has it. The square of
-ReLU is of MLPs that have no gate."""
+"""The activation of an MLP's gate. GELU is the tanh approximation. clamped_swish is gpt-oss's
+(models.products.clamped_swiglu). relu_squared belongs to MLPs without gates."""
 Told = tuple[str, bool]
-"""A key of config.json that says whether there is something, and what holds where it is absent."""
+"""A key of config.json for a feature, and its value if the key is absent."""
 
 MLP_BIAS = "mlp_bias"
 SOFTCAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-"""Of Gemma 2's scores and logits, with what transformers assumes where the key is absent."""
+"""Keys of Gemma 2's soft caps on scores and logits, with the defaults of transformers."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """What models of one family have in common. Where a key of config.json may be absent, a column has what
-    transformers assumes then."""
+    """The properties of one family. For absent keys of config.json, a field has the default of transformers."""
 
     table: Table
     """Its tensors, in every format."""
     head_dim: int | None = None
-    """Of heads whose width is their own, and not a part of the hidden size."""
+    """The default head size, if it is not hidden_size / num_heads."""
     ties_embeddings: bool = False
     qk_norm: bool = False
-    """Queries and keys are normed, whatever config.json says."""
+    """True if queries and keys have norms, regardless of config.json."""
     qkv_bias: bool | Told = False
-    """Queries, keys and values have a bias."""
+    """A bias of queries, keys and values."""
     attention_bias: bool | None = None
-    """Whether they have one where attention_bias is absent; None: that key may not ask for any."""
+    """The default of the key attention_bias. None refuses a true value."""
     output_bias: bool | Told = False
-    """What attention adds to the hidden state has a bias."""
+    """A bias on the output of attention."""
     norm_eps: str = "rms_norm_eps"
-    """The key of config.json."""
+    """The key of the norms' epsilon."""
     ffn_key: str | None = None
-    """The key that tells the width of an MLP where intermediate_size is absent: no layer is without experts."""
+    """The key of an MLP's width if intermediate_size is absent, for families with experts in all layers."""
     activation: tuple[str, ...] = ("hidden_act", "silu")
-    """Its key and values: Gemma's own files say gelu and mean that by tanh, as transformers takes it."""
+    """The key of the activation and its allowed values. Gemma's files say gelu but mean the tanh approximation, as in
+    transformers."""
     has: tuple[str, ...] = ()
-    """Keys that ask for what other families are not supported with."""
+    """Keys of features that other families do not support."""
     quantized_hint: str = ""
-    """What the refusal of quantised files says besides."""
+    """Additional text of the error about quantised files."""
     latent: bool = False
-    """Attention is latent."""
+    """True for multi-head latent attention."""
     windows: ReadWindows | None = None
     experts: Callable[[ConfigReader, int], ExpertLayers] | None = None
-    """What reads them from config.json, given the number of layers."""
+    """Reads the experts from config.json and the number of layers."""
     chooses_by_bias: bool = False
-    """Routers have a bias that no gradient moves."""
+    """True if routers have a bias without a gradient."""
     delta: bool = False
-    """Most layers are gated delta nets in attention's place."""
+    """True if most layers have gated delta nets instead of attention."""
     nested: str | None = None
-    """The key under which config.json has the language model, beside that of what encodes pictures."""
+    """The key of the language model in config.json, for checkpoints with an image encoder."""
     prediction: PredictionNames | None = None
-    """The layer that predicts a further token and is trained; None: its files have none, or it is left as it is."""
+    """The trainable layer for multi-token prediction. None if the files have none or it is not trained."""
     theta: float = 10_000.0
     """The base of rotary frequencies."""
     sliding_theta: float | None = None
-    """That of layers that slide, where they have one of their own."""
+    """The rotary base of sliding layers, if they have another."""
     partial_rotary: float | None = None
-    """The part of a head that is rotated; None: all of it, whatever config.json says."""
+    """The fraction of a head that is rotated. None means all of it, regardless of config.json."""
     rope_kinds: tuple[str, ...] = ("default", "linear", "dynamic", "yarn", "llama3")
-    """Scalings of rotary frequencies that are supported."""
+    """Supported scalings of rotary frequencies."""
     assumes_scaling: bool = False
-    """transformers assumes a scaling where config.json has none."""
+    """True if transformers assumes a scaling by default."""
     original_positions: int | None = None
-    """What transformers' config class has beside the scaling, where config.json has nothing."""
+    """The default of original_max_position_embeddings outside the scaling."""
     query_scalar: float | None = None
-    """Scores are divided by the root of query_pre_attn_scalar, and not by that of the width of heads."""
+    """The default of query_pre_attn_scalar. Its root divides the scores instead of the root of the head size."""
     scales_embeddings: bool = False
-    """Embeddings are multiplied by the root of the hidden size."""
+    """True if embeddings are multiplied by the root of the hidden size."""
     shape: Mapping[str, Any] = field(default_factory=dict)
-    """Further values of its Architecture."""
+    """Further fields of its Architecture."""
     carried: tuple[str, ...] = ()
-    """What begins the names of tensors that its files hold beside the language model, whatever config.json counts."""
+    """Prefixes of tensors in the files outside the language model. config.json does not count them."""
     built_as: str | None = None
-    """The family of which transformers has the same model, where it does not have this one."""
+    """The family with the same model in transformers, if transformers lacks this one."""
     sglang: bool = False
-    """SGLang is given weights of it."""
+    """True if SGLang is supported."""
     tells_samples: bool = True
-    """Attention in transformers is told which tokens are of one sample, without which backend fsdp cannot pack them."""
+    """True if attention in transformers can separate packed samples. Backend fsdp needs this for packing."""
 
 
 SWITCHED = Family(LLAMA, windows=switched, has=(WINDOW_SWITCH,), sglang=True)
-GPT_OSS_BFLOAT16 = "; its files in MXFP4 are not read, those in bfloat16 are (unsloth/gpt-oss-20b-BF16)"
+GPT_OSS_BFLOAT16 = "; MXFP4 files are not supported, use bfloat16 files (unsloth/gpt-oss-20b-BF16)"
 GELU_TANH = "gelu_pytorch_tanh"
 GEMMA = Family(
     LLAMA,
@@ -242,12 +242,12 @@ SERVED_BY_SGLANG = tuple(name for name, family in FAMILIES.items() if family.sgl
 UNTOLD_FAMILIES = tuple(name for name, family in FAMILIES.items() if not family.tells_samples)
 BIASED_ROUTERS = tuple(name for name, family in FAMILIES.items() if family.chooses_by_bias)
 
-# Families that are asked for and that nothing here trains, serves or converts, each with the reason.
+# Known families without support, each with the reason.
 
-INDEXED = "a token attends to those that an indexer of each layer chooses, which is learned by a loss of its own"
+INDEXED = "an indexer of each layer selects the attended tokens, and it needs a separate training loss"
 REFUSED_FAMILIES = {
-    "gemma3": "its checkpoints hold a picture encoder beside the language model; those of gemma3_text hold that alone",
-    "nemotron_h": "most layers are Mamba's, by whose rule nothing here keeps the state of a sample",
+    "gemma3": "its checkpoints contain an image encoder; checkpoints of gemma3_text have only the language model",
+    "nemotron_h": "most layers are Mamba layers, and rltrain cannot keep their state",
     **dict.fromkeys(("glm_moe_dsa", "deepseek_v32"), INDEXED),
-    "mimo_v2_flash": "heads are of two sizes by layer, of which layouts know one",
+    "mimo_v2_flash": "its layers have heads of two sizes, but layouts support only one size",
 }

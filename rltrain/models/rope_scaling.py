@@ -1,4 +1,4 @@
-"""How a model scales its rotary frequencies, and how config.json says so."""
+"""Scaling of rotary frequencies, and its description in config.json."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from rltrain.models.windows import LAYER_TYPES
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama-3's stretching of rotary frequencies."""
+    """The scaling of rotary frequencies in Llama 3."""
 
     factor: float
     low_freq_factor: float
@@ -23,9 +23,8 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN's stretching of rotary frequencies (arXiv:2309.00071). `mscale` and `mscale_all_dim` are 0 where the
-    checkpoint names none. With `truncate` the frequencies between which it interpolates are whole ones of the
-    model's."""
+    """The scaling of rotary frequencies by YaRN (arXiv:2309.00071). `mscale` and `mscale_all_dim` are 0 if the
+    checkpoint has none. With `truncate` the bounds of the interpolated range are rounded to whole frequency indices."""
 
     factor: float
     beta_fast: float
@@ -38,7 +37,7 @@ class YarnScaling:
 
     @property
     def magnitude(self) -> float:
-        """Returns the factor on the rotated elements of queries and keys."""
+        """The factor on the rotated elements of queries and keys."""
         if self.attention_factor is not None:
             return self.attention_factor
         if not (self.mscale and self.mscale_all_dim):
@@ -47,13 +46,13 @@ class YarnScaling:
 
     @property
     def magnitude_of_all(self) -> float:
-        """Returns the factor of latent attention on all elements of queries and keys."""
+        """In latent attention, the factor on all elements of queries and keys."""
         return _yarn_magnitude(self.factor, self.mscale_all_dim)
 
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """All frequencies over `factor`."""
+    """The division of all frequencies by `factor`."""
 
     factor: float
     magnitude: ClassVar[float] = 1.0
@@ -61,9 +60,9 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class DynamicScaling:
-    """Dynamic NTK scaling, which leaves the frequencies as they are up to max_position_embeddings. A model has no more
-    positions with it: `transformers` changes the frequencies of all tokens of a batch, by its longest sample, once one
-    of them is longer."""
+    """Dynamic NTK scaling. It does not change the frequencies up to max_position_embeddings, and the model gets no more
+    positions. Beyond them, `transformers` would change the frequencies of all tokens in a batch by its longest sample.
+    """
 
     factor: float
     magnitude: ClassVar[float] = 1.0
@@ -71,8 +70,8 @@ class DynamicScaling:
 
 @dataclass(frozen=True)
 class LongRopeScaling:
-    """LongRoPE (arXiv:2402.13753) up to the length of its short factors: each frequency over one of `divisors`, and
-    what is rotated times `magnitude`."""
+    """LongRoPE (arXiv:2402.13753) up to the length of its short factors. Each frequency is divided by one of
+    `divisors`. Rotated elements are multiplied by `magnitude`."""
 
     divisors: tuple[float, ...]
     magnitude: float
@@ -82,8 +81,8 @@ Scaling = RopeScaling | YarnScaling | LinearScaling | DynamicScaling | LongRopeS
 
 
 class Rope(NamedTuple):
-    """Of a model: its base, its scaling, the positions that both serve, how many elements of a head are rotated (None:
-    all), and the base of layers that slide where they have their own."""
+    """A model's rotary embeddings: base, scaling, and number of positions. `rotated` is the number of rotated elements
+    of a head (None: all). `sliding_theta` is the base of sliding layers, if they have another."""
 
     theta: float
     scaling: Scaling | None
@@ -94,15 +93,15 @@ class Rope(NamedTuple):
 
 PARTIAL = "partial_rotary_factor"
 ROTARY_DIM = "rotary_dim"
-"""What MiniMax-M2 counts instead: elements, not their share."""
+"""MiniMax-M2's key. It counts rotated elements instead of giving their fraction."""
 LONG_NAMES = {"longrope": "longrope", "su": "longrope", "yarn": "longrope"}
-"""What configs of Phi-3 have called LongRoPE."""
+"""Names of LongRoPE in configs of Phi-3."""
 NEW, OLD = "rope_parameters", "rope_scaling"
 ORIGINAL, LONGEST = "original_max_position_embeddings", "max_position_embeddings"
 
 
 def read_rope(config: ConfigReader, head_dim: int) -> Rope:
-    """CheckpointError where a value is none that frequencies could be made of, or a scaling is not supported."""
+    """Returns the rotary embeddings. Raises CheckpointError if a value is invalid or the scaling is not supported."""
     family, rope = _family(config), _parameters(config)
     if family.sliding_theta is not None:
         return _by_kind_of_layer(config, rope, family.theta, family.sliding_theta)
@@ -119,11 +118,12 @@ def _family(config: ConfigReader) -> Family:
 
 
 def _parameters(config: ConfigReader) -> ConfigReader:
-    """Returns a reader of rope_parameters, where transformers 5 keeps everything, or of rope_scaling, where 4 keeps the
-    scaling alone. Of both, transformers 5 would take rope_scaling, and forget a base in rope_parameters."""
+    """Returns a reader of rope_parameters (transformers 5: all values) or of rope_scaling (transformers 4: only the
+    scaling). Different values in both are refused, because transformers 5 would use rope_scaling and lose the base in
+    rope_parameters."""
     new, old = _object(config, NEW), _object(config, OLD)
     if new and old and new != old:
-        raise config.error(OLD, f"null beside {NEW}, which holds all of it: move the scaling there")
+        raise config.error(OLD, f"null if {NEW} is set; move the scaling there")
     return config.inside(NEW, new) if new else config.inside(OLD, old)
 
 
@@ -135,7 +135,7 @@ def _theta(holder: ConfigReader, default: float) -> float:
 
 
 def _read_scaling(config: ConfigReader, rope: ConfigReader, num_frequencies: int) -> Scaling | None:
-    """Returns what the keys of an object come to, in every family."""
+    """Returns the scaling of an object in config.json."""
     kinds = _family(config).rope_kinds
     type_key = "rope_type" if "rope_type" in rope.values else "type"
     kind = rope.values.get(type_key, "default")
@@ -149,7 +149,7 @@ def _read_scaling(config: ConfigReader, rope: ConfigReader, num_frequencies: int
     if kind == "longrope":
         return _read_long(config, rope, num_frequencies)
     if kind != "yarn" and rope.values.get("mscale_all_dim"):
-        raise rope.error("mscale_all_dim", f'null beside the scaling "{kind}": it is of "yarn" alone')
+        raise rope.error("mscale_all_dim", f'null, since the scaling is "{kind}" and only "yarn" uses it')
     return READ[kind](config, rope)
 
 
@@ -197,7 +197,7 @@ def _read_long(config: ConfigReader, rope: ConfigReader, num_frequencies: int) -
     if not isinstance(divisors, list) or len(divisors) != num_frequencies or not all(map(_is_divisor, divisors)):
         raise rope.error(
             "short_factor",
-            f"a list of {num_frequencies} numbers above 0, half as many as elements of a head are rotated",
+            f"a list of {num_frequencies} numbers above 0, half the number of rotated elements of a head",
         )
     original = _original(config, rope)
     if original == 1:
@@ -209,9 +209,9 @@ def _read_long(config: ConfigReader, rope: ConfigReader, num_frequencies: int) -
 
 
 def _max_positions(config: ConfigReader, rope: ConfigReader, scaling: Scaling | None) -> int:
-    """Returns how many positions a model has. YaRN stretches the original ones, and config.json may still count those.
-    LongRoPE has those of its short factors: transformers takes the long ones for all tokens of a longer text, and a
-    sample that grows could keep no keys."""
+    """Returns the number of positions of a model. With YaRN it is the scaled number, because config.json can have the
+    original one. With LongRoPE it is the limit of the short factors. Beyond it, transformers applies the long factors
+    to all tokens, so cached keys would be wrong."""
     longest = config.count(LONGEST)
     if isinstance(scaling, LongRopeScaling):
         return min(_original(config, rope), longest)
@@ -221,13 +221,14 @@ def _max_positions(config: ConfigReader, rope: ConfigReader, scaling: Scaling | 
 
 
 def _original(config: ConfigReader, rope: ConfigReader) -> int:
-    """Returns the positions before scaling. transformers takes those beside the object, then the object's, then all."""
+    """Returns the number of positions before scaling. Like transformers it prefers the value outside the object, then
+    the object's, then all positions."""
     beside = _family(config).original_positions
     if config.values.get(ORIGINAL) is not None:
         beside = config.count(ORIGINAL)
     original = rope.count(ORIGINAL, default=beside or config.count(LONGEST))
     if beside not in (None, original):
-        raise rope.error(ORIGINAL, f"{beside}, which {ORIGINAL} beside it has")
+        raise rope.error(ORIGINAL, f"{beside}, the value of {ORIGINAL} outside this object")
     return original
 
 
@@ -275,13 +276,13 @@ def _read_rotated(config: ConfigReader, rope: ConfigReader, head_dim: int) -> in
         holder, rotated = config, config.count(ROTARY_DIM)
     if not 0 < rotated <= head_dim or rotated % 2:
         key = PARTIAL if given is not None else ROTARY_DIM
-        raise holder.error(key, f"a part of the {head_dim} elements of a head that is an even number of them")
+        raise holder.error(key, f"an even number of rotated elements, at most all {head_dim} elements of a head")
     return None if rotated == head_dim else rotated
 
 
 def _by_kind_of_layer(config: ConfigReader, rope: ConfigReader, assumed: float, assumed_sliding: float) -> Rope:
-    """Of models whose sliding layers have another base: rope_parameters has an object for each kind of layer, or, by
-    transformers 4, rope_local_base_freq stands beside rope_theta and rope_scaling."""
+    """Returns the rotary embeddings of models with another base in sliding layers. rope_parameters has an object per
+    kind of layer. transformers 4 has rope_local_base_freq next to rope_theta and rope_scaling."""
     if config.values.get(NEW):
         whole, sliding = (rope.inside(kind, _object(rope, kind)) for kind in LAYER_TYPES.values())
         theta = _theta(whole, assumed)

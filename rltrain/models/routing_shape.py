@@ -1,4 +1,4 @@
-"""How the experts that a model's tokens visit are written down, by whoever routes them."""
+"""The format of recorded routing: the experts visited by each token."""
 
 from typing import NamedTuple
 
@@ -8,12 +8,12 @@ from torch import Tensor
 from rltrain.models.architecture import Architecture
 
 NOT_RECORDED = -1
-"""In the place of a token's experts."""
+"""The value for unknown experts."""
 
 
 class RoutingShape(NamedTuple):
-    """Of a token: in each of the `num_layers` layers that have experts the `top_k` that it visits, as numbers of type
-    `experts`."""
+    """The routing of a token: the numbers of its `top_k` experts in each of `num_layers` layers with experts. `experts`
+    is the dtype of the numbers."""
 
     num_layers: int
     top_k: int
@@ -21,7 +21,7 @@ class RoutingShape(NamedTuple):
 
     @classmethod
     def of(cls, architecture: Architecture) -> "RoutingShape":
-        """ValueError where the model has no experts."""
+        """Returns the routing shape of a model. Raises ValueError if it has no experts."""
         if architecture.moe is None:
             raise ValueError("the model has no experts, so there is no routing to record")
         experts = torch.int8 if architecture.expert_number_bytes == 1 else torch.int16
@@ -32,18 +32,18 @@ class RoutingShape(NamedTuple):
         return self.num_layers * self.top_k * self.experts.itemsize
 
     def new_buffer(self, *sizes: int, device: torch.device) -> Tensor:
-        """[layers, *sizes, top_k] experts."""
+        """Returns a zero buffer for experts, [layers, *sizes, top_k]."""
         return torch.zeros(self.num_layers, *sizes, self.top_k, dtype=self.experts, device=device)
 
     def unknown(self, num_tokens: int) -> Tensor:
-        """[tokens, layers, top_k] NOT_RECORDED, in host memory."""
+        """Returns NOT_RECORDED for every entry, [tokens, layers, top_k], in host memory."""
         return torch.full((num_tokens, self.num_layers, self.top_k), NOT_RECORDED, dtype=self.experts)
 
     def packed(self, experts: Tensor) -> Tensor:
-        """[tokens, layers, top_k] experts as field `routed_experts` of an Experience has them: [tokens, token_bytes]
-        int8, whatever the type of the numbers."""
+        """Packs experts [tokens, layers, top_k] into the field `routed_experts` of an Experience, [tokens, token_bytes]
+        int8. The bytes can hold wider numbers."""
         return experts.to(self.experts).reshape(len(experts), self.num_layers * self.top_k).view(torch.int8)
 
     def unpacked(self, packed: Tensor) -> Tensor:
-        """The inverse."""
+        """Returns the experts of a packed field. The inverse of `packed`."""
         return packed.contiguous().view(self.experts).view(len(packed), self.num_layers, self.top_k)

@@ -1,4 +1,4 @@
-"""What a family's table is made of, canonical tensors, and their element types."""
+"""The parts of a family's table, canonical tensors, and element types."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -15,14 +15,20 @@ from numpy.typing import NDArray
 from rltrain.errors import CheckpointError, named_by
 from rltrain.runtime.json_text import parse_json, read_json
 
-# What a family's table is made of: which parameters a layer has, what each side calls them and how it splits them.
+# The parts of a family's table: the parameters of a layer, their names on each side, and their splits.
 
 Split = Literal["replicated", "rows", "columns", "vocab", "qkv"]
-"""How tensor parallelism cuts a parameter: not at all; rows of each part alike; columns, which are the layer's input;
-rows of the padded vocabulary; rows by attention head. Experts are cut by their own tensor parallelism."""
+"""The tensor-parallel split of a parameter. Experts have a separate tensor parallelism.
+
+- "replicated": not split
+- "rows": the rows of each part
+- "columns": the input columns
+- "vocab": the rows of the padded vocabulary
+- "qkv": rows by attention head
+"""
 
 Rows = tuple[int, int]
-"""The first of consecutive ones, and how many."""
+"""(first row, number of rows) of consecutive rows."""
 REPEATED = re.compile(r"(?P<times>\w+)\*\((?P<names>.+)\)")
 
 CHECKPOINT_LAYER = "model.layers.{layer}."
@@ -31,18 +37,17 @@ MEGATRON_LAYER = "decoder.layers.{layer}."
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of the checkpoint: its name and its dimensions, by their names in `sizes`.
+    """One tensor of the checkpoint: its name, and the names of its dimensions in `sizes`.
 
-    A first dimension "a+b" tells that rows of `a` lie above rows of `b`, which are split as tensors of their own would
-    be; "n*(a+b)" that rows of `a` lie above rows of `b` n times, one below the other, of which all those of `a` are
-    such a tensor, and all those of `b`.
+    A first dimension "a+b" means that rows of `a` come before rows of `b`. Each section is split like a separate
+    tensor. "n*(a+b)" repeats this n times. All rows of `a` then form one section, and all rows of `b` another.
     """
 
     name: str
     dimensions: tuple[str, ...]
 
     def sections(self, sizes: Mapping[str, int]) -> tuple[tuple[Rows, ...], ...]:
-        """Of its first dimension: where the rows of each section lie."""
+        """Returns the row ranges of each section of the first dimension."""
         repeated = REPEATED.fullmatch(self.dimensions[0])
         times = sizes[repeated["times"]] if repeated else 1
         counts = [sizes[name] for name in (repeated["names"] if repeated else self.dimensions[0]).split("+")]
@@ -59,14 +64,16 @@ class Part:
 
 @dataclass(frozen=True)
 class Row:
-    """One parameter: its parts in the checkpoint, its name in Megatron and in the engine, and its split.
+    """One parameter: its parts in the checkpoint, its names in Megatron and in the engine, and its split.
 
-    Names hold "{layer}" where they repeat per layer and "{expert}" where they repeat per expert; a side whose name of
-    an expert's parameter lacks it stacks its experts in one parameter. Adjacent rows of one name are one parameter on
-    that side, one below the other. `megatron_te` and `split_local` are set where Transformer Engine has another name
-    and where Megatron's own layers split otherwise. `float32` parameters keep that type whatever the model's is;
-    `quantizable` ones, the matrices of attention, MLPs and experts, may be held in FP8, and they and `adaptable` ones
-    may have low-rank adapters. A row without parts is of nothing.
+    Names contain "{layer}" for a parameter of each layer, and "{expert}" for one of each expert. If the name of an
+    expert's parameter lacks "{expert}", that side stacks all experts in one parameter. Adjacent rows of equal name are
+    one parameter on that side, in this order.
+
+    `megatron_te` is the name in Transformer Engine, if it differs. `split_local` is the split of Megatron's own layers,
+    if it differs. `float32` parameters are fp32 in models of any dtype. `quantizable` ones (matrices of attention, MLPs
+    and experts) can be held in FP8. They and `adaptable` ones can have low-rank adapters. A row without parts has no
+    parameter.
     """
 
     parts: tuple[Part, ...]
@@ -82,24 +89,24 @@ class Row:
 
 @dataclass(frozen=True)
 class Layer:
-    """A kind of layer: the parameters that it has once, and those that it has once per expert. Where experts are
-    `stacked` the checkpoint has one tensor [experts, ...] where a row of `experts` names one of an expert."""
+    """A kind of layer: the parameters of the layer, and those of each expert. If `stacked`, the checkpoint has one
+    tensor [experts, ...] for each row of `experts`."""
 
     rows: tuple[Row, ...]
     experts: tuple[Row, ...] = ()
     stacked: bool = False
 
     def with_rows(self, rows: tuple[Row, ...]) -> "Layer":
-        """The same with more of those that it has once."""
+        """Returns the layer with additional `rows`."""
         return replace(self, rows=(*self.rows, *rows))
 
     def expert_copies(self, num_experts: int) -> int:
-        """How many times the checkpoint has the tensors of `experts`."""
+        """Returns the number of copies of the `experts` tensors in the checkpoint."""
         return 1 if self.stacked else num_experts
 
 
 class LayerKind(NamedTuple):
-    """Which of a table's layers one is: with experts (`sparse`), a gated delta net (`delta`)."""
+    """The kind of a layer: with experts (`sparse`), with a gated delta net (`delta`), or both."""
 
     sparse: bool = False
     delta: bool = False
@@ -107,10 +114,10 @@ class LayerKind(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """A family's parameters. `head` is the vocabulary's, and a parameter of its own only where embeddings are not tied.
+    """A family's parameters. The `head` is that of the vocabulary. It is only a parameter if embeddings are not tied.
 
-    `dense` layers have one MLP; `sparse` ones, of mixture-of-experts families, a router and experts. Of families with
-    gated delta nets `delta` and `sparse_delta` are as much with one of those in attention's place.
+    `dense` layers have one MLP. `sparse` layers of mixture-of-experts families have a router and experts. `delta` and
+    `sparse_delta` are the same layers with a gated delta net instead of attention.
     """
 
     embedding: Row
@@ -139,7 +146,7 @@ def in_layer(
     quantizable: bool = False,
     adaptable: bool = False,
 ) -> Row:
-    """A row of a layer. Names lack the layer's prefix; `parts` are (name, dimension, ...); where `engine` is left out,
+    """Returns a row of a layer. Names lack the layer's prefix. `parts` are (name, dimension, ...). Without `engine`,
     the engine has the checkpoint's name."""
     return Row(
         parts=tuple(Part(CHECKPOINT_LAYER + name, tuple(dimensions)) for name, *dimensions in parts),
@@ -154,8 +161,7 @@ def in_layer(
     )
 
 
-# The tensors of a Hugging Face checkpoint, seen as two-dimensional: [n] is [1, n], and
-# [n, m, k] is [n * m, k].
+# The tensors of a Hugging Face checkpoint, viewed as matrices. [n] is [1, n], and [n, m, k] is [n * m, k].
 
 Array = NDArray[np.void]
 IntArray = NDArray[np.int64]
@@ -163,7 +169,7 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class CanonicalTensors:
-    """Names and shapes of a checkpoint's tensors; a tensor's number is its place here."""
+    """The names and shapes of a checkpoint's tensors. The number of a tensor is its index."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -174,11 +180,11 @@ class CanonicalTensors:
 
     @cached_property
     def matrix_shapes(self) -> IntArray:
-        """[tensors, 2]: the shapes with vectors as one row."""
+        """Shapes as matrices, [tensors, 2]. A vector is one row."""
         return np.array([(prod(shape[:-1]), shape[-1]) for shape in self.shapes], dtype=np.int64)
 
 
-# Element types of tensors, by the numbers that the native kernels use (csrc/reshard.h).
+# Element types of tensors, with the numbers of the native kernels (csrc/reshard.h).
 
 TypeArray = NDArray[np.uint8]
 
@@ -188,7 +194,7 @@ class ElementType(IntEnum):
     BFLOAT16 = 1
     FLOAT16 = 2
     FLOAT8_E4M3 = 3
-    """Quantised in 128 x 128 blocks of the checkpoint's tensor, each with an fp32 scale in a tensor of its own."""
+    """Quantised in 128 x 128 blocks of the checkpoint's tensor. Another tensor has the fp32 scale of each block."""
 
 
 ITEM_BYTES = np.array([4, 2, 2, 1], dtype=np.int64)
@@ -196,49 +202,51 @@ ITEM_BYTES = np.array([4, 2, 2, 1], dtype=np.int64)
 
 
 def item_bytes(dtype: str) -> int:
-    """Of an element of `dtype`, as torch spells it."""
+    """Returns the bytes per element of `dtype`, in torch's spelling."""
     return int(ITEM_BYTES[ElementType[dtype.upper()]])
 
 
 def uniform(num_tensors: int, dtype: str) -> TypeArray:
-    """The type `dtype`, as torch spells it ("float32", "bfloat16", "float16"), for every one of `num_tensors`."""
+    """Returns an array with the type `dtype` for each of `num_tensors` tensors, in torch's spelling ("float32",
+    "bfloat16", "float16")."""
     return np.full(num_tensors, ElementType[dtype.upper()], dtype=np.uint8)
 
 
 def wire_types(source: TypeArray, destination: TypeArray) -> TypeArray:
-    """The narrower of two types, element by element: what narrows is cast before the wire, what widens after it."""
+    """Returns the narrower of two types per tensor. A narrowing cast happens before the transfer, a widening one after
+    it."""
     narrower: TypeArray = np.where(ITEM_BYTES[destination] <= ITEM_BYTES[source], destination, source)
     return narrower
 
 
-# Which of a checkpoint's tensors are matrices within layers: those that Muon makes orthogonal updates of.
+# Matrices within layers. Muon makes their updates orthogonal.
 
 _OF_LAYERS = re.compile(r"\.(mtp_)?layers\.\d+\.|^mtp\.fc\.")
 _ROUTER = re.compile(r"\.(gate|router|shared_expert_gate)\.weight$")
 _BIASES = "_bias"
-"""Ends the names of those of all experts of a layer together."""
+"""The end of names of tensors with the biases of all experts of a layer."""
 
 
 def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
-    """Queries, keys, values, gates and every expert are matrices of their own in a checkpoint. Embeddings, head,
-    routers and vectors are none."""
+    """Returns whether the tensor is a matrix within a layer. In a checkpoint, queries, keys, values, gates and every
+    expert are separate matrices. Embeddings, head, routers and vectors do not count."""
     is_matrix = len(shape) == 2 and min(shape) > 1
     is_other = _ROUTER.search(name) or name.endswith(_BIASES)
     return is_matrix and bool(_OF_LAYERS.search(name)) and not is_other
 
 
-# What a checkpoint's files call its tensors, where that is not told by its config.json.
+# Tensor names of files, for facts missing in config.json.
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 LENGTH_BYTES = 8
-"""At the beginning of a safetensors file: how long the JSON object is that follows."""
+"""Bytes at the beginning of a safetensors file with the length of the JSON header."""
 MOST_HEADER_BYTES = 100_000_000
-"""The safetensors library reads no longer header either."""
+"""The largest header of the safetensors library."""
 
 
 def stored_names(folder: Path) -> Collection[str]:
-    """Of the tensors in a folder of Hugging Face's format; none where it has no files of them, or damaged ones, which
-    whoever reads them tells of."""
+    """Returns the names of the tensors in a folder of Hugging Face's format. Returns none if there are no files or they
+    are damaged. Loading them raises the error."""
     try:
         if (folder / SINGLE_FILE).exists():
             with (folder / SINGLE_FILE).open("rb") as file:
@@ -252,8 +260,8 @@ def stored_names(folder: Path) -> Collection[str]:
 
 
 def read_weight_map(folder: Path, config_key: str) -> dict[str, str]:
-    """Returns the file of each tensor by the index in `folder`. Links are followed, as copies of the hub consist of
-    them. CheckpointError where the index is none, or names a file outside the folder."""
+    """Returns the file of each tensor from the index in `folder`. Links are followed, because the hub's cache consists
+    of them. Raises CheckpointError if the index is invalid or names a file outside the folder."""
     index = folder / INDEX_FILE
     try:
         files = read_json(index)["weight_map"].items()
@@ -269,18 +277,18 @@ def read_weight_map(folder: Path, config_key: str) -> dict[str, str]:
 
 
 def _is_inside(file: object) -> bool:
-    """Whether it is the name of a file in a folder or below it."""
+    """Returns whether `file` is the name of a file in a folder or below it."""
     if not isinstance(file, str) or not file or "\0" in file:
         return False
     path = PurePosixPath(file)
     return not path.is_absolute() and path != PurePosixPath() and ".." not in path.parts
 
 
-# Names of what a model has come to on its way from tokens to logits, by which two of them can be compared.
+# Names of intermediate results from tokens to logits, for comparing two models.
 
 EMBEDDING, FINAL_NORM, LOGITS, LOGPROBS = "embedding", "final norm", "logits", "log-probs"
 
 
 def stages_of_layer(index: int) -> tuple[str, str]:
-    """The residual stream behind its attention, and behind its MLP or experts."""
+    """Returns the names of the residual stream after attention and after the MLP or experts of a layer."""
     return f"layer {index} attention", f"layer {index} mlp"

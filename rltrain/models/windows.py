@@ -1,4 +1,4 @@
-"""Layers of which a token attends to the last ones before it alone, and how config.json names them."""
+"""Layers with sliding-window attention, and their description in config.json."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,29 +8,31 @@ from rltrain.models.config_file import ConfigReader
 
 LAYER_TYPES = {"full": "full_attention", "sliding": "sliding_attention"}
 WINDOW_SWITCH = "use_sliding_window"
-"""The key that turns on windows of Qwen's families."""
+"""The key of Qwen's families that turns on windows."""
 SWITCHED_WINDOW, FIRST_SWITCHED = 4096, 28
-"""Of those families, what transformers assumes where sliding_window and max_window_layers are absent."""
+"""transformers' defaults of sliding_window and max_window_layers in these families."""
 
 
 @dataclass(frozen=True)
 class Windows:
-    """A token of the layers that are marked in `layers` [layers] attends to `size` tokens, itself the last of them."""
+    """The sliding windows of a model. In the layers marked in `layers` [layers], a token attends to the last `size`
+    tokens including itself."""
 
     size: int
     layers: tuple[bool, ...]
 
     def of(self, layer: int) -> int | None:
-        """The window of a layer; None where it has none."""
+        """Returns the window of a layer, or None."""
         return self.size if self.layers[layer] else None
 
 
 ReadWindows = Callable[[ConfigReader, int], Windows | None]
-"""Reads those of a model with so many layers."""
+"""Reads the windows of a model, given its number of layers."""
 
 
 def read_windows(read: ReadWindows | None, config: ConfigReader, num_layers: int, max_positions: int) -> Windows | None:
-    """None where no layer slides, or where a window holds all positions; `read` is None of families that have none."""
+    """Returns the windows. None if no layer slides, or if a window covers all positions. `read` is None for families
+    without windows."""
     if read is None:
         if config.values.get("layer_types") and not config.are_all("layer_types", (LAYER_TYPES["full"],)):
             raise config.error("layer_types", "full_attention in every layer")
@@ -40,7 +42,7 @@ def read_windows(read: ReadWindows | None, config: ConfigReader, num_layers: int
 
 
 def in_every_layer(absent: int | None) -> ReadWindows:
-    """Of families whose layers all have a window, or none has; `absent` is what holds where the key is not there."""
+    """Returns a reader for families with a window in all layers or in none. `absent` is the default window."""
 
     def read(config: ConfigReader, num_layers: int) -> Windows | None:
         size = config.count("sliding_window") if config.values.get("sliding_window") is not None else None
@@ -51,8 +53,8 @@ def in_every_layer(absent: int | None) -> ReadWindows:
 
 
 def by_layer_types(absent: int, pattern: int) -> ReadWindows:
-    """Of families whose layers differ: `absent` as above, and of every `pattern` layers the last attends to everything
-    where config.json names no kinds of layers."""
+    """Returns a reader for families with different layers. `absent` is the default window. Without layer types in
+    config.json, the last of every `pattern` layers attends to all tokens."""
 
     def read(config: ConfigReader, num_layers: int) -> Windows | None:
         if config.values.get("sliding_window", absent) is None:
@@ -67,14 +69,16 @@ def by_layer_types(absent: int, pattern: int) -> ReadWindows:
 
 
 def switched(config: ConfigReader, num_layers: int) -> Windows | None:
-    """Returns the windows of Qwen's families as transformers has them. layer_types names the layers, but in qwen3_moe,
-    which has windows in all. Without it qwen2 and qwen3 have them from max_window_layers on, and qwen2_moe in every
-    other layer before."""
+    """Returns the windows of Qwen's families, as in transformers.
+
+    layer_types selects the layers, except in qwen3_moe with windows in all layers. Without it, qwen2 and qwen3 have
+    windows from max_window_layers on, and qwen2_moe in every other layer before that.
+    """
     family, layers = config.values["model_type"], range(num_layers)
     size = None
     if config.take(WINDOW_SWITCH, bool, default=False):
         if config.values.get("sliding_window", SWITCHED_WINDOW) is None:
-            raise config.error("sliding_window", f"an integer where {WINDOW_SWITCH} is true")
+            raise config.error("sliding_window", f"an integer if {WINDOW_SWITCH} is true")
         size = config.count("sliding_window", default=SWITCHED_WINDOW)
     bound = config.take("max_window_layers", int, default=FIRST_SWITCHED)
     slides = tuple(layer >= bound for layer in layers)
@@ -84,14 +88,14 @@ def switched(config: ConfigReader, num_layers: int) -> Windows | None:
         slides = (True,) * num_layers
     named = _named_layers(config, num_layers)
     if named is not None and any(named) and size is None:
-        raise config.error("layer_types", f"full_attention in every layer where {WINDOW_SWITCH} is not true")
+        raise config.error("layer_types", f"full_attention in every layer unless {WINDOW_SWITCH} is true")
     if named is not None and size is not None and family == "qwen3_moe" and named != slides:
-        raise config.error("layer_types", "sliding_attention in every layer, as transformers has them in this family")
+        raise config.error("layer_types", "sliding_attention in every layer, as in transformers")
     return None if size is None else Windows(size, slides if named is None else named)
 
 
 def _named_layers(config: ConfigReader, num_layers: int) -> tuple[bool, ...] | None:
-    """Returns [layers] which slide by layer_types; None without it."""
+    """Returns True for each sliding layer in layer_types, [layers]. None without that key."""
     kinds = config.values.get("layer_types")
     if kinds is None:
         return None

@@ -1,4 +1,4 @@
-"""What reward functions are given and what they returned, checked."""
+"""Inputs of reward functions and their checked answers."""
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
@@ -11,18 +11,18 @@ from rltrain.runtime.machine import describe_raised
 
 logger = logging.getLogger(__name__)
 
-# The numbers that a reward can be: those that a float32 tensor holds.
+# The range of rewards: the finite values of float32.
 
 MAX_REWARD = float.fromhex("0x1.fffffep127")
 EXPECTED_REWARD = f"expected a finite number from {-MAX_REWARD:.3g} to {MAX_REWARD:.3g}, which float32 can hold"
 
 
 def is_reward(number: float) -> bool:
-    """Returns whether `number`, which may be an int of any size, is finite in float32."""
+    """Returns whether `number` is finite in float32. It may be an int of any size."""
     return abs(number) <= MAX_REWARD
 
 
-# What a reward function returned for a sample, as rewards and metrics or as what was wrong with it.
+# Answers of reward functions.
 
 SCORE, TURNS = "score", "turns"
 EXPECTED = "expected a number, or a dict whose 'score' is one"
@@ -30,42 +30,43 @@ EXPECTED = "expected a number, or a dict whose 'score' is one"
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a sample: its score, or an error; neither of them where the function is not for it."""
+    """The result for one sample: a score or an error. Without either, the function skips the sample."""
 
     score: float | None = None
     error: str | None = None
     timeout: bool = False
-    """The error is that it took too long."""
+    """True if the error is a timeout."""
     traceback: str = ""
     turns: Sequence[float] | None = None
-    """The rewards of its turns, where the function rewarded them one by one."""
+    """Rewards per turn, if the function returns them."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What else the function said in numbers."""
+    """Other numbers returned by the function."""
 
     @property
     def is_skipped(self) -> bool:
-        """Whether the function is not for this sample."""
+        """True if the function skips this sample."""
         return self.score is None and self.error is None
 
 
 class PlainError(Exception):
-    """One whose message says it all: it is told without place and traceback."""
+    """An error with a complete message. It is reported without place and traceback."""
 
 
 class TookTooLongError(PlainError):
-    """Counts as a time-out."""
+    """A call exceeded its time limit. It counts as a timeout."""
 
     def __init__(self, limit: str, who: str = "") -> None:
         super().__init__(f"{who} took longer than {limit}".lstrip())
 
 
 def time_limit(limit_s: float, *, batched: bool = False) -> str:
-    """Returns what a sample may take, in words."""
+    """Returns the time limit of a sample in words."""
     return f"reward.timeout_s = {limit_s:g}{' for each sample of its batch' * batched}"
 
 
 def as_error(error: BaseException, own_files: Collection[str] = ()) -> Answer:
-    """What was raised, the innermost place of the function's file, and the traceback without frames of `own_files`."""
+    """Returns the error as an Answer. It has the innermost place in the function's file, and a traceback without frames
+    of `own_files`."""
     if isinstance(error, PlainError):
         return Answer(error=str(error), timeout=isinstance(error, TookTooLongError))
     what, traceback = describe_raised(error, own_files)
@@ -73,13 +74,16 @@ def as_error(error: BaseException, own_files: Collection[str] = ()) -> Answer:
 
 
 def as_answer(returned: Any, num_turns: int = 1, score_key: str = SCORE) -> Answer:
-    """Of a number, a truth value or whatever converts to float by itself; of a list of as many as there are turns; or
-    of a dict with one of either under `score_key` and "turns", whose other numbers are metrics.
+    """Converts a returned value to an Answer. Accepted are:
 
-    The reward is the sum over turns. A score beside them belongs to the last one.
+    - a number, a bool, or an object with `__float__`,
+    - a list of one number per turn,
+    - a dict with a number under `score_key`, a list under "turns", or both. Its other numbers become metrics.
+
+    The reward is the sum over turns. A score next to turns is added to the last turn.
     """
     if isinstance(returned, float) and is_reward(returned):
-        return Answer(float(returned))  # most by far
+        return Answer(float(returned))  # the common case
     try:
         if isinstance(returned, Mapping):
             return _of_mapping(returned, num_turns, score_key)
@@ -92,7 +96,7 @@ def as_answer(returned: Any, num_turns: int = 1, score_key: str = SCORE) -> Answ
 
 
 def _reward(returned: Any, place: str = "") -> float:
-    """Returns it as a number that a reward can be. Raises PlainError."""
+    """Returns the value as a valid reward. Raises PlainError if it is none."""
     number = _number(returned)
     if number is None:
         raise PlainError(f"returned {type(returned).__name__} {returned!r:.100}{place}; {EXPECTED}")
@@ -109,7 +113,7 @@ def _number(value: Any) -> float | None:
 
 
 def _of_turns(rewards: Sequence[Any], num_turns: int) -> tuple[float, list[float]]:
-    """Returns their sum, and each of them. Raises PlainError."""
+    """Returns the sum of the rewards and the list. Raises PlainError if one is invalid."""
     if len(rewards) != num_turns:
         returned = f"returned a list of {len(rewards)} rewards"
         raise PlainError(f"{returned}; expected one for each of {num_turns} turns, or a number")
@@ -118,7 +122,7 @@ def _of_turns(rewards: Sequence[Any], num_turns: int) -> tuple[float, list[float
 
 
 def _of_mapping(returned: Mapping[Any, Any], num_turns: int, score_key: str) -> Answer:
-    """Raises PlainError."""
+    """Returns the answer of a dict. Raises PlainError if it has no valid reward."""
     parts = [_reward(returned[score_key], f" under {score_key!r}")] if score_key in returned else []
     turns = None
     if isinstance(returned.get(TURNS), (list, tuple)):
@@ -135,89 +139,90 @@ def _of_mapping(returned: Mapping[Any, Any], num_turns: int, score_key: str) -> 
     return Answer(score, turns=turns, metrics=finite)
 
 
-# What reward functions can be given of a sample.
+# Samples as inputs of reward functions.
 
 Message = Mapping[str, Any]
-"""A chat message as OpenAI writes it: role and content, and where they apply tool_calls, tool_call_id and name."""
+"""A chat message in OpenAI's form: role and content. It can also have tool_calls, tool_call_id and name."""
 
 
 class Turn(TypedDict):
-    """What the model said in one turn of a conversation, and what came of it."""
+    """One turn of a conversation: the model's message, the replies and the reward."""
 
     message: Message
-    """The assistant's."""
+    """The assistant's message."""
     replies: Sequence[Message]
-    """What the environment answered, before the next turn."""
+    """The environment's replies before the next turn."""
     reward: float
-    """The environment's, for this turn."""
+    """The environment's reward for this turn."""
 
 
 class Scorable(NamedTuple):
-    """A sample. All but the first three fields are filled where a function asks for them, see `RewardFunction.fields`;
-    JSON can write all of them."""
+    """A sample to score. All values fit into JSON. Fields after the first three are only filled if a function asks for
+    them (see `Wants.fields`)."""
 
     prompt: str
-    """As text: a chat's messages are joined by blank lines."""
+    """The prompt as text. Messages of a chat are joined by blank lines."""
     response: str
-    """Text without special tokens."""
+    """The response as text, without special tokens."""
     label: str
     messages: Sequence[Message] = ()
-    """The prompt's, where its row has chat messages."""
+    """Messages of the prompt, if its row has chat messages."""
     label_value: Any = None
-    """The label as it stands in its row, which need not be a text."""
-    row: Mapping[str, Any] = {}  # one for all samples without columns: nobody changes it
-    """The columns that functions ask for, by name."""
+    """The label of the row, of any type."""
+    row: Mapping[str, Any] = {}  # shared by all samples without columns, and never changed
+    """The requested columns of the row, by name."""
     prompt_ids: Sequence[int] = ()
     response_ids: Sequence[int] = ()
-    """All tokens behind the prompt."""
+    """All token ids after the prompt."""
     response_mask: Sequence[bool] = ()
-    """Which of them the model drew."""
+    """True for each token of the response sampled by the model."""
     truncated: bool = False
     group: int = 0
-    """Samples of one prompt have the same number and stand together."""
+    """Number of the prompt group. Samples of one group are adjacent."""
     sample_id: int = 0
     step: int = 0
     turns: Sequence[Turn] = ()
-    """Of a conversation with several; nothing where there was one."""
+    """Turns of a conversation. Empty if there was only one turn."""
     env_reward: float = 0.0
-    """The environment's, of all turns together; 0 without an environment."""
+    """The environment's reward, summed over turns. It is 0 without an environment."""
 
     @property
     def num_turns(self) -> int:
         return len(self.turns) or 1
 
     def completion(self) -> list[Message]:
-        """The chat messages behind the prompt's."""
+        """Returns the chat messages after the prompt."""
         if not self.turns:
             return [{"role": "assistant", "content": self.response}]
         return [message for turn in self.turns for message in (turn["message"], *turn["replies"])]
 
     def conversation(self) -> list[Message]:
-        """All of it as chat messages; a prompt without any is the user's."""
+        """Returns prompt and completion as chat messages. A prompt without messages becomes a message of the user."""
         prompt = self.messages or [{"role": "user", "content": self.prompt}]
         return [*prompt, *self.completion()]
 
     def message(self, fields: Collection[str]) -> dict[str, Any]:
-        """Prompt, response, label and these fields, for a worker process: Scorable(**message) there."""
+        """Returns prompt, response, label and `fields` for a worker process. The worker makes Scorable(**message) of
+        it."""
         values: dict[str, Any] = {"prompt": self.prompt, "response": self.response, "label": self.label}
         for name in fields:
             values[name] = getattr(self, name)
         return values
 
 
-# The first samples that could not be scored are told of in the log.
+# Warnings about failed samples.
 
 MAX_LOGGED_FAILURES = 10
 
 
 class FailureLog:
-    """Warns of the samples that `who` has failed on, until there are too many."""
+    """A log of the first failures of `who`, as warnings."""
 
     def __init__(self, who: str) -> None:
         self.who, self.num_failures = who, 0
 
     def add(self, sample: Scorable, reason: str) -> None:
-        """Warns of one more, unless there have been too many."""
+        """Counts a failure. Logs it unless there were too many."""
         self.num_failures += 1
         if self.num_failures <= MAX_LOGGED_FAILURES:
             last = " (further failures are only counted)" if self.num_failures == MAX_LOGGED_FAILURES else ""

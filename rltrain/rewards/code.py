@@ -1,4 +1,4 @@
-"""Reward for a program in the response: the share of the label's tests that it passes, run in a sandbox."""
+"""Reward for a program in the response: the fraction of the label's tests that pass in a sandbox."""
 
 import json
 import secrets
@@ -40,7 +40,7 @@ for number, statement in enumerate(statements):
         os.write(answers, f"{mark} {number}\\n".encode())
 os._exit(0)
 """
-"""Runs the program once, then one test after the other. What the program prints goes to standard error."""
+"""Runs the program once, then the tests one after the other. Prints of the program go to standard error."""
 
 CALLING = """
 import json, os, sys
@@ -55,7 +55,7 @@ called = names[function] if function in names else getattr(names["Solution"](), 
 os.write(answers, json.dumps(called(*arguments)).encode())
 os._exit(0)
 """
-"""Calls a function of the program, or a method of its class Solution. Who compares the result is not in the sandbox."""
+"""Calls a function of the program, or a method of its class Solution. The expected result never enters the sandbox."""
 
 
 def code(
@@ -70,14 +70,17 @@ def code(
     tolerance: float = 0.0,
     installed_packages: bool = False,
 ) -> float:
-    """The share of the label's tests that the response's last fenced Python block passes; 0 without such a block.
+    """Returns the fraction of the label's tests passed by the last fenced Python block of the response. Returns 0
+    without such a block.
 
-    `all_or_nothing`: 1 if it passes all, else 0. `sandbox`: auto, bubblewrap, kernel or none, as in
-    docs/sandbox.md. `test_timeout_s`, of processor or clock, and `memory_mb` are of one run: each input is a run,
-    the assert statements are one together. `tolerance`: by how much numbers in outputs may differ.
-    `installed_packages`: programs can import what is installed here.
+    - `all_or_nothing`: the reward is 1 if all tests pass, else 0.
+    - `sandbox`: auto, bubblewrap, kernel or none, as in docs/sandbox.md.
+    - `test_timeout_s`: CPU seconds of one run. The wall time may be twice as long.
+    - `memory_mb`: MiB of one run. Each input is a run. All assert statements share one run.
+    - `tolerance`: allowed absolute difference of numbers in outputs.
+    - `installed_packages`: programs can import the packages installed here.
 
-    Raises DataError where the label is no tests, and ConfigError where this machine has no such sandbox.
+    Raises DataError if the label has no tests, and ConfigError if this machine cannot make the sandbox.
     """
     tests = label_tests(label)
     program = last_python_block(response)
@@ -98,7 +101,7 @@ def _sandbox(setting: str, installed_packages: bool) -> Sandbox:
 
 
 def last_python_block(response: str) -> str | None:
-    """The text of the last block between lines of ``` that is marked as Python or as nothing."""
+    """Returns the text of the last ``` block marked as Python or unmarked, or None."""
     last: str | None = None
     block: list[str] | None = None
     language = indentation = ""
@@ -117,16 +120,16 @@ def last_python_block(response: str) -> str | None:
 
 
 class Tests:
-    """Of one label."""
+    """The tests of one label."""
 
     def verdicts(self, program: str, sandbox: Sandbox, limits: Limits, tolerance: float) -> Iterator[bool]:
-        """Of each test whether the program passes it, as they are run."""
+        """Runs the tests in order and yields whether each passes."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class OutputTests(Tests):
-    """The program gets an input, and is to print an output."""
+    """Tests with standard input and the expected standard output."""
 
     pairs: Sequence[tuple[str, str]]
 
@@ -138,7 +141,7 @@ class OutputTests(Tests):
 
 @dataclass(frozen=True)
 class CallTests(Tests):
-    """A function of the program gets arguments, and is to return a value that JSON can write."""
+    """Tests that call a function and compare the returned JSON value."""
 
     function: str
     pairs: Sequence[tuple[Sequence[Any], Any]]
@@ -152,7 +155,7 @@ class CallTests(Tests):
 
 @dataclass(frozen=True)
 class StatementTests(Tests):
-    """Statements that raise nothing where the program is right, each run after it in the same process."""
+    """Statements, such as asserts, that raise an error if the program is wrong. They run in its process, after it."""
 
     before: str
     statements: Sequence[str]
@@ -167,7 +170,7 @@ class StatementTests(Tests):
 
 
 def label_tests(label: str) -> Tests:
-    """Raises DataError where there are none."""
+    """Returns the tests of a label. Raises DataError if there are none."""
     try:
         given = parse_json(label)
         if isinstance(given, list):
@@ -176,43 +179,44 @@ def label_tests(label: str) -> Tests:
             return _statement_tests(given) if STATEMENTS in given else _paired_tests(given)
         raise ValueError(f"it is {type(given).__name__}")
     except ValueError as error:
-        raise DataError(f"the label {label!r:.100} has no tests that could be run: {error}; {EXPECTED}") from error
+        raise DataError(f"the label {label!r:.100} has no runnable tests: {error}; {EXPECTED}") from error
 
 
 def _statement_tests(given: Mapping[str, Any]) -> Tests:
     statements, before = given[STATEMENTS], given.get(BEFORE) or ""
     if not isinstance(before, str):
-        raise ValueError(f"{BEFORE} is no text")
+        raise ValueError(f"{BEFORE} is not a text")
     if not (statements and isinstance(statements, list) and all(isinstance(text, str) for text in statements)):
-        raise ValueError("the statements are no list of texts")
+        raise ValueError("the statements are not a list of texts")
     return StatementTests(before, statements)
 
 
 def _paired_tests(given: Mapping[str, Any]) -> Tests:
     inputs, outputs = (next((given[key] for key in keys if key in given), None) for keys in (INPUTS, OUTPUTS))
     if not (isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs) > 0):
-        raise ValueError("inputs and outputs are no lists of the same length")
+        raise ValueError("inputs and outputs are not lists of equal length")
     if function := given.get(FUNCTION):
         return CallTests(function, [(_arguments(i), o) for i, o in zip(inputs, outputs, strict=True)])
     return OutputTests([(_text(i), _text(o)) for i, o in zip(inputs, outputs, strict=True)])
 
 
 def _arguments(given: Any) -> Sequence[Any]:
-    """A list of them, or a text with the JSON of one on each line."""
+    """Returns the arguments of a call. They are a list, or a text with one JSON value per line."""
     if isinstance(given, str):
         return [parse_json(line) for line in given.split("\n") if line.strip()]
     if not isinstance(given, list):
-        raise ValueError("the arguments of a call are no list")
+        raise ValueError("the arguments of a call are not a list")
     return given
 
 
 def _text(given: Any) -> str:
-    """Lines may be given one by one."""
+    """Returns the text. A list has one line per element."""
     return "\n".join(map(str, given)) if isinstance(given, list) else str(given)
 
 
 def _is_returned(answer: bytes, expected: Any) -> bool:
-    """Some data sets put the expected value into a list of one, or write it as JSON."""
+    """Returns whether the answer equals the expected value. Some data sets wrap that value in a list of one, or write
+    it as JSON."""
     try:
         value = parse_json(answer)
     except ValueError:
@@ -226,8 +230,8 @@ def _is_returned(answer: bytes, expected: Any) -> bool:
 
 
 def same_words(printed: str, expected: str, tolerance: float = 0.0) -> bool:
-    """Whether both have the same words on the same lines, empty lines at the end and white space between words aside;
-    numbers, if `tolerance`, within it."""
+    """Returns whether both texts have the same words on the same lines. White space between words and empty lines at
+    the end are ignored. With `tolerance`, numbers may differ by that much."""
     lines, expected_lines = ([line.split() for line in text.rstrip().split("\n")] for text in (printed, expected))
     if lines == expected_lines:
         return True

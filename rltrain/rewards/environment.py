@@ -1,4 +1,4 @@
-"""The reward that the environment of a sample gave, turn by turn where there were several."""
+"""The reward of a sample's environment, per turn if there were several turns."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,5 +7,5 @@ from rltrain.rewards.answers import Turn
 
 
 def environment(env_reward: float, turns: Sequence[Turn]) -> Any:
-    """0 for a sample without an environment."""
+    """Returns the environment's reward. It is 0 for a sample without an environment."""
     return {"turns": [turn["reward"] for turn in turns]} if turns else env_reward

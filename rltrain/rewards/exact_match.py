@@ -1,11 +1,11 @@
-"""Reward 1 for a response, or the last part of it, that equals the label."""
+"""Reward 1 if the response, or its last part, equals the label."""
 
 
 def exact_match(prompt: str, response: str, label: str, *, after: str | None = None, strip: bool = True) -> float:
-    """1 if the response equals the label, else 0.
+    """Returns 1 if the response equals the label, else 0.
 
-    `after`: compare only what follows its last occurrence; a response without it scores 0. `strip`: ignore white space
-    around both sides.
+    - `after`: compares only the text after the last occurrence of this string. A response without it scores 0.
+    - `strip`: ignores white space around both sides.
     """
     if after is not None:
         _, found, response = response.rpartition(after)

@@ -1,4 +1,4 @@
-"""The reward functions that a config names, in every form, and how each is called."""
+"""The reward functions of a config: their signatures, and how to call each."""
 
 import asyncio
 import inspect
@@ -16,25 +16,25 @@ from rltrain.rewards.judge import RemoteJudge, is_url
 from rltrain.rewards.locating import locate
 from rltrain.rewards.slime_sample import RewardArguments, SlimeSample
 
-# How reward functions of this and other trainers are called: each is recognised by the names of its parameters.
+# Calling conventions of rltrain and of other trainers. Parameter names select the convention.
 
 Options = Mapping[str, Any]
 BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-class Unsuitable(Exception):  # noqa: N818 - a finding, which the registry makes a ConfigError of
-    """Why a function cannot be called."""
+class Unsuitable(Exception):  # noqa: N818 - a finding; load_reward turns it into a ConfigError
+    """A function cannot be called. The message has the reason."""
 
 
 @dataclass(frozen=True)
 class Signature:
-    """The parameters of a function. Raises ValueError for one that has none to be seen."""
+    """The parameters of a function. Raises ValueError if Python cannot inspect them."""
 
     positional: tuple[str, ...]
-    """Those that can be given by position, in order."""
+    """Parameters that take positional arguments, in order."""
     named: frozenset[str]
-    """Those that can be given by name."""
+    """Parameters that take keyword arguments."""
     required: frozenset[str]
     takes_any_name: bool
 
@@ -59,13 +59,13 @@ class Signature:
 
 @dataclass(frozen=True)
 class Columns:
-    """What a function wants of a sample's row."""
+    """The columns of a sample's row that a function needs."""
 
     required: frozenset[str] = frozenset()
     optional: frozenset[str] = frozenset()
     every: bool = False
     label: bool = False
-    """The label as it stands in the file."""
+    """True if the function needs the label in its original form."""
 
     @property
     def any(self) -> bool:
@@ -79,32 +79,32 @@ class RewardCall:
     positional: tuple[Any, ...] = ()
     named: dict[str, Any] = field(default_factory=dict)
     logged: dict[str, float] = field(default_factory=dict)
-    """Metrics that the function hands in while it runs."""
+    """Metrics reported by the function during the call."""
 
 
 class Wants:
-    """What is asked for of a sample."""
+    """The parts of a sample that a reward reads."""
 
     fields: frozenset[str] = frozenset()
-    """Those of a Scorable beside prompt, response and label."""
+    """Fields of Scorable, in addition to prompt, response and label."""
     columns = Columns()
     takes_label = True
 
 
 class Convention(Wants, ABC):
-    """How one function is called for a sample, or if `batched` for all samples of a prompt at once."""
+    """The calling convention of one function. A call is for one sample, or if `batched` for all samples of a prompt."""
 
     batched = False
     allows_none: ClassVar[bool] = False
-    """Whether None is an answer: not for this sample."""
+    """True if None is a valid answer. It skips the sample."""
     passes_options: ClassVar[bool] = True
-    """Whether options are keyword arguments of the function."""
+    """True if options are keyword arguments of the function."""
     score_key: str = SCORE
-    """Of an answer that is a dict."""
+    """The key of the score in a dict answer."""
 
     @abstractmethod
     def call(self, samples: Sequence[Scorable]) -> RewardCall:
-        """For one sample, or for a batch."""
+        """Returns the arguments for one sample, or for a batch."""
 
 
 OWN_ARGUMENTS = ("prompt", "response", "label")
@@ -130,13 +130,13 @@ MEANT_BY_NAME: Mapping[str, str | None] = {
     "ground_truth": "label",
     **dict.fromkeys(("data_source", "extra_info", "prompts", "responses", "labels", "args", "sample", "samples")),
 }
-"""What a parameter of such a name is meant to get, so that a function of another form is not called with something
-else. None: nothing that stands alone."""
+"""Maps a parameter name to its expected argument. A positional argument with another name is refused, because the
+function may be meant for another convention. None means that no argument fits the name."""
 
 
 class Own(Convention):
-    """(prompt, response, label), by name where the function names nothing else, else by position; and by name, where
-    it has such parameters, row, messages, turns and env_reward."""
+    """The convention (prompt, response, label). They are passed by name if all required parameters have known names,
+    else by position. The parameters row, messages, turns and env_reward are passed by name."""
 
     def __init__(self, signature: Signature, options: Options) -> None:
         known = signature.named & OWN_VALUES.keys() - options.keys()
@@ -165,8 +165,8 @@ def _check_meaning(names: Sequence[str]) -> None:
 
 
 class Verl(Convention):
-    """compute_score(data_source, solution_str, ground_truth, extra_info), as many of them as it takes; `batched` where
-    these names have an s behind them and are lists."""
+    """The convention of verl: compute_score(data_source, solution_str, ground_truth, extra_info), with any subset of
+    them. It is `batched` if the names end in s and take lists."""
 
     def __init__(self, signature: Signature, options: Options) -> None:
         self.batched = "solution_strs" in signature.named
@@ -198,8 +198,8 @@ class Verl(Convention):
 
 
 class Trl(Convention):
-    """(prompts, completions, completion_ids, **columns), lists with an entry for each sample of a prompt. Completions
-    of prompts that are chat messages are lists of messages."""
+    """The convention of TRL: (prompts, completions, completion_ids, **columns). Each is a list with one entry per
+    sample of a prompt. For chat prompts, completions are lists of messages."""
 
     batched = True
     allows_none = True
@@ -234,7 +234,7 @@ class Trl(Convention):
         return call
 
     def _columns(self, samples: Sequence[Scorable]) -> Iterable[str]:
-        """Those that the file has, and other functions may have asked for, which this one takes."""
+        """Returns the available columns that this function takes. The rows may have more for other functions."""
         there = dict.fromkeys(name for sample in samples for name in sample.row)
         wanted = self.columns.required | self.columns.optional
         refused = self.NO_COLUMNS | self.options.keys()
@@ -244,7 +244,8 @@ class Trl(Convention):
 
 
 class Slime(Convention):
-    """custom_rm(args, sample), or (args, samples) with all samples of a prompt. Options are attributes of args."""
+    """The convention of slime: custom_rm(args, sample), or (args, samples) with all samples of a prompt. Options are
+    attributes of args."""
 
     passes_options = False
     fields = frozenset({"messages", "row", "label_value", "prompt_ids", "response_ids", "response_mask"}) | {
@@ -266,11 +267,11 @@ class Slime(Convention):
 def _check_filled(signature: Signature, given: Iterable[str], options: Options, whose: str) -> None:
     missing = sorted(signature.required - set(given) - options.keys())
     if missing:
-        raise Unsuitable(f"it has {whose} form and takes {', '.join(map(repr, missing))} besides, which nothing fills")
+        raise Unsuitable(f"it has {whose} form, but no value for {', '.join(map(repr, missing))}")
 
 
 def convention_of(signature: Signature, options: Options) -> Convention:
-    """Raises Unsuitable where a function of this signature cannot be called in any way."""
+    """Returns the convention for a signature. Raises Unsuitable if the function cannot be called."""
     if {"solution_str", "solution_strs"} & signature.named and "prompt" not in signature.named:
         return Verl(signature, options)
     if {"completions", "completion_ids"} & signature.named:
@@ -280,7 +281,7 @@ def convention_of(signature: Signature, options: Options) -> Convention:
     return Own(signature, options)
 
 
-# The reward functions that a config names, and how each is called.
+# Resolved reward functions.
 
 BUILT_IN = {
     "exact_match": "rltrain.rewards.exact_match:exact_match",
@@ -288,13 +289,13 @@ BUILT_IN = {
     "code": "rltrain.rewards.code:code",
     "environment": "rltrain.rewards.environment:environment",
 }
-# Cannot hang or raise on any text, so that they need no process of their own.
+# Functions that cannot hang or raise on any text. They need no separate process.
 TRUSTED = frozenset({"exact_match", "environment"})
-# Would compare a label that is an object or a list as JSON text.
+# Functions that compare texts. They would compare an object or a list as JSON.
 COMPARES_TEXT = frozenset({"exact_match"})
 
 FORMS = (
-    "(prompt, response, label), which may take row, messages, turns and env_reward besides, verl's (data_source, "
+    "(prompt, response, label) with optional row, messages, turns and env_reward, verl's (data_source, "
     "solution_str, ground_truth, extra_info), TRL's (prompts, completions, **columns) or slime's (args, sample): "
     "docs/rewards.md"
 )
@@ -302,7 +303,7 @@ OWN_SIGNATURE = Signature(OWN_ARGUMENTS, frozenset(OWN_ARGUMENTS), frozenset(OWN
 
 
 def labels_of(reward: schema.Reward) -> Literal["label", "plain label"]:
-    """What its functions need of a row: any label, where label_key names one, or one that is no list and no object."""
+    """Returns the kind of label that the functions need. A plain label is neither a list nor an object."""
     return "label" if COMPARES_TEXT.isdisjoint(reward.names) else "plain label"
 
 
@@ -311,17 +312,17 @@ class RewardFunction:
     """A resolved reward function."""
 
     name: str
-    """As in the config."""
+    """The name in the config."""
     function: Callable[..., Any]
     options: Mapping[str, Any] = field(default_factory=dict)
     convention: Convention = field(default_factory=lambda: Own(OWN_SIGNATURE, {}))
     title: str = ""
-    """What its metrics are called by; empty for the only one, under reward.function."""
+    """The prefix of its metrics. Empty if it is the only function, under reward.function."""
     weight: float = 1.0
     config_key: str = "reward"
-    """Where it stands."""
+    """The config section of this function."""
     named_score: str | None = None
-    """The key of the reward in a dict that it returns, where the config names one."""
+    """The key of the reward in a returned dict, if the config sets one."""
 
     @property
     def score_key(self) -> str:
@@ -329,17 +330,17 @@ class RewardFunction:
 
     @property
     def key(self) -> str:
-        """The one that names it."""
+        """The config key of its name."""
         return f"{self.config_key}.function"
 
     @property
     def trusted(self) -> bool:
-        """Safe to run in this process, without a time limit."""
+        """True if it is safe to run in this process, without a time limit."""
         return self.name in TRUSTED
 
     @cached_property
     def asynchronous(self) -> bool:
-        """Whether its calls are awaited, many at a time."""
+        """True if calls are coroutines. Many are awaited concurrently."""
         return any(inspect.iscoroutinefunction(called) for called in (self.function, type(self.function).__call__))
 
     @property
@@ -348,12 +349,12 @@ class RewardFunction:
 
     @property
     def place(self) -> str:
-        """Its name, and the file and line where it is defined if it is written in Python."""
+        """The quoted name, followed by file and line for a Python function."""
         code = None if self.remote else getattr(inspect.unwrap(self.function), "__code__", None)
         return f"{self.name!r}" + (f" ({code.co_filename}, line {code.co_firstlineno})" if code else "")
 
     def limit_s(self, timeout_s: float) -> float:
-        """Of one sample, where reward.timeout_s is this."""
+        """Returns the seconds for one sample, given reward.timeout_s."""
         return self.function.longest_s if isinstance(self.function, RemoteJudge) else timeout_s
 
     def time_limit(self, limit_s: float) -> str:
@@ -361,14 +362,14 @@ class RewardFunction:
         return time_limit(limit_s, batched=self.convention.batched)
 
     def call(self, samples: Sequence[Scorable]) -> RewardCall:
-        """Its arguments for one sample, or for a batch if its convention is batched."""
+        """Returns the arguments for one sample, or for a batch if the convention is batched."""
         call = self.convention.call(samples)
         if self.convention.passes_options and not self.remote:
             call.named.update(self.options)
         return call
 
     def answers(self, returned: Any, call: RewardCall, samples: Sequence[Scorable]) -> list[Answer]:
-        """One for each of `samples`, of what came of `call`."""
+        """Converts the returned value of `call` to one answer per sample."""
         if not self.convention.batched:
             return [as_answer(returned, samples[0].num_turns, self.score_key)]
         parts = _parts(returned)
@@ -382,7 +383,7 @@ class RewardFunction:
             else as_answer(part, sample.num_turns, self.score_key)
             for part, sample in zip(parts, samples, strict=True)
         ]
-        if call.logged:  # by the function itself, while it ran
+        if call.logged:  # the function reported metrics during the call
             logged = as_answer({"score": 0} | call.logged).metrics
             answers = [
                 answer if answer.score is None else replace(answer, metrics={**logged, **answer.metrics})
@@ -392,7 +393,7 @@ class RewardFunction:
 
 
 def _parts(returned: Any) -> list[Any] | None:
-    """The elements of a list, an array or a tensor."""
+    """Returns the elements of a list, an array or a tensor, and None for other values."""
     if isinstance(returned, (str, bytes, Mapping)) or not hasattr(returned, "__len__"):
         return None
     try:
@@ -402,9 +403,10 @@ def _parts(returned: Any) -> list[Any] | None:
 
 
 def load_rewards(settings: schema.Reward, section: str = "reward", *, is_part: bool = False) -> list[RewardFunction]:
-    """The functions that the section names, which stands in the config under `section`; `is_part` says that the reward
-    has other parts than these, so that a single one has a title too. Raises ConfigError where one cannot be imported or
-    called."""
+    """Returns the functions of the config section `section`. Raises ConfigError if one cannot be imported or called.
+
+    `is_part` is true if the reward has other parts too. Then a single function gets a title.
+    """
     if settings.functions is None:
         return [load_reward(settings, settings.parts[0].title if is_part else "", config_key=section)]
     return [
@@ -416,10 +418,10 @@ def load_rewards(settings: schema.Reward, section: str = "reward", *, is_part: b
 def load_reward(
     settings: schema.Reward, title: str = "", weight: float = 1.0, config_key: str = "reward"
 ) -> RewardFunction:
-    """The function that reward.function names, which stands in the config under `config_key`.
+    """Returns the function named by `function` in the config section `config_key`.
 
-    A user's module is looked for in the working directory too. Raises ConfigError where it cannot be imported, or has
-    none of the forms that are known.
+    Modules in the working directory can be imported too. Raises ConfigError if the function cannot be imported or has
+    no known form.
     """
     name, options = settings.function, settings.options
     of_config = (title, weight, config_key, settings.score_key)
@@ -437,8 +439,8 @@ def _judge(settings: schema.Reward, config_key: str) -> RemoteJudge:
         )
     except TypeError as error:
         raise ConfigError(
-            f"{config_key}.options: got {settings.options} for {settings.function!r}; expected token_env, the name of "
-            f"an environment variable, and payload, more fields of what is posted: {error}"
+            f"{config_key}.options: got {settings.options} for {settings.function!r}; expected token_env (the name of "
+            f"an environment variable) and payload (further fields of the request): {error}"
         ) from error
 
 
@@ -458,13 +460,14 @@ def _convention(function: Callable[..., Any], settings: schema.Reward, config_ke
     return convention
 
 
-# Calls a reward function here and now: an answer for every sample, whatever it does.
+# Calls in this process. Every sample gets an answer, even if the function fails.
 
 OWN_FILES = frozenset({__file__})
 
 
 def call(function: RewardFunction, samples: Sequence[Scorable]) -> list[Answer]:
-    """Of one call: for one sample, or for a batch if the function takes batches."""
+    """Calls the function once and returns an answer per sample. `samples` is one sample, or a batch if the convention
+    is batched."""
     prepared = function.call(samples)
     try:
         returned = function.function(*prepared.positional, **prepared.named)
@@ -476,7 +479,7 @@ def call(function: RewardFunction, samples: Sequence[Scorable]) -> list[Answer]:
 async def await_calls(
     function: RewardFunction, calls: Sequence[Sequence[Scorable]], limit_s: float
 ) -> list[list[Answer]]:
-    """Of calls that are awaited at the same time, each for at most `limit_s` for each of its samples."""
+    """Awaits all calls concurrently and returns their answers. Each call may take `limit_s` per sample."""
     return await asyncio.gather(*(_await_call(function, samples, limit_s) for samples in calls))
 
 

@@ -1,4 +1,4 @@
-"""Which prompt groups are worth to be trained on, by the rewards of their samples."""
+"""Filters of prompt groups by the rewards of their samples."""
 
 import re
 from array import array
@@ -11,7 +11,8 @@ from rltrain.rewards.locating import locate
 from rltrain.rewards.scorer import Scores
 
 GroupFilter = Callable[[Sequence[Scorable], Scores], str | None]
-"""Of a group's samples and their scores: the reason why it is dropped, part of a metric's name; None: it counts."""
+"""Takes a group's samples and scores. Returns the reason to drop the group (part of a metric's name), or None to keep
+it."""
 
 REWARDS_DIFFER = "rewards_differ"
 CONFIG_KEY = "batch.dynamic_sampling.filter"
@@ -20,7 +21,7 @@ UNNAMED = "filter"
 
 
 def load_group_filter(settings: schema.DynamicSampling) -> GroupFilter:
-    """The filter that the section names. ConfigError where a user's cannot be imported."""
+    """Returns the filter of the config. Raises ConfigError if a user's filter cannot be imported."""
     if settings.filter == REWARDS_DIFFER:
         return without_spread
     function = locate(settings.filter, CONFIG_KEY, known=[REWARDS_DIFFER])
@@ -32,8 +33,8 @@ def load_group_filter(settings: schema.DynamicSampling) -> GroupFilter:
             raise RewardError(f"{CONFIG_KEY}: {settings.filter!r} raised {type(error).__name__}: {error}") from error
         if not isinstance(answer, (bool, str)):
             raise RewardError(
-                f"{CONFIG_KEY}: {settings.filter!r} returned {answer!r:.100}; expected true for a group that counts, "
-                "false or the reason, a string, for one that does not"
+                f"{CONFIG_KEY}: {settings.filter!r} returned {answer!r:.100}; expected true to keep the group, or "
+                "false or a reason (a string) to drop it"
             )
         return (None if answer else UNNAMED) if isinstance(answer, bool) else _as_name(answer)
 
@@ -41,8 +42,8 @@ def load_group_filter(settings: schema.DynamicSampling) -> GroupFilter:
 
 
 def without_spread(samples: Sequence[Scorable], scores: Scores) -> str | None:
-    """Drops groups whose samples have one reward, in the precision that advantages are computed in (Yu et al. 2025,
-    "DAPO", equation 11)."""
+    """Drops groups with a single distinct reward, compared in float32 as for advantages (Yu et al. 2025, "DAPO",
+    equation 11)."""
     if len({*array("f", scores.rewards)}) > 1:
         return None
     if all(

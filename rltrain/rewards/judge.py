@@ -1,4 +1,4 @@
-"""A remote judge: a reward function behind an URL."""
+"""A remote judge: a reward function at a URL."""
 
 import asyncio
 import os
@@ -11,7 +11,7 @@ from rltrain.rewards.answers import Message, PlainError, TookTooLongError, time_
 from rltrain.runtime.json_text import parse_json
 
 if TYPE_CHECKING:
-    import httpx  # which takes as long to import as all else that a worker of another function needs
+    import httpx  # slow to import, so only workers of judges import it
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
@@ -25,11 +25,13 @@ def is_url(name: str) -> bool:
 
 
 class RemoteJudge:
-    """Posts {"prompt", "response", "label", "messages", "row"} to `url` as JSON; `payload` are more fields of it.
+    """A reward function at a URL.
 
-    The answer is JSON: a number, or an object with "score" or "reward" whose other numbers are metrics. Each request
-    may take `timeout_s`. Refused connections, and answers 429 and 5xx, are tried again up to `retries` times, after
-    pauses that double. `token_env` names an environment variable whose value is sent as a bearer token.
+    It posts {"prompt", "response", "label", "messages", "row"} and the fields of `payload` to `url` as JSON.
+
+    The answer is JSON: a number, or an object with "score" or "reward". Its other numbers become metrics. Each request
+    may take `timeout_s` seconds. Refused connections and the answers 429 and 5xx are retried up to `retries` times,
+    after pauses of doubling length. `token_env` names an environment variable with the bearer token.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class RemoteJudge:
 
     @property
     def longest_s(self) -> float:
-        """All requests for one sample, and the pauses between them."""
+        """Seconds of all requests for one sample, including the pauses."""
         return (self.retries + 1) * self.timeout_s + sum(_longest_pause(number) for number in range(self.retries))
 
     async def __call__(
@@ -71,7 +73,7 @@ class RemoteJudge:
     async def _ask(self, sample: Mapping[str, Any]) -> Any:
         import httpx
 
-        if self._client is None:  # made where its event loop runs
+        if self._client is None:  # made inside its event loop
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
             self._client = httpx.AsyncClient(headers=self._headers, timeout=None, limits=limits)
         try:
@@ -82,7 +84,7 @@ class RemoteJudge:
         except httpx.TransportError as error:
             raise _Unavailable(f"cannot be reached ({type(error).__name__}: {error})") from error
         except ValueError as error:
-            raise PlainError(f"JSON cannot write the sample: {error}") from error
+            raise PlainError(f"the sample cannot be written as JSON: {error}") from error
         return self._read(answer)
 
     def _read(self, answer: "httpx.Response") -> Any:
@@ -92,7 +94,7 @@ class RemoteJudge:
         if answer.has_redirect_location:
             to = answer.headers["location"]
             raise PlainError(
-                f"{self.url} sends on to {to}, which is not followed; expected the address itself in reward.function"
+                f"{self.url} redirects to {to}, but redirects are not followed; set reward.function to the final URL"
             )
         if not answer.is_success:
             raise PlainError(f"{self.url} answered {answer.status_code}: {text}")
@@ -112,8 +114,8 @@ class RemoteJudge:
         return {"score": answer[key]} | {name: value for name, value in answer.items() if name not in SCORE_KEYS}
 
 
-class _Unavailable(Exception):  # noqa: N818 - for now, perhaps
-    """Another request may do better."""
+class _Unavailable(Exception):  # noqa: N818 - it may be temporary
+    """The judge is unavailable. Another request may succeed."""
 
 
 def _longest_pause(number: int) -> float:

@@ -1,6 +1,7 @@
-"""Finds what a config names: functions ("file.py:function", "module:function", "module.function"), files of commands.
+"""Finds functions ("file.py:function", "module:function", "module.function") and files of commands by their config
+names.
 
-Relative paths start at the folder that the job was started in.
+Relative paths start at the working directory of the job.
 """
 
 import importlib
@@ -20,10 +21,10 @@ FORMS = '"file.py:function", "module:function" or "module.function"'
 
 
 def locate(name: str, config_key: str, *, shown: str | None = None, known: Sequence[str] = ()) -> Callable[..., Any]:
-    """The function `name`, which stands under `config_key` as `shown`.
+    """Returns the function `name`. `shown` is its name in the config, under `config_key`.
 
-    A file's folder, and the working directory for a module, are searched for imports as well. Raises ConfigError, which
-    lists `known` names too, where there is no such function or its module cannot be imported.
+    Imports also search a file's folder, or the working directory for a module. Raises ConfigError if the function does
+    not exist or its module cannot be imported. The message lists the names in `known`.
     """
     shown = shown or name
     place, separator, function_name = name.rpartition(":" if ":" in name else ".")
@@ -39,9 +40,9 @@ def locate(name: str, config_key: str, *, shown: str | None = None, known: Seque
 
 
 def found_command(command: Sequence[str], config_key: str) -> list[str]:
-    """Returns a command for another working directory: its files in this one are named by their whole paths.
+    """Returns the command with absolute paths for its files, so that it can run in another working directory.
 
-    Raises ConfigError where the script is not there that Python or a shell is to run.
+    Raises ConfigError if a script of Python or a shell does not exist.
     """
     words = [_found_word(word, number) for number, word in enumerate(command)]
     if INTERPRETERS.fullmatch(Path(words[0]).name):
@@ -54,21 +55,22 @@ def found_command(command: Sequence[str], config_key: str) -> list[str]:
 
 
 def _found_word(word: str, number: int) -> str:
-    """A bare first word is a program, which is looked for in PATH. A bare later one may name a file, but no folder."""
+    """Makes a word absolute if it names a file. The first word without a slash is a program in PATH. A later one can be
+    a file, but not a folder."""
     path = Path(word).expanduser()
     is_named = path.exists() if "/" in word else number > 0 and path.is_file()
     return os.path.abspath(path) if is_named and not word.startswith("-") else word
 
 
 def unknown_function(name: str, config_key: str, known: Sequence[str]) -> ConfigError:
-    """Returns the error for a name that has none of the `FORMS` and is none of those that are built in, `known`."""
+    """Returns the error for a name without any of the `FORMS` and outside the built-in names `known`."""
     near = f" (the nearest is {near})" if (near := nearest(name, known)) else ""
     return ConfigError(f"{config_key}: {name!r} is unknown; expected {', '.join([*known, FORMS])}{near}")
 
 
 def source_file(name: str) -> Path | None:
-    """Returns the file in which the function `name` is looked for, without running it; None where there is none, as of
-    an URL or of a function that is built in."""
+    """Returns the file of the function `name` without running it. Returns None if there is none, as for a URL or a
+    built-in function."""
     place, separator, function_name = name.rpartition(":" if ":" in name else ".")
     if not place or not function_name.isidentifier():
         return None
@@ -88,7 +90,7 @@ def _import(module_name: str, shown: str, config_key: str) -> ModuleType:
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"{config_key}: {shown!r}: cannot import {module_name} ({type(error).__name__}: {error}); "
-            f"it is looked for in {os.getcwd()} and where Python finds installed packages"
+            f"searched in {os.getcwd()} and among the installed packages"
         ) from error
 
 
@@ -98,7 +100,7 @@ def _load_file(path: Path, shown: str, config_key: str) -> ModuleType:
         raise ConfigError(
             f"{config_key}: {shown!r}: there is no file {str(path)!r} (relative paths start at {Path.cwd()})"
         )
-    name = str(path)  # its own, whatever modules are called that it imports
+    name = str(path)  # unique, so that it cannot hide a module of the same name
     if name in sys.modules:
         return sys.modules[name]
     _search(str(path.parent))

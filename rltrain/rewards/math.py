@@ -1,4 +1,4 @@
-"""Reward 1 for a response whose final answer is mathematically equal to the label's."""
+"""Reward 1 for a response if its final answer is mathematically equal to the label's."""
 
 import logging
 import re
@@ -13,9 +13,9 @@ GSM8K_MARK = "####"
 LAST_NUMBER = re.compile(r"(?<![\w.)])-?\$?\d[\d,]*(?:\.\d+)?(?:/\d+)?|\d[\d,]*(?:\.\d+)?(?:/\d+)?")
 PLAIN_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:/[1-9]\d*)?")
 TYPESET_SEPARATOR = re.compile(r"(?<=\d)(?:\{,\}|,?\\!|\\[,;:]|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
-"""Between groups of three digits: LaTeX's commas and thin spaces, and Unicode's."""
+"""Separators between groups of three digits: LaTeX's commas and thin spaces, and Unicode's."""
 SPACED_NUMBER = re.compile(r"[-+]?\d{1,3}(?:\\? \d{3})+(?:\.\d+)?")
-"""A whole answer with plain spaces between groups of three digits. In a sentence they may be two numbers."""
+"""A whole answer with plain spaces between groups of three digits. Inside a sentence these could be two numbers."""
 EMPTY_SET = re.compile(r"\\varnothing(?![A-Za-z])")
 NUMBER_WITH_UNIT = re.compile(
     r"([-+]?\$?\d[\d,]*(?:\.\d+)?)\$?((?: +(?:[A-Za-z]{3,}|ft|in|mi|km|cm|mm|kg|mg|lb|oz|hr|ml|sq|of|an?)\.?)+)"
@@ -25,18 +25,19 @@ NOT_UNITS = re.compile(
     r"plus|minus|times|over|divided|point|and|sqrt|sin|cos|tan|log|exp|mod)\b",
     re.IGNORECASE,
 )
-"""Words that change the number before them."""
+"""Words that change the value of the number before them."""
 
-# It warns that its own time limits are off. They need the main thread and miss hangs in C; the scorer's limit holds.
+# math_verify warns that its time limits are off. They need the main thread and miss hangs in C. The scorer has its own
+# limit.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 def math(prompt: str, response: str, label: str, *, last_number: bool = True) -> float:
-    """1 if the final answers of response and label are equal, else 0.
+    r"""Returns 1 if the final answers of response and label are equal, else 0.
 
-    A final answer is the last \\boxed{...}, else what follows the last "####" on its line. Without either, a label is
-    itself the answer, and a response's answer is its last number if `last_number`, else missing. A number and its unit
-    after "####" equal the number, as in GSM8K: "#### 18 dollars" is 18.
+    A final answer is the last \boxed{...}, else the text after the last "####" on its line. Without either, the whole
+    label is its answer. The response's answer is then its last number, if `last_number`. After "####" a number with a
+    unit equals the number, as in GSM8K: "#### 18 dollars" is 18.
     """
     answer = marked_answer(response)
     if answer is None and last_number:
@@ -52,7 +53,7 @@ def math(prompt: str, response: str, label: str, *, last_number: bool = True) ->
 
 
 def marked_answer(text: str) -> str | None:
-    """The last \\boxed{...}'s content, else what follows the last "####" on its line; None without either."""
+    r"""Returns the content of the last \boxed{...}, else the text after the last "####" on its line, else None."""
     boxed = _last_boxed(text)
     if boxed is not None:
         return boxed
@@ -61,7 +62,7 @@ def marked_answer(text: str) -> str | None:
 
 
 def _number_with_unit(text: str) -> str | None:
-    """The number that follows the last "####" where nothing but a unit follows it; None elsewhere."""
+    """Returns the number after the last "####" if only a unit follows it, else None."""
     if _last_boxed(text) is not None or (answer := marked_answer(text)) is None:
         return None
     match = NUMBER_WITH_UNIT.fullmatch(_trimmed(answer))
@@ -69,7 +70,7 @@ def _number_with_unit(text: str) -> str | None:
 
 
 def equivalent(answer: str, expected: str) -> bool:
-    """Whether two answers, as LaTeX or plain text, are equal. May take long on hostile input."""
+    """Returns whether two answers in LaTeX or plain text are equal. Hostile input can take long."""
     answer, expected = _trimmed(answer), _trimmed(expected)
     if answer == expected:
         return bool(answer)

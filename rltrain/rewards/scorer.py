@@ -1,4 +1,4 @@
-"""Scores samples with all reward functions and models of a run. A failure costs a sample, never the run."""
+"""Scores samples with all reward functions and models of a run. A failure costs one sample's reward, never the run."""
 
 import math
 import re
@@ -19,35 +19,36 @@ from rltrain.rewards.worker import FunctionWorkers
 from rltrain.tasks.roles import DECLARED, rewarding_roles
 
 MAX_METRICS = 50
-"""Names that a function may give to numbers; those of more are not kept."""
+"""Maximal number of metric names of a function. Further names are dropped."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """The reward of each sample, as a function or a model gave it, or as the weighted sum of what all of them gave.
+    """The reward of each sample: from a function, from a model, or the weighted sum of all parts.
 
-    Samples that a function failed on have reward 0 from it, and are counted.
+    If a function fails on a sample, its reward is 0 and the failure is counted.
     """
 
     rewards: list[float]
     num_errors: int = 0
-    """It raised, returned no finite number, or ended its process. A sum has these counts in its parts."""
+    """Samples with an exception, a non-finite number or a dead process. In a weighted sum only the parts have these
+    counts."""
     num_timeouts: int = 0
     first_failure: str | None = field(default=None, compare=False)
-    """On which response, and why, with the traceback where there is one."""
+    """The first failure with its response, and the traceback if there is one."""
     turn_rewards: Mapping[int, list[float]] = field(default_factory=dict)
-    """By sample, of those whose turns a function rewarded one by one. Their sum is the sample's reward. In a sum the
-    other functions' rewards are the last turn's."""
+    """Rewards per turn, by sample index, if a function rewards turns. They sum to the sample's reward. In a weighted
+    sum, rewards of the other functions count in the last turn."""
     skipped: frozenset[int] = frozenset()
-    """Samples that no function is for, also with reward 0."""
+    """Indices of the samples skipped by every function. Their reward is 0."""
     metrics: Mapping[str, tuple[float, int]] = field(default_factory=dict)
-    """Sum over samples, and number of samples, of what else the function said in numbers."""
+    """Other numbers returned by the function: (sum over samples, number of samples) by name."""
     by_function: Mapping[str, "Scores"] = field(default_factory=dict)
-    """The parts of a sum, by the titles of functions and models."""
+    """The parts of a weighted sum, by the titles of functions and models."""
 
     @classmethod
     def of_answers(cls, samples: Sequence[Scorable], answers: Sequence[Answer]) -> "Scores":
-        """Returns what one function gave."""
+        """Returns the scores of one function."""
         failed = ((sample, answer) for sample, answer in zip(samples, answers, strict=True) if answer.error is not None)
         first = next(failed, None)
         return cls(
@@ -61,7 +62,7 @@ class Scores:
         )
 
     def record(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the scores as JSON values."""
         skipped, turn_rewards = sorted(self.skipped), [*self.turn_rewards.items()]
         if not self.by_function:
             own = {name: value for name, value in vars(self).items() if name != "by_function"}
@@ -71,7 +72,7 @@ class Scores:
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> "Scores":
-        """Returns what `record` was made of."""
+        """Returns the scores from the result of `record`."""
         values = {**record, "turn_rewards": dict(record["turn_rewards"])}
         values["skipped"] = frozenset(values.pop("unscored" if "by_function" in values else "skipped"))
         parts, metrics = values.pop("by_function", {}), values.pop("metrics", {})
@@ -87,7 +88,7 @@ def _described(sample: Scorable, answer: Answer) -> str:
 
 
 def add_mean(means: dict[str, tuple[float, int]], name: str, total: float, count: int) -> None:
-    """Adds `total`, the sum of `count` numbers, to what `means` has under this name."""
+    """Adds `total`, a sum of `count` numbers, to the entry `name` of `means`."""
     before, num_before = means.get(name, (0.0, 0))
     means[name] = (before + total, num_before + count)
 
@@ -101,7 +102,7 @@ def _summed(metrics: Iterable[Mapping[str, float]]) -> dict[str, tuple[float, in
     return sums
 
 
-# What a judge is asked of a sample, and how a number is read from its answer.
+# Questions to a judge, and numbers from its answers.
 
 FIELD = re.compile(r"\{\{(\w+)\}\}|\{([A-Za-z_]\w*)\}")
 RESPONSE, CONVERSATION = "response", "conversation"
@@ -116,9 +117,9 @@ VALUES: Mapping[str, Callable[[Scorable], str]] = {
 
 
 class Question(Wants):
-    """judge.prompt, with the fields of a sample that it names. Every other name is a column's.
+    """The question in judge.prompt, with fields of the sample. Names without a predefined value are columns of the row.
 
-    Raises ConfigError for a template that does not show the response, or a file that cannot be read.
+    Raises ConfigError if the template lacks the response, or its file cannot be read.
     """
 
     def __init__(self, prompt: str | None) -> None:
@@ -126,15 +127,15 @@ class Question(Wants):
         names = {name for _, name in FIELD.findall(self.template) if name}
         if not names & {RESPONSE, CONVERSATION}:
             raise ConfigError(
-                f"judge.prompt: got {self.template!r:.200}; expected a text with {{{RESPONSE}}} or {{{CONVERSATION}}}: "
-                "the judge would not see what it is to judge"
+                f"judge.prompt: got {self.template!r:.200}; expected a text with {{{RESPONSE}}} or {{{CONVERSATION}}}, "
+                "because the judge must see the response"
             )
         self.takes_label = "label" in names
         self.columns = Columns(required=frozenset(names - VALUES.keys()))
         self.fields = frozenset({"sample_id", *(("messages", "turns") if CONVERSATION in names else ())})
 
     def of(self, sample: Scorable) -> str:
-        """The question about it."""
+        """Returns the question about a sample."""
 
         def value(match: re.Match[str]) -> str:
             literal, name = match.groups()
@@ -146,17 +147,17 @@ class Question(Wants):
 
 
 def _template(prompt: str | None) -> str:
-    """A text without any field is a file's name."""
+    """Returns the template. A text without fields is the name of a file."""
     if prompt is None:
-        raise ConfigError(f"judge.prompt: got null; expected what the judge is asked, a text with {{{RESPONSE}}}")
+        raise ConfigError(f"judge.prompt: got null; expected the question to the judge, a text with {{{RESPONSE}}}")
     if FIELD.search(prompt):
         return prompt
     try:
         return Path(prompt).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"judge.prompt: got {prompt!r:.200}, which has no field such as {{{RESPONSE}}} and is no file that can be "
-            f"read: {error}"
+            f"judge.prompt: got {prompt!r:.200}, which has no field such as {{{RESPONSE}}} and is not a readable file: "
+            f"{error}"
         ) from error
 
 
@@ -165,11 +166,12 @@ def _shown(value: Any) -> str:
 
 
 class NoVerdictError(Exception):
-    """Why there is no number in an answer."""
+    """An answer has no number. The message has the reason."""
 
 
 def verdict_parser(settings: Judge) -> Callable[[str], float]:
-    """Reads the number from an answer, or raises NoVerdictError. ConfigError where judge.verdict is of no form."""
+    """Returns a function that extracts the number from an answer. It raises NoVerdictError if there is none. Raises
+    ConfigError if judge.verdict is neither a pattern nor a function."""
     if "(" in settings.verdict:
         pattern = _pattern(settings.verdict)
         return lambda answer: _number(_last(pattern, answer))
@@ -181,11 +183,11 @@ def _pattern(verdict: str) -> re.Pattern[str]:
     try:
         pattern = re.compile(verdict, re.DOTALL)
     except re.error as error:
-        raise ConfigError(f"judge.verdict: {verdict!r} is no regular expression: {error}") from error
+        raise ConfigError(f"judge.verdict: {verdict!r} is not a regular expression: {error}") from error
     if pattern.groups != 1:
         raise ConfigError(
-            f"judge.verdict: got {verdict!r} with {pattern.groups} groups; expected one, around the number; (?:...) "
-            "groups without one"
+            f"judge.verdict: got {verdict!r} with {pattern.groups} groups; expected one, around the number. Write "
+            "other groups as (?:...)"
         )
     return pattern
 
@@ -200,26 +202,26 @@ def _last(pattern: re.Pattern[str], answer: str) -> str:
 def _returned(function: Callable[[str], Any], answer: str) -> Any:
     try:
         return function(answer)
-    except Exception as error:  # a user's function, on what a model wrote
+    except Exception as error:  # a user's function can raise anything on a model's text
         raise NoVerdictError(f"judge.verdict raised {type(error).__name__}: {error}") from error
 
 
 def _number(value: Any) -> float:
-    """As a finite number."""
+    """Returns the value as a finite number."""
     try:
         number = float(value)
     except (TypeError, ValueError):
-        raise NoVerdictError(f"judge.verdict gives {value!r:.100}, which is no number") from None
+        raise NoVerdictError(f"judge.verdict gives {value!r:.100}, which is not a number") from None
     if not is_reward(number):
         raise NoVerdictError(f"judge.verdict gives {number}; {EXPECTED_REWARD}")
     return number
 
 
-# Models that tell the reward what responses are worth, as parts of it beside its functions.
+# Models as parts of the reward.
 
 
 class WholeConversation(Wants):
-    """The prompt's messages, and all turns."""
+    """A request for the messages of the prompt and all turns."""
 
     fields = frozenset({"messages", "turns"})
     takes_label = False
@@ -227,14 +229,14 @@ class WholeConversation(Wants):
 
 @dataclass(frozen=True)
 class RewardingModel:
-    """What the reward knows of a role that scores samples by a model."""
+    """A role with a model that scores samples, as a part of the reward."""
 
     role: str
     title: str
-    """What its metrics are called by."""
+    """The prefix of its metrics."""
     weight: float
     name: str
-    """The checkpoint."""
+    """The path of the checkpoint."""
     convention: Wants
 
     @property
@@ -243,7 +245,7 @@ class RewardingModel:
 
     @property
     def key(self) -> str:
-        """Where it stands in the config."""
+        """The config key of the checkpoint."""
         return f"{self.role}.path"
 
     @property
@@ -251,19 +253,19 @@ class RewardingModel:
         return f"the model in {self.name!r}"
 
     def transfer(self, samples: str) -> str:
-        """The one that brings what it says of those of a transfer."""
+        """Returns the transfer with this model's scores for the samples of the transfer `samples`."""
         tasks = DECLARED[self.role].tasks
         return next(task.leaves[0] for task in tasks if task.informs == "reward" and samples in task.takes)
 
     def scores(self, told: Sequence[float]) -> Scores:
-        """`told` is NaN of samples that it could not score, which are worth nothing and are counted."""
+        """Returns the model's scores. NaN marks a sample without a score. It counts as an error, with reward 0."""
         failed = sum(not math.isfinite(score) for score in told)
-        first = f"told by a warning of role {self.role}" if failed else None
+        first = f"see the warning of role {self.role}" if failed else None
         return Scores([score if math.isfinite(score) else 0.0 for score in told], failed, first_failure=first)
 
 
 def rewarding_models(config: Config, placed: Sequence[str]) -> list[RewardingModel]:
-    """Of the roles in `placed`. ConfigError where a judge's question cannot be asked."""
+    """Returns the scoring models of the roles in `placed`. Raises ConfigError if judge.prompt is invalid."""
     found = []
     for role in rewarding_roles():
         if role in placed:
@@ -273,30 +275,30 @@ def rewarding_models(config: Config, placed: Sequence[str]) -> list[RewardingMod
     return found
 
 
-# Scores samples with all reward functions of a run, and with what models have told of them.
+# The sum over all functions and models.
 
 Part = RewardFunction | RewardingModel
 
 
 @dataclass(frozen=True)
 class PendingScores:
-    """What functions have begun to give for `samples`."""
+    """The scores of `samples` in progress."""
 
     samples: Sequence[Scorable]
     answers: Sequence[Sequence[Future[list[Answer]]]]
-    """By function, in the order of the samples."""
+    """Futures by function, in the order of the samples."""
 
     @property
     def is_done(self) -> bool:
-        """Whether they are there, or never will be."""
+        """True if all functions have finished or failed."""
         return all(future.done() for futures in self.answers for future in futures)
 
 
 class Scorer:
-    """Has functions score the same samples, beside each other. One thread at a time uses it. Close it at the end.
+    """Scores samples with all functions in parallel. Only one thread at a time may use it. Close it at the end.
 
-    `models` have scored them already, and are parts of the reward behind the functions. `settings` are the functions'
-    in common. `on_scored`: other ranks wait for the result, and see that it gets on, see FunctionWorkers.
+    `models` are further parts of the reward, with scores of their own. `settings` are shared by all functions.
+    `on_scored` reports progress to waiting ranks (see FunctionWorkers).
     """
 
     def __init__(
@@ -319,21 +321,21 @@ class Scorer:
         section: str = "reward",
         models: Sequence[RewardingModel] = (),
     ) -> "Scorer":
-        """Of the functions that `settings` name, which stand in the config under `section`."""
+        """Returns a scorer with the functions in `settings`, the config section `section`."""
         return cls(load_rewards(settings, section, is_part=bool(models)), settings, on_scored, models)
 
     def score(self, samples: Sequence[Scorable], told: Sequence[Scores] = ()) -> Scores:
-        """Rewards in the order of `samples`, of which models have `told`. Raises ConfigError if a function's worker
-        cannot start."""
+        """Returns rewards in the order of `samples`. `told` has the scores of the models. Raises ConfigError if a
+        worker cannot start."""
         return self.wait(self.begin(samples), told)
 
     def begin(self, samples: Sequence[Scorable]) -> PendingScores:
-        """Have all functions begin with `samples`, for what `score` gives."""
+        """Starts all functions on `samples`. `wait` returns the scores."""
         with self._closing_at_failure():
             return PendingScores(samples, [workers.begin(samples) for workers in self._workers])
 
     def wait(self, pending: PendingScores, told: Sequence[Scores] = ()) -> Scores:
-        """What came of `begin`."""
+        """Waits for `begin` and returns the weighted scores."""
         with self._closing_at_failure():
             scores = []
             for log, futures in zip(self._failures, pending.answers, strict=True):
@@ -353,7 +355,7 @@ class Scorer:
             raise
 
     def close(self) -> None:
-        """End the functions' processes. Nothing can be scored afterwards."""
+        """Ends the processes of the functions. The scorer cannot be used afterwards."""
         for workers in self._workers:
             workers.close()
 
@@ -365,7 +367,7 @@ class Scorer:
 
 
 def combined(parts: Sequence[Part], scores: Sequence[Scores]) -> Scores:
-    """Of the scores by each part for the same samples."""
+    """Returns the weighted sum of the scores. `scores` has one entry per part, all for the same samples."""
     weights = [part.weight for part in parts]
     rewards = [
         sum(weight * reward for weight, reward in zip(weights, of_sample, strict=True))

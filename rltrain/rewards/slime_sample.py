@@ -1,4 +1,4 @@
-"""A sample, and the arguments of a run, as reward functions written for slime read them."""
+"""Samples and run arguments in slime's form, for reward functions written for slime."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,22 +19,22 @@ class SlimeStatus(StrEnum):
 
 @dataclass
 class SlimeSample:
-    """What is not known where rewards are given is empty."""
+    """A sample in slime's form. Fields unknown to the scorer are empty."""
 
     group_index: int | None = None
     index: int | None = None
     rollout_id: int | None = None
     prompt: Any = ""
-    """As in the prompt file: a text, or chat messages."""
+    """The prompt of the file: a text, or chat messages."""
     tokens: list[int] = field(default_factory=list)
-    """Of prompt and response."""
+    """Token ids of prompt and response."""
     response: str = ""
     response_length: int = 0
     label: Any = None
-    """As in the prompt file."""
+    """The label of the file."""
     reward: Any = None
     loss_mask: list[int] | None = None
-    """One entry per token of the response."""
+    """Mask with one entry per token of the response."""
     weight_versions: list[str] = field(default_factory=list)
     rollout_log_probs: list[float] | None = None
     rollout_routed_experts: Any = None
@@ -42,7 +42,7 @@ class SlimeSample:
     teacher_log_probs: list[float] | None = None
     status: SlimeStatus = SlimeStatus.COMPLETED
     metadata: dict[str, Any] = field(default_factory=dict)
-    """The column that args.metadata_key names."""
+    """The column named by args.metadata_key."""
     session_id: str | None = None
 
     Status = SlimeStatus
@@ -64,7 +64,7 @@ class SlimeSample:
 
 
 class RewardArguments(SimpleNamespace):
-    """reward.options as attributes, beside those that reward functions commonly read."""
+    """The args of a reward function: reward.options as attributes, with defaults for common ones."""
 
     rm_type: str | None = None
     rm_url: str | None = None
@@ -78,4 +78,4 @@ class RewardArguments(SimpleNamespace):
         super().__init__(**options)
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"args has no {name!r}; what the function reads of args stands in reward.options")
+        raise AttributeError(f"args has no {name!r}; set it in reward.options")

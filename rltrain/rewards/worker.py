@@ -1,11 +1,12 @@
-"""The process that runs an untrusted reward function: `python -m rltrain.rewards.worker`, started by the scorer.
+"""The process of an untrusted reward function: `python -m rltrain.rewards.worker`, started by the scorer.
 
-It reads JSON lines from standard input. The first is {"function", "options", "score_key", "timeout_s", ...}, as in the
-config. Each of the others asks for rewards by {"calls", "limit_s"}: a list of samples for each call, and of each sample
-{"prompt", "response", "label"} with the fields that the function needs besides. Calls of an asynchronous function are
-awaited together. It answers each line with {"answers", "seconds"}: the fields of an Answer for each sample, by call,
-and the time that the calls took. The answer to the first line says that the function is ready. It ends quietly when
-nobody reads them any more.
+It reads JSON lines from standard input. The first line has the config of the function: {"function", "options",
+"score_key", "timeout_s", "retries"}. Its answer reports that the function is ready. Every further line asks for scores:
+{"calls", "limit_s"}. A call is a list of samples. A sample is {"prompt", "response", "label"} with the other fields
+needed by the function. Calls of an asynchronous function are awaited concurrently.
+
+The answer to such a line is {"answers", "seconds"}: the fields of an Answer per sample, grouped by call, and the time
+of all calls. The process ends when its reader is gone.
 """
 
 import asyncio
@@ -30,23 +31,23 @@ from rltrain.rewards.answers import Answer, PlainError, Scorable, TookTooLongErr
 from rltrain.rewards.functions import RewardFunction, await_calls, call, load_reward
 from rltrain.runtime.machine import become_worker, kill_worker, start_worker
 
-# A worker process as the scorer sees it: started when it is needed, killed where it takes too long.
+# Worker processes in the scorer. They start on demand and are killed after a timeout.
 
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
-"""For a worker to import the function's module, and again for the first call, which imports what it still lacks."""
+"""Seconds for a worker to import the function's module. Also the limit of its first call, because it may import
+more."""
 LESS_AFTER_A_HANG = 8
-"""A first call may take so many times less after each one in a row that does not return."""
+"""After each consecutive hang in a first call, the next first call has this many times less time."""
 SAY_AFTER_S = 10.0
-"""A wait of this length is reported."""
+"""Seconds until a wait is reported."""
 READ_BYTES = 65536
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Calls that a process is asked for at once: those of an asynchronous function are awaited together, of any other
-    there is one."""
+    """The calls sent to a process at once. An asynchronous function can have many, any other function one."""
 
     function: RewardFunction
     calls: Sequence[Sequence[Scorable]]
@@ -54,54 +55,55 @@ class Request:
 
     @property
     def limit_s(self) -> float:
-        """Of a call with as many samples as any here."""
+        """Seconds of the call with the most samples."""
         return self.sample_limit_s * max(map(len, self.calls))
 
     @property
     def patience_s(self) -> float:
-        """Until the process has to answer. One that awaits keeps the limit itself, and has as long again to say so."""
+        """Seconds until the process must answer. An asynchronous worker enforces `limit_s` itself, so it has twice as
+        long."""
         return 2 * self.limit_s if self.function.asynchronous else self.limit_s
 
     @property
     def described(self) -> str:
-        """Returns how many samples it is about: "1 sample"."""
+        """The number of samples in words: "1 sample"."""
         count = sum(map(len, self.calls))
         return f"{count} sample{'s' * (count > 1)}"
 
     @property
     def alone(self) -> list["Request"]:
-        """A request for each call."""
+        """One request per call."""
         return [Request(self.function, [samples], self.sample_limit_s) for samples in self.calls]
 
     def message(self, patience_s: float) -> dict[str, Any]:
-        """For a process that has so long to answer."""
+        """Returns the message to a process that must answer within `patience_s`."""
         fields = self.function.convention.fields
         calls = [[sample.message(fields) for sample in samples] for samples in self.calls]
         return {"calls": calls, "limit_s": self.sample_limit_s * patience_s / self.patience_s}
 
     def not_replied(self, error: Exception) -> "Reply":
-        """Returns what stands for the reply of a process that gave none."""
+        """Returns the reply for a process without an answer: `error` for every sample."""
         answer = as_error(error)
         return Reply([answer for samples in self.calls for _ in samples])
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What came of a request."""
+    """The result of a request."""
 
     answers: Sequence[Answer]
-    """Of all samples of its calls."""
+    """Answers for the samples of all calls."""
     seconds: float | None = None
-    """That the calls took; None where the process is gone."""
+    """Seconds of the calls. None if the process is gone."""
 
 
 class SharedState:
-    """What the worker processes of one function have in common."""
+    """The common state of a function's worker processes."""
 
     def __init__(self, function: RewardFunction, start_message: dict[str, Any]) -> None:
         self.function, self.start_message = function, start_message
         self.longest: Request | None = None
-        """The request that took longest of those that got a number."""
+        """The slowest successful request."""
         self.longest_s = -1.0
         self.silence_is_told = False
 
@@ -115,7 +117,7 @@ class SharedState:
             self.longest, self.longest_s = None, -1.0
 
     def tell_silence(self, what: str, limit_s: float, why: str) -> None:
-        """Called after SAY_AFTER_S of a wait for `what`, which ends after `limit_s` in all; `why` names that limit."""
+        """Warns after SAY_AFTER_S of waiting for `what`. The wait ends after `limit_s`, and `why` names that limit."""
         if self.silence_is_told:
             return
         self.silence_is_told = True
@@ -127,12 +129,12 @@ class SharedState:
 
 
 class WorkerProcess:
-    """One worker process, started when it is first needed and again after it ended, and the pipes to it.
+    """One worker process and its pipes. It starts on demand, and again after it ended.
 
-    The first call in a process imports what the function's module does not, torch for one. It may take START_TIMEOUT_S,
-    and an eighth of that after each in a row that does not return. It is made with the request that took longest so
-    far: one that met those imports. As long as there is none it is made with the request at hand, which is asked once
-    more where it took longer than it may. So no sample has more or less than its time.
+    The first call of a process imports modules such as torch. It may take START_TIMEOUT_S, and an eighth of that after
+    each consecutive hang. It repeats the slowest successful request so far, because that request needed the same
+    imports. Before the first success, the first call is the current request. If it exceeds its own limit, it is sent
+    again. So every sample has the same time.
     """
 
     def __init__(self, shared: SharedState) -> None:
@@ -141,7 +143,7 @@ class WorkerProcess:
         self.process: subprocess.Popen[bytes] | None = None
 
     def ask(self, request: Request) -> Reply:
-        """What the process replied to `request`."""
+        """Returns the process's reply to `request`."""
         while not self._is_running():
             self._start()
             first = self.shared.longest or request
@@ -163,7 +165,7 @@ class WorkerProcess:
         return reply
 
     def _call(self, request: Request, limit_s: float, why: str, limit: str) -> Reply:
-        """The reply of the process, which is gone where there is none: it took longer than `limit`, or ended."""
+        """Returns the process's reply. Without one, the process is killed, because it exceeded `limit` or ended."""
         assert self.process is not None
         try:
             tell = partial(self.shared.tell_silence, request.described, limit_s, why)
@@ -195,16 +197,16 @@ class WorkerProcess:
             self.kill()
             raise ConfigError(
                 f"{self.function.config_key}.function: the worker process of {self.function.name!r} did not start "
-                f"({type(error).__name__}); its own message is on standard error"
+                f"({type(error).__name__}); see its message on standard error"
             ) from error
 
 
 def _ask(
     process: "subprocess.Popen[bytes]", message: dict[str, Any], timeout_s: float, on_silence: Callable[[], None]
 ) -> dict[str, Any]:
-    """Returns the worker's reply to one message, and calls `on_silence` where there is none after SAY_AFTER_S.
+    """Returns the worker's reply to one message. Calls `on_silence` once after SAY_AFTER_S.
 
-    Raises TimeoutError, or EOFError / OSError if the process is gone.
+    Raises TimeoutError, or EOFError or OSError if the process is gone.
     """
     assert process.stdin is not None and process.stdout is not None
     unsent = memoryview(json.dumps(message).encode() + b"\n")
@@ -230,17 +232,17 @@ def _ask(
     return reply
 
 
-# The worker processes of one function, and the threads that wait for them.
+# The worker processes of one function, and their threads.
 
 
 class FunctionWorkers:
-    """Runs one reward function: a trusted one here, any other in worker processes, so that even a hang in C code ends.
+    """Runs one reward function. A trusted function runs in this process, any other in worker processes. So even a hang
+    in C code ends.
 
-    A worker is started at its first sample, killed at a sample that takes longer than the limit, and ends with this
-    process. What a new worker has to import is not on a sample's time, see WorkerProcess. A batch has that time for
-    each of its samples. A worker awaits `calls_in_flight` calls of an asynchronous function at a time; a remote judge
-    has one worker, and `num_workers` calls in flight. `on_scored` is called after every sample, batch, or calls in
-    flight, from any thread.
+    A worker starts at its first sample, is killed if a sample exceeds the limit, and ends with this process. Imports of
+    a new worker do not count toward a sample's time (see WorkerProcess). A batch may take the limit once per sample. A
+    worker awaits `calls_in_flight` calls of an asynchronous function at a time. A remote judge has one worker with
+    `num_workers` calls in flight. `on_scored` is called after every request, from any thread.
     """
 
     def __init__(self, function: RewardFunction, settings: schema.Reward, on_scored: Callable[[], None]) -> None:
@@ -266,10 +268,11 @@ class FunctionWorkers:
         # Linux ends a worker with the thread that started it, so these threads live as long as the workers.
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
         self._begun: list[Future[list[Answer]]] = []
-        """The last that were begun."""
+        """Futures of the latest `begin`."""
 
     def begin(self, samples: Sequence[Scorable]) -> list[Future[list[Answer]]]:
-        """Returns the answers of `samples`, in their order: those of a trusted function are there."""
+        """Starts scoring and returns futures with the answers, in the order of `samples`. Those of a trusted function
+        are already done."""
         if self.function.trusted:
             there: Future[list[Answer]] = Future()
             there.set_result([call(self.function, [sample])[0] for sample in samples])
@@ -280,13 +283,13 @@ class FunctionWorkers:
         return self._begun
 
     def close(self) -> None:
-        """End the processes. Nothing can be begun afterwards."""
+        """Ends the processes. Nothing can be scored afterwards."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for process in self.processes:
             process.kill()
 
     def _requests(self, samples: Sequence[Scorable]) -> list[Request]:
-        """Samples that stand together in a batch or are awaited together are spread evenly over the workers."""
+        """Groups the samples into requests and spreads them evenly over the workers."""
         if self.function.convention.batched:
             calls = [list(group) for _, group in groupby(samples, key=attrgetter("group"))]
         else:
@@ -305,7 +308,7 @@ class FunctionWorkers:
             self._idle.put(process)
 
     def _answers(self, process: WorkerProcess, request: Request) -> list[Answer]:
-        """Where one of several calls took its process along, or held it up, each is asked for again alone."""
+        """Returns the answers to a request. If a process died or hung with several calls, each is repeated alone."""
         reply = process.ask(request)
         self.on_scored()
         if reply.seconds is None and len(request.calls) > 1:
@@ -313,13 +316,13 @@ class FunctionWorkers:
         return [*reply.answers]
 
 
-# The process itself.
+# The worker process.
 
 
 def answers_to(requests: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """One for each line of `requests`. Ends with them, or with a line that its writer did not live to complete."""
+    """Yields one answer per line of `requests`. Ends after the last complete line."""
     function = None
-    with asyncio.Runner() as loop:  # one for all calls: a function may keep connections between them
+    with asyncio.Runner() as loop:  # one loop for all calls, because a function may keep connections
         for line in requests:
             if not line.endswith(b"\n"):
                 return

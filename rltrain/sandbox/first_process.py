@@ -1,7 +1,7 @@
-"""Process 1 of a sandbox: makes the sandbox from within, starts the program, and reaps whatever is left to it.
+"""Process 1 of a sandbox. It makes the sandbox from within, starts the program, and reaps all orphans.
 
-It is in new namespaces from its first moment, with all capabilities over them, and gives those up before the program
-begins. When it ends the kernel kills every process of the sandbox.
+It starts in new namespaces with all capabilities over them. It gives them up before the program begins. When it ends,
+the kernel kills every process of the sandbox.
 """
 
 import math
@@ -27,23 +27,24 @@ from rltrain.sandbox.system_calls import (
     set_hostname,
 )
 
-# Becomes the program that is to be run: what it was given, what it may use, and nothing else of this process.
+# The start of the program, with its files and limits and without the state of this process.
 
 DESCRIPTORS_TO_CLOSE = 65536
 CPU_GRACE_S = 1
-"""By how much the kernel's limit, of whole seconds, is above the keeper's, and between its warning and its end."""
+"""Seconds by which the kernel's limit exceeds the keeper's. Also the seconds between the kernel's warning and its
+kill."""
 
 
 def start(spec: dict[str, Any], streams: tuple[int, int, int], folder: str, report: Any) -> int:
-    """The process id of the program, in a session of its own that ends with this process. `report(error)` is called
-    from there should it not begin."""
+    """Returns the process id of the program. It has its own session and ends with this process. If the program cannot
+    start, its process calls `report(error)`."""
     parent = os.getpid()
     pid = os.fork()
     if pid:
         return pid
     try:
         process_control(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == parent:  # it may have ended before the kernel was asked to tell
+        if os.getppid() == parent:  # the parent may have ended before the line above
             _become(spec, streams, folder)
     except BaseException as error:
         report(error)
@@ -55,19 +56,19 @@ def _become(spec: dict[str, Any], streams: tuple[int, int, int], folder: str) ->
     os.chdir(folder)
     limit(spec["limits"])
     for number in signal.valid_signals():
-        if signal.getsignal(number) == signal.SIG_IGN:  # handlers end by themselves
+        if signal.getsignal(number) == signal.SIG_IGN:  # execve resets handlers, but not ignored signals
             signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     for stream, descriptor in enumerate(streams):
         os.dup2(descriptor, stream)
-    kept = sorted([*spec.get("descriptors", []), spec["channel"]])  # the last is closed by the new program's start
+    kept = sorted([*spec.get("descriptors", []), spec["channel"]])  # execve closes the channel, the last one
     for begin, end in zip([3, *(fd + 1 for fd in kept)], [*kept, DESCRIPTORS_TO_CLOSE], strict=True):
         os.closerange(begin, end)
     os.execve(spec["command"][0], spec["command"], spec["environment"])
 
 
 def limit(limits: dict[str, Any]) -> None:
-    """Limits of each process, which the kernel keeps by itself; those of all together are the keeper's."""
+    """Sets the limits per process, enforced by the kernel. The keeper enforces those of all processes together."""
     cpu_s = math.ceil(limits["cpu_s"]) + CPU_GRACE_S
     wanted = {
         resource.RLIMIT_CPU: (cpu_s, cpu_s + CPU_GRACE_S),
@@ -83,7 +84,7 @@ def limit(limits: dict[str, Any]) -> None:
 
 
 def _set_limit(which: int, soft: int, hard: int) -> None:
-    """No more than this process may have."""
+    """Sets a limit, but not above the limit of this process."""
     allowed = resource.getrlimit(which)[1]
     if allowed != resource.RLIM_INFINITY:
         soft, hard = min(soft, allowed), min(hard, allowed)
@@ -91,13 +92,13 @@ def _set_limit(which: int, soft: int, hard: int) -> None:
 
 
 def counts_processes_per_sandbox() -> bool:
-    """Whether Linux's limit of processes counts those of a user namespace alone, which it does since 5.14."""
+    """Returns whether Linux limits processes per user namespace, as it does since 5.14."""
     numbers = re.match(r"(\d+)\.(\d+)", os.uname().release)
     return numbers is not None and (int(numbers[1]), int(numbers[2])) >= (5, 14)
 
 
 def limit_number_of_processes(number: int) -> None:
-    """Of this user in this user namespace, threads counted."""
+    """Limits the processes and threads of this user in this user namespace."""
     if counts_processes_per_sandbox():
         _set_limit(resource.RLIMIT_NPROC, number, number)
 
@@ -107,7 +108,7 @@ def send_status(descriptor: int, wait_status: int) -> None:
 
 
 def receive_status(descriptor: int) -> int | None:
-    """None: its process was killed before it could say."""
+    """Returns the wait status, or None if the first process was killed."""
     packed = os.read(descriptor, 4)
     return struct.unpack("=i", packed)[0] if len(packed) == 4 else None
 
@@ -116,8 +117,11 @@ Report = Callable[[BaseException], None]
 
 
 def be_first_process(spec: dict[str, Any], contents: list[bytes], keeper: socket.socket, report: Report) -> NoReturn:
-    """`keeper`: whoever watches from outside. It says by a byte that this process's user is known in the sandbox, gets
-    the socket that listens for it where the program may reach a port, and at the end the program's wait status."""
+    """Runs process 1. `keeper` is a socket to the keeper outside.
+
+    The keeper sends a byte once this process's user is mapped. It receives the listening socket if the program may
+    reach a port. At the end it receives the program's wait status.
+    """
     try:
         if keeper.recv(1):
             _make_sandbox(spec, keeper)
@@ -135,17 +139,17 @@ def _make_sandbox(spec: dict[str, Any], keeper: socket.socket) -> None:
     root_file_system.make_root(spec["visible"], limits["written_bytes"], limits["num_files"], uid)
     listening = spec["host_port"] is not None
     if listening:
-        from rltrain.sandbox.relay import hand_over_listener, start_loopback  # the keeper has it imported
+        from rltrain.sandbox.relay import hand_over_listener, start_loopback  # already imported by the keeper
 
         start_loopback()
         hand_over_listener(spec["host_port"], keeper)
     _become_user(uid)
     if spec["own_user_namespace"]:
-        limit_number_of_processes(limits["num_processes"] + 1)  # with this one
+        limit_number_of_processes(limits["num_processes"] + 1)  # including this process
     process_control(PR_SET_NO_NEW_PRIVS, 1)
     system_calls.restrict_this_process(internet_sockets=listening)
     process_control(PR_SET_DUMPABLE, 0)
-    process_control(PR_SET_PDEATHSIG, signal.SIGKILL)  # here, since the kernel forgets it where the user changes
+    process_control(PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of user, because that resets it
     if any(events & select.POLLHUP for _, events in _poll(keeper)):
         os._exit(0)
 
@@ -166,9 +170,9 @@ def _become_user(uid: int) -> None:
 
 
 def _reap_until(started: int) -> int:
-    """The wait status of the program."""
+    """Reaps processes until the program ends, and returns its wait status."""
     nothing = os.open("/dev/null", os.O_RDWR)
-    for stream in (0, 1, 2):  # the program's alone, so that their readers see its end
+    for stream in (0, 1, 2):  # only the program keeps the streams, so readers see its end
         os.dup2(nothing, stream)
     while True:
         pid, status = os.wait()

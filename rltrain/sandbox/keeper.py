@@ -1,7 +1,8 @@
-"""The process beside a sandbox: starts its program, counts what it uses, and leaves nothing of it behind.
+"""The keeper of a sandbox, a process outside it. It starts the program, measures its usage, and leaves no process
+behind.
 
-It ends the program when a limit is reached, when the caller says so, and when the caller is gone. Should this process
-itself be killed, the kernel kills process 1 of the sandbox, and with it all others.
+It ends the program at a limit, on the caller's request, and if the caller is gone. If the keeper is killed, the kernel
+kills process 1 of the sandbox and all others with it.
 """
 
 import contextlib
@@ -22,26 +23,26 @@ from rltrain.sandbox.system_calls import NEW_NAMESPACES, PR_SET_CHILD_SUBREAPER,
 if TYPE_CHECKING:
     from rltrain.sandbox.relay import Relay
 
-# What all processes that one process started use together, from /proc.
+# The usage of a process and all its descendants, from /proc.
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class Usage:
-    """Of a tree of processes at one moment."""
+    """The usage of a tree of processes at one moment."""
 
     def __init__(self) -> None:
         self.num_tasks = 0
-        """Processes and threads."""
+        """Number of processes and threads."""
         self.cpu_s = 0.0
-        """Of those that run and of those that they waited for."""
+        """CPU seconds of running processes and of children they have waited for."""
         self.resident_bytes = 0
-        """Of every process; what several share is counted for each."""
+        """Resident bytes of all processes. Shared memory counts for each of them."""
 
 
 def descendants(root: int) -> list[int]:
-    """Process ids of all that process `root` started, directly or not; parents before their children."""
+    """Returns the ids of all descendants of process `root`, parents before their children."""
     found: list[int] = []
     waiting = [root]
     while waiting:
@@ -56,17 +57,17 @@ def _children(process: int) -> list[int]:
     try:
         for thread in os.listdir(f"/proc/{process}/task"):
             found += map(int, _read(f"/proc/{process}/task/{thread}/children").split())
-    except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile; its children have another parent now
+    except (FileNotFoundError, ProcessLookupError):  # it has ended, and its children have another parent
         pass
     return found
 
 
 def usage(processes: list[int]) -> Usage:
-    """Those that have ended meanwhile are left out."""
+    """Returns the usage of the processes that still exist."""
     total = Usage()
     for process in processes:
         try:
-            # behind the name, which may hold anything but ends at the last parenthesis
+            # The name can contain anything, but ends at the last parenthesis.
             fields = _read(f"/proc/{process}/stat").rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
             continue
@@ -78,12 +79,13 @@ def usage(processes: list[int]) -> Usage:
 
 
 def memory_bytes(processes: list[int]) -> int:
-    """Of all together, what several share counted once. Slower than `usage`, which is never less."""
+    """Returns the memory of all processes. Shared memory counts once, so it is at most the resident bytes of `usage`.
+    Slower than `usage`."""
     total = 0
     for process in processes:
         try:
             lines = _read(f"/proc/{process}/smaps_rollup").splitlines()
-        except OSError:  # it ended meanwhile, or has no memory any more
+        except OSError:  # it has ended, or has no memory left
             continue
         total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
     return total
@@ -94,35 +96,35 @@ def _read(path: str) -> str:
         return file.read()
 
 
-# Starts a program by one of the means, from the keeper.
+# The start of a program by one of the means.
 
 UID_INSIDE = 1000
-"""The program's user in a user namespace of its own."""
+"""The program's user in a new user namespace."""
 NOBODY = 65534
-"""Who it is on the machine where this process may choose."""
+"""The program's user on the machine, if this process may choose one."""
 MOST_OTHER_PROCESSES = 5
-"""Beside a program's: bubblewrap's two, this one and its helper while they start it, and one more, by which the program
-is seen to have reached its limit."""
+"""Processes besides the program's: bubblewrap's two, this one and its helper during the start, and one to exceed the
+limit visibly."""
 
 
 class Started:
-    """A program that runs."""
+    """A running program."""
 
     def __init__(self, process: int, num_own_processes: int) -> None:
         self.process = process
-        """Child of this process; when it ends, the program has."""
+        """A child of this process. The program has ended when it ends."""
         self.num_own_processes = num_own_processes
-        """How many of those that this process started are not the program's."""
+        """Number of started processes outside the program."""
         self.to_first: socket.socket | None = None
-        """Socket to process 1 of the sandbox, which says there how the program ended."""
+        """A socket to process 1 of the sandbox. It sends the program's wait status."""
         self.relay: Relay | None = None
         self.folder: str | None = None
-        """To be removed when nothing of the program is left."""
+        """A folder to remove after the end of the program."""
         self.is_counted_by_user = False
-        """Whether the kernel counts its processes as those of a user namespace."""
+        """True if the kernel counts the program's processes per user namespace."""
 
     def final_status(self, statuses: dict[int, int]) -> int:
-        """Exit status, or the negative number of the signal that ended it, as subprocess has it."""
+        """Returns the exit status, or the negative number of the fatal signal, as in subprocess."""
         status = statuses.get(self.process, signal.SIGKILL)
         if self.to_first is not None:
             said = first_process.receive_status(self.to_first.fileno())
@@ -131,17 +133,18 @@ class Started:
 
     def remove_folder(self) -> None:
         if self.folder is not None:
-            import shutil  # takes longer to import than all else here
+            import shutil  # slow to import, and rarely needed
 
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def start(spec: dict[str, Any], contents: list[bytes], report: Report) -> Started:
-    """By spec["means"]; this process's standard streams become the program's. Raises OSError where it cannot be."""
+    """Starts a program by spec["means"]. This process's standard streams become the program's. Raises OSError if it
+    fails."""
     starters = {"kernel": _in_namespaces, "bubblewrap": _in_bubblewrap, "none": _unprotected}
     started = starters[spec["means"]](spec, contents, report)
     with contextlib.suppress(OSError), open(f"/proc/{started.process}/oom_score_adj", "w") as file:
-        file.write("1000")  # the first to go on a machine without memory; that it ended already is no error here
+        file.write("1000")  # the kernel's first choice if memory runs out
     return started
 
 
@@ -161,7 +164,7 @@ def _in_bubblewrap(spec: dict[str, Any], contents: list[bytes], report: Report) 
         os.close(descriptor)
     started = Started(process, num_own_processes=2)
     if pause is not None:
-        from rltrain.sandbox.relay import Relay  # imports much that other sandboxes do without
+        from rltrain.sandbox.relay import Relay  # slow to import, and other sandboxes do not need it
 
         ours, theirs = socket.socketpair()
         with ours, theirs:
@@ -173,7 +176,7 @@ def _in_bubblewrap(spec: dict[str, Any], contents: list[bytes], report: Report) 
 
 def _in_namespaces(spec: dict[str, Any], contents: list[bytes], report: Report) -> Started:
     if spec["host_port"] is not None:
-        from rltrain.sandbox.relay import Relay  # here: other sandboxes do without, and in the sandbox it is not there
+        from rltrain.sandbox.relay import Relay  # before the clone: the sandbox has no such file
     ours, theirs = socket.socketpair()
     process, own_users = _clone()
     uid = UID_INSIDE if own_users else NOBODY
@@ -193,7 +196,7 @@ def _in_namespaces(spec: dict[str, Any], contents: list[bytes], report: Report) 
 
 
 def _clone() -> tuple[int, bool]:
-    """(process, whether it has a user namespace of its own). The superuser needs none, and may not be allowed one."""
+    """Returns (process, whether it has a new user namespace). The superuser needs none, and may be refused one."""
     try:
         return clone([*NEW_NAMESPACES]), True
     except OSError:
@@ -203,9 +206,9 @@ def _clone() -> tuple[int, bool]:
 
 
 def _map_users(process: int) -> None:
-    """Who the program's user is on this machine: nobody if this process may say so, else this process's own.
+    """Maps the program's user to nobody if this process may do so, else to this process's user.
 
-    Linux does not limit how many processes the superuser has, so it had better be another.
+    Linux does not limit the processes of the superuser, so another user is safer.
     """
     if os.geteuid() == 0:
         with contextlib.suppress(PermissionError):
@@ -225,11 +228,11 @@ def _write(path: str, text: str) -> None:
 COUNT_EVERY_S = 0.05
 KILL_AGAIN_MS = 10
 KILL_FOR_S = 30.0
-"""Processes that cannot be killed for so long wait for a disk or a device; they are dead when it answers."""
+"""Seconds to keep killing. After that, the rest are dying processes blocked by a disk or a device."""
 
 
 class Keeper:
-    """Of one program, from its start to its end."""
+    """The keeper of one program, from its start to its end."""
 
     def __init__(self, spec: dict[str, Any], caller: socket.socket, started: Started) -> None:
         self.began = time.monotonic()
@@ -238,7 +241,7 @@ class Keeper:
         self.caller = caller
         self.started = started
         self.statuses: dict[int, int] = {}
-        """Wait status of every child that has ended."""
+        """Wait status of every ended child."""
         self.children_ended, notified = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(notified)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -249,7 +252,7 @@ class Keeper:
             started.relay.watch(self.poll)
 
     def keep(self) -> dict[str, Any]:
-        """Until the program and all that it started are gone; how it ended."""
+        """Waits until all processes of the program are gone. Returns the message about its end."""
         ended_by = self._watch()
         self._kill_all()
         seconds = time.monotonic() - self.began
@@ -260,12 +263,13 @@ class Keeper:
         return {limits.ENDED: ended_by, "status": status, "seconds": seconds}
 
     def _ended_by_cpu_limit(self, status: int, cpu_s: float) -> bool:
-        """Each process has a limit of its own, which the kernel keeps by one of these signals."""
+        """Returns whether the kernel ended the program at its CPU limit per process. The kernel uses one of these
+        signals."""
         signals = (signal.SIGXCPU, signal.SIGKILL)
         return cpu_s >= self.limits["cpu_s"] and any(status in (-number, 128 + number) for number in signals)
 
     def _watch(self) -> str | None:
-        """Why the program is to be ended; None: it has ended."""
+        """Waits for the end of the program. Returns None, or the reason why it must be ended."""
         end = self.began + self.limits["wall_s"]
         next_count = self.began + COUNT_EVERY_S
         while self._children_are_left() and self.started.process not in self.statuses:
@@ -296,7 +300,7 @@ class Keeper:
         if used.cpu_s > self.limits["cpu_s"]:
             return "cpu"
         allowed = self.limits["memory_bytes"]
-        # What several share is counted several times in what they have resident.
+        # Resident bytes count shared memory several times.
         if used.resident_bytes > allowed and memory_bytes(processes) > allowed:
             return "memory"
         return None
@@ -310,10 +314,10 @@ class Keeper:
         return True
 
     def _kill_all(self) -> None:
-        """Kill every process that this one started, directly or not, and wait until they are gone.
+        """Kills all descendants of this process and waits until they are gone.
 
-        The kernel kills all of a sandbox with its process 1. Where there is none, those whose parents ended are this
-        process's children, and more may be started while some are killed, so that it looks again.
+        The kernel kills all of a sandbox with its process 1. Without one, orphans become children of this process, and
+        they can start more while others are killed. So it repeats.
         """
         deadline = time.monotonic() + KILL_FOR_S
         left = [self.started.process]
@@ -326,10 +330,10 @@ class Keeper:
 
 
 def main(descriptor: int) -> None:
-    """Read what to do from the caller's socket, do it, and say how it ended."""
+    """Reads the caller's request from its socket, runs the program, and reports its end."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the caller's to hear
-    os.umask(0o022)  # the folders of a sandbox are for its program, which is another user
+        signal.signal(number, signal.SIG_IGN)  # only the caller handles them
+    os.umask(0o022)  # the program is another user and must read the folders
     os.set_inheritable(descriptor, False)
     caller = socket.socket(fileno=descriptor)
     spec = limits.receive(caller)
@@ -346,7 +350,7 @@ def main(descriptor: int) -> None:
         limits.send(caller, {limits.ERROR: str(error) or repr(error)})
 
     process_control(PR_SET_CHILD_SUBREAPER, 1)
-    with contextlib.suppress(BrokenPipeError):  # the caller is gone, and so is the sandbox
+    with contextlib.suppress(BrokenPipeError):  # the caller is gone, so the sandbox ends too
         process_limit = ProcessLimit(spec["limits"]["num_processes"] + MOST_OTHER_PROCESSES)
         try:
             with process_limit:
@@ -364,7 +368,7 @@ def main(descriptor: int) -> None:
 
 
 def _close_streams() -> None:
-    """The program's alone, so that their readers see its end."""
+    """Closes this process's copies of the program's streams, so that readers see their end."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(nothing, stream)

@@ -1,4 +1,4 @@
-"""What a program may use, what it is given, and how its caller and its keeper talk."""
+"""Limits and results of programs, and the messages between a caller and its keeper."""
 
 import json
 import math
@@ -9,32 +9,32 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# What a program may use, and how its run ended.
+# Limits and results.
 
 MIB = 2**20
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one program with all that it starts, unless said otherwise. Whoever reaches one is ended, or is refused what
-    goes beyond it."""
+    """The limits of a program together with all processes that it starts, unless noted otherwise. At a limit, processes
+    are ended or an operation fails."""
 
     wall_s: float = 10.0
     cpu_s: float = 10.0
-    """Seconds of processors."""
+    """CPU seconds."""
     memory_bytes: int = 512 * MIB
-    """What is written to its files counts as well where these are kept in memory, up to `written_bytes` more."""
+    """Bytes of memory. Files in memory count too, and can use up to `written_bytes` more."""
     num_processes: int = 64
-    """Threads are counted too."""
+    """Number of processes and threads."""
     file_bytes: int = 64 * MIB
-    """Of one file."""
+    """Bytes per file."""
     written_bytes: int = 128 * MIB
-    """Of all its files."""
+    """Bytes of all files."""
     num_files: int = 8192
     num_open_files: int = 256
-    """Of each process."""
+    """Open files per process."""
     output_bytes: int = MIB
-    """Of standard output, and of standard error."""
+    """Bytes of standard output, and of standard error."""
 
     def __post_init__(self) -> None:
         wrong = {name: value for name, value in vars(self).items() if not 0 < value < math.inf}
@@ -44,41 +44,41 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended. Nothing of it is left then."""
+    """The result of a program. All its processes are gone."""
 
     status: int
     """Exit status, or the negative number of the signal that ended it."""
     stdout: bytes
     stderr: bytes
     ended_by: str | None
-    """None: it ended by itself. "time", "cpu", "memory", "processes", "output": it reached this limit. "caller": it was
-    closed. "lost": its keeper was killed."""
+    """None if it ended by itself. "time", "cpu", "memory", "processes" and "output" name the reached limit. "caller"
+    means closed by the caller. "lost" means that its keeper was killed."""
     seconds: float
     stdout_truncated: bool = False
-    """Whether there was more than limits.output_bytes."""
+    """True if there was more output than limits.output_bytes."""
     stderr_truncated: bool = False
 
     @property
     def succeeded(self) -> bool:
-        """By its own account: it may have printed anything."""
+        """True if the exit status is 0 and no limit was reached. The program itself chooses its status and output."""
         return self.status == 0 and self.ended_by is None
 
 
-# What the caller of a sandbox and its keeper say to each other, over a socket.
+# Messages between the caller of a sandbox and its keeper, over a socket.
 
 STARTED = "started"
-"""Key of the keeper's first message: the sandbox is made and its program begins. Below it, the folder of the control
-group that limits its processes, or null, and why the kernel does not limit their number, or "". Then one of these two:
-"""
+"""Key of the keeper's first message: the program has started. Its value has the folder of the control group that limits
+its processes (or null), and the reason why the kernel does not limit their number (or ""). One of the next two messages
+follows."""
 ERROR = "error"
-"""Key: why it cannot be made, or why its program cannot begin."""
+"""Key of the reason why the sandbox or its program could not start."""
 ENDED = "ended"
-"""Key: how the program ended; nothing of it is left."""
+"""Key of the program's end. All its processes are gone."""
 LENGTH = struct.Struct("=I")
 
 
 def send(channel: socket.socket, message: dict[str, Any], contents: Sequence[bytes] = ()) -> None:
-    """One message, and the contents of files behind it."""
+    """Sends one message, followed by the contents of files."""
     packed = json.dumps(message).encode()
     channel.sendall(LENGTH.pack(len(packed)) + packed)
     for content in contents:
@@ -86,7 +86,7 @@ def send(channel: socket.socket, message: dict[str, Any], contents: Sequence[byt
 
 
 def receive(channel: socket.socket) -> dict[str, Any] | None:
-    """None: the other side is gone."""
+    """Returns one message, or None if the other side is gone."""
     header = receive_bytes(channel, LENGTH.size)
     if header is None:
         return None
@@ -109,21 +109,21 @@ def receive_bytes(channel: socket.socket, length: int) -> bytes | None:
     return b"".join(parts)
 
 
-# The files that a program is given.
+# Files for a program.
 
 
 def checked_name(name: str) -> str:
-    """A name as it will be in the program's folder. Raises ValueError for one that leads out of it."""
+    """Returns the name, a path within the program's folder. Raises ValueError if it leads out of the folder."""
     parts = name.split("/")
     if not name or any(part in ("", ".", "..") for part in parts) or "\0" in name:
         raise ValueError(
-            f"the file name {name!r} cannot be used: expected a path within the program's folder, as a/b.py"
+            f"the file name {name!r} is not allowed; expected a path within the program's folder, such as a/b.py"
         )
     return name
 
 
 def in_order(files: Mapping[str, bytes]) -> tuple[list[tuple[str, int]], list[bytes]]:
-    """(names and sizes, contents)."""
+    """Returns (names and sizes, contents)."""
     return [(checked_name(name), len(content)) for name, content in files.items()], list(files.values())
 
 

@@ -1,4 +1,4 @@
-"""By which means this machine can keep a program in a sandbox: `python -m rltrain.sandbox.means` says it."""
+"""Means of making sandboxes on this machine. `python -m rltrain.sandbox.means` prints them."""
 
 import os
 import shutil
@@ -12,33 +12,33 @@ from rltrain.sandbox.limits import Limits
 from rltrain.sandbox.sandbox import Sandbox
 
 PROTECTING = ("bubblewrap", "kernel")
-"""The first that works is taken."""
+"""Means in order of preference. The first working one is used."""
 SETTINGS = ("auto", *PROTECTING, "none")
 WITHOUT_NAMESPACES = (
-    "Linux, or what this container may do, refuses new namespaces; look at user.max_user_namespaces, "
+    "Linux or this container refuses new namespaces; look at user.max_user_namespaces, "
     "kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns and the container's seccomp profile"
 )
 
 
 @dataclass(frozen=True)
 class MeansFinding:
-    """What was found when one of the means was tried."""
+    """The result of trying one of the means."""
 
     works: bool
     text: str
-    """What is missing: why it does not work, or what it cannot do here."""
+    """The reason why it does not work, or its limitations here."""
 
 
 @cache
 def means() -> Mapping[str, MeansFinding]:
-    """Tries each once in this process, which takes a moment."""
+    """Returns the finding of each of the means. The first call in a process tries them and takes a moment."""
     return {"bubblewrap": _try_bubblewrap(), "kernel": _try("kernel")}
 
 
 def require(setting: str, key: str = "env.sandbox") -> str:
-    """The means for a setting: "auto", one of the means, or "none", which protects from nothing.
+    """Returns the means for a setting: "auto", one of the means, or "none" (without protection).
 
-    Raises ConfigError, which names `key`, where this machine cannot keep a program in a sandbox so.
+    Raises ConfigError, with `key` in its message, if this machine cannot make such a sandbox.
     """
     if setting not in SETTINGS:
         raise ConfigError(f"{key}: {setting!r} is unknown; expected {one_of(setting, SETTINGS)}")
@@ -52,10 +52,9 @@ def require(setting: str, key: str = "env.sandbox") -> str:
     reasons = "; ".join(f"{name}: {found[name].text}" for name in wanted)
     others = [name for name in PROTECTING if name not in wanted and found[name].works]
     raise ConfigError(
-        f"{key}: {setting}: this machine cannot keep programs in a sandbox ({reasons}). Expected one that can"
+        f"{key}: {setting}: this machine cannot keep programs in a sandbox ({reasons}). Use another machine"
         + (f", or {key}: {others[0]}, which works here" if others else "")
-        + f". {key}: none runs them with limits alone: they then read and write whatever this user can, and have the "
-        "network"
+        + f", or {key}: none for limits without a sandbox: programs then have this user's files and the network"
     )
 
 
@@ -67,7 +66,7 @@ def _try_bubblewrap() -> MeansFinding:
 
 def _try(name: str) -> MeansFinding:
     if sys.platform != "linux":
-        return MeansFinding(works=False, text=f"it is Linux's, and this is {sys.platform}")
+        return MeansFinding(works=False, text=f"it needs Linux, but this is {sys.platform}")
     try:
         with Sandbox(name).start(["sh", "-c", "test -e /proc/self"], limits=Limits(wall_s=60.0)) as running:
             outcome = running.communicate()
@@ -76,7 +75,7 @@ def _try(name: str) -> MeansFinding:
     if outcome.ended_by is not None or outcome.status not in (0, 1):
         said = outcome.stderr.decode(errors="replace").strip()
         return MeansFinding(works=False, text=f"{said or f'it ended with {outcome.status}'}. {WITHOUT_NAMESPACES}")
-    lacks = [] if outcome.status == 0 else ["programs have no /proc, since parts of this machine's are covered"]
+    lacks = [] if outcome.status == 0 else ["programs have no /proc, since parts of this machine's /proc are covered"]
     if running.uncounted:
         lacks.append(f"processes are counted from time to time, not limited by the kernel, since {running.uncounted}")
     return MeansFinding(works=True, text="; ".join(lacks))
@@ -86,7 +85,7 @@ def main() -> None:
     for name, finding in means().items():
         print(f"{name}: {'works' if finding.works else 'does not work'}{finding.text and ': ' + finding.text}")
     user = "the superuser" if os.geteuid() == 0 else "an ordinary user"
-    print(f"tried as {user}; the setting auto takes the first that works")
+    print(f"tried as {user}; the setting auto uses the first working one")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Limits how many processes a sandbox has at a time, by a control group of Linux.
+"""Limits the number of processes of a sandbox by a control group of Linux.
 
-The keeper only looks from time to time, and the limit of processes that Linux keeps of a user does not hold the
-superuser. A control group holds everybody, at once; but only few may make one.
+The keeper only counts from time to time, and Linux's limit per user does not apply to the superuser. A control group
+limits every user at once, but making one needs permissions.
 """
 
 import contextlib
@@ -11,19 +11,20 @@ import time
 
 CONTROLLER = "pids"
 LIMITS = ("memory.max", "memory.high", "cpu.max", "pids.max", "cpuset.cpus", "io.max")
-"""Files of a control group of version 2; one that limits nothing is empty, or begins with the word max."""
+"""Files of a control group of version 2. Without a limit they are empty or begin with the word max."""
 REMOVE_FOR_S = 1.0
 
 
 class ProcessLimit:
-    """A control group that this process is in while it starts a sandbox, so that what it starts stays there.
+    """A control group around the start of a sandbox. This process is in it meanwhile, and the started processes stay in
+    it.
 
-    Where none can be made `lack` says why, and nothing is limited.
+    If the group cannot be made, `lack` has the reason and there is no limit.
     """
 
     def __init__(self, number: int) -> None:
         self.folder: str | None = None
-        """Where Linux shows the group."""
+        """The folder of the group in Linux's file system."""
         self.lack = ""
         self._home = ""
         self._number = number
@@ -34,7 +35,7 @@ class ProcessLimit:
             self.folder = os.path.join(parent, f"rltrain-sandbox-{os.urandom(8).hex()}")
             os.mkdir(self.folder)
             _write(f"{self.folder}/pids.max", str(self._number))
-            _write(f"{self.folder}/cgroup.procs", "0")  # the process that writes it
+            _write(f"{self.folder}/cgroup.procs", "0")  # 0 means the writing process
         except OSError as error:
             self.remove()
             self.folder, self.lack = None, f"no control group can be made for them: {error}"
@@ -47,30 +48,31 @@ class ProcessLimit:
             self.remove()
 
     def remove(self) -> None:
-        """The group, and what is left of its processes."""
+        """Removes the group and its remaining processes."""
         if self.folder is not None:
             remove_group(self.folder)
 
 
 def remove_group(folder: str) -> None:
-    """Removes it, if it is still there, and kills its processes; Linux refuses until the last of them has ended."""
+    """Removes the group if it exists, and kills its processes. Linux refuses the removal until the last process has
+    ended."""
     deadline = time.monotonic() + REMOVE_FOR_S
     while os.path.isdir(folder) and time.monotonic() < deadline:
         with contextlib.suppress(OSError):
             os.rmdir(folder)
             return
-        with contextlib.suppress(OSError):  # some have ended meanwhile
+        with contextlib.suppress(OSError):  # some may have ended
             inside = map(int, _read(f"{folder}/cgroup.procs").split())
-            for process in filter(None, inside):  # 0: one that cannot be seen from here
+            for process in filter(None, inside):  # 0 is a process outside this namespace
                 os.kill(process, signal.SIGKILL)
         time.sleep(0.005)
 
 
 def places(groups: str, mounts: str) -> tuple[str, str]:
-    """Returns the folder of this process's control group, and the one in which another can be made.
+    """Returns the folder of this process's control group, and a folder for new groups.
 
-    `groups` and `mounts` are the texts of /proc/self/cgroup and /proc/self/mountinfo. Raises OSError where there is
-    none that counts processes.
+    `groups` and `mounts` are the texts of /proc/self/cgroup and /proc/self/mountinfo. Raises OSError if no control
+    groups count processes.
     """
     of_version_1, of_version_2 = None, None
     for line in groups.splitlines():
@@ -89,7 +91,7 @@ def places(groups: str, mounts: str) -> tuple[str, str]:
 
 
 def _where(path: str, mounts: str, kind: str) -> tuple[str, str]:
-    """The folders of a control group and of the topmost one that can be seen."""
+    """Returns the folders of a control group and of the topmost visible group."""
     for line in mounts.splitlines():
         before, _, after = line.partition(" - ")
         _, _, _, root, top, *_ = before.split()
@@ -101,8 +103,8 @@ def _where(path: str, mounts: str, kind: str) -> tuple[str, str]:
 
 
 def _parent_of_version_2(own: str, top: str) -> str:
-    """A group with processes of its own cannot have others that are counted, the topmost one excepted. So it is often
-    one further up, unless that leads out of a limit of the job's."""
+    """Returns a folder for new groups. Except for the topmost group, a group with processes cannot have counted child
+    groups. So the folder is often further up, but never outside a limit of the job."""
     folder = own
     while not _counts(folder):
         if folder == top or not _is_unlimited(folder):

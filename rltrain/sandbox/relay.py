@@ -1,8 +1,8 @@
-"""Lets a program without a network reach one port of the machine's loopback, and nothing else.
+"""Connects a program without a network to one port of the machine's loopback.
 
-A socket belongs to the network namespace in which it was made, whoever holds it. So process 1 of the sandbox listens
-at the port there, and hands the listening socket to the keeper outside, which accepts what the program connects and
-passes its bytes on to the same port of the machine.
+A socket stays in the network namespace of its creation. So process 1 of the sandbox opens a listening socket and sends
+it to the keeper outside. The keeper accepts the program's connections and relays their bytes to the same port of the
+machine.
 """
 
 import array
@@ -15,13 +15,13 @@ LOOPBACK = "127.0.0.1"
 MAX_CONNECTIONS = 256
 BUFFER_BYTES = 65536
 READ_FLAGS, WRITE_FLAGS = 0x8913, 0x8914
-"""Requests to ioctl: flags of a network interface."""
+"""Requests to ioctl for the flags of a network interface."""
 INTERFACE_UP = 1
 ENDED = select.POLLHUP | select.POLLERR
 
 
 def start_loopback() -> None:
-    """Of the network namespace of this process."""
+    """Starts the loopback of this process's network namespace."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         request = struct.pack("16sh22x", b"lo", 0)
         flags = struct.unpack("16sh22x", fcntl.ioctl(any_socket, READ_FLAGS, request))[1]
@@ -29,26 +29,27 @@ def start_loopback() -> None:
 
 
 def hand_over_listener(port: int, keeper: socket.socket) -> None:
-    """In the sandbox: give `keeper` a socket that listens at `port` there; its loopback may be up already or not."""
+    """Sends `keeper` a socket that listens at `port` in the sandbox. Called in the sandbox, before or after the
+    loopback is up."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("", port))  # all of its addresses are those of its loopback
+        listener.bind(("", port))  # the loopback has its only addresses
         listener.listen(MAX_CONNECTIONS)
         descriptors = array.array("i", [listener.fileno()])
         keeper.sendmsg([b"l"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
 
 
 class _End:
-    """One socket of a connection's two, and what is still to be sent on it."""
+    """One of the two sockets of a connection, and its unsent bytes."""
 
     def __init__(self, connected: socket.socket) -> None:
         self.socket = connected
         self.other: _End = self
         self.unsent = b""
         self.has_ended = False
-        """Whether no more is to be received on it."""
+        """True if nothing more can be received."""
         self.is_shut = False
-        """Whether no more is to be sent on it."""
+        """True if nothing more will be sent."""
         self.is_watched = False
 
     @property
@@ -57,7 +58,7 @@ class _End:
         return (select.POLLIN if reads else 0) | (select.POLLOUT if self.unsent else 0)
 
     def move(self, events: int) -> bool:
-        """Receive and send what is possible; False: the connection is lost."""
+        """Receives and sends as much as possible. Returns False if the connection is lost."""
         try:
             if events & (select.POLLIN | ENDED) and not self.has_ended:
                 self._receive()
@@ -83,13 +84,13 @@ class _End:
 
 
 class Relay:
-    """Outside: passes connections on. Whoever lets it watch by a `poll` calls `handle` with what that reports."""
+    """Relays connections, outside the sandbox. The caller polls, and passes the results to `handle`."""
 
     def __init__(self, keeper: socket.socket, port: int) -> None:
-        """Waits until the sandbox hands over its listener. Raises OSError where it ends instead."""
+        """Waits for the sandbox's listening socket. Raises OSError if the sandbox ends instead."""
         _, ancillary, _, _ = keeper.recvmsg(1, socket.CMSG_SPACE(struct.calcsize("i")))
         if not ancillary:
-            raise ConnectionError("the sandbox ended before it listened")
+            raise ConnectionError("the sandbox ended before it opened its port")
         self._listener = socket.socket(fileno=array.array("i", ancillary[0][2])[0])
         self._listener.setblocking(False)
         self._port = port
@@ -112,10 +113,10 @@ class Relay:
     def _accept(self) -> None:
         try:
             inner, _ = self._listener.accept()
-        except OSError:  # it gave up meanwhile
+        except OSError:  # the program gave up
             return
         if len(self._ends) >= 2 * MAX_CONNECTIONS:
-            inner.close()  # the program sees a connection that ends at once
+            inner.close()  # the program's connection ends at once
             return
         outer = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         ends = [_End(inner), _End(outer)]
@@ -124,11 +125,12 @@ class Relay:
             end.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             end.other = other
             self._ends[end.socket.fileno()] = end
-        outer.connect_ex((LOOPBACK, self._port))  # where that fails, receiving from it will
+        outer.connect_ex((LOOPBACK, self._port))  # an error appears at the first receive
         self._watch(ends[0])
 
     def _watch(self, end: _End) -> None:
-        """One that is waited for in no direction is not watched, since the end of its connection is always reported."""
+        """Updates the polled events. A socket without events is unregistered, because poll always reports the end of
+        its connection."""
         for either in (end, end.other):
             if either.events:
                 self._poll.register(either.socket, either.events)

@@ -1,4 +1,4 @@
-"""Makes the file system of a sandboxed program, by the kernel or by bubblewrap."""
+"""The file system of a sandboxed program, made by the kernel or by bubblewrap."""
 
 import errno
 import json
@@ -24,22 +24,22 @@ from rltrain.sandbox.system_calls import (
     unmount,
 )
 
-# Makes the file system that a sandboxed program has, in the mount namespace of this process.
+# The file system in the mount namespace of this process.
 
 WRITABLE_FOLDER, WORK_FOLDER, SHARED_MEMORY = "/tmp", "/tmp/work", "/tmp/shm"
 DEVICES = ("null", "zero", "full", "random", "urandom")
 STREAMS = {"/dev/fd": "", "/dev/stdin": "/0", "/dev/stdout": "/1", "/dev/stderr": "/2"}
-"""Links to what lies below /proc/self/fd."""
+"""Symbolic links to paths below /proc/self/fd."""
 OLD_ROOT = "/old"
 ROOT_BYTES = 2**20
-"""Enough for folders and mount points."""
+"""Enough bytes for folders and mount points."""
 
 
 def make_root(visible: Iterable[tuple[str, str, bool]], written_bytes: int, num_files: int, uid: int) -> None:
-    """A new root: what is `visible`, read-only (see visible_files.Visible), devices that give nothing away, /proc, a
-    few files of /etc, and /tmp, which is memory of `written_bytes` at most and alone may be written to.
+    """Makes a new root. It has the paths in `visible` read-only (see sandbox.Visible), harmless devices, /proc, and a
+    few files of /etc. Only /tmp is writable, as memory of at most `written_bytes`.
 
-    /proc is left out where the kernel refuses a new one, which it does where parts of the machine's are covered.
+    /proc is missing if the kernel refuses a new one. That happens if parts of the machine's /proc are covered.
     """
     mount(None, "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"size={ROOT_BYTES},mode=755")
@@ -47,7 +47,7 @@ def make_root(visible: Iterable[tuple[str, str, bool]], written_bytes: int, num_
     pivot_root("/tmp", "/tmp" + OLD_ROOT)
     os.chdir("/")
     _mount_proc()
-    _make_writable_folder(written_bytes, num_files, uid)  # first, since what is visible may lie in it
+    _make_writable_folder(written_bytes, num_files, uid)  # first, because visible paths can be inside it
     for path, source, is_link in visible:
         _show(path, source, is_link)
     _make_devices()
@@ -106,7 +106,7 @@ def _make_writable_folder(written_bytes: int, num_files: int, uid: int) -> None:
 
 
 def names(uid: int) -> dict[str, str]:
-    """Files of /etc that programs expect, and their texts."""
+    """Returns paths and texts of the files in /etc that programs expect."""
     return {
         "/etc/passwd": f"program:x:{uid}:{uid}::{WORK_FOLDER}:/bin/sh\n",
         "/etc/group": f"program:x:{uid}:\n",
@@ -121,13 +121,13 @@ def _write_names(uid: int) -> None:
             file.write(text)
 
 
-# The command line that makes the same sandbox by bubblewrap.
+# The same sandbox by bubblewrap.
 
 UID = 1000
 
 
 def command(spec: dict[str, Any], contents: list[bytes], pause: "Pause | None") -> tuple[list[str], list[int]]:
-    """The command, and the descriptors that it is to have, for files, the filter of system calls, and the pause."""
+    """Returns bubblewrap's command, and its file descriptors for files, the filter of system calls, and the pause."""
     descriptors: list[int] = []
 
     def readable(content: bytes) -> str:
@@ -165,18 +165,19 @@ def command(spec: dict[str, Any], contents: list[bytes], pause: "Pause | None") 
 
 
 class Pause:
-    """Before bubblewrap's program begins: somebody else can do something in its network meanwhile."""
+    """A pause before bubblewrap's program begins, to open a socket in its network."""
 
     def __init__(self) -> None:
         self._told, self.tells = os.pipe2(0)
         self.waits, self._go = os.pipe2(0)
 
     def listen(self, port: int, keeper: socket.socket) -> None:
-        """Once it waits, give `keeper` a socket that listens at `port` in its network, and let it begin.
+        """Waits for the pause, sends `keeper` a socket that listens at `port` in the program's network, and ends the
+        pause.
 
-        Raises OSError where it ends instead, or does not let anybody in.
+        Raises OSError if bubblewrap ends instead, or its network cannot be joined.
         """
-        from rltrain.sandbox.relay import hand_over_listener  # imports much that other sandboxes do without
+        from rltrain.sandbox.relay import hand_over_listener  # slow to import, and other sandboxes do not need it
 
         with open(self._told) as told:
             said = told.read()
@@ -193,6 +194,6 @@ class Pause:
             finally:
                 os._exit(1)
         if os.waitpid(helper, 0)[1]:
-            raise PermissionError("bubblewrap lets nobody into the network that it made")
+            raise PermissionError("the network made by bubblewrap cannot be joined")
         os.write(self._go, b"g")
         os.close(self._go)

@@ -1,6 +1,6 @@
-"""Runs a program that nobody trusts: with limits, without a network, with no files but those it is given.
+"""Runs an untrusted program with limits, without a network, and with no files except the given ones.
 
-What it does costs an Outcome and never an error; an error says that the sandbox itself cannot be had.
+Failures of the program appear in its Outcome. Exceptions mean that there is no sandbox.
 """
 
 import contextlib
@@ -21,19 +21,19 @@ from rltrain.sandbox.limits import ENDED, ERROR, STARTED, Limits, Outcome, in_or
 from rltrain.sandbox.process_limit import remove_group
 from rltrain.sandbox.root_file_system import WORK_FOLDER, WRITABLE_FOLDER
 
-# A program in a sandbox, as its caller sees it.
+# A program in a sandbox, in its caller.
 
 START_TIMEOUT_S = 120.0
 KEEPER_GRACE_S = 30.0
-"""How much longer than its program a keeper may take, on a machine that hardly gets on."""
+"""Additional seconds for a keeper after its program's time, on an overloaded machine."""
 READ_BYTES = 65536
 
 
 class Running:
-    """A program that runs: pipes to it, and its end.
+    """A running program: pipes to it, and its end.
 
-    A context manager: at its end nothing of the program is left. It also ends with this process, however that ends.
-    For one thread at a time.
+    It is a context manager. At its end all processes of the program are gone. They also end if this process ends in any
+    way. Not thread-safe.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Running:
         spec: dict[str, Any],
         contents: Sequence[bytes],
     ) -> None:
-        """Waits until the keeper has the sandbox begin. Raises SandboxError where it cannot."""
+        """Waits until the keeper has started the program. Raises SandboxError if it fails."""
         assert keeper.stdin is not None and keeper.stdout is not None and keeper.stderr is not None
         self.stdin: IO[bytes] = keeper.stdin
         self.stdout: IO[bytes] = keeper.stdout
@@ -56,10 +56,10 @@ class Running:
         self._folder = spec["folder"] if spec["means"] == "none" else None
         self._group: str | None = None
         self.uncounted = ""
-        """Why the kernel does not limit how many processes the program has; "": it does."""
+        """The reason why the kernel does not limit the number of processes. Empty if it does."""
         try:
             to_keeper.settimeout(START_TIMEOUT_S)
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its answer says why
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the keeper's answer has the reason
                 send(to_keeper, spec, contents)
             self._take_message()
         except BaseException:
@@ -67,19 +67,19 @@ class Running:
             raise
         if self._ended is not None:
             self.close()
-            raise SandboxError("the process that starts sandboxes ended before it could")
+            raise SandboxError("the keeper process ended before it started the program")
         to_keeper.settimeout(KEEPER_GRACE_S)
         self._latest_end = time.monotonic() + limits.wall_s + KEEPER_GRACE_S
 
     def communicate(self, stdin: bytes = b"") -> Outcome:
-        """Give the program its whole input, and take what it prints until it has ended."""
+        """Writes the whole input, and collects the output until the program has ended."""
         try:
             return self._communicate(stdin)
         finally:
             self.close()
 
     def close(self) -> None:
-        """End the program and all that it started, if it still runs."""
+        """Ends the program and all its processes, if they still run."""
         try:
             if self._ended is None:
                 self._ask_to_end("caller")
@@ -88,7 +88,7 @@ class Running:
         finally:
             self._keeper.kill()
             self._keeper.wait()
-            if self._folder is not None:  # where the keeper could not
+            if self._folder is not None:  # in case the keeper could not
                 shutil.rmtree(self._folder, ignore_errors=True)
             if self._group is not None:
                 remove_group(self._group)
@@ -111,7 +111,7 @@ class Running:
             given = _Input(stdin, self.stdin)
             selector.register(self.stdin, selectors.EVENT_WRITE, given.write)
             while selector.get_map():
-                # Once it has ended only that is left to read which it printed before.
+                # After its end, only the remaining output is read.
                 wait_s = 0.0 if self._ended else max(0.0, self._latest_end - time.monotonic())
                 ready = selector.select(wait_s)
                 for key, _ in ready:
@@ -126,18 +126,18 @@ class Running:
         return self._outcome(stdout, stderr)
 
     def _read(self, stream: IO[bytes], output: "_Output") -> bool:
-        """Whether there may be more."""
+        """Returns whether there can be more output."""
         received = os.read(stream.fileno(), READ_BYTES)
         if received and output.add(received):
             self._ask_to_end("output")
         return bool(received)
 
     def _ask_to_end(self, reason: str) -> None:
-        with contextlib.suppress(OSError):  # it is ending already
+        with contextlib.suppress(OSError):  # the keeper is already ending
             send(self._to_keeper, {"end": reason})
 
     def _take_message(self, raises: bool = True) -> bool:
-        """Whether there will be more."""
+        """Returns whether there can be more messages."""
         try:
             message = receive(self._to_keeper)
         except TimeoutError:
@@ -149,11 +149,11 @@ class Running:
         elif ENDED in message:
             self._ended = message
         elif raises and ERROR in message:
-            raise SandboxError(f"the sandbox cannot be made, or its program not be started: {message[ERROR]}")
+            raise SandboxError(f"the sandbox or its program cannot start: {message[ERROR]}")
         return self._ended is None
 
     def _lose(self) -> None:
-        """The kernel ends the program with its keeper."""
+        """Marks the program as lost and kills the keeper. The kernel ends the program with it."""
         self._keeper.kill()
         self._ended = {ENDED: "lost", "status": -signal.SIGKILL, "seconds": 0.0}
 
@@ -180,7 +180,7 @@ class _Output:
         self.truncated = False
 
     def add(self, received: bytes) -> bool:
-        """Whether there are too many now for the first time."""
+        """Appends the bytes. Returns True the first time that they exceed the limit."""
         room = self.limit - len(self.kept)
         self.kept += received[:room]
         first = len(received) > room and not self.truncated
@@ -189,7 +189,7 @@ class _Output:
 
 
 class _Input:
-    """Bytes to be written to a pipe that does not block."""
+    """Bytes for a non-blocking pipe."""
 
     def __init__(self, content: bytes, pipe: IO[bytes]) -> None:
         self.unwritten = memoryview(content)
@@ -197,7 +197,7 @@ class _Input:
         self.is_complete = False
 
     def write(self) -> bool:
-        """Whether there is more to write, and somebody to read it."""
+        """Returns whether there is more to write and the pipe still has a reader."""
         try:
             self.unwritten = self.unwritten[os.write(self.pipe.fileno(), self.unwritten[:READ_BYTES]) :]
         except BlockingIOError:
@@ -208,7 +208,7 @@ class _Input:
         return not self.is_complete
 
 
-# Which files of the machine a sandboxed program may read.
+# Files of the machine readable by a sandboxed program.
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 LINKER = ("/etc/ld.so.cache", "/etc/alternatives")
@@ -216,7 +216,8 @@ PROGRAMS = ("/usr/local/bin", "/usr/bin", "/bin")
 
 
 class Visible(NamedTuple):
-    """A file or folder that a program finds at `path`: a symbolic link to `source`, or what the machine has there."""
+    """A file or folder at `path` in the sandbox. It is a symbolic link to `source`, or the machine's `source`
+    itself."""
 
     path: str
     source: str
@@ -224,14 +225,15 @@ class Visible(NamedTuple):
 
 
 def interpreter(installed_packages: bool) -> str:
-    """The Python of this process, with or without what is installed in its environment."""
+    """Returns the path of this process's Python, with or without the packages of its environment."""
     base = getattr(sys, "_base_executable", None) or sys.executable
     return sys.executable if installed_packages else os.path.realpath(base)
 
 
 def visible_paths(installed_packages: bool, further: Sequence[str]) -> list[Visible]:
-    """The system's programs and libraries, Python's, with `installed_packages` those of this process's environment as
-    well, and `further` paths. What is not there, or lies within another, is left out."""
+    """Returns the programs and libraries of the system and of Python, and the paths in `further`. With
+    `installed_packages` it includes those of this process's environment. Missing paths and paths inside others are
+    omitted."""
     links = [Visible(path, os.readlink(path), is_link=True) for path in SYSTEM if os.path.islink(path)]
     paths = [path for path in SYSTEM if not os.path.islink(path)]
     paths += [*LINKER, *_of_python(sys.base_prefix), *_of_python(os.path.realpath(sys.base_prefix)), *further]
@@ -253,11 +255,13 @@ MEANS = ("bubblewrap", "kernel", "none")
 
 
 class Sandbox:
-    """Starts programs by one of the means; see means.require for which of them this machine has.
+    """Starts programs by one of the means. `means.require` finds a working one.
 
-    `readable`: paths of the machine that programs see at the same place and cannot write to, beside the system's
-    programs and libraries and Python's. `installed_packages`: they can import what is installed for this process.
-    With means "none" a program is a process of its own with limits, and sees all that this process sees.
+    - `readable`: further paths of the machine, read-only at the same place. The programs and libraries of the system
+      and of Python are always readable.
+    - `installed_packages`: programs can import the packages of this process.
+
+    With means "none" a program is a plain process with limits. It sees everything visible to this process.
     """
 
     def __init__(self, means: str, *, readable: Sequence[str] = (), installed_packages: bool = False) -> None:
@@ -278,7 +282,7 @@ class Sandbox:
         environment: Mapping[str, str] | None = None,
         limits: Limits | None = None,
     ) -> Outcome:
-        """Run the text of a Python program, which lies beside `files`."""
+        """Runs the text of a Python program in a folder with `files`."""
         files = {**(files or {}), PROGRAM_FILE: text.encode(errors="surrogatepass")}
         command = [self.python, "-s", "-B", PROGRAM_FILE, *arguments]
         return self.run(command, files=files, stdin=stdin, environment=environment, limits=limits)
@@ -293,7 +297,7 @@ class Sandbox:
         limits: Limits | None = None,
         host_port: int | None = None,
     ) -> Outcome:
-        """Run a program to its end. See `start`."""
+        """Runs a program to its end. The arguments are those of `start`."""
         with self.start(command, files=files, environment=environment, limits=limits, host_port=host_port) as running:
             return running.communicate(stdin)
 
@@ -306,12 +310,14 @@ class Sandbox:
         limits: Limits | None = None,
         host_port: int | None = None,
     ) -> Running:
-        """Start a program and talk to it by pipes.
+        """Starts a program and returns its pipes.
 
-        `command`: its name in PATH, or where it lies on this machine, and its arguments. `files`: name in its working
-        folder, which it may write to, -> content. `environment`: of this process's it has nothing. `host_port`: the one
-        port of this machine's loopback that it reaches, at 127.0.0.1 and the same number. Raises SandboxError where
-        the sandbox cannot be made or the program is not in it.
+        - `command`: the program's name in PATH or its path on this machine, followed by its arguments.
+        - `files`: maps names in its writable working folder to contents.
+        - `environment`: its variables. It inherits none from this process.
+        - `host_port`: the only reachable port of this machine's loopback, at 127.0.0.1 with the same number.
+
+        Raises SandboxError if the sandbox cannot be made or the program is not in it.
         """
         limits, files = limits or Limits(), files or {}
         folder = WORK_FOLDER if self.means != "none" else _new_folder()
@@ -339,7 +345,7 @@ class Sandbox:
         return Running(process, ours, limits, spec, contents)
 
     def _launch(self, channel_end: socket.socket) -> "subprocess.Popen[bytes]":
-        """In a session of its own, so that what a terminal sends to this process's group does not meet it."""
+        """Starts the keeper in a new session, so that signals of a terminal do not reach it."""
         number = channel_end.fileno()
         return subprocess.Popen(
             [interpreter(installed_packages=False), "-I", "-S", str(LAUNCHER), str(number)],
@@ -365,19 +371,19 @@ class Sandbox:
     def _found(self, program: str, search_path: str) -> str:
         path = program if "/" in program else shutil.which(program, path=search_path)
         if path is None or not os.path.isfile(path):
-            raise SandboxError(f"there is no program {program!r}; looked for it in {search_path}")
+            raise SandboxError(f"there is no program {program!r} in {search_path}")
         path = os.path.abspath(path)
         shown = [visible.path for visible in self._visible]
         if self.means != "none" and not any(path == other or path.startswith(other + "/") for other in shown):
             raise SandboxError(
-                f"the program {path} is not among what programs in the sandbox may read; expected it below one of "
-                f"{', '.join(shown)}: name its folder as readable"
+                f"the program {path} is not readable in the sandbox; expected it below {', '.join(shown)}. Add "
+                "its folder to the readable paths"
             )
         return path
 
 
 def _new_folder() -> str:
-    """A path that the keeper makes a folder at, and removes in the end."""
-    import tempfile  # here, since it takes longer to import than all else
+    """Returns a path for the keeper's folder. The keeper creates it and removes it at the end."""
+    import tempfile  # slow to import, and only needed here
 
     return os.path.join(tempfile.gettempdir(), f"sandbox-{os.urandom(16).hex()}")

@@ -1,11 +1,11 @@
-"""System calls that Python's library lacks, and the filter that a sandboxed program runs under."""
+"""System calls missing in Python's library, and the filter of system calls for sandboxed programs."""
 
 import ctypes
 import errno
 import os
 import struct
 
-# System calls of Linux that Python's library lacks, for a process of one thread. What fails raises OSError.
+# Linux system calls missing in Python's library, for processes with one thread. Failures raise OSError.
 
 NEW_NAMESPACES = {
     "cgroup": 0x02000000,
@@ -33,7 +33,7 @@ SIGCHLD = 17
 AT_FDCWD, AT_RECURSIVE = -100, 0x8000
 CAPABILITIES_VERSION_3 = 0x20080522
 
-# PyDLL keeps the interpreter's lock, so that a child made by `clone` has it.
+# PyDLL keeps the interpreter's lock, so a child made by `clone` holds it.
 _libc = ctypes.PyDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
 
@@ -56,13 +56,13 @@ def _checked(result: int, what: str) -> int:
 def _call(name: str, *arguments: object) -> int:
     numbers = NUMBERS.get(os.uname().machine, {})
     if name not in numbers:
-        raise OSError(f"{name}: its number is not known for processors of type {os.uname().machine}")
+        raise OSError(f"{name}: no number is known for processors of type {os.uname().machine}")
     words = [ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments]
     return _checked(_libc.syscall(ctypes.c_long(numbers[name]), *words), name)
 
 
 def clone(namespaces: list[str]) -> int:
-    """fork(2) into new namespaces; 0 in the child."""
+    """Forks into new namespaces. Returns 0 in the child."""
     flags = sum(NEW_NAMESPACES[name] for name in namespaces)
     return _call("clone", flags | SIGCHLD, 0, 0, 0, 0)
 
@@ -74,7 +74,7 @@ def mount(source: str | None, target: str, kind: str | None, flags: int, data: s
 
 
 def make_read_only(target: str) -> None:
-    """Of a mount and all below it: nothing is written, no set-user-id, no devices."""
+    """Makes a mount and all mounts below it read-only, without set-user-id and devices."""
     attributes = _MountAttributes(set=MS_RDONLY | MS_NOSUID | MS_NODEV)
     _call(
         "mount_setattr",
@@ -87,7 +87,7 @@ def make_read_only(target: str) -> None:
 
 
 def unmount(target: str) -> None:
-    """Also what is below it, and although it is in use."""
+    """Unmounts the target and all mounts below it, even if they are in use."""
     _checked(_libc.umount2(target.encode(), MNT_DETACH), f"umount of {target}")
 
 
@@ -100,7 +100,7 @@ def set_hostname(name: str) -> None:
 
 
 def join_namespace(path: str) -> None:
-    """Of another process, whose /proc/PID/ns/KIND it is."""
+    """Joins a namespace of another process, given as /proc/PID/ns/KIND."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         _checked(_libc.setns(descriptor, 0), f"setns to {path}")
@@ -115,12 +115,12 @@ def process_control(option: int, *arguments: object) -> None:
 
 
 def drop_bounding_capabilities() -> None:
-    """So that no program which this process becomes can gain any. Needs CAP_SETPCAP."""
+    """Prevents programs executed by this process from gaining capabilities. Needs CAP_SETPCAP."""
     for capability in range(64):
         try:
             process_control(PR_CAPBSET_DROP, capability)
         except OSError as error:
-            if error.errno == errno.EINVAL:  # behind the last that this kernel knows
+            if error.errno == errno.EINVAL:  # after the kernel's last capability
                 return
             raise
 
@@ -132,14 +132,14 @@ def drop_capabilities() -> None:
     _call("capset", ctypes.byref(header), ctypes.byref(none_of_them))
 
 
-# The filter of system calls that a sandboxed program runs under, as a program of the kernel's packet filter (BPF).
+# The filter of system calls, a program of the kernel's packet filter (BPF).
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 X32_BIT = 0x40000000
-"""Set in the numbers of x86-64's second table of system calls, which the filter would otherwise not know."""
+"""The bit of x86-64's second table of system calls. Without it the filter would miss them."""
 
 DENIED: dict[str, tuple[int, int]] = {
-    # other processes' memory and descriptors
+    # memory and descriptors of other processes
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
@@ -162,7 +162,7 @@ DENIED: dict[str, tuple[int, int]] = {
     "setns": (308, 268),
     "name_to_handle_at": (303, 264),
     "open_by_handle_at": (304, 265),
-    # large parts of the kernel in which mistakes were found
+    # large parts of the kernel with a history of bugs
     "bpf": (321, 280),
     "perf_event_open": (298, 241),
     "userfaultfd": (323, 282),
@@ -175,7 +175,7 @@ DENIED: dict[str, tuple[int, int]] = {
     "fanotify_init": (300, 262),
     "vmsplice": (278, 75),
     "personality": (135, 92),
-    # memory that is in no mapping and in no file system with a size, so that nobody counts it
+    # memory outside of mappings and of sized file systems, so that it is not counted
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
     "shmget": (29, 194),
@@ -210,15 +210,16 @@ DENIED: dict[str, tuple[int, int]] = {
     "uselib": (134, -1),
     "sysfs": (139, -1),
 }
-"""Name -> its number on x86_64 and on aarch64, -1 where there is none. They fail with EPERM."""
+"""Maps a name to its numbers on x86_64 and aarch64 (-1: none). These calls fail with EPERM."""
 
 LOOKED_AT = {"clone": (56, 220), "clone3": (435, 435), "socket": (41, 198), "ioctl": (16, 29)}
-"""Those whose arguments decide, and clone3, whose arguments a filter cannot see: without it libraries use clone."""
+"""Calls filtered by their arguments. clone3 is refused, because a filter cannot see its arguments. Libraries then use
+clone."""
 
 UNIX, INET, INET6 = 1, 2, 10
 """Families of sockets."""
 TERMINAL_INPUT, TERMINAL_SELECTION = 0x5412, 0x541C
-"""Requests to ioctl (TIOCSTI, TIOCLINUX) that type on the terminal in somebody else's name."""
+"""Requests to ioctl (TIOCSTI, TIOCLINUX) that type on the terminal as another user."""
 
 LOAD, JUMP_IF_EQUAL, JUMP_IF_GREATER_EQUAL, JUMP_IF_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 ALLOW, KILL_PROCESS, FAIL = 0x7FFF0000, 0x80000000, 0x00050000
@@ -226,11 +227,12 @@ NUMBER_AT, ARCHITECTURE_AT, ARGUMENTS_AT = 0, 4, 16
 """Offsets in the kernel's `struct seccomp_data`."""
 
 Instruction = tuple[int, int, int, int]
-"""Operation, how many instructions to skip if the test holds, and if it does not, operand."""
+"""(operation, instructions to skip if the test holds, instructions to skip if not, operand)."""
 
 
 def program(machine: str, internet_sockets: bool) -> list[Instruction]:
-    """For processors of type `machine`. Sockets of the internet make sense where a network namespace holds them."""
+    """Returns the filter for processors of type `machine`. Internet sockets are only safe inside a network
+    namespace."""
     column = list(ARCHITECTURES).index(machine)
     instructions: list[Instruction] = [
         (LOAD, 0, 0, ARCHITECTURE_AT),
@@ -257,7 +259,8 @@ def program(machine: str, internet_sockets: bool) -> list[Instruction]:
 
 
 def _by_argument(number: int, argument: int, tests: list[tuple[int, int]], denied: bool) -> list[Instruction]:
-    """Deny the call where a test of its argument's lower 32 bits holds, or else where none does."""
+    """Returns instructions that filter a call by its argument's lower 32 bits. With `denied` a matching test refuses
+    the call, otherwise it allows it."""
     if_held, if_not = (FAIL | errno.EPERM, ALLOW) if denied else (ALLOW, FAIL | errno.EPERM)
     body: list[Instruction] = [(LOAD, 0, 0, ARGUMENTS_AT + 8 * argument)]
     for operation, operand in tests:
@@ -267,7 +270,7 @@ def _by_argument(number: int, argument: int, tests: list[tuple[int, int]], denie
 
 
 def as_bytes(instructions: list[Instruction]) -> bytes:
-    """As the kernel reads them: an array of `struct sock_filter`."""
+    """Returns the instructions as an array of the kernel's `struct sock_filter`."""
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in instructions)
 
 
@@ -276,8 +279,8 @@ class _Program(ctypes.Structure):
 
 
 def restrict_this_process(internet_sockets: bool) -> None:
-    """From now on, for it and all that it starts. It needs no_new_privs. Raises OSError where the kernel has no such
-    filter or no numbers are known for this processor."""
+    """Installs the filter for this process and all its children. Needs no_new_privs. Raises OSError if the kernel has
+    no filters or the processor is unknown."""
     machine = os.uname().machine
     if machine not in ARCHITECTURES:
         raise OSError(f"no system calls are known for processors of type {machine}; expected {[*ARCHITECTURES]}")

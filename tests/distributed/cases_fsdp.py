@@ -16,7 +16,7 @@ from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.models import read_architecture
 from rltrain.models.architecture import is_unlisted
-from rltrain.models.unlisted import read_unlisted
+from rltrain.models.of_roles import read_unlisted
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.runtime.world import World

@@ -364,7 +364,7 @@ async def reads_what_is_not_there(args: Any, sample: Any, sampling_params: Any) 
 
 
 def test_what_a_function_lacks_is_said() -> None:
-    with pytest.raises(AttributeError, match=r"args has no 'over_sampling_batch_size'; .* can stand in env\.options"):
+    with pytest.raises(AttributeError, match=r"args has no 'over_sampling_batch_size'; set it in env\.options"):
         play("reads_what_is_not_there", {}, [])
 
 

@@ -128,7 +128,7 @@ def test_environments_are_used_again(start: Start) -> None:
         ("returns nan", "returned the reward nan; expected a finite number"),
         ("returns half a character", "returned an observation with '\\ud83d', half of a surrogate pair"),
         ("returns 1e39", "returned the reward 1e+39; expected a finite number from -3.4e+38 to 3.4e+38"),
-        ("returns nothing", "step returned NoneType None for an episode that goes on; expected a StepResult"),
+        ("returns nothing", "step returned NoneType None for an unfinished episode; expected a StepResult"),
         ("returns an odd observation", "returned the observation int 5; expected a text, chat messages or TokenIds"),
     ],
 )

@@ -154,7 +154,7 @@ def test_a_judge_that_is_busy_is_asked_again(status: int) -> None:
     ("reply", "reason"),
     [
         ((404, "no such path"), 'answered 404: "no such path"'),
-        ((307, ""), "sends on to http://elsewhere.invalid/score, which is not followed; expected the address itself"),
+        ((307, ""), "redirects to http://elsewhere.invalid/score, but redirects are not followed; set reward.function"),
         ((200, b"<html>"), "answered '<html>'; expected JSON: a number, or"),
         ((200, {"points": 1}), "expected JSON: a number, or"),
         ((200, {"score": "high"}), "returned str 'high' under 'score'; expected a number"),
@@ -294,7 +294,7 @@ def test_models_say_what_they_have_to_before_the_reward_asks() -> None:
     [
         ({"architectures": ["Qwen2ForCausalLM"]}, "architectures is .* expected a classifier"),
         ({"architectures": ["Qwen2ForSequenceClassification"]}, "id2label is absent; expected one label"),
-        ({"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "a", "1": "b"}}, "and not 2"),
+        ({"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "a", "1": "b"}}, "not 2"),
     ],
 )
 def test_a_reward_model_gives_one_score(tmp_path: Any, says: dict[str, Any], expected: str) -> None:
@@ -319,9 +319,9 @@ class TestQuestion:
     def test_a_text_without_fields_is_a_file(self, tmp_path: Any) -> None:
         (tmp_path / "question.txt").write_text("Is {response} right?")
         assert Question(str(tmp_path / "question.txt")).of(Scorable("", "2", "")) == "Is 2 right?"
-        with pytest.raises(ConfigError, match="is no file that can be read"):
+        with pytest.raises(ConfigError, match="is not a readable file"):
             Question("Is it right?")
-        with pytest.raises(ConfigError, match="would not see what it is to judge"):
+        with pytest.raises(ConfigError, match="the judge must see the response"):
             Question("Is {prompt} hard?")
 
     @given(st.text(), st.text())

@@ -173,7 +173,7 @@ def test_a_value_that_no_frequency_follows_from_is_refused_by_its_key(
         ({"rope_theta": math.nan}, ["rope_theta is NaN", "a finite number"]),
         (
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
-            ["rope_scaling", "null beside rope_parameters", "move the scaling there"],
+            ["rope_scaling", "null if rope_parameters is set", "move the scaling there"],
         ),
         (
             {"original_max_position_embeddings": 32},
@@ -307,7 +307,7 @@ def test_windows_are_those_of_transformers(family: str, way: dict[str, Any], tmp
 @pytest.mark.parametrize(
     ("family", "changes", "parts"),
     [
-        ("qwen2", {"layer_types": [SLIDING] * LAYERS}, ["layer_types", "use_sliding_window is not true"]),
+        ("qwen2", {"layer_types": [SLIDING] * LAYERS}, ["layer_types", "unless use_sliding_window is true"]),
         ("qwen2", {**ON, "sliding_window": 7, "layer_types": [SLIDING]}, ["layer_types", "each of 4 layers"]),
         ("qwen2", {**ON, "sliding_window": 7, "layer_types": [[], 1, None, 2]}, ["layer_types", "each of 4 layers"]),
         ("qwen3", {**ON, "sliding_window": None}, ["sliding_window is null", "use_sliding_window is true"]),

@@ -32,8 +32,8 @@ from rltrain.data.tokenizer import end_token_ids
 from rltrain.errors import CheckpointError, UserError
 from rltrain.models import canonical_tensors, read_architecture
 from rltrain.models.checkpoint_model import num_predicting
+from rltrain.models.of_roles import read_unlisted
 from rltrain.models.table import read_weight_map, stored_names
-from rltrain.models.unlisted import read_unlisted
 from rltrain.reshard.fsdp_layout import fsdp_layout
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.json_text import MOST_NESTED, parse_json, parse_json_at
@@ -390,8 +390,8 @@ def test_sizes_beyond_any_model_are_refused(name: str, has_files: bool, tmp_path
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"num_hidden_layers": 3}, "num_hidden_layers is 3; expected at most 2, as many as the folder's files"),
-        ({"num_experts": 4}, "num_experts is 4; expected at most 3, as many as the folder's files"),
+        ({"num_hidden_layers": 3}, "num_hidden_layers is 3; expected at most 2, the number in the folder's files"),
+        ({"num_experts": 4}, "num_experts is 4; expected at most 3, the number in the folder's files"),
         ({"num_experts_per_tok": 4}, "num_experts_per_tok is 4; expected at most 3, the number of experts"),
         ({"vocab_size": 2**20}, "model.embed_tokens.weight has shape [1048576, 16], but the folder's files have"),
         ({"hidden_size": 2**14}, "but the folder's files have"),

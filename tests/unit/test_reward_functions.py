@@ -191,7 +191,7 @@ def test_slime_s_functions_get_arguments_and_a_sample() -> None:
 def test_what_slime_s_functions_read_of_args_stands_in_the_options() -> None:
     samples = [Scorable("p", "4", "")]
     (failed,) = answers(reward("slime_reading_what_is_not_there"), samples)
-    assert "args has no 'threshold'; what the function reads of args stands in reward.options" in str(failed.error)
+    assert "args has no 'threshold'; set it in reward.options" in str(failed.error)
     assert values(reward("slime_reading_what_is_not_there", threshold=4), samples) == [4.0]
 
 

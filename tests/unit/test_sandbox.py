@@ -136,7 +136,7 @@ def test_a_program_that_is_not_there_is_an_error(sandbox: Sandbox) -> None:
 def test_a_program_that_cannot_be_seen_is_an_error(tmp_path: Path) -> None:
     script = tmp_path / "script"
     script.touch()
-    with pytest.raises(SandboxError, match="name its folder as readable"):
+    with pytest.raises(SandboxError, match="Add its folder to the readable paths"):
         sandbox_by("kernel").run([str(script)])
 
 
@@ -353,7 +353,7 @@ def test_a_setting_takes_what_works(
 
 def test_without_means_it_refuses_and_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "means", lambda: {"bubblewrap": FAILS, "kernel": FAILS})
-    with pytest.raises(ConfigError, match="a.b: auto: .*bubblewrap: no namespaces; kernel: .*a.b: none runs them"):
+    with pytest.raises(ConfigError, match="a.b: auto: .*bubblewrap: no namespaces; kernel: .*or a.b: none for limits"):
         require("auto", key="a.b")
     monkeypatch.setattr(machine, "means", lambda: {"bubblewrap": FAILS, "kernel": WORKS})
     with pytest.raises(ConfigError, match="or env.sandbox: kernel, which works here"):

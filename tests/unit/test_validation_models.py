@@ -105,7 +105,7 @@ def test_what_there_is_is_not_refused(architecture: Architecture) -> None:
     ("architecture", "sections", "parts"),
     [
         (GEMMA, CP, ["actor.parallel.cp: got 2", "expected 1", "window of 3 tokens"]),
-        (GEMMA, TRANSFORMER_ENGINE, ["model.transformer_impl", "sliding windows and norms behind", LOCAL]),
+        (GEMMA, TRANSFORMER_ENGINE, ["model.transformer_impl", "sliding windows and norms after", LOCAL]),
         (GEMMA, SGLANG, ["rollout.engine: got sglang", "sliding windows", "expected embedded"]),
         (GLM, SGLANG, ["got sglang", "model_type glm4_moe", "embedded"]),
         (GEMMA2, CP, ["actor.parallel.cp: got 2", "expected 1", "bends its scores"]),
@@ -126,7 +126,7 @@ def test_what_there_is_is_not_refused(architecture: Architecture) -> None:
         (OF_OWN_FACTOR, SGLANG, ["rollout.engine: got sglang", "attention_factor", "embedded"]),
         (BIASED, SGLANG, ["rollout.engine: got sglang", "mlp_bias", "embedded"]),
         (BIASED, TRANSFORMER_ENGINE, ["model.transformer_impl", "biases in MLPs", LOCAL]),
-        (PART_TURNED, TRANSFORMER_ENGINE, ["model.transformer_impl", "multiply a part of heads", LOCAL]),
+        (PART_TURNED, TRANSFORMER_ENGINE, ["model.transformer_impl", "scaled rotations of a part of heads", LOCAL]),
         (ONE_KEY_HEAD, CP, ["actor.parallel.cp: got 2", "a divisor of 1", "gated delta nets"]),
         (
             DELTA_MODEL,
