@@ -31,9 +31,9 @@ from rltrain.observability.evaluations import (
     sizes_up_to,
 )
 from rltrain.rewards.scorer import Scorer, Scores
-from rltrain.roles.drawing import DrawingRole
 from rltrain.roles.reward_statistics import RewardStatistics, is_of_one_function
 from rltrain.roles.role import Job, Metrics, SampleLog
+from rltrain.roles.rollout import DrawingRole
 from rltrain.roles.scoring import FailureLimit, RankRecords, Scorables, sample_records, with_scores
 from rltrain.rollout.in_flight_sync import InFlightSync, NoInFlightSync
 from rltrain.rollout.layout import engine_parts, whole_engine

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Collection, Mapping
 
 from rltrain.observability.evaluations import REACHED, end_verdict_of, stop_verdict_of
-from rltrain.roles.drawing import DrawingRole
 from rltrain.roles.role import Job, Metrics, Role
+from rltrain.roles.rollout import DrawingRole
 from rltrain.rollout.in_flight_sync import InFlightSync
 from rltrain.schedule.order import SYNC_EVALUATION, WEIGHT_SYNC, Entry, Order
 from rltrain.tasks.roles import SYNCED

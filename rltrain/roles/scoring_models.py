@@ -16,8 +16,8 @@ from rltrain.errors import CheckpointError
 from rltrain.models.checkpoint_model import padding_token
 from rltrain.rewards.answers import FailureLog, Scorable
 from rltrain.rewards.scorer import NoVerdictError, Question, rewarding_models, verdict_parser
-from rltrain.roles.drawing import engine_site, sampling_params
 from rltrain.roles.role import Job, Metrics, Role
+from rltrain.roles.rollout import engine_site, sampling_params
 from rltrain.roles.scoring import Scorables
 from rltrain.rollout.build import build_engine, serve_checkpoint
 from rltrain.rollout.sample import Sample, Status, request_seed
