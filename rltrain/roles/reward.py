@@ -14,11 +14,18 @@ from rltrain.exchange.exchange import Shipment
 from rltrain.rewards.group_filter import load_group_filter
 from rltrain.rewards.scorer import Scorer, Scores, rewarding_models
 from rltrain.roles.evaluation import EvaluationScoring
-from rltrain.roles.group_scoring import GroupScoring, OutcomeTeller
 from rltrain.roles.reward_statistics import FLAT_GROUPS, RewardStatistics
 from rltrain.roles.role import Job, Metrics, Role, SampleLog
 from rltrain.roles.rollout import RolloutRole
-from rltrain.roles.scoring import FailureLimit, RankRecords, Scorables, sample_records, with_scores
+from rltrain.roles.scoring import (
+    FailureLimit,
+    GroupScoring,
+    OutcomeTeller,
+    RankRecords,
+    Scorables,
+    sample_records,
+    with_scores,
+)
 
 # Says when the samples of a prompt all have the same reward, which teaches a group-relative algorithm nothing.
 

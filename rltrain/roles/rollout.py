@@ -20,8 +20,8 @@ from rltrain.models import Architecture
 from rltrain.models.routing_shape import RoutingShape
 from rltrain.offload.memory_parts import MemoryPart
 from rltrain.roles.episode_sessions import Conversations, EpisodeSessions
-from rltrain.roles.group_scoring import RATES_FILES, GroupScoring, training_rows
 from rltrain.roles.role import Job, Metrics, Role
+from rltrain.roles.scoring import RATES_FILES, GroupScoring, training_rows
 from rltrain.rollout.build import build_engine, serve_checkpoint
 from rltrain.rollout.engine import EngineSite, GreedyPlaces, SamplingParams, response_limit
 from rltrain.rollout.generation_loop import (
