@@ -91,7 +91,7 @@ class Increments:
     def _render(self, messages: Sequence[Message]) -> str:
         answered = [_with_call_id(message) for message in messages]
         mark = _unused_mark(answered, self._template.tools)
-        refusal = RenderError("it does not write what the model said")
+        refusal = RenderError("it does not write the model's turn")
         for placeholder in self._placeholders(mark, answered):
             try:
                 text = self._template.render([OPENING, placeholder, *answered])

@@ -168,8 +168,7 @@ class TurnEnd:
         return bool(turn) and turn[-1] in self.tokens
 
     def missing(self, turn: Sequence[int], following: Sequence[int]) -> Sequence[int]:
-        """Returns the rest of `following` after its part at the end of `turn`. `following` is the template's text after
-        a turn."""
+        """Returns `following`, the template's ids after a turn, without the part that `turn` already ends with."""
         first = next((place for place, token in enumerate(following) if token in self.added), None)
         if first is None or not self.ended(turn):
             return following

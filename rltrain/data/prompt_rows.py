@@ -363,8 +363,8 @@ def _continued(chat: ChatFormat, asked: str, message: Message) -> str:
             if closing in content:
                 return content.removeprefix(opening).lstrip("\n")
     raise DataError(
-        f"the chat template asks the model to go on from {asked[-40:]!r} and renders the turn {content[:40]!r} "
-        "otherwise; expected a turn that begins with its reasoning, if the template begins it, and calls no tools"
+        f"the chat template ends the prompt with {asked[-40:]!r}, but renders the turn {content[:40]!r} differently; "
+        "expected a turn that begins with its reasoning if the template opens it, and without tool calls"
     )
 
 
@@ -478,9 +478,9 @@ def refuse_unknown_ids(row: PromptRow, encoder: PromptEncoder, model: ModelLimit
             spelling = encoder.tokenizer.convert_ids_to_tokens(beyond)
             raise BadRow(
                 f"has the token {spelling!r} of id {beyond}, and the model in model.path has ids 0 to "
-                f"{model.vocab_size - 1}; expected a model whose embeddings were resized when tokens were added to its "
-                "tokenizer (resize_token_embeddings of transformers), or texts without such tokens",
-                reason="an id that the model does not have",
+                f"{model.vocab_size - 1}. Resize the model's embeddings for tokens added to its tokenizer "
+                "(resize_token_embeddings of transformers), or use texts without such tokens",
+                reason="a token id unknown to the model",
             )
 
 
@@ -520,7 +520,7 @@ class DroppedRows:
     @property
     def cut(self) -> str:
         """The number of rows with a cut response, in words."""
-        return f"{self.num_cut} of them with a response that is cut"
+        return f"{self.num_cut} of them with a cut response"
 
     def __str__(self) -> str:
         return "".join((self.counts, *(f"\n  {problem}" for problem in self.problems)))
@@ -532,7 +532,7 @@ class DroppedRows:
         bad = f"{self.num_bad} bad rows skipped{f' ({reasons})' if reasons else ''}"
         short = f", {self.num_too_short} prompts too short" if self.num_too_short else ""
         long = f", {self.num_long} responses too long" if self.num_long else ""
-        cut = f"; of the rows that stay {self.num_cut} have a response that is cut" if self.num_cut else ""
+        cut = f"; {self.num_cut} of the used rows have a cut response" if self.num_cut else ""
         return f"{bad}, {self.num_too_long} prompts too long{short}{long}{cut}"
 
     def add(self, other: "DroppedRows") -> None:

@@ -157,7 +157,7 @@ def repeated_within_a_step(num_rows: int, prompts_per_step: int) -> str | None:
         return None
     return (
         f"data.train: {num_rows:,} usable rows, and a step takes batch.prompts_per_step = {prompts_per_step:,}, so "
-        "some are in it several times, as groups of their own; expected as many rows or more"
+        "some rows are in a step several times, each time as another group; expected at least as many rows"
     )
 
 

@@ -180,7 +180,7 @@ def open_index(path: Path) -> RowIndex:
         raise DamagedIndexError("its summary has another checksum")
     summary = Summary.decoded(text)
     if num_bytes != len(MAGIC) + summary.num_rows * width + length + tail:
-        raise DamagedIndexError(f"it has {num_bytes} bytes, which {summary.num_rows} rows do not take")
+        raise DamagedIndexError(f"its {num_bytes} bytes do not fit {summary.num_rows} rows")
     dtype = SORTED_RECORD if width == SORTED_RECORD.itemsize else RECORD
     _check_copies(path.parent, summary.files)
     if not summary.num_rows:  # a part may have no rows, and nothing can be mapped then
@@ -351,7 +351,7 @@ def shared_index(
             _make(path, parser, data, key, slices, folder)
         except OSError as error:
             raise cannot_write(path, error) from error
-        folder.hear(f"{name}/made", f"the index of {key}, whose rows are checked for it")
+        folder.hear(f"{name}/made", f"the index of {key}, while its rows are checked")
     return _opened(path)
 
 
@@ -376,7 +376,7 @@ def _is_there(path: Path) -> bool:
     except FileNotFoundError:
         return False
     except DamagedIndexError as problem:
-        logger.warning("%s is damaged (%s), so the rows are checked once more", path, problem)
+        logger.warning("%s is damaged (%s), so the rows are checked again", path, problem)
         return False
     return True
 
@@ -389,8 +389,8 @@ def _opened(path: Path) -> RowIndex:
         except (FileNotFoundError, DamagedIndexError) as error:
             if time.monotonic() > deadline:
                 raise DataError(
-                    f"{path} was written by another rank, and this one does not see it as it is ({error}); expected "
-                    "output_dir to be a folder that all nodes see"
+                    f"{path} was written by another rank, but this rank cannot read it ({error}); expected output_dir "
+                    "to be a folder shared by all nodes"
                 ) from error
         time.sleep(LOOK_S)
 
@@ -456,9 +456,9 @@ KEPT_BYTES = 256 * 2**20
 def _refuse_changed(found: os.stat_result, file: IndexedFile) -> None:
     if (found.st_size, found.st_mtime_ns) != (file.num_bytes, file.mtime_ns):
         raise DataError(
-            f"{file.path} has changed since its rows were checked: it had {file.num_bytes} bytes then and has "
-            f"{found.st_size} now, and was written since; expected files of rows to stay as they are while a job reads "
-            "them. Start the job again, which checks them anew"
+            f"{file.path} has changed since its rows were checked (it had {file.num_bytes} bytes and has "
+            f"{found.st_size} now). Files of rows must not change while a job reads them: start the job again to "
+            "check the new rows"
         )
 
 

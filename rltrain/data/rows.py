@@ -164,7 +164,7 @@ def read_list(path: Path, config_key: str) -> PlacedRows:
         try:
             items = parse_json(file.read().decode("utf-8-sig"), parse_int=_whole_number)
         except ValueError as error:
-            raise DataError(f"{config_key}: {str(path)!r} begins as a JSON list and is none: {error}") from error
+            raise DataError(f"{config_key}: {str(path)!r} begins as a JSON list but is not valid: {error}") from error
     for number, item in enumerate(items, start=1):
         yield number, number - 1, _row_of(item)
 
@@ -405,8 +405,8 @@ class _Asked:
             return present[0]
         if asked is None or asked not in present:
             raise DataError(
-                f"{self.section}.{kind}: got {'nothing' if asked is None else repr(asked)}; expected one of those that "
-                f"{str(self.folder)!r} has: {one_of(asked, present).removeprefix('one of ') or 'none'}"
+                f"{self.section}.{kind}: got {'nothing' if asked is None else repr(asked)}; expected one of those in "
+                f"{str(self.folder)!r}: {one_of(asked, present).removeprefix('one of ') or 'none'}"
             )
         return asked
 
@@ -426,8 +426,8 @@ def _saved_files(folder: Path, asked: _Asked) -> list[Path]:
     state = _read_json(folder / "state.json", asked)
     if state.get("_indices_data_files") or state.get("_indices_files"):
         raise DataError(
-            f"{asked.section}.path: {str(folder)!r} chooses rows by an index beside its table, as old versions of "
-            "`datasets` saved them; save it anew (flatten_indices, then save_to_disk)"
+            f"{asked.section}.path: {str(folder)!r} has an index of rows beside its table, as saved by old versions "
+            "of `datasets`. Save it again (flatten_indices, then save_to_disk)"
         )
     try:
         return [folder / entry["filename"] for entry in state["_data_files"]]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 """A chat message: "role", "content" as text, and fields of KEPT if present."""
 AS_GIVEN = ("arguments", "parameters")
-"""Keys of objects that keep their nulls as values. A Struct does not."""
+"""In an object under one of these keys a null is kept as a value. Nulls of a Struct are left out."""
 KEPT = ("name", "tool_calls", "tool_call_id", "reasoning_content")
 
 
@@ -47,8 +47,8 @@ def _parse_message(message: Any, key: str) -> Message:
             except DataError as error:
                 raise BadRow(f"has {error} under {key!r}") from None
     raise BadRow(
-        f"has the chat message {shown(message)} under {key!r}; expected role and content, both texts, and in the place "
-        "of content perhaps tool_calls, a list of {function: {name, arguments}}"
+        f"has the chat message {shown(message)} under {key!r}; expected role and content, both texts, or instead of "
+        "content tool_calls, a list of {function: {name, arguments}}"
     )
 
 
@@ -220,8 +220,7 @@ class PromptEncoder:
                 raise ConfigError(f"data.chat_template_args: got {name}, but {self.without_template}; expected none")
             if name not in self.chat.template.source:
                 raise ConfigError(
-                    f"data.chat_template_args: got {name}, a variable that the checkpoint's chat template does not "
-                    "look at; expected those that it has"
+                    f"data.chat_template_args: got {name}, but the checkpoint's chat template has no such variable"
                 )
 
     @property
@@ -271,7 +270,7 @@ class PromptEncoder:
 
     def format_with(self, tools: str) -> ChatFormat:
         """Returns the chat format with `tools`. Raises ConfigError if the template does not write them."""
-        assert self.chat is not None, "without a template nobody asks"
+        assert self.chat is not None, "it is called only with a chat template"
         if not tools:
             return self.chat
         if tools not in self._formats:

@@ -123,7 +123,11 @@ METRICS: tuple[Metric, ...] = (
         "s",
         "the step's first update, or an offload, waiting until weights and optimizer are copied, on the same rank",
     ),
-    Metric("perf/checkpoint_write_s", "s", "writing the last checkpoint beside training, on the slowest rank, in the step of its completion"),
+    Metric(
+        "perf/checkpoint_write_s",
+        "s",
+        "writing the last checkpoint beside training, on the slowest rank, in the step of its completion",
+    ),
     Metric("perf/checkpoint_bytes", "bytes", "size of the last checkpoint, in the step of its completion"),
     Metric(
         "perf/memory_checkpoint_s",

@@ -109,7 +109,7 @@ class MemoryCheckpointing:
         self._closing.set()
         self._saved.put(None)
         self._thread.join()
-        waiting = "all ranks to be done with checkpoints in memory"
+        waiting = "all ranks to finish checkpoints in memory"
         self.job_store.meet("node_memory/end", self.world.size, waiting_for=waiting)
         if self.world.local_rank == 0:
             self.folder.remove()

@@ -231,7 +231,7 @@ class HeldCheckpoints:
         if self.world.rank == 0:
             waiting = "what the other nodes hold in memory"
             self.job_store.put(key, [self.job_store.get(f"{key}/{rank}", waiting_for=waiting) for rank in ranks])
-        found: list[Any] = self.job_store.get(key, waiting_for="rank 0 to tell what nodes hold in memory")
+        found: list[Any] = self.job_store.get(key, waiting_for="rank 0 to publish the checkpoints in nodes' memory")
         return found
 
 
@@ -374,13 +374,13 @@ def find_checkpoint(config: Config, job_store: JobStore, held: HeldCheckpoints |
     from_memory = held and job_store.get("resume/from_memory", waiting_for="rank 0 to look for checkpoints")
     in_memory = held.offers() if held and from_memory else []
     if held and from_memory and not in_memory and on_disk and world.rank == 0:
-        logger.warning("no node holds a checkpoint of the run in its memory: those on the disk are tried")
+        logger.warning("no node holds a checkpoint of the run in its memory: trying those on disk")
     tried: list[Resumed | Key] = sorted([*in_memory, *on_disk], key=lambda checkpoint: -checkpoint.step)
     for number, candidate in enumerate(tried):
         if isinstance(candidate, Resumed):
             found_here: Resumed | str = _damage(candidate, job_store, f"resume/{number}") or candidate
         else:
-            assert held is not None, "who offers it can recover it"
+            assert held is not None, "a node's memory offered it"
             found_here = held.recover(candidate)
         if isinstance(found_here, Resumed):
             if world.rank == 0:
@@ -604,7 +604,7 @@ def open_history(config: Config, checkpoint: Resumed | None) -> dict[str, int]:
         later = [found.folder for found in own.candidates() if not is_own or found.step > checkpoint.step]
     if later and (goes_on or config.checkpoint.saves):
         names = ", ".join(path.name for path in later)
-        logger.warning("%s: moved to %s, because the run continues without", names, set_aside(later, "checkpoint.dir"))
+        logger.warning("%s: moved to %s, the run continues without them", names, set_aside(later, "checkpoint.dir"))
     if checkpoint is None or history is None or not goes_on:
         _set_earlier_run_aside(config, output_dir)
         begin_logs(output_dir)

@@ -60,13 +60,13 @@ class FlatRewards:
         self._num_steps += 1
         if self._num_steps == self.warn_after:
             logger.warning(
-                "in %d steps in a row, since step %d, 100 %% of the groups have no spread of rewards: the reward "
-                "teaches nothing. %s",
+                "in %d steps in a row, since step %d, 100 %% of the groups have no spread of rewards: the policy "
+                "learns nothing from them. %s",
                 *(self._num_steps, self._first_step, ADVICE),
             )
         elif not self._has_said:
             logger.info(
-                "step %d: 100 %% of the groups have no spread of rewards (mean %.3g): the reward teaches nothing. %s",
+                "step %d: 100 %% of the groups have no spread of rewards (mean %.3g): the policy learns nothing. %s",
                 *(step, metrics["reward_mean"], ADVICE),
             )
         self._has_said = True

@@ -262,7 +262,7 @@ class RolloutRole(DrawingRole):
         self.engine.release_cache()
 
     def save_state(self) -> Mapping[str, Contents]:
-        """Returns unfinished and undelivered groups of the prompt stream, as one file on each engine's first rank.
+        """Returns the unfinished and undelivered part of the prompt stream, as files on each engine's first rank.
 
         Returns nothing if the rollout only generates evaluations. The order lets no weight sync happen while a
         checkpoint is saved.

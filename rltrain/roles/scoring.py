@@ -261,7 +261,7 @@ class FailureLimit:
 
         rule = (
             "Expected a number for every response, 0 for a worthless one. The job ends if more than "
-            f"reward.max_failures = {settings.max_failures:g} of a step's samples fail, or all of the first step's."
+            f"reward.max_failures = {settings.max_failures:g} of a step's samples fail, or all in the first step."
         )
         for part in self.parts:
             errors, timeouts = (int(sums[f"{prefix(part.title)}_{kind}"]) for kind in ("errors", "timeouts"))

@@ -115,7 +115,7 @@ class OwnText:
         return self._rendered("conversation", [*asked, *completion], generation_prompt=False)
 
     def up_to_eos(self, ids: Sequence[int]) -> list[int]:
-        """Returns the ids up to the last end-of-sequence token. Adds the token if there is none."""
+        """Returns the ids up to and including the last end-of-sequence token. Adds the token if there is none."""
         eos = self.eos
         behind = next((count for count, token in enumerate(reversed(ids)) if token == eos), None)
         return [*ids, eos] if behind is None else [*ids[: len(ids) - behind]]
@@ -143,7 +143,7 @@ class OwnText:
         return ends_of_turns(self.tokenizer, self.named_ends, self.template)
 
     def _rendered(self, what: str, messages: Sequence[Message], *, generation_prompt: bool = True) -> list[int]:
-        assert self.template is not None, "texts stand one after the other without one"
+        assert self.template is not None, "texts are concatenated without one"
         try:
             text = self.template.render(messages, generation_prompt=generation_prompt)
         except RenderError as error:

@@ -194,7 +194,7 @@ def test_messages_that_the_template_moves_to_the_front_are_refused(family: str) 
 def test_a_template_that_does_not_write_the_models_turns_is_refused() -> None:
     chat = ChatFormat(tokenizer_with("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"))
     assert chat.continuability.user == "refused"
-    with pytest.raises(ConfigError, match="does not write what the model said"):
+    with pytest.raises(ConfigError, match="does not write the model's turn"):
         chat.continuability.require("user")
 
 

@@ -232,7 +232,7 @@ def test_a_folder_that_datasets_saved(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data.train.split: got 'dev'; expected one of those .* has: train, test"):
         rows_of(tmp_path, split="dev")
     (tmp_path / "train/state.json").write_text('{"_data_files": [], "_indices_data_files": [{"filename": "i"}]}')
-    with pytest.raises(DataError, match="chooses rows by an index"):
+    with pytest.raises(DataError, match="has an index of rows"):
         rows_of(tmp_path, split="train")
 
 
