@@ -60,7 +60,7 @@ class AssistantTurn:
 
 
 class DrawnText:
-    """Text of generated ids, with a record of its special tokens. Other text may only look like them.
+    """The text of generated ids, with a record of its special tokens. Other text may only look like them.
 
     Without the special tokens it equals the text of a tokenizer that skips them.
     """

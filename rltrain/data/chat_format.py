@@ -158,7 +158,7 @@ EXCERPT_CHARS = 40
 
 @dataclass(frozen=True)
 class Continuability:
-    """Verdicts on messages of the user and tool results after a turn of the model."""
+    """The verdicts on messages of the user and tool results after a turn of the model."""
 
     user: Verdict
     tool: Verdict
@@ -453,7 +453,7 @@ def _calls(message: Message) -> list[tuple[str, Any]]:
 
 
 class ChatFormat:
-    """Writes conversations with a checkpoint's tokenizer and chat template. Holds no conversation itself.
+    """The format of conversations by a checkpoint's tokenizer and chat template. It holds no conversation.
 
     Safe to use from several threads.
     """

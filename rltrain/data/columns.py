@@ -107,7 +107,7 @@ class _Wanted:
 
 
 class _IndexedColumns(ComputedSequence[bytes]):
-    """Columns of rows that are read by an index."""
+    """The columns of rows that are read by an index."""
 
     def __init__(self, wanted: _Wanted, rows: IndexedRows) -> None:
         self._wanted, self._rows = wanted, rows

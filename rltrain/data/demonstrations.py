@@ -87,7 +87,7 @@ def _experience(dataset: PromptDataset, rows: Sequence[int], **of_samples: Tenso
 
 
 class Demonstrations(GivenTexts):
-    """Demonstrations for algorithm sft. A part has every num_parts-th row.
+    """The demonstrations of algorithm sft. A part has every num_parts-th row.
 
     data.eval is read only if evaluations compute its loss.
     """
@@ -123,7 +123,7 @@ def load_sft_batch(
 
 
 class Preferences(GivenTexts):
-    """Pairs of responses to one prompt, one of them preferred, for algorithms dpo and reward_model.
+    """The pairs of responses of algorithms dpo and reward_model. One response of a pair is preferred.
 
     A pair is a group of two samples: the chosen one, then the rejected one. Groups are assigned to replicas as in the
     exchange, by the length of their texts. So each replica encodes only its share.

@@ -67,7 +67,7 @@ def _absent() -> Any:
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class Experience:
-    """Samples in host memory, as tensors of shape [samples] or [tokens]. A token's log-prob is at the token's index.
+    """A batch of samples in host memory, as tensors of shape [samples] or [tokens]. A token's log-prob is at its index.
 
     Prompt tokens have response_mask False and log-probs 0. Samples of one prompt share a group id and stay together.
     Reading an absent field raises ValueError with its name.

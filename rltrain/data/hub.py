@@ -226,7 +226,7 @@ def _mapped_items(
 
 
 class _HubCopies:
-    """Messages between ranks about copies, through the job's store."""
+    """The messages between ranks about copies, through the job's store."""
 
     def __init__(self, world: "World", advance: Callable[[], object]) -> None:
         self.world, self._advance = world, advance

@@ -83,7 +83,7 @@ class RowOrder(ABC):
 
 
 class PromptOrder(RowOrder):
-    """Rows in successive epochs, each in another order if shuffled.
+    """An order of rows in successive epochs, each in another order if shuffled.
 
     Steps may cross epochs. A row comes twice in a step only if an epoch ends within it.
     """
@@ -139,7 +139,7 @@ for every halving of the list of sources on the way to it."""
 
 
 class Shares:
-    """Divides 0, 1, 2, ... among sources as evenly as possible. Exact for all weights and numbers."""
+    """A division of 0, 1, 2, ... among sources, as evenly as possible. Exact for all weights and numbers."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         """`weights` are above 0. They are exact as written in decimals: 0.1 is a tenth."""
@@ -223,7 +223,7 @@ class _Block:
 
 
 class CurriculumOrder(RowOrder):
-    """Rows by difficulty in the first steps, then another order from its beginning.
+    """An order by difficulty in the first steps, then another order from its beginning.
 
     Each of the first steps takes rows of a window. The window slides over all rows, sorted by difficulty. The rows of a
     step are different if there are enough. If the steps take as many rows as there are, each row comes once. They are
@@ -307,7 +307,7 @@ Mask = npt.NDArray[np.bool_]
 
 
 class SolvedRates:
-    """Solved rates of `num_rows` rows. Arrays have shape [rows]."""
+    """The solved rates of `num_rows` rows. Arrays have shape [rows]."""
 
     def __init__(self, num_rows: int, settings: schema.SolvedRate) -> None:
         self.settings = settings
@@ -364,7 +364,7 @@ EXCEPTIONS = 1
 
 
 class SolvedRateOrder:
-    """Goes through the rows of each source in an order without a curriculum, and leaves out unwanted rows.
+    """An order of each source's rows, without a curriculum, that leaves out unwanted rows.
 
     A share of the unwanted rows is used all the same, to renew their rates. A source may have too few wanted rows for
     its part of a window, even with its next epoch. Then unwanted rows fill the part in the same order, retired ones

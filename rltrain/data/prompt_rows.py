@@ -134,7 +134,7 @@ class PromptRow:
 
 @dataclass(frozen=True)
 class RowParser:
-    """Parses the rows of one source."""
+    """A parser of the rows of one source."""
 
     source: schema.PromptSource
     encoder: PromptEncoder
@@ -387,7 +387,7 @@ Encoded = tuple[Sequence[int], Sequence[bool]]
 
 @dataclass(frozen=True)
 class SampleLimit:
-    """Limits the tokens of a sample. None means no limit."""
+    """A limit on the tokens of a sample. None means no limit."""
 
     response_tokens: int | None = None
     """data.max_response_tokens."""
@@ -491,7 +491,7 @@ MAX_KEPT_PROBLEMS = 5
 
 @dataclass
 class DroppedRows:
-    """Counts of the rows of files that are not used, or used with a cut response."""
+    """The counts of rows that are not used, or used with a cut response."""
 
     bad: Counter[str] = field(default_factory=Counter)
     """Rows skipped under data.on_bad_row: skip, by reason."""
@@ -555,7 +555,7 @@ UsableRow = tuple[RowFile, int, PromptRow, float, Row]
 
 
 class RowChecker:
-    """Finds the usable rows of one source. `key` is the source's config key."""
+    """A check of the rows of one source. `key` is the source's config key."""
 
     def __init__(self, parser: RowParser, data: schema.Data, key: str) -> None:
         self.parser, self.data, self.key = parser, data, key

@@ -55,8 +55,8 @@ class SourceRows:
 
 
 class PromptDataset:
-    """Usable rows of one or several sources, one source after another, each in its order. A row's index is its prompt
-    id."""
+    """The usable rows of one or several sources, one source after another, each in its order. A row's index is its
+    prompt id."""
 
     def __init__(
         self,

@@ -132,7 +132,7 @@ class RowIndex:
 
 
 class IndexWriter:
-    """Writes records one after another, then the summary."""
+    """A writer of records, one after another, and of the summary after them."""
 
     def __init__(self, file: Any, *, with_difficulties: bool) -> None:
         self._file, self.dtype = file, SORTED_RECORD if with_difficulties else RECORD
@@ -206,7 +206,10 @@ ADVANCE_ROWS = 2**12
 
 @dataclass(frozen=True)
 class SourcePart:
-    """Slices of files. Or the lines of one plain file that begin at the bytes from `begin` up to `end` (exclusive)."""
+    """A part of a source: slices of files, or lines of one plain file.
+
+    The lines begin at the bytes from `begin` up to `end` (exclusive).
+    """
 
     slices: Sequence[FileSlice]
     begin: int = 0
@@ -276,7 +279,7 @@ def _needs_copies(file: RowFile) -> bool:
 
 
 class _Copies:
-    """Rows as lines, copied from files that can only be read from their beginning."""
+    """The rows as lines, copied from files that can only be read from their beginning."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         self.path, self.num_bytes = path, 0
@@ -482,7 +485,7 @@ class LineAccess:
 
 
 class TableAccess:
-    """Rows of Parquet and Arrow files. Parquet files are read by row group, Arrow files are mapped."""
+    """The rows of a Parquet or Arrow file. Parquet files are read by row group, Arrow files are mapped."""
 
     def __init__(self, file: IndexedFile) -> None:
         self._file, self._lock = file, Lock()
@@ -616,7 +619,7 @@ class IndexedRows(ComputedSequence[PromptRow]):
 
 
 class Chained(ComputedSequence[Item]):
-    """Sequences one after another, as one. Nothing is copied."""
+    """Several sequences, one after another, as one. Nothing is copied."""
 
     def __init__(self, parts: Sequence[Sequence[Item]]) -> None:
         self.parts = parts

@@ -170,7 +170,7 @@ def read_list(path: Path, config_key: str) -> PlacedRows:
 
 
 class _TooLong:
-    """Takes the place of a whole number with too many digits, so it spoils only its item."""
+    """A stand-in for a whole number with too many digits, so it spoils only its item."""
 
 
 def _whole_number(digits: str) -> int | _TooLong:

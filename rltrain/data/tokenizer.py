@@ -188,7 +188,7 @@ def load_encoder(config: schema.Config) -> "PromptEncoder":
 
 
 class PromptEncoder:
-    """Turns prompts into token ids, with the tokenizer's chat template if data.chat_template is "auto"."""
+    """The encoder of prompts as token ids. It uses the tokenizer's chat template if data.chat_template is "auto"."""
 
     def __init__(
         self,
@@ -317,7 +317,7 @@ class PromptEncoder:
 
 
 class TextDecoder:
-    """Turns response tokens into text without special tokens."""
+    """The decoder of response tokens. The text has no special tokens."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self.tokenizer = tokenizer

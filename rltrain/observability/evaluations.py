@@ -151,7 +151,7 @@ EVALUATION_FILE = "evaluation.json"
 
 
 class EvaluationTable:
-    """Prints the metrics of each evaluation set, and writes them to <output_dir>/evaluation.json.
+    """A table of the metrics of each evaluation set, printed and written to <output_dir>/evaluation.json.
 
     The file has {"checkpoint": folder, "sets": {name: {metric: value}}}. For one rank of the job. Raises ConfigError if
     the file cannot be written.

@@ -61,7 +61,7 @@ PRODUCTS = {"hf": "the model", "metrics.jsonl": "metrics", "samples.jsonl": "sam
 
 
 class Progress:
-    """Shows each step's metrics, and at the end the seconds by task. For one rank of the job.
+    """A display of each step's metrics, and at the end of the seconds by task. For one rank of the job.
 
     On a terminal it shows a bar at the bottom. Elsewhere it prints one line per `interval_s`, one for every evaluation,
     and one at the end. With logging.progress: false it prints nothing.

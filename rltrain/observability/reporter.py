@@ -26,7 +26,7 @@ class Sink(Protocol):
 
 
 class Reporter:
-    """Collects metrics by step and passes them to the sinks on the logging rank.
+    """The collection of metrics by step. The logging rank passes them to the sinks.
 
     `expected(step)` returns how many tasks of each reporting rank add metrics of the step. A rank publishes a step once
     its last task of the step has added its metrics, together with those of `at_publish`. Ranks report at most
@@ -167,7 +167,8 @@ def _merge(merged: Metrics, metrics: Metrics) -> None:
 
 @dataclass
 class Work:
-    """Seconds of all tasks, seconds of tasks that computed with a model, and the operations and tokens of these."""
+    """The seconds of all tasks, the seconds of tasks that computed with a model, and the operations and tokens of
+    these."""
 
     seconds: float = 0.0
     computing_s: float = 0.0

@@ -18,8 +18,8 @@ from rltrain.observability.run_logs import METRICS_FILE, TENSORBOARD_FOLDER, WAN
 
 
 class TensorboardRun:
-    """Writes scalars to <output_dir>/tensorboard. In a resumed run TensorBoard hides earlier scalars from `first_step`
-    on.
+    """A writer of scalars to <output_dir>/tensorboard. In a resumed run TensorBoard hides earlier scalars from
+    `first_step` on.
 
     Raises ConfigError if TensorBoard is not installed or cannot write.
     """
@@ -51,7 +51,7 @@ class TensorboardRun:
 
 
 class WandbRun:
-    """Writes metrics to Weights & Biases. With `goes_on` it continues the run whose id is in the run's folder.
+    """A run in Weights & Biases. With `goes_on` it continues the run whose id is in the output folder.
 
     Raises ConfigError if Weights & Biases cannot start.
     """
@@ -107,7 +107,8 @@ logger = logging.getLogger(__name__)
 
 
 class MetricsWriter:
-    """Appends one line per step to <output_dir>/metrics.jsonl: {"step": ..., "time_s": ..., metric name: value, ...}.
+    """A writer of one line per step to <output_dir>/metrics.jsonl: {"step": ..., "time_s": ..., metric name: value,
+    ...}.
 
     `time_s` is seconds since the writer was made. In a resumed run it continues from the file's last record. For one
     rank of the job. Raises ConfigError if output_dir cannot be written.

@@ -54,7 +54,8 @@ def start_trace(config: Config, rank: int, roles: Sequence[str]) -> Trace:
 
 
 class TraceFile(Trace):
-    """Writes <output_dir>/trace/rank<rank>.json during the run: one process per rank, one track per thread.
+    """A timeline in <output_dir>/trace/rank<rank>.json, written during the run: one process per rank, one track per
+    thread.
 
     Times are microseconds of wall-clock time. They count from one reading of it, by a monotonic clock. All processes of
     a machine share this clock, so ranks line up. Any thread may call any method.

@@ -98,7 +98,7 @@ logger = logging.getLogger(__name__)
 
 
 class ParityGate:
-    """Ends or pauses a run, or warns, when trainer and engine drift apart.
+    """The check that ends or pauses a run, or warns, when trainer and engine drift apart.
 
     `speaks` is True on the rank that warns. `pause` makes the job save a checkpoint and end for the given reason.
     """
@@ -148,7 +148,7 @@ SUMMED = ("samples", "overlong_samples", "overlong_penalty", "masked_truncated")
 
 
 class AdvantageEstimation:
-    """Computes the advantages on one replica of the actor.
+    """The advantages of one replica of the actor, chunk by chunk.
 
     Call `begin_step` before a step's first chunk. For each chunk call `shaped` on its samples, drop stale ones, and
     call `with_advantages` on the rest. `kl` is equal on all replicas.
@@ -167,7 +167,7 @@ class AdvantageEstimation:
         self.kl_sums = torch.zeros(2, dtype=torch.float64)
 
     def shaped(self, experience: Experience) -> Experience:
-        """Returns the samples to train on, with rewards shaped as the config says. Expects complete samples as
+        """Returns the samples to train on, with rewards shaped according to the config. Expects complete samples as
         generated."""
         if self.settings.overlong_penalty is not None:
             penalties = overlong_penalties(experience, self.settings.overlong_penalty, self.max_response_tokens)
@@ -223,7 +223,7 @@ STALENESS_SUMMED = ("stale_samples", "stale_tokens", "tokens", "staleness_sum")
 
 
 class StalenessCounts:
-    """Staleness counts of one replica in one step. rltrain.algorithms.correction defines them."""
+    """The staleness counts of one replica in one step. rltrain.algorithms.correction defines them."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()

@@ -242,7 +242,7 @@ STOPPED = "stopped"
 
 @dataclass(frozen=True)
 class RunControl:
-    """Decides when and where a run is saved, together with its config."""
+    """The settings beyond the config that decide when and where a run is saved."""
 
     inputs: Inputs
     """The identity of the run's inputs."""

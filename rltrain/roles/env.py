@@ -26,7 +26,7 @@ def place_of(rank: int) -> str:
 
 
 class SimulatorPart(MemoryPart):
-    """Device memory of environments in separate processes. They free it and allocate it again themselves."""
+    """The device memory of environments in separate processes. They free it and allocate it again themselves."""
 
     def __init__(self, offload: Callable[[], None], onload: Callable[[], None]) -> None:
         super().__init__(tuple)
@@ -42,7 +42,7 @@ class SimulatorPart(MemoryPart):
 
 
 class EnvRole(Role):
-    """Environments in separate processes, served by a thread.
+    """The role of environments. They run in separate processes, and a thread serves them.
 
     They step while an engine decodes, on this rank or another. In a generate task, a rank without other work waits
     until all responses are generated.
@@ -97,7 +97,7 @@ class EnvRole(Role):
         self.service.close()
 
     def _go_on(self) -> list[int]:
-        """Restores this rank's share of the saved episodes. Returns the ids of those that can continue."""
+        """Restores this rank's share of the saved episodes. Returns the ids of episodes that can continue."""
         resumed = self.job.resumed
         files = resumed.files(self.name) if resumed and resumed.continues else []
         mine = files[self.grid.ranks.index(self.job.world.rank) :: len(self.grid.ranks)]

@@ -215,7 +215,7 @@ FIRST_TURN_ID = 2**50
 
 
 class AgentEpisodes(EnvironmentEpisodes):
-    """Episodes of agents at `server`. An agent's run cannot cross a checkpoint. It begins again after one."""
+    """The episodes of agents at `server`. An agent's run cannot cross a checkpoint. It begins again after one."""
 
     def __init__(
         self, server: "EndpointServer", recorded: "dict[str, RecordedSession]", *arguments: Any, **settings: Any

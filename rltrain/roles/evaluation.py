@@ -140,7 +140,7 @@ SCORING_ROLES = ("reward", "evaluation")
 
 
 class EvaluationScoring:
-    """Scores evaluation sets and publishes verdicts on them.
+    """The scores of evaluation sets, and the verdicts on them.
 
     `scorer` is the run's, for sets without a separate reward. `records` collects the results of the ranks.
     """
@@ -239,7 +239,7 @@ class EvaluationScoring:
 
 
 class EvaluationRole(DrawingRole):
-    """Generates and scores the evaluation sets of a step with the weights of the step, while other roles continue.
+    """The role that generates and scores evaluation sets with the weights of a step, while other roles continue.
 
     Weights of later steps can arrive meanwhile and wait on the host. So nothing here is a collective of several
     engines. One engine may have joined a weight sync before another.

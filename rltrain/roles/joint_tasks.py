@@ -92,7 +92,7 @@ class InFlightSyncs:
 
 
 class EndOfTraining:
-    """Tasks that end training before its last step, once an evaluation has reached its goal."""
+    """The tasks that end training before its last step, once an evaluation has reached its goal."""
 
     def __init__(self, job: Job, order: Order, hosted: Collection[str]) -> None:
         self._job, self._order, self._hosted = job, order, {*hosted}

@@ -38,7 +38,7 @@ ADVICE = (
 
 
 class FlatRewards:
-    """Watches the rewards of a run's steps for a spread within groups.
+    """A watch over the rewards of a run's steps. It looks for a spread of rewards within groups.
 
     The first step without any spread is logged once. `warn_after` such steps in a row cause one warning. None turns the
     warning off.

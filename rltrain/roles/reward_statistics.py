@@ -26,7 +26,7 @@ Record = Mapping[str, Any]
 
 
 class RewardStatistics:
-    """Sums over the samples scored by this rank, and the first failure of each function in words.
+    """The sums over the samples scored by this rank, and the first failure of each function in words.
 
     Metrics of all samples leave out greedy samples, because these only serve as a baseline. `is_greedy` returns a bool
     tensor of shape [samples]. `counts_flat_groups` adds the share of groups with equal rewards. It needs whole groups.

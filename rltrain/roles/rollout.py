@@ -76,7 +76,7 @@ def sampling_params(sampling: Sampling, stop_token_ids: Iterable[int]) -> Sampli
 
 
 class DrawingRole(Role):
-    """Base class of roles with engines for the policy. Each data-parallel replica has one engine."""
+    """The base class of roles with engines for the policy. Each data-parallel replica has one engine."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -209,7 +209,7 @@ class DrawingRole(Role):
 
 
 class RolloutRole(DrawingRole):
-    """Generates responses to training prompts and evaluation sets.
+    """The role that generates responses to training prompts and evaluation sets.
 
     Prompt groups are numbered by their position in the run's stream of prompts. A step takes `batch.prompts_per_step`
     groups. Without partial rollouts they are the first groups not taken by an earlier step. With partial rollouts they

@@ -36,7 +36,8 @@ TOKEN_FIELDS = frozenset({"prompt_ids", "response_ids", "response_mask"})
 
 
 class Scorables:
-    """Makes scorable samples for the prompts of one file, with the file's columns that functions ask for.
+    """The samples for the prompts of one file as reward functions get them, with the columns that the functions ask
+    for.
 
     Raises DataError if the file lacks such a column. Raises ConfigError if a function takes labels and the file has
     none.
@@ -238,8 +239,8 @@ def sample_records(source: Scorables, scored: Experience, step: int, parts: Sequ
 
 
 class FailureLimit:
-    """Limits the failures of reward functions, over all tasks of a run. `parts` are the run's or those of an evaluation
-    set."""
+    """A limit on the failures of reward functions, over all tasks of a run. `parts` are the run's or those of an
+    evaluation set."""
 
     def __init__(self, parts: Sequence[Part], settings: schema.Reward) -> None:
         self.parts, self.settings = parts, settings
@@ -283,7 +284,7 @@ class FailureLimit:
 
 
 class RankRecords:
-    """Collects records of the role's `ranks` on the first of them, their leader.
+    """The records of a role's `ranks`, collected on the first of them, their leader.
 
     It is no collective. A rank may belong to an engine, and other ranks need the engine for weight syncs meanwhile.
     """
@@ -314,8 +315,11 @@ class RankRecords:
 
 @dataclass
 class HandedOver:
-    """This engine's groups for a chunk: counted groups with their scores, numbers of dropped groups by reason, and the
-    number of groups counted because no more could be dropped."""
+    """An engine's groups for a chunk.
+
+    It has the counted groups with their scores, and numbers of dropped groups by reason. `num_spared` groups are
+    counted because no more could be dropped.
+    """
 
     groups: list[tuple[Experience, Scores]] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
@@ -325,11 +329,10 @@ class HandedOver:
 
 
 class GroupScoring:
-    """Scores groups on an engine's first rank, together with role reward there. Implements
-    `rollout.groups.GroupFilter`.
+    """The scoring of groups on an engine's first rank, together with role reward there.
 
-    Reward functions run in separate processes. A trusted one is called at once, so its result is known before the next
-    decode step.
+    Implements `rollout.groups.GroupFilter`. Reward functions run in separate processes. A trusted one is called at
+    once, so its result is known before the next decode step.
     """
 
     def __init__(
@@ -406,7 +409,7 @@ Counts = list[tuple[int, int, int]]
 
 
 class OutcomeTeller:
-    """Counts the solved samples of each row, on every rank of role reward. The leader publishes the sums."""
+    """The counts of solved samples of each row, on every rank of role reward. The leader publishes the sums."""
 
     def __init__(self, job: Job, *, is_leader: bool) -> None:
         self.job, self.settings = job, job.config.data.solved_rate

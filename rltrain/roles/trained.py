@@ -107,7 +107,7 @@ class OddRank:
 
 
 class ReplicaCheck:
-    """Compares checksums between ranks with equal parts of a role's model, every so many steps."""
+    """A comparison of checksums between ranks with equal parts of a role's model, every so many steps."""
 
     def __init__(self, every: int, role: str, rank: int, group: dist.ProcessGroup) -> None:
         """`every` is the number of steps between checks; 0 means never. `group` has the role's ranks and uses host

@@ -49,7 +49,7 @@ def both_roles(job: Job, role: str) -> tuple[int, ...]:
 
 
 class RoleResharding:
-    """Reshards tensors from the actor's layout `source` into the layout `destination` of `role`.
+    """A reshard of tensors from the actor's layout `source` into the layout `destination` of `role`.
 
     The config section `weight_sync` sets how. `is_frozen` marks tensors without changes in training. Built on every
     rank of either role. Building and running it are collective over: the union of both roles' ranks.
@@ -226,7 +226,7 @@ class SyncedPart(NamedTuple):
 
 
 class ActorSync:
-    """Base class of syncs from the actor to another role, part by part.
+    """The base class of syncs from the actor to another role, part by part.
 
     Built on every rank of either role. `actor` is None on ranks without the actor. Building and calling it are
     collective over: the union of both roles' ranks.
@@ -271,7 +271,7 @@ def _held_by(model: RoleModel, content: str) -> Mapping[str, Tensor]:
 
 
 class WeightSyncTask(ActorSync):
-    """Syncs the weights of a step, or only their changes, to the engines of the rollout."""
+    """The sync of the weights of a step, or of their changes only, to the engines of the rollout."""
 
     def __init__(self, job: Job, actor: Role | None, rollout: Role | None) -> None:
         super().__init__(actor)
@@ -398,7 +398,7 @@ def metrics_of(report: SyncReport) -> Metrics:
 
 
 class EvaluationSync(ActorSync):
-    """Syncs the weights of a step to the engines of role evaluation.
+    """The sync of the weights of a step to the engines of role evaluation.
 
     The engines keep them in host memory until their turn. So they can join while they generate an earlier evaluation.
     """
@@ -430,7 +430,7 @@ class EvaluationSync(ActorSync):
 
 
 class ModelSync(ActorSync):
-    """Syncs the actor's published weights to the model of `role` in the training backend."""
+    """The sync of the actor's published weights to the model of `role` in the training backend."""
 
     def __init__(self, job: Job, role: str, actor: Role | None, follower: Role | None) -> None:
         super().__init__(actor)
