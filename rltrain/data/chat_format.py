@@ -61,8 +61,8 @@ class Increments:
         self._shown_roles: dict[str, bool] = {}
 
     def following(self, messages: Sequence[Message]) -> str:
-        """Returns the text after a turn answered by `messages`. Raises DataError if the template has no place for them.
-        """
+        """Returns the text after a turn answered by `messages`. Raises DataError if the template has no
+        place for them."""
         if not messages:
             raise DataError("no message follows the model's turn; expected at least one, of a user or a tool")
         hidden = sorted({str(message["role"]) for message in messages if not self._shows(str(message["role"]))})
@@ -310,8 +310,8 @@ class _Probe:
 
 
 def _says(drawn: str, turn: Message, prompt: str) -> bool:
-    """Returns whether `drawn` is `turn` in a model's writing after `prompt`. The prompt may have opened the reasoning.
-    """
+    """Returns whether `drawn` is `turn` in a model's writing after `prompt`. The prompt may have
+    opened the reasoning."""
     content, prompt = str(turn["content"]).strip(), prompt.rstrip()
     begun = next((size for size in range(len(content), 0, -1) if prompt.endswith(content[:size])), 0)
     said = content[begun:].strip()

@@ -44,8 +44,8 @@ class ChatTemplate:
         return self._render([self._as_the_template_takes_it(message) for message in messages], generation_prompt)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Returns the ids of `text` alone, with nothing added around it. Special tokens in the text become their ids.
-        """
+        """Returns the ids of `text` alone, with nothing added around it. Special tokens in the text
+        become their ids."""
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _render(self, messages: list[dict[str, Any]], generation_prompt: bool) -> str:

@@ -17,8 +17,8 @@ class RowColumns:
     objects."""
 
     def __init__(self, rows: Sequence[bytes], label_keys: Sequence[tuple[int, str | None]]) -> None:
-        """`label_keys` has (first row, key of the label) of each source. The key is None for labels that were not read.
-        """
+        """`label_keys` has (first row, key of the label) of each source. The key is None for labels that
+        were not read."""
         self._rows = rows
         self._label_keys = label_keys
 

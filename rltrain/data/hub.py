@@ -147,8 +147,8 @@ def with_local_copies(config: Config, world: "World", advance: Callable[[], obje
 
 
 def with_cached_copies(config: Config) -> Config:
-    """Returns the config with the folder in place of every cached name. Makes no requests. For commands without a job.
-    """
+    """Returns the config with the folder in place of every cached name. Makes no requests. For commands
+    without a job."""
     found = {one.title: one.cached() for one in repositories_of(config)}
     return _replaced(config, {title: str(folder) for title, folder in found.items() if folder is not None})
 

@@ -240,8 +240,8 @@ class CurriculumOrder(RowOrder):
         shuffle: bool,
         then: RowOrder,
     ) -> None:
-        """`difficulties` have shape [rows]; ties keep the rows' order. `per_step` is the number of positions of a step.
-        """
+        """`difficulties` have shape [rows]; ties keep the rows' order. `per_step` is the number of positions
+        of a step."""
         self.sorted = np.argsort(difficulties, kind="stable")
         self.steps, self.per_step, self.seed, self.shuffle, self.then = steps, per_step, seed, shuffle, then
         self.window = min(len(difficulties), max(-(-len(difficulties) // steps), per_step))

@@ -236,8 +236,8 @@ class RowParser:
 def split_conversation(
     prompt: Prompt, key: str, learnt: Literal["all", "last"] = "all"
 ) -> tuple[list[Message], list[Message]]:
-    """Returns the messages before the assistant's first trained turn, and the rest up to its last turn. Raises BadRow.
-    """
+    """Returns the messages before the assistant's first trained turn, and the rest up to its last
+    turn. Raises BadRow."""
     if isinstance(prompt, str):
         raise BadRow(
             f"has a text under {key!r}; expected a list of chat messages with turns of the assistant, since "

@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 COMPARED_ROWS = 64
 SHOWN_CHARACTERS = 400
 INDEXED_BYTES = 8 * 2**20
-"""Rows of smaller files are held in memory: some ten thousand. Checking them takes less time than starting a process.
-"""
+"""Rows of smaller files are held in memory: some ten thousand. Checking them takes less time than
+starting a process."""
 
 
 Difficulties = npt.NDArray[np.float64]
@@ -116,8 +116,8 @@ class PromptDataset:
 
 
 def report_dropped(config_key: str, dataset: PromptDataset) -> None:
-    """Logs the unused rows of each file with the reasons. Warns if the model gets the same tokens for different rows.
-    """
+    """Logs the unused rows of each file with the reasons. Warns if the model gets the same tokens
+    for different rows."""
     for source in dataset.sources:
         if source.dropped:
             of_source = f" ({source.title})" if len(dataset.sources) > 1 else ""

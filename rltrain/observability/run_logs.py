@@ -51,8 +51,8 @@ def begin_logs(output_dir: Path) -> None:
 
 
 def write_job(config: Config, world_size: int, ranks_per_node: int) -> None:
-    """Writes job.json. Called on one rank before it writes metrics. Raises ConfigError if the file cannot be written.
-    """
+    """Writes job.json. Called on one rank before it writes metrics. Raises ConfigError if the file
+    cannot be written."""
     path = Path(config.output_dir, JOB_FILE)
     job = {"config": config.model_dump(mode="json"), "world_size": world_size, "ranks_per_node": ranks_per_node}
     with writing(path):

@@ -56,8 +56,8 @@ from rltrain.tasks.roles import informing
 
 SHARE, DIFFERENCE, KL = "fresh_tokens", "fresh_logprob_abs_diff", "fresh_kl"
 METRICS = frozenset({SHARE, DIFFERENCE, KL})
-"""Metrics measured under the weights that sampled the tokens. Only a step's first mini-batch still has those weights.
-"""
+"""Metrics measured under the weights that sampled the tokens. Only a step's first mini-batch still
+has those weights."""
 
 
 def measuring_parity(loss_function: LossFunction, step: int) -> LossFunction:
@@ -314,8 +314,8 @@ class ActorRole(TrainedRole):
         self.held_out_best = self._saved_best()
 
     def load_batch(self, step: int, chunk: int) -> None:
-        """Adds this replica's share of the step's training rows to the batch, with the results of other roles for them.
-        """
+        """Adds this replica's share of the step's training rows to the batch, with the results of other
+        roles for them."""
         assert self.training_data is not None, "only an algorithm that generates nothing has this task"
         experience = self.training_data.for_step(step, part=self.dp, num_parts=self.grid.dp)
         experience = self._with_what_is_told(experience, step, chunk)
@@ -538,8 +538,8 @@ class ActorRole(TrainedRole):
             shutil.rmtree(adapters_folder(candidate), ignore_errors=True)
 
     def _best_of(self, step: int) -> Best | None:
-        """Returns the evaluation of the step if it is the best so far, else None. The result is the same on all ranks.
-        """
+        """Returns the evaluation of the step if it is the best so far, else None. The result is the same
+        on all ranks."""
         if self.held_out_best is not None:
             best = self.held_out_best.best
             return best if best and best.step == step else None

@@ -211,8 +211,8 @@ class MemoryCheckpointing:
         return None
 
     def _await(self, step: int, key: str) -> bool:
-        """Waits for a key in the store. Returns False if the step is decided or the run ends before the key is there.
-        """
+        """Waits for a key in the store. Returns False if the step is decided or the run ends before the
+        key is there."""
         while not self._closing.is_set():
             if self.store.check([key]):
                 return True

@@ -62,8 +62,8 @@ logger = logging.getLogger(__name__)
 
 
 class HeldCheckpoints:
-    """The checkpoints of a run in its nodes' memory when it starts again. All methods are collective over: all ranks.
-    """
+    """The checkpoints of a run in its nodes' memory when it starts again. All methods are collective
+    over: all ranks."""
 
     def __init__(self, config: Config, base: str, job_store: JobStore) -> None:
         self.config, self.base, self.job_store = config, base, job_store
@@ -185,8 +185,8 @@ class HeldCheckpoints:
         return good
 
     def _fetch_run(self, here: Path, node: int | None, record: FileRecord) -> str | None:
-        """Fetches run.json from `node`, on the first rank of a node without it. Returns the problem in words, or None.
-        """
+        """Fetches run.json from `node`, on the first rank of a node without it. Returns the problem in
+        words, or None."""
         if node is None or self.world.local_rank:
             return None
         self.job_store.heartbeat.begin(f"fetching {RUN_FILE} of {here.name} from another node's memory")
@@ -244,8 +244,8 @@ POLL_S = 0.2
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 
 _held: dict[Path, int] = {}
-"""Locked folder -> descriptor of its lock, for the life of this process. The kernel frees the lock at any kind of end.
-"""
+"""Locked folder -> descriptor of its lock, for the life of this process. The kernel frees the lock at any
+kind of end."""
 
 
 def lock_folder(

@@ -155,8 +155,8 @@ class RewardRole(Role):
         return self.evaluations.score(step, chunk, samples, told, self.serve)
 
     def save_state(self) -> Mapping[str, Contents]:
-        """Returns the best evaluation so far, and outcomes that engines may not have read yet. Only the leader has any.
-        """
+        """Returns the best evaluation so far, and outcomes that engines may not have read yet. Only the
+        leader has any."""
         if self.job.world.rank != self.leader:
             return {}
         return {**(self.evaluations.save_state() if self.evaluations else {}), **self.outcomes.contents()}

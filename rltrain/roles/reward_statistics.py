@@ -87,8 +87,8 @@ class RewardStatistics:
             self.add_sources(sources, reported.rewards.tolist())
 
     def add_dropped(self, groups: Mapping[str, int], num_spared: int) -> None:
-        """Adds the numbers of dropped groups by reason, and the number of groups kept because no more could be dropped.
-        """
+        """Adds the numbers of dropped groups by reason, and the number of groups kept because no more
+        could be dropped."""
         self.sums.update({f"{DROPPED}{reason}": number for reason, number in groups.items()})
         self.sums.update({ALL_DROPPED: sum(groups.values()), SPARED: num_spared})
 

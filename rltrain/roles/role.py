@@ -122,8 +122,8 @@ class Job:
         return job_leader(self.grids)
 
     def offload_of(self, role: str) -> Offload:
-        """Returns `<role>.offload`. "auto" means False on a CPU, because offloading would only copy within host memory.
-        """
+        """Returns `<role>.offload`. "auto" means False on a CPU, because offloading would only copy
+        within host memory."""
         offload: Offload = getattr(self.config, role).offload
         return False if offload == "auto" and self.world.device.type == "cpu" else offload
 

@@ -256,8 +256,8 @@ class RolloutRole(DrawingRole):
         self.scoring = self.training.selection.filter = scoring
 
     def leave(self) -> None:
-        """Frees the KV cache. Unfinished responses continue from their tokens once the rollout is back on the device.
-        """
+        """Frees the KV cache. Unfinished responses continue from their tokens once the rollout is back
+        on the device."""
         self.training.groups.suspend()
         self.engine.release_cache()
 

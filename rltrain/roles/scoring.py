@@ -133,8 +133,8 @@ class Scorables:
 
 
 def turn_ends(mask: Tensor) -> Tensor:
-    """Returns the end of each run of generated tokens, shape [turns], for one sample's response_mask of shape [tokens].
-    """
+    """Returns the end of each run of generated tokens, shape [turns], for one sample's response_mask
+    of shape [tokens]."""
     following = torch.cat([mask[1:], mask.new_zeros(min(len(mask), 1))])
     return torch.nonzero(mask & ~following).flatten() + 1
 

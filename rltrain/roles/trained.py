@@ -41,8 +41,8 @@ class StepBatch:
         self.chunks[chunk] = experience
 
     def take(self) -> Experience:
-        """Returns all chunks as one experience, with group ids counted within the step. The batch is empty afterwards.
-        """
+        """Returns all chunks as one experience, with group ids counted within the step. The batch
+        is empty afterwards."""
         chunks, self.chunks = sorted(self.chunks.items()), {}
         parts = [part.with_fields(group_ids=self._groups_of(chunk, part)) for chunk, part in chunks]
         self.mini_batch = torch.cat([self._mini_batch_of(part) for part in parts])
