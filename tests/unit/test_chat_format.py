@@ -167,7 +167,7 @@ def test_the_notice_says_what_the_template_would_render_otherwise() -> None:
 def test_a_template_that_cannot_go_on_is_refused_by_what_it_says() -> None:
     found = format_of("gemma3").continuability
     found.require("user")
-    with pytest.raises(ConfigError, match="role tool: .*roles must alternate.*have the environment answer"):
+    with pytest.raises(ConfigError, match="role tool cannot follow .*roles must alternate.*Let the environment answer"):
         found.require("user", "tool")
     with pytest.raises(DataError, match="refuses messages of roles tool"):
         format_of("gemma3").continuation((1,), [result("3")])

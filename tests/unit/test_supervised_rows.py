@@ -280,7 +280,7 @@ def test_a_template_without_a_place_for_the_rows_is_refused_at_the_start(tmp_pat
     with pytest.raises(DataError, match=r"talks.jsonl:1: the chat template ends the prompt with"):
         Demonstrations(settings)
     limited = settings.model_copy(update={"data": settings.data.model_copy(update={"max_response_tokens": 1})})
-    with pytest.raises(DataError, match=r"talks.jsonl:1: the row cannot be encoded: the chat template asks the model"):
+    with pytest.raises(DataError, match=r"talks.jsonl:1: the row cannot be encoded: the chat template ends the prompt"):
         Demonstrations(limited)
     assert len(dataset) == 1
 
