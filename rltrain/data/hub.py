@@ -50,8 +50,11 @@ class HubRepository:
 
     @classmethod
     def of(cls, text: str, config_key: str, kind: Literal["model", "dataset"]) -> "HubRepository | None":
-        """Returns the repository, or None if `text` is a path. A path exists, has the name of a file of rows, or is not
-        OWNER/NAME."""
+        """Returns the repository, or None if `text` is a path.
+
+        A text with the prefix hf: is a name. Others are paths if they exist, have the name of a file of rows, or are
+        not OWNER/NAME.
+        """
         found = NAME.fullmatch(text)
         if found is None or (found["prefix"] is None and (Path(text).exists() or kind_of(Path(found["name"])))):
             return None
