@@ -1,4 +1,4 @@
-"""The run: a process checks everything, joins the others, builds its roles and executes the order."""
+"""The run of one process: it checks the config, joins the other ranks, builds its roles and executes the order."""
 
 import logging
 import os
@@ -77,7 +77,7 @@ from rltrain.schedule.iterations import build_order
 from rltrain.schedule.order import CHECKPOINT, WEIGHT_SYNC, Entry, Order
 from rltrain.tasks.roles import DECLARED, device_roles
 
-# The roles of one rank, built one after the other such that those that share its device fit on it in turn.
+# The roles of a rank. They are built one after another, so roles on the same device need not fit on it together.
 
 ROLES: dict[str, type[Role]] = {
     role.name: role
@@ -89,7 +89,7 @@ ROLES: dict[str, type[Role]] = {
 
 
 def host_roles(job: Job, order: Order, trace: Trace) -> tuple[dict[str, Role], Offloader]:
-    """The roles that this rank hosts, and who of them is on its device when. Collective over: all ranks."""
+    """Builds the roles of this rank, and the offloader for their memory. Collective over: all ranks."""
     offloader = _offloader(job, order, trace)
     roles: dict[str, Role] = {}
     for name in job.placement.hosts(job.world.rank):
@@ -127,12 +127,15 @@ def _may_leave(job: Job, role: str) -> bool:
     return job.offload_of(role) is not False
 
 
-# The run: builds the roles that this rank hosts and executes the order of tasks.
+# The trainer: executes the order of tasks with the roles of this rank.
 
 
 def reporting_rank(job: Job, entry: Entry) -> int | None:
-    """The rank whose metrics of a task are those of the whole role. None: whoever evaluates beside the others reports
-    nothing but evaluations."""
+    """Returns the rank that reports a task's metrics for the whole role.
+
+    Returns None for checkpoints and early stops of role evaluation. It works outside the steps and reports only
+    evaluations.
+    """
     beside = DECLARED[entry.roles[0]].beside_steps and entry.name in (CHECKPOINT, "stop_if_reached")
     return None if beside else job.leader_of(entry.roles[0])
 
@@ -170,7 +173,7 @@ def build_reporter(job: Job, order: Order, at_publish: Callable[[], Metrics]) ->
 
 
 def peak_flops(job: Job) -> float | None:
-    """What the device can do per second in model.dtype, where it is one that is known."""
+    """Returns the device's peak FLOP/s in `model.dtype`, or None on a CPU or an unknown GPU."""
     if job.world.device.type != "cuda":
         return None
     gpu = known_gpu(torch.cuda.get_device_name(job.world.device))
@@ -204,7 +207,10 @@ class Trainer:
         self.work = RoleWork(peak_flops(job))
 
     def run(self) -> bool:
-        """Every entry of this rank, in order; whether it came to the end, and was not stopped by a signal."""
+        """Executes this rank's entries of the order.
+
+        Returns False if a signal or a pause stopped the run before its end.
+        """
         try:
             for position, entry in self.order.items():
                 if self.checkpointing.stopped_by:
@@ -256,7 +262,7 @@ class Trainer:
             {"task": self._task, "post": self.transfers.post, "wait": self.transfers.wait}[entry.kind](position)
 
     def _join_sync(self, position: int) -> None:
-        """A weight sync that an engine joins where the actor has come to it, in the middle of something else."""
+        """Executes a weight sync in the middle of another task, once the actor has reached it."""
         with self.job.heartbeat.meanwhile():
             self._execute(position)
         if self.order[position].name == WEIGHT_SYNC:
@@ -271,7 +277,7 @@ class Trainer:
         with self.job.heartbeat.task_clock.task(entry.name) as spent:
             metrics: Metrics = task(entry.step, entry.chunk) or {}
             if self.job.world.device.type == "cuda":
-                # A task's communication is over before the next task's begins.
+                # The next task's communication must not begin before this task's is over.
                 torch.cuda.synchronize()
         self.work.add(self.hosted & set(entry.actors), spent.work_s, *self.job.operations.take())
         if entry.name != CHECKPOINT or self.checkpointing.last_saved == entry.step:
@@ -280,12 +286,12 @@ class Trainer:
             self.reporter.add(entry.step, metrics)
 
     def _first_of(self, entry: Entry) -> Role:
-        """The role that executes a task on this rank. What roles do together each of them does by itself where it is
-        alone, and the first of them where they share the rank."""
+        """Returns this rank's role that executes the task of `entry`. If several of the task's roles share the rank,
+        the first one does."""
         return next(self.roles[name] for name in entry.roles if name in self.roles)
 
     def _metrics_of_rank(self) -> Metrics:
-        """Of the roles that this rank reports for; what concerns the whole rank comes from the job's leader."""
+        """Returns the metrics of the roles led by this rank. The job's leader adds the metrics of the whole rank."""
         leads = {name for name in self.hosted if self.job.leader_of(name) == self.rank}
         of_rank = {"host", "offload", "onload", "peak", "reserved"} if self.rank == self.job.leader else set()
         memory = self.offloader.metrics()
@@ -296,21 +302,25 @@ class Trainer:
         return metrics | (self.checkpointing.metrics() if self.rank == self.job.leader else {})
 
     def _may_join(self, position: int, sync: int) -> bool:
-        """Whether an engine may join a sync before its place, which is asked once the run has begun."""
+        """Returns whether an engine at `position` may join the weight sync at position `sync` early.
+
+        A method, because `checkpointing` does not exist yet when the syncs are built.
+        """
         return self.checkpointing.may_join(position, sync)
 
     def _agree_on_order(self) -> None:
-        """Ranks with different orders would wait for each other forever: compare before anything else."""
+        """Compares this rank's order with rank 0's before anything else. Ranks with different orders would wait for
+        each other forever."""
         self.job.job_store.put(f"order/{self.rank}", self.order.digest())
         first = self.job.job_store.get("order/0", waiting_for="the order of tasks of rank 0")
         if first != self.order.digest():
             raise DivergenceError(
-                f"rank {self.rank} derived another order of tasks than rank 0: "
-                "start every rank with the same code, config file and overrides"
+                f"Rank {self.rank} has another order of tasks than rank 0. "
+                "Start every rank with the same code, config file and overrides."
             )
 
 
-# One process of the job: checks everything, joins the others, trains, and fails with one message for all.
+# The process: checks everything, joins the others, trains, and reports a failure with one message for the job.
 
 logger = logging.getLogger(__name__)
 
@@ -318,12 +328,15 @@ RENDEZVOUS_TIMEOUT_S = 300.0
 
 
 def run_job(config_path: Path, overrides: Sequence[str]) -> int:
-    """`run_config` of a file with overrides."""
+    """Loads a config file with overrides and runs it. Returns the exit status."""
     return run_config(lambda: load_config(config_path, overrides))
 
 
 def run_config(make_config: Callable[[], Config]) -> int:
-    """Exit status. A failed process ends at once, without tearing down process groups that others may still use."""
+    """Runs this process's part of the job and returns its exit status.
+
+    A failed process ends at once. It does not tear down process groups still in use by other ranks.
+    """
     world = join_within(RENDEZVOUS_TIMEOUT_S)
     if world.device.type == "cpu":
         keep_freed_memory()
@@ -331,7 +344,7 @@ def run_config(make_config: Callable[[], Config]) -> int:
     end_job_by_threads(lambda name, error: ending.by(error, thread=name))
     logging.basicConfig(level=logging.WARNING, format=f"[rank {world.rank}] %(message)s")
     if world.local_rank:
-        native.logger.setLevel(logging.ERROR)  # what a machine lacks is said once per machine
+        native.logger.setLevel(logging.ERROR)  # one warning per machine is enough
     try:
         job, order, control, watchdog = prepare(make_config, world)
         ending.doing, ending.way_on = watchdog.doing, watchdog.ending.way_on
@@ -348,14 +361,14 @@ def run_config(make_config: Callable[[], Config]) -> int:
         if job.world.rank == job.leader:
             logger.warning("%s", trainer.checkpointing.told_stop)
         leave_store(job.job_store, ending)
-        end_quietly()  # experience that nobody will receive is on its way, which teardown would wait for
+        end_quietly()  # a teardown would wait for messages without a receiver
     dist.destroy_process_group()
     leave_store(job.job_store, ending)
     return 0
 
 
 def prepare(make_config: Callable[[], Config], world: World) -> tuple[Job, Order, RunControl, Watchdog]:
-    """Everything that can be refused is refused before the first process group exists. Collective over: all ranks."""
+    """Makes every check that can refuse the job, and then creates the process groups. Collective over: all ranks."""
     config = make_config()
     world = replace(world, timeouts=config.timeouts)
     job_store = JobStore(world, guarded=True)
@@ -396,8 +409,11 @@ def where_to_begin(
     leader: int,
     job_store: JobStore,
 ) -> tuple[Order, Resumed | None, NodeMemory | None]:
-    """What is to be done, the checkpoint from which it goes on, if any, and where others go to beside the disk.
-    Collective over: all ranks."""
+    """Returns the order to execute, the checkpoint to resume from, and the node memory for checkpoints.
+
+    The checkpoint is None if the run begins at its first step. The node memory is None unless `checkpoint.memory` is
+    set. Collective over: all ranks.
+    """
     settings = config.checkpoint.memory
     held = HeldCheckpoints(config, settings.folder, job_store) if settings else None
     if held:
@@ -413,12 +429,12 @@ def where_to_begin(
         return build_order(config, placement), None, memory
     order, continues = remaining_order(config, placement, checkpoint)
     if not continues and job_store.world.rank == 0:
-        logger.warning("the run had ended, or its schedule, roles or rows have changed: the steps ahead are drawn anew")
+        logger.warning("the run was finished, or its schedule, roles or rows changed: later steps are generated again")
     return order, replace(checkpoint, continues=continues, logs=logs), memory
 
 
 def listen_for_stop(job_store: JobStore, config: Config) -> StopRequest:
-    """From here on the signals that ask the job to stop make it save first, where it saves anything."""
+    """Starts to handle stop signals. If the job saves checkpoints, it then saves one before it ends."""
     world = job_store.world
     stop = StopRequest(
         world.rank,
@@ -434,7 +450,7 @@ def listen_for_stop(job_store: JobStore, config: Config) -> StopRequest:
 
 
 def start_watchdog(job_store: JobStore, config: Config) -> Watchdog:
-    """From here on no wait of this rank is without a limit."""
+    """Starts the heartbeat and the watchdog of this rank. From here on every wait has a time limit."""
     job_store.heartbeat.start()
     watchdog = Watchdog(
         job_store.heartbeat,

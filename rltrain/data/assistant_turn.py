@@ -1,4 +1,4 @@
-"""A turn of the model: its text, its reasoning and its tool calls, as families of models write them."""
+"""A turn of the model: its text, its reasoning and its tool calls, in the formats of model families."""
 
 import hashlib
 import itertools
@@ -15,34 +15,34 @@ from rltrain.runtime.json_text import is_finite, parse_json, parse_json_at, with
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# What a turn of the model says: its text, its reasoning and the tools that it calls.
+# The parts of a model's turn: text, reasoning and tool calls.
 
 REASONING_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 LEAD_TOKENS = 16
-"""Decoded before others, for tokenizers whose text depends on the tokens before."""
+"""Tokens decoded before others, for tokenizers whose text depends on earlier tokens."""
 ID_LETTERS = 9
-"""Mistral's templates take no other length."""
+"""Length of a call's id. Mistral's templates accept no other length."""
 ID_FORM = re.compile(rf"[A-Za-z0-9]{{{ID_LETTERS}}}")
 
 
 @dataclass(frozen=True)
 class AssistantTurn:
-    """A turn as those read it who do not read ids. It is never made into ids again."""
+    """A turn of the model for readers of messages. It is never turned into ids again."""
 
     text: str
-    """What was said before the first tool call, reasoning included, without special tokens."""
+    """Text before the first tool call, with reasoning and without special tokens."""
     content: str
     """`text` without its reasoning."""
     tool_calls: tuple[ToolCall, ...] = ()
     reasoning: str | None = None
-    """What stands between the family's marks of reasoning; None: the family has none, or the turn."""
+    """Text between the family's marks of reasoning. None if the family or the turn has none."""
     malformed: bool = False
-    """Whether something that begins like a tool call is none; it is part of `text` then."""
+    """Whether something begins like a tool call but is none. It is then part of `text`."""
     ended: bool = True
-    """Whether the model ended the turn; otherwise a limit cut it."""
+    """Whether the model ended the turn. Otherwise a limit cut it."""
 
     def message(self) -> dict[str, Any]:
-        """The turn as OpenAI writes it."""
+        """Returns the turn as an OpenAI message."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.reasoning is not None:
             message["reasoning_content"] = self.reasoning
@@ -60,9 +60,9 @@ class AssistantTurn:
 
 
 class DrawnText:
-    """Text of drawn ids that knows which stretches of it are special tokens, and which only look like them.
+    """The text of generated ids, with a record of its special tokens. Other text may only look like them.
 
-    Without the special tokens it is what a tokenizer that skips these makes of all ids.
+    Without the special tokens it equals the text of a tokenizer that skips them.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int], special: frozenset[int]) -> None:
@@ -86,7 +86,7 @@ class DrawnText:
             placed = end
 
     def said(self, begin: int, end: int) -> str:
-        """The text from `begin` to `end` without special tokens."""
+        """Returns the text from `begin` to `end` without special tokens."""
         stretches = ((max(first, begin), min(last, end)) for first, last in self._said)
         return "".join(self.text[first:last] for first, last in stretches if first < last)
 
@@ -107,27 +107,28 @@ def _runs(tokens: Sequence[int], special: frozenset[int]) -> list[tuple[bool, li
 
 @dataclass(frozen=True)
 class Reasoning:
-    """How a family marks what its model thinks before it answers."""
+    """The marks around a model family's reasoning."""
 
     opening: str
     closing: str
     begun: bool
-    """Whether the prompt opens the reasoning, so that the model's turn begins inside it."""
+    """Whether the prompt opens the reasoning, so the model's turn begins inside it."""
 
     @classmethod
     def of(cls, template: str, generation_prompt: str) -> "Reasoning | None":
-        """As told by a template's source and the text that it lets the model go on from."""
+        """Returns the marks in a template's source, or None. `generation_prompt` is the template's text before the
+        model's turn."""
         for opening, closing in REASONING_MARKS:
             if closing in template:
                 return cls(opening, closing, generation_prompt.rstrip().endswith(opening))
         return None
 
     def end(self, text: str, *, ended: bool) -> int | None:
-        """Returns where in a turn's text the answer begins; None where the turn has no reasoning.
+        """Returns the place in a turn's text where the answer begins, or None if the turn has no reasoning.
 
-        It has none where neither the prompt nor the turn begins with the mark that opens it. Where the mark that closes
-        it is missing, a turn that the model ended is an answer all the same if only the prompt began its reasoning:
-        results of tools may be followed by no such prompt.
+        A turn has reasoning if the prompt or the turn begins with the opening mark. A turn may lack the closing mark
+        and still be an answer: if the model ended it and only the prompt opened the reasoning. The prompt after a tool
+        result may not have done so.
         """
         begins = text.lstrip().startswith(self.opening)
         place = text.find(self.closing)
@@ -136,21 +137,22 @@ class Reasoning:
         return len(text) if begins or (self.begun and not ended) else None
 
     def begins_answer(self, text: str) -> bool:
-        """Returns whether an unfinished turn's text without reasoning so far will have none, whatever is drawn next."""
+        """Returns whether an unfinished turn can get no reasoning any more. `text` is its text so far, without
+        reasoning."""
         return not self.begun and not self.opening.startswith(text.lstrip()[: len(self.opening)])
 
     def inside(self, text: str) -> str:
-        """The thought in `text`, which has its marks or was cut before them."""
+        """Returns the reasoning in `text` without its marks. A cut text may lack the closing mark."""
         return text.strip().removeprefix(self.opening).removesuffix(self.closing).strip("\n")
 
 
 def with_ids(
     calls: Sequence[ToolCall], turn: Sequence[int], mark: int | str, taken: Collection[str] = ()
 ) -> tuple[ToolCall, ...]:
-    """Returns the calls, each with an id that no other has and that every template takes.
+    """Returns the calls, each with a unique id that every template accepts.
 
-    An id that the model wrote is kept where it is one of these. The others are made of the turn and its mark, so equal
-    turns with equal marks get equal ids. `taken` are ids of earlier calls.
+    Ids written by the model are kept if they qualify. The others are made from the turn and its mark, so equal turns
+    with equal marks get equal ids. `taken` has ids of earlier calls.
     """
     digest = hashlib.sha256(repr((tuple(turn), mark)).encode()).hexdigest()
     made = (hashlib.sha256(f"{digest}{number}".encode()).hexdigest()[:ID_LETTERS] for number in itertools.count())
@@ -163,25 +165,25 @@ def with_ids(
     return tuple(named)
 
 
-# Tool calls as families of models write them. Nothing that a model wrote raises: what is no call stays text.
+# Parsers of tool calls by model family. They never raise for a model's text: text without a valid call stays text.
 
 Tools = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class ParsedCalls:
-    """What a parser found in a turn's text, which has its special tokens."""
+    """The calls found in a turn's text. The text has its special tokens."""
 
     begin: int
-    """Where the first call begins, malformed ones included; the text's length where there is none."""
+    """Place of the first call, even a malformed one. The text's length if there is none."""
     calls: tuple[ToolCall, ...] = ()
     malformed: tuple[tuple[int, int], ...] = ()
-    """Stretches that begin like a call and are none."""
+    """(begin, end) of stretches that begin like a call but are none."""
 
 
 Parser = Callable[[str, Tools], ParsedCalls]
 Reader = Callable[[str, int], tuple[list[ToolCall], int]]
-"""Reads the calls whose text begins at a place; returns them and the place behind. Raises _NotACall."""
+"""Reads the calls at a place of a text. Returns them and the place after them. Raises _NotACall."""
 
 
 class _NotACall(Exception):  # noqa: N818 - a verdict; never leaves this file
@@ -189,12 +191,15 @@ class _NotACall(Exception):  # noqa: N818 - a verdict; never leaves this file
 
 
 def parse_hermes(text: str, tools: Tools) -> ParsedCalls:
-    """Hermes, Qwen2.5, Qwen3, SmolLM3: <tool_call>{"name": .., "arguments": {..}}</tool_call>, any number of them."""
+    """Parses the calls of Hermes, Qwen2.5, Qwen3 and SmolLM3: <tool_call>{"name": .., "arguments": {..}}</tool_call>.
+
+    A turn has any number of them.
+    """
     return _each(text, "<tool_call>", "</tool_call>", _read_json_call)
 
 
 def parse_qwen3_coder(text: str, tools: Tools) -> ParsedCalls:
-    """Qwen3-Coder: <tool_call><function=name><parameter=key>value</parameter></function></tool_call>."""
+    """Parses Qwen3-Coder's calls: <tool_call><function=name><parameter=key>value</parameter></function></tool_call>."""
     wrapped, bare = text.find("<tool_call>"), text.find("<function=")
     is_bare = bare >= 0 and (wrapped < 0 or bare < wrapped)
     opening = "<function=" if is_bare else "<tool_call>"
@@ -206,7 +211,10 @@ def parse_qwen3_coder(text: str, tools: Tools) -> ParsedCalls:
 
 
 def parse_llama3_json(text: str, tools: Tools) -> ParsedCalls:
-    """Llama-3.1 and later: the whole turn is {"name": .., "parameters": {..}}, several of them apart by semicolons."""
+    """Parses the calls of Llama-3.1 and later. The whole turn is {"name": .., "parameters": {..}}.
+
+    Semicolons separate several calls.
+    """
     tag, start = "<|python_tag|>", len(text) - len(text.lstrip())
     tagged = [(match.start(), match.end()) for match in re.finditer(re.escape(tag), text)]
     for begin, body in [(start, start), *tagged] if text.startswith("{", start) else tagged:
@@ -223,12 +231,16 @@ def parse_llama3_json(text: str, tools: Tools) -> ParsedCalls:
 
 
 def parse_mistral(text: str, tools: Tools) -> ParsedCalls:
-    """Mistral: [TOOL_CALLS][{"name": .., "arguments": {..}, "id": ..}], or later [TOOL_CALLS]name[ARGS]{..}."""
+    """Parses Mistral's calls: [TOOL_CALLS][{"name": .., "arguments": {..}, "id": ..}], or later
+    [TOOL_CALLS]name[ARGS]{..}."""
     return _each(text, "[TOOL_CALLS]", None, _read_mistral)
 
 
 def parse_deepseek(text: str, tools: Tools) -> ParsedCalls:
-    """DeepSeek-V3, R1 and V3.1: <｜tool▁call▁begin｜>..<｜tool▁sep｜>..<｜tool▁call▁end｜>, any number of them."""
+    """Parses the calls of DeepSeek-V3, R1 and V3.1: <｜tool▁call▁begin｜>..<｜tool▁sep｜>..<｜tool▁call▁end｜>.
+
+    A turn has any number of them.
+    """
     parsed = _each(text, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", _read_deepseek)
     frame = text.find("<｜tool▁calls▁begin｜>")
     if frame < 0 or frame > parsed.begin:
@@ -253,7 +265,7 @@ OPENINGS: dict[str, tuple[str, ...]] = {
     "mistral": ("[TOOL_CALLS]",),
     "deepseek": ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
 }
-"""By parser, the marks of which every call begins with one."""
+"""Marks by parser. Every call begins with one of them."""
 
 _SIGNS = (
     ("<arg_key>", None),  # GLM-4.5 writes other calls between Hermes' marks
@@ -264,7 +276,7 @@ _SIGNS = (
     ("<|python_tag|>", "llama3_json"),
     ("ipython<|end_header_id|>", "llama3_json"),
 )
-"""What a template of each family has; the first that is found decides."""
+"""Signs of a family in its templates, and its parser. The first sign found decides."""
 
 
 _BETWEEN_CALLS = "; \t\r\n"
@@ -277,22 +289,22 @@ _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>")
 
 
 def parser_of(template: str) -> str | None:
-    """The name of the parser for what a template of this source has its model write; None: none is known."""
+    """Returns the name of the parser for calls in the format of a template's source, or None if none is known."""
     return next((name for sign, name in _SIGNS if sign in template), None)
 
 
 def parser_by_name(name: str) -> Parser:
-    """Raises ConfigError for a name that is not in `PARSERS`."""
+    """Returns the parser. Raises ConfigError for a name outside `PARSERS`."""
     if name not in PARSERS:
         raise ConfigError(f"there is no parser of tool calls named {name!r}; expected {one_of(name, PARSERS)}")
     return PARSERS[name]
 
 
 def _each(text: str, opening: str, closing: str | None, read: Reader) -> ParsedCalls:
-    """Returns what `read` makes of the text behind each `opening` that is in no call before it.
+    """Calls `read` after each `opening` outside of earlier calls, and returns all calls found.
 
-    Behind a call stands its `closing`, the next `opening` or the text's end. A malformed one goes to its last `closing`
-    before the next `opening`, or else to that.
+    A call is followed by its `closing`, the next `opening` or the end of the text. A malformed call ends at its last
+    `closing` before the next `opening`, or else at that opening.
     """
     first = place = text.find(opening)
     calls: list[ToolCall] = []
@@ -314,7 +326,7 @@ def _each(text: str, opening: str, closing: str | None, read: Reader) -> ParsedC
 
 
 def _behind_call(text: str, end: int, opening: str, closing: str | None) -> int:
-    """Returns the place behind what closes a call that was read up to `end`."""
+    """Returns the place after the closing of a call that was read up to `end`."""
     end = _skip_space(text, end)
     if closing and text.startswith(closing, end):
         return end + len(closing)
@@ -329,7 +341,7 @@ def _skip_space(text: str, begin: int) -> int:
 
 
 def _json_at(text: str, begin: int) -> tuple[Any, int]:
-    """Returns the JSON value at a place, which space may stand before, and the place behind it."""
+    """Returns the JSON value at a place, after any space, and the place after the value."""
     try:
         return parse_json_at(text, _skip_space(text, begin))
     except ValueError as error:
@@ -380,7 +392,7 @@ def _read_mistral(text: str, begin: int) -> tuple[list[ToolCall], int]:
 
 
 def _read_deepseek(text: str, begin: int) -> tuple[list[ToolCall], int]:
-    """Reads one with its arguments fenced, behind the word "function", or bare behind the function's name."""
+    """Reads one call. Its arguments are fenced after the word "function", or bare after the function's name."""
     head = _DEEPSEEK_HEAD.match(text, begin)
     if not head:
         raise _NotACall
@@ -410,10 +422,10 @@ def _read_tags(text: str, begin: int, opening: str, tools: Tools) -> tuple[list[
 
 
 def _end_of_value(text: str, begin: int, opening: str, known: Collection[str]) -> int:
-    """Returns where the value of a parameter ends, which is written as it is and may hold any mark.
+    """Returns the end of a parameter's value. The value is written verbatim and may contain any mark.
 
-    It ends at the first mark behind which the call goes on, or ends, as one does. A model may leave </parameter> out:
-    then a line that begins another parameter ends it, one of the `known` where the tool's schema names some.
+    It ends at the first mark that is followed by a valid rest of the call. If a model leaves </parameter> out, a line
+    with another parameter ends the value. This must be one of the `known` parameters if the tool's schema names any.
     """
     names = "|".join(map(re.escape, known)) or r"[^>\n]+"
     ends = (
@@ -436,7 +448,7 @@ def _parameter_types(name: str, tools: Tools) -> dict[str, Any]:
 
 
 def _typed(value: str, type: Any) -> Any:
-    """A parameter as its tool's schema has it: a value of JSON, but for texts, which are written as they are."""
+    """Returns a parameter's value by its tool's schema. Strings are written verbatim, other values as JSON."""
     value = value.removeprefix("\n").removesuffix("\n")
     if type == "string":
         return value
@@ -447,10 +459,10 @@ def _typed(value: str, type: Any) -> Any:
     return parsed if is_finite(parsed) else value
 
 
-# How much of an unfinished turn's text stays as it is, whatever is drawn next.
+# The part of an unfinished turn's text that later tokens cannot change.
 
 UNFINISHED_CHARACTER = "\ufffd"
-"""What tokenizers write for bytes that are no whole character, or not yet."""
+"""The tokenizers' character for bytes that are no complete character, or not yet."""
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -461,10 +473,10 @@ def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> frozenset[int]:
 
 
 def settled(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int], special: Collection[int]) -> Sequence[int]:
-    """Returns the tokens up to a last run of single bytes.
+    """Returns the tokens before a final run of single bytes.
 
-    A tokenizer with such tokens decodes a run as a whole. Every byte of it becomes another character where one of them
-    does not fit. Special tokens do not end a run, since texts are decoded without them.
+    Tokenizers with byte tokens decode a run as a whole. One byte that does not fit changes every character of the run.
+    Special tokens do not end a run, because texts are decoded without them.
     """
     end = len(tokens)
     for place in range(len(tokens) - 1, -1, -1):
@@ -476,7 +488,7 @@ def settled(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int], special
 
 
 def before_marks(text: str, marks: Collection[str]) -> str:
-    """Returns the text before the first of the marks, and without an end that may begin one."""
+    """Returns the text before the first of the marks, and before an end that may begin one."""
     whole = (place for mark in marks if (place := text.find(mark)) >= 0)
     begun = (len(text) - size for mark in marks for size in range(1, len(mark)) if text.endswith(mark[:size]))
     return text[: min((*whole, *begun), default=len(text))]

@@ -1,4 +1,4 @@
-"""Messages as ids of a chat template, turn by turn: ids are only ever appended."""
+"""Messages as ids of a chat template, turn by turn. Ids are only ever appended."""
 
 import json
 from collections import Counter
@@ -39,18 +39,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# What the template writes after the model's turn, found by rendering a short conversation around a placeholder.
+# The template's text after the model's turn. A short conversation with a placeholder is rendered to find it.
 
 OPENING: Message = {"role": "user", "content": "."}
 CALL_ID = "call00000"
-"""Nine letters and digits, as Mistral's templates demand."""
+"""Nine letters and digits, as Mistral's templates require."""
 
 
 class Increments:
-    """Texts that follow a turn of the model: what closes it, new messages, and what begins the next turn.
+    """The text after a model's turn: its closing, new messages and the start of the next turn.
 
-    The placeholder stands for the turn, so no text of the model's is rendered: what follows it is encoded alone, and no
-    token can reach over the seam.
+    A placeholder replaces the turn, so no text of the model is rendered. The text after it is encoded alone, so no
+    token crosses the boundary.
     """
 
     def __init__(self, template: ChatTemplate, end: TurnEnd) -> None:
@@ -61,7 +61,8 @@ class Increments:
         self._shown_roles: dict[str, bool] = {}
 
     def following(self, messages: Sequence[Message]) -> str:
-        """The text after a turn that `messages` answer. Raises DataError where the template has no place for them."""
+        """Returns the text after a turn answered by `messages`. Raises DataError if the template has no
+        place for them."""
         if not messages:
             raise DataError("no message follows the model's turn; expected at least one, of a user or a tool")
         hidden = sorted({str(message["role"]) for message in messages if not self._shows(str(message["role"]))})
@@ -84,13 +85,13 @@ class Increments:
             try:
                 self._shown_roles[role] = message["content"] in self._render([message])
             except RenderError:
-                return True  # of a message of this role alone; with others beside it the template may take it
+                return True  # the template may accept it together with other messages
         return self._shown_roles[role]
 
     def _render(self, messages: Sequence[Message]) -> str:
         answered = [_with_call_id(message) for message in messages]
         mark = _unused_mark(answered, self._template.tools)
-        refusal = RenderError("it does not write what the model said")
+        refusal = RenderError("it does not write the model's turn")
         for placeholder in self._placeholders(mark, answered):
             try:
                 text = self._template.render([OPENING, placeholder, *answered])
@@ -108,7 +109,7 @@ class Increments:
         raise refusal
 
     def _placeholders(self, mark: str, messages: Sequence[Message]) -> Iterator[Message]:
-        """Turns that `messages` may answer: results of tools follow calls, where the template writes these."""
+        """Yields turns that `messages` may answer. Tool results follow calls if the template writes calls."""
         results = []
         for message in messages:
             if message["role"] not in TOOL_ROLES:
@@ -132,7 +133,8 @@ def tool_names(tools: Sequence[Any]) -> list[str]:
 
 
 def _with_call_id(message: Message) -> Message:
-    """Results of tools name their call: templates ask for it, environments with one tool at a time often do not say."""
+    """Adds a call's id to a tool result. Templates ask for it, but environments with one tool at a time often leave it
+    out."""
     return {"tool_call_id": CALL_ID, **message} if message["role"] in TOOL_ROLES else message
 
 
@@ -144,49 +146,49 @@ def _unused_mark(messages: Sequence[Message], tools: Sequence[Any]) -> str:
     return mark
 
 
-# Whether a template can be continued, found out at the start by small conversations.
+# Checks at the start whether a template can continue conversations, with small examples.
 
 Verdict = Literal["exact", "appended", "refused"]
-"""exact: what is appended is what the template would make of the whole conversation. appended: it is what was drawn
-and given, but the template would render earlier turns otherwise. refused: the template has no place for the message."""
+"""- exact: the appended ids equal the template's rendering of the whole conversation.
+- appended: they keep the generated and observed text, but the template would render earlier turns differently.
+- refused: the template has no place for the message."""
 
 EXCERPT_CHARS = 40
 
 
 @dataclass(frozen=True)
 class Continuability:
-    """What follows a turn of the model: messages of the user, results of tools."""
+    """The verdicts on messages of the user and tool results after a turn of the model."""
 
     user: Verdict
     tool: Verdict
     differences: tuple[str, ...]
-    """What the template would render otherwise in the whole conversation, in words."""
+    """Differences of the whole rendered conversation from the appended one, in words."""
     refusals: tuple[str, ...]
 
     def require(self, *roles: Literal["user", "tool"]) -> None:
-        """Raises ConfigError where messages of `roles` cannot follow a turn of the model."""
+        """Raises ConfigError if messages of `roles` cannot follow a turn of the model."""
         verdicts = {"user": self.user, "tool": self.tool}
         if refused := [role for role in roles if verdicts[role] == "refused"]:
             raise ConfigError(
-                f"a conversation cannot go on by messages of role {', '.join(refused)}: {'; '.join(self.refusals)}. "
-                "Expected a chat template that takes them after the model's turn: have the environment answer by "
-                "messages of another role (a text is one of the user), or give the checkpoint's tokenizer another "
-                "chat_template"
+                f"messages of role {', '.join(refused)} cannot follow a turn of the model: {'; '.join(self.refusals)}. "
+                "Let the environment answer with messages of another role (a text is a user's message), or give the "
+                "checkpoint's tokenizer a chat_template that takes them"
             )
 
     @property
     def notice(self) -> str | None:
-        """One message for whoever starts the job; None: there is nothing to tell."""
+        """A message on the differences for the user, or None."""
         if not self.differences:
             return None
         return (
-            "conversations go on from what was drawn and given; the chat template, rendered anew, would change "
-            "what stands before: " + "; ".join(self.differences)
+            "conversations keep the generated and observed tokens, but the chat template would render earlier turns "
+            "differently: " + "; ".join(self.differences)
         )
 
 
 def find_out(template: ChatTemplate, increments: Increments) -> Continuability:
-    """Continues small conversations and compares them with what the template makes of the whole."""
+    """Continues small conversations and compares them with the template's rendering of the whole."""
     probe = _Probe(template, increments)
     user = [*probe.compare(_user_conversations(template, probe.opening))]
     tool = [*probe.compare(_tool_conversations(template, probe.opening))]
@@ -197,20 +199,19 @@ def find_out(template: ChatTemplate, increments: Increments) -> Continuability:
 
 
 def require_tools(template: ChatTemplate) -> None:
-    """Raises ConfigError where the template does not write the tools that it was given."""
+    """Raises ConfigError if the template does not write its tools."""
     names = Counter(tool_names(template.tools))
     bare = _opening(ChatTemplate(template.tokenizer, (), template.options)) if names else ""
     shown = _opening(template) if names else ""
     if any(shown.count(name) < bare.count(name) + number for name, number in names.items()):
         raise ConfigError(
             "the checkpoint's chat template does not write the tools that it is given, so the model would not know "
-            "of them; expected a template with tools. Give none and describe them in the prompt, or use a "
-            "checkpoint whose template has them"
+            "them. Describe them in the prompt instead, or use a checkpoint with tools in its template"
         )
 
 
 def _opening(template: ChatTemplate) -> str:
-    """A short prompt; empty where the template refuses it."""
+    """Returns a short prompt, or "" if the template refuses it."""
     try:
         return template.render([OPENING])
     except RenderError:
@@ -231,7 +232,7 @@ def _worst(results: Sequence[_Result]) -> Verdict:
 
 @dataclass(frozen=True)
 class _Dialogue:
-    """A prompt, and turns of the model each with what answers it."""
+    """A prompt, and turns of the model with their answers."""
 
     about: str
     prompt: tuple[Message, ...]
@@ -239,7 +240,7 @@ class _Dialogue:
 
 
 def _reasoning_marks(template: ChatTemplate, prompt: str) -> Iterator[str]:
-    """What may stand before answers of a model that goes on from `prompt`: nothing, or the marks of its reasoning."""
+    """Yields the possible beginnings of a model's answer to `prompt`: nothing, or reasoning between its marks."""
     marks = next(((opening, closing) for opening, closing in REASONING_MARKS if closing in template.source), None)
     if marks is None or not prompt.rstrip().endswith(marks[0]):
         yield ""
@@ -282,7 +283,7 @@ class _Probe:
             try:
                 prompt = self._template.render(dialogue.prompt)
             except RenderError:
-                continue  # no such prompt in this template, with a system prompt for instance
+                continue  # the template has no such prompt, for example no system prompt
             try:
                 yield self._verdict(dialogue, prompt)
             except DataError as error:
@@ -309,7 +310,8 @@ class _Probe:
 
 
 def _says(drawn: str, turn: Message, prompt: str) -> bool:
-    """Whether `drawn` is `turn` as a model writes it that goes on from `prompt`, which may have begun its reasoning."""
+    """Returns whether `drawn` is `turn` in a model's writing after `prompt`. The prompt may have
+    opened the reasoning."""
     content, prompt = str(turn["content"]).strip(), prompt.rstrip()
     begun = next((size for size in range(len(content), 0, -1) if prompt.endswith(content[:size])), 0)
     said = content[begun:].strip()
@@ -330,37 +332,38 @@ if TYPE_CHECKING:
     pass
 
 
-# A conversation as the engine sees it: ids, and which of them the model drew.
+# A conversation for the engine: ids, and a mask of the ids generated by the model.
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A record that only grows: what was drawn and what was observed are appended, and no id of it ever changes.
+    """A record that only grows. Generated and observed ids are appended, and no id ever changes.
 
-    Every step gives a new record and leaves the old one as it is, so that a conversation can branch at any of them.
+    Every step returns a new record and leaves the old one unchanged, so a conversation can branch anywhere.
     """
 
     format: "ChatFormat" = field(repr=False, compare=False)
     ids: tuple[int, ...]
-    """Everything that the engine was given or drew."""
+    """All ids given to the engine or generated by it."""
     turns: tuple[tuple[int, int], ...]
-    """Where in `ids` each turn of the model begins and ends, its end token included."""
+    """(begin, end) of each turn of the model in `ids`, including its end token."""
     messages: tuple[Message, ...]
-    """The same as messages; those of the model as `ChatFormat.message_of` understood them."""
+    """The same as messages. Those of the model come from `ChatFormat.message_of`."""
 
     @classmethod
     def begin(cls, format: "ChatFormat", messages: Sequence[Message]) -> "Conversation":
-        """Up to where the model's first turn begins. Raises DataError where the template refuses `messages`."""
+        """Returns a conversation up to the start of the model's first turn. Raises DataError if the template refuses
+        `messages`."""
         return cls(format, format.prompt(messages), (), tuple(messages))
 
     @property
     def awaits_model(self) -> bool:
-        """Whether the next turn is the model's; otherwise it has spoken last."""
+        """Returns whether the next turn is the model's. Otherwise the last turn was."""
         return not self.turns or self.turns[-1][1] < len(self.ids)
 
     @cached_property
     def drawn_mask(self) -> tuple[bool, ...]:
-        """Of each id, whether the model drew it."""
+        """Whether the model generated each id."""
         mask = [False] * len(self.ids)
         for begin, end in self.turns:
             mask[begin:end] = [True] * (end - begin)
@@ -368,45 +371,49 @@ class Conversation:
 
     @property
     def last_turn(self) -> tuple[int, ...]:
-        """The ids that the model drew last."""
+        """The ids of the model's last turn."""
         begin, end = self.turns[-1]
         return self.ids[begin:end]
 
     def drawn(self, tokens: Sequence[int]) -> "Conversation":
-        """With a whole turn of the model; raises ValueError where it is not the model's turn, or `tokens` are none."""
+        """Returns the conversation with another complete turn of the model.
+
+        Raises ValueError if it is not the model's turn, or if `tokens` is empty.
+        """
         if not self.awaits_model or not tokens:
-            raise ValueError("a turn needs tokens, and messages between it and the turn before")
+            raise ValueError("a turn needs tokens, and messages between it and the previous turn")
         said = self.format.message_of(tokens, mark=len(self.turns)).message()
         turn = (len(self.ids), len(self.ids) + len(tokens))
         return Conversation(self.format, (*self.ids, *tokens), (*self.turns, turn), (*self.messages, said))
 
     def observed(self, messages: Sequence[Message]) -> "Conversation":
-        """With what answers the last turn, up to where the next one begins.
+        """Returns the conversation with answers to the last turn, up to the start of the next one.
 
-        Raises ValueError where the model has not spoken, DataError where the template has no place for `messages`.
+        Raises ValueError if the model has had no turn since the last messages. Raises DataError if the template has no
+        place for `messages`.
         """
         if self.awaits_model:
-            raise ValueError("the model speaks first: nothing was drawn since the last messages")
+            raise ValueError("the model speaks first: it has generated nothing since the last messages")
         following = self.format.continuation(self.last_turn, messages)
         return Conversation(self.format, (*self.ids, *following), self.turns, (*self.messages, *messages))
 
     def said(self, turn: int) -> AssistantTurn:
-        """What the model said in its `turn`-th turn."""
+        """Returns the parsed content of turn number `turn`."""
         begin, end = self.turns[turn]
         return self.format.message_of(self.ids[begin:end], mark=turn % len(self.turns))
 
 
-# Whether a client's messages go on from a recorded conversation. Compares messages, never rendered text.
+# Comparison of a client's messages with a recorded conversation. It compares messages, never rendered text.
 
 REASONING_KEYS = ("reasoning_content", "reasoning")
 
 
 def new_messages(seen: Conversation, messages: Sequence[Message]) -> tuple[Message, ...] | None:
-    """Those of `messages` that answer the last turn of `seen`; None where they do not go on from it.
+    """Returns the messages after the last turn of `seen`, or None if `messages` do not continue `seen`.
 
-    Clients send a conversation whole with every request. They drop what they do not understand (reasoning, ids of
-    calls), write no content in several ways, strip it, and send it as parts; so much is taken as equal. Anything else
-    that differs is another conversation.
+    Clients send the whole conversation with every request. They drop unknown fields (reasoning, ids of calls), write
+    empty content in several ways, strip content, and send it in parts. Such messages count as equal. Any other
+    difference makes another conversation.
     """
     recorded = seen.messages
     if seen.awaits_model or len(messages) <= len(recorded):
@@ -414,7 +421,7 @@ def new_messages(seen: Conversation, messages: Sequence[Message]) -> tuple[Messa
     try:
         goes_on = all(_same(old, new) for old, new in zip(recorded, messages, strict=False))
     except (DataError, LookupError, TypeError, AttributeError):
-        return None  # whoever renders these messages says what is wrong with them
+        return None  # rendering these messages reports the problem
     return tuple(messages[len(recorded) :]) if goes_on else None
 
 
@@ -429,7 +436,7 @@ def _same(recorded: Message, given: Message) -> bool:
 
 
 def _agree(recorded: Any, given: Any) -> bool:
-    """Whether both say the same, or one of them does not say it."""
+    """Returns whether both are equal, or one of them is missing."""
     return not recorded or not given or recorded == given
 
 
@@ -442,11 +449,11 @@ def _calls(message: Message) -> list[tuple[str, Any]]:
     return [(function["name"], arguments_of(function.get("arguments"))) for function in functions]
 
 
-# Messages as ids of a checkpoint's chat template, turn by turn: ids are only ever appended.
+# Messages as ids of a checkpoint's chat template, turn by turn.
 
 
 class ChatFormat:
-    """How a checkpoint's tokenizer and chat template write a conversation. Holds no conversation itself.
+    """The format of conversations by a checkpoint's tokenizer and chat template. It holds no conversation.
 
     Safe to use from several threads.
     """
@@ -460,10 +467,10 @@ class ChatFormat:
         end_tokens: Collection[int] = (),
         tool_parser: str | None = None,
     ) -> None:
-        """`tools` are schemas as OpenAI writes them, `template_options` variables of the template.
+        """`tools` are schemas in OpenAI's format, `template_options` are variables of the template.
 
-        `end_tokens`: what ends a turn beside the tokenizer's eos_token and the token by which the template closes it.
-        `tool_parser`: a name in `PARSERS`; None: with tools the one that the template calls for, else none.
+        `end_tokens` end a turn in addition to the tokenizer's eos_token and the template's closing token. `tool_parser`
+        is a name in `PARSERS`. None means the template's parser if there are tools, else no parser.
         """
         self.tokenizer = tokenizer
         self.template = ChatTemplate(tokenizer, tools, template_options)
@@ -477,20 +484,20 @@ class ChatFormat:
 
     @property
     def end_tokens(self) -> frozenset[int]:
-        """Tokens at which an engine ends a turn."""
+        """Tokens that end a turn in an engine."""
         return self.end.tokens
 
     @cached_property
     def continuability(self) -> Continuability:
-        """Whether conversations of this template can go on, and whether they stay what the template makes of them."""
+        """Whether the template can continue conversations, and whether they equal its rendering of the whole."""
         return find_out(self.template, self._increments)
 
     def require_tools(self) -> None:
-        """Raises ConfigError where the template does not write the tools."""
+        """Raises ConfigError if the template does not write the tools."""
         require_tools(self.template)
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Ids up to where the model's turn begins. Raises DataError where the template refuses `messages`."""
+        """Returns the ids up to the start of the model's turn. Raises DataError if the template refuses `messages`."""
         try:
             return self.template.encode(self.template.render(messages))
         except RenderError as error:
@@ -501,24 +508,28 @@ class ChatFormat:
             ) from error
 
     def following(self, messages: Sequence[Message]) -> str:
-        """The text that follows a turn which `messages` answer, its closing included, up to where the next begins.
-        Raises DataError where the template has no place for `messages`."""
+        """Returns the text after a turn answered by `messages`: its closing, the messages and the start of the next
+        turn.
+
+        Raises DataError if the template has no place for `messages`.
+        """
         return self._increments.following(messages)
 
     def continuation(self, turn: Sequence[int], messages: Sequence[Message]) -> tuple[int, ...]:
-        """Ids that follow the drawn ids `turn`: what still closes it, `messages`, up to where the next turn begins.
+        """Returns the ids after the generated ids `turn`: its missing closing, `messages` and the start of the next
+        turn.
 
-        They are encoded by themselves, so no token of theirs reaches into what the model drew. Raises DataError where
-        the template has no place for `messages`.
+        They are encoded alone, so none of their tokens reaches into the model's turn. Raises DataError if the template
+        has no place for `messages`.
         """
         following = self.template.encode(self.following(messages))
         return tuple(self.end.missing(turn, following))
 
     def message_of(self, turn: Sequence[int], *, mark: int | str = 0, taken_ids: Collection[str] = ()) -> AssistantTurn:
-        """What `turn` says. Never raises: what cannot be understood stays text.
+        """Returns the parsed content of `turn`. Never raises: text without a meaning stays text.
 
-        Calls of equal turns get other ids where their `mark` differs, such as the turn's position. No call gets one of
-        `taken_ids`.
+        Calls of equal turns get different ids if their `mark` differs, for example the turn's position. No call gets an
+        id of `taken_ids`.
         """
         ended = self.end.ended(turn)
         tokens = list(turn[:-1] if ended else turn)
@@ -542,8 +553,10 @@ class ChatFormat:
         )
 
     def standing_content(self, turn: Sequence[int]) -> str:
-        """Returns the beginning of an unfinished turn's content that stays, whatever is drawn next: no tool call, and
-        no thought."""
+        """Returns the beginning of an unfinished turn's content that later tokens cannot change.
+
+        It has no tool call and no reasoning.
+        """
         drawn = DrawnText(self.tokenizer, settled(self.tokenizer, turn, self._special), self._special)
         reasoning, answer = self._reasoning, 0
         thought = reasoning.end(drawn.text, ended=False) if reasoning else None
@@ -556,10 +569,10 @@ class ChatFormat:
         return content if thought is None else content.lstrip("\n")
 
     def extends(self, seen: Conversation, messages: Sequence[Message]) -> tuple[Message, ...] | None:
-        """The messages that are new where `messages`, as a client sends them whole, go on from `seen`; None: a branch.
+        """Returns the new messages if a client's complete `messages` continue `seen`, or None for a branch.
 
-        It is one too while `seen` awaits the model, whose last request is not answered then, and where the template has
-        no place for what is new, a system prompt that it moves to the front for instance.
+        It is a branch too while `seen` awaits the model, because its last request then has no answer. The same holds if
+        the template has no place for the new messages, for example for a system prompt after a turn.
         """
         new = new_messages(seen, messages)
         try:

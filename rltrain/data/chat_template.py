@@ -1,4 +1,4 @@
-"""A checkpoint's chat template, and where the model's turn ends in it."""
+"""A checkpoint's chat template, and the end of the model's turn in it."""
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -14,13 +14,13 @@ from rltrain.runtime.json_text import parse_json
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# A checkpoint's chat template: messages in, text out. It is rendered nowhere else.
+# The chat template: messages in, text out. No other code renders it.
 
 TOOL_ROLES = ("tool", "function", "ipython")
 
 
 class RenderError(Exception):
-    """The template refuses these messages, in its own words."""
+    """The template refuses the messages. The error has the template's words."""
 
 
 class ChatTemplate:
@@ -29,22 +29,23 @@ class ChatTemplate:
     def __init__(
         self, tokenizer: "PreTrainedTokenizerBase", tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
     ) -> None:
-        """`options` are variables of the template, enable_thinking for instance."""
+        """`options` are variables of the template, for example enable_thinking."""
         self.tokenizer = tokenizer
         self.tools: list[Any] = [dict(tool) for tool in tools]
         self.options = dict(options)
 
     @property
     def source(self) -> str:
-        """The template's own text; of several that a tokenizer has, the one that is rendered."""
+        """The template's source text. If a tokenizer has several templates, it is the rendered one."""
         return str(self.tokenizer.get_chat_template(tools=self.tools or None))
 
     def render(self, messages: Sequence[Message], *, generation_prompt: bool = True) -> str:
-        """The text of `messages`, by default up to where the model's turn begins. Raises RenderError."""
+        """Returns the text of `messages`, by default up to the start of the model's turn. Raises RenderError."""
         return self._render([self._as_the_template_takes_it(message) for message in messages], generation_prompt)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Ids of `text` alone: nothing is put around it, and special tokens in it become what they stand for."""
+        """Returns the ids of `text` alone, with nothing added around it. Special tokens in the text
+        become their ids."""
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _render(self, messages: list[dict[str, Any]], generation_prompt: bool) -> str:
@@ -78,7 +79,7 @@ class ChatTemplate:
 
     @cached_property
     def _takes_objects(self) -> bool:
-        """Whether the template writes a call's arguments from an object; others want the text that OpenAI sends."""
+        """Whether the template expects a call's arguments as an object. Others expect OpenAI's JSON text."""
         call = {"type": "function", "id": "call00000", "function": {"name": "f", "arguments": {"argument": "x"}}}
         for content in (None, ""):
             answer = {"role": "assistant", "content": content, "tool_calls": [call]}
@@ -86,12 +87,12 @@ class ChatTemplate:
                 text = self._render([{"role": "user", "content": "."}, answer], generation_prompt=False)
             except RenderError:
                 continue
-            return "'argument'" not in text  # as Python writes an object that was taken for a text
+            return "'argument'" not in text  # Python's text of an object shows that the template took it for a string
         return False
 
 
 def text_of(content: Any) -> str:
-    """A message's content as text. Raises DataError for pictures, sound and the like."""
+    """Returns a message's content as text. Raises DataError for images, audio and other parts."""
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(_texts(content))
@@ -107,7 +108,7 @@ def _texts(parts: Sequence[Any]) -> Iterator[str]:
 
 
 def arguments_of(arguments: Any) -> Any:
-    """A call's arguments as an object, where they are one written as text; else as they are."""
+    """Returns a call's arguments as an object if they are an object in JSON text, else unchanged."""
     if not isinstance(arguments, str):
         return {} if arguments is None else arguments
     try:
@@ -120,35 +121,35 @@ def as_text(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
-# Where the model's turn ends in the template, and what of its closing a drawn turn lacks.
+# The end of the model's turn in the template, and the missing closing of a generated turn.
 
 PLACEHOLDER = "rltrainsturn"
 
 
 @dataclass(frozen=True)
 class TurnEnd:
-    """The tokens by which a turn can end.
+    r"""The tokens that end a turn.
 
-    A template closes a turn by text such as "<|im_end|>\\n". Of a turn that was cut all of it is missing; of one that
-    the model ended, only what follows its end token. Where the model ended its turn by another of its end tokens, that
-    one stands for the template's, because what was drawn is never changed.
+    A template closes a turn by text such as "<|im_end|>\n". A cut turn lacks all of it. A turn ended by the model only
+    lacks the text after its end token. The model may have used another of its end tokens than the template. That token
+    then replaces the template's, because generated ids are never changed.
     """
 
     closing: tuple[int, ...]
-    """How the template closes a turn, through the token that ends it; empty: by text alone, or not at all."""
+    """The template's closing of a turn, up to its end token. Empty if it closes with plain text or not at all."""
     tokens: frozenset[int]
-    """Every token that ends a turn when it is drawn."""
+    """All tokens that end a turn when the model generates them."""
     added: frozenset[int]
-    """Tokens that stand for themselves in a text: special ones, and others that were added to the vocabulary."""
+    """Tokens written as themselves in a text: special tokens and others added to the vocabulary."""
     last: int | None
-    """The token that ends a turn behind which nothing or a message of the user follows; None: none is known."""
+    """The token that ends a turn before nothing or a user's message. None if no such token is known."""
 
     @classmethod
     def of(cls, template: ChatTemplate, end_tokens: Collection[int]) -> "TurnEnd":
-        """As the template closes a short conversation; `end_tokens` are others of the model's.
+        """Finds the ends in a short rendered conversation. `end_tokens` are further end tokens of the model.
 
-        Some templates write no token that ends a turn. There the mark of the next message ends it, if the checkpoint
-        names that mark among its end tokens.
+        Some templates write no end token. Then the mark of the next message ends a turn if the checkpoint names that
+        mark among its end tokens.
         """
         added = frozenset(template.tokenizer.added_tokens_decoder) | frozenset(template.tokenizer.all_special_ids)
         eos = template.tokenizer.eos_token_id
@@ -163,11 +164,11 @@ class TurnEnd:
         return cls(closing, known | set(closing[-1:]), added, last)
 
     def ended(self, turn: Sequence[int]) -> bool:
-        """Whether the model ended `turn`; otherwise a limit cut it."""
+        """Returns whether the model ended `turn`. Otherwise a limit cut it."""
         return bool(turn) and turn[-1] in self.tokens
 
     def missing(self, turn: Sequence[int], following: Sequence[int]) -> Sequence[int]:
-        """Of `following`, what the template writes after a turn, all but what `turn` ends with already."""
+        """Returns `following`, the template's ids after a turn, without the part that `turn` already ends with."""
         first = next((place for place, token in enumerate(following) if token in self.added), None)
         if first is None or not self.ended(turn):
             return following
@@ -182,10 +183,10 @@ class TurnEnd:
 def ends_of_turns(
     tokenizer: "PreTrainedTokenizerBase", end_tokens: Collection[int], template: ChatTemplate | None
 ) -> frozenset[int]:
-    """Returns every token that ends what a model says, for all who draw it or read it.
+    """Returns all tokens that end a model's turn, for engines and readers alike.
 
-    These are `end_tokens`, which its checkpoint names, the tokenizer's eos_token and, where chats are rendered, the
-    token by which the template closes a turn.
+    These are `end_tokens` from the checkpoint, the tokenizer's eos_token and, with a chat template, its closing token
+    of a turn.
     """
     if template is not None:
         return TurnEnd.of(template, end_tokens).tokens
@@ -194,7 +195,7 @@ def ends_of_turns(
 
 
 def _behind_turns(template: ChatTemplate) -> list[tuple[int, ...]]:
-    """Returns what the template writes behind a turn, first where nothing follows, then before a user's message."""
+    """Returns the template's ids after a turn: at the end of a conversation, and before a user's message."""
     asked = {"role": "user", "content": "."}
     said = {"role": "assistant", "content": PLACEHOLDER}
     ways = []

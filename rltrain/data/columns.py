@@ -1,4 +1,4 @@
-"""Columns of a prompt file beside prompt and label, for whoever wants them: as a reward function does."""
+"""Columns of a prompt file other than prompt and label, for reward functions and other users."""
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -13,10 +13,12 @@ from rltrain.errors import DataError, one_of
 
 
 class RowColumns:
-    """The wanted columns of a dataset's rows, each row as JSON text, a fraction of what its objects take."""
+    """The wanted columns of a dataset's rows. Each row is held as JSON text, which takes a fraction of the memory of
+    objects."""
 
     def __init__(self, rows: Sequence[bytes], label_keys: Sequence[tuple[int, str | None]]) -> None:
-        """`label_keys`: from which row on the label stands under which key, None for labels that were not read."""
+        """`label_keys` has (first row, key of the label) of each source. The key is None for labels that
+        were not read."""
         self._rows = rows
         self._label_keys = label_keys
 
@@ -24,12 +26,12 @@ class RowColumns:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """A column that other rows have and this one lacks is not in it."""
+        """Returns the columns of a row. It may lack columns that other rows have."""
         columns: dict[str, Any] = json.loads(self._rows[index])
         return columns
 
     def label_value(self, index: int, columns: Row) -> Any:
-        """The label as it stands in the file, of the row `index`, whose `columns` were read with it."""
+        """Returns the label of row `index` as written in the file. `columns` are the columns of this row."""
         key = next(key for first, key in reversed(self._label_keys) if first <= index)
         return None if key is None else look_up(columns, key)
 
@@ -44,10 +46,11 @@ def read_columns(
     every: bool = False,
     label: bool = False,
 ) -> RowColumns:
-    """The columns of `dataset`'s rows, which were read from `file`; it stands in the config as `config_key`.
+    """Returns the wanted columns of `dataset`'s rows. The rows were read from `file`, given by `config_key`.
 
-    `required` says of each column who wants it, `optional` ones are there if the file has them, `every` wants all.
-    Raises DataError for a required column that no row has, and for a value that JSON cannot write.
+    `required` maps each required column to its user, for messages. `optional` columns are read if the file has them.
+    `every` reads all columns. Raises DataError for a required column missing in all rows, and for a value that JSON
+    cannot hold.
     """
     seen, parts, label_keys = set[str](), list[Sequence[bytes]](), list[tuple[int, str | None]]()
     for number, (source, part) in enumerate(zip(file.parts(), dataset.sources, strict=True)):
@@ -66,9 +69,9 @@ def read_columns(
 
 
 def teachers_of_rows(dataset: PromptDataset, train: schema.PromptFile, column: str, names: Sequence[str]) -> list[int]:
-    """Returns the number in `names` of each row's teacher, which data.train names in `column`.
+    """Returns the number in `names` of each row's teacher. Rows of data.train name it in `column`.
 
-    Raises DataError for a row that names none of them.
+    Raises DataError if a row names none of them.
     """
     wanted = {column: "role teacher (teacher.column)"}
     rows = read_columns(dataset, train, config_key="data.train", required=wanted)
@@ -78,8 +81,7 @@ def teachers_of_rows(dataset: PromptDataset, train: schema.PromptFile, column: s
         name = rows[row].get(column)
         if not isinstance(name, str) or name not in numbers:
             raise DataError(
-                f"{dataset[row].origin}: {column!r} is {name!r}; expected {one_of(name, names)} (teacher.path), since "
-                "role teacher has no other"
+                f"{dataset[row].origin}: {column!r} is {name!r}; expected {one_of(name, names)} (teacher.path)"
             )
         found.append(numbers[name])
     return found
@@ -87,7 +89,7 @@ def teachers_of_rows(dataset: PromptDataset, train: schema.PromptFile, column: s
 
 @dataclass(frozen=True)
 class _Wanted:
-    """Columns of one source."""
+    """The wanted columns of one source."""
 
     source: schema.PromptSource
     names: Collection[str]
@@ -105,7 +107,7 @@ class _Wanted:
 
 
 class _IndexedColumns(ComputedSequence[bytes]):
-    """Of rows that are not held."""
+    """The columns of rows that are read by an index."""
 
     def __init__(self, wanted: _Wanted, rows: IndexedRows) -> None:
         self._wanted, self._rows = wanted, rows
@@ -114,14 +116,16 @@ class _IndexedColumns(ComputedSequence[bytes]):
         return len(self._rows)
 
     def item(self, index: int) -> bytes:
-        """DataError for a value that JSON cannot write, and as IndexedRows."""
+        """Returns a row's columns as JSON. Raises DataError for a value that JSON cannot hold, and like IndexedRows."""
         origin, values = self._rows.values(index, self._wanted.keys)
         return _as_json({name: value for name, value in values.items() if self._wanted.has(name)}, origin)
 
 
 def _indexed(wanted: _Wanted, rows: IndexedRows, seen: set[str]) -> Sequence[bytes]:
-    """Whose names the index knows. The first row is read, so that values of a kind that JSON cannot write are refused
-    now where every row has them."""
+    """Returns the columns of indexed rows, and adds their names to `seen`.
+
+    The first row is read at once. So a column is refused now if JSON cannot hold its values.
+    """
     seen.update(name for name in rows.row_index.summary.columns if wanted.has(name))
     columns = _IndexedColumns(wanted, rows)
     columns[0]
@@ -136,7 +140,7 @@ def _held(wanted: _Wanted, rows: Sequence[PromptRow], key: str, seen: set[str]) 
 
 
 def _of_source(wanted: _Wanted, origins: Iterator[str], config_key: str, seen: set[str]) -> Iterator[bytes]:
-    """The wanted columns of the rows at `origins`; their names are added to `seen`."""
+    """Yields the wanted columns of the rows at `origins`. Adds their names to `seen`."""
     expected = next(origins, None)
     for origin, values in read_source(wanted.source, wanted.keys, config_key):
         if origin != expected or isinstance(values, BadRow):
@@ -159,8 +163,8 @@ def _as_json(columns: Mapping[str, Any], origin: str) -> bytes:
     except (TypeError, ValueError):
         name, value = next((name, value) for name, value in columns.items() if not _is_writable(value))
         raise DataError(
-            f"{origin}: the row has {value!r:.80} ({type(value).__name__}) under {name!r}, which JSON cannot write; "
-            "reward functions get rows as JSON: expected texts, numbers, truth values, lists and objects of them"
+            f"{origin}: the row has {value!r:.80} ({type(value).__name__}) under {name!r}, which JSON cannot hold. "
+            "Reward functions get rows as JSON: texts, numbers, truth values, and lists and objects of these"
         ) from None
 
 
@@ -173,6 +177,6 @@ def _is_writable(value: Any) -> bool:
 
 
 def _columns_of(file: schema.PromptFile, config_key: str) -> list[str]:
-    """Those of the first row."""
+    """Returns the columns of the first row."""
     rows = (values for _, values in read_source(file.parts()[0], None, f"{config_key}.path"))
     return list(next((values for values in rows if not isinstance(values, BadRow)), {}))

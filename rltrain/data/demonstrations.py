@@ -1,4 +1,4 @@
-"""Demonstrations, and pairs of responses, as Experience for algorithms that learn from given texts."""
+"""Demonstrations and pairs of responses as Experience, for algorithms that learn from given texts."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -16,39 +16,39 @@ from rltrain.data.tokenizer import UNKNOWN_MODEL, ModelLimits, load_encoder
 
 
 class GivenTexts:
-    """Rows of data.train with responses, step by step, and those of data.eval."""
+    """The rows of data.train with their responses, step by step, and the rows of data.eval."""
 
     needs: Needs
-    """What a row has beside its prompt."""
+    """The data of a row in addition to its prompt."""
 
     def __init__(
         self, config: schema.Config, indexes: IndexFolder | None = None, model: ModelLimits = UNKNOWN_MODEL
     ) -> None:
-        """`indexes` and `model` as in load_prompts."""
+        """`indexes` and `model` are passed to load_prompts."""
         files = {"data.train": config.data.train, "data.eval": config.data.eval if self._evaluates(config) else None}
         self.datasets = load_sampled(config, files, self.needs, load_encoder(config), indexes, model)
         self.train = self.datasets["data.train"]
         self.order = prompt_order(self.train, config)
         self.first_step = 0
-        """The one that takes the first rows."""
+        """The step that takes the first rows."""
         self.prompts_per_step, self.num_mini_batches = config.batch.prompts_per_step, config.batch.mini_batches
-        # Roles that share ranks and replicas ask for the same.
+        # Roles with the same ranks and replicas ask for the same samples.
         self._of_step = lru_cache(maxsize=1)(self._load_step)
         self._held_out = lru_cache(maxsize=2)(self._load_held_out)
 
     def for_step(self, step: int, *, part: int = 0, num_parts: int = 1) -> Experience:
-        """The step's on replica `part` of `num_parts`; the parts together are the step's batch."""
+        """Returns the step's samples on replica `part` of `num_parts`. The parts together are the step's batch."""
         return self._of_step(step, part, num_parts)
 
     def held_out(self, *, part: int = 0, num_parts: int = 1) -> Experience:
-        """All of data.eval on replica `part` of `num_parts`."""
+        """Returns the samples of data.eval on replica `part` of `num_parts`."""
         return self._held_out(part, num_parts)
 
     def rows_of(self, step: int) -> list[int]:
         return self.order.rows_for_step(step - self.first_step, self.prompts_per_step)
 
     def _evaluates(self, config: schema.Config) -> bool:
-        """Whether data.eval is read."""
+        """Returns whether data.eval is read."""
         return True
 
     def _load_step(self, step: int, part: int, num_parts: int) -> Experience:
@@ -61,15 +61,15 @@ class GivenTexts:
     def _load(
         self, dataset: PromptDataset, rows: Sequence[int], part: int, num_parts: int, *, first_row: int
     ) -> Experience:
-        """Of `rows`, which stand in the stream from `first_row` on, those that are this part's."""
+        """Returns this part's samples of `rows`. `first_row` is the position of the first row in the stream."""
         raise NotImplementedError
 
 
 def _experience(dataset: PromptDataset, rows: Sequence[int], **of_samples: Tensor) -> Experience:
-    """All samples of `rows`, and what else is known of each. A sample of more tokens than `dataset.limit` allows is cut
-    there, and ends without an end-of-sequence token.
+    """Returns all samples of `rows`, with the fields `of_samples`.
 
-    Log-probs and policy versions are 0: nothing drew these tokens.
+    A sample with more tokens than `dataset.limit` is cut, and ends without an end-of-sequence token. Log-probs and
+    policy versions are 0, because no model generated these tokens.
     """
     samples = [sample for row in rows for sample in dataset.samples(row)]
     ends = [dataset.limit.kept(learnt) for _, learnt in samples]
@@ -87,8 +87,10 @@ def _experience(dataset: PromptDataset, rows: Sequence[int], **of_samples: Tenso
 
 
 class Demonstrations(GivenTexts):
-    """For algorithm: sft. Those of data.eval are there where an evaluation is their loss. A part has every num_parts-th
-    one."""
+    """The demonstrations of algorithm sft. A part has every num_parts-th row.
+
+    data.eval is read only if evaluations compute its loss.
+    """
 
     needs = "response"
 
@@ -110,8 +112,10 @@ class Demonstrations(GivenTexts):
 def load_sft_batch(
     dataset: PromptDataset, rows: Sequence[int], *, sample_ids: Sequence[int], group_ids: Sequence[int]
 ) -> Experience:
-    """Samples of prompt, response and end-of-sequence token, with response_mask on the latter two; of a conversation
-    the response is all behind its first prompt, and the mask is on the assistant's turns."""
+    """Returns samples of prompt, response and end-of-sequence token. response_mask is True on the latter two.
+
+    In a conversation everything after the first prompt is the response, and the mask is True on the assistant's turns.
+    """
     ids = {"sample_ids": sample_ids, "group_ids": group_ids, "prompt_ids": rows}
     return _experience(
         dataset, rows, **{name: torch.tensor([*numbers], dtype=torch.int64) for name, numbers in ids.items()}
@@ -119,24 +123,25 @@ def load_sft_batch(
 
 
 class Preferences(GivenTexts):
-    """For algorithms dpo and reward_model: pairs of responses to one prompt, of which one was preferred.
+    """The pairs of responses of algorithms dpo and reward_model. One response of a pair is preferred.
 
-    A pair is a group of two samples: the chosen one, then the rejected one. Groups are dealt out as the exchange deals
-    them out, by the length of their texts, so that nobody encodes what others train on.
+    A pair is a group of two samples: the chosen one, then the rejected one. Groups are assigned to replicas as in the
+    exchange, by the length of their texts. So each replica encodes only its share.
     """
 
     needs = "pair"
 
     def group_sizes(self, step: int) -> Tensor:
-        """[groups] for the exchange: how long the texts of each pair of a step are."""
+        """Returns the characters of each pair of a step, shape [groups], for the exchange."""
         return _sizes(self.train, self.rows_of(step))
 
     def held_out_sizes(self) -> Tensor:
-        """[groups] likewise, of the pairs of data.eval."""
+        """Returns the characters of each pair of data.eval, shape [groups]."""
         return _sizes(self.datasets["data.eval"], range(len(self.datasets["data.eval"])))
 
     def holders(self, sizes: Tensor, num_parts: int) -> Tensor:
-        """[groups] the replica of `num_parts` that has each pair, of which `sizes` [groups] are the sizes."""
+        """Returns the replica of each pair among `num_parts`, shape [groups]. `sizes` are the sizes of the pairs, shape
+        [groups]."""
         return assign_groups(sizes, num_parts, self.num_mini_batches)
 
     def _load(
@@ -161,7 +166,7 @@ def _sizes(dataset: PromptDataset, rows: Sequence[int]) -> Tensor:
 
 
 def _num_characters(dataset: PromptDataset, row: int) -> int:
-    """Of both samples."""
+    """Returns the number of characters of both samples."""
     pair = dataset[row]
     return 2 * len(dataset.prompt_text(row)) + _length(pair.response) + _length(pair.rejected)
 

@@ -1,6 +1,6 @@
-"""Experience: the only type that crosses roles, in as many of its fields as are needed.
+"""Experience: the only type that roles exchange, with as many fields as are needed.
 
-Samples are packed end to end, with one row per sample beside them.
+Samples are packed end to end. Other fields have one row per sample.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 SIBLINGS_APART = 2**40
-"""Between the sample ids of the trajectories of one episode, of which the first has that of its sample."""
+"""Distance between the sample ids of an episode's trajectories. The first trajectory has the id of its sample."""
 
 LONG_SAMPLE_TOKENS = 256
-"""In the mean, from which samples are copied whole."""
+"""Mean length from which samples are copied whole."""
 
 Extent = Literal["sample", "token"]
 
-# What each field holds per element, and whether there is one per sample or one per token.
+# The dtype of each field, and whether it has one entry per sample or per token.
 FIELDS: dict[str, tuple[torch.dtype, Extent]] = {
     "sample_ids": (torch.int64, "sample"),
     "group_ids": (torch.int64, "sample"),
@@ -58,7 +58,7 @@ WIDE = frozenset(
         *("teacher_top_ids", "teacher_top_logprobs", "routed_experts"),
     }
 )
-"""Fields of several numbers for each sample or token: their tensors have a second dimension."""
+"""Fields with several numbers per sample or token. Their tensors have a second dimension."""
 
 
 def _absent() -> Any:
@@ -67,69 +67,74 @@ def _absent() -> Any:
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class Experience:
-    """Samples in host memory. `[samples]` and `[tokens]` tensors; a token's log-prob stands at that token's index.
+    """A batch of samples in host memory, as tensors of shape [samples] or [tokens]. A token's log-prob is at its index.
 
     Prompt tokens have response_mask False and log-probs 0. Samples of one prompt share a group id and stay together.
-    Whoever needs a field that is not there yet, or has not travelled along, gets a ValueError that names it.
+    Reading an absent field raises ValueError with its name.
     """
 
     group_ids: Tensor
-    """[samples] the prompt group's place among those of its chunk of a step; of the step once its chunks are joined."""
+    """Number of the prompt group within its chunk, or within the step once chunks are joined. Shape [samples]."""
     lengths: Tensor
-    """[samples] prompt and response tokens."""
+    """Prompt and response tokens, shape [samples]."""
     sample_ids: Tensor = field(default_factory=_absent)
-    """[samples] a number of its own for every sample of a run."""
+    """Number of the sample, unique in a run, shape [samples]."""
     prompt_ids: Tensor = field(default_factory=_absent)
-    """[samples] row of the prompt file."""
+    """Row of the prompt file, shape [samples]."""
     truncated: Tensor = field(default_factory=_absent)
-    """[samples] the response was cut by the token limit."""
+    """Whether the token limit cut the response, shape [samples]."""
     turns: Tensor = field(default_factory=_absent)
-    """[samples] turns of the model; 1 where nothing answers."""
+    """Turns of the model, shape [samples]. 1 without an environment."""
     rewards: Tensor = field(default_factory=_absent)
     chosen: Tensor = field(default_factory=_absent)
-    """[samples] of the two samples of a group, the one that was preferred. Where this is there, groups are pairs, whose
-    samples a loss compares: they are in one mini-batch and one micro-batch."""
+    """Whether the sample is the preferred one of its pair, shape [samples].
+
+    With this field groups are pairs, and a loss compares their samples. Both are in one mini-batch and one micro-batch.
+    """
     margins: Tensor = field(default_factory=_absent)
-    """[samples] by how much a pair's chosen sample should at least score above the other; the same at both."""
+    """Margin by which a pair's chosen sample should outscore the other, shape [samples]. Equal at both."""
     tokens: Tensor = field(default_factory=_absent)
     response_mask: Tensor = field(default_factory=_absent)
     policy_version: Tensor = field(default_factory=_absent)
-    """[tokens] version of the weights that drew the token; 0 for prompt tokens."""
+    """Version of the weights that generated the token, shape [tokens]. 0 for prompt tokens."""
     rollout_logprobs: Tensor = field(default_factory=_absent)
     turn_rewards: Tensor = field(default_factory=_absent)
-    """[tokens] at the last token of a turn what its environment gave for it, else 0."""
+    """The environment's reward of a turn at the turn's last token, else 0. Shape [tokens]."""
     actor_logprobs: Tensor = field(default_factory=_absent)
     reference_logprobs: Tensor = field(default_factory=_absent)
     values: Tensor = field(default_factory=_absent)
-    """[tokens] the critic's estimate of the reward still to come before the token was drawn."""
+    """The critic's estimate, before the token, of the reward still to come. Shape [tokens]."""
     advantages: Tensor = field(default_factory=_absent)
     returns: Tensor = field(default_factory=_absent)
-    """[tokens] what the values should have been."""
+    """The targets of the values, shape [tokens]."""
     reward_parts: Tensor = field(default_factory=_absent)
-    """[samples, functions] what each reward function gave, unweighted."""
+    """The unweighted reward of each function, shape [samples, functions]."""
     model_scores: Tensor = field(default_factory=_absent)
-    """[samples] what a model told the reward; NaN where it could not tell."""
+    """A model's score for the reward, shape [samples]. NaN if it has none."""
     reference_top_ids: Tensor = field(default_factory=_absent)
-    """[tokens, k] the tokens that the reference finds likeliest in the token's place; k is 0 where nobody asks."""
+    """The reference's likeliest tokens in the token's place, shape [tokens, k]. k is 0 if they are not needed."""
     reference_top_logprobs: Tensor = field(default_factory=_absent)
     teacher_logprobs: Tensor = field(default_factory=_absent)
     teacher_top_ids: Tensor = field(default_factory=_absent)
-    """As the reference's."""
+    """The teacher's likeliest tokens, like the reference's."""
     teacher_top_logprobs: Tensor = field(default_factory=_absent)
     routed_experts: Tensor = field(default_factory=_absent)
-    """[tokens, bytes] the experts that each token visits in all layers, as `models.routing_shape` writes them: in host
-    memory wherever the other fields of a micro-batch are. Where this is there routers choose no others."""
+    """The experts of each token in all layers, shape [tokens, bytes], in the format of `models.routing_shape`.
+
+    They are in host memory even if the other fields of a micro-batch are on the device. With this field routers choose
+    no other experts.
+    """
     weight_means: Tensor = field(default_factory=_absent)
-    """[samples] what loss.correction divides the sample's weights by."""
+    """Divisor of the sample's weights of loss.correction, shape [samples]."""
     actor_squares: Tensor = field(default_factory=_absent)
-    """[tokens] sum of the squares of the actor's probabilities of all tokens in the token's place."""
+    """Sum of the squared probabilities that the actor gives to all tokens in the token's place, shape [tokens]."""
 
     def __post_init__(self) -> None:
         for name in FIELDS:
             if vars(self)[name] is None:
                 del vars(self)[name]
 
-    if not TYPE_CHECKING:  # where it would let any name pass
+    if not TYPE_CHECKING:  # type checkers would accept any name
 
         def __getattr__(self, name: str) -> NoReturn:
             if name not in FIELDS:
@@ -145,34 +150,34 @@ class Experience:
         return len(self.tokens)
 
     def offsets(self) -> Tensor:
-        """[samples + 1] where each sample starts in the packed tensors."""
+        """Returns the start of each sample in the packed tensors, shape [samples + 1]."""
         return torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)])
 
     def has(self, name: str) -> bool:
         return name in vars(self)
 
     def present(self) -> tuple[str, ...]:
-        """Names of the fields that are there, in declaration order."""
+        """Returns the names of the present fields, in declaration order."""
         return tuple(name for name in FIELDS if self.has(name))
 
     def columns(self) -> dict[str, Tensor]:
-        """The fields that are there, by name."""
+        """Returns the present fields by name."""
         return {name: getattr(self, name) for name in self.present()}
 
     def only(self, names: Iterable[str]) -> "Experience":
-        """Of these fields alone, group_ids and lengths among them."""
+        """Returns the experience with only these fields. They must include group_ids and lengths."""
         return Experience(**{name: getattr(self, name) for name in names})
 
     def with_fields(self, **values: Tensor) -> "Experience":
         return Experience(**(self.columns() | values))
 
     def with_fields_of(self, other: "Experience") -> "Experience":
-        """With all fields of `other`, which has the same samples in the same order."""
+        """Returns the experience with all fields of `other`. It must have the same samples in the same order."""
         assert torch.equal(other.group_ids, self.group_ids), "both follow the assignment of groups"
         return self.with_fields(**other.columns())
 
     def select(self, samples: Tensor) -> "Experience":
-        """The samples at these indices [n] int64, in their order."""
+        """Returns the samples at these indices, in their order. `samples` is int64 of shape [n]."""
         of_tokens = self._token_copier(samples)
         return Experience(
             **{
@@ -182,8 +187,11 @@ class Experience:
         )
 
     def _token_copier(self, samples: Tensor) -> Callable[[Tensor], Tensor]:
-        """What copies the tokens of these samples from a field. Long samples are copied whole, those that follow each
-        other here as well at once: an index for every token takes ten times as long."""
+        """Returns a function that copies the tokens of these samples from a field.
+
+        Long samples are copied whole, and consecutive ones in one piece. An index for every token takes ten times as
+        long.
+        """
         if int(self.lengths[samples].sum()) <= LONG_SAMPLE_TOKENS * len(samples):
             index = self.token_index(samples)
             return lambda values: values[index]
@@ -195,26 +203,27 @@ class Experience:
         return lambda values: torch.cat([values[start:end] for start, end in runs])
 
     def token_index(self, samples: Tensor) -> Tensor:
-        """[tokens of these samples] where they stand among all tokens, the samples in the order of their indices."""
+        """Returns the places of these samples' tokens among all tokens, shape [tokens of these samples]."""
         starts, lengths = (self.lengths.cumsum(0) - self.lengths)[samples], self.lengths[samples]
         within = torch.arange(int(lengths.sum())) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
         return torch.repeat_interleave(starts, lengths) + within
 
 
 def join(parts: Iterable[Experience]) -> Experience:
-    """The samples of all parts, in order. Every part has the same fields."""
+    """Returns the samples of all parts, in order. Every part must have the same fields."""
     columns = [part.columns() for part in parts]
     return Experience(**{name: torch.cat([part[name] for part in columns]) for name in columns[0]})
 
 
-# Which replica gets which prompt group, and which mini-batch which sample: pure functions of all there is.
+# The replica of each prompt group and the mini-batch of each sample. Both are pure functions of the whole batch.
 
 
 def assign_groups(group_tokens: Tensor, num_replicas: int, num_blocks: int = 1) -> Tensor:
-    """[groups] the data-parallel index of each group: per block, longest first to the least loaded replica.
+    """Returns the data-parallel index of each group, shape [groups].
 
-    `group_tokens` [groups] tokens of every group of a chunk; a block is a run of consecutive groups, so that every
-    replica gets its share of each. Ties go to the lower id and index.
+    In each block the longest group comes first and goes to the least loaded replica. `group_tokens` has the tokens of
+    every group of a chunk, shape [groups]. A block is a run of consecutive groups, so every replica gets its share of
+    each block. Ties go to the lower id and index.
     """
     num_groups, tokens = len(group_tokens), group_tokens.tolist()
     replicas = [0] * num_groups
@@ -230,13 +239,14 @@ def assign_groups(group_tokens: Tensor, num_replicas: int, num_blocks: int = 1) 
 def mini_batch_of(
     groups: Tensor, num_groups: int, samples_per_group: int, num_mini_batches: int, num_blocks: int
 ) -> Tensor:
-    """[samples] the mini-batch of each sample: one of the equal parts, by their place in the group, of the samples of
-    one of `num_blocks` equal runs of groups.
+    """Returns the mini-batch of each sample, shape [samples].
 
-    With one block a mini-batch has samples of every group, which makes its gradient less noisy than all samples of a
-    few groups would; with as many blocks as mini-batches it has all samples of some. `groups` [samples] are ascending
-    numbers below `num_groups`. A group of more or fewer samples than `samples_per_group` is spread over the places of
-    as many.
+    Groups are divided into `num_blocks` equal runs. The samples of a run are divided into equal mini-batches by their
+    place in the group. With one block a mini-batch has samples of every group. This makes its gradient less noisy than
+    one of all samples of a few groups. With as many blocks as mini-batches a mini-batch has all samples of some groups.
+
+    `groups` are ascending numbers below `num_groups`, shape [samples]. A group with more or fewer samples than
+    `samples_per_group` is spread over this number of places.
     """
     first = torch.searchsorted(groups, groups)
     sizes = torch.searchsorted(groups, groups, right=True) - first

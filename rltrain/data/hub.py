@@ -1,4 +1,4 @@
-"""Names on the Hugging Face hub, in the place of paths: copied once per node, of one revision on all of them."""
+"""Names on the Hugging Face hub instead of paths. Each node copies them once, all nodes at the same revision."""
 
 import json
 import logging
@@ -26,31 +26,35 @@ NAME = re.compile(
     r"(?P<prefix>hf:)?(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w][\w./-]*))?(?P<rows>@\[.*\])?"
 )
 OF_WEIGHTS = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors", "README.md")
-"""Of a checkpoint: what is read. No pickled weights, and no code."""
+"""Files read from a checkpoint: no pickled weights, and no code."""
 OF_ROWS = tuple(f"*{suffix}*" for suffix in (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".feather", ".ipc"))
 FILES = {"model": OF_WEIGHTS, "dataset": (*OF_ROWS, "README.md")}
 DOUBLES = ["original/*", "consolidated*"]
-"""The same weights once more, under other names."""
+"""Files with the same weights under other names."""
 SMALL_FILES = [".gitattributes", "config.json", "README.md"]
-"""What is copied to learn which commit a revision is; the cache then knows it too. Repositories have the first one."""
+"""Files copied to learn the commit of a revision. The cache then knows it too. Every repository has the first one."""
 POLL_S, LOOKS_PER_S = 0.2, 2000
-"""Between two looks of a rank into the store, and of all ranks together at most."""
+"""Seconds between two checks of the store by a rank, and checks per second by all ranks at most."""
 
 
 @dataclass(frozen=True)
 class HubRepository:
-    """A repository of the hub as the config names it under `config_key`."""
+    """A repository of the hub, named in the config under `config_key`."""
 
     config_key: str
     kind: Literal["model", "dataset"]
     name: str
     revision: str
     rows: str = ""
-    """A slice such as @[0:1000], which stays behind the folder's path."""
+    """A slice such as @[0:1000]. It follows the folder's path."""
 
     @classmethod
     def of(cls, text: str, config_key: str, kind: Literal["model", "dataset"]) -> "HubRepository | None":
-        """None for a path: something that is there, a file by its name, or a text that is no OWNER/NAME."""
+        """Returns the repository, or None if `text` is a path.
+
+        A text with the prefix hf: is a name. Others are paths if they exist, have the name of a file of rows, or are
+        not OWNER/NAME.
+        """
         found = NAME.fullmatch(text)
         if found is None or (found["prefix"] is None and (Path(text).exists() or kind_of(Path(found["name"])))):
             return None
@@ -63,9 +67,11 @@ class HubRepository:
     def copy(
         self, commit: str | None = None, files: list[str] | None = None, on_progress: Callable[[], None] = lambda: None
     ) -> Path:
-        """The folder that holds `files` (default: all that is read) of `commit`, from the cache or copied there.
+        """Returns the folder with `files` of `commit`, from the cache or copied there. The default is all files that
+        are read.
 
-        `on_progress` is called while bytes arrive. UserError where it is neither in the cache nor to be had.
+        `on_progress` is called while bytes arrive. Raises UserError if the files are neither in the cache nor
+        available.
         """
         from huggingface_hub.utils import tqdm
 
@@ -80,7 +86,7 @@ class HubRepository:
             raise self._missing(error) from error
 
     def cached(self) -> Path | None:
-        """The folder, if the cache has it; asks nobody."""
+        """Returns the folder if the cache has it, else None. Makes no requests."""
         try:
             return self._snapshot(SMALL_FILES, revision=self.revision, local_files_only=True)
         except (OSError, ValueError):
@@ -105,8 +111,10 @@ class HubRepository:
 
 
 def named_checkpoint(text: str, option: str) -> "Path | HubRepository":
-    """What a command is given as a checkpoint: its folder, or what it is called on the hub. CheckpointError for a path
-    that is not there and cannot be a name."""
+    """Returns the checkpoint given to a command: a folder, or a repository of the hub.
+
+    Raises CheckpointError if the path does not exist and cannot be a name.
+    """
     repository = HubRepository.of(text, option, "model")
     if repository is None and not Path(text).is_dir():
         raise CheckpointError(
@@ -116,11 +124,11 @@ def named_checkpoint(text: str, option: str) -> "Path | HubRepository":
 
 
 def with_local_copies(config: Config, world: "World", advance: Callable[[], object] = lambda: None) -> Config:
-    """With the folder in place of every name. Collective over: all ranks.
+    """Returns the config with a local folder in place of every name. Collective over: all ranks.
 
-    Rank 0 finds out which commit a revision is, and says so; one rank of each node copies that one, and the others of
-    the node wait, no longer than timeouts.no_progress_s without any bytes arriving. `advance` is called as they arrive.
-    UserError where a repository cannot be had.
+    Rank 0 finds the commit of each revision, and logs it. One rank of each node copies this commit, and the node's
+    other ranks wait. They wait at most timeouts.no_progress_s without new bytes. `advance` is called as bytes arrive.
+    Raises UserError if a repository is not available.
     """
     repositories = {repository.title: repository for repository in repositories_of(config)}
     job = _HubCopies(world, advance)
@@ -134,7 +142,7 @@ def with_local_copies(config: Config, world: "World", advance: Callable[[], obje
     commits = job.await_told("commits", "the commits of " + ", ".join(repositories))
     folders = f"folders/{world.rank // world.ranks_per_node}"
     if world.local_rank == 0:
-        # what rank 0 has as a path and this node lacks is no name: whoever reads it says that it is missing
+        # A path on rank 0 that this node lacks is no name. Its reader reports that it is missing.
         named = {title: one for title, one in repositories.items() if title in commits}
         copies = {title: one.copy(commits[title], on_progress=job.on_progress) for title, one in named.items()}
         job.tell(folders, {title: str(folder) for title, folder in copies.items()})
@@ -142,13 +150,14 @@ def with_local_copies(config: Config, world: "World", advance: Callable[[], obje
 
 
 def with_cached_copies(config: Config) -> Config:
-    """With the folder in place of every name that the cache has; nothing is asked for. For a look without a job."""
+    """Returns the config with the folder in place of every cached name. Makes no requests. For commands
+    without a job."""
     found = {one.title: one.cached() for one in repositories_of(config)}
     return _replaced(config, {title: str(folder) for title, folder in found.items() if folder is not None})
 
 
 def repositories_of(config: Config) -> list[HubRepository]:
-    """Those that the config names, in its order."""
+    """Returns the repositories named in the config, in its order."""
     found: list[HubRepository] = []
 
     def note(text: str, key: str, mark: HubName) -> str:
@@ -161,7 +170,7 @@ def repositories_of(config: Config) -> list[HubRepository]:
 
 
 def checkpoint_paths(config: Config) -> dict[str, str]:
-    """Config key -> the checkpoint of a model that it names."""
+    """Returns the model checkpoints named in the config, by config key."""
     found: dict[str, str] = {}
 
     def note(text: str, key: str, mark: HubName) -> str:
@@ -174,7 +183,7 @@ def checkpoint_paths(config: Config) -> dict[str, str]:
 
 
 def with_checkpoint_paths(config: Config, folders: Mapping[str, str]) -> Config:
-    """Returns the config with other folders for checkpoints of models, by the paths that it has."""
+    """Returns the config with other folders for model checkpoints. `folders` maps present paths to new ones."""
     return _mapped(config, "", lambda text, key, mark: folders.get(text, text) if mark.kind == "model" else text)
 
 
@@ -190,7 +199,7 @@ Section = TypeVar("Section", bound=BaseModel)
 
 
 def _mapped(section: Section, prefix: str, change: Callable[[str, str, HubName], str]) -> Section:
-    """A copy whose paths that may be names are what `change(path, key, mark)` makes of them."""
+    """Returns a copy of the section. Paths that may be names are replaced by `change(path, key, mark)`."""
     changed: dict[str, Any] = {}
     for name, field in type(section).model_fields.items():
         value, key = getattr(section, name), f"{prefix}{name}"
@@ -205,7 +214,7 @@ def _mapped(section: Section, prefix: str, change: Callable[[str, str, HubName],
             changed[name] = tuple(_mapped_items(value, key, mark, change))
     given = {name: value for name, value in changed.items() if value != getattr(section, name)}
     if isinstance(section, PromptSource) and given:
-        given["name"] = section.title  # which is made from the path
+        given["name"] = section.title  # the name is made from the path
     return section.model_copy(update=given) if given else section
 
 
@@ -220,7 +229,7 @@ def _mapped_items(
 
 
 class _HubCopies:
-    """What ranks tell each other of copies, by the job's store."""
+    """The messages between ranks about copies, through the job's store."""
 
     def __init__(self, world: "World", advance: Callable[[], object]) -> None:
         self.world, self._advance = world, advance
@@ -237,7 +246,7 @@ class _HubCopies:
             self.world.store.add("hub/progress", 1)
 
     def await_told(self, key: str, what: str) -> dict[str, str]:
-        """StallError where for too long nothing of it arrives."""
+        """Waits for the value of `key` and returns it. Raises StallError if no bytes arrive for too long."""
         store, limit_s = self.world.store, self.world.timeouts.no_progress_s
         progress, since = store.add("hub/progress", 0), time.monotonic()
         while not store.check([f"hub/{key}"]):
@@ -248,9 +257,9 @@ class _HubCopies:
                 self._advance()
             if now - since > limit_s:
                 raise StallError(
-                    f"Waited {limit_s:.0f} s for {what}, of which nothing arrived (timeouts.no_progress_s); expected "
-                    "the first rank of the node to copy it from the hub. Copy it beforehand (hf download) to the cache "
-                    "that HF_HOME names, or raise that limit."
+                    f"Waited {limit_s:.0f} s for {what}, but no bytes arrived (timeouts.no_progress_s). The first rank "
+                    "of the node should copy it from the hub. Copy it beforehand (hf download) into the cache in "
+                    "HF_HOME, or raise the limit."
                 )
             time.sleep(max(POLL_S, self.world.size / LOOKS_PER_S))
         told: dict[str, str] = json.loads(store.get(f"hub/{key}"))

@@ -1,4 +1,5 @@
-"""The stream of training prompts: an order of rows, mixes, curricula and solved rates, each a pure function."""
+"""Orders of rows for the stream of training prompts: shuffled, mixed, by curriculum and by solved rate. All are pure
+functions."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,19 +12,22 @@ import numpy.typing as npt
 from rltrain.config import schema
 from rltrain.data.prompts import Difficulties, PromptDataset
 
-# A permutation of many numbers of which none is held: where each goes is computed.
+# A permutation of many numbers that is computed instead of held in memory.
 
 ROUNDS = 8
 Numbers = npt.NDArray[np.uint64]
 
 
 class FeistelPermutation:
-    """Of 0 up to `size`: a Feistel network of ROUNDS rounds permutes the numbers below the next power of four, and one
-    that it takes past the last is taken on until it is not (cycle walking; Black and Rogaway, Ciphers with Arbitrary
-    Finite Domains, 2002). That is less than four times on average."""
+    """A permutation of the numbers from 0 to `size` - 1.
+
+    A Feistel network of ROUNDS rounds permutes the numbers below the next power of four. It is applied again to results
+    of `size` and above (cycle walking; Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002). On average it
+    is applied less than four times.
+    """
 
     def __init__(self, size: int, key: tuple[int, ...]) -> None:
-        """`key`, numbers of any size that are not negative, tells permutations of one size apart."""
+        """`key` selects a permutation of this size. Its numbers are not negative and can have any size."""
         if size < 1:
             raise ValueError(f"a permutation needs numbers, got size={size}")
         self.size = size
@@ -32,7 +36,7 @@ class FeistelPermutation:
         self._keys = np.random.SeedSequence([*key, size]).generate_state(ROUNDS, np.uint64)
 
     def of(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Where each of `numbers`, all below `size`, goes. Shapes are equal."""
+        """Returns the images of `numbers`, all below `size`, in the same shape."""
         found = self._network(numbers.astype(np.uint64))
         while (outside := found >= self.size).any():
             found[outside] = self._network(found[outside])
@@ -46,41 +50,46 @@ class FeistelPermutation:
 
 
 def _mixed(values: Numbers) -> Numbers:
-    """Each bit of a value changes every bit with a chance of nearly a half: the finalizer of SplitMix64 (Steele, Lea
-    and Flood, Fast Splittable Pseudorandom Number Generators, 2014). Products keep their lowest 64 bits."""
+    """Mixes bits: each bit of a value changes every bit of the result with a chance of nearly a half.
+
+    This is the finalizer of SplitMix64 (Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, 2014).
+    Products keep their lowest 64 bits.
+    """
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
 
 
-# The stream of prompts of a run: a pure function of the seed, so that a resumed run needs no state.
+# The stream of prompts of a run. It is a pure function of the seed, so a resumed run needs no state.
 
 KEPT_EPOCHS = 2
 HELD_ROWS = 2**20
-"""Of more rows the order is not held: what stands where is computed."""
+"""Largest number of rows with their order in memory. The order of more rows is computed at each position."""
 COMPUTED_ROWS = 2**10
-"""Of neighbouring positions, which mostly are asked for together."""
+"""Neighbouring positions that are computed together, because they are mostly used together."""
 
 
 class RowOrder(ABC):
-    """Which row stands at which position of the stream; step k uses positions k * prompts_per_step and following."""
+    """An order of rows in the stream. Step k uses the positions from k * prompts_per_step on."""
 
     @abstractmethod
     def row(self, position: int) -> int:
-        """The row at this position, 0, 1, ... without an end."""
+        """Returns the row at a position 0, 1, ... without an end."""
 
     def rows_for_step(self, step: int, prompts_per_step: int) -> list[int]:
-        """[prompts_per_step] rows of step 0, 1, ..."""
+        """Returns the rows of a step 0, 1, ...: prompts_per_step of them."""
         first = step * prompts_per_step
         return [self.row(position) for position in range(first, first + prompts_per_step)]
 
 
 class PromptOrder(RowOrder):
-    """Row numbers in epochs one after the other, each in an order of its own if shuffled. Steps may cross epochs: a row
-    comes twice in a step only where an epoch ends within it."""
+    """An order of rows in successive epochs, each in another order if shuffled.
+
+    Steps may cross epochs. A row comes twice in a step only if an epoch ends within it.
+    """
 
     def __init__(self, num_rows: int, *, seed: int, shuffle: bool, stream: tuple[int, ...] = ()) -> None:
-        """`stream` tells orders of one seed apart."""
+        """`stream` selects one of the orders of a seed."""
         if num_rows < 1:
             raise ValueError(f"an order needs rows, got num_rows={num_rows}")
         self.num_rows = num_rows
@@ -100,7 +109,7 @@ class PromptOrder(RowOrder):
         return int(self._permutation(epoch)[index]) if self.shuffle else index
 
     def rows(self, first: int, count: int) -> npt.NDArray[np.int64]:
-        """[count] the rows at `first` and the positions behind it."""
+        """Returns the rows at positions from `first` on, shape [count]."""
         epochs, places = np.divmod(np.arange(first, first + count), self.num_rows)
         if self.shuffle:
             for epoch in range(first // self.num_rows, (first + max(count, 1) - 1) // self.num_rows + 1):
@@ -108,7 +117,7 @@ class PromptOrder(RowOrder):
         return places
 
     def _permuted(self, epoch: int, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The rows at these places of an epoch."""
+        """Returns the rows at these places of an epoch."""
         if self.num_rows > HELD_ROWS:
             return FeistelPermutation(self.num_rows, (self.seed, epoch, *self.stream)).of(places)
         return self._permutation(epoch)[places]
@@ -121,19 +130,19 @@ class PromptOrder(RowOrder):
         return self._epochs[epoch]
 
 
-# Several sources in one stream by weight: a pure function of the position, in which nothing is drawn at random but
-# the order within short blocks.
+# Several sources in one stream by weight. It is a pure function of the position. Only the order within short blocks is
+# random.
 
 BLOCK = 64
-"""Positions that are shuffled among each other. A source's share of a block is what its weight says, within 1 for
-every halving of the list of sources that leads to it."""
+"""Number of positions shuffled among each other. A source's share of a block follows its weight. The error is at most 1
+for every halving of the list of sources on the way to it."""
 
 
 class Shares:
-    """Divides 0, 1, 2, ... among sources as evenly as can be. Exact, whatever the weights and however far."""
+    """A division of 0, 1, 2, ... among sources, as evenly as possible. Exact for all weights and numbers."""
 
     def __init__(self, weights: Sequence[float]) -> None:
-        """`weights` above 0 are taken as they are written in decimals: 0.1 is a tenth."""
+        """`weights` are above 0. They are exact as written in decimals: 0.1 is a tenth."""
         exact = [Fraction(repr(weight)) for weight in weights]
         sums = [sum(exact[:end], Fraction(0)) for end in range(len(exact) + 1)]
         self._num_sources = len(exact)
@@ -141,10 +150,10 @@ class Shares:
             (low, high): (sums[(low + high) // 2] - sums[low]) / (sums[high] - sums[low])
             for low, high in _halved(0, len(exact))
         }
-        """Of the share of sources `low` up to `high`, that of the first half of them."""
+        """The share of the first half of sources `low` to `high` in all of these."""
 
     def source(self, number: int) -> tuple[int, int]:
-        """(the source that `number` falls to, how many numbers below have fallen to that source)."""
+        """Returns the source of a number, and the count of lower numbers with this source."""
         low, high = 0, self._num_sources
         while high - low > 1:
             share, middle = self._first_halves[low, high], (low + high) // 2
@@ -157,7 +166,7 @@ class Shares:
 
 
 def _halved(low: int, high: int) -> Iterator[tuple[int, int]]:
-    """The range, its halves, theirs, and so on, as long as there are two in one."""
+    """Yields the range, its halves, their halves and so on, as long as a range has two elements."""
     if high - low > 1:
         middle = (low + high) // 2
         yield low, high
@@ -166,17 +175,17 @@ def _halved(low: int, high: int) -> Iterator[tuple[int, int]]:
 
 
 def _times(number: int, share: Fraction) -> int:
-    """number * share, rounded."""
+    """Returns number * share, rounded."""
     return (2 * number * share.numerator + share.denominator) // (2 * share.denominator)
 
 
 class Mix(RowOrder):
-    """The rows of several sources, each in an order and in epochs of its own."""
+    """The rows of several sources. Each source has its order and its epochs."""
 
     def __init__(
         self, orders: Sequence[RowOrder], firsts: Sequence[int], weights: Sequence[float], *, seed: int, shuffle: bool
     ) -> None:
-        """`firsts` [sources] are added to the rows of the orders."""
+        """`firsts` has the number to add to the rows of each source's order."""
         self.orders, self.firsts = orders, firsts
         self.shares, self.seed, self.shuffle = Shares(weights), seed, shuffle
         self._block = _Block(-1, ())
@@ -186,14 +195,14 @@ class Mix(RowOrder):
         return self.firsts[source] + self.orders[source].row(index)
 
     def place(self, position: int) -> tuple[int, int]:
-        """(source, the position in its own stream) at this position of the mix."""
+        """Returns (source, position in the source's stream) at a position of the mix."""
         number, offset = divmod(position, BLOCK)
         if number != self._block.number:
             self._block = _Block(number, self._places(number))
         return self._block.places[offset]
 
     def _places(self, block: int) -> tuple[tuple[int, int], ...]:
-        """Of the block's positions: which source comes where is shuffled, and each goes on in its own order."""
+        """Returns the places of a block. The sources are shuffled within it, and each source keeps its order."""
         places = [self.shares.source(number) for number in range(block * BLOCK, (block + 1) * BLOCK)]
         if not self.shuffle:
             return tuple(places)
@@ -210,15 +219,15 @@ class _Block:
     places: tuple[tuple[int, int], ...]
 
 
-# From easy to hard over the first steps: a pure function of the position, as every order is.
+# From easy to hard over the first steps. Like every order, it is a pure function of the position.
 
 
 class CurriculumOrder(RowOrder):
-    """In each of the first steps rows of a window that slides over all of them, sorted by difficulty; then another
-    order from its beginning.
+    """An order by difficulty in the first steps, then another order from its beginning.
 
-    A step's rows differ from each other where there are enough. Where the steps take as many rows as there are, each
-    comes once, in sorted order but for the order within a step.
+    Each of the first steps takes rows of a window. The window slides over all rows, sorted by difficulty. The rows of a
+    step are different if there are enough. If the steps take as many rows as there are, each row comes once. They are
+    then sorted, except within a step.
     """
 
     def __init__(
@@ -231,7 +240,8 @@ class CurriculumOrder(RowOrder):
         shuffle: bool,
         then: RowOrder,
     ) -> None:
-        """`difficulties` [rows]; ties keep the rows' order. `per_step`: positions that a step takes."""
+        """`difficulties` have shape [rows]; ties keep the rows' order. `per_step` is the number of positions
+        of a step."""
         self.sorted = np.argsort(difficulties, kind="stable")
         self.steps, self.per_step, self.seed, self.shuffle, self.then = steps, per_step, seed, shuffle, then
         self.window = min(len(difficulties), max(-(-len(difficulties) // steps), per_step))
@@ -246,17 +256,17 @@ class CurriculumOrder(RowOrder):
         return int(self._drawn[1][offset % self.window])
 
     def _draw(self, step: int) -> npt.NDArray[np.int64]:
-        """[window] the rows of the step's window, in the order in which they are taken."""
+        """Returns the rows of the step's window in the order of their use, shape [window]."""
         first = step * (len(self.sorted) - self.window) // max(self.steps - 1, 1)
         rows = self.sorted[first : first + self.window]
         return np.random.default_rng([self.seed, step, self.window]).permutation(rows) if self.shuffle else rows
 
 
-# The order of a run's training prompts, as its config asks for.
+# The order of a run's training prompts according to its config.
 
 
 def prompt_order(dataset: PromptDataset, config: schema.Config) -> RowOrder:
-    """Of the rows of data.train, which `dataset` has."""
+    """Returns the order of the rows of data.train in `dataset`."""
     weights = [source.weight for source in dataset.sources if source.weight is not None]
     if not weights or len(dataset.sources) == 1:
         of_sources = [source.difficulties for source in dataset.sources]
@@ -273,7 +283,7 @@ def prompt_order(dataset: PromptDataset, config: schema.Config) -> RowOrder:
 def _of_rows(
     num_rows: int, difficulties: Difficulties, config: schema.Config, share: float, stream: tuple[int, ...]
 ) -> RowOrder:
-    """Of rows of which a step takes about `share` of its prompts."""
+    """Returns the order of rows that make up about `share` of a step's prompts."""
     seed, shuffle, curriculum = config.seed, config.data.shuffle, config.data.curriculum
     order = PromptOrder(num_rows, seed=seed, shuffle=shuffle, stream=stream)
     if curriculum is None:
@@ -288,26 +298,26 @@ def _of_rows(
     )
 
 
-# How often the prompts of a run are solved, as far as is known, and what follows for drawing them again.
+# Known solved rates of a run's prompts, and how often to use the prompts again.
 
 Outcomes = Mapping[int, tuple[int, int]]
-"""Row -> (samples that solve it, samples drawn of it), of a training step."""
+"""Row -> (solved samples, generated samples) of a training step."""
 
 Mask = npt.NDArray[np.bool_]
 
 
 class SolvedRates:
-    """Of `num_rows` rows. Arrays are [rows]."""
+    """The solved rates of `num_rows` rows. Arrays have shape [rows]."""
 
     def __init__(self, num_rows: int, settings: schema.SolvedRate) -> None:
         self.settings = settings
         self.rates = np.full(num_rows, np.nan)
-        """Estimates; nan: no sample of the row was scored yet."""
+        """Estimates. NaN for a row without a scored sample."""
         self.streaks = np.zeros(num_rows, np.int64)
-        """Times in a row that all samples solved it."""
+        """Number of times in a row that all samples of the row solved it."""
 
     def learn(self, outcomes: Outcomes) -> None:
-        """What a step has shown."""
+        """Updates the rates with the outcomes of a step."""
         memory = self.settings.memory
         for row, (solved, drawn) in sorted(outcomes.items()):
             rate, before = solved / drawn, self.rates[row]
@@ -316,19 +326,18 @@ class SolvedRates:
 
     @property
     def is_retired(self) -> Mask:
-        """Whether the row has been solved so often that it is not drawn any more."""
+        """Whether the row has been solved so often that it is not used any more."""
         after = self.settings.retire_after
         return np.zeros(len(self.rates), bool) if after is None else self.streaks >= after
 
     @property
     def is_wanted(self) -> Mask:
-        """Whether the row is drawn each time that its turn comes: nothing is known of it, or its rate is in the
-        window."""
+        """Whether the row is used each time its turn comes. Its rate is unknown or within the window."""
         rates = np.where(np.isnan(self.rates), self.settings.low, self.rates)
         return (rates >= self.settings.low) & (rates <= self.settings.high) & ~self.is_retired
 
     def metrics(self) -> dict[str, float]:
-        """Shares of the rows by what is known of them."""
+        """Returns the shares of rows by their solved rate."""
         is_known = ~np.isnan(self.rates)
         known, num_rows = self.rates[is_known], len(self.rates)
         too_hard, too_easy = (known < self.settings.low).sum(), (known > self.settings.high).sum()
@@ -345,48 +354,48 @@ class SolvedRates:
         }
 
 
-# The stream of prompts where what is drawn depends on how often prompts are solved: window by window, each of them a
-# pure function of the seed and of the steps whose outcomes are known when it is drawn.
+# The stream of prompts by solved rate. It is made window by window. Each window is a pure function of the seed and of
+# the outcomes known when it is made.
 
 Rows = npt.NDArray[np.int64]
 
 EXCEPTIONS = 1
-"""Tells the random numbers that let others than the wanted rows be drawn from those of other purposes."""
+"""Part of the random seed for using unwanted rows. It separates these random numbers from others."""
 
 
 class SolvedRateOrder:
-    """Goes through the rows in an order without a curriculum, source by source, and leaves out those that are not
-    wanted; a share of these comes all the same, so that what is known of them is renewed.
+    """An order of each source's rows, without a curriculum, that leaves out unwanted rows.
 
-    Where a source has too few to fill its part of a window, going on through its next epoch, the others fill it, in the
-    same order, retired ones last. So shares of sources are exact, a row comes twice in a window only where its
-    source has fewer rows than that takes, and there always is a next prompt.
+    A share of the unwanted rows is used all the same, to renew their rates. A source may have too few wanted rows for
+    its part of a window, even with its next epoch. Then unwanted rows fill the part in the same order, retired ones
+    last. So shares of sources are exact, and there always is a next prompt. A row comes twice in a window only if its
+    source has fewer rows than the window takes.
     """
 
     def __init__(self, order: RowOrder, rates: SolvedRates, *, per_window: int, seed: int) -> None:
-        """`order` is a PromptOrder of all rows, or a Mix of those of several sources."""
+        """`order` is a PromptOrder of all rows, or a Mix of several sources."""
         self.order, self.rates, self.per_window, self.seed = order, rates, per_window, seed
         of_sources = order.orders if isinstance(order, Mix) else [order]
         self._orders = [of_source for of_source in of_sources if isinstance(of_source, PromptOrder)]
         assert len(self._orders) == len(of_sources), "a curriculum by a column is refused beside this one"
         self._firsts = order.firsts if isinstance(order, Mix) else [0]
         self.places = [0] * len(self._orders)
-        """How far each source has been gone through."""
+        """The next position in each source."""
         self.windows: dict[int, Rows] = {}
-        """Those that were drawn and not forgotten, by number: [per_window] rows."""
+        """Rows of the windows made and not forgotten, by number of the window, shape [per_window]."""
         self.next_window = 0
 
     def row(self, position: int) -> int:
-        """The row at a position of the stream. KeyError where its window is not there."""
+        """Returns the row at a position of the stream. Raises KeyError if its window does not exist."""
         window, offset = divmod(position, self.per_window)
         return int(self.windows[window][offset])
 
     def learn(self, outcomes: Outcomes) -> None:
-        """For the windows that are drawn from now on."""
+        """Updates the rates for windows that are not made yet."""
         self.rates.learn(outcomes)
 
     def draw(self) -> None:
-        """The next window."""
+        """Makes the next window."""
         sources = self._sources_of(self.next_window)
         rows = np.empty(self.per_window, np.int64)
         is_wanted, is_retired = self.rates.is_wanted, self.rates.is_retired
@@ -398,22 +407,22 @@ class SolvedRateOrder:
         self.next_window += 1
 
     def forget_before(self, window: int) -> None:
-        """Nobody asks for positions of earlier windows any more."""
+        """Deletes earlier windows. Their positions are not needed any more."""
         self.windows = {number: rows for number, rows in self.windows.items() if number >= window}
 
     def begin_at(self, window: int) -> None:
-        """The next window is this one: those before are another run's."""
+        """Makes `window` the next one. Windows before it belong to another run."""
         self.windows, self.next_window = {}, window
 
     def _sources_of(self, window: int) -> Rows:
-        """[per_window] the source of each position."""
+        """Returns the source of each position, shape [per_window]."""
         if not isinstance(self.order, Mix):
             return np.zeros(self.per_window, np.int64)
         positions = range(window * self.per_window, (window + 1) * self.per_window)
         return np.array([self.order.place(position)[0] for position in positions])
 
     def _draw_of(self, source: int, count: int, is_wanted: Mask, is_retired: Mask) -> Rows:
-        """[count] rows of one source, numbered from its first one on."""
+        """Returns rows of one source, numbered from its first row, shape [count]."""
         random = np.random.default_rng([self.seed, self.next_window, source, EXCEPTIONS])
         drawn: list[Rows] = []
         while count > 0:
@@ -436,7 +445,7 @@ class SolvedRateOrder:
 
 
 def _first_ones(rows: Rows) -> Mask:
-    """Of each place whether its row has not come before."""
+    """Returns whether each place has the first occurrence of its row."""
     _, places = np.unique(rows, return_index=True)
     is_first = np.zeros(len(rows), bool)
     is_first[places] = True

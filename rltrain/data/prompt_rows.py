@@ -1,4 +1,4 @@
-"""One row of a prompt file: what it holds, its samples as ids, and whether it can be used."""
+"""One row of a prompt file: its contents, its samples as ids, and whether it can be used."""
 
 import json
 import math
@@ -28,10 +28,10 @@ from rltrain.data.tokenizer import (
 from rltrain.errors import DataError
 from rltrain.runtime.json_text import is_finite
 
-# One row of a file of pairs: a prompt, and two responses of which one was preferred.
+# One row of a file of pairs: a prompt and two responses, one of them preferred.
 
 Response = str | Sequence[Message]
-"""A text, or messages of which the first and the last are the assistant's."""
+"""A text, or messages. The first and the last message are the assistant's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +43,10 @@ class Pair:
 
 
 def parse_pair(values: Row, source: schema.PromptSource, parse: Callable[[Any, str], Prompt]) -> Pair:
-    """`parse` makes a text or messages of (what stands under a key, the key). Raises BadRow.
+    """Parses a row of pairs. `parse(value, key)` makes a text or messages from a value. Raises BadRow.
 
-    Under chosen_key and rejected_key stand texts, or messages that begin with the assistant's, as responses to what
-    stands under prompt_key; or whole conversations, whose prompt is what they have in common at the beginning.
+    chosen_key and rejected_key have texts, or messages beginning with the assistant's, as responses to the prompt under
+    prompt_key. Or they have whole conversations, and the common beginning of both is the prompt.
     """
     keys = source.chosen_key, source.rejected_key
     chosen, rejected = (parse(look_up(values, key), key) for key in keys)
@@ -75,12 +75,12 @@ def parse_pair(values: Row, source: schema.PromptSource, parse: Callable[[Any, s
 
 
 def _is_whole(side: Prompt) -> bool:
-    """Whether it is a conversation from its beginning on."""
+    """Returns whether it is a conversation from its beginning."""
     return not isinstance(side, str) and side[0]["role"] != "assistant"
 
 
 def _num_equal(first: Sequence[Message], second: Sequence[Message]) -> int:
-    """How many messages they have in common at the beginning."""
+    """Returns the number of equal messages at the beginning of both."""
     shorter = min(len(first), len(second))
     return next((i for i in range(shorter) if first[i] != second[i]), shorter)
 
@@ -99,29 +99,32 @@ def _margin(value: Any, key: str) -> float:
     raise BadRow(f"has {shown(value)} under {key!r}; expected a finite number (margin_key)")
 
 
-# One row of a prompt file, as it is used.
+# One parsed row of a prompt file.
 
 Needs = Literal["label", "plain label", "response", "pair"]
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """`label` is set for datasets that need labels and have them, `response` for those that need responses, `rejected`
-    beside it for those that need pairs; else they are empty."""
+    """A row with the fields that its dataset needs. Other fields are empty.
+
+    `label` is set if the dataset needs labels and has them. `response` is set if it needs responses, and `rejected` too
+    if it needs pairs.
+    """
 
     prompt: Prompt
     label: str
     response: str | Sequence[Message]
-    """Of a conversation the messages after the prompt: the first and the last are the assistant's."""
+    """A text, or a conversation's messages after the prompt. The first and the last message are the assistant's."""
     tools: str
-    """JSON text of the tools that the prompt shows; empty: none."""
+    """JSON text of the prompt's tools, or ""."""
     place: str
-    """What its origin begins with. Shared by the rows of a file, of which there may be millions."""
+    """The beginning of `origin`. Rows of a file share it, because there may be millions of them."""
     number: int
     rejected: str | Sequence[Message] = ""
-    """Of a pair the response that was not preferred; `response` is the other one."""
+    """In a pair the response that was not preferred. `response` is the preferred one."""
     margin: float = 0.0
-    """Of a pair, by how much `response` should at least score higher."""
+    """In a pair the margin by which `response` should outscore `rejected`."""
 
     @property
     def origin(self) -> str:
@@ -131,18 +134,18 @@ class PromptRow:
 
 @dataclass(frozen=True)
 class RowParser:
-    """Of one source's rows."""
+    """A parser of the rows of one source."""
 
     source: schema.PromptSource
     encoder: PromptEncoder
     needs: Needs
     difficulty_key: str | None = None
     model: ModelLimits = UNKNOWN_MODEL
-    """Of the model that is trained or evaluated."""
+    """Limits of the model that is trained or evaluated."""
 
     @property
     def keys(self) -> frozenset[str]:
-        """What it looks up."""
+        """The keys that the parser looks up."""
         source = self.source
         columns: tuple[str | None, ...] = (source.label_key,)
         if self.needs == "response":
@@ -153,7 +156,7 @@ class RowParser:
         return frozenset(key for key in keys if key is not None)
 
     def parse(self, values: Row | BadRow, place: str, number: int) -> PromptRow:
-        """A row's values; `place` and `number` together are its origin. Raises BadRow."""
+        """Returns the row of these values. `place` and `number` together are its origin. Raises BadRow."""
         if isinstance(values, BadRow):
             raise values
         source = self.source
@@ -175,7 +178,7 @@ class RowParser:
         return PromptRow(prompt, label, response, tools, place, number)
 
     def difficulty(self, values: Row | BadRow) -> float:
-        """By which a curriculum sorts; 0 without one. Raises BadRow."""
+        """Returns the difficulty that a curriculum sorts by, or 0 without a curriculum. Raises BadRow."""
         if self.difficulty_key is None or isinstance(values, BadRow):
             return 0.0
         value = look_up(values, self.difficulty_key)
@@ -209,7 +212,7 @@ class RowParser:
             value = look_up(values, key)
         except BadRow:
             return ""
-        tools = sys.intern(parse_tools(value, key))  # which many rows share
+        tools = sys.intern(parse_tools(value, key))  # many rows share them
         if tools and not self.encoder.uses_template:
             raise BadRow(f"has tools under {key!r}, but {self.encoder.without_template}; expected none")
         return tools
@@ -233,7 +236,8 @@ class RowParser:
 def split_conversation(
     prompt: Prompt, key: str, learnt: Literal["all", "last"] = "all"
 ) -> tuple[list[Message], list[Message]]:
-    """(what stands before the assistant's first turn that is learnt, the rest up to its last one). Raises BadRow."""
+    """Returns the messages before the assistant's first trained turn, and the rest up to its last
+    turn. Raises BadRow."""
     if isinstance(prompt, str):
         raise BadRow(
             f"has a text under {key!r}; expected a list of chat messages with turns of the assistant, since "
@@ -252,7 +256,7 @@ def split_conversation(
 
 
 def _parse_label(value: Any, key: str) -> str:
-    """Texts as they are; numbers and truth values as JSON writes them; lists and objects as JSON."""
+    """Returns a label as text. Texts stay unchanged, and other values are written as JSON."""
     if isinstance(value, str):
         return value
     if isinstance(value, Decimal):
@@ -271,16 +275,16 @@ def _parse_response(value: Any, key: str) -> str:
     raise BadRow(f"has {shown(value)} under {key!r}; expected the demonstrated response: a text, not empty")
 
 
-# Conversations that somebody wrote down, as ids and which of them are to be learnt.
+# Given conversations as ids, with a mask of the trained tokens.
 
 
 def demonstrate(chat: ChatFormat, messages: Sequence[Message]) -> Conversation:
-    """The record that the engine would have left had the model drawn the assistant's turns of `messages`.
+    """Returns the record of an engine as if its model had generated the assistant's turns of `messages`.
 
-    Every turn is what the template writes of it while it is the last one, through the token that ends it. Between two
-    turns stands what the template appends. Each piece is encoded by itself, as prompts and answers of a rollout are.
-    `messages` begin with others than the assistant's, end with a turn of it, and have others between two of its turns.
-    Raises DataError where the template has no place for one of them.
+    Each turn is the template's text of it as a last turn, up to its end token. Between turns is the text that the
+    template appends. Each piece is encoded alone, like prompts and answers of a rollout. `messages` begin with another
+    role, end with a turn of the assistant, and have others between two of its turns. Raises DataError if the template
+    has no place for one of them.
     """
     ids: list[int] = []
     turns: list[tuple[int, int]] = []
@@ -293,7 +297,7 @@ def demonstrate(chat: ChatFormat, messages: Sequence[Message]) -> Conversation:
 
 
 def _pieces(chat: ChatFormat, messages: Sequence[Message]) -> Iterator[tuple[str, bool]]:
-    """(text, whether it is a turn of the assistant) in the order of the conversation."""
+    """Yields (text, whether it is a turn of the assistant) in the order of the conversation."""
     places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     try:
         yield chat.template.render(messages[: places[0]]), False
@@ -315,7 +319,7 @@ def _pieces(chat: ChatFormat, messages: Sequence[Message]) -> Iterator[tuple[str
 
 
 def _turn(chat: ChatFormat, messages: Sequence[Message]) -> tuple[str, bool]:
-    """(the last of `messages`, through the token that ends it, whether the template writes such a token)."""
+    """Returns the last of `messages` up to its end token, and whether the template writes such a token."""
     asked = chat.template.render(messages[:-1])
     whole = chat.template.render(messages, generation_prompt=False)
     said = whole.removeprefix(asked) if whole.startswith(asked) else _continued(chat, asked, messages[-1])
@@ -324,7 +328,7 @@ def _turn(chat: ChatFormat, messages: Sequence[Message]) -> tuple[str, bool]:
 
 
 def _behind_last(chat: ChatFormat, turn: Message) -> str:
-    """What the template would write behind a conversation's last turn."""
+    """Returns the text that the template would write after a conversation's last turn."""
     role = "tool" if turn.get("tool_calls") else "user"
     try:
         return chat.following([{"role": role, "content": "."}])
@@ -333,9 +337,10 @@ def _behind_last(chat: ChatFormat, turn: Message) -> str:
 
 
 def _next_mark(chat: ChatFormat, behind: str) -> tuple[str, str]:
-    """(what ends a turn that the template ends by no token, what then still stands behind it).
+    """Returns the end of a turn without an end token in the template, and the text that then follows.
 
-    The mark of the next message ends it, if that is one of the model's end tokens; else the tokenizer's eos_token does.
+    The end is the mark of the next message if this is one of the model's end tokens. Otherwise it is the tokenizer's
+    eos_token.
     """
     for end in _end_texts(chat):
         if behind.lstrip().startswith(end):
@@ -344,8 +349,11 @@ def _next_mark(chat: ChatFormat, behind: str) -> tuple[str, str]:
 
 
 def _continued(chat: ChatFormat, asked: str, message: Message) -> str:
-    """A turn that the template would render otherwise than what it asks the model to go on from: its prompt begins the
-    reasoning, which it leaves out of turns."""
+    """Returns the text of a turn after a prompt that opens the reasoning, if the template leaves reasoning out of
+    turns.
+
+    Raises DataError if the turn cannot be written after this prompt.
+    """
     content = str(message["content"])
     for opening, closing in REASONING_MARKS:
         thought = message.get("reasoning_content")
@@ -355,13 +363,13 @@ def _continued(chat: ChatFormat, asked: str, message: Message) -> str:
             if closing in content:
                 return content.removeprefix(opening).lstrip("\n")
     raise DataError(
-        f"the chat template asks the model to go on from {asked[-40:]!r} and renders the turn {content[:40]!r} "
-        "otherwise; expected a turn that begins with its reasoning, if the template begins it, and calls no tools"
+        f"the chat template ends the prompt with {asked[-40:]!r}, but renders the turn {content[:40]!r} differently; "
+        "expected a turn that begins with its reasoning if the template opens it, and without tool calls"
     )
 
 
 def _behind_the_end(chat: ChatFormat, following: str) -> str:
-    """`following` without what closes the turn before it, which is learnt with that turn."""
+    """Returns `following` without the closing of the turn before it. The closing is trained with that turn."""
     ends = [following.index(end) + len(end) for end in _end_texts(chat) if end in following]
     return following[min(ends) :] if ends else following
 
@@ -371,27 +379,27 @@ def _end_texts(chat: ChatFormat) -> list[str]:
     return [str(text) for text in chat.tokenizer.convert_ids_to_tokens(ends)]
 
 
-# The samples of a row as ids: a prompt and a response, with what of them is learnt, and how long they may be.
+# The samples of a row as ids: a prompt and a response, the trained tokens, and the limit of their length.
 
 Encoded = tuple[Sequence[int], Sequence[bool]]
-"""(ids of a sample, which of them are learnt)"""
+"""(ids of a sample, mask of its trained tokens)"""
 
 
 @dataclass(frozen=True)
 class SampleLimit:
-    """Holds how many tokens a sample may have. None: there is no limit."""
+    """A limit on the tokens of a sample. None means no limit."""
 
     response_tokens: int | None = None
     """data.max_response_tokens."""
     sample_tokens: int | None = None
-    """The positions of the model."""
+    """The model's number of positions."""
 
     @classmethod
     def of(cls, data: schema.Data, model: ModelLimits) -> "SampleLimit":
         return cls(data.max_response_tokens, model.max_positions)
 
     def kept(self, learnt: Sequence[bool]) -> int:
-        """Returns how many tokens of a sample lie within the limit."""
+        """Returns the number of a sample's tokens within the limit."""
         ends = [len(learnt)]
         if self.response_tokens is not None:
             ends.append(learnt.index(True) + self.response_tokens)
@@ -400,13 +408,13 @@ class SampleLimit:
         return min(ends)
 
     def holds(self, prompt_tokens: int, response_tokens: int) -> bool:
-        """Returns whether a sample with at most so many tokens is within the limit."""
+        """Returns whether a sample with at most these numbers of tokens is within the limit."""
         most = self.response_tokens, self.sample_tokens
         found = response_tokens, prompt_tokens + response_tokens
         return all(limit is None or number <= limit for number, limit in zip(found, most, strict=True))
 
     def problem(self, learnt: Sequence[bool]) -> str:
-        """Returns what is wrong with a sample that is not within the limit, in words for a user."""
+        """Returns the problem of a sample beyond the limit, in words for the user."""
         response = len(learnt) - learnt.index(True)
         if self.response_tokens is not None and response > self.response_tokens:
             return (
@@ -423,9 +431,9 @@ NO_LIMIT = SampleLimit()
 
 
 def encoded(row: PromptRow, response: str | Sequence[Message], encoder: PromptEncoder) -> Encoded:
-    """Returns the sample of the row's prompt and `response`, whose turns of the assistant are learnt.
+    """Returns the sample of the row's prompt and `response`. The assistant's turns in `response` are trained.
 
-    Raises DataError where the chat template has no place for a message.
+    Raises DataError if the chat template has no place for a message.
     """
     if not isinstance(response, str):
         prompt_messages = encoder.messages(row.prompt)
@@ -443,14 +451,14 @@ def encoded(row: PromptRow, response: str | Sequence[Message], encoder: PromptEn
 
 
 def responses_of(row: PromptRow) -> tuple[str | Sequence[Message], ...]:
-    """Returns the responses that are learnt from: of a pair both, of a row with a label alone none."""
+    """Returns the responses to train on: both of a pair, none of a row with only a label."""
     return tuple(response for response in (row.response, row.rejected) if response)
 
 
 def long_samples(
     row: PromptRow, encoder: PromptEncoder, limit: SampleLimit, max_prompt_tokens: int
 ) -> Iterator[Encoded]:
-    """Yields the row's samples that are not within `limit`. A sample that is clearly within it is not encoded."""
+    """Yields the row's samples beyond `limit`. A sample clearly within it is not encoded."""
     responses = responses_of(row)
     prompt_bound = min(encoder.length_bound(row.prompt, row.tools), max_prompt_tokens) if responses else 0
     for response in responses:
@@ -461,7 +469,7 @@ def long_samples(
 
 
 def refuse_unknown_ids(row: PromptRow, encoder: PromptEncoder, model: ModelLimits) -> None:
-    """Raises BadRow where a text of the row has an id that the model has no embedding for."""
+    """Raises BadRow if a text of the row has an id without an embedding in the model."""
     if model.vocab_size is None or encoder.num_ids <= model.vocab_size:
         return
     samples = [encoded(row, response, encoder)[0] for response in responses_of(row)]
@@ -470,31 +478,31 @@ def refuse_unknown_ids(row: PromptRow, encoder: PromptEncoder, model: ModelLimit
             spelling = encoder.tokenizer.convert_ids_to_tokens(beyond)
             raise BadRow(
                 f"has the token {spelling!r} of id {beyond}, and the model in model.path has ids 0 to "
-                f"{model.vocab_size - 1}; expected a model whose embeddings were resized when tokens were added to its "
-                "tokenizer (resize_token_embeddings of transformers), or texts without such tokens",
-                reason="an id that the model does not have",
+                f"{model.vocab_size - 1}. Resize the model's embeddings for tokens added to its tokenizer "
+                "(resize_token_embeddings of transformers), or use texts without such tokens",
+                reason="a token id unknown to the model",
             )
 
 
-# Which rows of a source can be used, and how many cannot, for which reason.
+# The usable rows of a source, and counts of the others by reason.
 
 MAX_KEPT_PROBLEMS = 5
 
 
 @dataclass
 class DroppedRows:
-    """Rows of the files that are not part of the dataset."""
+    """The counts of rows that are not used, or used with a cut response."""
 
     bad: Counter[str] = field(default_factory=Counter)
-    """Skipped under data.on_bad_row: skip, by reason."""
+    """Rows skipped under data.on_bad_row: skip, by reason."""
     num_too_long: int = 0
-    """Prompts of more than data.max_prompt_tokens, whatever data.on_bad_row says."""
+    """Prompts with more than data.max_prompt_tokens. data.on_bad_row does not apply to them."""
     num_long: int = 0
-    """Rows with a response that is too long, under data.on_long_row: skip."""
+    """Rows dropped because of a long response, under data.on_long_row: skip."""
     num_cut: int = 0
-    """Rows that are part of the dataset, with a response that is cut under data.on_long_row: cut."""
+    """Used rows with a cut response, under data.on_long_row: cut."""
     problems: list[str] = field(default_factory=list)
-    """What was wrong with the first few bad ones."""
+    """Problems of the first few bad rows."""
 
     @property
     def num_bad(self) -> int:
@@ -509,23 +517,23 @@ class DroppedRows:
 
     @property
     def cut(self) -> str:
-        """The number of rows that stay with less."""
-        return f"{self.num_cut} of them with a response that is cut"
+        """The number of rows with a cut response, in words."""
+        return f"{self.num_cut} of them with a cut response"
 
     def __str__(self) -> str:
         return "".join((self.counts, *(f"\n  {problem}" for problem in self.problems)))
 
     @property
     def counts(self) -> str:
-        """Numbers by reason."""
+        """Numbers of rows by reason, in words."""
         reasons = ", ".join(f"{reason}: {number}" for reason, number in self.bad.most_common())
         bad = f"{self.num_bad} bad rows skipped{f' ({reasons})' if reasons else ''}"
         long = f", {self.num_long} responses too long" if self.num_long else ""
-        cut = f"; of the rows that stay {self.num_cut} have a response that is cut" if self.num_cut else ""
+        cut = f"; {self.num_cut} of the used rows have a cut response" if self.num_cut else ""
         return f"{bad}, {self.num_too_long} prompts too long{long}{cut}"
 
     def add(self, other: "DroppedRows") -> None:
-        """Those of rows behind."""
+        """Adds the counts of later rows."""
         self.bad += other.bad
         self.num_too_long += other.num_too_long
         self.num_long += other.num_long
@@ -539,11 +547,11 @@ class DroppedRows:
 
 
 UsableRow = tuple[RowFile, int, PromptRow, float, Row]
-"""(file, where it stands in it, the row, its difficulty, its values)"""
+"""(file, place in the file, row, difficulty, values)"""
 
 
 class RowChecker:
-    """Of the rows of one source, which stands in the config as `key`."""
+    """A check of the rows of one source. `key` is the source's config key."""
 
     def __init__(self, parser: RowParser, data: schema.Data, key: str) -> None:
         self.parser, self.data, self.key = parser, data, key
@@ -553,8 +561,11 @@ class RowChecker:
         self.has_tools = False
 
     def usable(self, rows: Iterable[FileRow], num_before: Callable[[], int] = lambda: 0) -> Iterator[UsableRow]:
-        """In their order, up to max_rows; what is left out is counted. `num_before` is called for messages and added
-        to the number of a row. DataError for a bad row, unless data.on_bad_row says to skip it."""
+        """Yields the usable rows in their order, up to max_rows, and counts the others.
+
+        `num_before` is called for messages, and its result added to the number of a row. Raises DataError for a bad
+        row, unless data.on_bad_row is skip.
+        """
         parser = self.parser
         for file, number, place, values in rows:
             if self.num_usable == parser.source.max_rows:
@@ -576,7 +587,7 @@ class RowChecker:
                 yield file, place, row, difficulty, values
 
     def _check_samples(self, row: PromptRow) -> str | None:
-        """Returns why a sample of the row is too long, None where none is. Raises BadRow."""
+        """Returns why a sample of the row is too long, or None. Raises BadRow."""
         encoder = self.parser.encoder
         try:
             refuse_unknown_ids(row, encoder, self.parser.model)
@@ -586,7 +597,8 @@ class RowChecker:
         return None if long is None else self.limit.problem(long[1])
 
     def _keeps_long_row(self, origin: str, problem: str) -> bool:
-        """Returns whether a row with a response that is too long is used, as data.on_long_row says."""
+        """Returns whether data.on_long_row lets a row with a long response be used. Raises DataError if it refuses such
+        rows."""
         if self.data.on_long_row == "refuse":
             raise DataError(
                 f"{origin}: in the row {problem} ({self.key}; to leave such rows out: data.on_long_row=skip; to cut "
@@ -606,8 +618,10 @@ class RowChecker:
 
 
 def refuse_unusable_source(checker: RowChecker, *, num_usable: int, has_tools: bool, dropped: DroppedRows) -> None:
-    """DataError where none of the checker's source's rows is usable, or none has the tools that it is to have: what
-    was found, by it or by others, of all rows."""
+    """Raises DataError if no row of the checker's source is usable, or if none has the tools of tools_key.
+
+    The other arguments are results over all rows of the source, found by this checker or by others.
+    """
     source, data, key = checker.parser.source, checker.data, checker.key
     if source.tools_key is not None and num_usable and not has_tools:
         raise DataError(
@@ -622,7 +636,7 @@ def refuse_unusable_source(checker: RowChecker, *, num_usable: int, has_tools: b
 
 
 def _is_too_long(row: PromptRow, encoder: PromptEncoder, most: int) -> bool:
-    """Whether the prompt has more tokens. It is encoded only where that is not clear without."""
+    """Returns whether the prompt has more than `most` tokens. It is encoded only if this is necessary."""
     if encoder.length_bound(row.prompt, row.tools) <= most:
         return False
     try:

@@ -1,4 +1,4 @@
-"""The rows of data.train or data.eval, checked when they are read and tokenised when they are used."""
+"""The rows of data.train or data.eval. They are checked when they are read, and tokenised when they are used."""
 
 import logging
 from array import array
@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 COMPARED_ROWS = 64
 SHOWN_CHARACTERS = 400
 INDEXED_BYTES = 8 * 2**20
-"""Rows of smaller files are held: some ten thousands, which are checked in less time than a process takes to start."""
+"""Rows of smaller files are held in memory: some ten thousand. Checking them takes less time than
+starting a process."""
 
 
 Difficulties = npt.NDArray[np.float64]
@@ -42,7 +43,7 @@ NONE: Difficulties = np.empty(0)
 
 @dataclass(frozen=True)
 class SourceRows:
-    """Where the rows of one source stand in a dataset."""
+    """The place of one source's rows in a dataset."""
 
     title: str
     first: int
@@ -50,11 +51,11 @@ class SourceRows:
     weight: float | None
     dropped: DroppedRows
     difficulties: Difficulties = field(default_factory=lambda: NONE)
-    """Of its rows, where a curriculum sorts by them."""
+    """Difficulty of each row of the source, if a curriculum sorts by it."""
 
 
 class PromptDataset:
-    """Usable rows of one or several sources, one source after the other, each in its order. A row's index is its
+    """The usable rows of one or several sources, one source after another, each in its order. A row's index is its
     prompt id."""
 
     def __init__(
@@ -81,18 +82,19 @@ class PromptDataset:
 
     @property
     def dropped(self) -> DroppedRows:
-        """Of all sources."""
+        """Counts of the dropped rows of all sources."""
         dropped = DroppedRows()
         for source in self.sources:
             dropped.add(source.dropped)
         return dropped
 
     def source_of(self, index: int) -> str:
-        """The title of the source that the row is from."""
+        """Returns the title of the row's source."""
         return self.sources[bisect_right(self._firsts, index) - 1].title
 
     def prompt_tokens(self, index: int) -> tuple[int, ...]:
-        """Token ids of the row's prompt, at most data.max_prompt_tokens."""
+        """Returns token ids of the row's prompt. Raises DataError if there are more than data.max_prompt_tokens, or
+        none."""
         row = self.rows[index]
         tokens = self.encoder.encode(row.prompt, row.tools)
         if not 0 < len(tokens) <= self.max_prompt_tokens:
@@ -103,17 +105,19 @@ class PromptDataset:
         return tokens
 
     def samples(self, index: int) -> list[Encoded]:
-        """The row's sample, or of a pair both, whole: `limit` says how much of them is kept."""
+        """Returns the row's sample as ids, or both samples of a pair. They are complete. `limit` has the number of
+        tokens to keep."""
         row = self.rows[index]
         return [encoded(row, response, self.encoder) for response in responses_of(row)]
 
     def prompt_text(self, index: int) -> str:
-        """The row's prompt as reward functions see it."""
+        """Returns the row's prompt for reward functions."""
         return prompt_text(self.rows[index].prompt)
 
 
 def report_dropped(config_key: str, dataset: PromptDataset) -> None:
-    """Logs which rows of the files are not used and why, and whether the model is shown the same for different rows."""
+    """Logs the unused rows of each file with the reasons. Warns if the model gets the same tokens
+    for different rows."""
     for source in dataset.sources:
         if source.dropped:
             of_source = f" ({source.title})" if len(dataset.sources) > 1 else ""
@@ -123,7 +127,7 @@ def report_dropped(config_key: str, dataset: PromptDataset) -> None:
 
 
 def same_tokens(rows: Sequence[PromptRow], encoder: PromptEncoder) -> str | None:
-    """Returns what to say where the first rows have two different prompts of the same tokens; None where none have."""
+    """Returns a warning if two different prompts of the first rows have the same tokens, else None."""
     seen: dict[tuple[int, ...], PromptRow] = {}
     for index in range(min(len(rows), COMPARED_ROWS)):
         row = rows[index]
@@ -140,7 +144,7 @@ def same_tokens(rows: Sequence[PromptRow], encoder: PromptEncoder) -> str | None
 
 
 def shown_prompt(row: PromptRow, encoder: PromptEncoder) -> str:
-    """Returns a row's prompt as the model is shown it, in words for a user."""
+    """Returns a row's prompt as text of its tokens, for the user."""
     tokens = encoder.encode(row.prompt, row.tools)
     text = encoder.tokenizer.decode([*tokens])
     cut = f", cut after {SHOWN_CHARACTERS} characters" if len(text) > SHOWN_CHARACTERS else ""
@@ -148,12 +152,12 @@ def shown_prompt(row: PromptRow, encoder: PromptEncoder) -> str:
 
 
 def repeated_within_a_step(num_rows: int, prompts_per_step: int) -> str | None:
-    """What to say where a step takes more prompts than there are; None where it does not."""
+    """Returns a warning if a step takes more prompts than there are rows, else None."""
     if num_rows >= prompts_per_step:
         return None
     return (
         f"data.train: {num_rows:,} usable rows, and a step takes batch.prompts_per_step = {prompts_per_step:,}, so "
-        "some are in it several times, as groups of their own; expected as many rows or more"
+        "some rows are in a step several times, each time as another group; expected at least as many rows"
     )
 
 
@@ -167,15 +171,18 @@ def load_prompts(
     indexes: IndexFolder | None = None,
     model: ModelLimits = UNKNOWN_MODEL,
 ) -> PromptDataset:
-    """Read the sources of `file`, which stands in the config as `config_key` ("data.train", "data.eval").
+    """Reads the sources of `file`. `config_key` is its key, "data.train" or "data.eval".
 
-    `needs` says which column beside the prompt must be there, a label only where label_key names it; a plain label is
-    no list and no object. A bad row raises DataError with its place, or is skipped and counted, as data.on_bad_row
-    says. Prompts of more than data.max_prompt_tokens are dropped and counted.
-    Rows with longer responses than data.max_response_tokens, or than `model` has positions for, are dropped, cut or
-    refused, as data.on_long_row says. A row with an id that `model` does not have is a bad one.
-    max_rows counts usable rows. Raises DataError where none is left of a source. With `indexes` rows of large files
-    are not held: an index of them is made or found there.
+    `needs` is a further column that rows must have. A label is needed only if label_key is set. A plain label is
+    neither a list nor an object. A bad row raises DataError with its place, or is skipped and counted, according to
+    data.on_bad_row. Prompts of more than data.max_prompt_tokens are dropped and counted.
+
+    A response is too long above data.max_response_tokens, or if the sample has more tokens than `model` has positions.
+    Such rows are dropped, cut or refused, according to data.on_long_row. A row with a token id unknown to `model` is a
+    bad one.
+
+    max_rows counts usable rows. Raises DataError if a source has no usable row. With `indexes` the rows of large files
+    are not held in memory. Their index is found there or made.
     """
     parts: list[Sequence[PromptRow]] = []
     sources: list[SourceRows] = []
@@ -195,7 +202,8 @@ def load_sampled(
     indexes: IndexFolder | None,
     model: ModelLimits,
 ) -> dict[str, PromptDataset]:
-    """Returns the rows of `files` that have responses, by config key. A template without a place for one is refused."""
+    """Returns the rows of `files` with responses, by config key. Refuses a chat template without a place for the
+    responses."""
     datasets = {
         key: load_prompts(file, config.data, encoder, needs=needs, config_key=key, indexes=indexes, model=model)
         for key, file in files.items()
@@ -208,12 +216,12 @@ def load_sampled(
 
 
 def difficulty_key(data: schema.Data, file: schema.PromptFile) -> str | None:
-    """Returns the column that a curriculum sorts the rows of `file` by; None where none does."""
+    """Returns the column that a curriculum sorts the rows of `file` by, or None without a curriculum."""
     return data.curriculum.key if data.curriculum is not None and file is data.train else None
 
 
 def keyed_sources(file: schema.PromptFile, config_key: str) -> list[tuple[str, schema.PromptSource]]:
-    """Each source of `file` with where it stands in the config."""
+    """Returns each source of `file` with its config key."""
     parts = enumerate(file.parts())
     return [(f"{config_key}.sources.{number}" if file.sources else config_key, source) for number, source in parts]
 
@@ -221,7 +229,8 @@ def keyed_sources(file: schema.PromptFile, config_key: str) -> list[tuple[str, s
 def load_source(
     parser: RowParser, data: schema.Data, key: str, *, first: int, indexes: IndexFolder | None = None
 ) -> tuple[Sequence[PromptRow], SourceRows]:
-    """The usable rows of one source, which stands in the config as `key`, behind `first` of others. As load_prompts."""
+    """Returns the usable rows of one source, like load_prompts. `key` is its config key, `first` the number of rows
+    before it."""
     source = parser.source
     slices = slices_of(source, f"{key}.path")
     if indexes is not None and sum(one.num_bytes for one in slices) >= INDEXED_BYTES:

@@ -1,4 +1,4 @@
-"""The index of a large source: where its usable rows stand, made once by all processes of a job."""
+"""The index of a large source: the places of its usable rows. All processes of a job make it together, once."""
 
 import hashlib
 import json
@@ -46,57 +46,58 @@ from rltrain.runtime.whole_files import written_whole
 if TYPE_CHECKING:
     from rltrain.runtime.job_store import JobStore
 
-# A file that says where the usable rows of a source stand, so that they need not be held: records and a summary.
+# The index file has records of the usable rows and a summary. With it the rows need not be held in memory.
 
 MAGIC = b"RLTRROWS"
 FORMAT = 1
-"""Part of an index's name: one of another format is not looked at."""
+"""Part of an index's name, so indexes of another format are ignored."""
 RECORD = np.dtype([("place", "<i8"), ("number", "<i8")])
 SORTED_RECORD = np.dtype([*RECORD.descr, ("difficulty", "<f8")])
-"""Where a curriculum sorts by it."""
+"""A record with the difficulty that a curriculum sorts by."""
 BUFFERED_ROWS = 2**14
 Records = npt.NDArray[np.void]
 
 
 class DamagedIndexError(Exception):
-    """Why a file is no index that can be used."""
+    """A file is no usable index. The message says why."""
 
 
 @dataclass(frozen=True)
 class IndexedFile:
-    """`num_rows` rows of a file, which was so large and so old when they were checked."""
+    """`num_rows` rows of a file, with the file's size and time when they were checked."""
 
     path: str
     prefix: str
-    """What the origin of its rows begins with."""
+    """The beginning of the origin of its rows."""
     reads: Literal["lines", "parquet", "arrow"]
-    """How the row is read that stands at a record's place."""
+    """The way to read a row at a record's place."""
     num_rows: int
     num_bytes: int
     mtime_ns: int
     copies: str | None = None
-    """File beside the index with its rows as lines, where it can only be read from its beginning on."""
+    """Name of a file next to the index with copies of the rows as lines. Set if the rows' own file can only be read
+    from its beginning."""
     copied_bytes: int = 0
 
 
 @dataclass
 class Summary:
-    """What an index says of its source."""
+    """An index's description of its source."""
 
     files: list[IndexedFile] = field(default_factory=list)
     dropped: DroppedRows = field(default_factory=DroppedRows)
     columns: list[str] = field(default_factory=list)
-    """Those that any of the rows has."""
+    """The columns that any of the rows has."""
     has_tools: bool = False
     num_lines: int = 0
-    """Of a part of a file with plain lines, blank ones included."""
+    """Lines of a part of a file with plain lines, including blank ones."""
 
     @property
     def num_rows(self) -> int:
         return sum(file.num_rows for file in self.files)
 
     def add_files(self, files: Sequence[IndexedFile]) -> None:
-        """Those of the rows behind; one that goes on where the last one ended becomes one with it."""
+        """Adds the files of later rows. A file that continues the last one is merged with it."""
         for file in files:
             last = self.files[-1] if self.files else None
             if last is not None and file.copies is None and replace(last, num_rows=file.num_rows) == file:
@@ -120,7 +121,10 @@ class Summary:
 
 @dataclass(frozen=True)
 class RowIndex:
-    """`records` [rows] are mapped from a file: processes of a node share them, and only what is asked for is read."""
+    """An open index. `records` have shape [rows] and are mapped from a file.
+
+    So processes of a node share them, and only the records in use are read.
+    """
 
     path: Path
     records: Records
@@ -128,7 +132,7 @@ class RowIndex:
 
 
 class IndexWriter:
-    """Writes records behind each other, then the summary."""
+    """A writer of records, one after another, and of the summary after them."""
 
     def __init__(self, file: Any, *, with_difficulties: bool) -> None:
         self._file, self.dtype = file, SORTED_RECORD if with_difficulties else RECORD
@@ -157,7 +161,8 @@ class IndexWriter:
 
 
 def open_index(path: Path) -> RowIndex:
-    """FileNotFoundError where there is none; DamagedIndexError for a file that is cut off or something else."""
+    """Opens an index. Raises FileNotFoundError if there is none, and DamagedIndexError if the file is cut off or no
+    index."""
     num_bytes = path.stat().st_size
     with path.open("rb") as file:
         begins = file.read(len(MAGIC)) == MAGIC
@@ -175,10 +180,10 @@ def open_index(path: Path) -> RowIndex:
         raise DamagedIndexError("its summary has another checksum")
     summary = Summary.decoded(text)
     if num_bytes != len(MAGIC) + summary.num_rows * width + length + tail:
-        raise DamagedIndexError(f"it has {num_bytes} bytes, which {summary.num_rows} rows do not take")
+        raise DamagedIndexError(f"its {num_bytes} bytes do not fit {summary.num_rows} rows")
     dtype = SORTED_RECORD if width == SORTED_RECORD.itemsize else RECORD
     _check_copies(path.parent, summary.files)
-    if not summary.num_rows:  # of a part, and nothing can be mapped
+    if not summary.num_rows:  # a part may have no rows, and nothing can be mapped then
         return RowIndex(path, np.empty(0, dtype), summary)
     records = np.memmap(path, dtype, mode="r", offset=len(MAGIC), shape=(summary.num_rows,))
     return RowIndex(path, records, summary)
@@ -192,39 +197,43 @@ def _check_copies(folder: Path, files: Sequence[IndexedFile]) -> None:
                 raise DamagedIndexError(f"{path.name} beside it is missing or cut off")
 
 
-# Parts of a source, each checked and indexed by itself, by whichever process comes first.
+# Parts of a source. Each part is checked and indexed alone, by the first process to claim it.
 
 PART_BYTES = 16 * 2**20
-"""Of a file with plain lines."""
+"""Bytes of a part of a file with plain lines."""
 ADVANCE_ROWS = 2**12
 
 
 @dataclass(frozen=True)
 class SourcePart:
-    """Slices of files; or of one file with plain lines those that begin at the bytes `begin` up to `end`."""
+    """A part of a source: slices of files, or lines of one plain file.
+
+    The lines begin at the bytes from `begin` up to `end` (exclusive).
+    """
 
     slices: Sequence[FileSlice]
     begin: int = 0
     end: int | None = None
 
     def rows(self, keys: Keys, config_key: str) -> Iterator[FileRow]:
-        """Numbers of rows count from the part's beginning."""
+        """Returns the part's rows. Their numbers count from the part's beginning."""
         if self.end is None:
             return rows_of(self.slices, keys, config_key)
         file = self.slices[0].files[0]
         return ((file, *row) for row in read_lines(file.path, config_key, self.begin, self.end))
 
     def num_before(self) -> int:
-        """Lines of the file before the part."""
+        """Returns the number of lines of the file before the part."""
         return count_lines(self.slices[0].files[0].path, 0, self.begin) if self.begin else 0
 
     def num_lines(self) -> int:
-        """Of a file with plain lines that is in parts; else 0."""
+        """Returns the number of lines of the part if its plain file is divided, else 0."""
         return 0 if self.end is None else count_lines(self.slices[0].files[0].path, self.begin, self.end)
 
 
 def parts_of(source: schema.PromptSource, slices: Sequence[FileSlice]) -> list[SourcePart]:
-    """One where it matters for a row how many come before; else at least one for each file."""
+    """Returns the parts of a source, at least one per file. It is one part if rows have to be counted from the
+    beginning."""
     if source.max_rows is not None or not all(one.is_whole for one in slices):
         return [SourcePart(slices)]
     return [part for one in slices for file in one.files for part in _parts_of_file(file)]
@@ -238,7 +247,7 @@ def _parts_of_file(file: RowFile) -> list[SourcePart]:
 
 
 def index_part(part: SourcePart, checker: RowChecker, path: Path, advance: Callable[[], None]) -> None:
-    """Write the index of the part's usable rows to `path`. DataError as of RowChecker."""
+    """Writes the index of the part's usable rows to `path`. Raises DataError like RowChecker."""
     parser, key = checker.parser, checker.key
     with_difficulties = parser.difficulty_key is not None
     rows = part.rows(parser.keys, f"{key}.path")
@@ -270,7 +279,7 @@ def _needs_copies(file: RowFile) -> bool:
 
 
 class _Copies:
-    """Rows as lines, of files that can only be read from their beginning on."""
+    """The rows as lines, copied from files that can only be read from their beginning."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         self.path, self.num_bytes = path, 0
@@ -294,46 +303,46 @@ def _indexed(file: RowFile, num_rows: int, copies: _Copies) -> IndexedFile:
     return found
 
 
-# The index of a source, made once by all processes of a job that need it, or found as an earlier one left it.
+# The index of a source. All processes of a job that need it make it together, or find the index of an earlier job.
 
 logger = logging.getLogger(__name__)
 
 BLOCK_ROWS = 2**20
 APPEARS_WITHIN_S, LOOK_S = 60.0, 0.5
-"""A file that another node has written, on a file system between nodes."""
+"""Seconds for a file of another node to appear on a shared file system, and seconds between two checks."""
 
 
 @dataclass(frozen=True)
 class IndexFolder:
-    """Where indexes are kept, and the job whose processes divide the work of making them."""
+    """The folder of indexes, and the job whose processes divide the work of making them."""
 
     path: Path
     job_store: "JobStore"
 
     def claim(self, key: str) -> int:
-        """0, 1, 2, ...: each number once, to whichever process asks."""
+        """Returns 0, 1, 2, ...: each number once, to one of the processes that call this."""
         return int(self.job_store.store.add(f"claimed/{key}", 1)) - 1
 
     def tell(self, key: str, text: str) -> None:
-        """To all processes."""
+        """Publishes a text to all processes."""
         self.job_store.put(f"told/{key}", text)
 
     def hear(self, key: str, what: str) -> str:
-        """What one has told, once it has; StallError, naming `what`, where none will."""
+        """Waits for a published text and returns it. Raises StallError, naming `what`, if it does not come."""
         return str(self.job_store.get(f"told/{key}", what))
 
     def advance(self) -> None:
-        """This process gets on."""
+        """Reports progress of this process."""
         self.job_store.heartbeat.advance()
 
 
 def shared_index(
     folder: IndexFolder, parser: RowParser, data: schema.Data, key: str, slices: Sequence[FileSlice]
 ) -> RowIndex:
-    """The index of the source that stands in the config as `key`, whose files are `slices`.
+    """Returns the index of a source. `key` is the source's config key, and `slices` are its files.
 
-    Processes that come while it is made check parts of it; all return once it is there. DataError as of RowChecker,
-    and where no row is usable; ConfigError where the folder cannot be written.
+    Processes that call this while it is being made check parts of it. All return once it is complete. Raises DataError
+    like RowChecker, and if no row is usable. Raises ConfigError if the folder cannot be written.
     """
     name = fingerprint(parser, data, slices)
     path = folder.path / f"{name}.index"
@@ -345,12 +354,12 @@ def shared_index(
             _make(path, parser, data, key, slices, folder)
         except OSError as error:
             raise cannot_write(path, error) from error
-        folder.hear(f"{name}/made", f"the index of {key}, whose rows are checked for it")
+        folder.hear(f"{name}/made", f"the index of {key}, while its rows are checked")
     return _opened(path)
 
 
 def fingerprint(parser: RowParser, data: schema.Data, slices: Sequence[FileSlice]) -> str:
-    """Of all that decides which rows are usable and where they stand."""
+    """Returns a hash of everything that determines the usable rows and their places."""
     decisive = {
         "format": FORMAT,
         "files": [(str(file.path.absolute()), file.num_bytes, file.mtime_ns) for one in slices for file in one.files],
@@ -370,7 +379,7 @@ def _is_there(path: Path) -> bool:
     except FileNotFoundError:
         return False
     except DamagedIndexError as problem:
-        logger.warning("%s is damaged (%s), so the rows are checked once more", path, problem)
+        logger.warning("%s is damaged (%s), so the rows are checked again", path, problem)
         return False
     return True
 
@@ -383,8 +392,8 @@ def _opened(path: Path) -> RowIndex:
         except (FileNotFoundError, DamagedIndexError) as error:
             if time.monotonic() > deadline:
                 raise DataError(
-                    f"{path} was written by another rank, and this one does not see it as it is ({error}); expected "
-                    "output_dir to be a folder that all nodes see"
+                    f"{path} was written by another rank, but this rank cannot read it ({error}); expected output_dir "
+                    "to be a folder shared by all nodes"
                 ) from error
         time.sleep(LOOK_S)
 
@@ -392,7 +401,7 @@ def _opened(path: Path) -> RowIndex:
 def _make(
     path: Path, parser: RowParser, data: schema.Data, key: str, slices: Sequence[FileSlice], folder: IndexFolder
 ) -> None:
-    """Check parts until there are none left; whoever finishes the last one puts them together."""
+    """Checks parts until none are left. The process with the last part joins all of them."""
     name, parts = path.stem, parts_of(parser.source, slices)
     files = [path.with_name(f"{name}.part{number}") for number in range(len(parts))]
     began = time.monotonic()
@@ -408,7 +417,7 @@ def _make(
 def _join(
     parts: Sequence[SourcePart], files: Sequence[Path], path: Path, checker: RowChecker, folder: IndexFolder
 ) -> Summary:
-    """Write the index whose parts are in `files`, and remove these."""
+    """Writes the index from the parts in `files`, and removes the parts."""
     whole = Summary()
     found = [open_index(file).summary for file in files]
     for summary in found:
@@ -432,7 +441,7 @@ def _join(
 
 
 def _append(writer: IndexWriter, path: Path, num_lines: int) -> None:
-    """The records of a part that so many lines of its file come before."""
+    """Appends the records of a part with `num_lines` lines of its file before it."""
     records = open_index(path).records
     for first in range(0, len(records), BLOCK_ROWS):
         block = np.array(records[first : first + BLOCK_ROWS])
@@ -440,25 +449,25 @@ def _append(writer: IndexWriter, path: Path, num_lines: int) -> None:
         writer.extend(block)
 
 
-# One row of a file, wherever it stands.
+# Access to one row of a file.
 
 READ_BYTES = 4096
 KEPT_BYTES = 256 * 2**20
-"""Of row groups that were read last, of one file."""
+"""Bytes of recently read row groups kept per file."""
 
 
 def _refuse_changed(found: os.stat_result, file: IndexedFile) -> None:
     if (found.st_size, found.st_mtime_ns) != (file.num_bytes, file.mtime_ns):
         raise DataError(
-            f"{file.path} has changed since its rows were checked: it had {file.num_bytes} bytes then and has "
-            f"{found.st_size} now, and was written since; expected files of rows to stay as they are while a job reads "
-            "them. Start the job again, which checks them anew"
+            f"{file.path} has changed since its rows were checked (it had {file.num_bytes} bytes and has "
+            f"{found.st_size} now). Files of rows must not change while a job reads them: start the job again to "
+            "check the new rows"
         )
 
 
 class LineAccess:
     def __init__(self, path: Path, file: IndexedFile | None = None) -> None:
-        """`file`: as which it is to be, at every read."""
+        """`file` is the expected state of the file. It is compared at every read."""
         self._file = file
         self._descriptor = os.open(path, os.O_RDONLY)
 
@@ -476,7 +485,7 @@ class LineAccess:
 
 
 class TableAccess:
-    """Of Parquet files the row group is read that the row is in; Arrow's are mapped."""
+    """The rows of a Parquet or Arrow file. Parquet files are read by row group, Arrow files are mapped."""
 
     def __init__(self, file: IndexedFile) -> None:
         self._file, self._lock = file, Lock()
@@ -509,7 +518,8 @@ class TableAccess:
 
 
 def open_rows(file: IndexedFile, folder: Path) -> LineAccess | TableAccess:
-    """`folder` is the index's. DataError where the file is not the one that was checked."""
+    """Opens a file for access to its rows. `folder` is the index's. Raises DataError if the file has changed since the
+    check."""
     if file.copies is not None:
         return LineAccess(folder / file.copies)
     try:
@@ -519,7 +529,7 @@ def open_rows(file: IndexedFile, folder: Path) -> LineAccess | TableAccess:
 
 
 def _arrow_batches(path: Path) -> list[Any]:
-    """Of either form; they stand in the mapped file, not in memory."""
+    """Returns the batches of either Arrow format. They are in the mapped file, not in memory."""
     memory = pyarrow.memory_map(str(path))
     try:
         file = ipc.open_file(memory)
@@ -529,17 +539,17 @@ def _arrow_batches(path: Path) -> list[Any]:
         return list(ipc.open_stream(memory))
 
 
-# A sequence of what is not held.
+# A sequence that is computed instead of held in memory.
 
 Item = TypeVar("Item")
 
 
 class ComputedSequence(Sequence[Item], ABC):
-    """An item is made whenever it is asked for."""
+    """A sequence that makes an item at every access."""
 
     @abstractmethod
     def item(self, index: int) -> Item:
-        """That at `index`, 0 up to len(self)."""
+        """Returns the item at `index`, from 0 to len(self) - 1."""
 
     @overload
     def __getitem__(self, index: int) -> Item: ...
@@ -555,14 +565,14 @@ class ComputedSequence(Sequence[Item], ABC):
         return self.item(index % len(self))
 
 
-# The rows of a source by its index: parsed when they are asked for, and not held.
+# The rows of a source by its index. They are parsed at access and not held in memory.
 
 KEPT_ROWS = 1024
 OPEN_FILES = 64
 
 
 class IndexedRows(ComputedSequence[PromptRow]):
-    """For several threads."""
+    """The usable rows of an indexed source. Safe to use from several threads."""
 
     def __init__(self, index: RowIndex, parser: RowParser) -> None:
         self.row_index, self.parser = index, parser
@@ -574,11 +584,12 @@ class IndexedRows(ComputedSequence[PromptRow]):
         return len(self.row_index.records)
 
     def item(self, index: int) -> PromptRow:
-        """DataError where the file is not what it was when its rows were checked."""
+        """Returns a row. Raises DataError if the file has changed since its rows were checked."""
         return self._row(index)
 
     def values(self, index: int, keys: Keys) -> tuple[str, Row]:
-        """(origin, what stands in the file under the columns that have `keys`, or under others too). As item."""
+        """Returns a row's origin and its values in the columns with `keys`, perhaps with others. Raises DataError like
+        `item`."""
         prefix, number, values = self._read(index, keys)
         if isinstance(values, BadRow):
             raise DataError(f"{prefix}{number}: the row {values}, and was usable when it was checked")
@@ -604,11 +615,11 @@ class IndexedRows(ComputedSequence[PromptRow]):
         return open_rows(self.row_index.summary.files[number], self.row_index.path.parent)
 
 
-# Sequences one after the other, as one.
+# Several sequences as one.
 
 
 class Chained(ComputedSequence[Item]):
-    """Nothing is copied; an item is asked for where it stands."""
+    """Several sequences, one after another, as one. Nothing is copied."""
 
     def __init__(self, parts: Sequence[Sequence[Item]]) -> None:
         self.parts = parts

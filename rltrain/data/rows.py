@@ -26,17 +26,17 @@ from rltrain.config import schema
 from rltrain.errors import DataError, one_of
 from rltrain.runtime.json_text import lone_surrogate, parse_json, read_json, too_many_digits
 
-# One row of a file, whatever the file's kind.
+# One row of a file of any kind.
 
 Row = Mapping[str, Any]
 
 
 class Struct(dict[str, Any]):
-    """An object of a column of Parquet or Arrow: it has a null for every field that another row's object has."""
+    """An object in a Parquet or Arrow column. It has null for fields that only other rows' objects have."""
 
 
 class BadRow(Exception):  # noqa: N818 - a finding about data, which on_bad_row may turn into an error
-    """What is wrong with one row, and by which `reason` it is counted."""
+    """The problem of one row. `reason` is the name under which it is counted."""
 
     def __init__(self, problem: object, reason: str = "unusable value") -> None:
         super().__init__(problem)
@@ -44,20 +44,20 @@ class BadRow(Exception):  # noqa: N818 - a finding about data, which on_bad_row 
 
 
 Rows = Iterator[tuple[str, Row | BadRow]]
-"""(origin, row or what is wrong with it): the origin is file and place, for messages."""
+"""(origin, row or its problem). The origin is file and place, for messages."""
 
 PlacedRows = Iterator[tuple[int, int, Row | BadRow]]
-"""(number in its file from 1, where it stands, row or what is wrong with it): of lines the byte that each begins at,
-else the number less 1."""
+"""(number in its file from 1, place, row or its problem). The place of a line is its first byte. Elsewhere it is the
+number less 1."""
 
 Keys = Collection[str] | None
-"""What the caller will look up; None: anything."""
+"""The keys that the caller will look up. None means any key."""
 
 
 def look_up(row: Row, key: str) -> Any:
-    """Returns row[key]; a key with dots that is no key itself leads into nested objects.
+    """Returns row[key]. A key with dots that is no key itself leads into nested objects.
 
-    Raises BadRow where it is missing, and where it has a text that no tokenizer can read.
+    Raises BadRow if the key is missing, or if its value has a text that no tokenizer can read.
     """
     value = _found(row, key)
     if (half := lone_surrogate(value)) is not None:
@@ -78,15 +78,15 @@ def _found(row: Row, key: str) -> Any:
 
 
 def is_column_of(column: str, key: str) -> bool:
-    """Whether `look_up` finds `key` in this column."""
+    """Returns whether `look_up` finds `key` in this column."""
     return key == column or key.startswith(f"{column}.")
 
 
-# Kinds of files with rows, told by how their names end.
+# Kinds of files with rows, by the ends of their names.
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
-"""Behind one of JSON_SUFFIXES."""
+"""Suffixes that may follow one of JSON_SUFFIXES."""
 PARQUET_SUFFIXES = (".parquet",)
 ARROW_SUFFIXES = (".arrow", ".feather", ".ipc")
 KNOWN = (
@@ -97,7 +97,7 @@ Kind = Literal["json", "parquet", "arrow"]
 
 
 def kind_of(path: Path) -> Kind | None:
-    """None: of an unknown kind."""
+    """Returns the kind of a file by its name, or None if it is unknown."""
     suffix = path.suffix.lower()
     if suffix in COMPRESSED_SUFFIXES:
         return "json" if Path(path.stem).suffix.lower() in JSON_SUFFIXES else None
@@ -109,15 +109,15 @@ def kind_of(path: Path) -> Kind | None:
 
 
 def has_rows(path: Path) -> bool:
-    """Whether `path` is of a known kind, and not hidden."""
+    """Returns whether `path` is of a known kind and not hidden."""
     return kind_of(path) is not None and not path.name.startswith(".")
 
 
-# Rows of JSON files, one object a line or one list of objects, compressed or not.
+# Rows of JSON files: one object per line, or one list of objects. Files may be compressed.
 
 BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError)
 NO_OBJECT = "no JSON object"
-"""The reason by which such rows are counted."""
+"""The name under which rows without an object are counted."""
 COUNTED_BYTES = 2**20
 
 
@@ -133,7 +133,7 @@ def is_compressed(path: Path) -> bool:
 
 
 def is_list(path: Path, config_key: str) -> bool:
-    """Whether the file is one JSON list, which only a name that ends in .json announces. As read_json."""
+    """Returns whether the file is one JSON list. Its name must end in .json. Raises DataError like read_lines."""
     if _inner_suffix(path) != ".json":
         return False
     with _opened(path, config_key) as file:
@@ -141,8 +141,10 @@ def is_list(path: Path, config_key: str) -> bool:
 
 
 def read_lines(path: Path, config_key: str, begin: int = 0, end: int | None = None) -> PlacedRows:
-    """Of the lines that begin at the bytes `begin` up to `end` (None: all), numbered from 1; blank ones are no rows.
-    Raises DataError for a file that cannot be read or unpacked."""
+    """Yields the lines that begin at the bytes from `begin` up to `end` (exclusive; None: all), numbered from 1.
+
+    Blank lines are no rows. Raises DataError if the file cannot be read or unpacked.
+    """
     with _opened(path, config_key) as lines:
         place = 0
         if begin > 0:
@@ -157,18 +159,18 @@ def read_lines(path: Path, config_key: str, begin: int = 0, end: int | None = No
 
 
 def read_list(path: Path, config_key: str) -> PlacedRows:
-    """Raises DataError for a file that cannot be read or unpacked, or is no list."""
+    """Yields the items of a JSON list. Raises DataError if the file cannot be read or unpacked, or is no list."""
     with _opened(path, config_key) as file:
         try:
             items = parse_json(file.read().decode("utf-8-sig"), parse_int=_whole_number)
         except ValueError as error:
-            raise DataError(f"{config_key}: {str(path)!r} begins as a JSON list and is none: {error}") from error
+            raise DataError(f"{config_key}: {str(path)!r} begins as a JSON list but is not valid: {error}") from error
     for number, item in enumerate(items, start=1):
         yield number, number - 1, _row_of(item)
 
 
 class _TooLong:
-    """Stands for a whole number that has too many digits, so that it spoils its own item alone."""
+    """A stand-in for a whole number with too many digits, so it spoils only its item."""
 
 
 def _whole_number(digits: str) -> int | _TooLong:
@@ -191,7 +193,10 @@ def _has_too_long(value: Any) -> bool:
 
 
 def count_lines(path: Path, begin: int, end: int) -> int:
-    """Those that begin at the bytes `begin` up to `end`, at most its size, of a file that is not compressed."""
+    """Returns the number of lines that begin at the bytes from `begin` up to `end` (exclusive) of an uncompressed file.
+
+    `end` is at most the file's size.
+    """
     count, left = int(begin == 0 < end), end - max(begin, 1)
     with path.open("rb", buffering=0) as file:
         file.seek(max(begin - 1, 0))
@@ -202,7 +207,7 @@ def count_lines(path: Path, begin: int, end: int) -> int:
 
 
 def parse_line(line: bytes) -> Row | BadRow:
-    """What a line says that is not blank."""
+    """Returns the row of a line that is not blank, or its problem."""
     try:
         row = parse_json(line.rstrip().removeprefix(codecs.BOM_UTF8).decode())
     except UnicodeDecodeError as error:
@@ -234,12 +239,14 @@ def _opened(path: Path, config_key: str) -> Iterator[Any]:
 
 BATCH_ROWS = 4096
 EXACT = 2.0**53
-"""Python's floats have all whole numbers below it."""
+"""Python's floats can hold all whole numbers below it."""
 
 
 def read_table(path: Path, keys: Keys, config_key: str) -> PlacedRows:
-    """Of Parquet files only the columns of `keys` are read. Raises DataError for a file that cannot be read, or that
-    has none of them."""
+    """Yields the rows of a Parquet or Arrow file. Of Parquet files it reads only the columns of `keys`.
+
+    Raises DataError if the file cannot be read, or has none of these columns.
+    """
     number = 0
     is_parquet = kind_of(path) == "parquet"
     kind = "Parquet" if is_parquet else "Arrow"
@@ -255,9 +262,9 @@ def read_table(path: Path, keys: Keys, config_key: str) -> PlacedRows:
 
 
 def rows_of_table(table: Any) -> list[Row]:
-    """Returns the rows of a table or a batch, with values as JSON would have them.
+    """Returns the rows of a table or batch, with values as JSON would have them.
 
-    A short float becomes the number of the fewest digits that it stands for: 1.1, not 1.100000023841858. A map with
+    A short float becomes the number with the fewest digits that rounds to it: 1.1, not 1.100000023841858. A map with
     texts as keys becomes an object. A struct becomes a Struct.
     """
     columns = []
@@ -272,7 +279,7 @@ Reader = Callable[[Any], Any]
 
 
 def _reader_of(kind: Any) -> Reader | None:
-    """Returns what makes JSON's value of one of pyarrow's that is not null; None where both are the same."""
+    """Returns a function from pyarrow's values (other than null) to JSON's. None if both are the same."""
     if types.is_float16(kind) or types.is_float32(kind):
         short = np.float16 if types.is_float16(kind) else np.float32
         return lambda value: _widened(float(value), short)
@@ -298,7 +305,7 @@ def _reader_of(kind: Any) -> Reader | None:
 
 
 def _widened(value: float, short: type[np.floating[Any]]) -> float:
-    """Returns the number of the fewest digits that a short float stands for; whole numbers are what they are."""
+    """Returns the number with the fewest digits that rounds to a short float. Whole numbers stay unchanged."""
     return value if value.is_integer() and abs(value) < EXACT else float(str(short(value)))
 
 
@@ -307,7 +314,7 @@ def _or_null(reader: Reader | None) -> Reader:
 
 
 def column_names(path: Path) -> list[str]:
-    """Of a file that can be read."""
+    """Returns the columns of a readable file."""
     with _open_parquet(path) if kind_of(path) == "parquet" else _open_arrow(path) as (names, _):
         return list(names)
 
@@ -332,7 +339,7 @@ def _open_parquet(path: Path) -> Iterator[Any]:
 
 @contextmanager
 def _open_arrow(path: Path) -> Iterator[Any]:
-    """Either form of Arrow's files: with a list of its batches at the end, or as a stream, as `datasets` writes."""
+    """Opens either Arrow format: a file with a list of its batches at the end, or a stream as written by `datasets`."""
     with pyarrow.memory_map(str(path)) as memory:
         try:
             file = ipc.open_file(memory)
@@ -350,17 +357,18 @@ def _in_slices(batches: Iterator[Any], columns: list[str]) -> Iterator[Any]:
             yield chosen.slice(first, BATCH_ROWS)
 
 
-# Which files of a folder hold the rows of a split: of a data set that `datasets` saved, a copy of a repository of the
-# hub, or a plain folder.
+# The files of a folder with the rows of a split. The folder is a data set saved by `datasets`, a copy of a hub
+# repository, or a plain folder.
 
 NOT_ROWS = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
 SPLIT_WORDS = ("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation")
 
 
 def files_of_folder(folder: Path, config_key: str, subset: str | None, split: str | None) -> list[Path]:
-    """In their order. DataError where there are none, or where several splits or subsets are and none is named.
+    """Returns the files in their order. `config_key` ends in ".path", next to `.split` and `.subset`.
 
-    `config_key` ends in ".path"; `.split` and `.subset` stand beside it.
+    Raises DataError if there are no files. Also raises it if there are several splits or subsets and the config names
+    none.
     """
     asked = _Asked(folder, config_key.removesuffix(".path"), subset, split)
     if (folder / "dataset_dict.json").is_file():
@@ -377,7 +385,7 @@ def files_of_folder(folder: Path, config_key: str, subset: str | None, split: st
 
 
 class _Asked:
-    """What is asked for of a folder, by which keys."""
+    """The split and subset to take from a folder, with their config keys."""
 
     def __init__(self, folder: Path, section: str, subset: str | None, split: str | None) -> None:
         self.folder, self.section, self.subset, self.split = folder, section, subset, split
@@ -397,8 +405,8 @@ class _Asked:
             return present[0]
         if asked is None or asked not in present:
             raise DataError(
-                f"{self.section}.{kind}: got {'nothing' if asked is None else repr(asked)}; expected one of those that "
-                f"{str(self.folder)!r} has: {one_of(asked, present).removeprefix('one of ') or 'none'}"
+                f"{self.section}.{kind}: got {'nothing' if asked is None else repr(asked)}; expected one of those in "
+                f"{str(self.folder)!r}: {one_of(asked, present).removeprefix('one of ') or 'none'}"
             )
         return asked
 
@@ -414,12 +422,12 @@ def _read_json(path: Path, asked: _Asked) -> dict[str, Any]:
 
 
 def _saved_files(folder: Path, asked: _Asked) -> list[Path]:
-    """Of `Dataset.save_to_disk`."""
+    """Returns the files of `Dataset.save_to_disk`."""
     state = _read_json(folder / "state.json", asked)
     if state.get("_indices_data_files") or state.get("_indices_files"):
         raise DataError(
-            f"{asked.section}.path: {str(folder)!r} chooses rows by an index beside its table, as old versions of "
-            "`datasets` saved them; save it anew (flatten_indices, then save_to_disk)"
+            f"{asked.section}.path: {str(folder)!r} has an index of rows beside its table, as saved by old versions "
+            "of `datasets`. Save it again (flatten_indices, then save_to_disk)"
         )
     try:
         return [folder / entry["filename"] for entry in state["_data_files"]]
@@ -428,7 +436,7 @@ def _saved_files(folder: Path, asked: _Asked) -> list[Path]:
 
 
 def _described_files(folder: Path, asked: _Asked) -> list[Path] | None:
-    """As the head of the folder's README.md says, as on the hub; None where it says nothing."""
+    """Returns the files described at the head of the folder's README.md, as on the hub. None without a description."""
     subsets = _described_subsets(folder / "README.md")
     if not subsets:
         return None
@@ -439,7 +447,7 @@ def _described_files(folder: Path, asked: _Asked) -> list[Path] | None:
 
 
 def _described_subsets(readme: Path) -> dict[str, dict[str, list[str]]]:
-    """Subset -> split -> patterns of paths; empty where the file is none or its head is of another form."""
+    """Returns subset -> split -> patterns of paths. Empty if there is no file, or if its head has another form."""
     if not readme.is_file():
         return {}
     head = re.match(r"---\s*\n(.*?)\n---\s*\n", readme.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
@@ -467,7 +475,7 @@ def _patterns_by_split(data_files: Any) -> dict[str, list[str]]:
 
 
 def _named_files(folder: Path, asked: _Asked) -> list[Path]:
-    """Every file of rows whose path has the words of the split and the subset in it."""
+    """Returns every file of rows with the words of the split and the subset in its path."""
     files = _rows_among(sorted(folder.rglob("*")))
     words = {path: _words(path.relative_to(folder)) for path in files}
     if asked.subset is not None:
@@ -488,14 +496,14 @@ def _rows_among(paths: Iterable[Path]) -> list[Path]:
     return [path for path in paths if path.is_file() and path.name not in NOT_ROWS and has_rows(path)]
 
 
-# What a path of the config stands for: files in their order, and the rows of them that it names.
+# A path of the config: files in their order, and a range of their rows.
 
 ROWS = re.compile(r"(?P<path>.+)@\[(?P<first>\d*):(?P<end>\d*)\]")
 
 
 @dataclass(frozen=True)
 class Location:
-    """`path` with the rows `first` up to `end` of all its files together."""
+    """`path` with the rows from `first` up to `end` (exclusive) of all its files together."""
 
     path: str
     first: int = 0
@@ -503,7 +511,7 @@ class Location:
 
     @classmethod
     def of(cls, text: str, config_key: str) -> "Location":
-        """Of "path" or "path@[first:end]". DataError for other text in such brackets."""
+        """Parses "path" or "path@[first:end]". Raises DataError for other text in such brackets."""
         found = ROWS.fullmatch(text)
         if found is None:
             if re.search(r"@\[[^]]*\]$", text):
@@ -516,8 +524,10 @@ class Location:
         return cls(found["path"], int(first or 0), int(end) if end else None)
 
     def files(self, config_key: str, subset: str | None, split: str | None) -> Iterator[Path]:
-        """A file itself, those of a folder, or those that a pattern fits, in the order of their names. DataError where
-        there is none."""
+        """Yields a file itself, the files of a folder, or the files matching a pattern, in the order of their names.
+
+        Raises DataError if there is none.
+        """
         path = Path(self.path)
         if path.is_dir():
             yield from files_of_folder(path, config_key, subset, split)
@@ -533,7 +543,7 @@ class Location:
             raise DataError(f"{config_key}: there is no file {self.path!r} (relative paths start at {Path.cwd()})")
 
 
-# Files with rows, and those that a source names, with the part of their rows that it means.
+# Files with rows, and the rows that a source takes from them.
 
 
 @dataclass(frozen=True)
@@ -541,14 +551,14 @@ class RowFile:
     path: Path
     kind: Kind
     is_list: bool
-    """One JSON list, where others have a line for each row."""
+    """Whether the file is one JSON list. Other JSON files have a line per row."""
     num_bytes: int
     mtime_ns: int
-    """When it was written last. Both as it was found, before its rows were read."""
+    """Time of the last write. Size and time were found before the rows were read."""
 
     @classmethod
     def of(cls, path: Path, config_key: str) -> "RowFile":
-        """Raises DataError for a file that is of an unknown kind or cannot be opened."""
+        """Raises DataError if the file is of an unknown kind or cannot be opened."""
         kind = kind_of(path)
         if kind is None:
             raise DataError(f"{config_key}: {str(path)!r} is of an unknown kind; expected a file that ends in {KNOWN}")
@@ -560,18 +570,18 @@ class RowFile:
 
     @cached_property
     def prefix(self) -> str:
-        """What a row's origin begins with; its number follows."""
+        """The beginning of a row's origin. The row's number follows."""
         if self.kind == "json":
             return f"{self.path} item " if self.is_list else f"{self.path}:"
         return f"{self.path} row "
 
     @property
     def has_plain_lines(self) -> bool:
-        """Whether the file can be read from the byte on at which a row begins."""
+        """Whether the file can be read from the first byte of any row on."""
         return self.kind == "json" and not self.is_list and not is_compressed(self.path)
 
     def rows(self, keys: Keys, config_key: str) -> PlacedRows:
-        """All of them. Raises DataError for a file that cannot be read."""
+        """Returns all rows. Raises DataError if the file cannot be read."""
         if self.kind != "json":
             return read_table(self.path, keys, config_key)
         return read_list(self.path, config_key) if self.is_list else read_lines(self.path, config_key)
@@ -579,7 +589,7 @@ class RowFile:
 
 @dataclass(frozen=True)
 class FileSlice:
-    """The rows `first` up to `end` of several files together."""
+    """The rows from `first` up to `end` (exclusive) of several files together."""
 
     files: tuple[RowFile, ...]
     first: int = 0
@@ -591,42 +601,42 @@ class FileSlice:
 
     @property
     def num_bytes(self) -> int:
-        """Of whole files."""
+        """Bytes of the whole files."""
         return sum(file.num_bytes for file in self.files)
 
     def rows(self, keys: Keys, config_key: str) -> "Iterator[FileRow]":
-        """Raises DataError for a file that cannot be read."""
+        """Returns the rows. Raises DataError if a file cannot be read."""
         rows = ((file, *row) for file in self.files for row in file.rows(keys, config_key))
         return islice(rows, self.first, self.end)
 
 
 FileRow = tuple[RowFile, int, int, Row | BadRow]
-"""(its file, and as PlacedRows)"""
+"""(its file, and the fields of PlacedRows)"""
 
 
 def slice_of(path: str, config_key: str, subset: str | None, split: str | None) -> FileSlice:
-    """What `path`, of the config, stands for. Raises DataError for what is not there."""
+    """Returns the files and rows of a path in the config. Raises DataError if they do not exist."""
     location = Location.of(path, config_key)
     files = tuple(RowFile.of(file, config_key) for file in location.files(config_key, subset, split))
     return FileSlice(files, location.first, location.end)
 
 
 def slices_of(source: schema.PromptSource, config_key: str) -> list[FileSlice]:
-    """Of `source`, one for each of its paths; `config_key` names the setting that they come from. As slice_of."""
+    """Returns a slice for each path of `source`. `config_key` is the paths' setting. Raises DataError like slice_of."""
     paths = (source.path,) if isinstance(source.path, str) else source.path
     return [slice_of(path, config_key, source.subset, source.split) for path in paths]
 
 
 def rows_of(slices: Sequence[FileSlice], keys: Keys, config_key: str) -> Iterator[FileRow]:
-    """One after the other. Raises DataError for a file that cannot be read."""
+    """Returns the rows of all slices, one after another. Raises DataError if a file cannot be read."""
     return chain.from_iterable(one.rows(keys, config_key) for one in slices)
 
 
-# Rows of files, one at a time, each with where it stands and whether it could be read.
+# Rows of files, one at a time, each with its origin and perhaps its problem.
 
 
 def read_source(source: schema.PromptSource, keys: Keys, config_key: str) -> Rows:
-    """Every row of the files that `source` names, one after the other; as `read_rows`."""
+    """Yields every row of the files of `source`, one file after another, like `read_rows`."""
     paths = (source.path,) if isinstance(source.path, str) else source.path
     return read_rows(paths, keys, config_key, subset=source.subset, split=source.split)
 
@@ -639,11 +649,11 @@ def read_rows(
     subset: str | None = None,
     split: str | None = None,
 ) -> Rows:
-    """Every row of files, folders and patterns, `path@[first:end]` of some of theirs; blank lines of JSONL are none.
+    """Yields every row of files, folders and patterns, or of `path@[first:end]`. Blank lines of JSONL are no rows.
 
-    `keys` are the ones the caller will look up, None for all: of Parquet, only their columns are read. `config_key`
-    names the setting the paths came from, `subset` and `split` say what is wanted of folders that have several. Raises
-    DataError for a file that is missing, of an unknown kind or unreadable.
+    `keys` are the keys that the caller will look up, None for all. Of Parquet files only these columns are read.
+    `config_key` names the setting of the paths. `subset` and `split` select from folders with several. Raises DataError
+    if a file is missing, of an unknown kind or unreadable.
     """
     for path in (paths,) if isinstance(paths, str | Path) else paths:
         rows = slice_of(str(path), config_key, subset, split).rows(keys, config_key)

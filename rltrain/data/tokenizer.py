@@ -1,4 +1,4 @@
-"""The checkpoint's tokenizer, prompts as token ids, and the messages and tools that rows hold."""
+"""The checkpoint's tokenizer, prompts as token ids, and the chat messages and tools of rows."""
 
 import hashlib
 import importlib.metadata
@@ -21,17 +21,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# Chat messages and tools as rows hold them.
+# Chat messages and tools in rows.
 
 Message = dict[str, Any]
-"""One chat message: "role", "content" as a text and, where they apply, KEPT."""
+"""A chat message: "role", "content" as text, and fields of KEPT if present."""
 AS_GIVEN = ("arguments", "parameters")
-"""In an object under one of these a null is a value like others, unless the object is a Struct."""
+"""In an object under one of these keys a null is kept as a value. Nulls of a Struct are left out."""
 KEPT = ("name", "tool_calls", "tool_call_id", "reasoning_content")
 
 
 def parse_messages(value: Sequence[Any], key: str) -> list[Message]:
-    """Raises BadRow for what is no message, or says nothing that a chat template could write."""
+    """Returns the chat messages of a row. Raises BadRow for invalid messages, and for messages that no chat template
+    could write."""
     return [_parse_message(message, key) for message in value]
 
 
@@ -46,8 +47,8 @@ def _parse_message(message: Any, key: str) -> Message:
             except DataError as error:
                 raise BadRow(f"has {error} under {key!r}") from None
     raise BadRow(
-        f"has the chat message {shown(message)} under {key!r}; expected role and content, both texts, and in the place "
-        "of content perhaps tool_calls, a list of {function: {name, arguments}}"
+        f"has the chat message {shown(message)} under {key!r}; expected role and content, both texts, or instead of "
+        "content tool_calls, a list of {function: {name, arguments}}"
     )
 
 
@@ -61,8 +62,10 @@ def _are_calls(calls: Any) -> bool:
 
 
 def parse_tools(value: Any, key: str) -> str:
-    """Returns the JSON text of a list of tools; empty where the row has none. Of a list of objects fields that are null
-    are left out, except for those within `parameters` that no Struct has."""
+    """Returns the JSON text of a list of tools, or "" if the row has none.
+
+    In a list of objects, fields with null are left out. Nulls within `parameters` are kept unless a Struct has them.
+    """
     tools = value
     if isinstance(value, str) and value.strip():
         try:
@@ -84,7 +87,7 @@ def _is_named(tool: Mapping[str, Any]) -> bool:
 
 
 def _without_nulls(value: Any, *, as_given: bool = False) -> Any:
-    """Returns a value without fields that are null. `as_given`: it stands under one of AS_GIVEN."""
+    """Returns a value without null fields. `as_given` is True for a value under a key of AS_GIVEN."""
     if isinstance(value, Mapping):
         keeps_nulls = as_given and not isinstance(value, Struct)
         return {
@@ -103,13 +106,13 @@ def shown(value: Any) -> str:
 # The checkpoint's tokenizer, and prompts as token ids.
 
 MAX_FORMATS = 64
-"""Sets of tools whose formats are kept."""
+"""Number of tool sets with a cached format."""
 Prompt = str | Sequence[Message]
 
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """What a model has room for, by its config.json. None: its config.json is not known."""
+    """The sizes in a model's config.json. None if the file is unknown."""
 
     vocab_size: int | None = None
     max_positions: int | None = None
@@ -119,8 +122,10 @@ UNKNOWN_MODEL = ModelLimits()
 
 
 def load_tokenizer(path: Path, config_key: str = "model.path") -> "PreTrainedTokenizerBase":
-    """The tokenizer of a Hugging Face checkpoint folder. Reads local files only and runs none of their code.
-    `config_key` is the key that names the folder, for messages."""
+    """Loads the tokenizer of a Hugging Face checkpoint folder. Reads only local files and runs no code from them.
+
+    `config_key` is the folder's key, for messages. Raises CheckpointError if the folder has no usable tokenizer.
+    """
     from transformers import AutoTokenizer
 
     if not path.is_dir():
@@ -136,7 +141,7 @@ def load_tokenizer(path: Path, config_key: str = "model.path") -> "PreTrainedTok
 
 
 def eos_token_id(tokenizer: "PreTrainedTokenizerBase") -> int:
-    """The token that ends a response. Raises CheckpointError where the tokenizer names none."""
+    """Returns the token that ends a response. Raises CheckpointError if the tokenizer has none."""
     token_id = tokenizer.eos_token_id
     if not isinstance(token_id, int):
         raise CheckpointError("model.path: the tokenizer has no eos_token; set it in tokenizer_config.json")
@@ -144,10 +149,9 @@ def eos_token_id(tokenizer: "PreTrainedTokenizerBase") -> int:
 
 
 def end_token_ids(path: Path, config_key: str = "model.path") -> frozenset[int]:
-    """Returns the tokens that end a turn by the checkpoint's generation_config.json, or, where that names none, by its
-    config.json.
+    """Returns the tokens that end a turn according to the checkpoint's generation_config.json, or else its config.json.
 
-    Chat checkpoints name more than their tokenizer's eos_token there. Raises CheckpointError for a file that cannot be
+    Chat checkpoints name more tokens there than their tokenizer's eos_token. Raises CheckpointError if a file cannot be
     read.
     """
     for file in (path / "generation_config.json", path / "config.json"):
@@ -170,21 +174,21 @@ def end_token_ids(path: Path, config_key: str = "model.path") -> frozenset[int]:
 
 
 def prompt_text(prompt: Prompt) -> str:
-    """The prompt as reward functions see it: the text itself, or the messages' contents joined by blank lines."""
+    """Returns the prompt for reward functions: the text itself, or the messages' contents joined by blank lines."""
     if isinstance(prompt, str):
         return prompt
     return "\n\n".join(message["content"] for message in prompt if message["content"] or "tool_calls" not in message)
 
 
 def load_encoder(config: schema.Config) -> "PromptEncoder":
-    """Returns the encoder of the model's prompts. Raises CheckpointError for files that cannot be read."""
+    """Returns the encoder of the model's prompts. Raises CheckpointError if the model's files cannot be read."""
     path = Path(config.model.path)
-    is_scored = config.algorithm == "reward_model"  # role reward_model looks for the tokenizer's own token
+    is_scored = config.algorithm == "reward_model"  # role reward_model looks for the tokenizer's eos_token
     return PromptEncoder(load_tokenizer(path), config.data, end_token_ids(path), ends_with_eos=is_scored)
 
 
 class PromptEncoder:
-    """Turns prompts into token ids, by the tokenizer's chat template where data.chat_template says so."""
+    """The encoder of prompts as token ids. It uses the tokenizer's chat template if data.chat_template is "auto"."""
 
     def __init__(
         self,
@@ -194,9 +198,10 @@ class PromptEncoder:
         *,
         ends_with_eos: bool = False,
     ) -> None:
-        """`named_ends` are the end tokens that the checkpoint's files name.
+        """`named_ends` are the end tokens named in the checkpoint's files.
 
-        With `ends_with_eos` a written response ends with the tokenizer's eos_token, whatever the chat template has.
+        With `ends_with_eos` a written response ends with the tokenizer's eos_token, even if the chat template has
+        another end.
         """
         self.tokenizer, self.named_ends, self.ends_with_eos = tokenizer, named_ends, ends_with_eos
         self.system_prompt = data.system_prompt
@@ -215,24 +220,23 @@ class PromptEncoder:
                 raise ConfigError(f"data.chat_template_args: got {name}, but {self.without_template}; expected none")
             if name not in self.chat.template.source:
                 raise ConfigError(
-                    f"data.chat_template_args: got {name}, a variable that the checkpoint's chat template does not "
-                    "look at; expected those that it has"
+                    f"data.chat_template_args: got {name}, but the checkpoint's chat template has no such variable"
                 )
 
     @property
     def without_template(self) -> str:
-        """Why prompts are not formatted as a chat, for messages."""
+        """The reason why prompts are not formatted as chats, for messages."""
         if self.tokenizer.chat_template is None:
             return "the checkpoint's tokenizer has no chat template"
         return "data.chat_template is never"
 
     @cached_property
     def num_ids(self) -> int:
-        """The largest id of the tokenizer, and one."""
+        """The tokenizer's largest id plus one."""
         return max(self.tokenizer.get_vocab().values()) + 1
 
     def fingerprint(self) -> str:
-        """Of all that decides how many tokens a prompt has."""
+        """Returns a hash of everything that determines a prompt's number of tokens."""
         tokenizer = self.tokenizer
         fast = getattr(tokenizer, "backend_tokenizer", None)
         decisive = (
@@ -246,8 +250,10 @@ class PromptEncoder:
         return hashlib.sha256(json.dumps(decisive, default=str).encode(errors="surrogatepass")).hexdigest()
 
     def encode(self, prompt: Prompt, tools: str = "") -> tuple[int, ...]:
-        """Token ids of `prompt` up to where the response begins. Message lists and `tools`, JSON text of a list of
-        them, need a chat template."""
+        """Returns token ids of `prompt` up to the start of the response.
+
+        Message lists and `tools` need a chat template. `tools` is the JSON text of a list.
+        """
         if not self.uses_template:
             if not isinstance(prompt, str) or tools:
                 raise DataError(f"a prompt is a list of chat messages or has tools, but {self.without_template}")
@@ -255,15 +261,16 @@ class PromptEncoder:
         return self.format_with(tools).prompt(self.messages(prompt))
 
     def messages(self, prompt: Prompt) -> list[Message]:
-        """`prompt` as a conversation's first messages, data.system_prompt before them if they have none."""
+        """Returns the first messages of a conversation. data.system_prompt comes first if the prompt has no system
+        message."""
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         if self.system_prompt is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self.system_prompt})
         return messages
 
     def format_with(self, tools: str) -> ChatFormat:
-        """The chat format that shows `tools`. ConfigError where the template does not write them."""
-        assert self.chat is not None, "without a template nobody asks"
+        """Returns the chat format with `tools`. Raises ConfigError if the template does not write them."""
+        assert self.chat is not None, "it is called only with a chat template"
         if not tools:
             return self.chat
         if tools not in self._formats:
@@ -280,34 +287,37 @@ class PromptEncoder:
 
     @cached_property
     def end_tokens(self) -> frozenset[int]:
-        """The tokens that end what the model says."""
+        """The tokens that end the model's turn."""
         return ends_of_turns(self.tokenizer, self.named_ends, self.chat.template if self.chat else None)
 
     @property
     def response_end(self) -> int:
-        """The token that ends a response which somebody wrote down. Raises CheckpointError where there is none."""
+        """The token that ends a response from a file. Raises CheckpointError if there is none."""
         last = self.chat.end.last if self.chat and not self.ends_with_eos else None
         return eos_token_id(self.tokenizer) if last is None else last
 
     def encode_responses(self, responses: Sequence[str]) -> list[list[int]]:
-        """Token ids of each response, as they would continue a prompt."""
+        """Returns the token ids of each response as the continuation of a prompt."""
         return list(self.tokenizer(list(responses), add_special_tokens=False)["input_ids"]) if responses else []
 
     def length_bound(self, prompt: Prompt, tools: str = "") -> int:
-        """At least the tokens of `prompt`, without encoding it: no tokenizer makes more tokens than UTF-8 bytes. Where
-        the template writes more than texts there is no such bound."""
+        """Returns an upper bound on the tokens of `prompt`, without encoding it.
+
+        No tokenizer makes more tokens than UTF-8 bytes. If the template writes more than texts, the bound is
+        sys.maxsize.
+        """
         if tools or any(len(message) > 2 for message in ([] if isinstance(prompt, str) else prompt)):
             return sys.maxsize
         num_messages = 1 if isinstance(prompt, str) else len(prompt)
         return len(prompt_text(prompt).encode(errors="surrogatepass")) + num_messages * self._overhead_tokens
 
     def response_bound(self, response: Prompt, tools: str = "") -> int:
-        """At least the tokens of `response` and of what ends it, as `length_bound`."""
+        """Returns an upper bound on the tokens of `response` and its end, like `length_bound`."""
         return len(response.encode()) + 1 if isinstance(response, str) else self.length_bound(response, tools)
 
 
 class TextDecoder:
-    """Turns response tokens into text without special tokens."""
+    """The decoder of response tokens. The text has no special tokens."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self.tokenizer = tokenizer
@@ -316,5 +326,5 @@ class TextDecoder:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def spelled(self, tokens: Sequence[int], /) -> str:
-        """Returns the text with its special tokens, as a model is shown it."""
+        """Returns the text with its special tokens, as the model gets it."""
         return str(self.tokenizer.decode(list(tokens)))

@@ -1,4 +1,4 @@
-"""What follows from an evaluation: pass@k, the best policy, the verdict that ranks read, a table."""
+"""Results of an evaluation: pass@k, the best policy, verdicts for other ranks, and a table."""
 
 import json
 import math
@@ -14,17 +14,16 @@ from rich.table import Table
 from rltrain.config.schema import Config, KeepBest
 from rltrain.errors import ConfigError, one_of, writing
 
-# What a policy would reach with k samples of a prompt, estimated without bias from n >= k that were drawn.
+# Unbiased estimates of the results with k samples of a prompt, from n >= k samples.
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """The probability that at least one of k samples passes: Chen et al. 2021, "Evaluating Large Language Models
-    Trained on Code", equation 1.
+    """Returns the probability that at least one of k samples passes, with c of n samples passed.
 
         pass@k = 1 - C(n - c, k) / C(n, k)
 
-    with c of n samples passed: the share of the subsets of k samples that hold one which passed. ValueError unless
-    1 <= k <= n and 0 <= c <= n.
+    This is the share of the subsets of k samples with at least one passed sample (Chen et al. 2021, "Evaluating Large
+    Language Models Trained on Code", equation 1). Raises ValueError unless 1 <= k <= n and 0 <= c <= n.
     """
     if not 0 <= num_passed <= num_samples:
         raise ValueError(f"{num_passed} of {num_samples} samples cannot have passed")
@@ -33,12 +32,12 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
 
 
 def best_at_k(rewards: Sequence[float], k: int) -> float:
-    """The expected largest reward of k samples: the mean over all subsets of k of the n `rewards`.
+    """Returns the expected largest reward of k samples: its mean over all subsets of k of the n `rewards`.
 
         best@k = sum_i C(i - 1, k - 1) / C(n, k) r_(i)
 
-    where r_(1) <= ... <= r_(n): the i-th smallest is the largest of that many subsets. With rewards of 0 and 1 it is
-    pass@k, with k = 1 the mean. ValueError unless 1 <= k <= n.
+    Here r_(1) <= ... <= r_(n), and the i-th smallest reward is the largest of C(i - 1, k - 1) subsets. With rewards of
+    0 and 1 it equals pass@k. With k = 1 it is the mean. Raises ValueError unless 1 <= k <= n.
     """
     _require_subset(len(rewards), k)
     subsets = comb(len(rewards), k)
@@ -46,7 +45,7 @@ def best_at_k(rewards: Sequence[float], k: int) -> float:
 
 
 def sizes_up_to(num_samples: int) -> list[int]:
-    """The k that are reported: 1, 2, 4, ... and `num_samples` itself."""
+    """Returns the reported values of k: 1, 2, 4, ... and `num_samples` itself."""
     powers = [1 << i for i in range(num_samples.bit_length())]
     return powers if powers[-1] == num_samples else [*powers, num_samples]
 
@@ -56,43 +55,44 @@ def _require_subset(num_samples: int, k: int) -> None:
         raise ValueError(f"k = {k} of {num_samples} samples; expected 1 to {num_samples}")
 
 
-# What follows from an evaluation: the reward's leader leaves it in the job's store, where other ranks read it.
+# Verdicts on an evaluation. The reward's leader puts them into the job's store, and other ranks read them.
 
 
 def best_verdict_of(step: int) -> str:
-    """Key of the evaluation as the best so far, null if it is not."""
+    """Returns the key of the evaluation if it is the best so far. Its value is null if it is not."""
     return f"evaluation/best/{step}"
 
 
 def end_verdict_of(step: int) -> str:
-    """Key of whether the evaluation ends training."""
+    """Returns the key of the verdict whether the evaluation ends training."""
     return f"evaluation/end/{step}"
 
 
 REACHED = "evaluation/reached"
-"""Key that is there once an evaluation by engines of their own has reached the goal."""
+"""Key that exists once an evaluation of role evaluation has reached the goal."""
 
 
 def stop_verdict_of(step: int) -> str:
-    """Key of whether such a run ends after a step: what the first rank to have done with it knew."""
+    """Returns the key of the verdict whether a run with role evaluation ends after a step. The first rank to finish the
+    step decides."""
     return f"evaluation/stop/{step}"
 
 
 def reported(metrics: Mapping[str, float], name: str, config_key: str) -> float:
-    """ConfigError where an evaluation does not report what the config key names."""
+    """Returns a metric of an evaluation. Raises ConfigError if the metric named by the config key is missing."""
     if name not in metrics:
-        raise ConfigError(f"{config_key}: got {name!r}, which no evaluation reported; expected {one_of(name, metrics)}")
+        raise ConfigError(f"{config_key}: got {name!r}, but no evaluation reports it; expected {one_of(name, metrics)}")
     return metrics[name]
 
 
-# Which evaluation was the best so far, by the metric that evaluation.keep_best names.
+# The best evaluation so far, by the metric of evaluation.keep_best.
 
 BEST_FOLDER = "hf_best"
-"""Of output_dir: the best policy."""
+"""Folder of output_dir with the best policy."""
 BEST_FILE = "best.json"
-"""In it: its step, and the metric's name and value."""
+"""File in this folder with the step, and the metric's name and value."""
 BEST_STATE_FILE = "best.safetensors"
-"""Of a checkpoint."""
+"""File of a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -106,22 +106,24 @@ class Best:
 
 
 class BestSoFar:
-    """Of the evaluations of a run, whatever was interrupted between them."""
+    """The best evaluation of a run, across interruptions."""
 
     def __init__(self, settings: KeepBest) -> None:
         self.settings = settings
         self.best: Best | None = None
 
     def offer(self, step: int, value: float) -> Best | None:
-        """The evaluation of `step` as the best so far; None if it is not better than all before. Of equal ones the
-        first is the best; a value that is not a number is none."""
+        """Returns the evaluation of `step` if it is better than all before, else None.
+
+        Of equal evaluations the first is the best. NaN never is.
+        """
         if math.isnan(value) or (self.best is not None and not self._is_better(value, self.best.value)):
             return None
         self.best = Best(step, self.settings.metric, value)
         return self.best
 
     def verdict(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any] | None:
-        """`offer`, of what an evaluation reported, as JSON can write it."""
+        """Makes an `offer` of an evaluation's metrics. Returns its result as JSON values."""
         best = self.offer(step, reported(metrics, self.settings.metric, "evaluation.keep_best.metric"))
         return asdict(best) if best else None
 
@@ -129,11 +131,11 @@ class BestSoFar:
         return value > than if self.settings.mode == "max" else value < than
 
     def state(self) -> str:
-        """For `restore`, in a run that goes on."""
+        """Returns the state for `restore` in a resumed run."""
         return json.dumps({"mode": self.settings.mode, "best": asdict(self.best) if self.best else None})
 
     def restore(self, state: str) -> None:
-        """Nothing where another metric or mode was compared."""
+        """Restores a state. Ignores it if it compared another metric or in another mode."""
         saved = json.loads(state)
         if saved["best"] is not None and saved["mode"] == self.settings.mode:
             best = Best(**saved["best"])
@@ -141,17 +143,19 @@ class BestSoFar:
                 self.best = best
 
 
-# The end of a run that evaluates a checkpoint: a table for people, and a file for programs.
+# The end of a run that evaluates a checkpoint: a table for users, and a file for programs.
 
 OF_TRAINING = "policy_version"
-"""Says nothing of a checkpoint."""
+"""A metric of training without a meaning for a checkpoint."""
 EVALUATION_FILE = "evaluation.json"
 
 
 class EvaluationTable:
-    """Prints what is reported of each evaluation set, and writes it to <output_dir>/evaluation.json:
-    {"checkpoint": folder, "sets": {name: {metric: value}}}. For one rank of the job. ConfigError where the file cannot
-    be written."""
+    """A table of the metrics of each evaluation set, printed and written to <output_dir>/evaluation.json.
+
+    The file has {"checkpoint": folder, "sets": {name: {metric: value}}}. For one rank of the job. Raises ConfigError if
+    the file cannot be written.
+    """
 
     def __init__(self, config: Config, console: Console | None = None) -> None:
         self.config, self.console = config, console or Console()
@@ -174,11 +178,11 @@ class EvaluationTable:
             self.console.print(f"written to {self.path}", highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Nothing is left to write."""
+        """Does nothing, because all metrics are written."""
 
 
 def _table(title: str, sets: Mapping[str, Mapping[str, float]]) -> Table:
-    """A row for each metric, a column for each set."""
+    """Returns a table with a row per metric and a column per set."""
     table = Table(title=title)
     table.add_column("metric")
     for name in sets:

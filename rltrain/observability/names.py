@@ -1,4 +1,4 @@
-"""Every metric a run can report: those of its tasks and those of the whole run.
+"""All metrics of a run, from its tasks and from the whole run.
 
 docs/metrics.md is made from this table: python -m rltrain.observability.names.
 """
@@ -9,11 +9,14 @@ from typing import NamedTuple
 from rltrain.tasks.metrics import Metric
 from rltrain.tasks.roles import all_tasks
 
-# What other trainers call metrics that rltrain has, as their code of August 2026 names them; for docs/metrics.md.
+# Names of rltrain's metrics in other trainers, from their code of August 2026. For docs/metrics.md.
 
 
 class Aliases(NamedTuple):
-    """Empty where a trainer has none. `verl` and `slime` count throughput per GPU, as `perf/tokens_per_gpu_s` does."""
+    """A metric's names in other trainers, "" if there is none.
+
+    `verl` and `slime` count throughput per GPU, like `perf/tokens_per_gpu_s`.
+    """
 
     slime: str = ""
     verl: str = ""
@@ -63,7 +66,7 @@ ALIASES: dict[str, Aliases] = {
 
 
 def table() -> list[str]:
-    """In Markdown."""
+    """Returns the names in other trainers as a Markdown table."""
     rows = [(name, *aliases) for name, aliases in ALIASES.items()]
     lines = ["| rltrain | slime | verl | SkyRL | TRL |", "| --- | --- | --- | --- | --- |"]
     return [*lines, *("| " + " | ".join(map(_quoted, row)) + " |" for row in rows)]
@@ -75,36 +78,35 @@ def _quoted(names: str) -> str:
 
 METRICS: tuple[Metric, ...] = (
     *(metric for task in all_tasks() for metric in task.reports),
-    Metric("perf/step_time_s", "s", "from the end of the previous step to the end of this one"),
-    Metric("perf/tokens_per_gpu_s", "tokens/s", "tokens trained on per second of the step and rank of the job"),
+    Metric("perf/step_time_s", "s", "seconds from the end of the previous step to the end of this one"),
+    Metric("perf/tokens_per_gpu_s", "tokens/s", "trained tokens per second of the step, per rank of the job"),
     Metric(
         "perf/<role>_idle",
         "fraction",
-        "of the time since its last report in which the role's first rank worked on none of the role's tasks: it "
-        "waited, or worked for another role",
+        "share of the time since the last report without work of the role's first rank on the role's tasks: it waited, "
+        "or worked for another role",
     ),
     Metric(
         "perf/<role>_tflops",
         "TFLOP/s",
-        "what its model computed per second and rank in tasks that compute: products of matrices alone, backward twice "
-        "as much as forward, nothing that is recomputed (models/flops.py)",
+        "FLOPs of the role's model per second of its computing tasks, per rank: matrix products only, backward twice "
+        "the forward, no recomputation (models/flops.py)",
     ),
-    Metric("perf/<role>_mfu", "fraction", "the same over what the device can do in model.dtype, where that is known"),
+    Metric("perf/<role>_mfu", "fraction", "perf/<role>_tflops over the device's peak in model.dtype, if it is known"),
     Metric(
         "perf/<role>_tokens_per_gpu_s",
         "tokens/s",
-        "tokens that went through its model per second of those tasks and rank, prompts and passes of each kind alike",
+        "tokens through the role's model per second of its computing tasks, per rank: prompts and responses, passes of "
+        "every kind",
     ),
-    Metric("perf/<role>_pflop", "PFLOP", "what its model computed since its last report, on all of its ranks"),
-    Metric(
-        "perf/tflops_per_gpu", "TFLOP/s", "what all roles' models computed, per second of the step and rank of the job"
-    ),
-    Metric("perf/mfu", "fraction", "the same over what the device can do in model.dtype, where that is known"),
+    Metric("perf/<role>_pflop", "PFLOP", "FLOPs of the role's model since the last report, on all of its ranks"),
+    Metric("perf/tflops_per_gpu", "TFLOP/s", "FLOPs of all roles' models per second of the step, per rank of the job"),
+    Metric("perf/mfu", "fraction", "perf/tflops_per_gpu over the device's peak in model.dtype, if it is known"),
     Metric(
         "perf/<task>_s",
         "s",
-        "work of one task of the step, such as generate, score, update or weight_sync, on the reporting rank: without "
-        "waiting for others, and without a weight sync that an engine joins in the middle of it",
+        "work on one task of the step, such as generate, score, update or weight_sync, on the reporting rank: without "
+        "waiting for others, and without a weight sync joined in the middle of the task",
     ),
     Metric(
         "perf/<task>_wait_s",
@@ -114,61 +116,63 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "perf/checkpoint_copy_s",
         "s",
-        "of the step: copying what a checkpoint holds, on the actor's first rank, but for weights and optimizer",
+        "copying the content of a checkpoint except weights and optimizer, in the step, on the actor's first rank",
     ),
     Metric(
         "perf/checkpoint_late_copy_s",
         "s",
-        "of the step, there too: its first update, or what moves, waiting for weights and optimizer to be copied",
+        "the step's first update, or an offload, waiting until weights and optimizer are copied, on the same rank",
     ),
-    Metric("perf/checkpoint_write_s", "s", "beside training: the longest of the ranks' writing of the last checkpoint"),
-    Metric("perf/checkpoint_bytes", "bytes", "its size; both are in the step in which it became complete"),
+    Metric(
+        "perf/checkpoint_write_s",
+        "s",
+        "writing the last checkpoint beside training, on the slowest rank, in the step of its completion",
+    ),
+    Metric("perf/checkpoint_bytes", "bytes", "size of the last checkpoint, in the step of its completion"),
     Metric(
         "perf/memory_checkpoint_s",
         "s",
-        "beside training: from the boundary until all ranks had written the last checkpoint in memory and copied it",
+        "from the boundary until all ranks had written and copied the last checkpoint in memory, beside training",
     ),
     Metric(
         "perf/memory_checkpoint_bytes",
         "bytes",
-        "its size, without copies; both are in the step in which it came to count",
+        "size of the last checkpoint in memory without copies, in the step of its completion",
     ),
     Metric(
         "memory/<role>_resident_bytes",
         "bytes",
-        "most that its weights, gradients, optimizer and cache held on the device, on the reporting rank as below",
+        "peak of the role's weights, gradients, optimizer and cache on the device, on the role's first rank",
     ),
-    Metric(
-        "memory/<role>_residue_bytes", "bytes", "what was left on the device of nobody's after the role had left it"
-    ),
-    Metric("memory/host_bytes", "bytes", "host memory kept for what leaves the device, of all roles of the rank"),
-    Metric("memory/peak_bytes", "bytes", "most allocated on the device; on a CPU the process's peak so far"),
-    Metric("memory/reserved_bytes", "bytes", "what torch's allocator has of the device; on a CPU the resident set"),
-    Metric(
-        "memory/<role>_peak_bytes", "bytes", "as memory/peak_bytes, of the role's first rank, all of whose roles count"
-    ),
-    Metric("memory/<role>_reserved_bytes", "bytes", "as memory/reserved_bytes, of the same rank"),
-    Metric("memory/offload_s", "s", "tasks waiting for other roles to leave the device"),
-    Metric("memory/onload_s", "s", "tasks waiting for what they need to come back; less with residency.prefetch"),
+    Metric("memory/<role>_residue_bytes", "bytes", "device memory that belongs to no role after the role left"),
+    Metric("memory/host_bytes", "bytes", "host memory kept for offloading, for all roles of the rank"),
+    Metric("memory/peak_bytes", "bytes", "peak allocated on the device; on a CPU the process's peak so far"),
+    Metric("memory/reserved_bytes", "bytes", "device memory held by torch's allocator; on a CPU the resident set"),
+    Metric("memory/<role>_peak_bytes", "bytes", "memory/peak_bytes of the role's first rank, with all roles there"),
+    Metric("memory/<role>_reserved_bytes", "bytes", "memory/reserved_bytes of the role's first rank"),
+    Metric("memory/offload_s", "s", "tasks waiting for other roles to be offloaded from the device"),
+    Metric("memory/onload_s", "s", "tasks waiting for their memory to come back; less with residency.prefetch"),
 )
 
 _PATTERNS = [
     (re.compile(r"\w+".join(map(re.escape, re.split(r"<\w+>", metric.name)))), metric)
     for metric in sorted(METRICS, key=lambda metric: ("<" in metric.name, -len(metric.name)))
 ]
-"""<task>_wait_s comes before <task>_s."""
+"""Patterns of metric names. The one of <task>_wait_s comes before <task>_s."""
 
 _RATE = re.compile("_per_([a-z]+_)?s$")
-"""Such as tokens per second, or per GPU and second."""
+"""Matches the end of a rate, such as tokens per second, or per GPU and second."""
 
 
 def working_task(metric: str) -> str | None:
-    """generate for perf/generate_s; None for a metric that is not a task's seconds of work."""
+    """Returns the task of a metric with its seconds of work, such as generate for perf/generate_s. None for other
+    metrics."""
     return None if waiting_task(metric) else _task_before("_s", metric)
 
 
 def waiting_task(metric: str) -> str | None:
-    """generate for perf/generate_wait_s; None for a metric that is not a task's seconds of waiting."""
+    """Returns the task of a metric with its seconds of waiting, such as generate for perf/generate_wait_s. None for
+    others."""
     return _task_before("_wait_s", metric)
 
 
@@ -184,22 +188,24 @@ def _task_before(suffix: str, metric: str) -> str | None:
 
 
 def documented(name: str) -> Metric | None:
-    """Returns what the table says of a metric; None where it has none of that name."""
+    """Returns the table's entry of a metric, or None if the name is unknown."""
     return next((metric for pattern, metric in _PATTERNS if pattern.fullmatch(name)), None)
 
 
 def document() -> str:
-    """The text of docs/metrics.md."""
+    """Returns the text of docs/metrics.md."""
     lines = [
         "# Metrics",
         "",
         "`<output_dir>/metrics.jsonl` has one JSON object per step: `step` (from 0), `time_s` (seconds of the run,",
-        "which go on where it does) and the metrics below. Weights & Biases shows the same names when",
+        "continued when it is resumed) and the metrics below. Weights & Biases shows the same names if",
         "`logging.wandb.project` is set.",
-        "A value that is not finite is written as `null`. A metric appears in the steps, and for the algorithms, that",
-        "have it. An evaluation counts to the step before whose training it ran, so the record after the last training",
-        "step holds the final one. With several optimizer steps per step, `train/*` are means over those that were not",
-        "skipped, `*_max` maxima, and `train_rollout_logprob_abs_diff` is that of the first, before any update.",
+        "",
+        "- A value that is not finite is written as `null`. A metric is missing in steps and algorithms without it.",
+        "- An evaluation runs before the training of its step. So the record after the last training step has the last",
+        "  evaluation.",
+        "- With several optimizer steps per step, `train/*` are means over those not skipped, and `*_max` are maxima.",
+        "  `train_rollout_logprob_abs_diff` is of the first one, before any update.",
         "",
         "| name | unit | meaning |",
         "| --- | --- | --- |",
@@ -209,7 +215,7 @@ def document() -> str:
         f"| `{metric.name}` | {metric.unit} | {metric.meaning.replace('|', chr(92) + '|')} |"
         for metric in sorted(METRICS, key=lambda metric: sections.index(_section(metric)))
     ]
-    lines += ["", "## What other trainers call them", "", *table()]
+    lines += ["", "## Names in other trainers", "", *table()]
     lines += ["", "Made by `python -m rltrain.observability.names > docs/metrics.md`."]
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""The run on the terminal: a progress bar, or plain lines where the output is no terminal."""
+"""The run on the terminal: a progress bar, or plain lines if the output is no terminal."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ from rltrain.config.evaluation import SHORT_FORM, has_reached
 from rltrain.config.schema import Config
 from rltrain.observability.names import waiting_task, working_task
 
-# Metric, label and format of what is shown, in this order. A metric that a run does not have is left out.
+# Metric, label and format of the values shown, in this order. Metrics missing in a run are left out.
 SHOWN = (
     ("rollout/reward_mean", "reward", "{:.3f}"),
     ("eval/score", "held-out", "{:.3f}"),
@@ -30,14 +30,14 @@ SHOWN = (
 
 
 def shown_of(config: Config) -> list[tuple[str, str, str]]:
-    """With the scores of evaluation sets, by their names, behind that of data.eval."""
+    """Returns SHOWN with the scores of evaluation sets after the score of data.eval."""
     sets = [(f"{plan.prefix}/score", plan.name, "{:.3f}") for plan in config.evaluations if plan.name != SHORT_FORM]
     place = [name for name, *_ in SHOWN].index("eval/score") + 1
     return [*SHOWN[:place], *sets, *SHOWN[place:]]
 
 
 def checkpoints_of(config: Config) -> str:
-    """Returns a line on what an interrupted run goes on from."""
+    """Returns a line on the checkpoints from which an interrupted run continues."""
     settings = config.checkpoint
     every = [_each(settings.save_interval)] if settings.save_interval else []
     every += [f"every {settings.save_every_s:g} s"] if settings.save_every_s else []
@@ -45,10 +45,10 @@ def checkpoints_of(config: Config) -> str:
     if settings.memory:
         kept.append(f"{_each(settings.memory.interval)} in the nodes' memory")
     if kept:
-        return f"checkpoints: {'; '.join(kept)}; the same command goes on from the newest"
+        return f"checkpoints: {'; '.join(kept)}; the same command continues from the newest"
     return (
         "checkpoints: none, as checkpoint.save_interval and checkpoint.save_every_s are 0; an interrupted run "
-        "begins anew"
+        "starts again from its first step"
     )
 
 
@@ -57,14 +57,14 @@ def _each(interval: int) -> str:
 
 
 PRODUCTS = {"hf": "the model", "metrics.jsonl": "metrics", "samples.jsonl": "samples"}
-"""What a run leaves in its folder, and what it is."""
+"""Files in a run's folder, and what they contain."""
 
 
 class Progress:
-    """Shows each step's metrics, and at the end where the time went. For one rank of the job.
+    """A display of each step's metrics, and at the end of the seconds by task. For one rank of the job.
 
-    On a terminal a bar at the bottom; elsewhere one line per `interval_s`, one for every evaluation, and at the close
-    one for the end. With logging.progress: false nothing is printed.
+    On a terminal it shows a bar at the bottom. Elsewhere it prints one line per `interval_s`, one for every evaluation,
+    and one at the end. With logging.progress: false it prints nothing.
     """
 
     def __init__(
@@ -95,20 +95,22 @@ class Progress:
         self.waited_s = 0.0
         self.num_done = 0
         self.line: str | None = None
-        """Of the latest record, where it is not printed."""
+        """Line of the latest record, or None if it is printed."""
         self.closed = False
         self.bar: tuple[RichProgress, TaskID] | None = None
         if self.enabled and self.console.is_terminal:
             self.bar = self._start_bar()
 
     def say(self, line: str) -> None:
-        """Prints `line`, above the bar where there is one."""
+        """Prints `line`, above the bar if there is one."""
         if self.enabled:
             self._print(line)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """`metrics` of `step`, which counts from 0, or late ones of a step before; a last record may follow the last
-        training step."""
+        """Takes the metrics of `step`, counted from 0, or late ones of an earlier step.
+
+        A last record may follow the last training step.
+        """
         self.latest.update(metrics)
         for name, seconds in metrics.items():
             if task := working_task(name):
@@ -132,7 +134,7 @@ class Progress:
             self._print_line()
 
     def close(self) -> None:
-        """Leave the terminal as it was; print what has not been, and the seconds by task."""
+        """Restores the terminal. Prints the last line, the seconds by task and the files of the run."""
         if self.closed:
             return
         self.closed = True
@@ -174,7 +176,7 @@ class Progress:
         return f"left {format_duration(elapsed_s / num_done * (self.total_steps - num_done))}"
 
     def _reached(self) -> str | None:
-        """Says which metric has reached evaluation.stop_at; None where none has."""
+        """Returns the metric that has reached evaluation.stop_at, in words, or None."""
         goal = self.config.evaluation.stop_at
         metric = self.config.stop_metric
         if goal is None or metric not in self.latest or not has_reached(metric, self.latest[metric], goal):
@@ -182,14 +184,15 @@ class Progress:
         return f"{metric} {self.latest[metric]:.4g} reached evaluation.stop_at {goal:g}"
 
     def _print_products(self) -> None:
-        """Names what the run has left in its folder, and the command that shows it."""
+        """Prints the files in the run's folder, and the command that shows them."""
         folder = Path(self.config.output_dir)
         left = [f"{what} {name}" for name, what in PRODUCTS.items() if (folder / name).exists()]
         if left:
             self._print(f"in {folder}: {', '.join(left)}; rltrain report {folder} makes a page of them")
 
     def _line_is_due(self, num_done: int, metrics: Mapping[str, float]) -> bool:
-        """Not for the last step: a record of the last evaluation may follow, and one line is for both."""
+        """Returns whether a line is due. For the last step `close` prints it, because a record of the last evaluation
+        may follow."""
         is_time = not self.scores.isdisjoint(metrics) or self.clock() - self.last_line_s >= self.interval_s
         return is_time and num_done < self.total_steps
 
@@ -203,7 +206,7 @@ class Progress:
 
 
 class FittingColumn(ProgressColumn):
-    """The first of a task's `values` that have room in what the other columns leave, none of them in part."""
+    """The first of a task's `values` that fit beside the other columns. None is cut."""
 
     def render(self, task: Task) -> "Fitting":
         return Fitting(task.fields["values"])
@@ -227,7 +230,7 @@ class Fitting:
 
 
 def format_duration(seconds: float) -> str:
-    """Hours, minutes and seconds, as 1:02:03 or 2:03."""
+    """Returns hours, minutes and seconds as 1:02:03 or 2:03."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

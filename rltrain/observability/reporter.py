@@ -1,4 +1,4 @@
-"""Brings every role's metrics of a step together on one rank, with how much each role worked."""
+"""Collects the metrics of all roles on one rank, and measures how much each role worked."""
 
 import time
 from collections import Counter, deque
@@ -10,7 +10,7 @@ from typing import Protocol
 from rltrain.observability.names import times_a_task
 from rltrain.runtime.job_store import JobStore
 
-# Brings every role's metrics of a step together on one rank, without holding up the run.
+# Collection of all roles' metrics of a step on one rank, without holding up the run.
 
 Metrics = dict[str, float]
 
@@ -18,7 +18,7 @@ STEPS_KEPT = 64
 
 
 class Sink(Protocol):
-    """Where the merged metrics of a step go, step by step; but for late ones, of a step that has been written."""
+    """A destination of merged metrics, step by step. Late metrics of an earlier step may follow."""
 
     def write(self, step: int, metrics: Mapping[str, float], /) -> None: ...
 
@@ -26,13 +26,15 @@ class Sink(Protocol):
 
 
 class Reporter:
-    """`expected(step)` tells how many tasks of each of the reporting `ranks` add metrics of a step.
+    """The collection of metrics by step. The logging rank passes them to the sinks.
 
-    A rank publishes a step once its last task of that step has added its metrics, with those of `at_publish`. The
-    logging rank passes a step to the sinks once all its ranks have published, and looks for that whenever it adds
-    something itself, with what `of_whole_step` makes of all ranks' metrics. Ranks report of at most `steps_ahead` steps
-    behind the one that is trained on. For ranks of `late` no step waits: where they come later than the others, what
-    they have to say of it is passed on by itself.
+    `expected(step)` returns how many tasks of each reporting rank add metrics of the step. A rank publishes a step once
+    its last task of the step has added its metrics, together with those of `at_publish`. Ranks report at most
+    `steps_ahead` steps beyond the step in training.
+
+    The logging rank passes a step to the sinks once all `ranks` have published it. It adds the result of
+    `of_whole_step` on the merged metrics. It looks for complete steps whenever it adds metrics itself. No step waits
+    for ranks of `late`. If their metrics come after the others', they are passed on alone.
     """
 
     def __init__(
@@ -58,16 +60,16 @@ class Reporter:
         self.of_whole_step = of_whole_step
         self.pending: dict[int, Metrics] = {}
         self.published: deque[tuple[int, Metrics]] = deque(maxlen=steps_ahead + 2)
-        """The last ones, among them all that may be of steps whose training this rank has yet to do."""
+        """The last published steps. They include all steps that this rank has yet to train on."""
         self.num_added: Counter[int] = Counter()
         self.late = frozenset(late)
         self.outstanding: deque[tuple[int, str]] = deque()
-        """On the logging rank: (step, key) of what late ranks have yet to say of steps that were passed on."""
+        """On the logging rank: (step, key) of late ranks' missing metrics, for steps already passed on."""
         self.uncollected = steps if self.rank == logging_rank else steps[:0]
         self.previous_step_end = time.perf_counter()
 
     def add(self, step: int, metrics: Metrics) -> None:
-        """Metrics of one task of this rank. Seconds of a task that comes several times in the step add up."""
+        """Adds the metrics of one task of this rank. Seconds of a task repeated within the step are summed."""
         pending = self.pending.setdefault(step, {})
         seconds = {name for name in pending.keys() & metrics.keys() if times_a_task(name)}
         pending.update({name: value + pending[name] if name in seconds else value for name, value in metrics.items()})
@@ -77,20 +79,21 @@ class Reporter:
         self.collect()
 
     def collect(self) -> None:
-        """On the logging rank: pass on the steps that are complete."""
+        """Passes on the complete steps. Only on the logging rank."""
         self._collect(complete_only=True)
 
     def unfinished(self, step: int) -> dict[int, Metrics]:
-        """What this rank has reported of `step` and later ones, by step."""
+        """Returns this rank's metrics of `step` and later ones, by step."""
         return {number: metrics for number, metrics in (*self.pending.items(), *self.published) if number >= step}
 
     def adopt(self, metrics: Mapping[int, Metrics]) -> None:
-        """On the logging rank: what was reported of these steps before the run was interrupted."""
+        """Takes the metrics of steps reported before an interruption. Only on the logging rank."""
         for step, values in metrics.items():
             self.pending.setdefault(step, {}).update(values)
 
     def close(self) -> None:
-        """Publish what is left, and on the logging rank wait for the others and pass on the remaining steps."""
+        """Publishes the remaining metrics. The logging rank also waits for the other ranks and passes on the remaining
+        steps."""
         for step in sorted(self.pending):
             self._publish(step)
         self.job_store.put(f"metrics/closed/{self.rank}", True)
@@ -101,20 +104,23 @@ class Reporter:
         self.abandon()
 
     def await_end(self, rank: int | None = None) -> None:
-        """Wait until `rank` closes, None being the logging rank: for those whom nobody waits for. Were they to end
-        before the others, their launcher would leave these once all of a machine's ranks had."""
+        """Waits until `rank` closes. None means the logging rank.
+
+        For ranks that no other rank waits for. If they ended first, a launcher could stop serving the others once all
+        ranks of its machine had ended.
+        """
         last = self.logging_rank if rank is None else rank
         self.job_store.get(f"metrics/closed/{last}", waiting_for="the end of the run")
 
     def abandon(self) -> None:
-        """Close the sinks without waiting for anybody."""
+        """Closes the sinks without waiting for other ranks."""
         for sink in self.sinks:
             sink.close()
 
     def _publish(self, step: int) -> None:
         metrics = self.pending.pop(step)
         self.num_added.pop(step, None)
-        if metrics:  # of a boundary at which nothing was saved there is nothing to tell
+        if metrics:  # a boundary without a checkpoint has none
             metrics |= self.at_publish()
         if metrics and self.rank == self.logging_rank:
             now = time.perf_counter()
@@ -151,17 +157,18 @@ class Reporter:
 
 
 def _merge(merged: Metrics, metrics: Metrics) -> None:
-    """Of a task that several ranks time, such as a checkpoint, the longest counts."""
+    """Merges metrics. If several ranks time a task, such as a checkpoint, the longest time counts."""
     longest = {name: max(merged[name], metrics[name]) for name in metrics.keys() & merged.keys() if times_a_task(name)}
     merged |= metrics | longest
 
 
-# How much of its time a role worked, and how fast its models computed meanwhile.
+# The share of time that a role worked, and the speed of its models meanwhile.
 
 
 @dataclass
 class Work:
-    """Seconds of tasks, of those tasks that computed with a model, and the operations and tokens of these."""
+    """The seconds of all tasks, the seconds of tasks that computed with a model, and the operations and tokens of
+    these."""
 
     seconds: float = 0.0
     computing_s: float = 0.0
@@ -170,7 +177,7 @@ class Work:
 
 
 class RoleWork:
-    """Of the roles of one rank, between two reports. `peak` is what the device can do, in operations per second."""
+    """The work of one rank's roles between two reports. `peak` is the device's peak in operations per second."""
 
     def __init__(self, peak: float | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
         self._peak, self._clock = peak, clock
@@ -178,7 +185,7 @@ class RoleWork:
         self._work: dict[str, Work] = {}
 
     def add(self, roles: Collection[str], seconds: float, operations: float = 0.0, tokens: float = 0.0) -> None:
-        """A task of `roles` is over; of a model on several ranks this one's share counts."""
+        """Adds a finished task of `roles`. For a model on several ranks, only this rank's share counts."""
         for role in roles:
             work = self._work.setdefault(role, Work())
             work.seconds += seconds
@@ -188,8 +195,11 @@ class RoleWork:
                 work.tokens += tokens
 
     def metrics(self, num_ranks: Mapping[str, int]) -> dict[str, float]:
-        """perf/<role>_idle, _tokens_per_gpu_s, _tflops, _mfu and _pflop since the last call, of those roles that have
-        ever worked; `num_ranks` has how many ranks each has, which are taken to do as much as this one."""
+        """Returns perf/<role>_idle, _tokens_per_gpu_s, _tflops, _mfu and _pflop since the last call, for roles that
+        ever worked.
+
+        `num_ranks` has the number of ranks of each role. The others are assumed to do as much as this one.
+        """
         now = self._clock()
         elapsed, self._since = now - self._since, now
         metrics: dict[str, float] = {}
@@ -209,8 +219,10 @@ class RoleWork:
 
 
 def of_whole_job(step: Mapping[str, float], num_ranks: int, peak: float | None) -> dict[str, float]:
-    """What all roles together computed in a step, per second of it and rank of the job, from the merged metrics of the
-    step: nothing where these have no role that computed, or no seconds."""
+    """Returns the FLOP/s of all roles together per rank of the job, from the merged metrics of a step.
+
+    Returns {} if no role computed, or if the seconds of the step are missing.
+    """
     pflop = [value for name, value in step.items() if name.startswith("perf/") and name.endswith("_pflop")]
     if not pflop or "perf/step_time_s" not in step:
         return {}

@@ -14,12 +14,15 @@ from rltrain.errors import ConfigError, cannot_write, writing
 from rltrain.observability.reporter import Sink
 from rltrain.observability.run_logs import METRICS_FILE, TENSORBOARD_FOLDER, WANDB_ID_FILE, append_to, read_id
 
-# A run's metrics in the files of TensorBoard.
+# Metrics in the files of TensorBoard.
 
 
 class TensorboardRun:
-    """Scalars under <output_dir>/tensorboard; of a run that went on from an earlier step TensorBoard hides what came
-    after it. Raises ConfigError where it is not installed or cannot write."""
+    """A writer of scalars to <output_dir>/tensorboard. In a resumed run TensorBoard hides earlier scalars from
+    `first_step` on.
+
+    Raises ConfigError if TensorBoard is not installed or cannot write.
+    """
 
     def __init__(self, config: Config, first_step: int) -> None:
         try:
@@ -44,13 +47,13 @@ class TensorboardRun:
         self._writer.close()
 
 
-# A run's metrics in Weights & Biases.
+# Metrics in Weights & Biases.
 
 
 class WandbRun:
-    """A run that `goes_on` from a checkpoint goes on as the run whose id it left in its folder.
+    """A run in Weights & Biases. With `goes_on` it continues the run whose id is in the output folder.
 
-    Raises ConfigError where Weights & Biases cannot start.
+    Raises ConfigError if Weights & Biases cannot start.
     """
 
     def __init__(self, config: Config, goes_on: bool) -> None:
@@ -58,7 +61,7 @@ class WandbRun:
         self._step = 0
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """What comes late stands at the step that has been reached: steps of a run never go back there."""
+        """Writes metrics. Late metrics get the latest step, because steps of a run never go back there."""
         self._step = max(self._step, step)
         self._run.log(dict(metrics), step=self._step)
 
@@ -98,16 +101,17 @@ def _start(config: Config, goes_on: bool) -> Any:
         ) from error
 
 
-# Where a run's numbers go: metrics.jsonl, and what else is configured.
+# All destinations of a run's numbers: metrics.jsonl, and others from the config.
 
 logger = logging.getLogger(__name__)
 
 
 class MetricsWriter:
-    """Appends one line per step to <output_dir>/metrics.jsonl: {"step": ..., "time_s": ..., metric name: value, ...}.
+    """A writer of one line per step to <output_dir>/metrics.jsonl: {"step": ..., "time_s": ..., metric name: value,
+    ...}.
 
-    `time_s` is seconds since the writer was made, and goes on from the last record that the file has. For one rank of
-    the job. Errors: ConfigError when output_dir cannot be written.
+    `time_s` is seconds since the writer was made. In a resumed run it continues from the file's last record. For one
+    rank of the job. Raises ConfigError if output_dir cannot be written.
     """
 
     def __init__(self, config: Config) -> None:
@@ -116,8 +120,11 @@ class MetricsWriter:
         self._start = time.monotonic() - self._last_time_s()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One record, on disk when this returns. Values that are not finite are written as null, with a warning.
-        ConfigError where it cannot be written."""
+        """Writes one record. It is in the file when this returns. Values that are not finite become null, with a
+        warning.
+
+        Raises ConfigError if the record cannot be written.
+        """
         record: dict[str, Any] = {"step": step, "time_s": round(time.monotonic() - self._start, 3)}
         for name, value in metrics.items():
             if not math.isfinite(value):
@@ -126,10 +133,10 @@ class MetricsWriter:
         append_to(self.path, json.dumps(record, allow_nan=False) + "\n")
 
     def close(self) -> None:
-        """Nothing is left to write."""
+        """Does nothing, because all records are written."""
 
     def _last_time_s(self) -> float:
-        """Returns time_s of the last record; 0 where there is none."""
+        """Returns time_s of the last record, or 0 if there is none."""
         with writing(self.path), self.path.open(encoding="utf-8", errors="replace") as lines:
             last = deque(lines, maxlen=1)
         try:
@@ -139,10 +146,10 @@ class MetricsWriter:
 
 
 class Sinks:
-    """All places that a run's metrics go to, as plain numbers. For one rank of the job.
+    """All destinations of a run's metrics, as plain numbers. For one rank of the job.
 
-    `first_step` is that which the run begins with, after a checkpoint where it `goes_on` from one. Raises ConfigError
-    where one of them is configured and cannot be opened.
+    `first_step` is the run's first step in this process. With `goes_on` it follows a checkpoint. Raises ConfigError if
+    a configured destination cannot be opened.
     """
 
     def __init__(self, config: Config, *, goes_on: bool = False, first_step: int = 0) -> None:
@@ -169,5 +176,5 @@ class Sinks:
 
 
 def _plain_number(value: Any) -> int | float:
-    """A Python number from one of Python's, numpy's or torch's."""
+    """Returns a Python number for one of Python, numpy or torch."""
     return value if type(value) in (int, float) else float(value)

@@ -1,4 +1,4 @@
-"""The timeline of one rank: what it did from when to when, in the trace format of Chrome that Perfetto opens."""
+"""The timeline of one rank, in Chrome's trace format. Perfetto opens it."""
 
 import atexit
 import json
@@ -22,46 +22,49 @@ logger = logging.getLogger(__name__)
 FLUSH_INTERVAL_S = 0.5
 CLOSE_TIMEOUT_S = 5.0
 
-# Phase, time in ns of time.perf_counter_ns, thread, name, category, arguments: the fields of an event as it waits to be
-# written. An event is formatted by the writing thread, not by the one that it is about.
+# An event waiting to be written: phase, time in ns of time.perf_counter_ns, thread, name, category, arguments. The
+# writing thread formats events, so recording one takes little time.
 Event = tuple[str, int, int, str, str, dict[str, Any] | None]
 
 
 class Trace:
-    """What a rank did from when to when; nothing of it is kept here."""
+    """The timeline of a rank. This class keeps nothing of it."""
 
     def span(self, name: str, category: str = "task", **arguments: Any) -> AbstractContextManager[object]:
-        """`with trace.span(...)`: from its start to its end, on this thread. Spans of a thread nest.
+        """Returns a context that records a span on this thread, from its start to its end. Spans of a thread nest.
 
-        `category` gives it its colour in the report: task, post, wait, sync, offload, onload or any other word.
-        `arguments` are numbers and strings to be shown beside it. Costs a few microseconds.
+        `category` selects the colour in the report: task, post, wait, sync, offload, onload or any other word.
+        `arguments` are numbers and strings shown with the span. A span costs a few microseconds.
         """
         return NO_SPAN
 
     def counter(self, name: str, value: float) -> None:
-        """A number that holds from now until the next one of the same name. One that is not finite is left out."""
+        """Records a number that holds until the next one of the same name. Numbers that are not finite are left out."""
 
     def close(self) -> None:
-        """Write what is left. May be called again, and before an exit that ends no threads."""
+        """Writes the remaining events. May be called again, and before an exit that ends no threads."""
 
 
 NO_SPAN = nullcontext()
 
 
 def start_trace(config: Config, rank: int, roles: Sequence[str]) -> Trace:
-    """The trace of this rank, in a file where logging.trace is set."""
+    """Returns the trace of this rank. It is written to a file if logging.trace is set."""
     return TraceFile(config.output_dir, rank, roles) if config.logging.trace else Trace()
 
 
 class TraceFile(Trace):
-    """Writes <output_dir>/trace/rank<rank>.json while the run goes on: one process per rank, one track per thread.
+    """A timeline in <output_dir>/trace/rank<rank>.json, written during the run: one process per rank, one track per
+    thread.
 
-    Times are microseconds of wall-clock time, counted from one reading of it by a clock that never steps back and that
-    all processes of a machine share, so ranks line up. Any thread may call any method. What happened up to half a
-    second ago is in the file, which Perfetto opens at any moment: the format lets the list stay open, and the start of
-    a span is an event of its own, so what a killed rank was doing is there as well. Starting a run again in the same
-    folder starts its trace again. Errors: ConfigError when the file cannot be made; when a later write fails, a warning
-    ends the trace and not the run.
+    Times are microseconds of wall-clock time. They count from one reading of it, by a monotonic clock. All processes of
+    a machine share this clock, so ranks line up. Any thread may call any method.
+
+    The file lags at most half a second behind, and Perfetto can open it at any moment. The format allows an unfinished
+    list, and the start of a span is a separate event. So the file also shows the last activity of a killed rank.
+    Starting a run again in the same folder starts its trace again.
+
+    Raises ConfigError if the file cannot be made. If a later write fails, a warning ends the trace but not the run.
     """
 
     def __init__(self, output_dir: str | Path, rank: int, roles: Sequence[str]) -> None:
@@ -143,7 +146,7 @@ class TraceFile(Trace):
 
 
 class Span(AbstractContextManager[None]):
-    """One `with trace.span(...)` that is kept."""
+    """One recorded `with trace.span(...)`."""
 
     __slots__ = ("arguments", "category", "name", "trace")
 
@@ -159,7 +162,7 @@ class Span(AbstractContextManager[None]):
 
 
 def _wall_clock_at_zero() -> int:
-    """Wall-clock ns at which time.perf_counter_ns was 0, from the reading in which the least time passed between."""
+    """Returns the wall-clock ns when time.perf_counter_ns was 0, from the quickest of several readings."""
     readings = []
     for _ in range(5):
         before = time.perf_counter_ns()
@@ -175,7 +178,7 @@ def _quoted(text: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it: what it cannot hold becomes a string."""
+    """Returns a value for JSON. A value that JSON cannot hold becomes a string."""
     if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
         return value
     return str(value)

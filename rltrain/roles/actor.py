@@ -1,4 +1,4 @@
-"""The actor: the policy being trained, its advantages, its parity with the engine, its exports."""
+"""The actor: the policy in training, its advantages, its parity with the engine, and its exports."""
 
 import logging
 import shutil
@@ -52,16 +52,19 @@ from rltrain.runtime.grid import Grid
 from rltrain.runtime.group_messages import gather_rows
 from rltrain.tasks.roles import informing
 
-# How far the trainer is from the engine that drew a step's tokens, where both had the same weights.
+# Parity of trainer and engine: the difference of their log-probs for tokens sampled with the trainer's weights.
 
 SHARE, DIFFERENCE, KL = "fresh_tokens", "fresh_logprob_abs_diff", "fresh_kl"
 METRICS = frozenset({SHARE, DIFFERENCE, KL})
-"""Measured under the weights that drew the samples, which only a step's first mini-batch still has."""
+"""Metrics measured under the weights that sampled the tokens. Only a step's first mini-batch still
+has those weights."""
 
 
 def measuring_parity(loss_function: LossFunction, step: int) -> LossFunction:
-    """A policy's loss function, samples counting for as much in it, that also sums METRICS over the tokens whose policy
-    version is `step`."""
+    """Returns a loss function that also sums METRICS, over the tokens with policy version `step`.
+
+    The weights of samples in the loss stay the same.
+    """
 
     def measured(experience: Experience, logprobs: Tensor, *others: Any) -> LossOutput:
         output = loss_function(experience, logprobs, *others)
@@ -79,21 +82,26 @@ def measuring_parity(loss_function: LossFunction, step: int) -> LossFunction:
 
 
 def summarize_parity(metrics: Mapping[str, float]) -> dict[str, float]:
-    """A step's metrics with means over fresh tokens in the place of those over all; without them where there are no
-    fresh tokens."""
+    """Returns a step's metrics with the differences as means over fresh tokens instead of all tokens.
+
+    Leaves the differences out if the step has no fresh tokens.
+    """
     share = metrics.get(SHARE, 0.0)
     if not share:
         return {name: value for name, value in metrics.items() if name not in METRICS - {SHARE}}
     return {name: value / share if name in (DIFFERENCE, KL) else value for name, value in metrics.items()}
 
 
-# Ends or pauses a run, or warns, when trainer and engine drift apart.
+# Limits on the difference between trainer and engine.
 
 logger = logging.getLogger(__name__)
 
 
 class ParityGate:
-    """`speaks`: whether this rank is the one that warns. `pause` has the job save and end, for the reason given."""
+    """The check that ends or pauses a run, or warns, when trainer and engine drift apart.
+
+    `speaks` is True on the rank that warns. `pause` makes the job save a checkpoint and end for the given reason.
+    """
 
     def __init__(self, checks: Checks, *, speaks: bool, pause: Callable[[str], None]) -> None:
         self.action, self.speaks, self.pause = checks.action, speaks, pause
@@ -103,45 +111,51 @@ class ParityGate:
         }
 
     def check(self, step: int, metrics: Mapping[str, float]) -> None:
-        """`metrics` are the step's, equal on all ranks of the actor. ParityError beyond a limit, with action stop."""
+        """Compares a step's metrics with the limits. `metrics` must be equal on all ranks of the actor.
+
+        Raises ParityError beyond a limit if `checks.action` is "stop".
+        """
         beyond = [
             f"train/{metric} is {metrics[metric]:.3g}, {key} {limit:g}"
             for (key, metric), limit in self.limits.items()
-            # A value that is not a number is beyond every limit.
+            # NaN is beyond every limit.
             if limit is not None and metric in metrics and not metrics[metric] <= limit
         ]
         if not beyond:
             return
         said = (
-            f"step {step}: the trainer's log-probs are far from those of the engine that drew the tokens with the same "
-            f"weights: {'; '.join(beyond)}"
+            f"step {step}: the trainer's log-probs are far from the engine's for tokens sampled with equal weights: "
+            f"{'; '.join(beyond)}"
         )
         if self.action == "stop":
             raise ParityError(
-                f"{said}. No checkpoint is saved of this step. tools/parity.py compares the two layer by layer on the "
-                "last one that was exported; docs/precision.md says what precision alone does: raise the limit if that "
-                "is all, set checks.action to warn to go on"
+                f"{said}. This step is not saved. tools/parity.py compares the two layer by layer on the last exported "
+                "checkpoint. If the difference is within the rounding described in docs/precision.md, raise the limit; "
+                "checks.action: warn continues in spite of it."
             )
         if self.action == "pause":
             self.pause(
-                f"{said} (checks.action pause). tools/parity.py compares the two layer by layer; raise the limit, set "
-                "checks.action to warn, or go back by checkpoint.resume to a checkpoint before"
+                f"{said} (checks.action pause). tools/parity.py compares the two layer by layer. Raise the limit, set "
+                "checks.action to warn, or resume from an earlier checkpoint with checkpoint.resume"
             )
         elif self.speaks:
             logger.warning("%s (checks.action warn)", said)
 
 
-# From scored samples to advantages: what of it concerns a whole step, and what is reported of it.
+# Advantages of a step's scored samples, and their metrics.
 
 SUMMED = ("samples", "overlong_samples", "overlong_penalty", "masked_truncated")
 
 
 class AdvantageEstimation:
-    """Of one replica of the actor. `shaped` a chunk's samples, then, of what is left of them to train on,
-    `with_advantages`; a step's first chunk begins new counts. `kl` is equal on all replicas."""
+    """The advantages of one replica of the actor, chunk by chunk.
+
+    Call `begin_step` before a step's first chunk. For each chunk call `shaped` on its samples, drop stale ones, and
+    call `with_advantages` on the rest. `kl` is equal on all replicas.
+    """
 
     def __init__(self, algorithm: Algorithm, kl_coef: float | None = None) -> None:
-        """`kl_coef` is where an adaptive coefficient was in the run that goes on."""
+        """`kl_coef` is the adaptive coefficient of the resumed run, or None."""
         self.algorithm, config = algorithm, algorithm.config
         self.settings = config.advantages
         self.max_response_tokens = config.rollout.sampling.max_response_tokens
@@ -153,7 +167,8 @@ class AdvantageEstimation:
         self.kl_sums = torch.zeros(2, dtype=torch.float64)
 
     def shaped(self, experience: Experience) -> Experience:
-        """The samples that are to be trained on, with rewards as the config shapes them. Whole as they were drawn."""
+        """Returns the samples to train on, with rewards shaped according to the config. Expects complete samples as
+        generated."""
         if self.settings.overlong_penalty is not None:
             penalties = overlong_penalties(experience, self.settings.overlong_penalty, self.max_response_tokens)
             rewards = experience.rewards + penalties.to(experience.rewards.dtype)
@@ -164,7 +179,7 @@ class AdvantageEstimation:
         return self.algorithm.compared_with_greedy(experience)
 
     def with_advantages(self, experience: Experience) -> Experience:
-        """Ready for the loss. What is out of the response mask counts nowhere."""
+        """Returns the samples ready for the loss. Tokens outside the response mask count nowhere."""
         penalty = None
         if self.algorithm.penalizes_reward():
             token_kl = response_kl(experience, self.kl.settings)
@@ -180,8 +195,11 @@ class AdvantageEstimation:
         return experience
 
     def end_step(self, total: Callable[[Tensor], Tensor]) -> Metrics:
-        """What is reported of the step, after which the coefficient is the next one's; `total` adds up a tensor over
-        all replicas. Collective over: the actor's ranks, unless there is nothing to report."""
+        """Returns the metrics of the step, and adapts the KL coefficient for the next one. `total` sums a tensor over
+        all replicas.
+
+        Collective over: the actor's ranks, unless there is nothing to report.
+        """
         penalizes = self.algorithm.penalizes_reward()
         if not penalizes and self.settings.overlong_penalty is None and not self.settings.mask_truncated:
             return {}
@@ -199,30 +217,30 @@ class AdvantageEstimation:
         return metrics
 
 
-# How old the samples of a step were: counts from its chunks, summed over replicas into metrics.
+# Staleness of a step's samples: counts of its chunks, summed over replicas into metrics.
 
 STALENESS_SUMMED = ("stale_samples", "stale_tokens", "tokens", "staleness_sum")
 
 
 class StalenessCounts:
-    """Of one replica and step; what is counted, rltrain.algorithms.correction says."""
+    """The staleness counts of one replica in one step. rltrain.algorithms.correction defines them."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.longest = 0
 
     def add(self, counts: Mapping[str, int]) -> None:
-        """Those of a chunk."""
+        """Adds the counts of a chunk."""
         self.counts.update({name: counts[name] for name in STALENESS_SUMMED})
         self.longest = max(self.longest, counts["staleness_max"])
 
     def sums(self) -> Tensor:
-        """[4] fp64 to be added up over replicas."""
+        """Returns the counts to be summed over replicas, shape [4], fp64."""
         return torch.tensor([self.counts[name] for name in STALENESS_SUMMED], dtype=torch.float64)
 
     @staticmethod
     def metrics(sums: Tensor, longest: int) -> dict[str, float]:
-        """From the sums and the maximum over all replicas."""
+        """Returns the metrics for the sums and the maximum over all replicas."""
         stale_samples, stale_tokens, tokens, total = sums.tolist()
         return {
             "stale_samples": stale_samples,
@@ -232,38 +250,44 @@ class StalenessCounts:
         }
 
 
-# An actor's low-rank adapters beside every export of its merged weights, in the files of PEFT.
+# The actor's low-rank adapters in PEFT's file format, saved next to every export of its merged weights.
 
 
 def adapters_folder(export: Path) -> Path:
-    """Beside the folder of an export: transformers would put adapters within it onto what has them merged already."""
+    """Returns the adapters' folder, next to the export's folder.
+
+    transformers would apply adapters inside the export a second time, to weights that already contain them.
+    """
     return export.with_name(f"{export.name}_adapter")
 
 
-# What all replicas of a role have of something, on each of them.
+# Values of all replicas of a role, collected on each of them.
 
 
 def gathered(values: Tensor, grid: Grid, group: dist.ProcessGroup) -> Tensor:
-    """[n] of all replicas in their order, of which each has `values`, as many as it likes, equal on its ranks and in
-    host memory. Collective over: `group`, the ranks of `grid`."""
+    """Returns the `values` of all replicas in the replicas' order, shape [n].
+
+    Replicas may have different numbers of values. They must be equal on a replica's ranks, and in host memory.
+    Collective over: `group`, the ranks of `grid`.
+    """
     of_ranks = gather_rows(values, group)
     return torch.cat([of_ranks[dist.get_group_rank(group, owner)] for owner in grid.owners()])
 
 
-# The actor: the policy being trained.
+# The role.
 
 CANDIDATE = "hf_candidate"
-"""Folder of output_dir."""
+"""A folder in output_dir."""
 ON_POLICY_METRICS = METRICS | {
     *("train_rollout_logprob_abs_diff", "train_rollout_logprob_abs_diff_max"),
     "replayed_choices_differing",
 }
-"""Measured under the weights that drew the samples, which only the first mini-batch still has."""
+"""Metrics measured under the weights that sampled the tokens. Only the first mini-batch still has those weights."""
 
 KL_COEF = "kl_coef"
-"""In the metadata of what the actor saves."""
+"""A key in the metadata of the actor's checkpoint files."""
 HELD_OUT_BEST = "held_out_best"
-"""There too."""
+"""A key in the same metadata."""
 
 
 class ActorRole(TrainedRole):
@@ -290,7 +314,8 @@ class ActorRole(TrainedRole):
         self.held_out_best = self._saved_best()
 
     def load_batch(self, step: int, chunk: int) -> None:
-        """Take this replica's share of what the step trains on, and what other roles said of it."""
+        """Adds this replica's share of the step's training rows to the batch, with the results of other
+        roles for them."""
         assert self.training_data is not None, "only an algorithm that generates nothing has this task"
         experience = self.training_data.for_step(step, part=self.dp, num_parts=self.grid.dp)
         experience = self._with_what_is_told(experience, step, chunk)
@@ -298,7 +323,7 @@ class ActorRole(TrainedRole):
         self._log_sample_ids(step, chunk, experience)
 
     def actor_logprobs(self, step: int, chunk: int) -> None:
-        """Log-probs of the drawn tokens before the first update. Collective over: this replica."""
+        """Computes the log-probs of the sampled tokens before the first update. Collective over: this replica."""
         scored, max_tokens = self.shipments["scored", step, chunk], self.config.actor.micro_batch_tokens
         if self.config.model.router_replay == "recompute":
             logprobs, routed = self.model.evaluate_routing(
@@ -315,7 +340,7 @@ class ActorRole(TrainedRole):
         self.shipments["scored", step, chunk] = scored
 
     def advantages(self, step: int, chunk: int) -> None:
-        """Put together what the other roles sent, leave out what is too old, and turn rewards into advantages."""
+        """Merges the results of other roles, applies the staleness limit, and turns rewards into advantages."""
         scored = self.shipments.pop(("scored", step, chunk))
         experience = self._with_what_is_told(scored.experience, step, chunk)
         schedule = self.config.schedule
@@ -329,18 +354,18 @@ class ActorRole(TrainedRole):
         experience = self.estimation.with_advantages(experience)
         self.batch.add(chunk, experience)
         self._log_sample_ids(step, chunk, experience)
-        if experience.has("returns"):  # for the critic, with the mask of what is trained on
+        if experience.has("returns"):  # for the critic, with the mask of trained tokens
             self.shipments["returns", step, chunk] = replace(scored, experience=experience)
 
     def _with_what_is_told(self, experience: Experience, step: int, chunk: int) -> Experience:
-        """With what other roles said of the same samples."""
+        """Returns the samples with the results that other roles sent for them."""
         for name in (task.leaves[0] for _, task in informing("actor", "scored", self.job.placement.roles)):
             if (name, step, chunk) in self.shipments:
                 experience = experience.with_fields_of(self.shipments.pop((name, step, chunk)).experience)
         return experience
 
     def score_held_out(self, step: int, chunk: int) -> Metrics:
-        """What the loss and its metrics are of the held-out rows. Collective over: the actor's ranks."""
+        """Returns the loss and its metrics over the held-out rows. Collective over: the actor's ranks."""
         assert self.training_data is not None, "only an algorithm that generates nothing has this task"
         experience = self.training_data.held_out(part=self.dp, num_parts=self.grid.dp)
         if ("evaluation_logprobs", step, chunk) in self.shipments:
@@ -359,13 +384,17 @@ class ActorRole(TrainedRole):
         return metrics
 
     def accumulate(self, step: int, chunk: int) -> None:
-        """Gradients of a chunk, while others still decode. Collective over: this replica."""
+        """Accumulates the gradients of a chunk while engines still decode later ones. Collective over: this replica."""
         start = time.perf_counter()
         self.model.accumulate(self.batch.chunks[chunk], self._loss_of(step), temperature=self.temperature)
         self.accumulate_s += time.perf_counter() - start
 
     def update(self, step: int, chunk: int) -> Metrics:
-        """One optimizer step per mini-batch and pass. Collective over: the actor's ranks."""
+        """Makes one optimizer step per mini-batch and pass. If gradients were accumulated by chunk, makes the step's
+        only one.
+
+        Collective over: the actor's ranks.
+        """
         start = time.perf_counter()
         experience = self.algorithm.over_whole_step(self.batch.take(), Replicas(self._total, self._gathered))
         if self.job.shape.accumulates_actor:
@@ -395,27 +424,29 @@ class ActorRole(TrainedRole):
         return metrics
 
     def _train(self, experience: Experience, loss_function: LossFunction) -> list[dict[str, float]]:
-        """Collective over: the actor's ranks."""
+        """Makes the optimizer steps over the mini-batches and returns their metrics. Collective over: the actor's
+        ranks."""
         normalized_over = self.config.loss.correction.normalize
         if normalized_over == "step":
             experience = self._with_weight_mean(experience)
         mini_batches = self.batch.mini_batches(experience)
         if normalized_over != "mini_batch":
             return self.model.train_batches(mini_batches, loss_function, temperature=self.temperature)
-        return [  # one after the other: weights may be of the log-probs that the mini-batch before left
+        return [  # one by one: weights may depend on the log-probs after the previous mini-batch
             self.model.train_batch(self._with_weight_mean(one), loss_function, temperature=self.temperature)
             for one in mini_batches
         ]
 
     def _with_weight_mean(self, experience: Experience) -> Experience:
-        """With the mean of the weights over all replicas' samples. Collective over: the actor's ranks."""
+        """Sets the mean of the correction weights over all replicas' samples. Collective over: the actor's ranks."""
         settings = self.config.loss
         present = self.logprobs(experience) if settings.old_logprobs == "rollout" else None
         sums = self._total(correction.weight_sums(experience, present, settings))
         return correction.with_weight_mean(experience, sums)
 
     def _loss_of(self, step: int) -> LossFunction:
-        """The algorithm's, which also compares the actor with the engine, where there is one."""
+        """Returns the algorithm's loss function. If an engine generates samples, it also measures the parity with the
+        engine."""
         return measuring_parity(self.loss_function, step) if self.algorithm.generates else self.loss_function
 
     def _staleness_metrics(self) -> Metrics:
@@ -425,20 +456,20 @@ class ActorRole(TrainedRole):
         return {f"train/{name}": value for name, value in StalenessCounts.metrics(totals, int(longest)).items()}
 
     def _row_metrics(self, experience: Experience) -> Metrics:
-        """Of responses that stand in rows. Collective over: the actor's ranks."""
+        """Returns metrics of responses read from rows. Collective over: the actor's ranks."""
         cut = self._total(torch.tensor([float(experience.truncated.sum()), experience.num_samples]))
         dropped = self.job.rows.training_rows.dropped
         long_rows = float(dropped.num_long + dropped.num_cut)
         return {"train/truncated_ratio": float(cut[0] / cut[1]), "train/long_rows": long_rows}
 
     def _total(self, values: torch.Tensor) -> torch.Tensor:
-        """Their sum over all replicas, in host memory. Collective over: the actor's ranks."""
-        totals = values.double() * self.grid.dp / len(self.grid.ranks)  # every rank of a replica has the same
+        """Returns the sum over all replicas, in host memory. Collective over: the actor's ranks."""
+        totals = values.double() * self.grid.dp / len(self.grid.ranks)  # all ranks of a replica have the same values
         dist.all_reduce(totals, group=self.job.groups.cpu[self.grid.ranks])
         return totals
 
     def _gathered(self, values: torch.Tensor) -> torch.Tensor:
-        """[n] of all replicas, one behind the other. Collective over: the actor's ranks."""
+        """Returns the values of all replicas, concatenated to shape [n]. Collective over: the actor's ranks."""
         return gathered(values, self.grid, self.job.groups.cpu[self.grid.ranks])
 
     def _log_sample_ids(self, step: int, chunk: int, experience: Experience) -> None:
@@ -446,14 +477,14 @@ class ActorRole(TrainedRole):
             self.sample_ids.append({"step": step, "chunk": chunk, "sample_ids": experience.sample_ids.tolist()})
 
     def save_state(self) -> Mapping[str, Contents]:
-        """As of every role that learns. Beside it stand an adaptive coefficient of the reward's KL penalty, and which
-        evaluation of held-out rows was the best."""
+        """Returns the state of a trained role. Its metadata adds the adaptive KL coefficient and the best evaluation of
+        held-out rows."""
         text = {KL_COEF: repr(self.estimation.kl.coef)} if self.config.loss.kl.adaptive else {}
         text |= {HELD_OUT_BEST: self.held_out_best.state()} if self.held_out_best else {}
         return {name: Contents(c.tensors, {**c.metadata, **text}) for name, c in super().save_state().items()}
 
     def _saved_best(self) -> BestSoFar | None:
-        """Which evaluation of held-out rows was the best, where the run keeps that policy: every rank knows it."""
+        """Returns the best evaluation of held-out rows, if the run keeps that policy. It is the same on every rank."""
         settings = self.config.evaluation.keep_best
         if settings is None or not self.config.scores_held_out:
             return None
@@ -463,28 +494,35 @@ class ActorRole(TrainedRole):
         return best
 
     def _saved(self, key: str) -> str | None:
-        """What the run that goes on has saved under a key of the metadata; all ranks have saved the same."""
+        """Returns the metadata value of the resumed checkpoint under a key, or None. All ranks have saved the same
+        value."""
         return read_texts(self.job.resumed.files(self.name)[0]).get(key) if self.job.resumed else None
 
     def save_hf(self, step: int, chunk: int) -> None:
-        """Write <output_dir>/hf, or before the last step one of <output_dir>/hf_steps. Collective over: the actor's
-        ranks."""
+        """Writes <output_dir>/hf for the last step, and a folder in <output_dir>/hf_steps for an earlier one.
+
+        Collective over: the actor's ranks.
+        """
         is_last = step == self.config.steps
         self._save("hf" if is_last else f"hf_steps/{name_of(step)}")
 
     def save_best(self, step: int, chunk: int) -> None:
-        """Write <output_dir>/hf_best if the evaluation of the step is the best so far. Collective over: the actor's
+        """Writes <output_dir>/hf_best if the evaluation of the step is the best so far. Collective over: the actor's
         ranks."""
         if best := self._best_of(step):
             self._save(BEST_FOLDER, {BEST_FILE: best.as_json()})
 
     def save_candidate(self, step: int, chunk: int) -> None:
-        """Write what is to be <output_dir>/hf_best should the evaluation of the step, which goes on beside training,
-        turn out the best so far. Collective over: the actor's ranks."""
+        """Writes a candidate for <output_dir>/hf_best, before the evaluation of the step is known. It runs beside
+        training.
+
+        Collective over: the actor's ranks.
+        """
         self._save(CANDIDATE)
 
     def keep_candidate(self, step: int, chunk: int) -> None:
-        """Keep what was saved before the step, or not."""
+        """Moves the candidate to <output_dir>/hf_best if the evaluation of the step is the best so far. Deletes it
+        otherwise."""
         best = self._best_of(step)
         if self.job.world.rank != self.grid.ranks[0]:
             return
@@ -500,7 +538,8 @@ class ActorRole(TrainedRole):
             shutil.rmtree(adapters_folder(candidate), ignore_errors=True)
 
     def _best_of(self, step: int) -> Best | None:
-        """The evaluation of the step, if it is the best so far: the same on all ranks."""
+        """Returns the evaluation of the step if it is the best so far, else None. The result is the same
+        on all ranks."""
         if self.held_out_best is not None:
             best = self.held_out_best.best
             return best if best and best.step == step else None
@@ -509,7 +548,7 @@ class ActorRole(TrainedRole):
         return Best(**verdict) if verdict else None
 
     def _save(self, folder: str, notes: Mapping[str, str] = NO_NOTES) -> None:
-        """The merged weights, and adapters beside them. Collective over: the actor's ranks."""
+        """Saves the merged weights, and the adapters in a folder next to them. Collective over: the actor's ranks."""
         export = Path(self.config.output_dir, folder)
         group, cpu_group = self.job.groups[self.grid.ranks], self.job.groups.cpu[self.grid.ranks]
         save_checkpoint(
@@ -540,7 +579,10 @@ class ActorRole(TrainedRole):
             )
 
     def logprobs(self, experience: Experience) -> torch.Tensor:
-        """[tokens] fp32 of the actor's tempered distribution, or scores. Collective over: this replica."""
+        """Returns the log-probs under the actor's tempered distribution, or scores, shape [tokens], fp32.
+
+        Collective over: this replica.
+        """
         return self.model.evaluate(
             experience, max_tokens=self.config.actor.micro_batch_tokens, temperature=self.temperature
         )

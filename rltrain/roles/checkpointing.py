@@ -1,4 +1,4 @@
-"""Saves a run at the boundaries between its steps, on disk and in the nodes' memory."""
+"""Checkpoints of a run at the boundaries between its steps, on disk and in the nodes' memory."""
 
 import json
 import logging
@@ -35,25 +35,24 @@ from rltrain.tasks.roles import roles_beside_steps
 
 logger = logging.getLogger(__name__)
 
-# Saving a run in its nodes' memory: each rank's files there, and a copy of them on the next node.
+# Checkpoints in the nodes' memory. Each rank's files are there, with a copy on the next node.
 
 LOOK_S = 0.05
-"""Between two looks of a rank's thread for what it waits for; with many ranks more, as in job_store.polling."""
+"""Seconds between two checks of the store by a rank's thread. Jobs with more than 50 ranks check less often."""
 MAX_INCOMPLETE_IN_MEMORY = MOST - KEPT
-"""Steps that may be under way: older ones are given up, since newer ones are worth more."""
+"""Most incomplete checkpoints at a time. Older ones are given up, because newer ones are more useful."""
 REMEMBERED = 8
-"""Verdicts that stay in the store."""
+"""Number of verdicts kept in the store."""
 COUNTS, GIVEN_UP = "counts", "given up"
-"""The verdicts on a step."""
+"""The verdicts on the checkpoint of a step."""
 
 
 class MemoryCheckpointing:
-    """One rank's part in it, of those of `hosting`.
+    """One rank's part in checkpoints in memory. `hosting` has all ranks with a role.
 
-    The rank's writer writes its files into the node's memory. Then a thread of its own fetches those of the ranks of
-    the node before that it keeps the copy of. Once all ranks have said that theirs are there, the job's leader makes
-    the manifest, and every node's first rank lets its folder count. A rank that fails, or no room, costs that
-    checkpoint and not the job.
+    The rank's writer writes its files into the node's memory. Then a thread copies files of the previous node's ranks,
+    this rank's share of them. Once all ranks have reported both, the job's leader makes the manifest, and the first
+    rank of each node completes its folder. A failed rank or full memory costs this checkpoint, not the job.
     """
 
     def __init__(
@@ -65,11 +64,11 @@ class MemoryCheckpointing:
         self.store = dist.PrefixStore("memory_checkpoint", self.world.background)
         self.hosting = hosting
         self.origins = origins(hosting, self.per_node).get(self.rank, [])
-        """The ranks whose files this one copies."""
+        """The ranks with files to be copied by this one."""
         of_node = [rank for rank in hosting if self._node(rank) == self._node(self.rank)]
         self.completes_node = self.rank == min(of_node, default=None)
         self._begun: dict[int, float] = {}
-        """On the leader, the steps that are not complete, and when they were begun."""
+        """On the leader: the start time of each incomplete step."""
         self._runs: dict[int, str] = {}
         self._decided: list[int] = []
         self._is_first = True
@@ -82,7 +81,8 @@ class MemoryCheckpointing:
         self._thread.start()
 
     def begin(self, step: int, run: Mapping[str, Any] | None) -> Target:
-        """Where this rank's files of `step` go; `run` on the leader: what run.json is to say."""
+        """Starts a checkpoint of `step` and returns the target for this rank's files. On the leader `run` is the
+        content of run.json."""
         if run is not None:
             self._begun[step], self._runs[step] = time.perf_counter(), json.dumps(run, indent=1)
             for old in [*self._begun][:-MAX_INCOMPLETE_IN_MEMORY]:
@@ -90,7 +90,7 @@ class MemoryCheckpointing:
         return Target(self.folder.checkpoints.partial(step), self._report(step))
 
     def look(self) -> None:
-        """On the leader: what all ranks have written and copied counts. To be called often; waits for nobody."""
+        """Completes the steps written and copied by all ranks. Called often on the leader; it never waits."""
         if not self._begun or time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + self._every_s
@@ -99,17 +99,17 @@ class MemoryCheckpointing:
                 self._complete(step)
 
     def take_metrics(self) -> Metrics:
-        """perf/memory_checkpoint_* since the last call."""
+        """Returns the perf/memory_checkpoint_* metrics since the last call."""
         metrics, self._metrics = self._metrics, {}
         return metrics
 
     def close(self) -> None:
-        """The run has come to its end. What is under way is dropped, and what is there removed. Collective over: all
-        ranks."""
+        """Ends checkpoints in memory with the run: drops unfinished ones and removes the nodes' folders. Collective
+        over: all ranks."""
         self._closing.set()
         self._saved.put(None)
         self._thread.join()
-        waiting = "all ranks to be done with checkpoints in memory"
+        waiting = "all ranks to finish checkpoints in memory"
         self.job_store.meet("node_memory/end", self.world.size, waiting_for=waiting)
         if self.world.local_rank == 0:
             self.folder.remove()
@@ -126,7 +126,7 @@ class MemoryCheckpointing:
         return [f"{step}/{what}/{rank}" for what in ("written", "copied") for rank in self.hosting]
 
     def _complete(self, step: int) -> None:
-        """As all ranks have reported."""
+        """Decides on a step from the reports of all ranks."""
         files: dict[str, FileRecord] = {}
         problems: list[str] = []
         keys = self._keys(step)
@@ -138,7 +138,7 @@ class MemoryCheckpointing:
             logger.warning("the checkpoint of step %d in memory is given up: %s", step, problems[0])
             self._decide(step, GIVEN_UP)
             return
-        self.report_steps_before()  # whoever goes on from here does not report them again
+        self.report_steps_before()  # a resumed run does not report them again
         run = self._runs[step]
         records = {**files, RUN_FILE: record_of(run.encode())}
         manifest = {name: record._asdict() for name, record in sorted(records.items())}
@@ -149,12 +149,12 @@ class MemoryCheckpointing:
         self._decide(step, COUNTS)
 
     def _decide(self, step: int, verdict: str) -> None:
-        """What becomes of a step on all nodes."""
+        """Publishes the verdict on a step to all nodes."""
         self.store.set(f"{step}/verdict", verdict)
         del self._begun[step], self._runs[step]
         self._decided.append(step)
         if verdict == COUNTS:
-            for key in self._keys(step):  # nobody looks at them any more
+            for key in self._keys(step):  # not needed any longer
                 self.store.delete_key(key)
         for old in self._decided[:-REMEMBERED]:
             for key in (f"{old}/verdict", f"{old}/texts", *self._keys(old)):
@@ -163,8 +163,8 @@ class MemoryCheckpointing:
         self._decided = self._decided[-REMEMBERED:]
 
     def _copy_steps(self) -> None:
-        """The thread: one step after the other."""
-        with suppress(OSError):  # a system may forbid it, or know it for processes only
+        """The thread: copies one step after another."""
+        with suppress(OSError):  # some systems forbid it, or allow it for processes only
             setpriority(PRIO_PROCESS, threading.get_native_id(), NICENESS)
         while (step := self._saved.get()) is not None:
             problem = self._copy(step)
@@ -187,7 +187,7 @@ class MemoryCheckpointing:
                 logger.warning("%s", problem)
 
     def _copy(self, step: int) -> str | None:
-        """What went wrong with the files of other ranks, in words."""
+        """Copies the files of other ranks. Returns the problem in words, or None."""
         partial = self.folder.checkpoints.partial(step)
         for rank in self.origins:
             key = f"{step}/written/{rank}"
@@ -202,7 +202,7 @@ class MemoryCheckpointing:
         return None
 
     def _verdict(self, step: int) -> str | None:
-        """Once there is one; None where the run has come to its end."""
+        """Waits for the verdict on a step and returns it. Returns None if the run ends first."""
         while not self._closing.is_set():
             if self._is_decided(step):
                 key = f"{step}/verdict"
@@ -211,7 +211,8 @@ class MemoryCheckpointing:
         return None
 
     def _await(self, step: int, key: str) -> bool:
-        """Whether it has come: it does not where the step was decided, or the run has come to its end, before."""
+        """Waits for a key in the store. Returns False if the step is decided or the run ends before the
+        key is there."""
         while not self._closing.is_set():
             if self.store.check([key]):
                 return True
@@ -221,7 +222,7 @@ class MemoryCheckpointing:
         return False
 
     def _is_decided(self, step: int) -> bool:
-        """Also where its verdict is so old that the store has it no more."""
+        """Returns whether the step has a verdict. It may be so old that the store has deleted it."""
         if self.store.check([f"{step}/verdict"]):
             return True
         return self.store.check(["oldest"]) and step < int(self.store.get("oldest"))
@@ -231,31 +232,31 @@ class MemoryCheckpointing:
 
 
 MAX_INCOMPLETE = 4
-"""Checkpoints that wait for evaluations beside training; then training waits."""
-# Saving a run at the boundaries between its steps, at fixed intervals or because it is asked to stop.
+"""Most checkpoints that may wait for evaluations beside training. With more of them training waits."""
+# Checkpoints at the boundaries between steps, at fixed intervals or because the run is asked to stop.
 
 LATE_COPY_S = "perf/checkpoint_late_copy_s"
 STOPPED = "stopped"
-"""Key in the store: the checkpoint at which the run is stopped is complete."""
+"""A key in the store: the checkpoint of a stopped run is complete."""
 
 
 @dataclass(frozen=True)
 class RunControl:
-    """What decides when and where a run is saved, beside its config."""
+    """The settings beyond the config that decide when and where a run is saved."""
 
     inputs: Inputs
-    """What identifies the inputs of the run."""
+    """The identity of the run's inputs."""
     stop: StopRequest
     memory: NodeMemory | None
-    """Where checkpoints go to beside the disk, if anywhere."""
+    """The nodes' memory for checkpoints, or None."""
 
 
 class Checkpointing:
-    """One rank's part in it.
+    """One rank's part in checkpoints.
 
-    A checkpoint is a cut through the order of tasks. Every rank saves what its roles have when it comes to the cut, and
-    the sources of experience that crosses the cut save that too, so no rank waits for another. One rank, the actor's
-    leader, completes the checkpoint once the files of all that host a role are durable.
+    A checkpoint is a cut through the order of tasks. Every rank saves the state of its roles when it reaches the cut.
+    The sources of experience that crosses the cut save it too, so no rank waits for another. The job's leader completes
+    the checkpoint once the files of all ranks with a role are durable.
     """
 
     def __init__(
@@ -273,21 +274,20 @@ class Checkpointing:
         self.settings = job.config.checkpoint
         self.folder = CheckpointFolder(Path(job.config.checkpoint_dir))
         self.writer = FilesWriter(asynchronous=self.settings.asynchronous)
-        self.store = dist.PrefixStore("checkpoint", job.world.background)  # the writing thread reports too
+        self.store = dist.PrefixStore("checkpoint", job.world.background)  # the writing thread uses it too
         self.stopped_by: str | None = None
-        """The signal, or the reason to pause, because of which the run ends at the boundary that this rank has come
-        to."""
+        """The signal or the reason for a pause, if the run ends at this rank's present boundary. None otherwise."""
         self._boundary: int | None = None
         self._incomplete: deque[int] = deque()
-        """The steps of checkpoints that this rank has yet to complete, in their order."""
+        """The steps of checkpoints that this rank has yet to complete, in ascending order."""
         self._late = frozenset(job.placement.hosting_nothing_but(roles_beside_steps()))
-        """Ranks that come to a boundary when others are long past it."""
+        """Ranks that reach a boundary long after the others."""
         self._earlier_logs = job.resumed.logs if job.resumed else {}
-        """On the leader, as they were when this job began: it may have fewer ranks than the one before."""
+        """On the leader: sizes of the sample logs when this job began. The job before may have had more ranks."""
         self._saved_at_s = time.monotonic()
-        """When the last checkpoint on the disk was begun, or else this job."""
+        """Start time of the last checkpoint on disk, or of this job."""
         self.last_saved: int | None = None
-        """The step of the last checkpoint that this rank has taken part in, on the disk or in memory."""
+        """Step of the last checkpoint with files of this rank, on disk or in memory."""
         self._metrics: Metrics = {}
         self.memory: MemoryCheckpointing | None = None
         if control.memory:
@@ -297,24 +297,25 @@ class Checkpointing:
 
     @property
     def paused_by(self) -> str | None:
-        """What a user is told in the end of a run that paused: where it did, and how it goes on."""
+        """The user's message at the end of a paused run: where it paused and how to continue. None for other runs."""
         if self.stopped_by is None or not self.stopped_by.startswith(PAUSE):
             return None
         where = self.folder.path / name_of(self._boundary or 0)
         return (
             f"{self.stopped_by.removeprefix(PAUSE)}. The run is paused after step {self._boundary}, saved in {where}; "
-            "the same command goes on from there, once its config says how"
+            "change the config as needed, and the same command continues from there"
         )
 
     @property
     def told_stop(self) -> str:
-        """What a user is told in the end of a run that a signal has stopped."""
+        """The user's message at the end of a run stopped by a signal."""
         step = self._boundary or 0
         where = self.folder.path / name_of(step)
-        return f"{self.stopped_by}: stopped after step {step}, saved in {where}; the same command goes on from there"
+        return f"{self.stopped_by}: stopped after step {step}, saved in {where}; the same command continues from there"
 
     def at_boundary(self, step: int, chunk: int) -> None:
-        """Save where it is due or the run is to stop here. Once per boundary, for all roles of this rank."""
+        """Saves a checkpoint if one is due, or if the run is to stop here. Acts once per boundary, for all roles of
+        this rank."""
         if step == self._boundary:
             return
         self._boundary = step
@@ -324,35 +325,39 @@ class Checkpointing:
             is_time = self.stop.saves_at(step)
         durably = bool(reason) or is_time or is_save_step(self.job.config, step)
         if durably or is_memory_save_step(self.job.config, step):
-            with self.job.heartbeat.task_clock.waiting("the checkpoint before to be written"):
+            with self.job.heartbeat.task_clock.waiting("the previous checkpoint to be written"):
                 self._make_way(durably)
             self.stopped_by = reason
             self._save(step, durably)
 
     def may_join(self, position: int, sync: int) -> bool:
-        """Whether an engine whose rank is at `position` of the order may join the weight sync at position `sync`: no
-        checkpoint that is saved by time stands between them, which would hold newer responses than weights."""
+        """Returns whether an engine at `position` may join the weight sync at position `sync`.
+
+        It may not if a checkpoint saved by time is between them. The checkpoint would hold responses newer than its
+        weights.
+        """
         saved = self.stop.saved_by_time() if self.settings.save_every_s else ()
         return not any(position < self.order.boundary(step) <= sync for step in saved)
 
     def metrics(self) -> Metrics:
-        """perf/checkpoint_* since the last call; see observability.names."""
+        """Returns the perf/checkpoint_* metrics since the last call. See observability.names."""
         metrics, self._metrics = self._metrics, {}
         metrics |= self.memory.take_metrics() if self.memory else {}
         late_s = sum(role.take_copying_s() for role in self.roles.values())
         return {**metrics, LATE_COPY_S: late_s} if late_s else metrics
 
     def look(self) -> None:
-        """Complete a checkpoint whose files are all durable; to be called often. CheckpointError where one failed."""
+        """Completes checkpoints whose files are all durable. Called often. Raises CheckpointError if a file could not
+        be written."""
         if self.memory:
             self.memory.look()
         while self._incomplete and self.store.check([*self._reports(self._incomplete[0]).values()]):
             self._complete(self._incomplete.popleft())
 
     def finish(self) -> None:
-        """Wait until what was begun is complete, as far as it is this rank's to do.
+        """Waits until this rank has completed all checkpoints that it has to complete.
 
-        In a run that is stopped every rank waits for all of it: once one has ended, a launcher may kill the others.
+        In a stopped run every rank waits for all of them. Once one rank has ended, a launcher may kill the others.
         """
         self.writer.join()
         if self._incomplete:
@@ -363,15 +368,16 @@ class Checkpointing:
             self._wait_for({self.leader: STOPPED})
 
     def close(self) -> None:
-        """The run has come to its end, on all ranks: the nodes' memory is given back."""
+        """Frees the nodes' memory. Called at the end of the run, on all ranks."""
         if self.memory:
             self.memory.close()
 
     def _is_time(self, step: int) -> bool:
-        """Whether a checkpoint is due at the boundary of `step` by checkpoint.save_every_s, as far as this rank knows.
+        """Returns whether checkpoint.save_every_s asks for a checkpoint at the boundary of `step`, as far as this rank
+        knows.
 
-        After the last step it is where the job has saved by time or has gone on from a checkpoint on the disk, so that
-        the newest one is of the end. None is due while the one before is being written.
+        One is due after the last step if the job has saved by time before, or was resumed from disk. So the newest
+        checkpoint is of the end. None is due while the last one is still being written.
         """
         every_s = self.settings.save_every_s
         if not every_s or is_save_step(self.job.config, step):
@@ -382,10 +388,13 @@ class Checkpointing:
         return time.monotonic() - self._saved_at_s >= every_s and not self.writer.is_busy
 
     def _make_way(self, durably: bool) -> None:
-        """For another checkpoint: the one before is written but for what late ranks have yet to write, of which no more
-        than MAX_INCOMPLETE may take room on the disk. One in memory alone does not wait for the disk."""
+        """Waits until another checkpoint may begin.
+
+        The last one must be written, except for the files of late ranks. At most MAX_INCOMPLETE checkpoints may wait
+        for those, because they take room on disk. A checkpoint in memory alone does not wait for the disk.
+        """
         if not durably:
-            self.writer.release()  # the disk may still be at it
+            self.writer.release()  # the disk may still be busy
             self.look()
             return
         self.writer.join()
@@ -398,7 +407,7 @@ class Checkpointing:
         self.look()
 
     def _wait_for(self, keys: Mapping[int, str]) -> None:
-        """`keys` are by the ranks that set them."""
+        """Waits for keys in the store. `keys` has them by the rank that sets them."""
         if not self.store.check([*keys.values()]):
             missing = {rank: key for rank, key in keys.items() if not self.store.check([key])}
             awaited, what = [*missing.values()], "the other ranks' files of a checkpoint"
@@ -408,7 +417,7 @@ class Checkpointing:
     def _save(self, step: int, durably: bool) -> None:
         rank, cut, begin = self.job.world.rank, self.order.boundary(step), time.perf_counter()
         files: dict[str, Contents] = {}
-        for name in reversed([*self.roles]):  # the rollout, which is built after environments, first asks for them
+        for name in reversed([*self.roles]):  # the rollout comes first: it asks environments to save
             files |= {f"{name}/{file}": contents for file, contents in self.roles[name].save_state().items()}
         if crossing := self.transfers.save(cut):
             files[f"transfers/rank_{rank:05d}.safetensors"] = Contents(crossing, {})
@@ -418,7 +427,7 @@ class Checkpointing:
         self.writer.start(files, *self._targets(step, durably))
 
     def _targets(self, step: int, durably: bool) -> list[Target]:
-        """Memory comes first: it takes less long."""
+        """Returns the targets of this rank's files. Memory comes first because it is faster."""
         is_leader, targets = self.job.world.rank == self.leader, list[Target]()
         if self.memory and is_memory_save_step(self.job.config, step):
             targets.append(self.memory.begin(step, self._run(step) if is_leader else None))
@@ -440,7 +449,7 @@ class Checkpointing:
         return lambda written: self.store.set(key, json.dumps(asdict(written)))
 
     def _reports(self, step: int) -> dict[int, str]:
-        """The key of each rank that has something to save."""
+        """Returns the report keys of all ranks with something to save."""
         return {rank: f"{step}/{rank}" for rank in self.job.placement.hosting}
 
     def _complete(self, step: int) -> None:
@@ -460,17 +469,17 @@ class Checkpointing:
             seconds.append(report["seconds"])
         self._metrics["perf/checkpoint_write_s"] = max(seconds)
         self._metrics["perf/checkpoint_bytes"] = sum(record.num_bytes for record in files.values())
-        self.reporter.collect()  # of the steps before; whoever goes on from here does not report them again
+        self.reporter.collect()  # a resumed run does not report the steps before again
         self.folder.complete(step, files, self._run(step), self.settings.keep)
         if self._stopped_by(step):
             self.store.set(STOPPED, "1")
 
     def _stopped_by(self, step: int) -> str | None:
-        """The signal because of which the run ends at the boundary of the step."""
+        """Returns the signal or reason that ends the run at the boundary of the step, or None."""
         return self.stopped_by if step == self._boundary else None
 
     def _run(self, step: int) -> dict[str, Any]:
-        """What must be known before anything of the checkpoint is read."""
+        """Returns the content of run.json. It is needed before any other file of the checkpoint is read."""
         job = self.job
         return {
             "format": 1,

@@ -1,4 +1,4 @@
-"""The critic: estimates the reward that is still to come, for PPO's advantages."""
+"""The critic: estimates the reward still to come, for PPO's advantages."""
 
 from rltrain.algorithms import losses
 from rltrain.data.experience import Experience
@@ -17,7 +17,7 @@ class CriticRole(TrainedRole):
         self.batch = StepBatch(config)
 
     def values(self, step: int, chunk: int) -> None:
-        """The value before every token. Collective over: this replica."""
+        """Computes the value before every token. Collective over: this replica."""
         scored = self.shipments.pop(("scored", step, chunk))
         scores = self.model.evaluate(scored.experience, max_tokens=self.config.critic.micro_batch_tokens)
         evaluated = scored.with_fields(values=losses.before_tokens(scores, scored.experience.lengths))
@@ -25,12 +25,16 @@ class CriticRole(TrainedRole):
         self.shipments["values", step, chunk] = evaluated
 
     def accumulate_critic(self, step: int, chunk: int) -> None:
-        """Gradients of a chunk, while others still decode. Collective over: this replica."""
+        """Accumulates the gradients of a chunk while engines still decode later ones. Collective over: this replica."""
         self._take_returns(step, chunk)
         self.model.accumulate(self.batch.chunks[chunk], self.loss_function)
 
     def update_critic(self, step: int, chunk: int) -> Metrics:
-        """One optimizer step per mini-batch and pass. Collective over: the critic's ranks."""
+        """Makes one optimizer step per mini-batch and pass. If gradients were accumulated by chunk, makes the step's
+        only one.
+
+        Collective over: the critic's ranks.
+        """
         if self.job.shape.accumulates_critic:
             self.batch.take()
             updates = [self.model.step()]
@@ -45,7 +49,7 @@ class CriticRole(TrainedRole):
         return {f"critic/{name}": number for name, number in metrics.items()}
 
     def _take_returns(self, step: int, chunk: int) -> None:
-        """What the actor made of the values, and the tokens that are trained on."""
+        """Adds a chunk to the batch, with the actor's returns and its mask of trained tokens."""
         experience = self.evaluated.pop((step, chunk))
         received = self.shipments.pop(("returns", step, chunk)).experience
         self.batch.add(chunk, experience.with_fields_of(received))

@@ -1,4 +1,4 @@
-"""The env role: environments that answer what the rollout draws."""
+"""Role env: environments that answer the rollout's turns."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -17,16 +17,16 @@ from rltrain.runtime.job_store import poll_s
 from rltrain.tasks.roles import trained_roles
 
 DRAWN = "environments/drawn"
-"""In the store: generate tasks that engines have ended, all together."""
+"""The store's key for the number of generate tasks ended by engines, summed over all engines."""
 
 
 def place_of(rank: int) -> str:
-    """Where in the job's store stands how environments of a rank are reached."""
+    """Returns the store's key for the address of a rank's environments."""
     return f"environments/{rank}"
 
 
 class SimulatorPart(MemoryPart):
-    """Device memory of environments in their own processes, which free it and take it again themselves."""
+    """The device memory of environments in separate processes. They free it and allocate it again themselves."""
 
     def __init__(self, offload: Callable[[], None], onload: Callable[[], None]) -> None:
         super().__init__(tuple)
@@ -42,8 +42,11 @@ class SimulatorPart(MemoryPart):
 
 
 class EnvRole(Role):
-    """Its environments live in processes of their own and are served by a thread: they step while an engine decodes,
-    on this rank or another. In a generate task a rank that has nothing else to do waits until all has been drawn."""
+    """The role of environments. They run in separate processes, and a thread serves them.
+
+    They step while an engine decodes, on this rank or another. In a generate task, a rank without other work waits
+    until all responses are generated.
+    """
 
     name = "env"
 
@@ -56,27 +59,32 @@ class EnvRole(Role):
         self.parts = {"simulators": SimulatorPart(self._tell("offload"), self._tell("onload"))}
         if self.config.env.offload and not environments.offloaded:
             raise ConfigError(
-                f"env.offload: got true, and env.function {self.config.env.function} has no offload() and onload(); "
-                "expected an environment that has both, or false"
+                f"env.offload is true, but env.function {self.config.env.function} lacks offload() or onload(). "
+                "Add both, or set env.offload to false."
             )
         self.num_checkpoints = 0
         self.num_tasks = 0
-        """Generate tasks that this rank has come to."""
+        """Generate tasks that this rank has reached."""
 
     def generate(self, step: int, chunk: int) -> None:
-        """Wait until the rollout has drawn the chunk. Meanwhile, and where this rank trains ahead of the rollout at
-        other times too, environments answer."""
+        """Waits until the rollout has generated the chunk. Environments answer meanwhile.
+
+        A rank that also trains does not wait if the rollout generates ahead of training. Its environments answer at any
+        time.
+        """
         self._await_engines(f"generate[{step}.{chunk}]")
 
     def generate_evaluation(self, step: int, chunk: int) -> None:
-        """As `generate`, for held-out rows."""
+        """Waits like `generate`, for held-out rows."""
         self._await_engines(f"generate_evaluation[{step}]")
 
     def save_state(self) -> Mapping[str, Contents]:
-        """The episodes that are under way, of environments that can be saved, when all engines have come to this
-        checkpoint too."""
+        """Returns the unfinished episodes of environments that can be saved, or nothing if `env.agent` is set.
+
+        Waits until all engines have reached this checkpoint too.
+        """
         if self.config.env.agent is not None:
-            return {}  # its runs would have to end before, which they cannot while the engine waits
+            return {}  # an agent's runs would have to end first, but they need the waiting engine
         self.num_checkpoints += 1
         number = self.num_checkpoints
         engines = self.job.grids["rollout"].ranks
@@ -85,11 +93,11 @@ class EnvRole(Role):
         return {f"rank_{self.job.world.rank:05d}.safetensors": Contents({"episodes": text}, {})}
 
     def close(self) -> None:
-        """End the environments' processes."""
+        """Ends the environments' processes."""
         self.service.close()
 
     def _go_on(self) -> list[int]:
-        """The episodes of the checkpoint that go on on this rank, which takes its share of the files."""
+        """Restores this rank's share of the saved episodes. Returns the ids of episodes that can continue."""
         resumed = self.job.resumed
         files = resumed.files(self.name) if resumed and resumed.continues else []
         mine = files[self.grid.ranks.index(self.job.world.rank) :: len(self.grid.ranks)]

@@ -1,4 +1,4 @@
-"""The episodes of one engine's samples: in environments, and of agents at the endpoint."""
+"""Episodes of one engine's samples: in environments, and of agents at the endpoint."""
 
 import logging
 import secrets
@@ -33,29 +33,29 @@ from rltrain.rollout.groups import Guests
 from rltrain.rollout.sample import Sample, SampleGroup, Status
 from rltrain.runtime.job_store import poll
 
-if TYPE_CHECKING:  # the web stack is imported for those who have an agent
+if TYPE_CHECKING:  # the web stack is imported only with an agent
     from rltrain.endpoint.app import EndpointServer
     from rltrain.endpoint.engine_feed import EngineMailbox
     from rltrain.endpoint.opening import RecordedSession
     from rltrain.endpoint.session import Opened
 
-# The episodes of one engine's samples: its connections to the ranks of the env role.
+# An engine's connections to the ranks of role env.
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Conversations:
-    """What makes conversations of an engine's samples: their episodes, and turns that are asked for from outside."""
+    """The sources of an engine's conversations: the episodes of its samples, and turns requested by agents."""
 
     episodes: Episodes | None = None
     guests: Guests | None = None
 
 
 class EpisodeSessions:
-    """What Rollout needs of environments, where role env is placed; nothing where it is not.
+    """The rollout's access to environments. Without role env it does nothing.
 
-    Training and evaluations have connections of their own, so that one does not read what the other is answered.
+    Training and evaluations have separate connections, so neither reads the answers to the other.
     """
 
     def __init__(self, job: Job, *, is_leader: bool) -> None:
@@ -63,30 +63,30 @@ class EpisodeSessions:
         self._connections: list[RemoteEnvironments] = []
         self._servers: list[tuple[EndpointServer, EngineMailbox]] = []
         self._evaluations: dict[str, Conversations] = {}
-        """By the sets' names."""
+        """Conversations by name of the evaluation set."""
         env = job.placement.ranks("env") if "env" in job.placement.roles else ()
         self._places = {
             rank: job.job_store.get(place_of(rank), waiting_for=f"the environments of rank {rank}") for rank in env
         }
         self._tools = next(iter(self._places.values()))["tools"] if env else ()
-        """That the chat template tells the model of."""
+        """Tools that the chat template describes to the model."""
         self._chat = self._chat_format() if env else None
 
     @property
     def end_tokens(self) -> frozenset[int]:
-        """By which the chat template ends a turn, beside the checkpoint's own tokens."""
+        """The chat template's tokens for the end of a turn, in addition to the checkpoint's."""
         return self._chat.end_tokens if self._chat else frozenset()
 
     def evaluation(
         self, plan: EvaluationPlan, dataset: PromptDataset, engine: Engine, sampling: SamplingParams
     ) -> Conversations:
-        """Of a set of held-out prompts; the same ones in every evaluation."""
+        """Returns the conversations of a held-out set. They are the same objects in every evaluation."""
         if plan.name not in self._evaluations:
             self._evaluations[plan.name] = self.conversations(dataset, engine, sampling, plan)
         return self._evaluations[plan.name]
 
     def ended(self) -> None:
-        """This engine has ended a generate task: ranks of the env role wait for all engines to do so."""
+        """Reports that this engine has ended a generate task. Ranks of role env wait for all engines to do so."""
         if self._places and self.is_leader:
             self.job.world.store.add(DRAWN, 1)
 
@@ -100,7 +100,7 @@ class EpisodeSessions:
     def conversations(
         self, dataset: PromptDataset, engine: Engine, sampling: SamplingParams, plan: EvaluationPlan | None = None
     ) -> Conversations:
-        """Of an evaluation's prompts, or of the stream of training prompts where there is no `plan`."""
+        """Returns the conversations of an evaluation's prompts, or of training prompts if `plan` is None."""
         if not self._places:
             return Conversations()
         if not self.is_leader:
@@ -123,7 +123,8 @@ class EpisodeSessions:
         return self._of_agents(dataset, engine, sampling, plan is not None, arguments, settings)
 
     def _feed(self, engine: Engine, mailbox: "EngineMailbox | None" = None) -> Guests | None:
-        """The turns that agents ask for; on the ranks of an engine that are not its first there is no `mailbox`."""
+        """Returns the turns requested by agents, or None without an agent. Only the engine's first rank has a
+        `mailbox`."""
         if self.job.config.env.agent is None:
             return None
         from rltrain.endpoint.engine_feed import EngineFeed
@@ -139,7 +140,7 @@ class EpisodeSessions:
         arguments: tuple[Any, ...],
         settings: dict[str, Any],
     ) -> Conversations:
-        """With a server in front of the engine."""
+        """Starts a server in front of the engine and returns the conversations of its agents."""
         from rltrain.endpoint.app import EndpointServer, EndpointSettings
         from rltrain.endpoint.engine_feed import EngineMailbox
         from rltrain.endpoint.requests import RequestLimits, SamplingRules
@@ -175,12 +176,15 @@ class EpisodeSessions:
         return Conversations(AgentEpisodes(server, recorded, *arguments, **settings), self._feed(engine, mailbox))
 
     def _rows(self, dataset: PromptDataset, plan: EvaluationPlan | None) -> RowColumns:
-        """With all columns of the file."""
+        """Returns the rows with all columns of the file."""
         file, key = (plan.file, plan.config_key) if plan else (self.job.config.data.train, "data.train")
         return read_columns(dataset, file, config_key=key, required={}, every=True)
 
     def _chat_format(self) -> ChatFormat | None:
-        """ConfigError where conversations cannot go on by the checkpoint's template."""
+        """Returns the chat format, or None without a chat template.
+
+        Raises ConfigError if the checkpoint's template cannot continue conversations.
+        """
         job, encoder = self.job, self.job.rows.prompts.encoder
         if not encoder.uses_template:
             return None
@@ -204,24 +208,23 @@ class EpisodeSessions:
         )
 
 
-# Episodes of agents, which draw their turns at an endpoint: what was drawn in an agent's session is its sample.
+# Episodes of agents. They request turns at an endpoint, and the tokens of an agent's session become its sample.
 
 FIRST_TURN_ID = 2**50
-"""Of the samples that an endpoint draws: above those of the stream of prompts."""
+"""First id of samples generated at an endpoint. It is above all ids of the prompt stream."""
 
 
 class AgentEpisodes(EnvironmentEpisodes):
-    """`server` serves the engine that these episodes are of. An agent's run cannot cross a checkpoint: it begins
-    anew."""
+    """The episodes of agents at `server`. An agent's run cannot cross a checkpoint. It begins again after one."""
 
     def __init__(
         self, server: "EndpointServer", recorded: "dict[str, RecordedSession]", *arguments: Any, **settings: Any
     ) -> None:
-        """`recorded` has the sessions that have ended, by id; the server's thread writes it."""
+        """`recorded` has the ended sessions by id. The server's thread writes it."""
         super().__init__(*arguments, **settings)
         self.server, self.recorded = server, recorded
         self._sessions: dict[int, Opened] = {}
-        """By episode."""
+        """Open sessions by episode."""
 
     def begin(self, group: SampleGroup, samples: Sequence[Sample]) -> None:
         for sample in samples:
@@ -248,7 +251,7 @@ class AgentEpisodes(EnvironmentEpisodes):
         if failed:
             return Observed(waiting.sample.id, Status.FAILED)
         if session is None or not session.trajectories:
-            raise Unusable("its agent has asked for no turn to the end")
+            raise Unusable("its agent has requested no complete turn")
         return Observed(
             waiting.sample.id,
             session.trajectories[0].sample.status,
@@ -257,7 +260,7 @@ class AgentEpisodes(EnvironmentEpisodes):
 
 
 def _of_episode(session: "RecordedSession", episode: int) -> tuple[Sample, ...]:
-    """The session's trajectories under ids of the episode, each worth what the whole session was."""
+    """Returns the session's trajectories with ids of the episode. Each has the reward of the whole session."""
     ids = {one.sample.id: episode + k * SIBLINGS_APART for k, one in enumerate(session.trajectories)}
     samples = [
         replace(

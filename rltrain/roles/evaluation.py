@@ -1,4 +1,4 @@
-"""Held-out evaluation: by engines of its own or by the rollout's, and its scores."""
+"""Held-out evaluation by separate engines or the rollout's, and its scores."""
 
 import time
 from collections import defaultdict
@@ -31,24 +31,26 @@ from rltrain.observability.evaluations import (
     sizes_up_to,
 )
 from rltrain.rewards.scorer import Scorer, Scores
-from rltrain.roles.drawing import DrawingRole
 from rltrain.roles.reward_statistics import RewardStatistics, is_of_one_function
 from rltrain.roles.role import Job, Metrics, SampleLog
+from rltrain.roles.rollout import DrawingRole
 from rltrain.roles.scoring import FailureLimit, RankRecords, Scorables, sample_records, with_scores
 from rltrain.rollout.in_flight_sync import InFlightSync, NoInFlightSync
 from rltrain.rollout.layout import engine_parts, whole_engine
 from rltrain.rollout.sample import pack_groups
 from rltrain.runtime.job_store import POLL_S, poll_s
 
-# The rewards of an evaluation by prompt, brought together from the ranks that scored them.
+# Rewards of an evaluation by prompt, collected from the ranks that scored them.
 
 Record = Mapping[str, Any]
-"""What JSON can write of a rank's outcomes."""
+"""A rank's outcomes as JSON values."""
 
 
 def record_of(experience: Experience) -> Record:
-    """Of the scored samples of a rank: each prompt's rewards, one of an episode however many trajectories it has, and
-    the oldest and newest weights that drew a token (None where no token was drawn)."""
+    """Returns each prompt's rewards on a rank, and the oldest and newest policy version of a generated token.
+
+    An episode has one reward, even with several trajectories. The versions are None if no token was generated.
+    """
     episodes = zip(
         experience.prompt_ids.tolist(),
         (experience.sample_ids % SIBLINGS_APART).tolist(),
@@ -64,10 +66,11 @@ def record_of(experience: Experience) -> Record:
 
 
 def metrics_of(records: Sequence[Record], *, num_samples: int, threshold: float) -> dict[str, float]:
-    """From the records of all ranks: the policy version, the number of prompts, the standard error of their mean
-    reward, and with several samples per prompt what k of them reach.
+    """Returns the metrics of an evaluation from the records of all ranks.
 
-    A sample passes with a reward above `threshold`. Means are over prompts.
+    They are the policy version, the number of prompts and the standard error of their mean reward. With several samples
+    per prompt they also are mean@n, pass@k and best@k. A sample passes with a reward above `threshold`. Means are over
+    prompts.
     """
     metrics: dict[str, float] = {}
     versions = [version for record in records for version in record["versions"] or ()]
@@ -100,19 +103,19 @@ def _by_prompt(records: Sequence[Record]) -> list[list[float]]:
     return [prompts[prompt] for prompt in sorted(prompts)]
 
 
-# An evaluation set as a rank of the reward has it: by what its samples are scored, and what is reported of them.
+# An evaluation set on a rank of the scoring role: its scorer and its metrics.
 
 OF_ALL_SAMPLES = {
     "reward_mean": "score",
     "response_length_mean": "response_length_mean",
     "truncated_ratio": "truncated_ratio",
 }
-"""What RewardStatistics calls it -> the metric, behind the set's prefix."""
+"""Name in RewardStatistics -> name of the metric after the set's prefix."""
 
 
 @dataclass(frozen=True)
 class EvaluatedSet:
-    """One of the run's evaluation sets, with what scores it: its own reward, or else the run's."""
+    """One of the run's evaluation sets with its scorer, of the set's reward or else the run's."""
 
     plan: EvaluationPlan
     scorables: Scorables
@@ -122,21 +125,25 @@ class EvaluatedSet:
     def metrics(
         self, of_samples: Mapping[str, float], outcomes: Sequence[Mapping[str, Any]], threshold: float
     ) -> dict[str, float]:
-        """From the statistics of all samples, as RewardStatistics has them, and the outcomes of all ranks."""
+        """Returns the set's metrics. `of_samples` are RewardStatistics' metrics of all samples, `outcomes` the records
+        of all ranks."""
         shown = {metric: of_samples[name] for name, metric in OF_ALL_SAMPLES.items()}
         shown |= {name: value for name, value in of_samples.items() if is_of_one_function(name)}
         shown |= metrics_of(outcomes, num_samples=self.plan.samples_per_prompt, threshold=threshold)
         return {f"{self.plan.prefix}/{name}": value for name, value in shown.items()}
 
 
-# The scores of evaluation sets, and what follows from them, on the ranks of the role that scores them.
+# Scores of evaluation sets and the verdicts based on them, on the ranks of the scoring role.
 
 SCORING_ROLES = ("reward", "evaluation")
-"""Those that may have scored the evaluations of a run that goes on."""
+"""Roles that may have scored the evaluations of the resumed run."""
 
 
 class EvaluationScoring:
-    """`scorer` is the run's, for sets without a reward of their own; `records` bring ranks together."""
+    """The scores of evaluation sets, and the verdicts on them.
+
+    `scorer` is the run's, for sets without a separate reward. `records` collects the results of the ranks.
+    """
 
     def __init__(self, job: Job, scorer: Scorer, limit: FailureLimit, records: RankRecords) -> None:
         self.job, self.config, self.records = job, job.config, records
@@ -156,7 +163,7 @@ class EvaluationScoring:
         return EvaluatedSet(plan, scorables, scorer, limit)
 
     def _best(self) -> BestSoFar | None:
-        """As the checkpoint has it that the run goes on from."""
+        """Returns the best evaluation, restored from the resumed checkpoint if there is one."""
         if self.config.evaluation.keep_best is None:
             return None
         best = BestSoFar(self.config.evaluation.keep_best)
@@ -174,12 +181,15 @@ class EvaluationScoring:
         told: Sequence[Scores] = (),
         serve: Callable[[], None] | None = None,
     ) -> Metrics:
-        """What the set of this number is worth, which the leader of the ranks learns from the others. Models have
-        `told` of the samples what is part of the run's reward. `serve` is what the rank does for others meanwhile."""
+        """Scores the samples of set `number`. Returns its metrics on the leader of the ranks, and {} on the others.
+
+        `told` are models' scores of the samples. Only sets with the run's reward use them. `serve` is called while the
+        rank waits.
+        """
         evaluated, statistics, num_shown = self.sets[number], RewardStatistics(), self.config.evaluation.logged_prompts
         plan, scorer = evaluated.plan, evaluated.scorer
         pending = scorer.begin(evaluated.scorables.of(experience, step))
-        while serve and not pending.is_done:  # at work, so that a stall is this rank's
+        while serve and not pending.is_done:  # not a wait for others, so a stall is blamed on this rank
             serve()
             time.sleep(POLL_S)
         scores = scorer.wait(pending, told if scorer is self.scorer else ())
@@ -202,7 +212,7 @@ class EvaluationScoring:
         return metrics
 
     def _leave_verdicts(self, step: int, plan: EvaluationPlan, metrics: Metrics) -> None:
-        """For those who wait for them."""
+        """Publishes the verdicts of an evaluation (best so far, stop) in the job store."""
         goal, metric, job_store = self.config.evaluation.stop_at, self.config.stop_metric, self.job.job_store
         if self.best is not None and plan.reports(self.best.settings.metric):
             job_store.put(best_verdict_of(step), self.best.verdict(step, metrics))
@@ -213,26 +223,26 @@ class EvaluationScoring:
                 job_store.put(REACHED, step)
 
     def save_state(self) -> Mapping[str, Contents]:
-        """Which evaluation was the best so far."""
+        """Returns the best evaluation so far, on the leader of the ranks."""
         if self.best is None or self.job.world.rank != self.records.ranks[0]:
             return {}
         return {BEST_STATE_FILE: Contents({}, {"best": self.best.state()})}
 
     def close(self) -> None:
-        """End the processes of sets' own reward functions."""
+        """Ends the processes of the sets' separate reward functions."""
         for evaluated in self.sets:
             if evaluated.scorer is not self.scorer:
                 evaluated.scorer.close()
 
 
-# Evaluation by engines of its own, beside training and generation, which never wait for it.
+# Evaluation by separate engines, beside training and generation. Neither waits for it.
 
 
 class EvaluationRole(DrawingRole):
-    """Draws and scores the evaluation sets of a step while others go on, with the weights that the step has.
+    """The role that generates and scores evaluation sets with the weights of a step, while other roles continue.
 
-    Weights of later steps may come meanwhile, and wait on the host. So nothing here is a collective of several engines:
-    one may have joined a weight sync while another has yet to.
+    Weights of later steps can arrive meanwhile and wait on the host. So nothing here is a collective of several
+    engines. One engine may have joined a weight sync before another.
     """
 
     name = "evaluation"
@@ -240,10 +250,10 @@ class EvaluationRole(DrawingRole):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self.weights: dict[int, dict[str, Tensor]] = {}
-        """By step, of evaluations that are under way or to come: the engine's parameters by name, on the host."""
+        """Weights by step, for running and later evaluations: the engine's parameters by name, on the host."""
         self.in_flight: InFlightSync | NoInFlightSync = NoInFlightSync()
         self.scoring: EvaluationScoring | None = None
-        """On each engine's first rank."""
+        """Set on each engine's first rank."""
         if self.decisions.is_leader:
             scorer = Scorer.of(self.config.reward, job.heartbeat.advance)
             limit = FailureLimit(scorer.parts, self.config.reward)
@@ -265,8 +275,10 @@ class EvaluationRole(DrawingRole):
         self.in_flight = in_flight
 
     def run_evaluation(self, step: int, chunk: int) -> Metrics:
-        """Draw and score the set of number `chunk`; its metrics on the role's leader. Collective over: this engine's
-        ranks."""
+        """Generates and scores evaluation set number `chunk`. Returns its metrics on the role's leader.
+
+        Collective over: this engine's ranks.
+        """
         if self.decisions.group is not None:
             self.in_flight.enter_together(self.job.waiter, f"run_evaluation[{step}.{chunk}]")
         self._take_weights(step)
@@ -278,8 +290,10 @@ class EvaluationRole(DrawingRole):
         return self.scoring.score(step, chunk, experience, serve=self.serve)
 
     def keep_evaluated(self, step: int, chunk: int) -> None:
-        """Write <output_dir>/hf_best if the evaluation of the step is the best so far. Collective over: the ranks of
-        the first engine."""
+        """Writes <output_dir>/hf_best if the evaluation of the step is the best so far.
+
+        Collective over: the ranks of the first engine.
+        """
         if self.dp:
             return
         job_store, key = self.job.job_store, best_verdict_of(step)
@@ -289,18 +303,19 @@ class EvaluationRole(DrawingRole):
             self._save(step, Best(**verdict))
 
     def save_state(self) -> Mapping[str, Contents]:
-        """Which evaluation was the best so far. Those before the cut are over when a rank of the role comes to it."""
+        """Returns the best evaluation so far. Evaluations before the cut are complete when a rank of the role reaches
+        it."""
         return self.scoring.save_state() if self.scoring else {}
 
     def close(self) -> None:
-        """End what the engine and reward functions have outside of this process."""
+        """Closes the engine and the reward functions, with their resources outside this process."""
         super().close()
         if self.scoring:
             self.scoring.close()
             self.scoring.scorer.close()
 
     def _take_weights(self, step: int) -> None:
-        """Draw with the weights of the step from here on."""
+        """Loads the weights of the step into the engine."""
         for earlier in [kept for kept in self.weights if kept < step]:
             del self.weights[earlier]
         if self.engine.policy_version == step:
@@ -313,7 +328,7 @@ class EvaluationRole(DrawingRole):
         self.engine.end_update(step)
 
     def _save(self, step: int, best: Best) -> None:
-        """Collective over: this engine's ranks."""
+        """Saves the weights of the step. Collective over: this engine's ranks."""
         ranks, config = self.engine_ranks, self.config
         whole = whole_engine(config, self.job.architecture, replace(self.grid, ranks=ranks), self.name)
         save_checkpoint(

@@ -1,4 +1,4 @@
-"""What a run learns from, read once per process, and recorded in its checkpoints."""
+"""The inputs of a run: read once per process, and identified in its checkpoints."""
 
 import hashlib
 import json
@@ -23,22 +23,25 @@ from rltrain.rewards.locating import source_file
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.job_store import JobStore
 
-# The prompt files of a run, read once per process however many roles of it use them.
+# The prompt files of a run, read once per process for all of its roles.
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Training prompts with the order they are used in, where any are answered, and those of every evaluation set."""
+    """The training prompts with their order, and the prompts of every evaluation set.
+
+    `training` is None if the algorithm does not generate.
+    """
 
     decoder: TextDecoder
     encoder: PromptEncoder
     training: tuple[PromptDataset, RowOrder] | None
     evaluations: tuple[PromptDataset, ...]
-    """As Config.evaluations has them."""
+    """Evaluation prompts, in the order of Config.evaluations."""
     keys: tuple[str, ...]
-    """Where these stand in the config."""
+    """Config keys of the evaluation sets."""
 
     @property
     def train(self) -> PromptDataset:
@@ -54,7 +57,7 @@ class Prompts:
         return self.training
 
     def report_rows(self, prompts_per_step: int) -> None:
-        """Say which rows of the files are not used, and whether a step has to use some several times."""
+        """Logs the unused rows of each file. Warns if a step has to use some rows several times."""
         train = [("data.train", self.train)] if self.training else []
         for key, dataset in (*train, *zip(self.keys, self.evaluations, strict=True)):
             report_dropped(key, dataset)
@@ -64,7 +67,10 @@ class Prompts:
 
 
 def read_prompts(config: Config, indexes: IndexFolder | None = None, model: ModelLimits = UNKNOWN_MODEL) -> Prompts:
-    """Every rank that calls this numbers the prompts alike. `indexes` and `model` as in load_prompts."""
+    """Reads the prompts of training and evaluations. Every rank numbers them alike.
+
+    `indexes` and `model` are passed to load_prompts.
+    """
     data, plans = config.data, config.evaluations
     encoder = load_encoder(config)
 
@@ -81,31 +87,32 @@ def read_prompts(config: Config, indexes: IndexFolder | None = None, model: Mode
     return Prompts(TextDecoder(encoder.tokenizer), encoder, training, evaluations, keys)
 
 
-# A checkpoint records what identifies the training rows, the reward functions and the chat template of a run. So a
-# change of them is noticed when the run goes on.
+# The identity of a run's training rows, reward functions and chat template. Checkpoints record it. So a resumed run
+# notices changes.
 
 INDEX_FOLDER = "row_index"
-"""In output_dir."""
+"""A folder in output_dir."""
 SAMPLED_PLACES, ROWS_PER_PLACE = 64, 4
-"""The content of these rows identifies a source. The places are evenly spaced from its first row to its last one."""
+"""Places in a source, and rows at each place. Their content identifies the source. The places are evenly spaced from
+its first row to its last."""
 CONTENT = tuple(field.name for field in fields(PromptRow) if field.name not in ("place", "number"))
-"""The fields that identify a row, whatever file it stands in."""
+"""The fields that identify a row in any file."""
 Inputs = Mapping[str, Any]
 
 
 class JobRows:
-    """The rows of a job, read once per process, however many roles use them."""
+    """The rows of a job, read once per process for all of its roles."""
 
     def __init__(self, config: Config, job_store: JobStore, policy: Architecture) -> None:
         self.config, self.job_store = config, job_store
         self.model = ModelLimits(policy.vocab_size, policy.max_positions)
         self.first_step = 0
-        """The step that takes the first rows of data.train: a later one than the first where the run went on with
-        other rows."""
+        """The step that takes the first row of data.train. It is later than step 0 if the run was resumed with other
+        rows."""
 
     @property
     def training_data(self) -> Demonstrations | Preferences | None:
-        """The rows that training is on where nothing is generated."""
+        """The training rows of an algorithm that does not generate, else None."""
         data = self._training_data
         if data is not None:
             data.first_step = self.first_step
@@ -121,7 +128,7 @@ class JobRows:
 
     @cached_property
     def indexes(self) -> IndexFolder:
-        """Rows that are not held are found by these indexes. All nodes see output_dir, and a later job finds them."""
+        """Indexes of the rows that are not held in memory. They are in output_dir, for all nodes and for later jobs."""
         return IndexFolder(Path(self.config.output_dir, INDEX_FOLDER), self.job_store)
 
     @property
@@ -132,8 +139,11 @@ class JobRows:
 
 
 def agreed_inputs(rows: JobRows, grids: Mapping[str, Grid]) -> Inputs:
-    """Returns what the run learns from. Ranks of the role that takes the training rows read them here; the first of
-    them tells all others what identifies them. Collective over: all ranks."""
+    """Returns the identity of the run's inputs, or {} if the algorithm does not train.
+
+    Ranks of the role with the training rows read them here. The first of them publishes the identity. Collective over:
+    all ranks.
+    """
     algorithm, job_store = algorithm_of(rows.config), rows.job_store
     if not algorithm.trains:
         return {}
@@ -148,7 +158,7 @@ def agreed_inputs(rows: JobRows, grids: Mapping[str, Grid]) -> Inputs:
 
 
 def identity(config: Config, dataset: PromptDataset) -> Inputs:
-    """Returns what identifies the inputs of a run: JSON values, of which the paths do not count."""
+    """Returns the identity of a run's inputs as JSON values. Its paths are for messages and are not compared."""
     data, encoder = config.data, dataset.encoder
     weights = [source.weight for source in dataset.sources]
     template = [encoder.tokenizer.chat_template, encoder.template_options] if encoder.uses_template else None
@@ -166,7 +176,7 @@ def identity(config: Config, dataset: PromptDataset) -> Inputs:
 
 
 def data_changes(before: Inputs, now: Inputs) -> Iterator[str]:
-    """Yields a line for each way in which the training rows, or the order that they come in, are others."""
+    """Yields a line for each change of the training rows or of their order."""
     if before["rows"] != now["rows"]:
         yield f"data.train was {_rows(before)}, and is {_rows(now)}{_same_size(before, now)}"
     for name in now["order"]:
@@ -177,7 +187,7 @@ def data_changes(before: Inputs, now: Inputs) -> Iterator[str]:
 
 
 def other_changes(before: Inputs, now: Inputs) -> Iterator[str]:
-    """Yields a line for each change of what is made of the rows: the reward functions and the chat template."""
+    """Yields a line for each change of the reward functions or the chat template."""
     if before["rewards"] != now["rewards"]:
         yield f"the reward was {_rewards(before)}, and is {_rewards(now)}"
     if before["chat_template"] != now["chat_template"]:
@@ -197,7 +207,7 @@ def _of_source(dataset: PromptDataset, source: SourceRows) -> dict[str, Any]:
 
 
 def _difficulties(dataset: PromptDataset) -> dict[str, str]:
-    """Returns the digest of some of the numbers that a curriculum sorts by."""
+    """Returns a digest of some of the numbers that a curriculum sorts by."""
     of_sources = ([float(one.difficulties[row]) for row in _sampled(one.num_rows)] for one in dataset.sources)
     return {"numbers": digest([*of_sources])}
 
@@ -209,7 +219,7 @@ def _sampled(num_rows: int) -> list[int]:
 
 
 def _of_function(name: str) -> dict[str, Any]:
-    """Returns the function's name, and under `file` the digest of the file that a user's function stands in."""
+    """Returns the function's name, and under `file` the digest of a user function's source file."""
     path = source_file(name)
     return {"name": name, "file": path and hashlib.sha256(path.read_bytes()).hexdigest()[:16]}
 
@@ -224,7 +234,7 @@ def _rows(inputs: Inputs) -> str:
 
 
 def _same_size(before: Inputs, now: Inputs) -> str:
-    """Says that the content differs, where paths and numbers of rows do not show it."""
+    """Returns a note of other content if the paths and numbers of rows do not show the change."""
     return " with other content" if _rows(before) == _rows(now) else ""
 
 

@@ -1,20 +1,20 @@
-"""Owners of tasks of several roles: of weight syncs that engines join in flight, and of the end of training."""
+"""Tasks of several roles: weight syncs joined by engines in flight, and the end of training."""
 
 from collections.abc import Callable, Collection, Mapping
 
 from rltrain.observability.evaluations import REACHED, end_verdict_of, stop_verdict_of
-from rltrain.roles.drawing import DrawingRole
 from rltrain.roles.role import Job, Metrics, Role
+from rltrain.roles.rollout import DrawingRole
 from rltrain.rollout.in_flight_sync import InFlightSync
 from rltrain.schedule.order import SYNC_EVALUATION, WEIGHT_SYNC, Entry, Order
 from rltrain.tasks.roles import SYNCED
 
 JointTask = Callable[[int, int], Metrics | None]
-"""Executes a task of a step and chunk."""
+"""Executes a task for a step and chunk."""
 
 
 class InFlightSyncs:
-    """Owns the syncs that engines join once the actor has come to them, wherever the engines are in the order.
+    """The weight syncs that engines can join early, once the actor has reached them.
 
     The actor announces such a sync. An engine joins it between two decode steps, or while it waits.
     """
@@ -27,8 +27,8 @@ class InFlightSyncs:
         run: Callable[[int], None],
         may_join: Callable[[int, int], bool],
     ) -> None:
-        """`run` executes the entry at a position. `may_join` tells whether an engine at a position may join the weight
-        sync at another one."""
+        """`run` executes the entry at a position. `may_join(position, sync)` returns whether an engine at `position`
+        may join the weight sync at position `sync`."""
         self._job, self._roles, self._run, self._order = job, roles, run, order
         self._by_task: dict[str, InFlightSync] = {}
         if job.shape.syncs_in_flight:
@@ -37,7 +37,7 @@ class InFlightSyncs:
             self._by_task[SYNC_EVALUATION] = self._sync(SYNC_EVALUATION, lambda position, sync: True)
         joined = (sync for task, sync in self._by_task.items() if SYNCED[task] in roles)
         self._joined = next(joined, None)
-        """The syncs that an engine of this rank joins."""
+        """The syncs for an engine of this rank, or None."""
 
     def _sync(self, task: str, may_join: Callable[[int, int], bool]) -> InFlightSync:
         job, drawing = self._job, self._roles.get(SYNCED[task])
@@ -60,20 +60,23 @@ class InFlightSyncs:
 
     @property
     def serve(self) -> Callable[[], None] | None:
-        """Joins a sync that is due, while this rank waits for others. None where no engine of this rank joins any."""
+        """Joins a due sync while this rank waits for others. None if no engine of this rank joins syncs."""
         return self._joined.join_if_due if self._joined else None
 
     def has(self, entry: Entry) -> bool:
-        """Whether engines may come to the entry at another place than the order's."""
+        """Returns whether engines may execute the entry earlier than its place in the order."""
         return entry.name in self._by_task
 
     def is_joined(self, entry: Entry) -> bool:
-        """Whether an engine of this rank joins it."""
+        """Returns whether an engine of this rank joins the entry."""
         return self._joined is not None and self.has(entry)
 
     def come_to(self, position: int, entry: Entry) -> bool:
-        """Notes that this rank has come to an entry. Returns whether that is a sync which an engine of it has joined,
-        at the latest now."""
+        """Records this rank's position in the order. Joins the entry if it is a sync for this rank's engine and not
+        joined yet.
+
+        Returns whether the entry is such a sync, so nothing is left to execute.
+        """
         if self._joined is None:
             return False
         self._joined.position = position
@@ -82,20 +85,21 @@ class InFlightSyncs:
         return self.has(entry)
 
     def announce(self, entry: Entry) -> None:
-        """Tells engines that the actor has come to a sync. Its leader does, once it executes the entry."""
+        """Announces to engines that the actor has reached a sync. Only the actor's leader does, when it executes the
+        entry."""
         if self.has(entry) and self._job.world.rank == self._job.leader_of("actor"):
             self._by_task[entry.name].announce()
 
 
 class EndOfTraining:
-    """Owns the tasks that end training before its last step, once an evaluation has reached its goal."""
+    """The tasks that end training before its last step, once an evaluation has reached its goal."""
 
     def __init__(self, job: Job, order: Order, hosted: Collection[str]) -> None:
         self._job, self._order, self._hosted = job, order, {*hosted}
         self.position = order.end
         """The position at which training ends. Later entries are executed only if they are final."""
         self.ranks: set[int] = set()
-        """The ranks that end training early there, with this one."""
+        """The ranks that end training early at this position, including this one."""
         self.tasks: dict[str, JointTask] = {
             "decide_to_stop": self._decide_to_stop,
             "stop_if_reached": self._stop_if_reached,
@@ -105,22 +109,23 @@ class EndOfTraining:
         return position > self.position and not entry.final
 
     def meet(self) -> None:
-        """Waits until all that end training early have come here: one that is late may have experience to send."""
+        """Waits until all ranks that end training early are here. A late rank may still have experience to send."""
         self._job.job_store.meet("end", len(self.ranks), waiting_for="the end of the other ranks")
 
     def _decide_to_stop(self, step: int, chunk: int) -> None:
-        """Asks the rank that scored the evaluation of the step whether it reached its goal."""
+        """Ends training if the evaluation of the step reached its goal. Waits for the verdict of the rank that scored
+        it."""
         leader = self._job.leader_of("actor" if self._job.config.scores_held_out else "reward")
         if self._job.job_store.get(end_verdict_of(step), waiting_for=f"the verdict of rank {leader} at step {step}"):
             self._end("decide_to_stop", step)
 
     def _stop_if_reached(self, step: int, chunk: int) -> None:
-        """Agrees on whether an evaluation had reached the goal when the first rank had done with the step."""
+        """Ends training if the goal was reached before the first rank finished the step. All ranks agree on this."""
         if self._job.job_store.agreed(stop_verdict_of(step), self._job.job_store.has(REACHED)):
             self._end("stop_if_reached", step)
 
     def _end(self, name: str, step: int) -> None:
-        """Ends training at this rank's first entry of the task, with all ranks that have one in the step."""
+        """Ends training at this rank's first entry of the task in the step, together with all ranks of such entries."""
         of_step = [*self._order.of_step(step)]
         same = [(position, entry) for position, entry in of_step if (entry.kind, entry.name) == ("task", name)]
         self.position = next(position for position, entry in same if not self._hosted.isdisjoint(entry.roles))

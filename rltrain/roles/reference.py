@@ -1,4 +1,4 @@
-"""Roles with a policy that evaluates: the reference, inference and the teacher."""
+"""Roles that evaluate samples with a policy: the reference, inference and the teacher."""
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -25,11 +25,11 @@ from rltrain.training.backend import training_backend
 from rltrain.training.shards import answered_for, replica_of
 from rltrain.training.trainable import RoleModel
 
-# The inference role: the actor's log-probs before an update, on ranks of their own, while the actor trains.
+# Role inference: the actor's log-probs before an update, on other ranks, while the actor trains.
 
 
 class InferenceRole(Role):
-    """Its model has the actor's weights, in a layout of its own, as of the last weight sync before the task."""
+    """A model with the actor's weights of the last weight sync. Its layout may differ from the actor's."""
 
     name = "inference"
 
@@ -40,7 +40,7 @@ class InferenceRole(Role):
         self.temperature = algorithm_of(job.config).temperature()
 
     def inference_logprobs(self, step: int, chunk: int) -> None:
-        """Log-probs of the drawn tokens under the weights at hand. Collective over: this replica."""
+        """Computes the log-probs of the sampled tokens under the present weights. Collective over: this replica."""
         scored = self.shipments.pop(("scored", step, chunk))
         logprobs = self.model.evaluate(
             scored.experience,
@@ -50,11 +50,13 @@ class InferenceRole(Role):
         self.shipments["inference_logprobs", step, chunk] = scored.with_fields(actor_logprobs=logprobs)
 
 
-# The teacher: a frozen policy that the actor learns to be like on what it draws; or one for each kind of row.
+# The teacher: a frozen policy. The actor learns to imitate it on the actor's samples. Kinds of rows may have different
+# teachers.
 
 
 class TeacherRole(Role):
-    """Several have one architecture and layout; a row's column says whose it is."""
+    """The policy of one teacher or several. Several have the same architecture and layout, and a column selects a row's
+    teacher."""
 
     name = "teacher"
 
@@ -67,7 +69,7 @@ class TeacherRole(Role):
         self.models: list[RoleModel] = [training_backend(job.config, self.name).frozen_model(site) for site in sites]
         self.parts = {"weights": MemoryPart(self._weights)}
         self.teacher_of_row: Tensor | None = None
-        """[rows of data.train] the number of each one's teacher; None where all have the same."""
+        """Number of each row's teacher, shape [rows of data.train]. None if there is only one teacher."""
         if len(checkpoints) > 1:
             train, column = job.config.data.train, self.settings.column
             assigned = teachers_of_rows(job.rows.prompts.train, train, column, [*checkpoints])
@@ -76,7 +78,7 @@ class TeacherRole(Role):
         self.count = vocabulary if self.settings.top_k == "full" else self.settings.top_k
 
     def teacher_logprobs(self, step: int, chunk: int) -> None:
-        """What the samples' teachers think of the drawn tokens, and where it is wanted of the likeliest ones.
+        """Computes the teachers' log-probs of the sampled tokens, and of the `teacher.top_k` likeliest tokens if set.
 
         Collective over: this replica.
         """
@@ -101,7 +103,7 @@ class TeacherRole(Role):
         )
 
     def _samples_of(self, number: int, experience: Experience) -> Tensor:
-        """[samples] whether it is their teacher."""
+        """Returns whether each sample belongs to teacher `number`, shape [samples]."""
         if self.teacher_of_row is None:
             return torch.ones(experience.num_samples, dtype=torch.bool)
         return self.teacher_of_row[experience.prompt_ids] == number
@@ -110,14 +112,16 @@ class TeacherRole(Role):
         return [parameter for model in self.models for parameter in model.parameters.values()]
 
 
-# Weights alone, saved and loaded through layouts: for models that learn nothing and yet change.
+# Weights without optimizer state, saved and loaded through layouts. For models that change without training.
 
 WEIGHTS = "weights"
 
 
 def save_weights(layout: Layout, rank: int, read: Callable[[str], Tensor]) -> Contents:
-    """The parameters that `rank` answers for: of ranks with the same ones, the first. `read` gives a parameter by its
-    name, flat and on the host."""
+    """Returns the parameters to be saved by `rank`. Of ranks with equal parameters, the first one saves them.
+
+    `read` returns a parameter by its name, flat and on the host.
+    """
     names = [name for name, _ in layout.on(rank).parameters]
     pieces = answered_for(layout, rank)
     if replica_of(layout, rank)[0]:
@@ -127,23 +131,25 @@ def save_weights(layout: Layout, rank: int, read: Callable[[str], Tensor]) -> Co
 
 
 def load_weights(layout: Layout, rank: int, files: Sequence[AnyFile], parameters: Mapping[str, Tensor]) -> None:
-    """Fill `parameters`, those of `rank` in `layout`, from the files of all ranks that saved, whatever their layout.
+    """Fills `parameters`, those of `rank` in `layout`, from the files of all ranks that saved. These may have another
+    layout.
 
-    CheckpointError as `SavedState` raises it. Not collective.
+    Raises CheckpointError like `SavedState`. Not collective.
     """
     mine = layout.on(rank)
     flats = [parameters[name].detach().view(-1) for name, _ in mine.parameters]
     SavedState(files, layout.tensors).read([Destination(WEIGHTS, mine.pieces, flats)])
 
 
-# The reference: the policy that a KL penalty or metric compares the actor with, frozen or refreshed now and then.
+# The reference: the policy that a KL penalty or metric compares the actor with. It is frozen, or refreshed at
+# intervals.
 
 
 def uses_actor_modules(job: Job) -> bool:
-    """Whether the reference needs no model of its own.
+    """Returns whether the reference uses the actor's modules instead of a separate model.
 
-    Where the device is the host it has one unless reference.offload is true: the actor's weights that would make room
-    for the reference's would take as much memory there as a second model.
+    On a CPU it does so only if reference.offload is true. There the actor's weights, moved out of the way, would take
+    as much memory as a second model.
     """
     has_device = job.world.device.type != "cpu"
     takes_turns = has_device or job.config.reference.offload is True
@@ -151,15 +157,16 @@ def uses_actor_modules(job: Job) -> bool:
 
 
 def is_actors_base(job: Job) -> bool:
-    """Whether the reference is the actor without its adapters, and has no memory of its own."""
+    """Returns whether the reference is the actor without its adapters. It then takes no memory."""
     return reference_is_actors_base(job.config, job.grids, job.architectures)
 
 
 class ReferenceRole(Role):
-    """With the actor's ranks and layout its weights lie on the host, and take the place of the actor's for its task. Of
-    an actor with adapters it is the base, with which it shares the actor's weights.
+    """The reference policy.
 
-    `actor` is this rank's, None where it has none.
+    With the actor's ranks and layout, its weights are kept on the host and replace the actor's during its task. If the
+    actor has adapters, the reference is their base and shares the actor's weights. `actor` is this rank's actor, or
+    None.
     """
 
     name = "reference"
@@ -196,7 +203,8 @@ class ReferenceRole(Role):
         )
 
     def _host_weights(self, actor: RoleModel) -> HostTensors:
-        """Read by the first rank of this node that has this rank's share of the weights; the others map its memory."""
+        """Returns the reference's weights on the host. Of a node's ranks with the same share, the first reads it and
+        the others map its memory."""
 
         def read(host: HostTensors) -> None:
             self.job.model_site(self.name).load_weights(actor.layout, host.tensors)
@@ -206,13 +214,14 @@ class ReferenceRole(Role):
         return copy.tensors(actor.parameters, read)
 
     def _load_refreshed(self, parameters: Mapping[str, Tensor], layout: Layout | None = None) -> None:
-        """In a run that goes on, what the reference was last made to be."""
+        """Loads the reference of the last refresh in a resumed run."""
         if self.job.resumed and self.config.reference.refresh_every:
             files = self.job.resumed.files(self.name)
             load_weights(layout or self.model.layout, self.job.world.rank, files, parameters)
 
     def keep_actor_weights(self) -> None:
-        """Where the reference has the actor's modules: become the actor as it is now. Collective over: its ranks."""
+        """Copies the actor's present weights into the reference, if it uses the actor's modules. Collective over: its
+        ranks."""
         assert self.host is not None, "its weights lie on the host"
         if self.host.is_own:
             for name, tensor in self.model.parameters.items():
@@ -222,7 +231,7 @@ class ReferenceRole(Role):
             dist.monitored_barrier(cpu_group, timeout=timedelta(seconds=TRANSPORT_TIMEOUT_S))
 
     def save_state(self) -> Mapping[str, Contents]:
-        """The weights, where they change."""
+        """Returns the weights if they are ever refreshed."""
         if not self.config.reference.refresh_every:
             return {}
         rank = self.job.world.rank
@@ -234,8 +243,10 @@ class ReferenceRole(Role):
         return self.parts["weights"].read(self.model.parameters[name])
 
     def reference_logprobs(self, step: int, chunk: int) -> None:
-        """Log-probs of the drawn tokens under the reference. Pairs come from no other role: they are read here, so
-        that a reference with ranks of its own need not wait for the actor. Collective over: this replica."""
+        """Computes the log-probs of the sampled tokens under the reference. Collective over: this replica.
+
+        Preference pairs are read here instead of received, so a reference on other ranks does not wait for the actor.
+        """
         if isinstance(self.training_data, Preferences):
             pairs = self.training_data.for_step(step, part=self.dp, num_parts=self.grid.dp)
             sizes = self.training_data.group_sizes(step)
@@ -245,7 +256,7 @@ class ReferenceRole(Role):
         self.shipments["reference_logprobs", step, chunk] = self._with_logprobs(samples)
 
     def evaluation_logprobs(self, step: int, chunk: int) -> None:
-        """Log-probs of the held-out pairs under the reference. Collective over: this replica."""
+        """Computes the log-probs of the held-out pairs under the reference. Collective over: this replica."""
         assert isinstance(self.training_data, Preferences), "only an algorithm that learns from pairs has this task"
         pairs = self.training_data.held_out(part=self.dp, num_parts=self.grid.dp)
         sizes = self.training_data.held_out_sizes()

@@ -1,4 +1,4 @@
-"""Goes on from a checkpoint on disk or in memory, and claims the folders of a run."""
+"""Resuming from a checkpoint on disk or in memory, and the folders of a run."""
 
 import errno
 import fcntl
@@ -58,11 +58,12 @@ from rltrain.tasks.roles import trained_roles
 logger = logging.getLogger(__name__)
 
 
-# Going on from a checkpoint in the nodes' memory: which ones they hold together, and what each node lacks of one.
+# Resuming from the nodes' memory: the checkpoints held by all nodes together, and the missing files of each node.
 
 
 class HeldCheckpoints:
-    """What the nodes hold of a run as it begins again. All methods are collective over: all ranks."""
+    """The checkpoints of a run in its nodes' memory when it starts again. All methods are collective
+    over: all ranks."""
 
     def __init__(self, config: Config, base: str, job_store: JobStore) -> None:
         self.config, self.base, self.job_store = config, base, job_store
@@ -77,15 +78,16 @@ class HeldCheckpoints:
             self._folder.claim()
         self._manifests: dict[Key, str] = {}
         self._offers: list[set[Key]] = []
-        """By node."""
+        """The checkpoints offered by each node."""
 
     def refuse_without_room(self, num_bytes: int) -> None:
-        """Where this node cannot hold checkpoints of so many bytes; see NodeFolder. CheckpointError."""
+        """Raises CheckpointError if this node has no room for checkpoints of `num_bytes`. See NodeFolder."""
         if self.world.local_rank == 0:
             self._folder.refuse_without_room(num_bytes, restarted=self.world.restarted)
 
     def offers(self) -> list[Key]:
-        """All that any node holds of the run whose logs are in output_dir, newest first; one may not be whole."""
+        """Returns the checkpoints that any node holds of the run with logs in output_dir, newest first. Some may be
+        incomplete."""
         if self.run_id is None:
             return []
         self._manifests = self._folder.held()
@@ -97,8 +99,10 @@ class HeldCheckpoints:
         return offered(self._offers)
 
     def recover(self, key: Key) -> Resumed | str:
-        """The checkpoint, of which every node has the files that it had, and what it reads of the others once it does;
-        or why it cannot be used, in words."""
+        """Returns the checkpoint, usable on every node, or a text with the reason why it is not.
+
+        Each node keeps its intact files. Other files come from other nodes when they are read.
+        """
         prefix = f"node_memory/{key.step}/{key.digest}"
         first = next(node for node, offers in enumerate(self._offers) if key in offers)
         if self.node == first and self.world.local_rank == 0:
@@ -110,7 +114,7 @@ class HeldCheckpoints:
         if missing:
             return f"no node has an intact {missing[0]}" + (f", nor {len(missing) - 1} others" * (len(missing) > 1))
         if self.world.local_rank == 0 and key not in self._manifests:
-            self._folder.replace(key.step, text)  # of another attempt at the step, which is not wanted any more
+            self._folder.replace(key.step, text)  # removes files of another attempt at the step
         per_node = self.world.ranks_per_node
         self.job_store.meet(f"{prefix}/there/{self.node}", per_node, waiting_for="a folder for a checkpoint in memory")
         here = self._folder.at(key.step)
@@ -123,8 +127,8 @@ class HeldCheckpoints:
         return next(problems, None) or Resumed(here, key.step, in_memory=True, elsewhere=elsewhere)
 
     def begin(self, resumed: Resumed | None, leader: int) -> NodeMemory:
-        """For what is saved from here on, once `leader` has opened the run's logs: what the run does not go on from is
-        forgotten."""
+        """Returns the memory for new checkpoints, once `leader` has opened the run's logs. Deletes all checkpoints
+        except `resumed`."""
         if self.world.local_rank == 0 and self.run_id is not None:
             self._folder.keep_only(resumed.step if resumed and resumed.in_memory else None)
         if self.world.rank == leader:
@@ -147,7 +151,7 @@ class HeldCheckpoints:
         return NodeFolder(self.base, str(self.run_id))
 
     def _open(self) -> list[Address]:
-        """Every node's server."""
+        """Starts a file server on each node and returns the addresses of all."""
         address: Address | None = None
         if self.world.local_rank == 0:
             base = NodeFolder(self.base, "").base
@@ -161,14 +165,14 @@ class HeldCheckpoints:
         return [Address(*found) for found in self._of_nodes("node_memory/server", address)]
 
     def _held(self, key: Key, manifest: Mapping[str, FileRecord], prefix: str) -> list[list[str]]:
-        """By node, the intact files that it has, of which each rank reads its share."""
+        """Returns the intact files of each node. A node's ranks share the work of reading them."""
         good = self._intact(key.step, manifest) if key in self._manifests else []
         by_rank = self._of_ranks(f"{prefix}/good", good)
         per_node = self.world.ranks_per_node
         return [sum(by_rank[first : first + per_node], []) for first in range(0, self.world.size, per_node)]
 
     def _intact(self, step: int, manifest: Mapping[str, FileRecord]) -> list[str]:
-        """This rank's share of the files that the node has, without those that are damaged."""
+        """Returns the intact files among this rank's share of the node's files. Deletes damaged ones."""
         heartbeat, here, good = self.job_store.heartbeat, self._folder.at(step), []
         heartbeat.begin(f"reading the checksums of {here.name} in memory")
         names = self._folder.files(step, manifest)
@@ -181,7 +185,8 @@ class HeldCheckpoints:
         return good
 
     def _fetch_run(self, here: Path, node: int | None, record: FileRecord) -> str | None:
-        """As the first rank of a node without run.json, which `node` has. What went wrong, in words."""
+        """Fetches run.json from `node`, on the first rank of a node without it. Returns the problem in
+        words, or None."""
         if node is None or self.world.local_rank:
             return None
         self.job_store.heartbeat.begin(f"fetching {RUN_FILE} of {here.name} from another node's memory")
@@ -194,7 +199,8 @@ class HeldCheckpoints:
         return partial(FetchedFile, here / name, source)
 
     def _begin(self, files: Sequence[FetchedFile]) -> str | None:
-        """Ask for their headers: so all nodes that have files are known to answer. What went wrong, in words."""
+        """Asks for the headers of the files, to learn whether the nodes with files answer. Returns the problem in
+        words, or None."""
         if files:
             self.job_store.heartbeat.begin("fetching the headers of a checkpoint's files from other nodes' memory")
         try:
@@ -206,47 +212,50 @@ class HeldCheckpoints:
         return None
 
     def _served(self, here: Path, name: str) -> str:
-        """The name by which other nodes' servers know a file."""
+        """Returns the name of a file on the servers of other nodes."""
         return f"{here.relative_to(self._folder.base)}/{name}"
 
     def _of_nodes(self, key: str, value: Any) -> list[Any]:
-        """What the first rank of each node has given."""
+        """Returns the values of each node's first rank."""
         return self._gathered(key, value, range(0, self.world.size, self.world.ranks_per_node))
 
     def _of_ranks(self, key: str, value: Any) -> list[Any]:
-        """What each rank has given."""
+        """Returns the values of all ranks."""
         return self._gathered(key, value, range(self.world.size))
 
     def _gathered(self, key: str, value: Any, ranks: range) -> list[Any]:
-        """By way of rank 0: were each to ask for all the store would answer many times as often."""
+        """Collects values through rank 0. If each rank asked for all values, the store would answer many times as
+        often."""
         if self.world.rank in ranks:
             self.job_store.put(f"{key}/{self.world.rank}", value)
         if self.world.rank == 0:
             waiting = "what the other nodes hold in memory"
             self.job_store.put(key, [self.job_store.get(f"{key}/{rank}", waiting_for=waiting) for rank in ranks])
-        found: list[Any] = self.job_store.get(key, waiting_for="rank 0 to tell what nodes hold in memory")
+        found: list[Any] = self.job_store.get(key, waiting_for="rank 0 to publish the checkpoints in nodes' memory")
         return found
 
 
-# The folders that a run writes to: one job at a time does, and what an earlier run left there is set aside.
+# The folders of a run. One job at a time writes to them, and files of an earlier run are moved away.
 
 LOCK_FILE = "lock"
 WAIT_S = 20.0
-"""For a job that has been killed to be gone, so that the next one can have its folder."""
+"""Seconds to wait for a killed job to end, so the next one can have its folder."""
 POLL_S = 0.2
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 
 _held: dict[Path, int] = {}
-"""Locked folder -> descriptor of its lock, as long as this process lives: the kernel frees it, however that ends."""
+"""Locked folder -> descriptor of its lock, for the life of this process. The kernel frees the lock at any
+kind of end."""
 
 
 def lock_folder(
     folder: Path, config_key: str, *, wait_s: float = WAIT_S, advance: Callable[[], None] = lambda: None
 ) -> None:
-    """Make sure that until this process ends no other job writes to `folder`, which is made where there is none.
+    """Locks `folder` against other jobs until this process ends. Creates the folder if it does not exist.
 
-    Waits `wait_s` for a job that holds it, and calls `advance` meanwhile. ConfigError, naming `config_key` and that
-    job, where it still does, or where the folder cannot be written. On a file system without locks only a warning.
+    Waits up to `wait_s` seconds for a job with the lock, and calls `advance` meanwhile. Raises ConfigError with
+    `config_key` and the other job if the lock is still taken, or if the folder cannot be written. On a file system
+    without locks it only logs a warning.
     """
     path = folder / LOCK_FILE
     try:
@@ -270,9 +279,9 @@ def lock_folder(
 
 
 def set_aside(paths: Sequence[Path], config_key: str, *, keep: bool = False, into: Path | None = None) -> Path:
-    """Moves `paths`, which lie in one folder, into a new folder in it, or `into` that one. Returns where they are.
+    """Moves `paths` from one folder into a new folder in it, or into `into`. Returns the new folder.
 
-    `keep` copies them. Raises ConfigError where a file cannot be written.
+    `keep` copies them instead. Raises ConfigError if a file cannot be written.
     """
     parent = paths[0].parent
     folder = into or next(place for i in count(1) if not os.path.lexists(place := parent / f"earlier_{i}"))
@@ -311,7 +320,7 @@ def _wait_for_lock(descriptor: int, path: Path, config_key: str, wait_s: float, 
 
 
 def _try_to_lock(descriptor: int, path: Path) -> bool:
-    """False where somebody else has it."""
+    """Returns False if another process has the lock."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -330,7 +339,7 @@ def _this_holder() -> dict[str, str | int]:
 
 
 def _holder(path: Path) -> str:
-    """Who says in the lock file to have the lock, in words."""
+    """Returns the holder named in the lock file, in words."""
     try:
         holder = json.loads(path.read_text(encoding="utf-8"))
         return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
@@ -338,22 +347,22 @@ def _holder(path: Path) -> str:
         return f"{path} does not say which"
 
 
-# Going on from a checkpoint: which one, whether it fits the config, and what of the run is left.
+# Resuming: the choice of a checkpoint, its check against the config, and the remaining order.
 
 FIXED_KEYS = ("algorithm", "seed", "batch.prompts_per_step", "data.shuffle")
-"""The stream of prompts follows from these and from the training rows."""
+"""Keys that a resumed run must not change. With the training rows, they determine the stream of prompts."""
 LEARNT_BY = ("actor.optimizer", "critic.optimizer", "loss", "advantages", "preference", "batch", "rollout.sampling")
-"""A run may go on with other settings of these, which is said."""
+"""Sections that a resumed run may change. Each change is logged."""
 DRAWN_BY = ("schedule", "batch.samples_per_prompt")
-"""Where one of these has changed, what was drawn ahead does not fit the steps to come."""
+"""If one of these has changed, responses generated ahead do not fit the coming steps."""
 
 
 def find_checkpoint(config: Config, job_store: JobStore, held: HeldCheckpoints | None = None) -> Resumed | None:
-    """The newest intact checkpoint that the config lets the run go on from, which of two of one step is the one that
-    the nodes' memory has; None where it starts at its first step.
+    """Returns the newest intact checkpoint that the config allows, or None if the run starts at its first step.
 
-    Every rank reads its share of the files and compares checksums. CheckpointError where one was asked for and is not
-    there, or where none is intact. Collective over: all ranks.
+    Of two checkpoints of one step it takes the one in the nodes' memory. Every rank compares checksums of its share of
+    the files. Raises CheckpointError if the checkpoint named by the config is missing or damaged, or if none is intact.
+    Collective over: all ranks.
     """
     world = job_store.world
     if world.rank == 0:
@@ -365,27 +374,27 @@ def find_checkpoint(config: Config, job_store: JobStore, held: HeldCheckpoints |
     from_memory = held and job_store.get("resume/from_memory", waiting_for="rank 0 to look for checkpoints")
     in_memory = held.offers() if held and from_memory else []
     if held and from_memory and not in_memory and on_disk and world.rank == 0:
-        logger.warning("no node holds a checkpoint of the run in its memory: those on the disk are tried")
+        logger.warning("no node holds a checkpoint of the run in its memory: trying those on disk")
     tried: list[Resumed | Key] = sorted([*in_memory, *on_disk], key=lambda checkpoint: -checkpoint.step)
     for number, candidate in enumerate(tried):
         if isinstance(candidate, Resumed):
             found_here: Resumed | str = _damage(candidate, job_store, f"resume/{number}") or candidate
         else:
-            assert held is not None, "who offers it can recover it"
+            assert held is not None, "a node's memory offered it"
             found_here = held.recover(candidate)
         if isinstance(found_here, Resumed):
             if world.rank == 0:
                 _say_where_it_goes_on(config, found_here)
             return found_here
         if isinstance(candidate, Resumed) and candidate.folder.is_relative_to(config.checkpoint.resume):
-            raise CheckpointError(f"checkpoint.resume: {found_here}")  # the one that was asked for
+            raise CheckpointError(f"checkpoint.resume: {found_here}")  # the config names this one
         if world.rank == 0:
             where = "" if isinstance(candidate, Resumed) else " in memory"
             logger.warning("the checkpoint of step %d%s cannot be used: %s", candidate.step, where, found_here)
     if candidates:
         raise CheckpointError(
             f"checkpoint.resume: none of the {len(candidates)} checkpoints in {config.checkpoint_dir} is intact; name "
-            "another one, or start anew with another checkpoint.dir"
+            "another one, or start a new run with another checkpoint.dir"
         )
     return None
 
@@ -395,14 +404,14 @@ def _say_where_it_goes_on(config: Config, checkpoint: Resumed) -> None:
     logger.warning("going on after step %d, from %s%s", checkpoint.step, checkpoint.folder, memory)
     if checkpoint.step == config.steps:
         logger.warning(
-            "the run in %s is finished: all of its %d steps are done, and only what follows the last one is done "
-            "again. To train on, give more steps (steps=%d); to begin another run, give another output_dir",
+            "the run in %s is finished: all of its %d steps are done, and only the work after the last one is "
+            "repeated. To train further, set more steps (steps=%d); to start another run, set another output_dir",
             *(config.output_dir, config.steps, 2 * config.steps),
         )
 
 
 def _candidates(config: Config, restarted: bool) -> list[Resumed]:
-    """In the order in which they are tried. By one rank, before anything is written."""
+    """Returns checkpoints on disk in the order to try them. Called on one rank, before anything is written."""
     folder, resume = CheckpointFolder(Path(config.checkpoint_dir)), config.checkpoint.resume
     own = folder.candidates()
     if own and (latest := folder.latest()) != f"names '{own[0].folder.name}'":
@@ -417,13 +426,13 @@ def _candidates(config: Config, restarted: bool) -> list[Resumed]:
     if own and config.checkpoint.saves:
         raise CheckpointError(
             f"checkpoint.resume: none, but {folder.path} holds checkpoints, the newest of step {own[0].step}; expected "
-            "a checkpoint.dir without any, or checkpoint.resume: auto to go on from it"
+            "a checkpoint.dir without any, or checkpoint.resume: auto to resume from it"
         )
     return []
 
 
 def _damage(checkpoint: Resumed, job_store: JobStore, key: str) -> str | None:
-    """What any rank found wrong. Collective over: all ranks."""
+    """Returns the first damage found by any rank, or None. Collective over: all ranks."""
     world, heartbeat = job_store.world, job_store.heartbeat
     heartbeat.begin(f"reading the checksums of {checkpoint.folder.name}")
     try:
@@ -443,8 +452,11 @@ def _damage(checkpoint: Resumed, job_store: JobStore, key: str) -> str | None:
 def check_resumed(
     config: Config, architectures: Mapping[str, Architecture], checkpoint: Resumed, *, restarted: bool = False
 ) -> None:
-    """Refuse a checkpoint of another run or model. CheckpointError with both values of whatever differs; ParityError
-    where the run is paused, and was not started anew but `restarted`."""
+    """Checks that a checkpoint fits the config and the models.
+
+    Raises CheckpointError with both values of every difference. Raises ParityError if the run is paused and torchrun
+    has `restarted` it. A user has to start it again.
+    """
     run = checkpoint.run
     problems = [*_config_problems(config, run["config"]), *_architecture_problems(architectures, run["architectures"])]
     if checkpoint.step > config.steps:
@@ -452,22 +464,21 @@ def check_resumed(
     if restarted and str(run.get("stopped_by") or "").startswith(PAUSE):
         raise ParityError(
             f"the run is paused after step {checkpoint.step} ({checkpoint.folder}), and torchrun has restarted it: "
-            "what pauses a run (checks.action) is for a person to decide; start the job again, once its config says "
-            "how it is to go on"
+            "after a pause (checks.action) a user has to decide. Change the config as needed and start the job again"
         )
     if problems:
         raise CheckpointError(
-            f"checkpoint.resume: {checkpoint.folder} does not fit this config: {'; '.join(problems)}. Start with what "
-            "it was saved with, or anew with another checkpoint.dir, from its weights if you like: "
+            f"checkpoint.resume: {checkpoint.folder} does not fit this config: {'; '.join(problems)}. Use the "
+            "saved values, or start a new run with another checkpoint.dir. To start it from these weights: "
             f"rltrain convert run-to-hf --input {checkpoint.folder} --output DIR, and model.path: DIR"
         )
 
 
 def with_present_inputs(config: Config, checkpoint: Resumed, inputs: Inputs, *, says: bool = True) -> Resumed:
-    """Returns `checkpoint` with the step that takes the first training row. That is the next step if the rows are
-    others than it was saved with.
+    """Returns `checkpoint` with `data_from`, the step that takes the first training row.
 
-    Logs a line for each change where `says` is set. Raises CheckpointError where data.on_change refuses changes.
+    That is the next step if the rows have changed since the checkpoint was saved. Logs a line for each change if `says`
+    is set. Raises CheckpointError if `data.on_change` refuses changes.
     """
     run = checkpoint.run
     before = run.get("inputs")
@@ -475,9 +486,9 @@ def with_present_inputs(config: Config, checkpoint: Resumed, inputs: Inputs, *, 
     others = [*other_changes(before, inputs)] if before else []
     if config.data.on_change == "refuse" and (of_data or others):
         raise CheckpointError(
-            f"data.on_change: refuse, and since {checkpoint.folder} was saved there are other inputs: "
-            f"{'; '.join([*of_data, *others])}. Expected what it was saved with; data.on_change: restart goes on with "
-            "these, with new rows from the first one on"
+            f"data.on_change: refuse, and inputs have changed since {checkpoint.folder} was saved: "
+            f"{'; '.join([*of_data, *others])}. Use the saved inputs, or set data.on_change: restart to continue with "
+            "the present ones, beginning at the first of the new rows"
         )
     for change in of_data if says else ():
         logger.warning("%s: step %d takes the first of these rows", change, checkpoint.step)
@@ -487,7 +498,7 @@ def with_present_inputs(config: Config, checkpoint: Resumed, inputs: Inputs, *, 
 
 
 def _setting_changes(saved: Mapping[str, Any], config: Config) -> Iterator[str]:
-    """Yields a line for each setting of LEARNT_BY that is another one than the checkpoint was saved with."""
+    """Yields a line for each setting of LEARNT_BY that has changed since the checkpoint was saved."""
     now = config.model_dump(mode="json")
     for section in LEARNT_BY:
         before, here = (dict(_leaves(reduce(_part, section.split("."), whole))) for whole in (saved, now))
@@ -516,7 +527,7 @@ def _config_problems(config: Config, saved: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _values(key: str, saved: Mapping[str, Any], config: Config) -> Iterator[Any]:
-    """Of a key that may be of a section: the saved one, and that of the run that goes on."""
+    """Yields the saved value of a dotted key, then the present one."""
     for values in (saved, config.model_dump(mode="json")):
         yield reduce(lambda section, name: section[name], key.split("."), values)
 
@@ -526,7 +537,7 @@ def _architecture_problems(architectures: Mapping[str, Architecture], saved: Map
         if role not in architectures or role not in saved:
             continue
         now = json.loads(json.dumps(asdict(architectures[role])))
-        # What a version that saved did not know of was as it is where nobody tells.
+        # A field unknown to the version that saved had its default value.
         before = {field.name: field.default for field in fields(Architecture)} | saved[role]
         for name in now:
             if name != "eos_token_ids" and now[name] != before[name]:
@@ -534,11 +545,10 @@ def _architecture_problems(architectures: Mapping[str, Architecture], saved: Map
 
 
 def remaining_order(config: Config, placement: Placement, checkpoint: Resumed) -> tuple[Order, bool]:
-    """What is left to do, and whether it goes on with the responses and experience that the checkpoint holds.
+    """Returns the remaining order, and whether it uses the responses and experience in the checkpoint.
 
-    Where the schedule, the number of samples or the training rows have changed, or the run had ended, the steps ahead
-    are drawn anew.
-    ConfigError where what is left cannot finish.
+    It does not if the schedule, the number of samples or the training rows have changed, or if the run had ended. Then
+    responses of later steps are generated again. Raises ConfigError if the remaining order cannot finish.
     """
     order, continues = _rest(config, placement, checkpoint)
     check(order.excerpt(), placement)
@@ -557,10 +567,10 @@ def _rest(config: Config, placement: Placement, checkpoint: Resumed) -> tuple[Or
 
 
 def claim_folders(config: Config, leader: int, job_store: JobStore) -> dict[str, tuple[str, str]]:
-    """Nothing of the job writes to its folders before `leader`, which is the last of its ranks to do so, has them for
-    this job alone. Config key -> the lock file in the folder that it names, and what `leader` has written there.
+    """Locks the job's folders on `leader`, before any rank writes to them. Returns (lock file, its content) by config
+    key.
 
-    ConfigError on `leader` where another job has them. Collective over: all ranks.
+    Raises ConfigError on `leader` if another job has a folder. Collective over: all ranks.
     """
     if job_store.world.rank == leader:
         job_store.heartbeat.begin("locking its folders")
@@ -576,12 +586,13 @@ def claim_folders(config: Config, leader: int, job_store: JobStore) -> dict[str,
 
 
 def open_history(config: Config, checkpoint: Resumed | None) -> dict[str, int]:
-    """Let the logs and checkpoints in the run's folders end at `checkpoint`, and be of one history. Returns the sizes
-    of the logs of samples that are left.
+    """Cuts the logs and checkpoints in the run's folders at `checkpoint`. Returns the remaining sizes of the sample
+    logs.
 
-    Where the run goes on from one of its own, what it logged after that is taken back, for it comes again; where there
-    are checkpoints of later steps it was sent back, so these and their logs are kept apart. What belongs to another
-    run, or came before a new start (None), is kept apart as a whole. By one rank, before anybody writes. ConfigError.
+    If the run resumes from its own checkpoint, later log entries are removed, because they come again. If its folder
+    has checkpoints of later steps, the run was sent back. They are moved to a subfolder, with a copy of the logs. Files
+    of another run, or from before a new start (None), are all moved to a subfolder. Called on one rank, before any rank
+    writes. Raises ConfigError if a file cannot be written.
     """
     output_dir = Path(config.output_dir)
     history = read_id(output_dir / ID_FILE)
@@ -593,7 +604,7 @@ def open_history(config: Config, checkpoint: Resumed | None) -> dict[str, int]:
         later = [found.folder for found in own.candidates() if not is_own or found.step > checkpoint.step]
     if later and (goes_on or config.checkpoint.saves):
         names = ", ".join(path.name for path in later)
-        logger.warning("%s: now in %s, for the run goes on without", names, set_aside(later, "checkpoint.dir"))
+        logger.warning("%s: moved to %s, the run continues without them", names, set_aside(later, "checkpoint.dir"))
     if checkpoint is None or history is None or not goes_on:
         _set_earlier_run_aside(config, output_dir)
         begin_logs(output_dir)
@@ -608,8 +619,10 @@ def open_history(config: Config, checkpoint: Resumed | None) -> dict[str, int]:
 
 
 def _set_earlier_run_aside(config: Config, output_dir: Path) -> None:
-    """Moves all that an earlier run has left, so that nothing of this one replaces it. What this run reads is copied
-    there, and stays where it is."""
+    """Moves all files of an earlier run to a subfolder, so this run replaces none of them.
+
+    Files that this run reads are copied instead.
+    """
     if not (left := logs_in(output_dir, LOGS)):
         return
     named = [Path(text).resolve() for text in _texts_in(config.model_dump()) if "\0" not in text]
@@ -622,7 +635,7 @@ def _set_earlier_run_aside(config: Config, output_dir: Path) -> None:
 
 
 def _texts_in(value: object) -> Iterator[str]:
-    """Yields every text of a config, for any of them may name a file."""
+    """Yields every text of a config, because any of them may name a file."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -634,7 +647,7 @@ def _texts_in(value: object) -> Iterator[str]:
 
 
 def restore(job: Job, transfers: Transfers, reporter: Reporter) -> None:
-    """Give this rank back what it, or others in its place, had beside the states of its roles."""
+    """Restores this rank's state outside of its roles: crossing experience, unfinished metrics and random states."""
     if job.resumed is None:
         return
     if job.resumed.continues:

@@ -1,4 +1,4 @@
-"""The reward: scores responses, and says when all samples of a prompt score alike."""
+"""The reward: scores responses, and warns if all samples of every prompt score alike."""
 
 import logging
 from collections.abc import Mapping
@@ -14,19 +14,26 @@ from rltrain.exchange.exchange import Shipment
 from rltrain.rewards.group_filter import load_group_filter
 from rltrain.rewards.scorer import Scorer, Scores, rewarding_models
 from rltrain.roles.evaluation import EvaluationScoring
-from rltrain.roles.group_scoring import GroupScoring, OutcomeTeller
 from rltrain.roles.reward_statistics import FLAT_GROUPS, RewardStatistics
 from rltrain.roles.role import Job, Metrics, Role, SampleLog
 from rltrain.roles.rollout import RolloutRole
-from rltrain.roles.scoring import FailureLimit, RankRecords, Scorables, sample_records, with_scores
+from rltrain.roles.scoring import (
+    FailureLimit,
+    GroupScoring,
+    OutcomeTeller,
+    RankRecords,
+    Scorables,
+    sample_records,
+    with_scores,
+)
 
-# Says when the samples of a prompt all have the same reward, which teaches a group-relative algorithm nothing.
+# Warnings about prompts with equal rewards for all samples. A group-relative algorithm learns nothing from them.
 
 logger = logging.getLogger(__name__)
 
 ADVICE = (
     "Look at the responses and rewards in samples.jsonl: the reward function may be wrong for the task, or the prompts "
-    "too hard or too easy for the model (batch.dynamic_sampling draws others in their place)"
+    "too hard or too easy for the model (batch.dynamic_sampling replaces such prompts)"
 )
 
 
@@ -34,10 +41,9 @@ WARN_AFTER_STEPS = 5
 
 
 class FlatRewards:
-    """Watches the steps of a run.
+    """A watch over the rewards of a run's steps. It looks for a spread of rewards within groups.
 
-    The first step in which no group has a spread of rewards is logged once. A row of WARN_AFTER_STEPS such steps is a
-    warning, once per row.
+    The first step without any spread is logged once. WARN_AFTER_STEPS such steps in a row cause one warning.
     """
 
     def __init__(self) -> None:
@@ -46,7 +52,7 @@ class FlatRewards:
         self._has_said = False
 
     def look(self, step: int, metrics: Mapping[str, float]) -> None:
-        """`metrics` are those of the step's rewards."""
+        """Checks a step. `metrics` are the metrics of its rewards."""
         if metrics.get(FLAT_GROUPS) != 1.0:
             self._first_step, self._num_steps = None, 0
             return
@@ -55,19 +61,19 @@ class FlatRewards:
         self._num_steps += 1
         if self._num_steps == WARN_AFTER_STEPS:
             logger.warning(
-                "in %d steps in a row, since step %d, 100 %% of the groups have no spread of rewards: the reward "
-                "teaches nothing. %s",
+                "in %d steps in a row, since step %d, 100 %% of the groups have no spread of rewards: the policy "
+                "learns nothing from them. %s",
                 *(self._num_steps, self._first_step, ADVICE),
             )
         elif not self._has_said:
             logger.info(
-                "step %d: 100 %% of the groups have no spread of rewards (mean %.3g): the reward teaches nothing. %s",
+                "step %d: 100 %% of the groups have no spread of rewards (mean %.3g): the policy learns nothing. %s",
                 *(step, metrics["reward_mean"], ADVICE),
             )
         self._has_said = True
 
 
-# The reward: scores responses against their prompts' labels.
+# The role: scores responses against the labels of their prompts.
 
 
 class RewardRole(Role):
@@ -82,7 +88,7 @@ class RewardRole(Role):
         self.training = self._training()
         self.records = RankRecords(job.job_store, job.waiter, self.name, self.grid.ranks)
         self.evaluations: EvaluationScoring | None = None
-        """Where no engines of their own evaluate."""
+        """Scores evaluations. None if role evaluation generates and scores them."""
         if not self.config.evaluates_apart:
             self.evaluations = EvaluationScoring(job, self.scorer, self.limit, self.records)
             self.logs.append(self.evaluations.log)
@@ -92,10 +98,10 @@ class RewardRole(Role):
         if job.world.rank == self.leader:
             self.logs.append(self.log)
         self.scoring: GroupScoring | None = None
-        """On an engine's first rank, where groups are selected: it has scored what that engine drew."""
+        """Scores groups for dynamic sampling. Set on an engine's first rank only."""
 
     def _training(self) -> Scorables | None:
-        """Nothing where no training prompt is answered."""
+        """Returns the source of scorable training samples, or None if the algorithm does not generate."""
         if not algorithm_of(self.config).generates:
             return None
         prompts, functions = self.job.rows.prompts, self.scorer.functions
@@ -115,8 +121,10 @@ class RewardRole(Role):
         return reward
 
     def score(self, step: int, chunk: int) -> Metrics:
-        """A reward for each response, which it has already where groups were selected by theirs. With the step's last
-        chunk the role's leader waits for its other ranks."""
+        """Scores the responses of a chunk. With dynamic sampling they have arrived with their rewards.
+
+        After the step's last chunk the role's leader waits for the other ranks and returns the metrics of the step.
+        """
         if chunk == 0:
             algorithm = algorithm_of(self.config)
             compares = isinstance(algorithm, GroupRelative)
@@ -141,20 +149,21 @@ class RewardRole(Role):
         return {f"rollout/{name}": value for name, value in metrics.items()}
 
     def score_evaluation(self, step: int, chunk: int) -> Metrics:
-        """What the evaluation set of number `chunk` is worth, which the role's leader learns from its other ranks."""
+        """Scores evaluation set number `chunk`. The role's leader collects the scores of the other ranks."""
         assert self.evaluations is not None, "no role evaluation is placed"
         samples = self.shipments.pop(("evaluation_samples", step, chunk)).experience
         told = self._told_of("evaluation_samples", step, chunk, samples)
         return self.evaluations.score(step, chunk, samples, told, self.serve)
 
     def save_state(self) -> Mapping[str, Contents]:
-        """Which evaluation was the best so far, and what engines may not have read yet."""
+        """Returns the best evaluation so far, and outcomes that engines may not have read yet. Only the
+        leader has any."""
         if self.job.world.rank != self.leader:
             return {}
         return {**(self.evaluations.save_state() if self.evaluations else {}), **self.outcomes.contents()}
 
     def close(self) -> None:
-        """End the reward functions' processes."""
+        """Ends the processes of the reward functions."""
         self.scorer.close()
         if self.evaluations:
             self.evaluations.close()
@@ -168,7 +177,7 @@ class RewardRole(Role):
         return scored
 
     def _take_handed_over(self, source: Scorables, step: int, chunk: int) -> None:
-        """What the engine of this rank had scored before it handed its samples over."""
+        """Counts the groups that this rank's engine has scored for the chunk."""
         if self.scoring is None:
             return
         handed_over = self.scoring.handed_over.pop((step, chunk))
@@ -179,14 +188,17 @@ class RewardRole(Role):
         self.statistics.add_dropped(handed_over.dropped, handed_over.num_spared)
 
     def _told_of(self, transfer: str, step: int, chunk: int, samples: Experience) -> list[Scores]:
-        """What each model has said of the samples that a transfer brought."""
+        """Returns each model's scores of the samples of a transfer."""
         told = (self.shipments.pop((model.transfer(transfer), step, chunk)) for model in self.models)
         scores = (samples.with_fields_of(shipment.experience).model_scores.tolist() for shipment in told)
         return [model.scores(of_model) for model, of_model in zip(self.models, scores, strict=True)]
 
     def _gather(self, what: str, step: int, statistics: RewardStatistics) -> Metrics:
-        """Metrics of all ranks of the role on its leader, which tells their outcomes; none on the others. Where too
-        many samples have failed the leader raises RewardError, which ends the job."""
+        """Returns the metrics of all ranks on the role's leader, and {} on the others. The leader also publishes the
+        outcomes.
+
+        Raises RewardError on the leader if too many samples have failed. The error ends the job.
+        """
         record = [statistics.record(), statistics.first_failures, self.outcomes.record()]
         gathered = self.records.collect(what, step, record, self.serve)
         if not gathered:

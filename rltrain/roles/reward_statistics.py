@@ -1,4 +1,4 @@
-"""What is reported of the rewards of a step or of an evaluation."""
+"""Metrics of the rewards of a step or an evaluation."""
 
 import re
 from collections import Counter
@@ -19,17 +19,17 @@ DROPPED, ALL_DROPPED, SPARED = f"{FILTER}drop_", f"{FILTER}dropped", f"{FILTER}k
 
 FLAT_GROUPS = "flat_groups"
 OF_SOURCE = "reward_mean/"
-"""Before the name of a source: the mean over its samples."""
+"""Prefix of the mean reward of a source. The source's name follows."""
 
 Record = Mapping[str, Any]
-"""What JSON can write of a rank's statistics."""
+"""A rank's statistics as JSON values."""
 
 
 class RewardStatistics:
-    """Sums over the samples that this rank has scored, and each function's first failure among them, in words.
+    """The sums over the samples scored by this rank, and the first failure of each function in words.
 
-    What is reported of all samples leaves out those that `is_greedy` [samples] bool tells: they are compared with.
-    `counts_flat_groups` adds the share of groups whose samples all have one reward; groups are whole then.
+    Metrics of all samples leave out greedy samples, because these only serve as a baseline. `is_greedy` returns a bool
+    tensor of shape [samples]. `counts_flat_groups` adds the share of groups with equal rewards. It needs whole groups.
     """
 
     def __init__(
@@ -38,13 +38,13 @@ class RewardStatistics:
         self.is_greedy, self.counts_flat_groups = is_greedy, counts_flat_groups
         self.sums: Counter[str] = Counter()
         self.means: dict[str, tuple[float, int]] = {}
-        """Sum and number of samples of what the functions are reported by."""
+        """Sum and number of samples, by name of the mean."""
         self.longest = 0.0
         self.first_failures: dict[str, str] = {}
-        """By the functions' titles."""
+        """First failures, by title of the function."""
 
     def add(self, experience: Experience, scores: Scores) -> None:
-        """`experience` has the rewards of `scores`."""
+        """Adds samples. `experience` has the rewards of `scores`."""
         greedy = self._greedy(experience)
         if greedy.any():
             of_greedy = experience.rewards[greedy].double()
@@ -79,7 +79,7 @@ class RewardStatistics:
                 self.first_failures.setdefault(title, of_function.first_failure)
 
     def add_of(self, dataset: PromptDataset, experience: Experience, scores: Scores) -> None:
-        """As `add`, of prompts of a dataset, and of each of its sources where it has several."""
+        """Adds samples for prompts of a dataset. If the dataset has several sources, adds the rewards of each too."""
         self.add(experience, scores)
         if len(dataset.sources) > 1:
             reported = self.reported(experience)
@@ -87,12 +87,13 @@ class RewardStatistics:
             self.add_sources(sources, reported.rewards.tolist())
 
     def add_dropped(self, groups: Mapping[str, int], num_spared: int) -> None:
-        """Numbers of groups that were drawn and do not count, by reason, and of those that do all the same."""
+        """Adds the numbers of dropped groups by reason, and the number of groups kept because no more
+        could be dropped."""
         self.sums.update({f"{DROPPED}{reason}": number for reason, number in groups.items()})
         self.sums.update({ALL_DROPPED: sum(groups.values()), SPARED: num_spared})
 
     def reported(self, experience: Experience) -> Experience:
-        """Without greedy samples."""
+        """Returns the samples without greedy ones."""
         greedy = self._greedy(experience)
         return experience.select(torch.nonzero(~greedy).flatten()) if greedy.any() else experience
 
@@ -102,12 +103,12 @@ class RewardStatistics:
         return self.is_greedy(experience)
 
     def add_sources(self, sources: Sequence[str], rewards: Sequence[float]) -> None:
-        """Of samples that are reported: where the prompt of each is from, and its reward."""
+        """Adds the rewards of reported samples to the sources of their prompts."""
         for source, reward in zip(sources, rewards, strict=True):
             add_mean(self.means, f"{OF_SOURCE}{source}", reward, 1)
 
     def record(self) -> Record:
-        """For `metrics`."""
+        """Returns the statistics in the form taken by `metrics`."""
         return {"sums": dict(self.sums), "means": self.means, "longest": self.longest}
 
     @staticmethod
@@ -119,7 +120,7 @@ class RewardStatistics:
 
     @classmethod
     def metrics(cls, records: Sequence[Record]) -> dict[str, float]:
-        """From the records of all ranks of the role, each of which has samples of its own."""
+        """Returns the metrics for the records of all ranks of the role. Every rank has other samples."""
         sums, totals = cls.sums_of(records), dict[str, tuple[float, int]]()
         for record in records:
             for name, of_rank in record["means"].items():
@@ -138,22 +139,22 @@ class RewardStatistics:
             **({FLAT_GROUPS: sums[FLAT_GROUPS] / sums["groups"]} if sums["groups"] else {}),
             **shares,
             **counted,
-            **{name: total / number for name, (total, number) in totals.items() if number},  # what some sample has
+            **{name: total / number for name, (total, number) in totals.items() if number},
         }
 
 
 def prefix(title: str) -> str:
-    """Of the metrics of the function that is called so."""
+    """Returns the prefix of the metrics of the function with this title."""
     return f"reward_{title}" if title else "reward"
 
 
 def is_of_one_function(metric: str) -> bool:
-    """Whether a metric of `metrics` tells of one function, and not of the samples or their whole rewards."""
+    """Returns whether a metric of `metrics` is of one function, not of the samples or their total rewards."""
     return metric.startswith("reward_") and metric.removeprefix("reward_") not in OF_ALL_REWARDS
 
 
 def _flat_groups(experience: Experience) -> dict[str, int]:
-    """Returns the number of groups with several samples, and of those in which all samples have the same reward."""
+    """Returns the number of groups with several samples, and the number of these with equal rewards."""
     _, groups, sizes = torch.unique(experience.group_ids, return_inverse=True, return_counts=True)
     rewards = experience.rewards.double()
     least, most = (
@@ -164,6 +165,6 @@ def _flat_groups(experience: Experience) -> dict[str, int]:
 
 
 def _name_of(key: str) -> str:
-    """What a number of a function is called in metrics."""
+    """Returns the metric's name for a number reported by a function."""
     name = re.sub(r"[^A-Za-z0-9_.-]", "_", key)
     return f"{name}_" if name in OF_ALL_REWARDS else name

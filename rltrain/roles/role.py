@@ -1,4 +1,4 @@
-"""What every role is made of."""
+"""The base class of roles, and the job that they share."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ from rltrain.schedule.shape import RunShape
 from rltrain.tasks.roles import device_roles, device_roles_if_offloaded
 from rltrain.training.backend import ModelSite, training_backend
 
-# The floating-point operations that models of this rank do, as models.flops counts them, and the tokens.
+# Floating-point operations and tokens of this rank's models, counted as in models.flops.
 
 
 class Begun(NamedTuple):
@@ -36,13 +36,14 @@ class Begun(NamedTuple):
 
 
 class Operations:
-    """This rank's share of those that its replicas have begun since they were last taken."""
+    """This rank's share of the work of its replicas since the last `take`."""
 
     def __init__(self) -> None:
         self._begun = Begun()
 
     def add(self, architecture: Architecture, lengths: Sequence[int], num_ranks: int, *, backward: bool) -> None:
-        """Of sequences of these lengths, forward and perhaps `backward`, on a replica of `num_ranks`."""
+        """Adds a forward pass over sequences of these lengths on a replica of `num_ranks`, and with `backward` the
+        backward pass."""
         cost = forward_flops(architecture)
         operations = cost.training(lengths) if backward else cost.forward(lengths)
         self._begun = Begun(
@@ -54,11 +55,14 @@ class Operations:
         return begun
 
 
-# Records of samples for people: one JSON object per line, appended while the run goes on.
+# Logs of samples for users: one JSON object per line, appended during the run.
 
 
 class SampleLog:
-    """A file of <output_dir>, made with its folder at the first record. ConfigError where it cannot be written."""
+    """A JSONL file in <output_dir>. The first record creates the file and its folder.
+
+    Raises ConfigError if the file cannot be written.
+    """
 
     def __init__(self, output_dir: str, name: str) -> None:
         self.name, self.path = name, Path(output_dir, name)
@@ -68,7 +72,7 @@ class SampleLog:
         return self.path.stat().st_size if self.path.exists() else 0
 
     def append(self, *records: Mapping[str, Any]) -> None:
-        """On disk when this returns."""
+        """Appends the records. They are in the file when this returns."""
         append_to(self.path, "".join(json.dumps(record) + "\n" for record in records))
 
 
@@ -78,7 +82,7 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class Job:
-    """What the roles of this process read of the run."""
+    """The run as seen by the roles of this process."""
 
     config: Config
     world: World
@@ -86,18 +90,18 @@ class Job:
     grids: Mapping[str, Grid]
     groups: ProcessGroups
     architectures: Mapping[str, Architecture]
-    """By role."""
+    """Model architectures by role."""
     job_store: JobStore
     waiter: Waiter
     rows: JobRows
     pause: Callable[[str], None]
-    """Have all ranks save and end for a person to look, with this sentence."""
+    """Makes all ranks save a checkpoint and end. The argument is the reason, a sentence for the user."""
 
     resumed: Resumed | None = None
-    """The checkpoint that the run goes on from; None: it starts at the first step."""
+    """The checkpoint to resume from, or None if the run starts at its first step."""
 
     operations: Operations = field(default_factory=Operations)
-    """Of the task that is under way."""
+    """FLOPs and tokens of the current task."""
 
     @property
     def first_step(self) -> int:
@@ -109,33 +113,37 @@ class Job:
         return self.job_store.heartbeat
 
     def leader_of(self, role: str) -> int:
-        """The rank that reports for a role: its metrics are those of the whole role."""
+        """Returns the rank that reports the metrics of the whole role."""
         return self.grids[role].owner(0)
 
     @property
     def leader(self) -> int:
-        """The rank that reports what concerns the whole job."""
+        """The rank that reports for the whole job."""
         return job_leader(self.grids)
 
     def offload_of(self, role: str) -> Offload:
-        """`<role>.offload`, where auto is no on a device that is the host: moves would only copy memory within it."""
+        """Returns `<role>.offload`. "auto" means False on a CPU, because offloading would only copy
+        within host memory."""
         offload: Offload = getattr(self.config, role).offload
         return False if offload == "auto" and self.world.device.type == "cpu" else offload
 
     @property
     def offloads(self) -> dict[str, Offload]:
-        """Of this rank's roles that have something on its device, whether they leave it."""
+        """The `offload` settings of this rank's roles with memory on its device."""
         on_device = device_roles() | {role for role in device_roles_if_offloaded() if self.offload_of(role)}
         hosted = self.placement.hosts(self.world.rank)
         return {role: self.offload_of(role) for role in hosted if role in on_device}
 
     @property
     def architecture(self) -> Architecture:
-        """Of the policy."""
+        """The policy's architecture."""
         return self.architectures["actor"]
 
     def model_site(self, role: str, checkpoint: str | None = None) -> ModelSite:
-        """Where the training backend builds the role's model, or one of several: that of another `checkpoint`."""
+        """Returns the place in which the training backend builds the role's model.
+
+        `checkpoint` selects one model of a role with several models.
+        """
         return ModelSite(
             config=self.config,
             role=role,
@@ -154,11 +162,11 @@ class Job:
         self.operations.add(self.architectures[role], lengths, len(grid.ranks) // grid.dp, backward=backward)
 
     def training_layout(self, role: str) -> Layout:
-        """Where the parameters of the role's model lie; every rank of the job can tell."""
+        """Returns the layout of the role's model parameters. Every rank of the job can compute it."""
         return training_backend(self.config, role).layout(self.model_site(role))
 
     def adapters_layout(self) -> Layout:
-        """Where the actor's low-rank adapters lie; every rank of the job can tell."""
+        """Returns the layout of the actor's low-rank adapters. Every rank of the job can compute it."""
         return training_backend(self.config, "actor").adapters_layout(self.model_site("actor"))
 
     @cached_property
@@ -167,19 +175,21 @@ class Job:
 
 
 class Role:
-    """A part in the run, played by the ranks of its grid. Its tasks are methods `task(step, chunk) -> Metrics | None`.
+    """A part in the run, executed by the ranks of its grid. Its tasks are methods `task(step, chunk) -> Metrics |
+    None`.
 
-    `shipments` holds, by transfer, step and chunk, what was received for a task and what a task leaves to be sent.
+    `shipments` maps (transfer, step, chunk) to experience: received for a task, or left by a task to be sent.
     """
 
     name: ClassVar[str]
 
     parts: Mapping[str, MemoryPart]
-    """What it holds on the device, by the names of tasks.roles; only where it is declared to have a model."""
+    """The role's memory on the device, by the part names of tasks.roles. Set only if the role is declared to have a
+    model."""
 
     @classmethod
     def beside(cls, job: Job, hosted: Mapping[str, "Role"]) -> "Role":
-        """The role on this rank, which has built `hosted` already. Collective over: the role's ranks."""
+        """Builds the role on this rank, after the roles in `hosted`. Collective over: the role's ranks."""
         return cls(job)
 
     def __init__(self, job: Job) -> None:
@@ -188,9 +198,9 @@ class Role:
         self.grid = job.grids[self.name]
         self.shipments: dict[tuple[str, int, int], Shipment] = {}
         self.logs: list[SampleLog] = []
-        """Files that this rank appends to for the role."""
+        """Log files of the role that this rank appends to."""
         self.serve: Callable[[], None] | None = None
-        """What this rank does for others while it waits, if anything; set before the first task."""
+        """Joins due weight syncs while this rank waits for others. None if it joins none. Set before the first task."""
 
     @property
     def leader(self) -> int:
@@ -205,20 +215,24 @@ class Role:
     def wait_for(
         self, come: Callable[[], Found | None], what: str, ranks: Sequence[int], every_s: float = POLL_S
     ) -> Found:
-        """Returns what `come` gives once it is there, for which `ranks` care. This rank serves others meanwhile."""
+        """Calls `come` every `every_s` seconds until it returns a value other than None, and returns the value.
+
+        This rank serves others meanwhile. `what` and `ranks` name the value and the ranks responsible for it in
+        messages.
+        """
         return poll(self.job.waiter, come, what, ranks, self.serve, every_s)
 
     def save_state(self) -> Mapping[str, Contents]:
-        """What this rank keeps of the role for a run that goes on from here: files by name, safe to be written until
-        the next call.
+        """Returns this rank's part of the role's checkpoint, as files by name. It stays unchanged until the next call,
+        so a thread can write it.
 
         Called between two steps. Collective over: the role's ranks.
         """
         return {}
 
     def take_copying_s(self) -> float:
-        """Seconds since the last call that a task of this rank waited for what `save_state` left to be copied."""
+        """Returns the seconds since the last call that this rank's tasks waited for copies of `save_state`."""
         return 0.0
 
     def close(self) -> None:
-        """Called once after the last task."""
+        """Releases resources outside this process. Called once, after the last task."""

@@ -1,42 +1,219 @@
-"""The rollout: engines that draw responses from the policy."""
+"""The rollout: engines that sample responses from the policy."""
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from zlib import crc32
 
 import torch
 
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.checkpoint.run_files import Contents, read_contents
+from rltrain.config.schema import Sampling
+from rltrain.data.experience import Experience
+from rltrain.data.prompts import PromptDataset
+from rltrain.data.tokenizer import TextDecoder
 from rltrain.errors import CheckpointError
 from rltrain.exchange.exchange import Shipment
+from rltrain.models import Architecture
 from rltrain.models.routing_shape import RoutingShape
 from rltrain.offload.memory_parts import MemoryPart
-from rltrain.roles.drawing import DrawingRole
-from rltrain.roles.episode_sessions import Conversations
-from rltrain.roles.group_scoring import RATES_FILES, GroupScoring, training_rows
-from rltrain.roles.role import Job, Metrics
-from rltrain.rollout.build import serve_checkpoint
-from rltrain.rollout.engine import GreedyPlaces, response_limit
+from rltrain.roles.episode_sessions import Conversations, EpisodeSessions
+from rltrain.roles.role import Job, Metrics, Role
+from rltrain.roles.scoring import RATES_FILES, GroupScoring, training_rows
+from rltrain.rollout.build import build_engine, serve_checkpoint
+from rltrain.rollout.engine import EngineSite, GreedyPlaces, SamplingParams, response_limit
 from rltrain.rollout.generation_loop import (
+    CompletionLog,
     Finished,
     GenerationLoop,
+    LeaderDecisions,
     PromptAssignment,
     SharedAssignment,
     StaticAssignment,
     StreamRules,
 )
-from rltrain.rollout.groups import DropCount, Selection
-from rltrain.rollout.in_flight_sync import InFlightSync
+from rltrain.rollout.groups import DropCount, PromptGroups, Selection
+from rltrain.rollout.in_flight_sync import InFlightSync, NoInFlightSync
 from rltrain.rollout.rollout_state import Consumed, EngineStart, RolloutState, RowStream, share_out
-from rltrain.rollout.sample import SampleGroup, pack_groups
+from rltrain.rollout.sample import Sample, SampleGroup, pack_groups, request_seed
+from rltrain.schedule.memory_plan import leaving_roles
+
+
+def engine_site(
+    role: Role, ranks: tuple[int, ...], architecture: Architecture, tokenizer: TextDecoder, **modes: bool
+) -> EngineSite:
+    """Returns the place of the role's engine on this rank. The engine spans `ranks`. `modes` are further fields of
+    EngineSite."""
+    job, offload = role.job, role.job.offloads
+    return EngineSite(
+        config=role.config,
+        world=job.world,
+        ranks=ranks,
+        grid=role.grid,
+        groups=job.groups,
+        architecture=architecture,
+        tokenizer=tokenizer,
+        job_store=job.job_store,
+        leaves=role.name in leaving_roles(offload),
+        others=tuple(name for name in offload if name != role.name),
+        role=role.name,
+        **modes,
+    )
+
+
+def sampling_params(sampling: Sampling, stop_token_ids: Iterable[int]) -> SamplingParams:
+    """Returns an engine's sampling parameters for a `sampling` section of the config."""
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_response_tokens=sampling.max_response_tokens,
+        stop_token_ids=tuple(stop_token_ids),
+        stop=sampling.stop,
+    )
+
+
+class DrawingRole(Role):
+    """The base class of roles with engines for the policy. Each data-parallel replica has one engine."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self.engine_ranks = self.grid.replica(self.dp)
+        self.decisions = LeaderDecisions(job.groups.cpu[self.engine_ranks] if self.grid.tp > 1 else None)
+        self.sessions = EpisodeSessions(job, is_leader=self.decisions.is_leader)
+        hosted = build_engine(self.site(), self.leave)
+        self.engine, self.parts, self.engine_metrics = hosted.engine, hosted.parts, hosted.metrics
+
+    def site(self) -> EngineSite:
+        return engine_site(
+            self,
+            self.engine_ranks,
+            self.job.architecture,
+            self.job.rows.prompts.decoder,
+            draws_during_syncs=self.draws_during_syncs,
+            updates_together=self.updates_together,
+            weights_change=algorithm_of(self.config).trains,
+        )
+
+    @property
+    def updates_together(self) -> bool:
+        """Returns whether all engines of the role get an update before any engine gets the next one."""
+        return False
+
+    @property
+    def draws_during_syncs(self) -> bool:
+        """Returns whether the engine's weights may change while it has unfinished responses."""
+        raise NotImplementedError
+
+    def has_room(self) -> bool:
+        """Returns whether the engine can take weights before they are due."""
+        return True
+
+    def take_in_flight(self, in_flight: InFlightSync) -> None:
+        """Sets the weight syncs that this rank can join while it generates. Called before the first task."""
+        raise NotImplementedError
+
+    def leave(self) -> None:
+        """Frees the KV cache."""
+        self.engine.release_cache()
+
+    def close(self) -> None:
+        """Closes the sessions, and the engine with its resources outside this process."""
+        self.sessions.close()
+        self.engine.close()
+
+    def draw_set(
+        self, step: int, number: int, in_flight: InFlightSync | NoInFlightSync
+    ) -> tuple[list[Finished], list[SampleGroup]]:
+        """Generates the samples of evaluation set `number`, with the same random numbers in every evaluation.
+
+        Returns all finished groups of the set, and the groups generated by this engine. Collective over: this engine's
+        ranks.
+        """
+        plan, dataset = self.config.evaluations[number], self.job.rows.prompts.evaluations[number]
+        num_prompts, num_samples, sampling = len(dataset), plan.samples_per_prompt, self.sampling_params(plan.sampling)
+        conversations = self.sessions.evaluation(plan, dataset, self.engine, sampling)
+        draw = crc32(plan.name.encode())
+        loop = self.generation_loop(
+            sampling,
+            num_samples,
+            lambda position: self.group(dataset, num_samples, draw, position, position),
+            conversations,
+            StaticAssignment(self.dp, self.grid.dp),
+            StreamRules(num_prompts, per_step=num_prompts, shared_log=f"evaluation {plan.name} {step}"),
+            in_flight,
+        )
+        finished, drawn = loop.run(0, 0)
+        self.sessions.ended()
+        return finished, drawn
+
+    def generation_loop(
+        self,
+        sampling: SamplingParams,
+        num_samples: int,
+        group_at: Callable[[int], SampleGroup],
+        conversations: Conversations,
+        assignment: PromptAssignment,
+        rules: StreamRules,
+        in_flight: InFlightSync | NoInFlightSync = NoInFlightSync(),  # noqa: B008 - it has no state
+        selection: Selection | None = None,
+    ) -> GenerationLoop:
+        groups = PromptGroups(
+            self.engine,
+            sampling,
+            group_at,
+            num_samples=num_samples,
+            episodes=conversations.episodes,
+            max_turn_tokens=self.config.env.max_turn_tokens,
+            guests=conversations.guests,
+        )
+        return GenerationLoop(
+            groups,
+            assignment,
+            CompletionLog(self.job.world.store, rules.per_chunk, len(self.grid.ranks), rules.chunks_per_log),
+            self.decisions,
+            self.job.waiter,
+            self.job.heartbeat,
+            rules,
+            engine=self.dp,
+            ranks=[rank for rank in self.grid.ranks if rank not in self.engine_ranks],
+            in_flight=in_flight,
+            selection=selection,
+        )
+
+    def group(self, dataset: PromptDataset, num_samples: int, draw: int, row: int, position: int) -> SampleGroup:
+        """Returns a prompt group of the row without any generated tokens.
+
+        `draw` is part of the random seed: another value gives other samples of the same prompt.
+        """
+        prompt = dataset.prompt_tokens(row)
+        samples = tuple(
+            Sample(position * num_samples + number, prompt, request_seed(self.config.seed, draw, row, number))
+            for number in range(num_samples)
+        )
+        return SampleGroup(position, row, samples)
+
+    def sampling_params(self, sampling: Sampling) -> SamplingParams:
+        eos = self.job.architecture.eos_token_ids
+        ends = self.job.rows.prompts.encoder.end_tokens | self.sessions.end_tokens
+        others = ends.union(sampling.stop_token_ids).difference(eos)
+        return sampling_params(sampling, (*eos, *sorted(others)))
+
+    def count_operations(self, experience: Experience) -> None:
+        """Adds the FLOPs and tokens of this engine's samples to the job's counts."""
+        self.job.operations.add(
+            self.job.architecture, experience.lengths.tolist(), len(self.engine_ranks), backward=False
+        )
 
 
 class RolloutRole(DrawingRole):
-    """Prompt groups are numbered by their position in the run's stream of prompts. A step takes as many as
-    batch.prompts_per_step says: the first ones that no earlier step took, or with partial rollouts the next ones to get
-    done.
+    """The role that generates responses to training prompts and evaluation sets.
+
+    Prompt groups are numbered by their position in the run's stream of prompts. A step takes `batch.prompts_per_step`
+    groups. Without partial rollouts they are the first groups not taken by an earlier step. With partial rollouts they
+    are the next groups to finish.
     """
 
     name = "rollout"
@@ -46,15 +223,15 @@ class RolloutRole(DrawingRole):
         self.parts = {"base": MemoryPart(tuple), **self.parts}
         self.num_greedy = job.shape.greedy_per_group
         self.num_samples = job.shape.samples_per_group + self.num_greedy
-        """Of each training prompt, the greedy ones last."""
+        """Samples per training prompt. The greedy ones come last."""
         start = self._start()
         self.rows = training_rows(job) if algorithm_of(self.config).generates else None
-        """The stream of training prompts."""
+        """The stream of training prompts, or None if the algorithm does not generate."""
         self.scoring: GroupScoring | None = None
-        """On the engine's first rank, where groups are selected."""
+        """Scores groups for dynamic sampling. Set on the engine's first rank only."""
         self.training = self._training(start)
         self.first_generated = self.training.rules.first_step
-        """The first step that this process draws responses for."""
+        """The first step with responses from this process."""
         self._check(start.state)
         self.step_start_s = 0.0
         self.step_response_tokens = 0
@@ -73,20 +250,22 @@ class RolloutRole(DrawingRole):
         self.training.in_flight = in_flight
 
     def select_groups_by(self, scoring: "GroupScoring") -> None:
-        """Before the first task, on the engine's first rank: the groups that count, and their rewards."""
+        """Sets the scoring that selects groups and gives them rewards. Called before the first task, on the engine's
+        first rank."""
         assert self.training.selection is not None, "batch.dynamic_sampling is set"
         self.scoring = self.training.selection.filter = scoring
 
     def leave(self) -> None:
-        """Give up keys and values. Responses that are unfinished go on from their tokens when the rollout is back."""
+        """Frees the KV cache. Unfinished responses continue from their tokens once the rollout is back
+        on the device."""
         self.training.groups.suspend()
         self.engine.release_cache()
 
     def save_state(self) -> Mapping[str, Contents]:
-        """What of the stream of prompts is unfinished or not yet handed over, on each engine's first rank.
+        """Returns the unfinished and undelivered part of the prompt stream, as files on each engine's first rank.
 
-        Nothing where the rollout is there for evaluations alone. Where a checkpoint is saved the order lets no weight
-        sync come in between.
+        Returns nothing if the rollout only generates evaluations. The order lets no weight sync happen while a
+        checkpoint is saved.
         """
         if not algorithm_of(self.config).generates:
             return {}
@@ -98,7 +277,7 @@ class RolloutRole(DrawingRole):
         return files if rows is None else {**files, RATES_FILES.replace("*", f"{self.dp:05d}"): rows}
 
     def generate(self, step: int, chunk: int) -> Metrics:
-        """Draw a chunk of the step's responses from the training prompts. Collective over: this engine's ranks."""
+        """Generates the responses of one chunk of the step's training prompts. Collective over: this engine's ranks."""
         if chunk == 0:
             self.step_start_s, self.step_response_tokens = time.perf_counter(), 0
             self.training.longest_step_s = 0.0
@@ -123,17 +302,17 @@ class RolloutRole(DrawingRole):
         }
 
     def generate_evaluation(self, step: int, chunk: int) -> None:
-        """Draw the samples of evaluation set number `chunk`. Collective over: this engine's ranks."""
+        """Generates the samples of evaluation set number `chunk`. Collective over: this engine's ranks."""
         self.training.groups.suspend()
         finished, drawn = self.draw_set(step, chunk, self.training.in_flight)
         self._ship("evaluation_samples", step, chunk, finished, drawn)
 
     def load_weights(self, step: int, chunk: int) -> None:
-        """Serve the weights of model.path, as the version of the step. Collective over: this engine's ranks."""
+        """Loads the weights of `model.path` into the engine, as the version of the step. Collective over: this engine's
+        ranks."""
         serve_checkpoint(self.engine, self.site(), step)
 
     def _episode_metrics(self) -> Metrics:
-        """Of this engine's episodes in the step."""
         episodes = self.training.groups.episodes
         if episodes is None:
             return {}
@@ -141,7 +320,8 @@ class RolloutRole(DrawingRole):
         return {"perf/engine_waits_for_env_s": wait_s, **episodes.metrics()}
 
     def _start(self) -> EngineStart:
-        """What this engine begins with: of what was saved, on however many engines, its share."""
+        """Returns this engine's share of the saved rollout state. The number of engines may have changed since it was
+        saved."""
         resumed = self.job.resumed
         files = resumed.files(self.name) if resumed and not resumed.has_new_data else []
         saved = [RolloutState.from_contents(read_contents(file)) for file in files if not file.path.match(RATES_FILES)]
@@ -152,7 +332,7 @@ class RolloutRole(DrawingRole):
         return share_out(saved, self.grid.dp)[self.dp]
 
     def _training(self, start: EngineStart) -> GenerationLoop:
-        """The stream of training prompts, from `start` on."""
+        """Builds the generation loop over the stream of training prompts, beginning at `start`."""
         prompts = self.job.rows.prompts
         assignment: PromptAssignment = StaticAssignment(self.dp, self.grid.dp, start.next_position, start.returned)
         if self.job.shape.shares_prompts:
@@ -175,14 +355,14 @@ class RolloutRole(DrawingRole):
         return loop
 
     def _rules(self, done: Consumed) -> StreamRules:
-        """Of the stream of training prompts."""
+        """Returns the rules by which a step takes groups from the stream of training prompts."""
         config, per_step, shape = self.config, self.config.batch.prompts_per_step, self.job.shape
         rules = StreamRules(config.steps * per_step, per_step, shape.num_chunks, done=done, lead=shape.lead)
         if config.schedule.partial_rollouts or shape.selects_groups:
             share = config.schedule.oversampling if config.schedule.partial_rollouts else 0.0
             num_ahead = math.ceil(share * per_step)
             return replace(rules, shared_log="run", num_ahead=num_ahead)
-        if shape.syncs_in_flight:  # slots that a step's last responses leave idle
+        if shape.syncs_in_flight:  # fills the slots left idle by a step's last responses
             return replace(rules, num_ahead=per_step, max_staleness=config.schedule.max_staleness)
         return rules
 
@@ -194,33 +374,33 @@ class RolloutRole(DrawingRole):
         return Selection(DropCount(self.job.world.store, limit, self.grid.dp))
 
     def _check(self, state: RolloutState) -> None:
-        """CheckpointError where this run cannot go on with what was carried over."""
+        """Raises CheckpointError if this run cannot continue the saved rollout."""
         job, batch, limits = self.job, self.config.batch, self.config.rollout
         num_handed_over = state.consumed.num_handed_over
         num_steps, rest = divmod(num_handed_over, batch.prompts_per_step)
         if rest or not job.first_step <= num_steps <= job.first_step + self.job.shape.lead:
             raise CheckpointError(
-                f"The checkpoint holds a rollout that had handed over {num_handed_over} prompts by step "
-                f"{job.first_step}; expected batch.prompts_per_step {batch.prompts_per_step} for each step, at most "
-                f"{self.job.shape.lead} steps ahead. Go on with the batch and schedule that it was saved with."
+                f"In the checkpoint the rollout has handed over {num_handed_over} prompts by step {job.first_step}; "
+                f"expected batch.prompts_per_step {batch.prompts_per_step} for each step, at most "
+                f"{self.job.shape.lead} steps ahead. Resume with the batch and schedule of the saved run."
             )
         for group in state.begun:
             num_samples = len({sample.episode for sample in group.samples})
             if num_samples != self.num_samples:
                 raise CheckpointError(
-                    f"The checkpoint holds unfinished prompts of {num_samples} samples each; expected "
+                    f"The checkpoint has unfinished prompts of {num_samples} samples each; expected "
                     f"{self.num_samples}. Set batch.samples_per_prompt to "
                     f"{num_samples - self.num_greedy}."
                 )
             for sample in group.pending:
                 if sample.waits:
-                    continue  # for the answer to its last turn, which may be its end
+                    continue  # the answer to its last turn may end it
                 limit = response_limit(sample, self.training.groups.sampling, limits.max_context_tokens)
                 if len(sample.tokens) >= limit:
                     raise CheckpointError(
-                        f"The checkpoint holds an unfinished response of {len(sample.tokens)} tokens; expected "
+                        f"The checkpoint has an unfinished response of {len(sample.tokens)} tokens; expected "
                         f"fewer than {limit}. Set rollout.sampling.max_response_tokens and rollout.max_context_tokens "
-                        "to what they were when it was saved."
+                        "to their values in the saved run."
                     )
 
     @property
@@ -229,14 +409,14 @@ class RolloutRole(DrawingRole):
         return self.rows
 
     def _training_group(self, position: int) -> SampleGroup:
-        """The group at a position of the stream of training prompts."""
+        """Returns the group at a position of the stream of training prompts."""
         step, row = position // self.config.batch.prompts_per_step, self._training_rows.row(position)
         return self.group(self.job.rows.prompts.train, self.num_samples, step, row, position)
 
     def _ship(
         self, transfer: str, step: int, chunk: int, finished: Sequence[Finished], drawn: Sequence[SampleGroup]
     ) -> None:
-        """Leave what this engine drew of a chunk's groups to be sent."""
+        """Puts this engine's samples of a chunk into `shipments`, to be sent."""
         replayed = transfer == "samples" and self.job.shape.replays_rollout
         shape = RoutingShape.of(self.job.architecture) if replayed else None
         experience = pack_groups(drawn, [group.position for group in finished], shape)

@@ -1,33 +1,46 @@
-"""Samples as reward functions get them, their scores, records for people, and the limit on failures."""
+"""Scoring of samples: their text for reward functions, scores, records for users, and the limit on failures."""
 
+import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rltrain.algorithms.losses import response_lengths
+from rltrain.checkpoint.run_files import Contents, read_contents, read_texts
 from rltrain.config import schema
 from rltrain.data.columns import RowColumns, read_columns
-from rltrain.data.experience import Experience
+from rltrain.data.experience import SIBLINGS_APART, Experience, join
+from rltrain.data.prompt_order import SolvedRateOrder, SolvedRates
 from rltrain.data.prompts import PromptDataset
 from rltrain.data.tokenizer import TextDecoder
-from rltrain.errors import ConfigError, RewardError
+from rltrain.errors import CheckpointError, ConfigError, RewardError
 from rltrain.rewards.answers import Scorable, Turn, time_limit
-from rltrain.rewards.scorer import Part, Scores
+from rltrain.rewards.group_filter import GroupFilter
+from rltrain.rewards.scorer import Part, PendingScores, Scorer, Scores
 from rltrain.roles.reward_statistics import RewardStatistics, prefix
+from rltrain.roles.role import Job, SampleLog
+from rltrain.rollout.groups import Verdict
+from rltrain.rollout.rollout_state import FixedRows, OutcomeLog, RowStream, SolvedRateRows
+from rltrain.rollout.sample import SampleGroup, pack_groups
 from rltrain.runtime.job_store import JobStore, Waiter, poll, poll_s
 
-# Samples of an experience as reward functions and models get them: what those of this run ask for, and no more.
+# Samples in the form for reward functions and models, with only the fields that these ask for.
 
 ENVIRONMENT_FIELDS = frozenset({"turns", "env_reward"})
 TOKEN_FIELDS = frozenset({"prompt_ids", "response_ids", "response_mask"})
 
 
 class Scorables:
-    """Of the samples drawn for one prompt file. Reads from it the columns that functions ask for.
+    """The samples for the prompts of one file as reward functions get them, with the columns that the functions ask
+    for.
 
-    Raises DataError where it lacks one, ConfigError where a function takes labels and the file has none.
+    Raises DataError if the file lacks such a column. Raises ConfigError if a function takes labels and the file has
+    none.
     """
 
     def __init__(
@@ -70,14 +83,14 @@ class Scorables:
         ]
 
     def conversation(self, experience: Experience, sample: int) -> list[Turn]:
-        """The turns of a sample that has several; none of one that has not."""
+        """Returns the turns of a sample with several turns, else []."""
         first, end = experience.offsets()[sample : sample + 2].tolist()
         mask, rewards = experience.response_mask[first:end], experience.turn_rewards[first:end]
         ends = turn_ends(mask).tolist()
         return [*self._turns(experience.tokens[first:end], mask, rewards, ends)] if len(ends) > 1 else []
 
     def rendered_prompt(self, experience: Experience, sample: int) -> str | None:
-        """The text before the first token of a sample that is learnt; None where no token of it is."""
+        """Returns the text before a sample's first trained token, or None if no token of it is trained."""
         first, end = experience.offsets()[sample : sample + 2].tolist()
         mask = experience.response_mask[first:end]
         if not mask.any():
@@ -85,7 +98,8 @@ class Scorables:
         return self.decoder.spelled(experience.tokens[first : first + int(mask.nonzero()[0])].tolist())
 
     def _from_environment(self, tokens: Tensor, mask: Tensor, rewards: Tensor) -> dict[str, Any]:
-        """Turns are runs of drawn tokens: two with nothing observed between them are one."""
+        """Returns the fields from the environment. A turn is a run of generated tokens, ended by an observation or the
+        sample's end."""
         ends = turn_ends(mask).tolist()
         values: dict[str, Any] = {"env_reward": float(rewards.sum())}
         if "turns" in self.fields and (len(ends) > 1 or values["env_reward"]):
@@ -119,7 +133,8 @@ class Scorables:
 
 
 def turn_ends(mask: Tensor) -> Tensor:
-    """[turns] where each run of drawn tokens ends, of one sample's response_mask [tokens]."""
+    """Returns the end of each run of generated tokens, shape [turns], for one sample's response_mask
+    of shape [tokens]."""
     following = torch.cat([mask[1:], mask.new_zeros(min(len(mask), 1))])
     return torch.nonzero(mask & ~following).flatten() + 1
 
@@ -153,7 +168,8 @@ def _wanted_columns(
 
 
 def reward_parts(scores: Scores) -> Tensor:
-    """[samples, functions] what each function gave, unweighted; NaN where it is not for the sample."""
+    """Returns the unweighted reward of each function, shape [samples, functions]. NaN for a sample that a function
+    skips."""
     columns = [
         [math.nan if index in of.skipped else reward for index, reward in enumerate(of.rewards)]
         for of in scores.by_function.values()
@@ -161,11 +177,11 @@ def reward_parts(scores: Scores) -> Tensor:
     return torch.tensor(columns, dtype=torch.float32).T.contiguous()
 
 
-# What reward functions said of samples, as fields of their experience.
+# Scores as fields of an experience.
 
 
 def with_scores(experience: Experience, scores: Scores) -> Experience:
-    """With what `scored` carries beside the samples."""
+    """Returns the experience with its scores: the fields added by transfer `scored`, and rewards of turns."""
     return experience.with_fields(
         rewards=torch.tensor(scores.rewards, dtype=torch.float32),
         turn_rewards=at_turn_ends(experience, scores.turn_rewards),
@@ -174,7 +190,7 @@ def with_scores(experience: Experience, scores: Scores) -> Experience:
 
 
 def at_turn_ends(experience: Experience, turn_rewards: Mapping[int, Sequence[float]]) -> torch.Tensor:
-    """[tokens] the rewards of each turn at its last token, of the samples that have such."""
+    """Returns the rewards of turns at the last token of each, shape [tokens]. All other tokens have 0."""
     placed = torch.zeros(experience.num_tokens)
     starts = experience.offsets().tolist()
     for sample, rewards in turn_rewards.items():
@@ -183,13 +199,15 @@ def at_turn_ends(experience: Experience, turn_rewards: Mapping[int, Sequence[flo
     return placed
 
 
-# Scored samples for people to read.
+# Records of scored samples for users.
 
 
 def sample_records(source: Scorables, scored: Experience, step: int, parts: Sequence[Part]) -> Iterator[dict[str, Any]]:
-    """What JSON can write of each of the samples, which were drawn for the prompts of `source`; of several `parts` of
-    the reward, what each gave. `rendered_prompt` is what the model was shown before it first drew, where that is not
-    the row's prompt."""
+    """Yields a JSON record of each sample. The samples answer prompts of `source`.
+
+    With several `parts` a record has the reward of each part. It has `rendered_prompt`, the text before the first
+    generated token, if this is not the row's prompt.
+    """
     versions = scored.policy_version.split(scored.lengths.tolist())
     masks = scored.response_mask.split(scored.lengths.tolist())
     samples = zip(source.of(scored, step), scored.rewards.tolist(), versions, masks, strict=True)
@@ -217,20 +235,21 @@ def sample_records(source: Scorables, scored: Experience, step: int, parts: Sequ
         yield record
 
 
-# How many samples reward functions may fail on before the job ends.
+# The limit on failures of reward functions. Beyond it the job ends.
 
 
 class FailureLimit:
-    """Of the reward's parts, or those of an evaluation set's own reward, over the tasks of a run."""
+    """A limit on the failures of reward functions, over all tasks of a run. `parts` are the run's or those of an
+    evaluation set."""
 
     def __init__(self, parts: Sequence[Part], settings: schema.Reward) -> None:
         self.parts, self.settings = parts, settings
         self.has_judged = False
 
     def judged(self, task: str, gathered: Sequence[Any]) -> dict[str, float]:
-        """Metrics of what all ranks of the role have recorded: [statistics, first failures, ...] each.
+        """Returns the metrics of all ranks' records. Each record is [statistics, first failures, ...].
 
-        Raises RewardError if a function failed on more samples of `task` than may, or on all of the first task's.
+        Raises RewardError if a function failed on too many samples of `task`, or on all samples of the first task.
         """
         records = [record for record, *_ in gathered]
         first_failures = {title: failure for _, of, *_ in reversed(gathered) for title, failure in of.items()}
@@ -242,8 +261,8 @@ class FailureLimit:
             return num_failed > settings.max_failures * num_samples or (is_first and num_failed == num_samples)
 
         rule = (
-            "Expected a number for every response, 0 for one that deserves nothing: the job ends where more than "
-            f"reward.max_failures = {settings.max_failures:g} of a step's samples fail, or all of the first."
+            "Expected a number for every response, 0 for a worthless one. The job ends if more than "
+            f"reward.max_failures = {settings.max_failures:g} of a step's samples fail, or all in the first step."
         )
         for part in self.parts:
             errors, timeouts = (int(sums[f"{prefix(part.title)}_{kind}"]) for kind in ("errors", "timeouts"))
@@ -261,20 +280,20 @@ class FailureLimit:
         return RewardStatistics.metrics(records)
 
 
-# What the ranks of a role have to say of the same thing, brought together on one of them through the job's store.
+# Records of a role's ranks, collected on its leader through the job's store.
 
 
 class RankRecords:
-    """Of `ranks` of a role, the first of which is their leader.
+    """The records of a role's `ranks`, collected on the first of them, their leader.
 
-    No collective: these ranks may be an engine's too, which others need for weight syncs while it waits.
+    It is no collective. A rank may belong to an engine, and other ranks need the engine for weight syncs meanwhile.
     """
 
     def __init__(self, job_store: JobStore, waiter: Waiter, role: str, ranks: Sequence[int]) -> None:
         self.job_store, self.waiter, self.role, self.ranks = job_store, waiter, role, tuple(ranks)
 
     def collect(self, what: str, step: int, record: Any, serve: Callable[[], None] | None) -> list[Any]:
-        """The records of all ranks on the leader, nothing on the others. `serve` is what it does for others while it
+        """Returns the records of all ranks on the leader, and [] on the others. The leader calls `serve` while it
         waits."""
         job_store, rank = self.job_store, self.job_store.world.rank
         keys = {other: f"{self.role} {what}/{step}/{other}" for other in self.ranks}
@@ -288,3 +307,207 @@ class RankRecords:
         for key in keys.values():
             job_store.forget(key)
         return gathered
+
+
+# Rewards of prompt groups as an engine finishes them, while it still generates others. A filter decides whether a group
+# counts.
+
+
+@dataclass
+class HandedOver:
+    """An engine's groups for a chunk.
+
+    It has the counted groups with their scores, and numbers of dropped groups by reason. `num_spared` groups are
+    counted because no more could be dropped.
+    """
+
+    groups: list[tuple[Experience, Scores]] = field(default_factory=list)
+    dropped: Counter[str] = field(default_factory=Counter)
+    dropped_groups: list[Experience] = field(default_factory=list)
+    """The dropped groups, with their scores."""
+    num_spared: int = 0
+
+
+class GroupScoring:
+    """The scoring of groups on an engine's first rank, together with role reward there.
+
+    Implements `rollout.groups.GroupFilter`. Reward functions run in separate processes. A trusted one is called at
+    once, so its result is known before the next decode step.
+    """
+
+    def __init__(
+        self,
+        scorer: Scorer,
+        scorables: Callable[[Experience, int], list[Scorable]],
+        dropped_for: GroupFilter,
+        log: SampleLog | None,
+    ) -> None:
+        """`log` gets the ids of dropped samples."""
+        self.scorer, self.scorables, self.dropped_for, self.log = scorer, scorables, dropped_for, log
+        self.handed_over: dict[tuple[int, int], HandedOver] = {}
+        """Groups of finished chunks by (step, chunk), until a task reports them."""
+        self._pending: dict[int, PendingScores] = {}
+        """Scores in progress, by position."""
+        self._doubtful: dict[int, Experience] = {}
+        """Scored groups by position. They are dropped unless too many others were."""
+        self._since = HandedOver()
+        """Counts since the last hand-over."""
+
+    def verdicts(self, groups: Mapping[int, SampleGroup], step: int) -> list[Verdict]:
+        for position, group in groups.items():
+            if position not in self._pending:
+                samples = self.scorables(pack_groups([group], [position]), step)
+                self._pending[position] = self.scorer.begin(samples)
+        known = [position for position in groups if self._pending[position].is_done]
+        return [self._verdict(position, groups[position]) for position in known]
+
+    def _verdict(self, position: int, group: SampleGroup) -> Verdict:
+        pending = self._pending.pop(position)
+        scores = self.scorer.wait(pending)
+        reason = self.dropped_for(pending.samples, scores)
+        if reason is not None:
+            self._doubtful[position] = with_scores(pack_groups([group], [position]), scores)
+        return Verdict(position, reason, json.dumps(scores.record()))
+
+    def drop(self, group: SampleGroup, step: int, reason: str) -> None:
+        self._since.dropped[reason] += 1
+        self._since.dropped_groups.append(self._doubtful.pop(group.position))
+        if self.log is not None:
+            ids = [sample.id for sample in group.samples]
+            self.log.append({"step": step, "reason": reason, "sample_ids": ids})
+
+    def spare(self, group: SampleGroup, step: int, reason: str) -> None:
+        self._doubtful.pop(group.position, None)
+        self._since.num_spared += 1
+
+    def hand_over(
+        self, step: int, chunk: int, experience: Experience, groups: Iterable[tuple[SampleGroup, str]]
+    ) -> Experience:
+        """Returns `experience` with the rewards from the records of its groups. The groups are in the order of
+        `experience`."""
+        handed_over, first = self._since, 0
+        self._since = HandedOver()
+        for group, record in groups:
+            scores = Scores.of_record(json.loads(record))
+            own = experience.select(torch.arange(first, first + len(group.samples)))
+            handed_over.groups.append((with_scores(own, scores), scores))
+            first += len(group.samples)
+        self.handed_over[step, chunk] = handed_over
+        nothing = Scores([], by_function={function.title: Scores([]) for function in self.scorer.functions})
+        none = with_scores(experience.select(torch.arange(0)), nothing)
+        return join([scored for scored, _ in handed_over.groups] or [none])
+
+
+# Solved rates of prompts, for data.solved_rate. Role reward counts and publishes them, and engines read them.
+
+RATES_FILES = "solved_rates_*.safetensors"
+"""Files of a checkpoint: the rates known to each engine."""
+OUTCOMES_FILE = "outcomes.safetensors"
+
+Counts = list[tuple[int, int, int]]
+"""Tuples of a row, its number of solved samples and its number of samples."""
+
+
+class OutcomeTeller:
+    """The counts of solved samples of each row, on every rank of role reward. The leader publishes the sums."""
+
+    def __init__(self, job: Job, *, is_leader: bool) -> None:
+        self.job, self.settings = job, job.config.data.solved_rate
+        self.counts: dict[int, tuple[int, int]] = {}
+        self.told: dict[int, Counts] = {}
+        """On the leader: the counts of the last steps. Engines may not have read them yet."""
+        if self.settings is not None:
+            self.log = _outcome_log(job)
+            if is_leader:
+                self._resume()
+
+    def begin_step(self) -> None:
+        self.counts = {}
+
+    def add(self, experience: Experience) -> None:
+        """Counts scored samples of this rank. Failed episodes do not count. An episode with several trajectories counts
+        once."""
+        if self.settings is None:
+            return
+        tells = response_lengths(experience) > 0
+        episodes = (experience.sample_ids % SIBLINGS_APART)[tells]
+        rows, solved = experience.prompt_ids[tells], (experience.rewards > self.settings.solved_above)[tells]
+        of_episodes = {
+            episode: (row, is_solved)
+            for episode, row, is_solved in zip(episodes.tolist(), rows.tolist(), solved.tolist(), strict=True)
+        }
+        self._count((row, int(is_solved), 1) for row, is_solved in of_episodes.values())
+
+    def record(self) -> Counts:
+        """Returns this rank's counts of the step, for the leader."""
+        return [(row, *counts) for row, counts in self.counts.items()]
+
+    def tell(self, step: int, records: Iterable[Counts]) -> None:
+        """Publishes the sums of all ranks' counts. Called on the leader."""
+        if self.settings is None:
+            return
+        self.begin_step()
+        for record in records:
+            self._count(record)
+        self.told[step] = self.record()
+        self.told = {of: counts for of, counts in self.told.items() if of >= step - self.job.shape.lead}
+        self.log.put(step, self.counts)
+
+    def contents(self) -> dict[str, Contents]:
+        """Returns the counts that a resumed run publishes to its engines again."""
+        if self.settings is None:
+            return {}
+        return {OUTCOMES_FILE: Contents({}, {"told": json.dumps(self.told)})}
+
+    def _resume(self) -> None:
+        resumed = self.job.resumed
+        if resumed is None or resumed.has_new_data:
+            return
+        files = resumed.files("reward")
+        told = next((read_texts(file)["told"] for file in files if file.name == OUTCOMES_FILE), "{}")
+        self.told = {int(step): [tuple(counts) for counts in of] for step, of in json.loads(told).items()}
+        for step, of in self.told.items():
+            if resumed.continues or step < resumed.step:  # later steps are scored again
+                self.log.put(step, {row: (solved, drawn) for row, solved, drawn in of})
+
+    def _count(self, counts: Iterable[tuple[int, int, int]]) -> None:
+        for row, solved, drawn in counts:
+            before = self.counts.get(row, (0, 0))
+            self.counts[row] = before[0] + solved, before[1] + drawn
+
+
+def training_rows(job: Job) -> RowStream:
+    """Returns the stream of training prompts on a rank of the rollout, from the first step of this process.
+
+    Raises CheckpointError if the stream cannot continue from the run's checkpoint.
+    """
+    settings, order = job.config.data.solved_rate, job.rows.prompts.order
+    per_step = job.config.batch.prompts_per_step
+    if settings is None:
+        return FixedRows(order, first=job.rows.first_step * per_step)
+    rates = SolvedRates(len(job.rows.prompts.train), settings)
+    rows = SolvedRateRows(
+        SolvedRateOrder(order, rates, per_window=per_step, seed=job.config.seed),
+        _outcome_log(job),
+        lead=job.shape.lead,
+        scoring=job.leader_of("reward"),
+        waiter=job.waiter,
+        first_window=job.first_step,
+    )
+    resumed = job.resumed
+    if resumed is None or resumed.has_new_data:
+        return rows
+    files = resumed.files("rollout")
+    saved = [file for file in files if file.path.match(RATES_FILES)]
+    if saved:
+        rows.resume([*map(read_contents, saved)])
+    elif resumed.continues:
+        raise CheckpointError(
+            f"data.solved_rate: {resumed.folder} was saved without it, so results of unfinished samples are missing. "
+            "Remove data.solved_rate, or start a new run with another checkpoint.dir."
+        )
+    return rows
+
+
+def _outcome_log(job: Job) -> OutcomeLog:
+    return OutcomeLog(job.world.store, len(job.grids["rollout"].ranks))

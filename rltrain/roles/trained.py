@@ -1,4 +1,4 @@
-"""What roles that learn have in common: a model, step batches, and a check that replicas agree."""
+"""The base of trained roles: a model, the batch of a step, and a check that replicas agree."""
 
 import logging
 from collections import Counter
@@ -21,40 +21,42 @@ from rltrain.schedule.shape import RunShape
 from rltrain.training.backend import training_backend
 from rltrain.training.trainable import LOSS_SCALE, OVERFLOWED, SKIPPED, RoleModel
 
-# A step's samples on one replica of a training role: they come in chunks and are used in mini-batches.
+# A step's samples on one replica of a trained role. They come in chunks and are used in mini-batches.
 
 
 class StepBatch:
-    """Chunks in the order of arrival. In a step chunk c's groups follow those of chunk c - 1."""
+    """The chunks of a step, in the order of arrival. Within the step, the groups of chunk c follow those of chunk c -
+    1."""
 
     def __init__(self, config: Config) -> None:
         self.config, self.shape = config, RunShape.of(config)
         self.chunks: dict[int, Experience] = {}
         self.mini_batch = torch.empty(0)
-        """[samples] of each sample that was taken last."""
+        """Mini-batch of each sample of the last `take`, shape [samples]."""
 
     def add(self, chunk: int, experience: Experience) -> None:
-        """Chunk 0 begins a step, whatever became of the one before."""
+        """Adds a chunk. Chunk 0 begins a new step and discards all earlier chunks."""
         if chunk == 0:
             self.chunks = {}
         self.chunks[chunk] = experience
 
     def take(self) -> Experience:
-        """All chunks as one, whose group ids are the groups' places in the step; the next step begins with none."""
+        """Returns all chunks as one experience, with group ids counted within the step. The batch
+        is empty afterwards."""
         chunks, self.chunks = sorted(self.chunks.items()), {}
         parts = [part.with_fields(group_ids=self._groups_of(chunk, part)) for chunk, part in chunks]
         self.mini_batch = torch.cat([self._mini_batch_of(part) for part in parts])
         return join(parts)
 
     def mini_batches(self, experience: Experience) -> list[Experience]:
-        """The samples that were taken last, a mini-batch for each of the step's optimizer steps: all of them, in one
-        order, in each pass."""
+        """Returns the samples of the last `take` as one mini-batch per optimizer step. Every pass has all of them, in
+        the same order."""
         batch = self.config.batch
         numbers = range(batch.mini_batches)
         return [experience.select(torch.nonzero(self.mini_batch == i).flatten()) for i in numbers] * batch.epochs
 
     def _groups_of(self, chunk: int, experience: Experience) -> torch.Tensor:
-        """[samples] their places in the step."""
+        """Returns group ids counted within the step, shape [samples]."""
         return experience.group_ids + chunk * (self.config.batch.prompts_per_step // self.shape.num_chunks)
 
     def _mini_batch_of(self, experience: Experience) -> torch.Tensor:
@@ -65,10 +67,11 @@ class StepBatch:
 
 
 def summarize(updates: list[dict[str, float]], first_only: frozenset[str] = frozenset()) -> dict[str, float]:
-    """A step's metrics from those of its optimizer steps: maxima for names ending in _max, means for the others, what
-    only the first can tell from that, and how many were skipped.
+    """Returns a step's metrics, combined from the metrics of its optimizer steps.
 
-    What skipped ones say is not finite, and is left out unless there are no others.
+    Names ending in _max get the maximum, others the mean. Names in `first_only` get the value of the first optimizer
+    step. Skipped and overflowed steps are counted. Skipped steps have values that are not finite, so they are left out
+    unless all steps were skipped.
     """
     made = [update for update in updates if not update[SKIPPED]] or updates
     summary = {}
@@ -81,13 +84,15 @@ def summarize(updates: list[dict[str, float]], first_only: frozenset[str] = froz
     return summary | {name: sum(update[name] for update in updates) for name in counts}
 
 
-# Whether replicas of a model that learns still hold the same values, and which rank does not.
+# The check that replicas of a trained model still hold equal values. It names the rank at fault.
 
 
 @dataclass(frozen=True)
 class OddRank:
-    """`rank` holds other values of `parameter` than `others`, with equal parts of the model, most of which agree; or
-    where `is_alone` is false nobody can tell who of them is wrong."""
+    """A rank with other values of `parameter` than its replicas `others`.
+
+    If `is_alone`, most replicas agree with each other. Otherwise it is unknown which side is wrong.
+    """
 
     rank: int
     parameter: str
@@ -102,24 +107,25 @@ class OddRank:
 
 
 class ReplicaCheck:
-    """Compares checksums of what ranks with equal parts of a role's model hold, every so many steps."""
+    """A comparison of checksums between ranks with equal parts of a role's model, every so many steps."""
 
     def __init__(self, every: int, role: str, rank: int, group: dist.ProcessGroup) -> None:
-        """`every` is 0 for never. `group` has the role's ranks, over host memory."""
+        """`every` is the number of steps between checks; 0 means never. `group` has the role's ranks and uses host
+        memory."""
         self._every, self._role, self._rank, self._group = every, role, rank, group
 
     def check(self, step: int, model: RoleModel) -> None:
-        """After the updates of `step`. ReplicaError on all ranks where replicas differ. Collective over: the role's
-        ranks."""
+        """Runs after the updates of `step`. Raises ReplicaError on all ranks if replicas differ. Collective over: the
+        role's ranks."""
         if not self._every or (step + 1) % self._every:
             return
         for layout, tensors in held_by(model):
             if odd := self._odd_rank(layout, tensors):
                 raise ReplicaError(
                     f"step {step}: replicas of the {self._role} are no longer equal (checks.replicas): {odd}. A GPU, "
-                    "or the memory or network of its host, computes or carries wrong numbers: take the host out of the "
-                    "job and start it again. No checkpoint is saved of this step; those that were saved since the last "
-                    "comparison may have the fault (checkpoint.resume names an earlier one)"
+                    "or its host's memory or network, gives wrong numbers: remove the host and start the job again. "
+                    "This step is not saved. Checkpoints saved since the last comparison may be wrong too; "
+                    "checkpoint.resume selects an earlier one."
                 )
 
     def _odd_rank(self, layout: Layout, tensors: Mapping[str, Tensor]) -> OddRank | None:
@@ -133,7 +139,7 @@ class ReplicaCheck:
 
 
 def held_by(model: RoleModel) -> Iterator[tuple[Layout, Mapping[str, Tensor]]]:
-    """What a rank has of a model, by layout."""
+    """Yields the layouts of a model with this rank's tensors."""
     yield model.layout, model.parameters
     if model.adapted:
         yield model.adapted.layout, model.adapted.parameters
@@ -142,10 +148,10 @@ def held_by(model: RoleModel) -> Iterator[tuple[Layout, Mapping[str, Tensor]]]:
 def find_odd_rank(
     ranks: Sequence[int], parts: Sequence[int], names: Sequence[Sequence[str]], sums: Sequence[Sequence[int]]
 ) -> OddRank | None:
-    """The first of a rank's checksums that its replicas, the ranks with the same part, have otherwise. None: all agree.
+    """Returns the first difference between ranks with the same part of the model, or None if all agree.
 
-    `names` and `sums` are by rank, in the order of `ranks`; a rank's sums are of its parameters in the order of their
-    names, and those after them mean nothing.
+    `names` and `sums` are by rank, in the order of `ranks`. A rank's sums follow the order of its names. Any further
+    sums are padding.
     """
     for part in dict.fromkeys(parts):
         members = [index for index, of_rank in enumerate(parts) if of_rank == part]
@@ -160,13 +166,16 @@ def find_odd_rank(
     return None
 
 
-# What the roles that learn have in common: a model with its optimizer, and how both go into checkpoints of the run.
+# The base class of trained roles: a model with its optimizer, and its state in checkpoints.
 
 logger = logging.getLogger(__name__)
 
 
 class TrainedRole(Role):
-    """`model` starts from the role's checkpoint, or in a run that goes on from the training state that was saved."""
+    """A role with a trained model.
+
+    `model` starts from the role's checkpoint. In a resumed run it starts from the saved training state.
+    """
 
     def __init__(self, job: Job, settings: schema.Trained, *, total_updates: int) -> None:
         """Collective over: the role's ranks."""
@@ -180,14 +189,14 @@ class TrainedRole(Role):
         self.replicas = ReplicaCheck(job.config.checks.replicas, self.name, job.world.rank, group)
 
     def warn_of_skipped(self, step: int, updates: Sequence[Mapping[str, float]]) -> None:
-        """On the role's leader, where optimizer steps have changed nothing."""
+        """Warns on the role's leader about optimizer steps without effect."""
         if self.job.world.rank != self.leader:
             return
         overflowed = sum(bool(update.get(OVERFLOWED)) for update in updates)
         if overflowed:
             logger.warning(
-                "step %d: gradients of %d of the %s's %d optimizer steps overflowed in float16; they changed nothing "
-                "but the loss scale, which is %g now (%s.optimizer.loss_scale)",
+                "step %d: gradients of %d of the %s's %d optimizer steps overflowed in float16; they changed only "
+                "the loss scale, now %g (%s.optimizer.loss_scale)",
                 *(step, overflowed, self.name, len(updates), updates[-1][LOSS_SCALE], self.name),
             )
         skipped = sum(bool(update[SKIPPED]) for update in updates) - overflowed
@@ -199,7 +208,7 @@ class TrainedRole(Role):
             )
 
     def save_state(self) -> Mapping[str, Contents]:
-        """This rank's share of weights and optimizer, in memory that is kept and written over by the next call."""
+        """Returns this rank's share of weights and optimizer state. The next call overwrites the same memory."""
         return {f"rank_{self.job.world.rank:05d}.safetensors": self.model.save_state()}
 
     def take_copying_s(self) -> float:

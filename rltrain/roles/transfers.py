@@ -1,4 +1,4 @@
-"""The posts and waits of the order: which fields travel, by which route, and when a post may be forgotten."""
+"""Posts and waits of the order: the fields of each transfer, its route, and when its post can be freed."""
 
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
@@ -15,17 +15,19 @@ from rltrain.schedule.shape import RunShape
 from rltrain.tasks.roles import TRANSFERS, trained_roles
 
 REPLAYED, REPLAYING = ("samples", "scored"), ("reward", "actor", "inference")
-"""Transfers with the experts that the engine chose, and roles to which these go: those of which the model makes the
-actor's log-probs, and who passes them on."""
+"""Transfers with the experts chosen by the engine, and the roles that get them.
+
+The roles compute the actor's log-probs, or pass the choices on to such a role.
+"""
 
 
 def key_of(post: Entry) -> Key:
-    """Of the shipment that a post sends."""
+    """Returns the key of a post's shipment."""
     return post.roles[0], post.name, post.step, post.chunk
 
 
 class Transfers:
-    """This rank's ends of all transfers of `order`, for the roles that it hosts."""
+    """This rank's ends of all transfers of `order`, for its roles."""
 
     def __init__(
         self,
@@ -39,10 +41,11 @@ class Transfers:
         self.shape, self.grids, self.order = shape, grids, order
         self.exchange, self.roles, self.trace = exchange, roles, trace
         self.awaited: dict[int, int] = {}
-        """Position of a post in the exchange's outbox -> that of its wait."""
+        """Position of a post in the exchange's outbox -> position of its wait."""
 
     def post(self, position: int) -> None:
-        """Send what the source role left, once what should have been received before this position has been."""
+        """Sends the shipment left by the source role. Waits first until all posts awaited before `position` were
+        received."""
         self._retire_before(position)
         entry = self.order[position]
         source, shipment = entry.roles[0], (entry.name, entry.step, entry.chunk)
@@ -54,24 +57,24 @@ class Transfers:
         self.trace.counter("steps in the outbox", len({self.order[p].step for p in self.exchange.outbox}))
 
     def wait(self, position: int) -> None:
-        """Receive for the destination role."""
+        """Receives a shipment for the destination role."""
         entry = self.order[position]
         shipment = self.exchange.wait(self._route(self.order.post_of(position)))
         self.roles[entry.roles[1]].shipments[entry.name, entry.step, entry.chunk] = shipment
 
     def finish(self, end: int) -> None:
-        """Wait until all has been received that somebody waits for before position `end`, where the run ended."""
+        """Waits until all posts awaited before position `end` were received. The run ended at `end`."""
         self._retire_before(end)
         self.exchange.finish()
 
     def close(self) -> None:
-        """Once nobody waits for this rank any more."""
+        """Closes the connections. Called once no rank waits for this one."""
         self.exchange.transport.close()
 
     def save(self, position: int) -> dict[str, Tensor]:
-        """What this rank posted before `position` that is awaited behind it: copies, for `restore`; {} if nothing is.
+        """Returns copies of this rank's posts before `position` that are awaited after it, or {} if there are none.
 
-        To be called when this rank has come to `position`.
+        Called when this rank has reached `position`. `restore` takes the result.
         """
         crossing: dict[Key, Shipment] = {}
         for posted, entry in self.order.crossing(position).items():
@@ -80,14 +83,15 @@ class Transfers:
                 continue
             shipment = self.exchange.posted(posted)
             if key not in crossing or len(shipment.experience.present()) > len(crossing[key].experience.present()):
-                crossing[key] = shipment  # roles may be sent different fields of the same samples
+                crossing[key] = shipment  # destinations of the same samples may get different fields
         return as_tensors(crossing)
 
     def restore(self, saved: Sequence[Mapping[str, Tensor]]) -> None:
-        """Give what crossed a checkpoint to the roles that posted it, from which the order's first posts send it again.
+        """Gives experience that crossed a checkpoint back to its source roles. The first posts of the order send it
+        again.
 
-        `saved` is what `save` returned on all ranks of the run that saved, in their order. Raises CheckpointError where
-        the order begins with other posts.
+        `saved` has the results of `save` on all ranks of the saved run, in their order. Raises CheckpointError if the
+        order begins with other posts.
         """
         parts = read_parts(saved)
         self._expect_crossing(parts)
@@ -101,26 +105,26 @@ class Transfers:
         expected = {key_of(post) for post in posts}
         if expected != {*found}:
             raise CheckpointError(
-                f"The checkpoint holds experience on its way as {sorted(found)} (role, transfer, step, chunk); "
-                f"expected {sorted(expected)}. Go on with the schedule that it was saved with, and with the reward on "
-                "ranks of training where it was."
+                f"The checkpoint holds unreceived experience for {sorted(found)} (role, transfer, step, chunk); "
+                f"expected {sorted(expected)}. Resume with the schedule of the saved run, and keep the reward on "
+                "training ranks if it was there."
             )
         for key in (key for key, (first, *_) in found.items() if not first.experience.has("routed_experts")):
             if any("routed_experts" in self._fields(post.name, post.roles[1]) for post in posts if key_of(post) == key):
                 raise CheckpointError(
-                    f"The checkpoint holds experience on its way without the experts that engines chose: {key} (role, "
-                    "transfer, step, chunk). Go on with model.router_replay as it was when it was saved."
+                    f"The checkpoint's unreceived experience {key} (role, transfer, step, chunk) lacks the experts "
+                    "chosen by engines. Resume with model.router_replay of the saved run."
                 )
 
     def _retire_before(self, position: int) -> None:
-        """Wait until all has been received whose wait stands before `position`."""
+        """Waits until all posts awaited before `position` were received, and frees them."""
         due = [posted for posted, awaited in self.awaited.items() if awaited < position]
         self.exchange.retire(due)
         for posted in due:
             del self.awaited[posted]
 
     def _is_posted_again(self, position: int) -> bool:
-        """Whether another role is sent the same later."""
+        """Returns whether the same shipment goes to another role later."""
         entry = self.order[position]
         same = (entry.kind, entry.name, entry.roles[0], entry.chunk)
         return any(
@@ -129,7 +133,7 @@ class Transfers:
         )
 
     def _fields(self, transfer: str, destination: str) -> tuple[str, ...]:
-        """Samples are scored already where the rollout selects groups by their rewards."""
+        """Returns the fields of a transfer. Under dynamic sampling, samples leave the rollout with their scores."""
         is_scored = transfer == "samples" and self.shape.selects_groups
         fields = TRANSFERS["scored" if is_scored else transfer]
         replayed = self.shape.replays_rollout and transfer in REPLAYED

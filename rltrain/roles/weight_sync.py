@@ -1,4 +1,4 @@
-"""The actor's weights for engines and other roles: resharded whole, merged with adapters, or as changes."""
+"""Syncs of the actor's weights to engines and other roles: full, merged with adapters, or as changes."""
 
 import logging
 import time
@@ -38,7 +38,7 @@ from rltrain.schedule.order import SYNC_EVALUATION, WEIGHT_SYNC, Order
 from rltrain.tasks.roles import SYNCED
 from rltrain.training.trainable import RoleModel
 
-# The actor's parameters, resharded into those of another role.
+# Resharding of the actor's parameters into another role's.
 
 Tensors = Mapping[str, Tensor] | None
 
@@ -49,10 +49,10 @@ def both_roles(job: Job, role: str) -> tuple[int, ...]:
 
 
 class RoleResharding:
-    """Reshards `source`, of the actor's layout, into `destination`, of that of `role`, as section weight_sync says.
+    """A reshard of tensors from the actor's layout `source` into the layout `destination` of `role`.
 
-    Training changes nothing of what `is_frozen`. Built on every rank that hosts either. Building and running it are
-    collective over: the union of both roles' ranks.
+    The config section `weight_sync` sets how. `is_frozen` marks tensors without changes in training. Built on every
+    rank of either role. Building and running it are collective over: the union of both roles' ranks.
     """
 
     def __init__(
@@ -77,35 +77,36 @@ class RoleResharding:
         remembers = None if delta is None or is_frozen else DeltaSettings(delta.keep_on, delta.in_shared_memory)
         self.remembering = self._resharding(remembers) if remembers else None
         if self.remembering is None:
-            self.plain  # noqa: B018 - made here, where ranks that disagree say so before the first step
+            self.plain  # noqa: B018 - made here, so ranks that disagree fail before the first step
 
     @cached_property
     def plain(self) -> Resharding:
-        """What sends everything and remembers nothing. Collective over: both roles' ranks."""
+        """The resharding that sends everything and keeps no copy for deltas. Collective over: both roles' ranks."""
         return self._resharding(None)
 
     def run(
         self, source: Tensors, destination: Tensors, turn: DeltaTurn = DeltaTurn.PLAIN, *, compares: bool = False
     ) -> tuple[SyncReport | None, float]:
-        """Fill `destination`; what the planned way has to report, and seconds that it took to compare both sides.
+        """Fills `destination`. Returns the report of the planned transport and the seconds spent on comparing both
+        sides.
 
-        `turn` is the same on all ranks; in one of CHANGES `destination` has what the last run left there, and what is
-        frozen is neither sent nor read, unless to be compared. Of `source` only this layout's is read, and forgotten
-        afterwards. Raises SyncMismatchError where a comparison, which weight_sync.verify or `compares` asks for, finds
-        a difference.
+        `turn` is the same on all ranks. With CHANGES, `destination` must still hold the result of the last run. Frozen
+        tensors are then neither sent nor read, except for a comparison. Only this layout's tensors of `source` are
+        read, and none are kept. Raises SyncMismatchError if a comparison finds a difference. `weight_sync.verify` and
+        `compares` ask for one.
         """
         compares, is_there = compares or self.config.verify, self.is_frozen and turn is DeltaTurn.CHANGES
         if is_there and not compares:
             return None, 0.0
         if source is not None:
-            # The rest is what a reshard that quantises computes itself.
+            # The missing names are scales. A quantising reshard computes them itself.
             names = [name for name, _ in self.source.on(self.world.rank).parameters]
             source = {name: source[name] for name in names if name in source}
         report = None if is_there else self._send(source, destination, turn)
         return report, self.verify(source, destination) if compares else 0.0
 
     def verify(self, source: Tensors, destination: Tensors) -> float:
-        """Seconds that it took to compare both sides. SyncMismatchError where they differ."""
+        """Compares both sides and returns the seconds it took. Raises SyncMismatchError if they differ."""
         start = time.perf_counter()
         layouts = self.source, self.destination
         verify(self.plan, *layouts, source, destination, group=self.cpu_group, blocks=self.blocks)
@@ -134,21 +135,23 @@ class RoleResharding:
         )
 
     def _gather_fully(self, source: Tensors, destination: Tensors) -> None:
-        """Assemble every tensor on every rank: slow, and shares only the layouts with the planned way."""
+        """Assembles every tensor on every rank. This is slow, and has only the layouts in common with the planned
+        transport."""
         timeout = timedelta(seconds=TRANSPORT_TIMEOUT_S)
-        # Before, so that a rank that does not come is named; after, so that no version is served before all have it.
+        # The first barrier names a rank that does not come. The second keeps a version from being served before all
+        # have it.
         with self.waiting("the others to come to a reshard"):
             dist.monitored_barrier(self.cpu_group, timeout=timeout)
         full_gather_sync(self.source, self.destination, source, destination, self.group)
         dist.monitored_barrier(self.cpu_group, timeout=timeout)
 
 
-# Which tensors are sent together, where the actor's weights are made when they are asked for, merged with low-rank
-# adapters or brought from the host: some layers at a time, so that never more of them are there than those.
+# Groups of tensors to be sent together. Merged weights, and weights from the host, are made some layers at a time. This
+# limits the memory that they take.
 
 
 def reshardings_into(job: Job, role: str, part: EnginePart, delta: WeightDelta | None = None) -> list[RoleResharding]:
-    """Returns what brings the actor's weights to a part of what engines of `role` hold, each tensor once."""
+    """Returns the reshardings that fill one part of the engines of `role`. Each tensor is in one of them."""
     if part.content == "adapters":
         return [RoleResharding(job, role, job.adapters_layout(), part.layout)]
     source = job.training_layout("actor")
@@ -168,7 +171,7 @@ def reshardings_into(job: Job, role: str, part: EnginePart, delta: WeightDelta |
 
 
 def reshardings_into_model(job: Job, role: str) -> list[RoleResharding]:
-    """Returns what brings the actor's weights to the model of `role`, which is the training backend's."""
+    """Returns the reshardings that fill the model of `role` in the training backend."""
     source, destination = job.training_layout("actor"), job.training_layout(role)
     if not job.config.makes_actor_weights:
         return [RoleResharding(job, role, source, destination)]
@@ -179,9 +182,10 @@ def reshardings_into_model(job: Job, role: str) -> list[RoleResharding]:
 
 
 def groups_of(job: Job, source: Layout, max_bytes: int = MADE_BYTES) -> list[tuple[BoolArray, bool]]:
-    """Returns [tensors] of some layers each that training changes, and last, as frozen, those that it leaves alone.
+    """Returns groups of tensors as (mask of shape [tensors], is_frozen).
 
-    Without adapters it changes all. Biases of routers follow loads, and change.
+    The groups of trained tensors hold some layers each. The last group has all frozen tensors. Without adapters no
+    tensor is frozen. Router biases follow the experts' load, so they count as trained.
     """
     lora, groups = job.config.model.lora, [*tensor_groups(source.tensors, source.types, max_bytes)]
     if lora is None:
@@ -201,15 +205,15 @@ def _held_by_any(layout: Layout, tensors: np.ndarray) -> np.ndarray:
     return held & tensors
 
 
-# The tasks in which another role gets the actor's weights: both roles' ranks join them.
+# The tasks that give another role the actor's weights. Ranks of both roles join them.
 
 logger = logging.getLogger(__name__)
 
 
 class SyncedPart(NamedTuple):
-    """Says by which reshardings a part arrives, and which of the actor's weights it is.
+    """A part of the destination: the reshardings that fill it, and the kind of weights in it.
 
-    The content is that of an EnginePart; other models in training get what is published.
+    `content` is that of an EnginePart. Other models in training get "published".
     """
 
     reshardings: Sequence[RoleResharding]
@@ -217,14 +221,14 @@ class SyncedPart(NamedTuple):
 
     @property
     def is_frozen(self) -> bool:
-        """Whether nothing of it ever changes."""
+        """Whether training changes none of its tensors."""
         return all(resharding.is_frozen for resharding in self.reshardings)
 
 
 class ActorSync:
-    """Brings the actor's weights to another role, part by part.
+    """The base class of syncs from the actor to another role, part by part.
 
-    Built on every rank that hosts either; `actor` is None where this rank has it not. Building and calling it are
+    Built on every rank of either role. `actor` is None on ranks without the actor. Building and calling it are
     collective over: the union of both roles' ranks.
     """
 
@@ -234,16 +238,16 @@ class ActorSync:
         self.actor = cast(ActorRole | None, actor)
 
     def receiving(self, number: int, *, is_kept: bool) -> AbstractContextManager[Tensors]:
-        """Returns a context with the tensors that a part is written to, None on a rank that gets none of it.
+        """Returns a context with the tensors to fill for a part, or None on a rank without any of them.
 
-        It ends once the part has arrived. Where `is_kept` they have what the last sync left there.
+        The part has arrived when the context ends. With `is_kept` the tensors hold the result of the last sync.
         """
         raise NotImplementedError
 
     def send(
         self, numbers: Iterable[int] | None = None, turn: DeltaTurn = DeltaTurn.PLAIN, *, compares: bool = False
     ) -> tuple[SyncReport | None, float]:
-        """Send these parts, or all; returns what there is to report, and seconds that it took to compare both sides."""
+        """Sends the given parts, or all. Returns the report, if any, and the seconds spent on comparing both sides."""
         reports, verify_s = [], 0.0
         for number in range(len(self.parts)) if numbers is None else numbers:
             part = self.parts[number]
@@ -257,7 +261,7 @@ class ActorSync:
 
 
 def _held_by(model: RoleModel, content: str) -> Mapping[str, Tensor]:
-    """Returns what is sent of a trained model for a part of this content."""
+    """Returns the tensors of a trained model to send for a part of this content."""
     if content == "adapters":
         assert model.adapted, "only a model with adapters has any to send"
         return model.adapted.parameters
@@ -267,7 +271,7 @@ def _held_by(model: RoleModel, content: str) -> Mapping[str, Tensor]:
 
 
 class WeightSyncTask(ActorSync):
-    """Brings the weights of a step, or what changed of them, to the engines of the rollout."""
+    """The sync of the weights of a step, or of their changes only, to the engines of the rollout."""
 
     def __init__(self, job: Job, actor: Role | None, rollout: Role | None) -> None:
         super().__init__(actor)
@@ -277,21 +281,21 @@ class WeightSyncTask(ActorSync):
         self.compared_every = job.config.checks.replicas
         self.weights = follower.parts["weights"] if follower and delta else None
         self.left: tuple[int, int, int] | None = None
-        """The version that the last sync gave this rank's engine, how often its memory had been emptied by then, and
-        its process been started anew."""
+        """State of this rank's engine after the last sync: version, times its memory was emptied, restarts of its
+        process."""
         self.base = follower.parts["base"] if follower else None
         self.parts = [
             SyncedPart(reshardings_into(job, "rollout", part, delta), part.content)
             for part in engine_parts(job.config, job.architecture, job.grids["rollout"])
         ]
         self.has_base = False
-        """Whether engines have what an earlier sync of this process brought once: nothing takes it from them."""
+        """Whether the engines have the base weights from an earlier sync of this process. They never lose them."""
         self.turns = DeltaTurns(delta.full_every, delta.check_every) if delta else None
         cpu_group, waiting = job.groups.cpu[both_roles(job, "rollout")], job.heartbeat.task_clock.waiting
         self.agreement = Agreement(cpu_group, job.world.rank, TRANSPORT_TIMEOUT_S, waiting)
 
     def __call__(self, step: int, chunk: int) -> Metrics:
-        """The rollout has the weights of version `step` afterwards, or no version at all where this raises SyncError.
+        """Gives the rollout the weights of version `step`. If this raises SyncError, the rollout has no valid version.
 
         Collective over: the union of both roles' ranks.
         """
@@ -318,7 +322,7 @@ class WeightSyncTask(ActorSync):
         return {**metrics, "perf/weight_sync_verify_s": verify_s} if compares else metrics
 
     def has_lost_weights(self) -> bool:
-        """Whether this rank's engine no longer has what the last sync left there, or may not."""
+        """Returns whether this rank's engine has lost the result of the last sync, or may have lost it."""
         if self.engine is None:
             return False
         emptied = self.weights.times_emptied if self.weights else 0
@@ -334,15 +338,15 @@ class WeightSyncTask(ActorSync):
         assert self.turns is not None, "it was a sync of changes"
         if self.agreement.rank == self.agreement.ranks[0]:
             logger.warning(
-                "A weight sync of what changed left an engine with other weights than the actor's, so that everything "
-                "is sent now, and every later sync is compared (weight_sync.delta): %s",
+                "After a sync of changes (weight_sync.delta) an engine's weights differ from the actor's. So "
+                "everything is sent now, and every later sync is compared: %s",
                 drifted,
             )
         self.turns.differed()
         return DeltaTurn.WHOLE
 
     def _send_due(self, turn: DeltaTurn, *, is_due: bool) -> tuple[SyncReport | None, float]:
-        """Send what engines lack, and compare both sides of it where that `is_due`."""
+        """Sends the parts that the engines lack. Compares both sides if `is_due`."""
         compares = is_due or (self.turns is not None and self.turns.compares)
         knows_frozen = turn is DeltaTurn.CHANGES and not (compares or self.config.verify)
         lacking = [
@@ -364,7 +368,7 @@ class WeightSyncTask(ActorSync):
 
 
 def sent_share_of(report: SyncReport) -> float:
-    """Of the bytes that were compared; 1 where none were."""
+    """Returns the share of the compared bytes that was sent, or 1 if none were compared."""
     return report.bytes_encoded / report.bytes_compared if report.bytes_compared else 1.0
 
 
@@ -394,9 +398,9 @@ def metrics_of(report: SyncReport) -> Metrics:
 
 
 class EvaluationSync(ActorSync):
-    """Brings the weights of a step to engines that draw its evaluation.
+    """The sync of the weights of a step to the engines of role evaluation.
 
-    They keep them on the host until their turn, and so join while they draw an earlier one.
+    The engines keep them in host memory until their turn. So they can join while they generate an earlier evaluation.
     """
 
     def __init__(self, job: Job, actor: Role | None, evaluation: Role | None) -> None:
@@ -409,7 +413,7 @@ class EvaluationSync(ActorSync):
         self.received: dict[str, Tensor] = {}
 
     def __call__(self, step: int, chunk: int) -> None:
-        """The evaluation of the step has its weights afterwards."""
+        """Gives the evaluation of the step its weights."""
         self.received = {}
         self.send()
         if self.evaluation:
@@ -426,18 +430,18 @@ class EvaluationSync(ActorSync):
 
 
 class ModelSync(ActorSync):
-    """Brings what the actor publishes to the model of `role`, which is the training backend's."""
+    """The sync of the actor's published weights to the model of `role` in the training backend."""
 
     def __init__(self, job: Job, role: str, actor: Role | None, follower: Role | None) -> None:
         super().__init__(actor)
         self.follower = cast(InferenceRole | ReferenceRole | None, follower)
         makes, is_reference = job.config.makes_actor_weights, role == ReferenceRole.name
         self.copies_actor = is_reference and not makes and uses_actor_modules(job)
-        """Whether the follower has the actor's modules, and keeps what they hold."""
+        """Whether the follower uses the actor's modules and keeps copies of their values."""
         self.parts = [] if self.copies_actor else [SyncedPart(reshardings_into_model(job, role), "published")]
 
     def __call__(self, step: int, chunk: int) -> None:
-        """The follower has the actor's weights afterwards."""
+        """Gives the follower the actor's weights."""
         if self.copies_actor:
             assert isinstance(self.follower, ReferenceRole), "it has the actor's ranks"
             self.follower.keep_actor_weights()
@@ -449,7 +453,7 @@ class ModelSync(ActorSync):
 
 
 def weight_syncs(job: Job, order: Order, roles: Mapping[str, Role]) -> dict[str, Callable[[int, int], Metrics | None]]:
-    """Returns the syncs of the actor's weights in which this rank takes part, by task; `roles` are this rank's.
+    """Returns the weight syncs of this rank, by task. `roles` are the roles of this rank.
 
     Collective over: all ranks.
     """

@@ -167,7 +167,7 @@ def test_the_notice_says_what_the_template_would_render_otherwise() -> None:
 def test_a_template_that_cannot_go_on_is_refused_by_what_it_says() -> None:
     found = format_of("gemma3").continuability
     found.require("user")
-    with pytest.raises(ConfigError, match="role tool: .*roles must alternate.*have the environment answer"):
+    with pytest.raises(ConfigError, match="role tool cannot follow .*roles must alternate.*Let the environment answer"):
         found.require("user", "tool")
     with pytest.raises(DataError, match="refuses messages of roles tool"):
         format_of("gemma3").continuation((1,), [result("3")])
@@ -194,7 +194,7 @@ def test_messages_that_the_template_moves_to_the_front_are_refused(family: str) 
 def test_a_template_that_does_not_write_the_models_turns_is_refused() -> None:
     chat = ChatFormat(tokenizer_with("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"))
     assert chat.continuability.user == "refused"
-    with pytest.raises(ConfigError, match="does not write what the model said"):
+    with pytest.raises(ConfigError, match="does not write the model's turn"):
         chat.continuability.require("user")
 
 

@@ -218,7 +218,7 @@ def test_rows_are_counted_by_source_and_reason_where_files_are_at_hand(tmp_path)
     ("what", "told"),
     [
         ("skip", "1 rows; left out: 0 bad rows skipped, 0 prompts too long, 1 responses too long"),
-        ("cut", "2 rows; none left out; 1 of them with a response that is cut"),
+        ("cut", "2 rows; none left out; 1 of them with a cut response"),
     ],
 )
 def test_rows_with_long_responses_are_counted(tmp_path, what, told):

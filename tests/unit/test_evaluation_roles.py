@@ -42,8 +42,8 @@ from rltrain.planning.step_time import Clock
 from rltrain.planning.validation import check_config
 from rltrain.planning.validation_schedule import check_schedule
 from rltrain.roles import actor as actor_module
-from rltrain.roles import drawing
 from rltrain.roles import evaluation as evaluation_module
+from rltrain.roles import rollout as rollout_module
 from rltrain.roles.actor import ActorRole
 from rltrain.roles.evaluation import EvaluationRole, metrics_of, record_of
 from rltrain.roles.reward import RewardRole
@@ -140,7 +140,7 @@ class RecordingEngine(ScriptedEngine):
 def test_an_engine_draws_a_set_as_it_says_and_alike_at_every_step(monkeypatch: pytest.MonkeyPatch):
     engine = RecordingEngine()
     hosted = SimpleNamespace(engine=engine, parts={}, metrics=dict)
-    monkeypatch.setattr(drawing, "build_engine", lambda *_: hosted)
+    monkeypatch.setattr(rollout_module, "build_engine", lambda *_: hosted)
     monkeypatch.setattr(RolloutRole, "site", lambda self: None)
     with open_store() as store:
         job = evaluating_job(config_of(), 0, {})

@@ -20,9 +20,9 @@ from rltrain.errors import ConfigError, RewardError
 from rltrain.rewards.answers import Scorable
 from rltrain.rewards.group_filter import FAILED, load_group_filter
 from rltrain.rewards.scorer import PendingScores, Scorer, Scores
-from rltrain.roles.group_scoring import GroupScoring
 from rltrain.roles.reward_statistics import RewardStatistics
 from rltrain.roles.role import SampleLog
+from rltrain.roles.scoring import GroupScoring
 from rltrain.rollout.generation_loop import GenerationLoop
 from rltrain.rollout.groups import DropCount, ReadySamples, Selection, Verdict
 from rltrain.rollout.rollout_state import EngineStart, RolloutState, share_out

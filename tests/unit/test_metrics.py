@@ -438,11 +438,11 @@ def test_plain_lines_come_at_intervals_and_at_the_end() -> None:
 @pytest.mark.parametrize(
     ("checkpoint", "said"),
     [
-        ({}, "every 600 s, and when the run is stopped, in nowhere/checkpoints; the same command goes on"),
+        ({}, "every 600 s, and when the run is stopped, in nowhere/checkpoints; the same command continues"),
         ({"save_interval": 2, "dir": "there"}, "every 2 steps, every 600 s, and when the run is stopped, in there;"),
         ({"save_interval": 2, "save_every_s": None}, "every 2 steps, and when the run is stopped,"),
         ({"save_every_s": 0, "memory": {"interval": 3}}, "checkpoints: every 3 steps in the nodes' memory; the same"),
-        ({"save_every_s": 0}, "checkpoint.save_interval and checkpoint.save_every_s are 0; an interrupted run begins"),
+        ({"save_every_s": 0}, "checkpoint.save_interval and checkpoint.save_every_s are 0; an interrupted run starts"),
     ],
 )
 def test_the_first_line_says_what_an_interrupted_run_goes_on_from(checkpoint: dict[str, object], said: str) -> None:

@@ -31,7 +31,7 @@ from rltrain.data.prompt_order import (
     SolvedRates,
 )
 from rltrain.errors import CheckpointError
-from rltrain.roles.group_scoring import OutcomeTeller, training_rows
+from rltrain.roles.scoring import OutcomeTeller, training_rows
 from rltrain.rollout.rollout_state import Consumed, OutcomeLog, SolvedRateRows
 from rltrain.runtime.grid import Grid
 from tests.support.packed_experience import packed_experience

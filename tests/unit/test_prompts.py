@@ -264,7 +264,7 @@ def test_variables_of_the_template(tmp_path: Path) -> None:
     assert decoded(told, 0) == "[user]Hi\n[bot]<think></think>"
     thinking = load(path, chat_template=template, chat_template_args={"enable_thinking": True})
     assert decoded(thinking, 0) == "[user]Hi\n[bot]"
-    with pytest.raises(ConfigError, match="got enable_thought, a variable that the checkpoint's chat template"):
+    with pytest.raises(ConfigError, match="got enable_thought, but the checkpoint's chat template has no such"):
         load(path, chat_template=template, chat_template_args={"enable_thought": True})
     with pytest.raises(ConfigError, match="got enable_thinking, but the checkpoint's tokenizer has no chat template"):
         load(path, chat_template_args={"enable_thinking": True})

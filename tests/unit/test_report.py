@@ -295,7 +295,7 @@ class TestCurves:
 
     def test_units_come_from_the_table_or_from_the_name(self) -> None:
         assert documentation("perf/weight_sync_gb_per_s")[0] == "GB/s"
-        assert documentation("perf/generate_s")[1].startswith("work of one task of the step")
+        assert documentation("perf/generate_s")[1].startswith("work on one task of the step")
         assert documentation("perf/generate_wait_s")[1].startswith("waiting for others within the task")
         assert documentation("new/thing_bytes") == ("bytes", "")
 

@@ -376,7 +376,7 @@ def test_a_run_that_is_sent_back_keeps_apart_what_came_after(history, caplog) ->
     assert logged(history.output / "earlier_1") == [[*range(7)]] * 2
     kept = CheckpointFolder(history.checkpoints.path / "earlier_1")
     assert [found.step for found in kept.candidates()] == [6, 4]
-    assert f"step_0000006, step_0000004: now in {kept.path}" in caplog.text
+    assert f"step_0000006, step_0000004: moved to {kept.path}" in caplog.text
     history.run(2, 4)
     assert history.saved == [4, 2], "the newest is of what the run has done since"
     history.begin(kept.candidates()[0])

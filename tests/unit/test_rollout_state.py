@@ -23,7 +23,7 @@ from rltrain.config.schema import Config
 from rltrain.data.experience import Experience
 from rltrain.data.prompt_order import PromptOrder
 from rltrain.errors import CheckpointError
-from rltrain.roles import drawing
+from rltrain.roles import rollout as rollout_module
 from rltrain.roles.resuming import remaining_order
 from rltrain.roles.rollout import RolloutRole
 from rltrain.rollout.generation_loop import GenerationLoop
@@ -390,7 +390,7 @@ def scripted() -> Iterator[None]:
         return SimpleNamespace(engine=ScriptedEngine(response_length), parts={}, metrics=dict)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(drawing, "build_engine", build)
+        monkeypatch.setattr(rollout_module, "build_engine", build)
         monkeypatch.setattr(RolloutRole, "site", lambda self: None)
         yield
 

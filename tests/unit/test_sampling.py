@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rltrain.config import schema
-from rltrain.roles.drawing import DrawingRole
+from rltrain.roles.rollout import DrawingRole
 from rltrain.rollout.embedded import decoder as sampling_module
 from rltrain.rollout.embedded.decoder import (
     BLOCK_TOKENS,

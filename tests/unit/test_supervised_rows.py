@@ -277,10 +277,10 @@ def test_a_template_without_a_place_for_the_rows_is_refused_at_the_start(tmp_pat
     byte_tokenizer(TURNS.replace("[assistant]{%", "[assistant]<think>\n{%")).save_pretrained(tmp_path / "model")
     file = schema.PromptFile(path=str(tmp_path / "talks.jsonl"), prompt_key="messages", response_key=None)
     settings = config(tmp_path).model_copy(update={"data": schema.Data(train=file)})
-    with pytest.raises(DataError, match=r"talks.jsonl:1: the chat template asks the model to go on from"):
+    with pytest.raises(DataError, match=r"talks.jsonl:1: the chat template ends the prompt with"):
         Demonstrations(settings)
     limited = settings.model_copy(update={"data": settings.data.model_copy(update={"max_response_tokens": 1})})
-    with pytest.raises(DataError, match=r"talks.jsonl:1: the row cannot be encoded: the chat template asks the model"):
+    with pytest.raises(DataError, match=r"talks.jsonl:1: the row cannot be encoded: the chat template ends the prompt"):
         Demonstrations(limited)
     assert len(dataset) == 1
 
@@ -594,7 +594,7 @@ def test_reasoning_that_the_prompt_begins(apart: bool) -> None:
 
 
 def test_a_turn_without_the_reasoning_that_the_prompt_begins_is_refused() -> None:
-    with pytest.raises(DataError, match=r"asks the model to go on from '.*<think>\\n' and renders the turn 'The answ"):
+    with pytest.raises(DataError, match=r"ends the prompt with '.*<think>\\n', but renders the turn 'The answ"):
         demonstrate(format_of("deepseek_r1"), CHAT)
 
 
