@@ -39,7 +39,7 @@ REASONS = {
     "model family whose model in transformers is refused": ": the family ",
     "model family without an engine": "no engine of rltrain serves",
     "memory": "expected at most",
-    "experts over more ranks than there are": "shares out experts over",
+    "experts over more ranks than there are": "divides experts among",
     "fewer prompts than replicas": "prompts to share out",
     "model of unknown shape": NO_SHAPE,
 }

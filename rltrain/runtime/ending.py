@@ -129,7 +129,7 @@ class Ending:
             lost = self._not_heard_of(others)
         if lost:
             summary = f"{_name(lost)}{self.told_way_on()}"
-            message = f"{summary}. What rank {self.rank} saw of it:\n{message}"
+            message = f"{summary}. The error on rank {self.rank}:\n{message}"
         mine = {
             "rank": self.rank,
             "launcher": _launcher(),
@@ -189,8 +189,8 @@ class Ending:
     def _without_store(self, error: dist.DistNetworkError, message: str = "") -> NoReturn:
         """Ends alone, because without the store the ranks cannot agree on one that prints."""
         end_alone(
-            f"rank {self.rank} on {platform.node()} {self.doing()}: the job's store is gone: torchrun, which has it, "
-            f"was ended on the first node, {first_node()} ({first_line(error)}){message}"
+            f"rank {self.rank} on {platform.node()} {self.doing()}: the job's store is gone, because torchrun has "
+            f"ended on the first node, {first_node()} ({first_line(error)}){message}"
         )
 
 
@@ -242,12 +242,12 @@ def _quiet(rank: int) -> str:
 
 def _name(lost: list[Beat]) -> str:
     names = "; ".join(f"rank {beat.rank} on {host_of(beat.process)}, last known to be at {beat}" for beat in lost)
-    return f"killed, as for want of memory, or crashed without a message: {names}"
+    return f"killed (for example for lack of memory) or crashed without a message: {names}"
 
 
 def first_node() -> str:
     """Returns the first node's address as given to torchrun."""
-    return os.environ.get("MASTER_ADDR", "which torchrun has named")
+    return os.environ.get("MASTER_ADDR", "of unknown address")
 
 
 def first_line(error: BaseException) -> str:

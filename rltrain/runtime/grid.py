@@ -16,7 +16,7 @@ def planned_layers(num_layers: int, num_chunks: int) -> tuple[int, ...]:
     the first one, gets fewer layers. Raises ValueError if there are fewer layers than chunks.
     """
     if num_layers < num_chunks:
-        raise ValueError(f"{num_layers} layers cannot be shared out over {num_chunks} chunks of a pipeline")
+        raise ValueError(f"{num_layers} layers cannot be divided among {num_chunks} chunks of a pipeline")
     if num_layers % num_chunks == 0:
         return (num_layers // num_chunks,) * num_chunks
     ends = [(number == 0) + (number == num_chunks - 1) for number in range(num_chunks)]

@@ -70,7 +70,7 @@ class Stall:
                 "(stopped, or in a call that holds the interpreter lock)"
             )
         elif beat.wait is not None:
-            state += f": it waits at {beat.wait.what} for {_named(beat.wait.ranks)}, of whom nobody is at work any more"
+            state += f": it waits at {beat.wait.what} for {_named(beat.wait.ranks)}, but none of them is at work"
         by = "".join(f"; rank {w.beat.rank} {what_it_does(w.beat)}" for w in self.waiters[:MAX_WAITERS_NAMED])
         more = len(self.waiters) - MAX_WAITERS_NAMED
         return (

@@ -103,7 +103,7 @@ def connect(host: str, port: int, token: str) -> Connection:
     try:
         peer = socket.create_connection((host, port), timeout=CONNECT_S)
     except OSError as error:
-        raise StallError(f"nobody answers at {host}:{port} within {CONNECT_S:g} s: {error}") from error
+        raise StallError(f"no answer from {host}:{port} within {CONNECT_S:g} s: {error}") from error
     connection = Connection(peer)
     connection.send({"token": token})
     return connection

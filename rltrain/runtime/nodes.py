@@ -64,7 +64,7 @@ class NodeBoard:
             self._store.wait([key], timedelta(seconds=self.world.timeout_s))
         except dist.DistStoreError as error:
             raise StallError(
-                f"rank {self.world.rank} has waited {self.world.timeout_s:g} s for what {whom} says of {self.topic}"
+                f"rank {self.world.rank} has waited {self.world.timeout_s:g} s for the report of {whom} on {self.topic}"
             ) from error
         return json.loads(self._store.get(key))
 
@@ -277,9 +277,9 @@ def refuse_other_order(world: World) -> None:
     for node, (number, host) in enumerate(said):
         if number != node:
             raise PlacementError(
-                f"node {node} of torchrun is {host}, which is node {number} of Slurm's list, so that `node:` in a "
-                "placement would name another machine than the list does; start torchrun with --node-rank "
-                "$SLURM_NODEID and --master-addr, as launch/slurm does, and without --rdzv-backend c10d"
+                f"node {node} of torchrun is {host}, which is node {number} of Slurm's list, so `node:` in a placement "
+                "would mean another machine; start torchrun with --node-rank $SLURM_NODEID and --master-addr, like "
+                "launch/slurm, and without --rdzv-backend c10d"
             )
 
 
@@ -295,7 +295,7 @@ def refuse_folders_apart(world: World, locks: Mapping[str, tuple[str, str]]) -> 
 def _unseen(locks: Mapping[str, tuple[str, str]]) -> list[str]:
     deadline = time.monotonic() + VISIBLE_WITHIN_S
     return [
-        f"{key}: {Path(path).parent} is not the folder that other nodes have by this name; expected one that all share"
+        f"{key}: {Path(path).parent} is not the same folder on all nodes; expected one that all nodes share"
         for key, (path, text) in locks.items()
         if not comes_to_be(partial(_holds, Path(path), text), deadline)
     ]

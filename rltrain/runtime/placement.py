@@ -20,7 +20,7 @@ NODE_PREFIX, REST = "node:", "rest"
 RANGE = re.compile(r"([0-9]+)(?:\s*-\s*([0-9]+))?")
 GRAMMAR = (
     'inclusive ranks such as 3, "0,2,3", "0-3", "0-3,5,7", nodes such as "node:1-2" or "node:0,2", "all", or "rest" by '
-    'itself; with RLinf\'s processes behind a colon: "0-3:0-3"'
+    'itself, or RLinf\'s form with processes after a colon: "0-3:0-3"'
 )
 
 
@@ -134,15 +134,15 @@ def _ranks_of_keys(
     }
     if len(to_rest) > 1:
         raise PlacementError(
-            f"{_where(mapping, to_rest[1])}: placement.{to_rest[0]} says so too; expected one key for all roles that "
-            f'share what is left: "{", ".join(to_rest)}": {REST}'
+            f"{_where(mapping, to_rest[1])}: placement.{to_rest[0]} is rest too; expected one key for all roles on "
+            f'the remaining ranks: "{", ".join(to_rest)}": {REST}'
         )
     for key in to_rest:
         ranks[key] = tuple(sorted(set(range(world_size)).difference(*ranks.values())))
         if not ranks[key]:
             raise PlacementError(
                 f"{_where(mapping, key)}: no rank is left: other roles are on {format_ranks(range(world_size))}, all "
-                "that there are; expected more ranks (torchrun's --nnodes, --nproc-per-node), or fewer for those roles"
+                "ranks of the job; expected more ranks (torchrun's --nnodes, --nproc-per-node), or fewer for those roles"
             )
     return {key: ranks[key] for key in mapping}
 
@@ -217,9 +217,8 @@ def _copies(config: Config, role: str, num_ranks: int, given: str) -> int | None
     copies = config.fsdp_of(role).replicas
     if num_ranks % copies:
         raise PlacementError(
-            f"{given}: role {role} has {num_ranks} ranks, which {copies} copies of its model are to share "
-            f"({role}.fsdp.replicas, or the actor's); expected a multiple of {copies} ranks, or a divisor of "
-            f"{num_ranks}"
+            f"{given}: role {role} has {num_ranks} ranks, but {role}.fsdp.replicas (or the actor's) asks for {copies} "
+            f"copies of its model; expected a multiple of {copies} ranks, or a divisor of {num_ranks} as replicas"
         )
     return copies
 
@@ -231,9 +230,9 @@ def _refuse_expert_shares(grid: Grid, key: str, who: str) -> None:
         return
     legal = [n for n in range(1, stage + 1) if stage % (n * etp) == 0]
     nearest = f"ep {min(legal, key=lambda n: (abs(n - grid.ep), n))}" if legal else "etp 1"
-    given = f"etp {etp}" if grid.etp else f"etp {etp} (that of tp, where null)"
+    given = f"etp {etp}" if grid.etp else f"etp {etp} (null, so equal to tp)"
     raise PlacementError(
-        f"{who} has {stage} ranks in a pipeline stage, but {key} shares out experts over ep {grid.ep} x {given} = "
+        f"{who} has {stage} ranks in a pipeline stage, but {key} divides experts among ep {grid.ep} x {given} = "
         f"{grid.ep * etp}; expected a divisor of {stage}. The nearest that works is {nearest}"
     )
 
@@ -250,24 +249,24 @@ def _without_processes(text: str, world_size: int, where: str) -> str:
         named = RANGE.fullmatch(processes)
         if named is None:
             raise PlacementError(
-                f"{where}: {processes!r} behind the colon is no range of processes; expected {GRAMMAR}"
+                f"{where}: {processes!r} after the colon is no range of processes; expected {GRAMMAR}"
             )
         number = len(_parse_ranges(items[-1], "rank", world_size, where))
         count = int(named[2] or named[1]) - int(named[1]) + 1
         if int(named[1]) != first:
             raise PlacementError(
-                f"{where}: the processes of {item.strip()!r} begin with {named[1]}; expected {first}: here the "
-                "processes of a role are numbered by its ranks"
+                f"{where}: the processes of {item.strip()!r} begin with {named[1]}; expected {first}, since the "
+                "processes of a role are numbered in the order of its ranks"
             )
         if count > number:
             raise PlacementError(
-                f"{where}: {item.strip()!r} puts {count} processes on {number} ranks; expected at most as many: a rank "
-                "is one process of torchrun's, and no role has several on it"
+                f"{where}: {item.strip()!r} puts {count} processes on {number} ranks; expected at most one process per "
+                "rank"
             )
         if number % max(count, 1):
             raise PlacementError(
-                f"{where}: {item.strip()!r} shares {number} ranks out among {count} processes; expected a divisor of "
-                f"{number}: ranks of one process are an engine, or a copy of a model, of parallel.tp ranks"
+                f"{where}: {item.strip()!r} divides {number} ranks among {count} processes; expected a divisor of "
+                f"{number}. One process stands for the parallel.tp ranks of an engine or of a copy of a model"
             )
         first += count
     return ",".join(items)

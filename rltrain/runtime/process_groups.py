@@ -106,17 +106,16 @@ class ReopenableGroup(dist.ProcessGroup):
     def inner(self) -> dist.ProcessGroup:
         if self._inner is None:
             raise RuntimeError(
-                f"the communicator over ranks {self._ranks} was released, and is used by a task that was not expected "
-                "to: its role is not among those that the group was made for"
+                f"the communicator over ranks {self._ranks} was released, but a task uses it; the task's role is not "
+                "among the roles of this group"
             )
         return self._inner
 
     def _for_single_messages(self, tensor: Tensor) -> dist.ProcessGroup:
         if self.inner._get_backend(tensor.device).supports_coalescing:
             raise RuntimeError(
-                f"a message over ranks {self._ranks} is issued on its own, where ranks that send to each other would "
-                "wait forever: torch takes messages together only on a plain ProcessGroup. Give batch_isend_irecv "
-                "plain_group(group) of rltrain/runtime/process_groups.py"
+                f"a message over ranks {self._ranks} is issued alone, so ranks that send to each other could wait "
+                "forever; pass plain_group(group) of rltrain/runtime/process_groups.py to batch_isend_irecv"
             )
         return self.inner
 

@@ -155,7 +155,7 @@ class StopRequest:
         deadline = time.monotonic() + self.within_s
         self._end_if_others_are_gone(requested)
         if not self.saves:
-            self._end(requested, f"the job ends and saves nothing, as {NONE_SAVED}")
+            self._end(requested, f"the job ends and saves nothing, because {NONE_SAVED}")
         self._announce(requested)
         while True:
             also = self._next_signal(LOOK_S)
@@ -163,7 +163,7 @@ class StopRequest:
                 return
             self._end_if_others_are_gone(requested)
             if {requested, also} == ASKED_AGAIN:
-                self._end(requested, "asked again, the job ends at once without a checkpoint")
+                self._end(requested, "on the second request the job ends at once, without a checkpoint")
             if time.monotonic() > deadline:
                 limit = f"checkpoint.stop_within_s = {self.within_s:g} s"
                 self._end(requested, f"the step did not end within {limit}, so nothing was saved", FAILED)
@@ -244,7 +244,7 @@ def leave_store(job_store: JobStore, ending: Ending) -> None:
         if gone := job_store.observer.gone(others):
             ending.by(StallError(f"ranks {gone} were lost before their end"))
         if time.monotonic() > deadline:
-            logger.warning("%d ranks that are done have not left", len(others) - num_left)
+            logger.warning("%d finished ranks have not left the store", len(others) - num_left)
             return
         statuses = job_store.observer.look(others).values()
         if deadline == math.inf and all(status.beat.finished for status in statuses):

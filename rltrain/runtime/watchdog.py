@@ -169,7 +169,7 @@ class Watchdog:
     def _end(self, verdict: str) -> None:
         self._write_stacks(verdict)
         self.store.set(f"{STALL}/written/{self.rank}", "1")
-        stacks = f"What every rank was doing, with Python stacks: {self.folder}/rank*.txt"
+        stacks = f"Activities and Python stacks of all ranks: {self.folder}/rank*.txt"
         message = f"{verdict}{self.ending.told_way_on()}. {stacks}"
         self.ending.with_message(message, USER_ERROR, before_printing=self._wait_for_stacks)
 
@@ -177,8 +177,8 @@ class Watchdog:
         """Ends a rank without a torchrun agent. It would not be restarted, and the other nodes' agents would wait for
         its agent."""
         self.ending.with_message(
-            f"rank {self.rank} on {platform.node()} {self.doing()}: torchrun, which started it, "
-            f"was killed on that host{self.ending.told_way_on()}",
+            f"rank {self.rank} on {platform.node()} {self.doing()}: its torchrun was killed on that host"
+            f"{self.ending.told_way_on()}",
             FAILED,
         )
 
@@ -220,6 +220,6 @@ def join_within(timeout_s: float) -> World:
     try:
         return join_world(timeout_s)
     except (StallError, dist.DistError) as error:
-        end_alone(f"rank {rank} on {platform.node()} is at joining the job, which failed: {first_line(error)}")
+        end_alone(f"rank {rank} on {platform.node()} could not join the job: {first_line(error)}")
     finally:
         watch.stop()

@@ -280,5 +280,5 @@ def _choose_gloo_interface(world: World) -> None:
     if name is not None:
         os.environ[GLOO_INTERFACE] = name
     if world.rank == 0:
-        chosen = f"{name} (on this one, by its route to the others)" if name else "an interface of its own choice"
-        logger.warning("gloo reaches other nodes over %s; %s chooses another", chosen, GLOO_INTERFACE)
+        chosen = f"{name} (on this node, by its route to the others)" if name else "an interface that gloo chooses"
+        logger.warning("gloo reaches other nodes over %s; set %s to choose another", chosen, GLOO_INTERFACE)

@@ -329,7 +329,7 @@ EXPERTS = {
     "actor.parallel.ep: got 8, which does not divide the model's 4 experts; the nearest": ("qwen3_moe", {"ep": 8}),
     "actor.parallel.ep: got 2; expected 1: the model has no experts": ("qwen3", {"ep": 2}),
     "actor.parallel.etp: got 2; expected null: the model has no experts": ("qwen3", {"etp": 2}),
-    "shares out experts over ep 3 x etp 1 (that of tp, where null) = 3; expected a divisor": ("qwen3_moe", {"ep": 3}),
+    "divides experts among ep 3 x etp 1 (null, so equal to tp) = 3; expected a divisor": ("qwen3_moe", {"ep": 3}),
     "over ep 4 x etp 4 = 16; expected a divisor of 8. The nearest that works is ep 2": (
         "qwen3_moe",
         {"ep": 4, "etp": 4},
