@@ -1,4 +1,4 @@
-"""What a config asks for that is probably not meant, and whether the run repeats."""
+"""Probable mistakes in a config, and whether a run repeats."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -13,10 +13,10 @@ from rltrain.schedule.memory_plan import ranks_left_by_engines
 from rltrain.schedule.shape import RunShape
 from rltrain.tasks.roles import served_roles
 
-# What a config may ask for and is probably not meant: worth a warning, in the dry run and at the start of a job.
+# Probable mistakes. They cause warnings in the dry run and at the start of a job.
 
 OF_SEQUENCES = ("gspo", "geometric_mean")
-"""Policy losses that are a mean over sequences."""
+"""Policy losses with a mean over sequences."""
 
 
 OF_TESTS = "RLTRAIN_TEST_"
@@ -32,18 +32,18 @@ VARIABLES = (
     "RLTRAIN_SGLANG_PYTHON",
     "RLTRAIN_SGLANG_TOKEN",
 )
-"""Of the environment, that anything of rltrain's reads or sets."""
+"""Environment variables that rltrain reads or sets."""
 
 
 def doubts_about_variables(environment: Iterable[str]) -> Iterator[str]:
-    """Variables that are meant for rltrain by their names, and that nothing reads."""
+    """Yields a warning for each RLTRAIN_ variable that rltrain does not read."""
     for name in sorted(environment):
         if name.startswith("RLTRAIN_") and not name.startswith(OF_TESTS) and name not in VARIABLES:
             yield f"the environment variable {name} is read by nobody; expected {one_of(name, VARIABLES)}"
 
 
 def doubts_about_models(config: Config, architectures: Mapping[str, Architecture]) -> Iterator[str]:
-    """As `doubts`, of the models' config.json; `architectures` are by role, and none where there is no such file."""
+    """Yields warnings about the models. `architectures` are by role, without roles whose config.json is missing."""
     algorithm, actor = algorithm_of(config), architectures.get("actor")
     if actor is None or actor.moe is None or not (algorithm.trains and algorithm.generates):
         return
@@ -60,7 +60,7 @@ def doubts_about_models(config: Config, architectures: Mapping[str, Architecture
 
 
 def doubts(config: Config, placement: Placement, *, on_gpus: bool = True) -> Iterator[str]:
-    """One sentence each, with the config key and what to do."""
+    """Yields warnings. Each is a sentence with the config key and the cure."""
     if idle := placement.idle:
         who = f"ranks {format_ranks(idle)} host" if len(idle) > 1 else f"rank {idle[0]} hosts"
         yield (
@@ -106,14 +106,14 @@ def doubts(config: Config, placement: Placement, *, on_gpus: bool = True) -> Ite
         )
 
 
-# Whether a run repeats: what is drawn, and by which weights, then follows from the config alone.
+# Repeatability: all samples, and the weights that generate them, follow from the config alone.
 
 
 def obstacle_to_repeating(config: Config, grids: Mapping[str, Grid]) -> str | None:
-    """What lets two runs of `config` differ; None where nothing does.
+    """Returns the reason why two runs of `config` can differ, or None.
 
-    An engine draws the same as long as it begins and ends the same at the same decode steps. One that is alone counts
-    those itself; of several, as of a server that decodes whether or not it is asked, the fastest is first.
+    An engine generates the same samples if they begin and end at the same decode steps. A single engine counts its own
+    steps. With several engines, or a server that decodes continuously, the fastest one comes first.
     """
     for role in (role for role in served_roles() if role in grids):
         served, key = config.served(role), config.engine_key(role, "sglang.args.enable_deterministic_inference")
@@ -142,7 +142,7 @@ def obstacle_to_repeating(config: Config, grids: Mapping[str, Grid]) -> str | No
 
 
 def _left_to_the_fastest(config: Config, shape: RunShape) -> str | None:
-    """What engines that get done at different times settle between them."""
+    """Returns the first decision that depends on the speed of engines, or None."""
     if config.schedule.partial_rollouts:
         return "which responses a generate task leaves to the next (schedule.partial_rollouts)"
     if shape.selects_groups:

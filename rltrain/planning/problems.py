@@ -1,4 +1,4 @@
-"""How a refusal is worded, and the rules for adapters, for servers at URLs and for rewards."""
+"""The form of refusals, text lengths, and the rules for adapters, servers at URLs and rewards."""
 
 import re
 from collections import Counter
@@ -17,13 +17,13 @@ from rltrain.models.lora import adapters_of, targets_in
 from rltrain.tasks.metrics import OF_ALL_REWARDS
 from rltrain.tasks.roles import rewarding_roles, served_roles, trained_roles
 
-# Refusals. Each names the keys, the values given and what would be accepted; all of a check come in one message.
+# Refusals. Each names the keys, the given values and the accepted ones. One error has all refusals of a check.
 
 
 def refuse(
     problems: Iterable[str], error: type[ConfigError] = ConfigError, several: str = "mistakes in the config"
 ) -> None:
-    """Raise `error` with all of `problems`, under a heading where there are `several`; nothing where there is none."""
+    """Raises `error` with all of `problems`, if there are any. `several` is the heading of two or more."""
     messages = list(dict.fromkeys(problems))
     if len(messages) == 1:
         raise error(messages[0])
@@ -32,7 +32,7 @@ def refuse(
 
 
 def longest_text(config: Config) -> tuple[int, str]:
-    """(tokens, the sum in words) of the longest prompt and response together that are trained on."""
+    """Returns (tokens, the sum in words) of the longest prompt and response together in training."""
     prompt = config.data.max_prompt_tokens
     if algorithm_of(config).reads_responses:
         limit = config.data.max_response_tokens
@@ -45,18 +45,18 @@ def longest_text(config: Config) -> tuple[int, str]:
 
 
 def evaluated_text(config: Config, plan: EvaluationPlan) -> tuple[int, str]:
-    """As `longest_text`, of an evaluation."""
+    """Returns (tokens, the sum in words) of the longest prompt and response together in an evaluation."""
     prompt, response = config.data.max_prompt_tokens, plan.sampling.max_response_tokens
     section = "rollout." if plan.name == SHORT_FORM else plan.config_key.removesuffix("data")
     words = f"data.max_prompt_tokens {prompt} + {section}sampling.max_response_tokens {response} = {prompt + response}"
     return prompt + response, words
 
 
-# Low-rank adapters: what they may be asked for with, and on which matrices of a model.
+# Low-rank adapters: their settings, and the matrices that get them.
 
 
 def lora_problems(config: Config) -> Iterator[str]:
-    """In any world."""
+    """Yields the problems of adapters that need no models or placement."""
     yield from _apart_problems(config)
     if config.critic.lora is not None and config.critic.lora.path is not None:
         yield (
@@ -73,7 +73,7 @@ def lora_problems(config: Config) -> Iterator[str]:
 
 
 def _apart_problems(config: Config) -> Iterator[str]:
-    """With adapters that engines keep beside their base."""
+    """Yields the problems of adapters that engines keep separate from the base weights."""
     if config.weight_sync.adapters != "apart":
         return
     if config.model.lora is None:
@@ -92,12 +92,12 @@ def _apart_problems(config: Config) -> Iterator[str]:
 
 
 def lora_key(role: str) -> str:
-    """Where the config says which adapters a role's model learns."""
+    """Returns the config key of the adapters of a role's model."""
     return "model.lora" if role == "actor" else f"{role}.lora"
 
 
 def adapted_model_problems(config: Config, architectures: Mapping[str, Architecture]) -> Iterator[str]:
-    """With the models that learn adapters, by role."""
+    """Yields the problems of models with adapters. `architectures` are by role."""
     for role in trained_roles():
         if (lora := config.lora_of(role)) and role in architectures:
             yield from _problems_of_model(lora_key(role), lora, architectures[role])
@@ -129,11 +129,11 @@ def _served_expert_problems(config: Config, lora: Lora, model: Architecture) -> 
         )
 
 
-# Engines that somebody else runs: what the config says of them, and what cannot be asked of them.
+# Servers at URLs, started by others: their settings and their limits.
 
 
 def http_problems(config: Config) -> Iterator[str]:
-    """Of every role that is served by such."""
+    """Yields the problems of every role with engine http."""
     for role in (role for role in served_roles() if role in config.placed_roles):
         served, engine_key = config.served(role), config.engine_key(role, "engine")
         if served.engine != "http":
@@ -178,7 +178,7 @@ def _settings_problems(config: Config, role: str) -> Iterator[str]:
 
 
 def _group_problems(served: Served, role: str) -> Iterator[str]:
-    """Of weights that servers take over a process group."""
+    """Yields the problems of servers that receive weights over a process group."""
     if served.http.weights != "group":
         return
     if role != "rollout":
@@ -199,7 +199,7 @@ def _group_problems(served: Served, role: str) -> Iterator[str]:
 
 
 def url_problems(config: Config, role: str, num_ranks: int) -> Iterator[str]:
-    """Of a role placed on so many ranks."""
+    """Yields the problems of a role with servers at URLs on `num_ranks` ranks."""
     urls = config.served(role).urls
     if config.served(role).engine == "http" and isinstance(urls, tuple) and 0 < len(urls) < num_ranks:
         yield (
@@ -208,7 +208,7 @@ def url_problems(config: Config, role: str, num_ranks: int) -> Iterator[str]:
         )
 
 
-# What a config may ask for of reward functions; whether they can be called is found out where they are imported.
+# Reward functions. Whether they can be called is checked where they are imported.
 
 NEEDS_LABEL = ("exact_match", "math", "code")
 
@@ -223,7 +223,7 @@ def reward_problems(config: Config) -> Iterator[str]:
 
 
 def _section_problems(section: str, reward: Reward, config: Config, models: list[str]) -> Iterator[str]:
-    """`models` are roles that are part of this reward."""
+    """Yields the problems of one reward section. `models` are the roles that are part of this reward."""
     if reward.functions:
         for key in ("function", "options"):
             if key in reward.model_fields_set:
@@ -240,7 +240,7 @@ def _section_problems(section: str, reward: Reward, config: Config, models: list
 
 
 def _models(config: Config) -> list[str]:
-    """Placed roles that tell the reward what responses are worth."""
+    """Returns the placed roles whose models score responses."""
     return [role for role in rewarding_roles() if role in config.placed_roles]
 
 
@@ -294,7 +294,7 @@ def _model_problems(config: Config) -> Iterator[str]:
 
 
 def _label_problems(config: Config) -> Iterator[str]:
-    """Files without labels, of which a function takes one."""
+    """Yields files without labels whose reward function needs them."""
     scores_training = algorithm_of(config).generates
     files = [("data.train", config.data.train, config.reward)] if scores_training else []
     answered = [] if config.scores_held_out else config.evaluations

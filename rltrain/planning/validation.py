@@ -1,4 +1,4 @@
-"""Refuses what a config may not ask for in any world."""
+"""Refuses configs that cannot work in any world."""
 
 import re
 from collections import Counter
@@ -16,7 +16,7 @@ from rltrain.planning.validation_schedule import evaluation_problems
 from rltrain.schedule.shape import RunShape, prompt_blocks_of
 from rltrain.tasks.roles import model_roles, served_roles, trained_roles
 
-# What a training backend can do of what a config asks for.
+# Limits of the training backends.
 
 CUT = {
     "tp": "layers are gathered whole, and not cut",
@@ -27,7 +27,7 @@ CUT = {
     "layers_per_stage": "there is no pipeline",
     "sequence_parallel": "there is no tensor parallelism",
 }
-"""Keys of `parallel` that mean nothing to fsdp, and why."""
+"""Keys of `parallel` without effect in backend fsdp, each with the reason."""
 REDUCTION = {
     "distributed_optimizer": "optimizer states are as their parameters are, sharded",
     "overlap": "fully_shard gathers and reduces beside what is computed, on GPUs",
@@ -46,7 +46,7 @@ MODEL = {
 
 
 def backend_problems(config: Config) -> Iterator[str]:
-    """Of the placed roles whose models a backend trains or evaluates."""
+    """Yields the problems of the placed roles with models of a training backend."""
     sharded = [role for role in model_roles() if role in config.placed_roles and config.backend_of(role) == "fsdp"]
     for role in sharded:
         yield from _sharded_parallel_problems(config, role)
@@ -125,11 +125,12 @@ def _model_problems(config: Config, role: str) -> Iterator[str]:
         )
 
 
-# What a config may ask for of the checks while a run goes on.
+# The checks during a run.
 
 
 def check_problems(config: Config) -> Iterator[str]:
-    """Sentences with the keys, the reason, and what is expected in their place."""
+    """Yields the problems of section `checks`. Like every problem, each names the keys, the reason and the expected
+    values."""
     algorithm = algorithm_of(config)
     for key in ("max_logprob_diff", "max_kl"):
         limit = getattr(config.checks, key)
@@ -145,7 +146,7 @@ def check_problems(config: Config) -> Iterator[str]:
         )
 
 
-# What the config says of files of rows.
+# Files of rows.
 
 
 def data_problems(config: Config) -> Iterator[str]:
@@ -205,7 +206,7 @@ def _solved_rate_problems(config: Config) -> Iterator[str]:
 
 
 def file_problems(key: str, file: PromptFile) -> Iterator[str]:
-    """Of a PromptFile that stands at `key`."""
+    """Yields the problems of the PromptFile at `key`."""
     if bool(file.path) == bool(file.sources):
         given = "both path and sources are" if file.path else "neither path nor sources is"
         yield f"{key}: {given} given; expected one: {key}.path, a file, or {key}.sources, a list of {{path, weight}}"
@@ -231,7 +232,8 @@ def _title_problems(key: str, file: PromptFile) -> Iterator[str]:
 
 
 def _environment_key_problems(train: PromptFile) -> Iterator[str]:
-    """Environments find the prompt and the label in the rows by one name each, and have tools of their own."""
+    """Yields the problems of row keys with an environment. It needs one name per column, and has its own prompts and
+    tools."""
     for name in ("prompt_key", "label_key"):
         keys = {getattr(source, name) for source in train.parts()}
         if len(keys) > 1:
@@ -253,11 +255,11 @@ def _environment_key_problems(train: PromptFile) -> Iterator[str]:
             )
 
 
-# A weight sync of what changed needs engines that keep their weights, and a sync that compares.
+# Weight syncs of changes only. Engines must keep their weights, and the sync must compare them.
 
 
 def delta_problems(config: Config) -> Iterator[str]:
-    """What weight_sync.delta cannot be combined with."""
+    """Yields the problems of weight_sync.delta."""
     if config.weight_sync.delta is not None and config.rollout.engine == "http":
         yield from _problems_of_files(config)
     if config.synced_delta is None:
@@ -276,7 +278,7 @@ def delta_problems(config: Config) -> Iterator[str]:
 
 
 def _problems_of_files(config: Config) -> Iterator[str]:
-    """For servers that somebody else runs."""
+    """Yields the problems of deltas for servers at URLs."""
     if config.rollout.http.weights == "group":
         yield (
             "weight_sync.delta: got a section with rollout.http.weights group, by which servers take whole tensors; "
@@ -289,14 +291,14 @@ def _problems_of_files(config: Config) -> Iterator[str]:
         )
 
 
-# What a config may ask for of the optimizers, and of activations on the host.
+# Optimizers, and activations on the host.
 
 EMPTIED: tuple[RecomputedModule, ...] = ("layernorm", "mla_up_proj")
-"""Whose outputs' memory Megatron gives up, and fills anew before backward."""
+"""Modules whose output memory Megatron frees, and fills again before backward."""
 
 
 def optimizer_problems(config: Config) -> Iterator[str]:
-    """Sentences with the keys, the reason, and what is expected in their place."""
+    """Yields the problems of optimizers and of model.activation_offload."""
     for role in trained_roles():
         optimizer = getattr(config, role).optimizer
         if optimizer.name == "muon" and optimizer.cpu_offload:
@@ -329,11 +331,11 @@ def _activation_problems(config: Config) -> Iterator[str]:
         )
 
 
-# What a config may ask for of the policy loss: what has no meaning together is refused with the reason.
+# The policy loss.
 
 
 def learning_problems(config: Config) -> Iterator[str]:
-    """Sentences with the keys, the reason, and what is expected in their place."""
+    """Yields the problems of section `loss`."""
     yield from _policy_problems(config)
     yield from _correction_problems(config.loss)
     yield from _kl_problems(config.loss)
@@ -439,11 +441,14 @@ def _kl_problems(loss: Loss) -> Iterator[str]:
         )
 
 
-# What a config may ask for in any world: checks that span several keys.
+# Checks of several keys together, for any world.
 
 
 def check_config(config: Config) -> None:
-    """Refuse what cannot work in any world. ConfigError; PlacementError if only the placed roles are at fault."""
+    """Refuses a config that cannot work in any world.
+
+    Raises PlacementError if only the placed roles are wrong, and ConfigError otherwise.
+    """
     placement = list(_role_problems(config))
     others = [
         *_parallel_problems(config),

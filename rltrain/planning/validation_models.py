@@ -1,4 +1,4 @@
-"""Refuses what a config may not ask for with the models it names."""
+"""Refuses configs that cannot work with their models."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,11 +14,11 @@ from rltrain.runtime.grid import Grid, planned_layers
 from rltrain.schedule.shape import RunShape
 from rltrain.tasks.roles import DECLARED, device_roles, model_roles, served_roles, trained_roles
 
-# What families of models have that some ways of cutting, training or serving them lack.
+# Mechanisms of some model families that not every parallelism, backend or engine supports.
 
 
 def trained_mechanism_problems(config: Config, key: str, grid: Grid, architecture: Architecture) -> Iterator[str]:
-    """Of a model that is trained or evaluated, whose parallel sizes stand under `key`."""
+    """Yields the problems of a trained or evaluated model. `key` is the section with its parallel sizes."""
     mechanisms = local_mechanisms(architecture)
     if mechanisms and config.model.transformer_impl == "transformer_engine":
         yield (
@@ -45,7 +45,7 @@ def trained_mechanism_problems(config: Config, key: str, grid: Grid, architectur
 
 
 def _delta_problems(key: str, grid: Grid, architecture: Architecture) -> Iterator[str]:
-    """Of gated delta nets that are trained or evaluated."""
+    """Yields the problems of a trained or evaluated model with gated delta nets."""
     assert architecture.delta is not None
     yield from _delta_head_problems(key, grid, architecture)
     num_key_heads = architecture.delta.num_key_heads
@@ -71,7 +71,7 @@ def _delta_head_problems(key: str, grid: Grid, architecture: Architecture) -> It
 
 
 def served_mechanism_problems(config: Config, role: str, grid: Grid, architecture: Architecture) -> Iterator[str]:
-    """Of the model of an engine of `role`."""
+    """Yields the problems of the mechanisms of a served model."""
     yield from _delta_head_problems(config.parallel_of(role)[1], grid, architecture)
     if config.served(role).engine != "sglang" or architecture.mla is not None:
         return
@@ -84,7 +84,7 @@ def served_mechanism_problems(config: Config, role: str, grid: Grid, architectur
 
 
 def _lacking_in_sglang(architecture: Architecture) -> str | None:
-    """What a model has that SGLang (0.5.23) lacks, computes otherwise, or nobody has compared."""
+    """Returns a mechanism of the model that SGLang (0.5.23) lacks or computes differently, or that is untested."""
     scaling = architecture.rope_scaling
     found = {
         "sliding windows": architecture.windows is not None,
@@ -96,11 +96,11 @@ def _lacking_in_sglang(architecture: Architecture) -> str | None:
     return next((what for what, is_there in found.items() if is_there), None)
 
 
-# What an engine may be asked to serve, and over which ranks.
+# Served models, and the ranks of their engines.
 
 
 def served_model_problems(config: Config, role: str, grid: Grid, architecture: Architecture) -> Iterator[str]:
-    """Of the model of an engine of `role`; what servers that somebody else runs can serve is theirs to say."""
+    """Yields the problems of the model of an engine. Servers at URLs are not checked."""
     if config.served(role).engine == "http":
         return
     if architecture.unlisted:
@@ -145,7 +145,7 @@ def _share_problems(key: str, grid: Grid, architecture: Architecture) -> Iterato
         )
 
 
-# What gpt-oss's experts, whose matrices every side keeps as files have them, cannot go with.
+# Limits of gpt-oss's experts. All sides keep their matrices in the form of the files.
 
 KEPT = "whose experts' matrices are kept as its files have them"
 
@@ -153,7 +153,7 @@ KEPT = "whose experts' matrices are kept as its files have them"
 def interleaved_expert_problems(
     config: Config, grids: Mapping[str, Grid], architectures: Mapping[str, Architecture]
 ) -> Iterator[str]:
-    """Of the placed models."""
+    """Yields the problems of placed models with such experts."""
     found = [role for role in grids if role in architectures and (moe := architectures[role].moe) and moe.interleaved]
     for role in found:
         what = f"the model of role {role} is {architectures[role].family}, {KEPT}"
@@ -175,14 +175,14 @@ def interleaved_expert_problems(
         )
 
 
-# What model.fake_quantization may be asked for.
+# The settings of model.fake_quantization.
 
 KEY = "model.fake_quantization"
 GIVEN = f"{KEY}: got a section"
 
 
 def fake_quantization_problems(config: Config) -> Iterator[str]:
-    """In any world: sentences with the key, the reason, and what is expected in its place."""
+    """Yields the problems of model.fake_quantization that need no models."""
     if config.model.fake_quantization is None:
         return
     for role in (role for role in served_roles() if role in OF_POLICY and role in config.placed_roles):
@@ -206,7 +206,7 @@ def fake_quantization_problems(config: Config) -> Iterator[str]:
 
 
 def _adapter_problems(config: Config) -> Iterator[str]:
-    """With low-rank adapters, which are added to the rounded base and are not rounded themselves."""
+    """Yields the problems with low-rank adapters. They are added to the rounded base and not rounded themselves."""
     if config.model.lora is None:
         return
     if config.weight_sync.adapters == "apart":
@@ -224,7 +224,8 @@ def _adapter_problems(config: Config) -> Iterator[str]:
 def fake_quantization_problems_of_models(
     config: Config, grids: Mapping[str, Grid], architectures: Mapping[str, Architecture]
 ) -> Iterator[str]:
-    """As above, of the placed models. Role inference is in `grids` where it is not the actor itself."""
+    """Yields the problems of model.fake_quantization with the placed models. Role inference is in `grids` unless it has
+    the actor's ranks and layout."""
     settings = config.model.fake_quantization
     if settings is None:
         return
@@ -245,8 +246,10 @@ def fake_quantization_problems_of_models(
 def _cut_groups(
     config: Config, settings: FakeQuantization, role: str, grid: Grid, architecture: Architecture
 ) -> Iterator[str]:
-    """Of rows of experts' matrices, which groups are to fill on every rank. What engines get of a trained model is
-    rounded before it is cut for them."""
+    """Yields the problems of groups of rows in experts' matrices. Every rank needs whole groups.
+
+    Weights of a trained model are rounded before engines split them, so they are not checked for engines.
+    """
     moe, size, key = architecture.moe, settings.group_size, config.parallel_of(role)[1]
     assert moe is not None
     if architecture.hidden_size % size:
@@ -266,14 +269,14 @@ def _cut_groups(
         )
 
 
-# What model.mtp may be asked for.
+# The settings of model.mtp.
 
 MTP = "model.mtp"
 ASKED = f"{MTP}: got a section"
 
 
 def mtp_problems(config: Config) -> Iterator[str]:
-    """In any world: sentences with the key, the reason, and what is expected in its place."""
+    """Yields the problems of model.mtp that need no models."""
     algorithm, model = algorithm_of(config), config.model
     if model.mtp is None or not algorithm.trains:
         return
@@ -300,7 +303,7 @@ def mtp_problems(config: Config) -> Iterator[str]:
 def mtp_problems_of_models(
     config: Config, grids: Mapping[str, Grid], architectures: Mapping[str, Architecture]
 ) -> Iterator[str]:
-    """As above, of the placed models."""
+    """Yields the problems of model.mtp with the placed models."""
     if config.model.mtp is None or not algorithm_of(config).trains or "actor" not in grids:
         return
     path, model = config.model.path, architectures["actor"]
@@ -322,11 +325,11 @@ def mtp_problems_of_models(
         )
 
 
-# What model.router_replay may be asked for.
+# The settings of model.router_replay.
 
 
 def replay_problems(config: Config) -> Iterator[str]:
-    """Sentences with the key, the reason, and what is expected in its place."""
+    """Yields the problems of model.router_replay that need no models."""
     algorithm, mode = algorithm_of(config), config.model.router_replay
     if mode == "off" or not algorithm.trains:
         return
@@ -344,7 +347,8 @@ def replay_problems(config: Config) -> Iterator[str]:
 def replay_problems_of_models(
     config: Config, grids: Mapping[str, Grid], architectures: Mapping[str, Architecture]
 ) -> Iterator[str]:
-    """As `replay_problems`, of the placed models. Role inference is in `grids` where it is not the actor itself."""
+    """Yields the problems of model.router_replay with the placed models. Role inference is in `grids` unless it has the
+    actor's ranks and layout."""
     mode = config.model.router_replay
     if mode == "off" or not algorithm_of(config).trains:
         return
@@ -357,19 +361,22 @@ def replay_problems_of_models(
         )
 
 
-# What a config may ask for with the models that it names, on the grids that its placement makes.
+# Models on the grids of a placement.
 
 DEEPEP_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
-"""That its buffers have settings for (deep_ep, Buffer.get_dispatch_config)."""
+"""Numbers of ranks with settings for DeepEP's buffers (deep_ep, Buffer.get_dispatch_config)."""
 DEEPEP_ELEMENTS = 8
-"""Of bfloat16, in the 16 bytes that it copies at a time."""
+"""Number of bfloat16 elements in the 16 bytes that DeepEP copies at a time."""
 
 
 def check_against_architecture(
     config: Config, grids: Mapping[str, Grid], architectures: Mapping[str, Architecture]
 ) -> None:
-    """Refuse models that cannot be served, grids that do not divide the model or the batch, and texts longer than a
-    model takes. `architectures` are by role, that of model.path under actor. ConfigError."""
+    """Refuses models without an engine, grids that do not divide the model or the batch, and texts too long for a
+    model.
+
+    `architectures` are by role. The actor's is the one of model.path. Raises ConfigError.
+    """
     problems = [*_data_parallel_problems(config, grids), *_balance_problems(config, grids, architectures)]
     problems += adapted_model_problems(config, architectures)
     problems += replay_problems_of_models(config, grids, architectures)
@@ -418,7 +425,7 @@ def _model_problems(config: Config, role: str, architectures: Mapping[str, Archi
 
 
 def _context_problems(config: Config, role: str, architecture: Architecture) -> Iterator[str]:
-    """Of an engine that reads other texts than the policy's samples."""
+    """Yields the problem of an engine whose texts are not the policy's samples."""
     if DECLARED[role].model == "served":
         longest = getattr(config, role).max_context_tokens
         if longest > architecture.max_positions:
@@ -429,7 +436,7 @@ def _context_problems(config: Config, role: str, architecture: Architecture) -> 
 
 
 def _stop_problems(config: Config, role: str, architecture: Architecture) -> Iterator[str]:
-    """Of the tokens that end what a model draws."""
+    """Yields the problem of stop tokens outside a model's vocabulary."""
     sampling = config.judge.sampling if role == "judge" else config.rollout.sampling
     key = "judge" if role == "judge" else "rollout"
     beyond = [token for token in sampling.stop_token_ids if token >= architecture.vocab_size]
@@ -441,7 +448,7 @@ def _stop_problems(config: Config, role: str, architecture: Architecture) -> Ite
 
 
 def _data_parallel_problems(config: Config, grids: Mapping[str, Grid]) -> Iterator[str]:
-    """Every replica needs a prompt group in each of its batches; an evaluation shares out what there is."""
+    """Yields roles with more replicas than prompt groups in a batch. Evaluations are exempt."""
     if not algorithm_of(config).trains:
         return
     batch, blocks = config.batch, RunShape.of(config).prompt_blocks
@@ -462,8 +469,10 @@ def _data_parallel_problems(config: Config, grids: Mapping[str, Grid]) -> Iterat
 def _balance_problems(
     config: Config, grids: Mapping[str, Grid], architectures: Mapping[str, Architecture]
 ) -> Iterator[str]:
-    """Keys that would do nothing, as no model that is trained has what they are about. Where none is, they may be those
-    of the run whose checkpoint is evaluated."""
+    """Yields keys of expert balancing without effect on any trained model.
+
+    Without training they are not checked, since they may belong to the run of the evaluated checkpoint.
+    """
     if not algorithm_of(config).trains:
         return
     found = [architectures[role].moe for role in trained_roles() if role in grids]
@@ -566,7 +575,7 @@ def _expert_problems(config: Config, role: str, grid: Grid, architectures: Mappi
 def _dispatcher_problems(
     config: Config, grids: Mapping[str, Grid], architectures: Mapping[str, Architecture]
 ) -> Iterator[str]:
-    """What DeepEP has no kernels for."""
+    """Yields the problems of dispatcher deepep, which lacks kernels for some sizes."""
     if config.model.moe.dispatcher != "deepep":
         return
     given = "model.moe.dispatcher: got deepep"
@@ -592,7 +601,8 @@ def _dispatcher_problems(
 
 
 def _shares_of_nothing(key: str, grid: Grid, borrower: str) -> Iterator[str]:
-    """Of a model without experts; `borrower` is its role, where that has another role's parallel sizes."""
+    """Yields the problems of expert parallelism without experts. `borrower` is a role with another role's parallel
+    sizes."""
     whose, remedy = (f"the model of role {borrower}", f", or {borrower}.parallel") if borrower else ("the model", "")
     for name, size, none in (("ep", grid.ep, "1"), ("etp", grid.etp or 1, "null")):
         if size > 1:

@@ -1,4 +1,4 @@
-"""Refuses what a placement and an algorithm do not allow, evaluations and selection among it."""
+"""Refuses placements and schedules that cannot work, and invalid evaluations and selections of groups."""
 
 import re
 from collections import Counter
@@ -24,10 +24,10 @@ from rltrain.schedule.shape import RunShape
 from rltrain.tasks.metrics import SCORE_HELD_OUT
 from rltrain.tasks.roles import DECLARED, device_roles, informing, rewarding_roles, roles_of_samples, served_roles
 
-# What a config may ask for of evaluations.
+# Evaluations.
 
 OF_EVERY_SET = ("score", "response_length_mean", "truncated_ratio")
-"""That policies can be compared by."""
+"""Metrics of every evaluation set that can rank policies."""
 
 
 def evaluation_problems(config: Config) -> Iterator[str]:
@@ -45,7 +45,7 @@ def evaluation_problems(config: Config) -> Iterator[str]:
 
 
 def apart_problems(config: Config, placement: Placement) -> Iterator[str]:
-    """Of the ranks of role evaluation."""
+    """Yields the problems of the ranks of role evaluation."""
     if not config.evaluates_apart:
         return
     ranks = placement.ranks("evaluation")
@@ -106,7 +106,7 @@ def _name_problems(plans: Sequence[EvaluationPlan]) -> Iterator[str]:
 
 
 def _length_problems(config: Config, plans: Sequence[EvaluationPlan]) -> Iterator[str]:
-    """Of the limits that a set has beside the run's."""
+    """Yields evaluation sets whose texts are too long for the engines."""
     role = "evaluation" if config.evaluates_apart else "rollout"
     context = config.served(role).max_context_tokens
     for plan in plans:
@@ -158,7 +158,7 @@ def _metrics(config: Config, plan: EvaluationPlan) -> list[str]:
     return [*OF_EVERY_SET, f"mean@{n}", *of_several]
 
 
-# Where prompt groups can be selected by their rewards: these have to be known on the ranks that draw the groups.
+# Selection of prompt groups by their rewards. The rewards must be known on the ranks that generate the groups.
 
 
 def dynamic_sampling_problems(config: Config, placement: Placement, grids: Mapping[str, Grid]) -> Iterator[str]:
@@ -200,14 +200,14 @@ def _placement_problems(placement: Placement, rollout: Grid) -> Iterator[str]:
     )
 
 
-# Which schedules a placement and an algorithm allow. Every refusal names the reason and the nearest legal choice.
+# Schedules for a placement and an algorithm. Every refusal names the reason and the nearest valid choice.
 
 OVERLAP_OFF = "disable_overlap_schedule"
-"""SGLang's argument."""
+"""The name of an argument of SGLang."""
 
 
 def check_schedule(config: Config, placement: Placement, grids: Mapping[str, Grid]) -> None:
-    """ConfigError with all that the schedule section asks for and this run cannot have."""
+    """Raises ConfigError with every schedule setting that cannot work in this run."""
     problems = [*_mode_problems(config, placement), *_staleness_problems(config), *_chunk_problems(config, grids)]
     problems += [*_engine_problems(config, placement, grids), *_offload_problems(config, placement)]
     problems += [
@@ -252,7 +252,7 @@ def _asynchronous_problems(config: Config, placement: Placement, apart: list[str
 
 
 def _without_staleness(config: Config) -> str:
-    """What is to be changed along with the mode, for one in which weights are never old."""
+    """Returns the further changes for a mode without old weights, as the end of a message."""
     schedule = config.schedule
     changes = ["schedule.max_staleness: 0"] if schedule.max_staleness and not schedule.partial_rollouts else []
     changes += ["schedule.sync_every: 1"] if schedule.sync_every > 1 else []
@@ -306,7 +306,7 @@ def _chunk_problems(config: Config, grids: Mapping[str, Grid]) -> Iterator[str]:
 
 
 def _obstacle_to_chunks(config: Config, grids: Mapping[str, Grid], chunks: int) -> str | None:
-    """Why a step cannot have so many chunks; None if it can."""
+    """Returns the reason why a step cannot have this number of chunks, or None if it can."""
     prompts, blocks = config.batch.prompts_per_step, RunShape.of(config).prompt_blocks
     if prompts % chunks:
         return f", which does not divide batch.prompts_per_step {prompts}"
@@ -323,7 +323,8 @@ def _obstacle_to_chunks(config: Config, grids: Mapping[str, Grid], chunks: int) 
 
 
 def _engine_problems(config: Config, placement: Placement, grids: Mapping[str, Grid]) -> Iterator[str]:
-    """What the ranks of one engine do together, they do at one time: so none of them may be held up elsewhere."""
+    """Yields engines with ranks of different roles. All ranks of an engine act at one time, so none may be busy
+    elsewhere."""
     held_up = _uneven_engine("rollout", placement, grids, set(placement.roles))
     if RunShape.of(config).syncs_in_flight and held_up:
         yield (
@@ -357,7 +358,7 @@ def _overlap_problems(config: Config) -> Iterator[str]:
 def _uneven_engine(
     role: str, placement: Placement, grids: Mapping[str, Grid], roles: set[str]
 ) -> tuple[int, ...] | None:
-    """The ranks of an engine of `role` that do not all host the same of `roles`, if there is one."""
+    """Returns the ranks of the first engine of `role` on which `roles` differ between ranks, or None."""
     grid = grids.get(role)
     for ranks in [grid.replica(dp) for dp in range(grid.dp)] if grid else []:
         if len({frozenset(roles.intersection(placement.hosts(rank))) for rank in ranks}) > 1:
@@ -366,7 +367,7 @@ def _uneven_engine(
 
 
 def _offload_problems(config: Config, placement: Placement) -> Iterator[str]:
-    """Weights in flight come whenever the actor has them, also between two generate tasks."""
+    """Yields the problems of engine offload. In-flight weights can arrive at any time, even between two generate tasks."""
     if RunShape.of(config).syncs_in_flight and config.rollout.offload is True:
         yield (
             "rollout.offload: got true with weights that arrive in flight, which would find the engine's memory away "
@@ -384,14 +385,14 @@ def _offload_problems(config: Config, placement: Placement) -> Iterator[str]:
 
 
 def _leaves(role: str, offload: str | bool, placement: Placement) -> bool:
-    """Whether any engine of a role leaves its device between its tasks."""
+    """Returns whether any engine of a role leaves its device between tasks."""
     if offload != "auto" or role not in placement.roles:
         return offload is True
     others = {other for rank in placement.ranks(role) for other in placement.hosts(rank)} - {role}
     return not others.isdisjoint(device_roles())
 
 
-# A config in a world of ranks, once nothing of it is refused: its placement, grids, models and order.
+# A valid config in a world of ranks, with its placement, grids, models and order.
 
 
 @dataclass(frozen=True)
@@ -399,14 +400,15 @@ class PlacedConfig:
     placement: Placement
     grids: Mapping[str, Grid]
     architectures: Mapping[str, Architecture]
-    """By role; empty where no model was read."""
+    """Architectures by role. Empty if no model was read."""
     order: Order
 
 
 def place_config(config: Config, world_size: int, ranks_per_node: int, *, reads_models: bool = True) -> PlacedConfig:
-    """Returns `config` in that world. Raises UserError for what is illegal there. Call `check_config` before.
+    """Returns the placement, grids, models and order of `config` in this world. Call `check_config` first.
 
-    `reads_models`: whether the checkpoints' config.json are there, and models checked against the rest.
+    With `reads_models` it reads each checkpoint's config.json and checks the models. Raises UserError if the config
+    cannot work in this world.
     """
     placement = placement_of(config, world_size, ranks_per_node)
     grids = role_grids(config, placement)
