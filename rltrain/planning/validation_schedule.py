@@ -367,7 +367,7 @@ def _uneven_engine(
 
 
 def _offload_problems(config: Config, placement: Placement) -> Iterator[str]:
-    """Yields the problems of engine offload. In-flight weights can arrive at any time, even between two generate tasks."""
+    """Yields the problems of engine offload. In-flight weights can arrive at any time, also between generate tasks."""
     if RunShape.of(config).syncs_in_flight and config.rollout.offload is True:
         yield (
             "rollout.offload: got true with weights that arrive in flight, which would find the engine's memory away "

@@ -117,7 +117,7 @@ class Grid:
 
     @cached_property
     def expert_array(self) -> np.ndarray:
-        """World ranks, shape [pp, expert dp, ep, etp]. Raises ValueError if ep x etp does not divide a stage's ranks."""
+        """World ranks, shape [pp, expert dp, ep, etp]. Raises ValueError if ep * etp does not divide a stage."""
         etp = self.etp or self.tp
         stage = self.array.reshape(self.pp, -1)
         if stage.shape[1] % (self.ep * etp):

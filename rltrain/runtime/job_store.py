@@ -319,7 +319,7 @@ class OwnBeats:
 
 
 class Gatherer(OwnBeats):
-    """The beats of a node's first rank. It publishes the beats of the other ranks too, and informs them if the job ends."""
+    """The beats of a node's first rank. It publishes the other ranks' beats too, and informs them if the job ends."""
 
     def __init__(self, node: int, store: dist.Store, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(store)

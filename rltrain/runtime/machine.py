@@ -24,7 +24,7 @@ from rltrain.runtime.whole_files import write_whole
 
 @cache
 def this_machine() -> str:
-    """Returns the name of a space of process numbers, such as "node7 pid:[4026531836]". Empty if the system gives none."""
+    """Returns the name of a space of process numbers, such as "node7 pid:[4026531836]". Empty if it is unknown."""
     try:
         return f"{platform.node()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -64,7 +64,7 @@ def launcher() -> int:
 
 
 def has_lost_launcher() -> bool:
-    """Returns whether torchrun started this process and has ended. A single rank started from a shell may outlive it."""
+    """Returns whether torchrun started this process and has ended. A rank started from a shell may outlive it."""
     return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != launcher()
 
 
@@ -220,7 +220,7 @@ def keep_freed_memory() -> bool:
 
 SHARED_MEMORY = Path("/dev/shm")
 LEAST_FREE_BYTES = 1 << 20
-"""A file system with less free space is full. Whether a checkpoint fits shows when it is written. A run survives that."""
+"""A file system with less free space is full. A run survives a checkpoint that does not fit, so that is not checked."""
 
 
 def problems_of_disks(folders: Mapping[str, str]) -> Iterator[str]:

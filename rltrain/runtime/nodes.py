@@ -189,7 +189,7 @@ def of_machine(config: Config, world: World, model_paths: Mapping[str, str]) -> 
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of software that decides numbers and messages. Packages that are not installed are left out."""
+    """Returns the versions of software that decides numbers and messages. Missing packages are left out."""
     found = {"version of Python": platform.python_version()}
     for name in COMPARED_PACKAGES:
         try:

@@ -35,7 +35,7 @@ class Placement:
 
     @classmethod
     def of(cls, config: Config, world_size: int, ranks_per_node: int = 8) -> "Placement":
-        """Returns the placement of `config` in a world of `world_size` ranks. Raises PlacementError if they do not fit."""
+        """Returns the placement of `config` in a world of this size. Raises PlacementError if it does not fit."""
         return placement_of(config, world_size, min(ranks_per_node, world_size))
 
     @property
@@ -142,7 +142,7 @@ def _ranks_of_keys(
         if not ranks[key]:
             raise PlacementError(
                 f"{_where(mapping, key)}: no rank is left: other roles are on {format_ranks(range(world_size))}, all "
-                "ranks of the job; expected more ranks (torchrun's --nnodes, --nproc-per-node), or fewer for those roles"
+                "ranks of the job; expected more ranks (torchrun's --nnodes, --nproc-per-node), or fewer for these roles"
             )
     return {key: ranks[key] for key in mapping}
 
@@ -371,7 +371,7 @@ def _expert_group_lists(grid: Grid) -> dict[str, tuple[RankList, ...]]:
 
 
 def _shard_group_lists(grid: Grid) -> dict[str, tuple[RankList, ...]]:
-    """Returns the lists of a model sharded over all its ranks: the ranks of each copy, and the ranks with equal shards."""
+    """Returns the lists of a model sharded over all ranks: the ranks of each copy, and the ranks with equal shards."""
     if not grid.is_sharded:
         return {}
     return {"shard": lists_along(grid.sharded_array, 1), "replicate": lists_along(grid.sharded_array, 0)}

@@ -21,7 +21,7 @@ from rltrain.runtime.placement import RankList, format_ranks, global_order
 # A process group with a replaceable communicator. Its users keep the same object.
 
 LOOK_S, LONGEST_LOOK_S = 0.005, 2.0
-"""Seconds between two checks whether all members have released a communicator. Each pause is twice as long as the last."""
+"""First and longest pause, in seconds, between checks for released communicators. Each pause doubles the last one."""
 OWN = frozenset({"rank", "size", "shutdown", "abort", "boxed", "unbox", "BackendType", "send", "recv"})
 
 
@@ -151,7 +151,7 @@ class _Ending(JobThread):
             look_s = min(2 * look_s, LONGEST_LOOK_S)
         if self._device is not None:
             torch.cuda.set_device(self._device)
-        c10d._abort_process_group(self._communicator)  # destroying it would wait for work that other ranks may have dropped
+        c10d._abort_process_group(self._communicator)  # a destroy would wait for work that others may have dropped
 
     def finish(self, timeout: timedelta) -> None:
         """Waits until the communicator is destroyed. Raises RuntimeError if members still hold it. Collective over: the
@@ -192,7 +192,7 @@ for _name in {*dir(dist.ProcessGroup)} - OWN:
 
 
 _numbers = itertools.count()
-"""Numbers of sets of groups. All ranks create the sets in the same order, so the numbers distinguish them in the store."""
+"""Numbers of sets of groups, equal on all ranks. They distinguish the sets in the store."""
 
 
 class GroupTable(dict[RankList, dist.ProcessGroup]):

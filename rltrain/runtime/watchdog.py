@@ -109,7 +109,7 @@ class Watchdog:
         interval_s: float = INTERVAL_S,
         beats: OwnBeats | None = None,
     ) -> None:
-        """`store` is World.background, for calls from the thread. `beats`, from JobStore, knows whether the job ends."""
+        """`store` is World.background, for calls from the thread. `beats` is the one of JobStore."""
         self.heartbeat = heartbeat
         self.rank = heartbeat.rank
         self.store = store

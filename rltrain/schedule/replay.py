@@ -94,7 +94,7 @@ Seconds = Callable[[Entry, int], float]
 
 
 class Period(NamedTuple):
-    """The time from a task's start on its first rank to its end on its last rank. Seconds since the start of the run."""
+    """The time of a task, from its first rank's start to its last rank's end. Seconds since the start of the run."""
 
     start: float
     end: float

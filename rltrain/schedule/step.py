@@ -73,7 +73,7 @@ class Step:
             self.order.do("update", step)
 
     def run_on_data(self, step: int) -> None:
-        """Appends a step of training on rows of data. The reference, if placed, computes its log-probs of them first."""
+        """Appends a step of training on rows of data. The reference, if placed, computes its log-probs first."""
         if "reference" in self.order.roles:
             self.order.do("reference_logprobs", step)
         self.order.do("load_batch", step)

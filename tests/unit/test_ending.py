@@ -325,7 +325,8 @@ def test_ctrl_c_ends_a_job_that_saves_nothing_with_one_line(
         os.kill(os.getpid(), signal.SIGINT)
         message, status = messages.get(timeout=20)
         keys = "checkpoint.save_interval and checkpoint.save_every_s"
-        assert (message, status) == (f"SIGINT: the job ends and saves nothing, because {keys} are 0", 128 + signal.SIGINT)
+        assert message == f"SIGINT: the job ends and saves nothing, because {keys} are 0"
+        assert status == 128 + signal.SIGINT
     finally:
         stop.close()
 

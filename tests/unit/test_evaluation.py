@@ -200,7 +200,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "evaluation.sets: 2 sets are called 'hard'; expected a name for each": {"sets": [HARD, HARD]},
     "2 sets are called 'eval'; expected a name for each; eval is that of data": {"sets": [{**HARD, "name": "eval"}]},
     "evaluation.sets: got the name 'a b'; expected letters, digits": {"sets": [{**HARD, "name": "a b"}]},
-    "evaluation.sets.0.data.sources: got weights; expected none: an evaluation draws every row": {
+    "evaluation.sets.0.data.sources: got weights; expected none: an evaluation uses every row": {
         "sets": [{**HARD, "data": {"sources": [{"path": "a", "weight": 1.0}, {"path": "b", "weight": 1.0}]}}]
     },
     "evaluation.sets.0.data: neither path nor sources is given": {"sets": [{**HARD, "data": {}}]},

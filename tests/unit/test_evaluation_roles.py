@@ -353,7 +353,7 @@ REFUSED = {
         "rollout": {"dtype": "fp8"},
         "evaluation": {"keep_best": {"metric": "eval/score"}},
     },
-    "evaluation.kv_cache_gb: got 4.0 with evaluation.engine sglang, whose server decides; expected auto: set "
+    "evaluation.kv_cache_gb: got 4.0 with evaluation.engine sglang; expected auto, and "
     "mem_fraction_static in rollout.sglang.args": {"evaluation": {"engine": "sglang", "kv_cache_gb": 4.0}},
     "rollout.kv_cache_gb: got 4.0 with evaluation.engine sglang": {
         "rollout": {"kv_cache_gb": 4.0},

@@ -267,7 +267,7 @@ def test_where_a_model_is_placed_functions_are_those_that_are_named() -> None:
         ({"judge": MODELS["judge"] | {"parallel": {"pp": 2}}}, "judge.parallel.pp: got 2; expected 1"),
         (
             {"judge": MODELS["judge"] | {"engine": "sglang", "kv_cache_gb": 3}},
-            "judge.kv_cache_gb: got 3.0 with judge.engine sglang, whose server decides",
+            "judge.kv_cache_gb: got 3.0 with judge.engine sglang; expected auto",
         ),
     ],
 )

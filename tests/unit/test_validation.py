@@ -263,7 +263,7 @@ FULL_GATHER = {"delta": {}, "transport": "full_gather"}
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"rollout": {"offload": True}}, r"each would send everything; expected rollout.offload: auto or false"),
+        ({"rollout": {"offload": True}}, r"each sync would send everything; expected rollout.offload: auto or false"),
         ({"weight_sync": FULL_GATHER}, r"expected weight_sync.transport: planned"),
         ({"rollout": HTTP_ENGINE | {"http": GROUP}}, r"expected rollout.http.weights: folder"),
         ({"rollout": HTTP_ENGINE | {"protocol": "vllm"}}, r"expected weight_sync.delta: null"),
@@ -368,7 +368,7 @@ REFUSED_LOSSES = {
     "loss.kl.unbiased: got true with loss.kl.where reward; expected loss.kl.where: loss": {
         "kl": {"coef": 0.1, "where": "reward", "unbiased": True}
     },
-    "loss.kl.unbiased: got true with loss.kl.estimator k2, whose mean is not the KL": {
+    "loss.kl.unbiased: got true with loss.kl.estimator k2, whose mean is never the KL": {
         "kl": {"coef": 0.1, "estimator": "k2", "unbiased": True}
     },
     "loss.correction.normalize: got step with loss.old_logprobs rollout; expected mini_batch": {
@@ -390,7 +390,7 @@ REFUSED_CORRECTIONS = {
         "high": 2.0,
         "normalize": "step",
     },
-    "rejected: got weight_0 without loss.correction.masks or reject_above; expected left_out": {
+    "rejected: got weight_0 without loss.correction.masks or reject_above; expected one of these, or left_out": {
         "high": 2.0,
         "rejected": "weight_0",
     },
@@ -398,11 +398,11 @@ REFUSED_CORRECTIONS = {
     "reject_by: got k1 without loss.correction.reject_above": {"reject_by": "k1"},
 }
 REFUSED_OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "cpu_offload: got true with actor.optimizer.name muon, which makes whole matrices orthogonal": {
+    "cpu_offload: got true with actor.optimizer.name muon, whose orthogonalisation is too slow on a host": {
         "name": "muon",
         "cpu_offload": True,
     },
-    "muon: given with actor.optimizer.name adamw, which does not look at it; expected name muon": {
+    "muon: got a section with actor.optimizer.name adamw, which ignores it; expected name: muon": {
         "muon": {"momentum": 0.9}
     },
 }
@@ -422,18 +422,18 @@ REFUSED_SECTIONS: dict[str, dict[str, Any]] = {
         "model": {"path": "m", "lora": {"rank": 4}},
         "weight_sync": {"adapters": "apart"},
     },
-    "loss.policy: got gspo with algorithm sft, which learns from no samples of its own": {
+    "loss.policy: got gspo with algorithm sft, which has no policy loss; remove the key": {
         "algorithm": "sft",
         "placement": {"actor": 0},
         **NO_EVALUATION,
         "loss": {"policy": "gspo"},
     },
-    "loss.policy: got geometric_mean with algorithm ppo, whose tokens have advantages of their own": {
+    "loss.policy: got geometric_mean with algorithm ppo, which has an advantage per token": {
         "algorithm": "ppo",
         "placement": PPO,
         "loss": GEOMETRIC,
     },
-    "loss.policy: got geometric_mean with algorithm reinforce_plus_plus, whose tokens have advantages of their own": {
+    "loss.policy: got geometric_mean with algorithm reinforce_plus_plus, which has an advantage per token": {
         "algorithm": "reinforce_plus_plus",
         "loss": GEOMETRIC,
     },
