@@ -38,7 +38,7 @@ def evaluation_problems(config: Config) -> Iterator[str]:
         if plan.samples_per_prompt > 1 and plan.sampling.temperature == 0:
             yield (
                 f"evaluation.sets.{number}.samples_per_prompt: got {plan.samples_per_prompt} with sampling.temperature "
-                "0, at which all samples of a prompt are equal; expected 1, or a temperature above 0"
+                "0, so all samples of a prompt are equal; expected 1, or a temperature above 0"
             )
     yield from _metric_problems(config, plans)
     yield from _own_engine_problems(config) if config.evaluates_apart else _keys_of_nobody(config)
@@ -53,8 +53,8 @@ def apart_problems(config: Config, placement: Placement) -> Iterator[str]:
     if others:
         shared = {rank for role in others for rank in placement.ranks(role)} & {*ranks}
         yield (
-            f"placement.evaluation: shares ranks {format_ranks(shared)} with {', '.join(others)}, which could not go "
-            "on while it draws; expected ranks of its own. Or leave the role out: the rollout's engines then evaluate"
+            f"placement.evaluation: shares ranks {format_ranks(shared)} with {', '.join(others)}, which would wait "
+            "during an evaluation; expected separate ranks, or no role evaluation: the rollout's engines then evaluate"
         )
 
 
@@ -62,46 +62,46 @@ def _own_engine_problems(config: Config) -> Iterator[str]:
     engines = config.served("evaluation")
     if not config.evaluations:
         yield (
-            "placement.evaluation: the role is placed, and nothing is evaluated; expected held-out prompts in "
-            "data.eval or evaluation.sets, or the role left out"
+            "placement.evaluation: the role is placed, but nothing is evaluated; expected held-out prompts in "
+            "data.eval or evaluation.sets, or no role evaluation"
         )
     if "env" in config.placed_roles:
         yield (
-            "placement.evaluation: got the role with role env, whose environments serve the rollout's engines alone; "
-            "expected it left out: the rollout's engines then evaluate"
+            "placement.evaluation: the role is placed with role env, whose environments serve only the rollout's "
+            "engines; expected no role evaluation: the rollout's engines then evaluate"
         )
     models = [role for role in rewarding_roles() if role in config.placed_roles]
     for plan in config.evaluations if models else ():
         if plan.reward is None:
             yield (
-                f"{plan.config_key}: is scored by the run's reward, of which {', '.join(models)} is part and has "
-                "training's samples to score; with role evaluation placed expected each set in evaluation.sets, with a "
-                "reward section of functions. Or leave the role out: the rollout's engines then evaluate"
+                f"{plan.config_key}: the set uses the run's reward with {', '.join(models)}, which cannot score for "
+                "role evaluation; expected every set in evaluation.sets with a reward section of functions, or no role "
+                "evaluation: the rollout's engines then evaluate"
             )
     if engines.dtype == "fp8" and config.evaluation.keep_best is not None:
         yield (
-            "evaluation.keep_best: got one with engines of role evaluation in fp8, which have no other weights to "
-            "keep; expected evaluation.dtype: auto"
+            "evaluation.keep_best: got a section with engines of role evaluation in fp8, which hold only rounded "
+            "weights; expected evaluation.dtype: auto"
         )
 
 
 def _keys_of_nobody(config: Config) -> Iterator[str]:
     for key, value in config.evaluation.engine_keys.items():
         yield (
-            f"evaluation.{key}: got {value}, of engines of role evaluation, which is not placed; expected evaluation: "
-            f"ranks in placement, or rollout.{key} for the rollout's engines, which evaluate"
+            f"evaluation.{key}: got {value}, but role evaluation is not placed; expected evaluation: ranks in "
+            f"placement, or rollout.{key} for the rollout's engines, which evaluate instead"
         )
 
 
 def _name_problems(plans: Sequence[EvaluationPlan]) -> Iterator[str]:
     for name, count in Counter(plan.name for plan in plans).items():
         if count > 1:
-            and_short = f"; {SHORT_FORM} is that of data.eval" if name == SHORT_FORM else ""
-            yield f"evaluation.sets: {count} sets are called {name!r}; expected a name for each{and_short}"
+            and_short = f"; {SHORT_FORM} is the set of data.eval" if name == SHORT_FORM else ""
+            yield f"evaluation.sets: {count} sets are called {name!r}; expected different names{and_short}"
         if not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or name == OF_SOURCES:
             yield (
                 f"evaluation.sets: got the name {name!r}; expected letters, digits, underscores, dots and hyphens, "
-                f"and another name than {OF_SOURCES}: the metric is eval/<name>/score"
+                f"and not {OF_SOURCES}, because the metric is eval/<name>/score"
             )
 
 
@@ -122,14 +122,14 @@ def _metric_problems(config: Config, plans: Sequence[EvaluationPlan]) -> Iterato
     if settings.stop_at is not None and not plans:
         yield (
             f"evaluation.stop_at: got {settings.stop_at} without data.eval and without evaluation.sets; expected "
-            "held-out prompts in either, or null"
+            "held-out prompts in one of them, or null"
         )
     if settings.stop_metric is not None and settings.stop_at is None:
         yield f"evaluation.stop_metric: got {settings.stop_metric!r} without evaluation.stop_at; expected both or none"
     if config.scores_held_out and settings.sets:
         yield (
             f"evaluation.sets: got {len(settings.sets)} with algorithm {config.algorithm}, which answers no prompts; "
-            "expected none: held-out rows are those of data.eval"
+            "expected none, and held-out rows in data.eval"
         )
     compared = {"evaluation.stop_metric": settings.stop_metric}
     if settings.keep_best is not None:
@@ -167,21 +167,20 @@ def dynamic_sampling_problems(config: Config, placement: Placement, grids: Mappi
         return
     if not algorithm_of(config).generates:
         yield (
-            f"batch.dynamic_sampling: got it with algorithm {config.algorithm}, which draws nothing to select from; "
+            f"batch.dynamic_sampling: got a section with algorithm {config.algorithm}, which generates no samples; "
             "expected null"
         )
         return
     group_size = config.batch.samples_per_prompt + RunShape.of(config).greedy_per_group
     if settings.filter == REWARDS_DIFFER and group_size == 1:
         yield (
-            f"batch.dynamic_sampling.filter: got {REWARDS_DIFFER} with batch.samples_per_prompt 1, where no group has "
-            "rewards that differ; expected at least 2 samples per prompt, or a function"
+            f"batch.dynamic_sampling.filter: got {REWARDS_DIFFER} with batch.samples_per_prompt 1, so rewards of a "
+            "group cannot differ; expected at least 2 samples per prompt, or a function"
         )
     for role, _ in informing("reward", "samples", placement.roles):
         yield (
-            f"placement.{role}: placed with batch.dynamic_sampling, which selects groups before that has said "
-            f"anything of them; expected rewards by functions or environments alone, without {role}, or "
-            "batch.dynamic_sampling: null"
+            f"placement.{role}: placed with batch.dynamic_sampling, which selects groups before {role} has scored "
+            "them; expected rewards by functions or environments only, or batch.dynamic_sampling: null"
         )
     if "rollout" in grids and "reward" in placement.roles:
         yield from _placement_problems(placement, grids["rollout"])
@@ -192,8 +191,8 @@ def _placement_problems(placement: Placement, rollout: Grid) -> Iterator[str]:
     lacking = [rank for rank in rollout.owners() if rank not in reward]
     if not lacking and reward <= drawing:
         return
-    why = f"engines whose first ranks are {format_ranks(lacking)} could not score what they draw" if lacking else ""
-    why = why or f"ranks {format_ranks(reward - drawing)} draw nothing, and would get no rewards to give"
+    why = f"engines with first ranks {format_ranks(lacking)} could not score their samples" if lacking else ""
+    why = why or f"ranks {format_ranks(reward - drawing)} generate no samples, and would have nothing to score"
     yield (
         f"placement.reward: got ranks {format_ranks(reward)} with batch.dynamic_sampling: {why}. The nearest that "
         f"works is the rollout's ranks, {format_ranks(drawing)}; or batch.dynamic_sampling: null"
@@ -215,7 +214,7 @@ def check_schedule(config: Config, placement: Placement, grids: Mapping[str, Gri
         *_overlap_problems(config),
         *dynamic_sampling_problems(config, placement, grids),
     ]
-    refuse(problems, several="things in the schedule that cannot be")
+    refuse(problems, several="impossible settings of the schedule")
 
 
 def _mode_problems(config: Config, placement: Placement) -> Iterator[str]:
@@ -224,7 +223,7 @@ def _mode_problems(config: Config, placement: Placement) -> Iterator[str]:
         return
     if not algorithm_of(config).generates:
         named = f"algorithm {config.algorithm}"
-        yield f"schedule.mode: got {mode} with {named}, which generates nothing; expected sequential"
+        yield f"schedule.mode: got {mode} with {named}, which generates no samples; expected sequential"
         return
     consumers = [role for role in ("reward", *roles_of_samples()) if role in placement.roles]
     rollout = set(placement.ranks("rollout"))
@@ -232,8 +231,8 @@ def _mode_problems(config: Config, placement: Placement) -> Iterator[str]:
     if mode == "pipelined" and not apart:
         yield (
             f"schedule.mode: got pipelined, but rollout (ranks {format_ranks(rollout)}) shares ranks with every role "
-            f"that follows it ({', '.join(consumers)}): a rank that decodes can do nothing else meanwhile. The nearest "
-            "that works here is schedule.mode: sequential; or give one of these roles ranks of its own"
+            f"that follows it ({', '.join(consumers)}), and a rank can do nothing else while it decodes. The nearest "
+            "that works here is schedule.mode: sequential; or give one of these roles separate ranks"
         )
     if mode == "asynchronous":
         yield from _asynchronous_problems(config, placement, apart)
@@ -245,7 +244,7 @@ def _asynchronous_problems(config: Config, placement: Placement, apart: list[str
         if role in placement.roles and role not in apart:
             shared = format_ranks(set(placement.ranks("rollout")) & set(placement.ranks(role)))
             yield (
-                f"schedule.mode: got asynchronous, but rollout and {role} share ranks {shared}, which cannot decode "
+                f"schedule.mode: got asynchronous, but rollout and {role} share ranks {shared}. These cannot decode "
                 f"the next step while they work on this one. The nearest that works here is {nearest}; "
                 f"or place rollout and {role} on different ranks"
             )
@@ -267,20 +266,20 @@ def _staleness_problems(config: Config) -> Iterator[str]:
         if schedule.mode == "sequential":
             nearest = f"schedule.max_staleness: {schedule.sync_every - 1}"
         yield (
-            f"schedule.sync_every: got {schedule.sync_every}: weights would be {schedule.sync_every - 1} steps old, "
-            f"and schedule.mode {schedule.mode} with schedule.max_staleness {schedule.max_staleness} allows {limit}. "
+            f"schedule.sync_every: got {schedule.sync_every}, so weights would be {schedule.sync_every - 1} steps old, "
+            f"but schedule.mode {schedule.mode} with schedule.max_staleness {schedule.max_staleness} allows {limit}. "
             f"The nearest that works is schedule.sync_every: {limit + 1}; or {nearest}"
         )
     seldom = schedule.mode == "sequential" and schedule.sync_every > 1
     if schedule.max_staleness and schedule.mode != "asynchronous" and not schedule.partial_rollouts and not seldom:
         yield (
-            f"schedule.max_staleness: got {schedule.max_staleness} with schedule.mode {schedule.mode}, in which no "
-            "sample is older than its step; expected 0, or schedule.mode: asynchronous"
+            f"schedule.max_staleness: got {schedule.max_staleness} with schedule.mode {schedule.mode}, so no sample is "
+            "older than its step; expected 0, or schedule.mode: asynchronous"
         )
     if schedule.partial_rollouts and schedule.max_staleness == 0 and schedule.on_stale == "drop":
         yield (
-            "schedule.partial_rollouts: with schedule.max_staleness 0 and schedule.on_stale drop every continued "
-            "response would be thrown away. The nearest that works is schedule.on_stale: mask, or "
+            "schedule.partial_rollouts: got true with schedule.max_staleness 0 and schedule.on_stale drop, so every "
+            "continued response would be dropped. The nearest that works is schedule.on_stale: mask, or "
             "schedule.max_staleness: 1"
         )
     if schedule.on_stale == "correct" and config.loss.correction.high is None:
@@ -293,8 +292,8 @@ def _chunk_problems(config: Config, grids: Mapping[str, Grid]) -> Iterator[str]:
         return
     if config.schedule.mode == "sequential":
         yield (
-            f"schedule.chunks: got {chunks} with schedule.mode sequential, where parts of a step have nothing to "
-            "overlap with. The nearest that works is schedule.chunks: 1; or schedule.mode: pipelined"
+            f"schedule.chunks: got {chunks} with schedule.mode sequential, so chunks of a step could not overlap. The "
+            "nearest that works is schedule.chunks: 1; or schedule.mode: pipelined"
         )
         return
     obstacle = _obstacle_to_chunks(config, grids, chunks)
@@ -328,15 +327,15 @@ def _engine_problems(config: Config, placement: Placement, grids: Mapping[str, G
     held_up = _uneven_engine("rollout", placement, grids, set(placement.roles))
     if RunShape.of(config).syncs_in_flight and held_up:
         yield (
-            f"schedule.in_flight_sync: the engine on ranks {format_ranks(held_up)} has ranks that host different "
-            "roles, and could not change its weights at one decode step. The nearest that works is "
+            f"schedule.in_flight_sync: got true, but ranks {format_ranks(held_up)} of one engine have different roles, "
+            "so it could not change its weights at one decode step. The nearest that works is "
             "schedule.in_flight_sync: false; or place the other roles on all of its ranks or none"
         )
     for role in served_roles():
         sharing = _uneven_engine(role, placement, grids, set(device_roles()))
         if config.served(role).engine == "sglang" and sharing:
             yield (
-                f"placement.{role}: the engine on ranks {format_ranks(sharing)} shares the devices of some of its "
+                f"placement.{role}: the engine on ranks {format_ranks(sharing)} shares the devices of only some of its "
                 "ranks, but its server leaves and returns to all of them at once "
                 f"({config.engine_key(role, 'engine')} sglang). Place the other roles on all of its ranks or none; or "
                 f"set {role}.engine: embedded"
@@ -348,10 +347,10 @@ def _overlap_problems(config: Config) -> Iterator[str]:
     begins_early = rollout.engine == "sglang" and rollout.sglang.args.get(OVERLAP_OFF, True) is False
     if begins_early and RunShape.of(config).draws_during_syncs:
         yield (
-            f"rollout.sglang.args.{OVERLAP_OFF}: got false in a run whose responses may be under way when weights "
-            "come: SGLang pauses between two batches that overlap, with one token drawn and not yet taken, which would "
-            "be counted to the weights that come. Remove the key, and the server's batches overlap wherever that "
-            "cannot happen; or set schedule.in_flight_sync: false and schedule.partial_rollouts: false"
+            f"rollout.sglang.args.{OVERLAP_OFF}: got false, but responses may be running when weights arrive, and "
+            "SGLang would then count a token of the old weights as one of the new weights. Remove the key (the "
+            "server's batches overlap if this cannot happen), or set schedule.in_flight_sync: false and "
+            "schedule.partial_rollouts: false"
         )
 
 
@@ -370,17 +369,17 @@ def _offload_problems(config: Config, placement: Placement) -> Iterator[str]:
     """Yields the problems of engine offload. In-flight weights can arrive at any time, also between generate tasks."""
     if RunShape.of(config).syncs_in_flight and config.rollout.offload is True:
         yield (
-            "rollout.offload: got true with weights that arrive in flight, which would find the engine's memory away "
-            "from the device. The nearest that works here is rollout.offload: auto, by which an engine alone on its "
-            "ranks stays; or schedule.in_flight_sync: false"
+            "rollout.offload: got true with in-flight weight syncs, which need the engine's memory on the device. The "
+            "nearest that works here is rollout.offload: auto (an engine alone on its ranks stays there); or "
+            "schedule.in_flight_sync: false"
         )
     for role in (role for role in served_roles() if role in placement.roles):
         served = config.served(role)
         keeps = served.engine != "sglang" or served.sglang.keep_weights
         if not keeps and _leaves(role, served.offload, placement):
             yield (
-                f"{role}.sglang.keep_weights: got false for an engine that may leave its device and come back to "
-                f"weights that nobody has renewed; expected true, or {role}.offload: false"
+                f"{role}.sglang.keep_weights: got false for an engine that may leave its device and would return "
+                f"without weights; expected true, or {role}.offload: false"
             )
 
 

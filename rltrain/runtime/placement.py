@@ -142,7 +142,7 @@ def _ranks_of_keys(
         if not ranks[key]:
             raise PlacementError(
                 f"{_where(mapping, key)}: no rank is left: other roles are on {format_ranks(range(world_size))}, all "
-                "ranks of the job; expected more ranks (torchrun's --nnodes, --nproc-per-node), or fewer for these roles"
+                "ranks of the job; expected more ranks (torchrun's --nnodes, --nproc-per-node), or smaller other roles"
             )
     return {key: ranks[key] for key in mapping}
 

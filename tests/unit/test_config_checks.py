@@ -461,6 +461,6 @@ def test_what_actor_and_reference_share_is_refused_once_and_their_own_sizes_twic
 @pytest.mark.parametrize("key, checkpoint", [("save_interval", 3), ("memory.interval", {"interval": 3})])
 def test_a_run_is_not_saved_between_two_weight_syncs(key, checkpoint):
     schedule = {"mode": "asynchronous", "max_staleness": 1, "sync_every": 2}
-    message = f"checkpoint.{key}: got 3; expected a multiple of schedule.sync_every 2, because a checkpoint lacks the older"
+    message = f"checkpoint.{key}: got 3; expected a multiple of schedule.sync_every 2, because a checkpoint"
     with pytest.raises(ConfigError, match=re.escape(message)):
         check_config(make_config(schedule=schedule, checkpoint={key.split(".")[0]: checkpoint}))

@@ -197,14 +197,14 @@ def test_sets_that_work_are_accepted(evaluation: dict[str, Any]):
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "evaluation.sets: 2 sets are called 'hard'; expected a name for each": {"sets": [HARD, HARD]},
-    "2 sets are called 'eval'; expected a name for each; eval is that of data": {"sets": [{**HARD, "name": "eval"}]},
+    "evaluation.sets: 2 sets are called 'hard'; expected different names": {"sets": [HARD, HARD]},
+    "2 sets are called 'eval'; expected different names; eval is the set of data": {"sets": [{**HARD, "name": "eval"}]},
     "evaluation.sets: got the name 'a b'; expected letters, digits": {"sets": [{**HARD, "name": "a b"}]},
     "evaluation.sets.0.data.sources: got weights; expected none: an evaluation uses every row": {
         "sets": [{**HARD, "data": {"sources": [{"path": "a", "weight": 1.0}, {"path": "b", "weight": 1.0}]}}]
     },
     "evaluation.sets.0.data: neither path nor sources is given": {"sets": [{**HARD, "data": {}}]},
-    "evaluation.sets.0.samples_per_prompt: got 4 with sampling.temperature 0, at which all samples": {
+    "evaluation.sets.0.samples_per_prompt: got 4 with sampling.temperature 0, so all samples": {
         "sets": [{**HARD, "sampling": {}}]
     },
     "rollout.max_context_tokens: got 4096; expected at least data.max_prompt_tokens 1024 + "
@@ -246,7 +246,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         "data": {"train": {"path": "t"}},
         "placement": {"rollout,reward": 0},
     },
-    "evaluation.sets: got 1 with algorithm dpo, which answers no prompts; expected none: held-out rows are": {
+    "evaluation.sets: got 1 with algorithm dpo, which answers no prompts; expected none, and held-out rows in data.eval": {
         "sets": [HARD],
         "algorithm": "dpo",
         "placement": {"actor,reference": 0},

@@ -85,13 +85,13 @@ ASYNCHRONOUS = {"mode": "asynchronous", "max_staleness": 1}
 REFUSED = {
     "sft has nothing to overlap": (
         {"algorithm": "sft", "placement": {"actor": 0}, "schedule": {"mode": "pipelined"}},
-        "schedule.mode: got pipelined with algorithm sft, which generates nothing; expected sequential",
+        "schedule.mode: got pipelined with algorithm sft, which generates no samples; expected sequential",
         ["schedule.mode: sequential"],
     ),
     "pipelined with everything on the rollout's ranks": (
         {"placement": COLOCATED, "schedule": {"mode": "pipelined"}},
         "schedule.mode: got pipelined, but rollout (ranks 0-1) shares ranks with every role that follows it (reward, "
-        "actor, reference): a rank that decodes can do nothing else meanwhile",
+        "actor, reference), and a rank can do nothing else while it decodes",
         ["schedule.mode: sequential"],
     ),
     "asynchronous with training on the rollout's ranks": (
@@ -110,32 +110,32 @@ REFUSED = {
     ),
     "weights older than allowed": (
         {"schedule": ASYNCHRONOUS | {"sync_every": 3}},
-        "schedule.sync_every: got 3: weights would be 2 steps old, and schedule.mode asynchronous with "
+        "schedule.sync_every: got 3, so weights would be 2 steps old, but schedule.mode asynchronous with "
         "schedule.max_staleness 1 allows 1",
         ["schedule.sync_every: 2"],
     ),
     "rare syncs in a mode that needs the latest weights": (
         {"schedule": {"mode": "pipelined", "sync_every": 2}},
-        "schedule.sync_every: got 2: weights would be 1 steps old, and schedule.mode pipelined with "
+        "schedule.sync_every: got 2, so weights would be 1 steps old, but schedule.mode pipelined with "
         "schedule.max_staleness 0 allows 0",
         ["schedule.sync_every: 1"],
     ),
     "rare syncs without a limit that allows them": (
         {"schedule": {"sync_every": 3}},
-        "schedule.sync_every: got 3: weights would be 2 steps old, and schedule.mode sequential with "
+        "schedule.sync_every: got 3, so weights would be 2 steps old, but schedule.mode sequential with "
         "schedule.max_staleness 0 allows 0",
         ["schedule.max_staleness: 2"],
     ),
     "staleness that cannot come up": (
         {"schedule": {"max_staleness": 2}},
-        "schedule.max_staleness: got 2 with schedule.mode sequential, in which no sample is older than its step; "
+        "schedule.max_staleness: got 2 with schedule.mode sequential, so no sample is older than its step; "
         "expected 0, or schedule.mode: asynchronous",
         ["schedule.mode: asynchronous"],
     ),
     "continued responses that would all be dropped": (
         {"schedule": {"partial_rollouts": True}},
-        "schedule.partial_rollouts: with schedule.max_staleness 0 and schedule.on_stale drop every continued response "
-        "would be thrown away",
+        "schedule.partial_rollouts: got true with schedule.max_staleness 0 and schedule.on_stale drop, so every "
+        "continued response would be dropped",
         ["schedule.on_stale: mask"],
     ),
     "a correction without its cap": (
@@ -145,7 +145,7 @@ REFUSED = {
     ),
     "chunks of a sequential step": (
         {"schedule": {"chunks": 2}},
-        "schedule.chunks: got 2 with schedule.mode sequential, where parts of a step have nothing to overlap with",
+        "schedule.chunks: got 2 with schedule.mode sequential, so chunks of a step could not overlap",
         ["schedule.chunks: 1"],
     ),
     "chunks that do not divide the prompts": (
@@ -155,13 +155,14 @@ REFUSED = {
     ),
     "groups selected by rewards of another rank": (
         {"batch": {"dynamic_sampling": {}}},
-        "placement.reward: got ranks 2 with batch.dynamic_sampling: engines whose first ranks are 1 could not score "
-        "what they draw. The nearest that works is the rollout's ranks, 1; or batch.dynamic_sampling: null",
+        "placement.reward: got ranks 2 with batch.dynamic_sampling: engines with first ranks 1 could not score their "
+        "samples. The nearest that works is the rollout's ranks, 1; or batch.dynamic_sampling: null",
         ["batch.dynamic_sampling: null"],
     ),
     "rewards on ranks that draw nothing": (
         {"batch": {"dynamic_sampling": {}}, "placement": {"actor,reference": 0, "rollout": "1-2", "reward": "1-3"}},
-        "ranks 3 draw nothing, and would get no rewards to give. The nearest that works is the rollout's ranks, 1-2",
+        "ranks 3 generate no samples, and would have nothing to score. The nearest that works is the rollout's ranks, "
+        "1-2",
         ["batch.dynamic_sampling: null"],
     ),
     "one sample whose rewards should differ": (
@@ -175,7 +176,7 @@ REFUSED = {
     ),
     "demonstrations to select from": (
         {"algorithm": "sft", "batch": {"dynamic_sampling": {}}},
-        "batch.dynamic_sampling: got it with algorithm sft, which draws nothing to select from",
+        "batch.dynamic_sampling: got a section with algorithm sft, which generates no samples",
         ["batch.dynamic_sampling: null"],
     ),
     "chunks across the blocks of mini-batches": (
@@ -196,7 +197,7 @@ REFUSED = {
             "schedule": ASYNCHRONOUS,
             "rollout": {"engine": "sglang", "sglang": {"args": {"disable_overlap_schedule": False}}},
         },
-        "rollout.sglang.args.disable_overlap_schedule: got false in a run whose responses may be under way",
+        "rollout.sglang.args.disable_overlap_schedule: got false, but responses may be running when weights arrive",
         ["schedule.in_flight_sync: false"],
     ),
     "an engine of which one rank may be held up": (
@@ -205,7 +206,7 @@ REFUSED = {
             "rollout": {"parallel": {"tp": 2}},
             "schedule": ASYNCHRONOUS,
         },
-        "schedule.in_flight_sync: the engine on ranks 1-2 has ranks that host different roles, and could not change "
+        "schedule.in_flight_sync: got true, but ranks 1-2 of one engine have different roles, so it could not change "
         "its weights at one decode step",
         ["schedule.in_flight_sync: false"],
     ),
