@@ -40,7 +40,7 @@ REASONS = {
     "model family without an engine": "no engine of rltrain serves",
     "memory": "expected at most",
     "experts over more ranks than there are": "divides experts among",
-    "fewer prompts than replicas": "prompts to share out",
+    "fewer prompts than replicas": "data-parallel replicas, but",
     "model of unknown shape": NO_SHAPE,
 }
 TRAINS = re.compile(r"^\s+(trainer\.\w+|data\.train_\w+|--rollout-batch-size)", re.MULTILINE)

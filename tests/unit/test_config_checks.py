@@ -306,7 +306,7 @@ UNFIT = {
         "batch": {"prompts_per_step": 4},
     },
     "placement.actor: 8 ranks make 8 data-parallel replicas, but batch.prompts_per_step 16 in 4 blocks for "
-    "mini-batches gives 4 prompts to share out; expected at least 8 prompts, or fewer ranks": {
+    "mini-batches gives them 4 prompts; expected at least 8 prompts, or fewer ranks": {
         "placement": {"actor": "all", "rollout,reward": 0},
         "batch": {"prompts_per_step": 16, "samples_per_prompt": 2, "mini_batches": 8},
     },
@@ -405,7 +405,7 @@ ENGINES = {
         {"engine": "sglang"},
     ),
     "ep: got 8, which does not divide the 12 experts": ("deepseek_v3", {"parallel": {"tp": 8, "ep": 8}}),
-    "rollout.parallel.tp: got 8 with rollout.parallel.ep 2, which cuts each expert in 4; expected a divisor of "
+    "rollout.parallel.tp: got 8 with rollout.parallel.ep 2, which splits each expert in 4; expected a divisor of "
     "its 6 units, or a larger ep": ("deepseek_v3", {"parallel": {"tp": 8, "ep": 2}}),
     "tp: got 4, which does not divide the model's 6 feed-forward units of shared experts": (
         "deepseek_v3",

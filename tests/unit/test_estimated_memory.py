@@ -578,7 +578,7 @@ def test_a_router_with_a_bias_needs_megatron() -> None:
 def test_a_family_that_no_engine_knows_is_refused_for_serving_alone() -> None:
     tensors = CanonicalTensors(("b.wte", "b.h.0.w", "b.h.1.w", "head"), ((7, 4), (4, 6), (4, 6), (7, 4)))
     unlisted = replace(tiny_architecture(), family="olmo2", unlisted=Unlisted(tensors, "b", ""))
-    with pytest.raises(ConfigError, match="of family olmo2, which backend fsdp trains and no engine"):
+    with pytest.raises(ConfigError, match="of family olmo2, which no engine of rltrain serves"):
         check_planned(planned(unlisted, actor=FSDP, **LENGTHS))
     flops = forward_flops(unlisted)
     assert (flops.layers, flops.head) == (2 * 48, 2 * unlisted.hidden_size * unlisted.vocab_size)

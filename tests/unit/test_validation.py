@@ -245,7 +245,7 @@ def changed(sections: dict[str, Any], choices: list[str]) -> dict[str, Any]:
 
 def test_all_that_cannot_be_comes_in_one_message():
     message = refusal(placement=COLOCATED, schedule={"mode": "pipelined", "chunks": 3, "sync_every": 2})
-    assert message.startswith("3 things in the schedule that cannot be:\n")
+    assert message.startswith("3 impossible settings of the schedule:\n")
     assert all(re.search(rf"^  {key}: ", message, re.MULTILINE) for key in ("schedule.mode", "schedule.chunks"))
     assert "schedule.sync_every" in message
 

@@ -108,7 +108,7 @@ def test_what_there_is_is_not_refused(architecture: Architecture) -> None:
         (GEMMA, TRANSFORMER_ENGINE, ["model.transformer_impl", "sliding windows and norms behind", LOCAL]),
         (GEMMA, SGLANG, ["rollout.engine: got sglang", "sliding windows", "expected embedded"]),
         (GLM, SGLANG, ["got sglang", "model_type glm4_moe", "embedded"]),
-        (GEMMA2, CP, ["actor.parallel.cp: got 2", "expected 1", "bends its scores"]),
+        (GEMMA2, CP, ["actor.parallel.cp: got 2", "expected 1", "has soft caps on its scores"]),
         (GEMMA2, {"model": {"path": "m", "logits_chunk_tokens": 9}}, ["model.logits_chunk_tokens: got 9", "null"]),
         (NEMOTRON, FSDP, ["actor.backend: got fsdp", "transformers' nemotron", "expected megatron"]),
         (PHI4_MINI, {}, ["has 64 positions", "short factors"]),
@@ -174,7 +174,7 @@ EXPERTS = tiny_architecture("qwen3_moe", hidden_size=64, max_positions=4096)
     ("dtype", "architecture", "ep", "parts"),
     [
         ("bfloat16", EXPERTS, 2, []),
-        ("float16", EXPERTS, 2, ["model.dtype float16", "or model.dtype bfloat16: it sends nothing else"]),
+        ("float16", EXPERTS, 2, ["model.dtype float16", "or model.dtype bfloat16, the only dtype"]),
         ("bfloat16", replace(EXPERTS, hidden_size=60), 2, ["has a hidden size of 60", "multiples of 8"]),
         ("bfloat16", replace(EXPERTS, moe=replace(EXPERTS.moe, num_experts=6)), 6, ["6 ranks", "the nearest is 4"]),  # type: ignore[type-var]
     ],
@@ -196,7 +196,7 @@ def test_experts_are_trained_in_float16() -> None:
 def test_an_evaluation_may_have_the_losses_of_the_run_that_it_is_of() -> None:
     moe = {"aux_loss_coef": 1e-3}
     check(EXPERTS, algorithm="evaluate", placement={"rollout, reward": 0}, model={"path": "m", "moe": moe})
-    with pytest.raises(ConfigError, match="no model that is trained has experts"):
+    with pytest.raises(ConfigError, match="no trained model has experts"):
         check(tiny_architecture("qwen3", max_positions=4096), model={"path": "m", "moe": moe})
 
 
@@ -508,7 +508,7 @@ def predicting_config(path: Path | str = "m", model: dict[str, Any] | None = Non
             },
             "backend fsdp for role inference",
         ),
-        ({"lora": {"rank": 4}}, {}, "which trains adapters alone"),
+        ({"lora": {"rank": 4}}, {}, "which trains only adapters"),
         ({"residual_dtype": "float32"}, {}, r"model\.residual_dtype: got float32 with"),
         ({}, {"reference": REFERENCE}, r"reference\.refresh_every: got 2 with model\.mtp"),
     ],
