@@ -67,8 +67,8 @@ def lora_problems(config: Config) -> Iterator[str]:
         return
     if config.model.moe.bias_update_rate:
         yield (
-            f"model.moe.bias_update_rate: got {config.model.moe.bias_update_rate} with model.lora; expected 0: routers "
-            "are part of the base, which stays as it is"
+            f"model.moe.bias_update_rate: got {config.model.moe.bias_update_rate} with model.lora; expected 0, because "
+            "routers are part of the frozen base"
         )
 
 
@@ -77,17 +77,17 @@ def _apart_problems(config: Config) -> Iterator[str]:
     if config.weight_sync.adapters != "apart":
         return
     if config.model.lora is None:
-        yield "weight_sync.adapters: got apart without model.lora; expected merged, since there are no adapters"
+        yield "weight_sync.adapters: got apart without model.lora; expected merged, because there are no adapters"
         return
     if config.rollout.engine == "http":
         yield (
-            "weight_sync.adapters: got apart with rollout.engine http, whose servers get weights merged; expected "
+            "weight_sync.adapters: got apart with rollout.engine http, whose servers get merged weights; expected "
             "merged, or rollout.engine: embedded or sglang"
         )
     if config.weight_sync.delta is not None:
         yield (
-            "weight_sync.delta: got a section with weight_sync.adapters apart, of which a sync sends the adapters "
-            "alone, and all of these change; expected null, or weight_sync.adapters: merged"
+            "weight_sync.delta: got a section with weight_sync.adapters apart, but syncs then send only adapters, and "
+            "all of these change; expected null, or weight_sync.adapters: merged"
         )
 
 
@@ -108,8 +108,8 @@ def adapted_model_problems(config: Config, architectures: Mapping[str, Architect
 def _problems_of_model(key: str, lora: Lora, model: Architecture) -> Iterator[str]:
     if model.unlisted:
         yield (
-            f"{key}: got adapters for {model.family}, a family without a table, of whose matrices rltrain does not "
-            "know which are to have one; expected null"
+            f"{key}: got adapters for {model.family}, but rltrain has no table of this family's matrices; expected "
+            "null"
         )
         return
     known = targets_in(adaptable_table(model))
@@ -123,9 +123,9 @@ def _served_expert_problems(config: Config, lora: Lora, model: Architecture) -> 
     sparse = adapters_of(adaptable_table(model), lora.targets).sparse
     if sparse is not None and sparse.experts:
         yield (
-            "weight_sync.adapters: got apart with rollout.engine sglang and adapters of experts, which SGLang adds by "
-            "kernels that this was not tried with; expected merged, rollout.engine: embedded, or model.lora.targets "
-            "of attention alone"
+            "weight_sync.adapters: got apart with rollout.engine sglang and adapters of experts, which is untested "
+            "with SGLang's kernels; expected merged, or rollout.engine: embedded, or model.lora.targets of attention "
+            "only"
         )
 
 
@@ -138,13 +138,13 @@ def http_problems(config: Config) -> Iterator[str]:
         served, engine_key = config.served(role), config.engine_key(role, "engine")
         if served.engine != "http":
             if role != "evaluation" and served.urls:
-                yield f"{role}.urls: got some with {engine_key} {served.engine}; expected engine http, or none"
+                yield f"{role}.urls: got URLs with {engine_key} {served.engine}; expected engine http, or no URLs"
             continue
         if role == "evaluation":
             yield (
-                f"{engine_key}: got http for role evaluation, whose weights are of other steps than those that the "
-                "same servers roll out by; expected evaluation.engine: embedded or sglang, or the role not placed: the "
-                "rollout's servers then evaluate"
+                f"{engine_key}: got http for role evaluation, but servers cannot hold the weights of two steps at "
+                "once; expected evaluation.engine: embedded or sglang, or no role evaluation: the rollout's servers "
+                "then evaluate"
             )
             continue
         yield from _settings_problems(config, role)
@@ -154,17 +154,17 @@ def _settings_problems(config: Config, role: str) -> Iterator[str]:
     served, (parallel, parallel_key) = config.served(role), config.parallel_of(role)
     num_ranks = parallel.tp * parallel.pp * parallel.cp * parallel.ep
     if not served.urls:
-        yield f"{role}.urls: got none with {role}.engine http; expected URLs of servers, or a file with one a line"
+        yield f"{role}.urls: got none with {role}.engine http; expected URLs of servers, or a file with one per line"
     yield from _group_problems(served, role)
     if num_ranks > 1:
         yield (
             f"{parallel_key}: got tp {parallel.tp}, pp {parallel.pp}, cp {parallel.cp}, ep {parallel.ep} with "
-            f"{role}.engine http, whose ranks each ask servers that are cut as they were started; expected 1 of each"
+            f"{role}.engine http, whose servers decide their own parallelism; expected 1 for each"
         )
     if served.dtype != "auto":
         yield (
-            f"{role}.dtype: got {served.dtype} with {role}.engine http, whose servers quantise what they are given as "
-            "they were started; expected auto"
+            f"{role}.dtype: got {served.dtype} with {role}.engine http, whose servers decide their own dtype; expected "
+            "auto"
         )
     if served.kv_cache_gb != "auto":
         yield (
@@ -172,8 +172,8 @@ def _settings_problems(config: Config, role: str) -> Iterator[str]:
         )
     if role == "rollout" and config.model.router_replay == "rollout":
         yield (
-            "model.router_replay: got rollout with rollout.engine http, whose servers are not asked which experts "
-            "tokens visit; expected recompute or off"
+            "model.router_replay: got rollout with rollout.engine http, whose servers do not report their choices of "
+            "experts; expected recompute or off"
         )
 
 
@@ -183,18 +183,18 @@ def _group_problems(served: Served, role: str) -> Iterator[str]:
         return
     if role != "rollout":
         yield (
-            f"{role}.http.weights: got group, by which syncs bring weights, and role {role} has those of its "
+            f"{role}.http.weights: got group, which is for weight syncs, but role {role} keeps the weights of its "
             "checkpoint; expected folder"
         )
     if served.protocol not in ("auto", "sglang"):
         yield (
-            f"{role}.http.weights: got group with {role}.protocol {served.protocol}; expected sglang or auto, since "
-            "SGLang's servers alone take weights so, or weights: folder"
+            f"{role}.http.weights: got group with {role}.protocol {served.protocol}; expected protocol sglang or auto, "
+            "or weights: folder, since only SGLang's servers take weights over a process group"
         )
     if served.http.weights_dir is not None:
         yield (
-            f"{role}.http.weights_dir: got {served.http.weights_dir} with {role}.http.weights group, by which nothing "
-            "is written; expected none, or weights: folder"
+            f"{role}.http.weights_dir: got {served.http.weights_dir} with {role}.http.weights group, which writes no "
+            "files; expected none, or weights: folder"
         )
 
 
@@ -203,8 +203,8 @@ def url_problems(config: Config, role: str, num_ranks: int) -> Iterator[str]:
     urls = config.served(role).urls
     if config.served(role).engine == "http" and isinstance(urls, tuple) and 0 < len(urls) < num_ranks:
         yield (
-            f"placement.{role}: got {num_ranks} ranks for {len(urls)} {role}.urls; expected at most one rank for each, "
-            "since a rank asks many servers"
+            f"placement.{role}: got {num_ranks} ranks for {len(urls)} {role}.urls; expected at most one rank per URL, "
+            "since each rank asks one or more servers"
         )
 
 
@@ -228,15 +228,15 @@ def _section_problems(section: str, reward: Reward, config: Config, models: list
         for key in ("function", "options"):
             if key in reward.model_fields_set:
                 yield (
-                    f"{section}.{key}: got {getattr(reward, key)!r} beside {section}.functions; expected one of the "
-                    f"two: each entry of {section}.functions has a function and options of its own"
+                    f"{section}.{key}: got {getattr(reward, key)!r} together with {section}.functions; expected one of "
+                    f"the two, since each entry of {section}.functions has its own function and options"
                 )
     if reward.functions is not None or models:
         yield from _name_problems(section, reward, config, models)
         yield from _weight_problems(section, reward, config, models)
     for name in reward.names:
         if name.startswith(("http://", "https://")) and not urlsplit(name).hostname:
-            yield f"{section}.function: got {name!r}; expected an URL with a host, such as http://judge:8000/score"
+            yield f"{section}.function: got {name!r}; expected a URL with a host, such as http://judge:8000/score"
 
 
 def _models(config: Config) -> list[str]:
@@ -253,16 +253,16 @@ def _name_problems(section: str, reward: Reward, config: Config, models: list[st
         taken = title in OF_ALL_REWARDS or title.endswith(("_errors", "_timeouts"))
         if taken or not re.fullmatch(r"[A-Za-z0-9_]+", title):
             yield (
-                f"{key}: got {title!r}; expected letters, digits and underscores, none of {listed(OF_ALL_REWARDS)} "
-                "and nothing that ends in _errors or _timeouts: the metric is rollout/reward_<name>"
+                f"{key}: got {title!r}; expected letters, digits and underscores, not {listed(OF_ALL_REWARDS)}, and no "
+                "ending _errors or _timeouts, because the metric is rollout/reward_<name>"
             )
     for title, count in Counter(titles.values()).items():
         if count > 1:
             keys = [key for key, of_key in titles.items() if of_key == title]
             of_functions = all(key.startswith(f"{section}.functions") for key in keys)
             yield (
-                f"{section + '.functions' if of_functions else section}: {count} are called {title!r}; expected a name "
-                f"for each that tells their metrics apart ({', '.join(keys)})"
+                f"{section + '.functions' if of_functions else section}: {count} are called {title!r}; expected "
+                f"different names for their metrics ({', '.join(keys)})"
             )
 
 
@@ -271,13 +271,13 @@ def _weight_problems(section: str, reward: Reward, config: Config, models: list[
     if not weights:
         placing = " or ".join(rewarding_roles())
         yield (
-            f"{section}.functions: got none, and no model tells what responses are worth; expected a function, or a "
-            f"role {placing} in placement"
+            f"{section}.functions: got none, and no model scores responses; expected a function, or a role {placing} "
+            "in placement"
         )
     elif not any(weights):
         yield (
-            f"{section if models else section + '.functions'}: every weight is 0; expected one that is not, or every "
-            "reward is 0"
+            f"{section if models else section + '.functions'}: every weight is 0, so every reward would be 0; expected "
+            "at least one other weight"
         )
 
 
@@ -286,9 +286,9 @@ def _model_problems(config: Config) -> Iterator[str]:
     for role in rewarding_roles():
         path = getattr(config, role).path
         if role in placed and path is None:
-            yield f"{role}.path: got null, and placement has role {role}; expected the folder of its checkpoint"
+            yield f"{role}.path: got null, but placement has role {role}; expected the folder of its checkpoint"
         if role in placed and role == "judge" and config.judge.prompt is None:
-            yield "judge.prompt: got null; expected what the judge is asked, a text with {response}"
+            yield "judge.prompt: got null; expected the question to the judge, a text with {response}"
         if role not in placed and path is not None:
             yield f"{role}.path: got {path!r}, but no role {role} is placed; expected {role}: ranks in placement"
 
@@ -302,4 +302,4 @@ def _label_problems(config: Config) -> Iterator[str]:
     for key, file, reward in files:
         needing = [name for name in reward.names if name in NEEDS_LABEL]
         if needing and any(source.label_key is None for source in file.parts()):
-            yield f"{key}.label_key: got null, but the reward {needing[0]} compares with labels; expected their column"
+            yield f"{key}.label_key: got null, but reward {needing[0]} needs labels; expected the name of their column"

@@ -495,7 +495,7 @@ FSDP: dict[str, Any] = {"backend": "fsdp"}
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({"actor": {**FSDP, "parallel": {"tp": 2}}}, ["actor.parallel.tp: got 2", "expected 1", "gathered whole"]),
+        ({"actor": {**FSDP, "parallel": {"tp": 2}}}, ["actor.parallel.tp: got 2", "expected 1", "gathers whole"]),
         ({"actor": {**FSDP, "parallel": {"pp": 2}}}, ["actor.parallel.pp: got 2", "all layers"]),
         ({"actor": {**FSDP, "parallel": {"ep": 2}}}, ["actor.parallel.ep: got 2", "sharded like all parameters"]),
         ({"actor": {**FSDP, "parallel": {"etp": 1}}}, ["actor.parallel.etp: got 1", "expected null"]),

@@ -211,10 +211,10 @@ REFUSED: dict[str, dict[str, Any]] = {
     "evaluation.sets.0.sampling.max_response_tokens 4000 = 5024": {
         "sets": [{**HARD, "sampling": {"temperature": 1, "max_response_tokens": 4000}}]
     },
-    "evaluation.sets.0.data.label_key: got null, but the reward exact_match compares with labels": {
+    "evaluation.sets.0.data.label_key: got null, but reward exact_match needs labels": {
         "sets": [{**HARD, "data": {"path": "h", "label_key": None}}]
     },
-    "evaluation.sets.0.reward.function: got 'http://'; expected an URL with a host": {
+    "evaluation.sets.0.reward.function: got 'http://'; expected a URL with a host": {
         "sets": [{**HARD, "reward": {"function": "http://"}}]
     },
     "evaluation.keep_best.metric: got 'eval/hard/pass@3'; expected a metric of an evaluation set: one of eval/": {

@@ -331,7 +331,7 @@ WITHOUT_BOTH_PASSES = r"got recompute, but .*; expected loss.old_logprobs: actor
 @pytest.mark.parametrize(
     ("mode", "sections", "said"),
     [
-        ("rollout", SFT, r"got rollout with algorithm sft, whose samples no engine draws; expected off"),
+        ("rollout", SFT, r"got rollout with algorithm sft, which uses no samples of an engine; expected off"),
         ("recompute", {"loss": {"old_logprobs": "rollout"}}, WITHOUT_BOTH_PASSES),
     ],
 )
