@@ -90,7 +90,7 @@ def describe_overlaps(order: Order, config: Config, placement: Placement) -> lis
     found = overlapping_tasks(order, placement, syncs_in_flight=RunShape.of(config).syncs_in_flight)
     pairs = [pair for pair in found if not any(task.startswith(f"{CHECKPOINT} ") for task in pair)]
     if not pairs:
-        return ["none: every task needs what the one before it made, or its ranks"]
+        return ["none: every task needs the result or the ranks of the one before it"]
     lines = (f"{task} beside {', '.join(sorted(others))}" for task, others in by_task(pairs))
     return [part for line in lines for part in wrapped(line)]
 
@@ -165,11 +165,11 @@ def describe_evaluation(
     grid = grids[role]
     engines = f"{grid.dp} engine{'s' * (grid.dp > 1)} of tp {grid.tp} on ranks {format_ranks(grid.ranks)}"
     if role == "evaluation":
-        lines = [f"by role evaluation, {engines}, beside training and generation, which wait for none of it"]
+        lines = [f"by role evaluation, {engines}, in parallel with training and generation, which do not wait for it"]
     elif RunShape.of(config).lead:
-        lines = [f"by the rollout, {engines}, while training goes on; engines draw, and take weights, when it is done"]
+        lines = [f"by the rollout, {engines}, while training continues; generation and weight syncs come after it"]
     else:
-        lines = [f"by the rollout, {engines}, while all others wait"]
+        lines = [f"by the rollout, {engines}, while all other roles wait"]
     rows = [["set", "before the first and after the last step", "samples per prompt"]]
     for plan in config.evaluations:
         every = f"and every {plan.interval} steps" if plan.interval else ""
@@ -205,7 +205,7 @@ def estimator_of_sets(job: PlannedJob, options: DryRunOptions) -> tuple[str, Sec
 def describe_time(step: StepTime, workload: Workload, calibrated: str | None) -> list[str]:
     """Returns a line per task of a step in the middle of the run, then the step, and the waiting share of each role's
     ranks."""
-    source = f"as {calibrated} measured them" if calibrated else "efficiencies assumed: rltrain/planning/hardware.py"
+    source = f"measured by {calibrated}" if calibrated else "assumed efficiencies: rltrain/planning/hardware.py"
     lines = [
         f"assumed: prompts of {digits(workload.prompt)} tokens, responses of {digits(workload.response)}, the longest "
         f"of {digits(workload.longest_response)}; {source}"
@@ -220,7 +220,7 @@ def describe_time(step: StepTime, workload: Workload, calibrated: str | None) ->
         *lines,
         *table(rows),
         f"a step: {seconds(step.step_s)}, {digits(step.tokens_per_s)} tokens/s/GPU",
-        f"of it ranks wait: {', '.join(f'{role} {1 - busy:.0%}' for role, busy in step.busy.items())}",
+        f"waiting share: {', '.join(f'{role} {1 - busy:.0%}' for role, busy in step.busy.items())}",
     ]
 
 
@@ -248,7 +248,7 @@ def describe_fit(memories: Sequence[RankMemory], gpu: Gpu, ranks_per_node: int) 
             of_node[rank // ranks_per_node] += sum(memory.host.values())
     most, there_is = max(of_node.values(), default=0), gpu.host_memory_gb * GB * ranks_per_node
     if most > there_is:
-        found.append(f"a node would pin {size(most)} of the {size(there_is)} that its host has: offload fewer roles")
+        found.append(f"a node would pin {size(most)}, but its host has only {size(there_is)}: offload fewer roles")
     return found
 
 
@@ -265,7 +265,7 @@ def refuse_what_does_not_fit(memories: Sequence[RankMemory], gpu: Gpu, name: str
         verdict = "fits" if change.memory.fits(gpu) else "still too much"
         lines.append(f"  {change.text}: {size(peak.total)} at {peak.task}, {verdict}")
     if changes:
-        lines.insert(1, "What would save most, each alone:")
+        lines.insert(1, "The changes that save most, each alone:")
     raise ConfigError("\n".join(lines))
 
 
@@ -275,9 +275,9 @@ PARTS = (*TRAINED_PARTS, "kv_cache")
 """Parts in the order of their columns. Models with fp32 weights have no master weights."""
 
 LEGEND = (
-    "used: needed by the task; stays: on the device all the same",
-    "host: copied away; dropped: gone, since it is rewritten before it is read again",
-    "without a GPU there is nothing to leave: only roles with offload: true do",
+    "used: needed by the task; stays: on the device without being needed",
+    "host: copied to the host; dropped: freed, because it is rewritten before it is read again",
+    "without a GPU only roles with offload: true leave the device",
 )
 
 
@@ -365,7 +365,7 @@ def describe_proposals(job: PlannedJob, gpu: Gpu, workload: Workload, calibratio
         numbers = [seconds(made.step.step_s), digits(made.step.tokens_per_s), size(made.memory.peak.total)]
         rows.append([*numbers, keys])
     if len(rows) == 1:
-        return ["none: of all placements and sizes that are legal none fits"]
+        return ["none: no legal placement fits"]
     return table(rows)
 
 
@@ -446,19 +446,19 @@ def estimates(job: PlannedJob, options: DryRunOptions) -> Sections:
     peaks = describe_fit(memories, gpu, job.ranks_per_node)
     source = str(options.calibrate) if options.calibrate else None
     found = {
-        f"Bytes, foretold for {options.gpu}": peaks if fits else [*peaks, "does not fit"],
-        f"Seconds, foretold for {options.gpu}": describe_time(clock.step(), workload, source),
+        f"Bytes, estimated for {options.gpu}": peaks if fits else [*peaks, "does not fit"],
+        f"Seconds, estimated for {options.gpu}": describe_time(clock.step(), workload, source),
         "Weight sync": describe_weight_sync(job, clock.sync, gpu, options.every_rank),
     }
     if options.search:
-        found["Placements that would be fastest"] = describe_proposals(job, gpu, workload, calibration)
+        found["Fastest placements"] = describe_proposals(job, gpu, workload, calibration)
     return found
 
 
 def unknown(config: Config, has_rollout: bool) -> Sections:
     """Returns the section for a model without config.json, or for an algorithm without training."""
     if not algorithm_of(config).trains:
-        return {"Weight sync": ["none: engines read model.path; bytes and seconds are foretold of training alone"]}
+        return {"Weight sync": ["none: engines read model.path; bytes and seconds are estimated for training only"]}
     missing = f"{Path(config.model.path, CONFIG_FILE)} does not exist yet (model.path)"
     return {"Weight sync": [f"bytes unknown: {missing}" if has_rollout else "none: no rollout is placed"]}
 
@@ -495,7 +495,7 @@ def describe_repeating(config: Config, grids: Mapping[str, Grid]) -> str:
     return (
         f"no: {obstacle}"
         if obstacle
-        else "yes, on CPUs bit for bit: what is drawn, and by which weights, depends on no clock"
+        else "yes, on CPUs bit for bit: samples and the weights that generate them do not depend on timing"
     )
 
 
@@ -515,11 +515,11 @@ def describe_weight_sync(job: PlannedJob, sync: PlannedSync, gpu: Gpu, every_pai
     if where and not in_files and ranks_left_by_engines(job.config, job.placement):
         lines.append("sends everything every time: see weight_sync.delta under Warnings")
     elif where:
-        role, what = ("rollout", "writes files of") if in_files else ("actor", "sends")
+        role, what = ("rollout", "writes files of") if in_files else ("actor", "sends only")
         kept = max(kept_bytes(job, rank) for rank in job.grids[role].ranks)
         lines.append(
-            f"{what} what changed: {100 * changed_share(job):.1f}% of these bytes in the mean, if a step changes "
-            f"{100 * CHANGED_SHARE:g}% of elements of 16 bits and all wider ones; a rank of the {role} keeps "
+            f"{what} changed elements: {100 * changed_share(job):.1f}% of these bytes on average, if a step changes "
+            f"{100 * CHANGED_SHARE:g}% of 16-bit elements and all wider ones; a rank of the {role} keeps "
             f"{size(kept)} on its {where}"
         )
     return [*lines, *traffic_of_pairs(job, sync)] if every_pair else lines

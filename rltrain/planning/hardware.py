@@ -100,7 +100,7 @@ class Gpu(Section):
         """Returns the peak in FLOP/s. Raises ConfigError for a dtype without a figure."""
         dtype = "bfloat16" if dtype == "float16" and dtype not in self.tflops else dtype
         if dtype not in self.tflops:
-            raise ConfigError(f"model.dtype: {dtype}: the --gpu has no figure for it in tflops: {sorted(self.tflops)}")
+            raise ConfigError(f"model.dtype: got {dtype}; expected one with tflops of the --gpu: {sorted(self.tflops)}")
         return self.tflops[dtype] * 1e12
 
     @property

@@ -53,7 +53,7 @@ def with_shipped_shapes(config: Config) -> tuple[Config, list[str]]:
     """Returns the config with shipped folders in place of folders that do not exist, and a line for each of them."""
     found = {path: folder for path in checkpoint_paths(config).values() if (folder := shipped_folder(path))}
     lines = [
-        f"{key}: {path} does not exist yet; the shape is that of the config.json of {found[path].name} that rltrain has"
+        f"{key}: {path} does not exist yet; its shape is the one in rltrain's config.json of {found[path].name}"
         for key, path in checkpoint_paths(config).items()
         if path in found
     ]

@@ -116,7 +116,7 @@ def _files(source: PromptSource, key: str) -> list[Path] | str:
         return str(error).removeprefix(f"{key}: ")
     num_bytes = sum(file.stat().st_size for file in found)
     if num_bytes > MOST_BYTES:
-        return f"{size(num_bytes)} in {len(found)} files; a dry run reads {size(MOST_BYTES)} at most"
+        return f"{size(num_bytes)} in {len(found)} files; a dry run reads at most {size(MOST_BYTES)}"
     return found
 
 
@@ -131,7 +131,7 @@ def _encoder(config: Config) -> PromptEncoder | str:
 def _counted(title: str, found: SourceRows, source: PromptSource) -> list[str]:
     rows, dropped = f"{title}: {found.num_rows:,} rows", found.dropped
     if found.num_rows == source.max_rows:
-        rows += ", no more by max_rows"
+        rows += ", limited by max_rows"
     if not dropped:
         return [f"{rows}; none left out"]
     if dropped.num_cut and dropped.num_left_out == 0:
@@ -185,7 +185,7 @@ def _where(name: str, config_key: str) -> str:
         return ", asked over HTTP"
     place, _, function = name.rpartition(":")
     if name.endswith(".py"):
-        raise ConfigError(f"{config_key}: {name!r} names no function of the file; expected {name}:FUNCTION")
+        raise ConfigError(f"{config_key}: {name!r} names a file without a function; expected {name}:FUNCTION")
     if not place.endswith(".py"):
         if not place and "." not in name:
             raise unknown_function(name, config_key, [*BUILT_IN, "an URL"])
@@ -200,7 +200,7 @@ def _in_file(place: str, function: str, name: str, config_key: str) -> str:
     try:
         tree = ast.parse(path.read_text())
     except (SyntaxError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{config_key}: {name!r}: {path} is no Python that can be read: {error}") from error
+        raise ConfigError(f"{config_key}: {name!r}: {path} is not valid Python: {error}") from error
     lines = dict(_bound(tree))
     if function not in lines and "*" not in lines:
         raise ConfigError(f"{config_key}: {name!r}: {path} has no function {function!r}")

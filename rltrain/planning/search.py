@@ -289,7 +289,7 @@ def _read(run: Path) -> tuple[PlannedJob, list[Record]]:
         raise DataError(f"option --calibrate: {run}: {error}; {expected}") from error
     steps = [record for record in records if STEP in record]
     if not steps:
-        raise DataError(f"option --calibrate: {run}: {METRICS_FILE} has no step that was timed; {expected}")
+        raise DataError(f"option --calibrate: {run}: {METRICS_FILE} has no timed step; {expected}")
     placement = placement_of(config, world_size, ranks_per_node)
     job = plan_job(config, placement, role_architectures(config, placement.roles), ranks_per_node)
     return job, steps[WARM_UP_STEPS:] or steps

@@ -208,7 +208,7 @@ def test_rows_are_counted_by_source_and_reason_where_files_are_at_hand(tmp_path)
         "data.train.sources.0 (bad): 2 rows; left out: 5 bad rows skipped (no key 'label': 2, no JSON object: 1, no "
         f"key 'prompt': 1, unusable value: 1), 1 prompts too long {tmp_path}/bad.jsonl:2: the row has no key 'label'"
     )
-    assert "data.train.sources.1 (good): 999 rows, no more by max_rows; none left out" in said
+    assert "data.train.sources.1 (good): 999 rows, limited by max_rows; none left out" in said
     assert "data.eval (nowhere): rows unknown: there is no file 'nowhere.jsonl'" in said
     without_tokenizer = rows_of(f"data.train.path={tmp_path}/good.jsonl", model="nowhere")
     assert without_tokenizer.startswith("data.train (good): rows unknown: model.path: there is no folder 'nowhere'")
@@ -259,7 +259,7 @@ def test_a_column_that_the_config_names_and_rows_lack_ends_the_dry_run(tmp_path)
 def test_files_of_many_bytes_are_not_read(tmp_path):
     with (tmp_path / "rows.jsonl").open("wb") as file:
         file.truncate(3 * 2**30)
-    assert "3.22 GB in 1 files; a dry run reads 2.15 GB at most" in rows_of(f"data.train.path={tmp_path}/rows.jsonl")
+    assert "3.22 GB in 1 files; a dry run reads at most 2.15 GB" in rows_of(f"data.train.path={tmp_path}/rows.jsonl")
 
 
 @pytest.mark.parametrize("name", [path.stem for path in CONFIGS.glob("quickstart*.yaml")])
@@ -312,8 +312,8 @@ def test_a_function_is_found_in_its_file_which_is_not_run(tmp_path: Path, monkey
     ("name", "message"),
     [
         ("none.py:score", "'none.py:score': there is no file 'none.py'"),
-        ("mine.py", "'mine.py' names no function of the file; expected mine.py:FUNCTION"),
-        ("broken.py:score", "'broken.py:score': broken.py is no Python that can be read"),
+        ("mine.py", "'mine.py' names a file without a function; expected mine.py:FUNCTION"),
+        ("broken.py:score", "'broken.py:score': broken.py is not valid Python"),
         ("exact_mach", "'exact_mach' is unknown; expected exact_match, math, code, environment, an URL, "),
     ],
 )

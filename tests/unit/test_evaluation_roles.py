@@ -414,7 +414,7 @@ def test_its_bytes_and_seconds_are_foretold_and_are_no_part_of_a_step():
     steps = [Clock(each, gpu, workload).step() for each in (job, without)]
     assert steps[0].step_s == pytest.approx(steps[1].step_s) and "evaluation" not in steps[0].busy
     lines = describe_evaluation(job.config, job.grids, estimator_of_sets(job, DryRunOptions(8, 8)))
-    assert lines[0].startswith("by role evaluation, 2 engines of tp 1 on ranks 6-7, beside training")
+    assert lines[0].startswith("by role evaluation, 2 engines of tp 1 on ranks 6-7, in parallel with training")
     assert "32.8 GB of weights" in lines[1] and lines[-1].endswith(" s")
 
 
