@@ -192,7 +192,7 @@ def _positions(job: PlannedJob, role: str) -> int:
 
 
 def working_bytes(job: PlannedJob, task: str, stages: Mapping[str, int]) -> dict[str, int]:
-    """Returns the further bytes of a rank during a task, beside the parts of its roles, by purpose.
+    """Returns the further bytes of a rank during a task, in addition to its roles' parts, by purpose.
 
     `stages` are the rank's pipeline stages in its roles with something on the device.
     """
@@ -428,7 +428,7 @@ def changed_share(job: PlannedJob) -> float:
     A changed element takes one further byte for its position. A block of elements takes one for their number.
     """
     delta = job.config.weight_sync.delta
-    assert delta is not None, "what changed is told apart"
+    assert delta is not None, "weight_sync.delta is set"
     item = job.item_bytes
     changed = CHANGED_SHARE if item <= 2 else 1.0
     share = min(1.0, (changed * (item + 1) + 1 / DELTA_BLOCK) / item)

@@ -187,7 +187,7 @@ def sharded_elements(job: PlannedJob, role: str, stage: int) -> int:
 
 
 def orthogonalizing_bytes(job: PlannedJob, role: str) -> int:
-    """Returns the bytes needed by Muon on the device during a step, beside the parts of the role."""
+    """Returns the bytes needed by Muon on the device during a step, in addition to the parts of the role."""
     return ROUND_ELEMENTS * ROUND_COPIES * FP32 if trained_settings(job, role).optimizer.name == "muon" else 0
 
 

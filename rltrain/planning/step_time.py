@@ -22,7 +22,7 @@ class Calibration:
     """Measured seconds of a run relative to its estimate."""
 
     factors: Mapping[str, float] = field(default_factory=dict)
-    """By task, the measured seconds over the estimated ones."""
+    """Measured seconds over estimated ones, by task."""
     between_s: float = 0.0
     """Seconds of a step beyond its tasks: experience on its way, metrics, waits for later ranks."""
 

@@ -266,7 +266,7 @@ def _without_processes(text: str, world_size: int, where: str) -> str:
         if number % max(count, 1):
             raise PlacementError(
                 f"{where}: {item.strip()!r} divides {number} ranks among {count} processes; expected a divisor of "
-                f"{number}. One process stands for the parallel.tp ranks of an engine or of a copy of a model"
+                f"{number}. One process corresponds to the parallel.tp ranks of an engine or model copy"
             )
         first += count
     return ",".join(items)
