@@ -41,7 +41,7 @@ def evaluation_problems(config: Config) -> Iterator[str]:
                 "0, so all samples of a prompt are equal; expected 1, or a temperature above 0"
             )
     yield from _metric_problems(config, plans)
-    yield from _own_engine_problems(config) if config.evaluates_apart else _keys_of_nobody(config)
+    yield from _own_engine_problems(config) if config.evaluates_apart else _unused_key_problems(config)
 
 
 def apart_problems(config: Config, placement: Placement) -> Iterator[str]:
@@ -85,7 +85,7 @@ def _own_engine_problems(config: Config) -> Iterator[str]:
         )
 
 
-def _keys_of_nobody(config: Config) -> Iterator[str]:
+def _unused_key_problems(config: Config) -> Iterator[str]:
     for key, value in config.evaluation.engine_keys.items():
         yield (
             f"evaluation.{key}: got {value}, but role evaluation is not placed; expected evaluation: ranks in "

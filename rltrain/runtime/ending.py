@@ -122,7 +122,7 @@ class Ending:
 
     def _with_message(self, message: str, status: int, summary: str, before_printing: Callable[[], None]) -> NoReturn:
         self.come_near()
-        self._follow_whoever_was_first()
+        self._follow_first()
         others = self._running()
         lost = [beat for beat in others if has_ended(beat.process)]
         if not lost and BROKEN_CONNECTION.search(message):
@@ -142,12 +142,12 @@ class Ending:
         before_printing()
         print(f"\nrltrain: {message}", file=sys.stderr, flush=True)
         leave_for_launcher(summary)
-        _close_mouth()  # this rank's other threads still run
+        _discard_output()  # this rank's other threads still run
         self.store.set(PRINTED, "1")
         wait_briefly(self.store, [_quiet(beat.rank) for beat in others if beat not in lost], QUIET_GRACE_S)
         _exit(status)
 
-    def _follow_whoever_was_first(self) -> None:
+    def _follow_first(self) -> None:
         """Follows the first rank to come here. Returns on the first rank itself, or if the first one was killed on its
         way."""
         first = self.store.compare_set(CLAIMED, "", str(self.rank)).decode()
@@ -155,7 +155,7 @@ class Ending:
             self._follow(json.loads(self.store.get(FAILURE)))
 
     def _follow(self, failure: dict[str, Any]) -> NoReturn:
-        _close_mouth()
+        _discard_output()
         self.store.set(_quiet(self.rank), "1")
         if not wait_briefly(self.store, [PRINTED], 2 * MESSAGE_GRACE_S):
             _exit(failure["status"])
@@ -222,7 +222,7 @@ def _exit(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _close_mouth() -> None:
+def _discard_output() -> None:
     """Discards all further output of libraries, including C++."""
     sys.stdout.flush()
     sys.stderr.flush()

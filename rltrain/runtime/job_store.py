@@ -123,7 +123,7 @@ def find_stall(statuses: Iterable[RankStatus], limits: Timeouts) -> Stall | None
     if not suspects:
         return None
     newest = _newest_sequences(suspects)
-    culprit = min(suspects, key=lambda status: (not is_silent(status, limits), *_innocence(status, newest)))
+    culprit = min(suspects, key=lambda status: (not is_silent(status, limits), *_blame_order(status, newest)))
     limit = limit_s(culprit.beat, limits)
     others_stand_still = all(status.still_s > limit or _is_gone(status, limits) for status in everybody)
     if not (culprit.still_s > limit and others_stand_still):
@@ -152,7 +152,7 @@ def is_silent(status: RankStatus, limits: Timeouts) -> bool:
     return status.silent_s > min(SILENT_S, limits.no_progress_s / 2, *(limit / 2 for limit in limits.tasks.values()))
 
 
-def _innocence(status: RankStatus, newest: Mapping[str, int]) -> tuple[float, bool, bool, float, int]:
+def _blame_order(status: RankStatus, newest: Mapping[str, int]) -> tuple[float, bool, bool, float, int]:
     """Returns a sort key. Of the running ranks, the one with the smallest key is the cause of the stall.
 
     The criteria in turn: the lowest position in the order, not inside a transfer (a rank there rather waits for

@@ -55,7 +55,7 @@ def said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         events.append(f"{threading.current_thread().name} is quiet")
 
     monkeypatch.setattr(ending, "_exit", exit_by_raising)
-    monkeypatch.setattr(ending, "_close_mouth", close_mouth)
+    monkeypatch.setattr(ending, "_discard_output", close_mouth)
     monkeypatch.setattr(ending, "_this_thread_ends_the_process", lambda: None)
     monkeypatch.setenv("GROUP_RANK", "0")
     monkeypatch.setenv("LOCAL_RANK", "0")
