@@ -115,7 +115,7 @@ def what_it_does(beat: Beat) -> str:
 def find_stall(statuses: Iterable[RankStatus], limits: Timeouts) -> Stall | None:
     """Returns the stall of the job, or None if there is none. `statuses` has every rank of the job.
 
-    A rank that has just finished is treated as recent work, since the beats of the others may be older.
+    A rank that has just finished counts as recent progress, since the beats of the others may be older.
     """
     everybody = sorted(statuses, key=lambda status: status.beat.rank)
     unfinished = [status for status in everybody if not status.beat.finished]

@@ -1,4 +1,4 @@
-"""Ends a job without progress, or without one of its ranks or the store. Joins a job within a limit."""
+"""Ends a job without progress, or one that has lost a rank or the store. Joins a job within a limit."""
 
 import json
 import logging
