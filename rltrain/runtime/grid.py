@@ -12,8 +12,8 @@ import numpy as np
 def planned_layers(num_layers: int, num_chunks: int) -> tuple[int, ...]:
     """Returns the number of layers in each of `num_chunks` consecutive chunks of a model.
 
-    If the layers do not divide evenly, the embedding and the loss count as one layer each. Then the last chunk, or also
-    the first one, gets fewer layers. Raises ValueError if there are fewer layers than chunks.
+    If the layers do not divide evenly, the embedding and the loss count as one layer each. Chunks with fewer layers are
+    then at the ends, the last chunk before the first. Raises ValueError if there are fewer layers than chunks.
     """
     if num_layers < num_chunks:
         raise ValueError(f"{num_layers} layers cannot be divided among {num_chunks} chunks of a pipeline")
