@@ -200,9 +200,8 @@ def _solved_rate_problems(config: Config) -> Iterator[str]:
         yield f"data.solved_rate.low: got {settings.low}; expected at most data.solved_rate.high {settings.high}"
     elif not any(settings.low <= solved / num_samples <= settings.high for solved in range(num_samples + 1)):
         yield (
-            f"data.solved_rate: got low {settings.low} and high {settings.high}, but no number of solved samples out "
-            f"of batch.samples_per_prompt {num_samples} is a rate between them; expected a wider window, or more "
-            "samples per prompt"
+            f"data.solved_rate: got low {settings.low} and high {settings.high}, but with batch.samples_per_prompt "
+            f"{num_samples} no possible rate is between them; expected a wider window, or more samples per prompt"
         )
 
 
@@ -520,7 +519,7 @@ def _engine_problems(key: str, parallel: Parallel) -> Iterator[str]:
     if parallel.pp > 1:
         yield f"{key}.pp: got {parallel.pp}; expected 1: the embedded engine has no pipeline stages"
     if parallel.cp > 1:
-        yield f"{key}.cp: got {parallel.cp}; expected 1: only models in training split sequences among ranks"
+        yield f"{key}.cp: got {parallel.cp}; expected 1: only training backends split sequences among ranks"
     if parallel.sequence_parallel:
         yield f"{key}.sequence_parallel: got true; expected false: only training splits sequences"
     if parallel.tp % parallel.ep:

@@ -379,7 +379,7 @@ def _offload_problems(config: Config, placement: Placement) -> Iterator[str]:
         if not keeps and _leaves(role, served.offload, placement):
             yield (
                 f"{role}.sglang.keep_weights: got false for an engine that may leave its device and would return "
-                f"without weights; expected true, or {role}.offload: false"
+                f"without valid weights; expected true, or {role}.offload: false"
             )
 
 

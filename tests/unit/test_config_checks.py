@@ -138,7 +138,7 @@ CONTRADICTIONS = {
         "actor": {"optimizer": {"loss_scale": {"initial": 0.5, "minimum": 1.0}}}
     },
     "rollout.parallel.pp: got 2; expected 1": {"rollout": {"parallel": {"pp": 2}}},
-    "rollout.parallel.cp: got 2; expected 1: only models in training": {"rollout": {"parallel": {"cp": 2}}},
+    "rollout.parallel.cp: got 2; expected 1: only training backends": {"rollout": {"parallel": {"cp": 2}}},
     "rollout.parallel.ep: got 2 with rollout.parallel.tp 1; expected a divisor": {"rollout": {"parallel": {"ep": 2}}},
     "rollout.parallel.sequence_parallel: got true": {"rollout": {"parallel": {"tp": 2, "sequence_parallel": True}}},
     "actor.parallel.sequence_parallel: got true with actor.parallel.tp 1; expected false, or a tp": {
@@ -223,7 +223,7 @@ CONTRADICTIONS = {
     "data.solved_rate.low: got 0.6; expected at most data.solved_rate.high 0.5": {
         "data": {"train": {"path": "a"}, "solved_rate": {"low": 0.6, "high": 0.5}}
     },
-    "data.solved_rate: got low 0.4 and high 0.45, but no number of solved samples out of batch.samples_per_prompt 8": {
+    "data.solved_rate: got low 0.4 and high 0.45, but with batch.samples_per_prompt 8 no possible rate": {
         "data": {"train": {"path": "a"}, "solved_rate": {"low": 0.4, "high": 0.45}}
     },
     "data.solved_rate: got a section together with data.curriculum, which already chooses": {
