@@ -301,7 +301,7 @@ UNFIT = {
         "placement": {**GRPO, "actor,reference": "0-7"},
         "actor": {"parallel": {"pp": 8}},
     },
-    "placement.reward: 8 ranks make 8 data-parallel replicas, but batch.prompts_per_step 4 gives 4 prompts": {
+    "placement.reward: 8 ranks make 8 data-parallel replicas, but batch.prompts_per_step 4 gives them 4 prompts": {
         "placement": {"actor,reference,rollout": 0, "reward": "all"},
         "batch": {"prompts_per_step": 4},
     },
@@ -330,7 +330,7 @@ EXPERTS = {
     "actor.parallel.ep: got 2; expected 1: the model has no experts": ("qwen3", {"ep": 2}),
     "actor.parallel.etp: got 2; expected null: the model has no experts": ("qwen3", {"etp": 2}),
     "divides experts among ep 3 x etp 1 (null, so equal to tp) = 3; expected a divisor": ("qwen3_moe", {"ep": 3}),
-    "over ep 4 x etp 4 = 16; expected a divisor of 8. The nearest that works is ep 2": (
+    "among ep 4 x etp 4 = 16; expected a divisor of 8. The nearest that works is ep 2": (
         "qwen3_moe",
         {"ep": 4, "etp": 4},
     ),

@@ -105,7 +105,7 @@ REFUSED = {
             "placement": {"actor": 0, "critic": "1-2", "rollout": "2-3", "reward": 0},
             "schedule": ASYNCHRONOUS | {"sync_every": 2},
         },
-        "schedule.mode: got asynchronous, but rollout and critic share ranks 2,",
+        "schedule.mode: got asynchronous, but rollout and critic share ranks 2. These",
         ["schedule.mode: pipelined", "schedule.max_staleness: 0", "schedule.sync_every: 1"],
     ),
     "weights older than allowed": (
@@ -377,8 +377,8 @@ REFUSED_LOSSES = {
         "old_logprobs": "rollout",
         "correction": {"high": 2.0, "normalize": "step"},
     },
-    "loss.correction.high: got 2.0 with loss.old_logprobs rollout and loss.correction.method tis; expected "
-    "loss.old_logprobs: actor": {"old_logprobs": "rollout", "correction": {"high": 2.0}},
+    "loss.correction.high: got 2.0 with loss.old_logprobs rollout and loss.correction.method tis, so the policy's ratio "
+    "already compares the actor with the engine; expected loss.old_logprobs: actor": {"old_logprobs": "rollout", "correction": {"high": 2.0}},
 }
 REFUSED_CORRECTIONS = {
     "method: got icepop without loss.correction.high; expected an upper bound of the ratio": {"method": "icepop"},
@@ -409,7 +409,7 @@ REFUSED_OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 REFUSED_ROLLOUTS: dict[str, dict[str, Any]] = {
     "urls: got none with rollout.engine http": {"engine": "http"},
-    "urls: got some with rollout.engine embedded": {"urls": URLS},
+    "urls: got URLs with rollout.engine embedded": {"urls": URLS},
     "parallel: got tp 2": HTTP_ENGINE | {"parallel": {"tp": 2}},
     "dtype: got fp8 with rollout.engine http": HTTP_ENGINE | {"dtype": "fp8"},
     "kv_cache_gb: got 3.0 with rollout.engine http": HTTP_ENGINE | {"kv_cache_gb": 3},

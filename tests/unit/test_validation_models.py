@@ -110,7 +110,7 @@ def test_what_there_is_is_not_refused(architecture: Architecture) -> None:
         (GLM, SGLANG, ["got sglang", "model_type glm4_moe", "embedded"]),
         (GEMMA2, CP, ["actor.parallel.cp: got 2", "expected 1", "has soft caps on its scores"]),
         (GEMMA2, {"model": {"path": "m", "logits_chunk_tokens": 9}}, ["model.logits_chunk_tokens: got 9", "null"]),
-        (NEMOTRON, FSDP, ["actor.backend: got fsdp", "transformers' nemotron", "expected megatron"]),
+        (NEMOTRON, FSDP, ["actor.backend: got fsdp", "is nemotron", "expected megatron"]),
         (PHI4_MINI, {}, ["has 64 positions", "short factors"]),
         (DYNAMIC, {}, ["data.max_prompt_tokens", "64 positions", "max_position_embeddings", "dynamic RoPE scaling"]),
         (
@@ -257,7 +257,7 @@ def test_groups_fill_the_rows_of_every_rank() -> None:
     assert problems(make(12), actor=halved, reference=alone) == []
     (said,) = problems(make(24), actor=halved, reference=alone)
     assert "group_size: got 24; expected a divisor of 12, the rows" in said
-    assert "in role actor, cut over 2 ranks, or experts on fewer ranks (actor.parallel.etp)" in said
+    assert "in role actor, split over 2 ranks, or experts on fewer ranks (actor.parallel.etp)" in said
     assert problems(make(24), actor=Grid((0, 1), tp=2, etp=1)) == []
     assert problems(make(24), actor=Grid((0, 1), copies=1)) == []
     hidden, inner = problems(make(32), actor=alone)
