@@ -457,9 +457,9 @@ def test_a_function_without_a_name_has_its_own(part: dict[str, Any], title: str)
     [
         (
             {"function": "exact_match", "functions": ({"function": "math"},)},
-            "reward.function: got 'exact_match' beside reward.functions; expected one of the two",
+            "reward.function: got 'exact_match' together with reward.functions; expected one of the two",
         ),
-        ({"options": {"a": 1}, "functions": ({"function": "math"},)}, "reward.options: got {'a': 1} beside"),
+        ({"options": {"a": 1}, "functions": ({"function": "math"},)}, "reward.options: got {'a': 1} together with"),
         ({"functions": ({"function": "m.f"}, {"function": "n.f"})}, "reward.functions: 2 are called 'f'"),
         ({"functions": ({"function": "m.mean"},)}, "reward.functions.0.name: got 'mean'; expected letters, digits"),
         ({"functions": ({"function": "math", "name": "a b"},)}, "reward.functions.0.name: got 'a b'"),
