@@ -108,8 +108,7 @@ def adapted_model_problems(config: Config, architectures: Mapping[str, Architect
 def _problems_of_model(key: str, lora: Lora, model: Architecture) -> Iterator[str]:
     if model.unlisted:
         yield (
-            f"{key}: got adapters for {model.family}, but rltrain has no table of this family's matrices; expected "
-            "null"
+            f"{key}: got adapters for {model.family}, but rltrain has no table of this family's matrices; expected null"
         )
         return
     known = targets_in(adaptable_table(model))

@@ -162,9 +162,7 @@ def interleaved_expert_problems(
                 f"{role}.optimizer.name: got muon, but {what}: one tensor per layer, which is no matrix; expected adamw"
             )
         if role in served_roles() and config.served(role).dtype == "fp8":
-            yield (
-                f"{config.engine_key(role, 'dtype')}: got fp8, but {what} and cannot be rounded; expected auto"
-            )
+            yield (f"{config.engine_key(role, 'dtype')}: got fp8, but {what} and cannot be rounded; expected auto")
     if found and config.model.fake_quantization:
         role = found[0]
         yield (

@@ -248,9 +248,7 @@ def _without_processes(text: str, world_size: int, where: str) -> str:
         items.append(f"0-{world_size - 1}" if ranks == "all" else ranks)
         named = RANGE.fullmatch(processes)
         if named is None:
-            raise PlacementError(
-                f"{where}: {processes!r} after the colon is no range of processes; expected {GRAMMAR}"
-            )
+            raise PlacementError(f"{where}: {processes!r} after the colon is no range of processes; expected {GRAMMAR}")
         number = len(_parse_ranges(items[-1], "rank", world_size, where))
         count = int(named[2] or named[1]) - int(named[1]) + 1
         if int(named[1]) != first:

@@ -178,7 +178,9 @@ def test_where_a_connection_breaks_a_rank_of_another_machine_that_is_silent_is_n
     status_of(lambda: ranks[0].by(RuntimeError("Connection reset by peer" if broken else "out of memory")))
     beats_again.join()
     printed = capsys.readouterr().err
-    assert ("message: rank 1 on n2, last known to be at generate[3] (rollout). The error on rank 0" in printed) == broken
+    assert (
+        "message: rank 1 on n2, last known to be at generate[3] (rollout). The error on rank 0" in printed
+    ) == broken
     assert "rank 2" not in printed
 
 

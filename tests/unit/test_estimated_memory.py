@@ -549,7 +549,7 @@ LENGTHS = {
 
 
 def test_copies_divide_the_ranks() -> None:
-    with pytest.raises(PlacementError, match=r"actor has 3 ranks, which 2 copies .* multiple of 2"):
+    with pytest.raises(PlacementError, match=r"actor has 3 ranks, but .* 2 copies .* multiple of 2"):
         planned(actor={**FSDP, "fsdp": {"replicas": 2}})
     grid = planned(actor={**FSDP, "fsdp": {"replicas": 3}}).grids["actor"]
     assert grid.sharded_array.tolist() == [[0], [1], [2]] and grid.dp == 3

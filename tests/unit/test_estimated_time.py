@@ -422,9 +422,7 @@ def test_experts_that_are_trained_without_the_engines_choice_are_doubted() -> No
 
     (doubt,) = doubts()
     assert doubt.startswith("model.router_replay: got off with experts and model.dtype bfloat16")
-    assert doubt.endswith(
-        "expected rollout: the actor then uses the engine's choices, for 384 bytes per token"
-    )
+    assert doubt.endswith("expected rollout: the actor then uses the engine's choices, for 384 bytes per token")
     (doubt,) = doubts("model.dtype=float32", "rollout.dtype=fp8")
     assert "with experts and rollout.dtype fp8" in doubt
     for beyond_doubt in ("model.dtype=float32", "actor.backend=fsdp", "model.router_replay=recompute"):

@@ -246,7 +246,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         "data": {"train": {"path": "t"}},
         "placement": {"rollout,reward": 0},
     },
-    "evaluation.sets: got 1 with algorithm dpo, which answers no prompts; expected none, and held-out rows in data.eval": {
+    "evaluation.sets: got 1 with algorithm dpo, which answers no prompts; expected none, and held-out rows": {
         "sets": [HARD],
         "algorithm": "dpo",
         "placement": {"actor,reference": 0},

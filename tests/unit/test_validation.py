@@ -377,8 +377,11 @@ REFUSED_LOSSES = {
         "old_logprobs": "rollout",
         "correction": {"high": 2.0, "normalize": "step"},
     },
-    "loss.correction.high: got 2.0 with loss.old_logprobs rollout and loss.correction.method tis, so the policy's ratio "
-    "already compares the actor with the engine; expected loss.old_logprobs: actor": {"old_logprobs": "rollout", "correction": {"high": 2.0}},
+    "loss.correction.high: got 2.0 with loss.old_logprobs rollout and loss.correction.method tis, so the policy's "
+    "ratio already compares the actor with the engine; expected loss.old_logprobs: actor": {
+        "old_logprobs": "rollout",
+        "correction": {"high": 2.0},
+    },
 }
 REFUSED_CORRECTIONS = {
     "method: got icepop without loss.correction.high; expected an upper bound of the ratio": {"method": "icepop"},
