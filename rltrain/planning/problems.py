@@ -56,7 +56,7 @@ def evaluated_text(config: Config, plan: EvaluationPlan) -> tuple[int, str]:
 
 
 def lora_problems(config: Config) -> Iterator[str]:
-    """Yields the problems of adapters that need no models or placement."""
+    """Yields the problems of adapters found from the config alone."""
     yield from _apart_problems(config)
     if config.critic.lora is not None and config.critic.lora.path is not None:
         yield (

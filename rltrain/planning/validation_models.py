@@ -178,7 +178,7 @@ GIVEN = f"{KEY}: got a section"
 
 
 def fake_quantization_problems(config: Config) -> Iterator[str]:
-    """Yields the problems of model.fake_quantization that need no models."""
+    """Yields the problems of model.fake_quantization found from the config alone."""
     if config.model.fake_quantization is None:
         return
     for role in (role for role in served_roles() if role in OF_POLICY and role in config.placed_roles):
@@ -272,7 +272,7 @@ ASKED = f"{MTP}: got a section"
 
 
 def mtp_problems(config: Config) -> Iterator[str]:
-    """Yields the problems of model.mtp that need no models."""
+    """Yields the problems of model.mtp found from the config alone."""
     algorithm, model = algorithm_of(config), config.model
     if model.mtp is None or not algorithm.trains:
         return
@@ -325,7 +325,7 @@ def mtp_problems_of_models(
 
 
 def replay_problems(config: Config) -> Iterator[str]:
-    """Yields the problems of model.router_replay that need no models."""
+    """Yields the problems of model.router_replay found from the config alone."""
     algorithm, mode = algorithm_of(config), config.model.router_replay
     if mode == "off" or not algorithm.trains:
         return

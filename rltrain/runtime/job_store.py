@@ -453,8 +453,9 @@ GUARDED_LOOK_S = 10.0
 
 
 class JobStore:
-    """Small JSON values that ranks leave for each other in the store, such as metrics and decisions. Has the heartbeat
-    too.
+    """The store of a job. Ranks leave small JSON values in it for each other, such as metrics and decisions.
+
+    It also has this rank's heartbeat.
 
     In a `guarded` job a watchdog ends futile waits. Otherwise they raise StallError themselves.
     """

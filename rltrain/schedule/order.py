@@ -188,7 +188,7 @@ class Order:
         return self._items(range(self._number(begin), self.iterations.numbers.stop), begin, end)
 
     def ahead(self, position: int) -> Iterator[tuple[int, Entry]]:
-        """Yields (position, entry) after `position`, the first of each kind. Repetitions may be left out."""
+        """Yields (position, entry) after `position`. Later iterations of a kind already seen are left out."""
         return self._items(self.iterations.from_on(self._number(position + 1)), position + 1)
 
     def distinct(self) -> Iterator[Entry]:
